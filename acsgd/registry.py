@@ -1,0 +1,88 @@
+"""Plug-ins chosen by a spec string: "name:key=value,..." <-> the plug-in's own frozen dataclass.
+
+A plug-in's parameters never enter the configuration tree, so a new plug-in adds no command-line flag.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+
+def from_spec(spec: str, table: Mapping[str, type], *, key: str) -> Any:
+    """Return the plug-in that `spec` describes; Any, because each table has its own protocol.
+
+    spec: "name" or "name:key=value,key=value"; table: name -> frozen dataclass;
+    key: the configuration key the spec came from, for the error text. Raises ValueError.
+    """
+    name, _, rest = spec.strip().partition(":")
+    if name not in table:
+        raise ValueError(f'{key}="{spec}": unknown name "{name}"; use {_one_of(table)}{_nearest(name, table)}')
+    plugin = table[name]
+    types = typing.get_type_hints(plugin)
+    fields = {field.name: types[field.name] for field in dataclasses.fields(plugin)}
+    values: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        option, equals, text = (piece.strip() for piece in part.partition("="))
+        if option not in fields:
+            known = f"{_one_of(fields)}{_nearest(option, fields)}" if fields else "no options at all"
+            raise ValueError(f'{key}="{spec}": "{name}" has no option "{option}"; it takes {known}')
+        if not equals or not text:
+            raise ValueError(f'{key}="{spec}": "{part}" has no value; write {option}=VALUE')
+        if option in values:
+            raise ValueError(f'{key}="{spec}": {option} is given twice')
+        values[option] = _convert(text, fields[option], where=f'{key}="{spec}": {option}')
+    try:
+        return plugin(**values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f'{key}="{spec}": {error}') from None
+
+
+def to_spec(plugin: Any, table: Mapping[str, type]) -> str:
+    """Return the shortest spec that `from_spec` turns into an equal plug-in (defaults are left out)."""
+    name = next(name for name, kind in table.items() if type(plugin) is kind)
+    options = [
+        f"{field.name}={_text(getattr(plugin, field.name))}"
+        for field in dataclasses.fields(plugin)
+        if getattr(plugin, field.name) != field.default
+    ]
+    return f"{name}:{','.join(options)}" if options else name
+
+
+def suggest(name: str, known: Mapping[str, Any]) -> str:
+    """Return "; use a, b or c (did you mean b?)", the end of every message about an unknown name."""
+    return f"; use {_one_of(known)}{_nearest(name, known)}"
+
+
+def _convert(text: str, kind: Any, *, where: str) -> Any:
+    """Turn text into a bool, int, float or one of a Literal's strings."""
+    if typing.get_origin(kind) is typing.Literal:
+        choices = typing.get_args(kind)
+        if text not in choices:
+            raise ValueError(f'{where}="{text}" is not one of {", ".join(choices)}')
+        return text
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise ValueError(f'{where}="{text}" is neither true nor false')
+        return text == "true"
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f'{where}="{text}" is not of type {kind.__name__}') from None
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _one_of(names: Mapping[str, Any]) -> str:
+    *first, last = (f'"{name}"' for name in names)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _nearest(name: str, names: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    return f' (did you mean "{close[0]}"?)' if close else ""

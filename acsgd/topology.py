@@ -1,0 +1,127 @@
+"""Where each rank stands: pure arithmetic, plus one function that opens the process groups.
+
+    rank = replica * stages + stage rank        4 stages x 2 replicas:   replica 0:  0 1 2 3
+                                                                         replica 1:  4 5 6 7
+
+Neighbours in a pipeline are adjacent ranks, so torchrun's numbering puts them on one host first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import HashStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What torchrun told this process. Without torchrun it is a run of one process."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+    @classmethod
+    def from_env(cls) -> Launch:
+        """Read torchrun's environment; the only place of the package that reads the environment."""
+        env = os.environ
+        return cls(
+            rank=int(env.get("RANK", 0)),
+            local_rank=int(env.get("LOCAL_RANK", 0)),
+            world_size=int(env.get("WORLD_SIZE", 1)),
+        )
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This rank's place in the grid of replicas x pipeline stages."""
+
+    rank: int
+    world_size: int
+    stages: int
+    """Ranks per pipeline."""
+
+    def __post_init__(self) -> None:
+        if self.world_size % self.stages:
+            fitting = [n for n in range(1, self.world_size + 1) if self.world_size % n == 0]
+            raise ValueError(
+                f"pp.stages={self.stages} does not divide the number of processes, {self.world_size}; use "
+                f"--pp.stages {' or '.join(str(n) for n in fitting)}, or launch a multiple of {self.stages} "
+                f"processes: torchrun --nproc-per-node {self.stages * max(1, self.world_size // self.stages)} ..."
+            )
+
+    @property
+    def replicas(self) -> int:
+        """Number of copies of the pipeline."""
+        return self.world_size // self.stages
+
+    @property
+    def replica(self) -> int:
+        """Which copy of the pipeline this rank belongs to."""
+        return self.rank // self.stages
+
+    @property
+    def stage_rank(self) -> int:
+        """This rank's place in its pipeline, 0 = first."""
+        return self.rank % self.stages
+
+    def pipeline(self, replica: int) -> list[int]:
+        """Ranks of one pipeline, first stage first."""
+        return list(range(replica * self.stages, (replica + 1) * self.stages))
+
+    def peers(self, stage_rank: int) -> list[int]:
+        """Ranks that hold the same stages, one per replica."""
+        return list(range(stage_rank, self.world_size, self.stages))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of one rank. A group that timed out or lost a peer is broken for good."""
+
+    pp: dist.ProcessGroup
+    """This rank's pipeline."""
+    dp: dist.ProcessGroup
+    """The ranks of all replicas that hold the same stages."""
+    store: Store
+
+    def first_to_fail(self) -> bool:
+        """Claim the right to report a failure of the run: true on one rank only, so that it is told once."""
+        try:
+            return self.store.add("acsgd/failures", 1) == 1
+        except RuntimeError:  # the store died with its host: better told twice than not at all
+            return True
+
+
+@contextlib.contextmanager
+def connect(topology: Topology, *, timeout: timedelta, store: Store | None = None) -> Iterator[Groups]:
+    """Open this rank's groups over gloo and close them at the end.
+
+    timeout: how long any operation of any group may wait for a peer. store: torchrun's, unless given.
+    Raises RuntimeError when not all ranks appear in time.
+    """
+    rank, world_size = topology.rank, topology.world_size
+    if store is None and world_size > 1:
+        store, _, _ = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))
+    elif store is None:
+        store = HashStore()
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {rank} on {socket.gethostname()} could not meet the other {world_size - 1} processes "
+            f"within {timeout.total_seconds():g} s (run.timeout): {error}"
+        ) from error
+    try:
+        # Every rank opens every group, in the same order, and keeps its own two.
+        pipelines = [dist.new_group(topology.pipeline(r), timeout=timeout) for r in range(topology.replicas)]
+        peers = [dist.new_group(topology.peers(s), timeout=timeout) for s in range(topology.stages)]
+        yield Groups(pp=pipelines[topology.replica], dp=peers[topology.stage_rank], store=store)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,129 @@
+"""Configuration: flags > file > defaults, and every mistake is refused with its key."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from pathlib import Path
+
+import pytest
+
+from acsgd import config as config_module
+from acsgd.config import Config, check, parse, to_toml
+
+RUN = """
+[model]
+name = "some/model"
+[data]
+task = "demo"
+sequence = 64
+batch = 8
+[pp]
+layers = [2, 3]
+[optim]
+lr = 1e-3
+steps = 5
+betas = [0.9, 0.95]
+clip = inf
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def test_flags_override_the_file_and_the_file_the_defaults(run_file: Path) -> None:
+    config = parse([str(run_file), "--data.batch", "6", "--optim.betas", "0.8", "0.9"])
+    assert config.data.batch == 6
+    assert config.data.sequence == 64
+    assert config.optim.betas == (0.8, 0.9)
+    assert config.optim.eps == 1e-8
+    assert config.pp.layers == (2, 3)
+
+
+def test_the_written_configuration_reads_back_equal(run_file: Path, tmp_path: Path) -> None:
+    config = parse([str(run_file), "--log.dir", 'a "quoted" \\ dir', "--checkpoint.every", "3"])
+    again = tmp_path / "again.toml"
+    again.write_text(to_toml(config))
+    assert parse([str(again)]) == config
+
+
+def test_no_file_is_needed() -> None:
+    flags = "--model.name m --data.task demo --data.sequence 8 --data.batch 2 --optim.lr 1 --optim.steps 3"
+    assert parse(flags.split()).model.name == "m"
+
+
+def test_every_option_is_a_field_with_a_docstring() -> None:
+    """An attribute without annotation would be no field, and could never be set."""
+    source = Path(config_module.__file__).read_text()
+    for section in dataclasses.fields(Config):
+        kind = typing.get_type_hints(Config)[section.name]
+        fields = {field.name for field in dataclasses.fields(kind)}
+        assert {name for name in vars(kind) if not name.startswith("_")} <= fields
+        for name in fields:
+            assert f"    {name}: " in source
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[modle]\nname = 'x'", 'unknown section [modle]; use "model"'),
+        (
+            "[data]\nbtach = 3",
+            'unknown key data.btach; use "task", "sequence", "batch" or "seed" (did you mean "batch"?)',
+        ),
+        ("name = 'x'", "unknown section [name]"),
+        ("[model", "is not TOML"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"bad\.toml") as error:
+        parse([str(path)])
+    assert message in str(error.value)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ValueError, match=r"run file no\.toml cannot be read"):
+        parse(["no.toml"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--pp.micro 3", "pp.micro=3 does not divide data.batch=8; use pp.micro=1 or 2 or 4"),
+        ("--data.batch 0", "data.batch=0 must be greater than 0"),
+        ("--optim.lr nan", "optim.lr=nan must be greater than 0"),
+        ("--optim.warmup 9", "optim.warmup=9 must lie between 0 and optim.steps=5"),
+        ("--optim.betas 0.9 1.0", "must lie in [0, 1)"),
+        ("--log.to print,wandb", "unknown wandb"),
+    ],
+)
+def test_a_value_no_run_can_have_is_named(flags: str, message: str, run_file: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        check(parse([str(run_file), *flags.split()]))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [("--data.btach 3", "--data.batch"), ("--model.dtype fp8", "fp8"), ("--data.batch x", "'x'")],
+)
+def test_a_mistaken_flag_is_named(flags: str, message: str, run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse([str(run_file), *flags.split()])
+    assert ended.value.code
+    printed = capsys.readouterr()
+    words = " ".join((printed.err + printed.out).replace("│", " ").split())
+    assert message in words
+
+
+@pytest.mark.parametrize("flags", ["--data.btach 3", "--data.batch x", "--model.dtype fp8"])
+def test_a_rank_that_may_not_speak_says_nothing(flags: str, run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse([str(run_file), *flags.split()], speak=False)
+    assert capsys.readouterr() == ("", "")
