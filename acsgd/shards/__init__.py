@@ -1,0 +1,23 @@
+"""A model as a list of layers. To add a family, write its file and one line in the table; that also gets it tested."""
+
+from __future__ import annotations
+
+from acsgd.registry import suggest
+from acsgd.shards.base import ModelFamily
+from acsgd.shards.gpt2 import GPT2
+from acsgd.shards.llama import Llama
+
+FAMILIES: dict[str, ModelFamily] = {
+    # key: `model_type` of the Hugging Face config
+    "gpt2": GPT2(),
+    "llama": Llama(),
+    "mistral": Llama(),
+    "qwen2": Llama(),
+}
+
+
+def family_of(model_type: str) -> ModelFamily:
+    """Return the family of a Hugging Face `model_type`. Raises ValueError that lists the known ones."""
+    if model_type not in FAMILIES:
+        raise ValueError(f'the model is of the unknown family "{model_type}"{suggest(model_type, FAMILIES)}')
+    return FAMILIES[model_type]

@@ -1,0 +1,150 @@
+"""Hugging Face checkpoint <-> layer shards, without loss, one layer in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from acsgd.shards import family_of
+from acsgd.shards.base import skeleton, stored_keys, tied_keys
+from acsgd.shards.disk import ShardDirectory, copy_companions, write_layer, write_manifest
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def read_config(path: Path) -> PreTrainedConfig:
+    """Read config.json of a Hugging Face or shard directory. Raises ValueError if it is absent or broken."""
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} has no config.json; give a Hugging Face model directory or a layer-shard directory")
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ValueError(f"{path / 'config.json'} is not a config that transformers can read: {first_line}") from None
+
+
+def from_hf(source: Path, target: Path) -> None:
+    """Convert a Hugging Face directory with safetensors into layer shards in `target`, an empty directory.
+
+    Tensors keep their dtype, bit for bit. Raises ValueError if parameters are missing or would be lost.
+    """
+    config = read_config(source)
+    model = skeleton(config)
+    shards = family_of(config.model_type).layers(config)
+    files = _locate(source, model)
+    needed = [key for shard in shards for key in stored_keys(model, shard)]
+    missing = [key for key in needed if key not in files]
+    if missing:
+        raise ValueError(f"{source} lacks {len(missing)} of {len(needed)} parameters, the first: {missing[:3]}")
+    _refuse_false_ties(files, tied_keys(model), source)
+    entries = []
+    for shard in shards:
+        tensors = _read({key: files[key] for key in stored_keys(model, shard)})
+        entries.append(write_layer(target, shard.name, tensors))
+    copy_companions(source, target)
+    write_manifest(target, entries, step=0)
+
+
+def to_hf(source: Path, target: Path, *, dtype: str | None = None) -> None:
+    """Convert layer shards into a Hugging Face directory in `target`, an empty directory.
+
+    dtype: "float32", "bfloat16" or "float16" to cast to; by default tensors stay as they are, bit for bit.
+    """
+    directory = ShardDirectory(source)
+    config = read_config(source)
+    model = skeleton(config)
+    shards = family_of(config.model_type).layers(config)
+    weight_map: dict[str, str] = {}
+    total = 0
+    dtypes = set()
+    for number, shard in enumerate(shards, start=1):
+        tensors = directory.tensors(shard.name, stored_keys(model, shard))
+        if dtype is not None:
+            tensors = {key: tensor.to(DTYPES[dtype]) for key, tensor in tensors.items()}
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(tensors, target / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        dtypes |= {tensor.dtype for tensor in tensors.values()}
+    copy_companions(source, target)
+    config.architectures = [type(model).__name__]
+    if len(dtypes) == 1:
+        config.dtype = dtypes.pop()
+    config.save_pretrained(target)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (target / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _locate(source: Path, model: PreTrainedModel) -> dict[str, tuple[Path, str]]:
+    """Map each parameter of `model` to the file that holds it and its name there."""
+    known = set(dict(model.named_parameters(remove_duplicate=False)))
+    located, unexpected = {}, []
+    for name, path in _tensor_files(source).items():
+        # Hugging Face saves some models without their head, and then without the prefix: "h.0..." for GPT-2
+        prefixed = f"{model.base_model_prefix}.{name}"
+        if name in known or prefixed in known:
+            located[name if name in known else prefixed] = (path, name)
+        elif not _may_be_dropped(name, model):
+            unexpected.append(name)
+    if unexpected:
+        raise ValueError(
+            f"{source} holds {len(unexpected)} tensors that {type(model).__name__} does not have and that would be "
+            f"lost, the first: {sorted(unexpected)[:3]}"
+        )
+    return located
+
+
+def _refuse_false_ties(files: dict[str, tuple[Path, str]], tied: dict[str, str], source: Path) -> None:
+    """Raise ValueError if a parameter that the config ties was saved with values of its own."""
+    for copy, original in tied.items():
+        if copy in files:
+            tensors = _read({copy: files[copy], original: files[original]})
+            if not torch.equal(tensors[copy], tensors[original]):
+                raise ValueError(
+                    f"{source}: config.json ties {copy} to {original}, but their values differ; "
+                    'set "tie_word_embeddings": false in config.json to keep both'
+                )
+
+
+def _tensor_files(source: Path) -> dict[str, Path]:
+    """Map the name of each tensor in a Hugging Face directory to its file."""
+    if (source / INDEX).is_file():
+        weight_map = json.loads((source / INDEX).read_text())["weight_map"]
+        absent = sorted({name for name in weight_map.values() if not (source / name).is_file()})
+        if absent:
+            raise ValueError(f"{source / INDEX} names files that are not there: {', '.join(absent[:3])}")
+        return {name: source / file for name, file in weight_map.items()}
+    if (source / SINGLE).is_file():
+        with safe_open(source / SINGLE, framework="pt") as file:
+            return dict.fromkeys(file.keys(), source / SINGLE)
+    raise ValueError(
+        f"{source} has neither {SINGLE} nor {INDEX}; acsgd reads safetensors only (pickled weights can run code): "
+        "save the model with transformers' save_pretrained, or train new weights with --model.init scratch"
+    )
+
+
+def _may_be_dropped(name: str, model: PreTrainedModel) -> bool:
+    """Whether a tensor is a buffer that old versions of transformers saved and new ones compute."""
+    patterns = model._keys_to_ignore_on_load_unexpected or []
+    return any(re.search(pattern, name) for pattern in [*patterns, r"attn\.masked_bias$", r"rotary_emb\.inv_freq$"])
+
+
+def _read(places: dict[str, tuple[Path, str]]) -> dict[str, Tensor]:
+    by_file = defaultdict(list)
+    for key, (path, name) in places.items():
+        by_file[path].append((key, name))
+    tensors: dict[str, Tensor] = {}
+    for path, names in by_file.items():
+        with safe_open(path, framework="pt") as file:
+            tensors |= {key: file.get_tensor(name) for key, name in names}
+    return tensors

@@ -1,0 +1,95 @@
+"""Put single layers of a meta-device model onto a device, from a shard directory or freshly initialised."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from acsgd.failure import RunError
+from acsgd.shards.base import LayerShard, Weight, parameter_keys, skeleton, stored_keys, tied_keys
+
+
+class Source(Protocol):
+    """Where the weights of layers come from."""
+
+    def tensors(self, layer: str, keys: Collection[str]) -> dict[str, Tensor]:
+        """Return all tensors of one layer."""
+        ...
+
+    def tensor(self, layer: str, key: str) -> Tensor:
+        """Return one tensor of one layer."""
+        ...
+
+
+class Scratch:
+    """New weights, drawn as transformers draws them, each layer by (seed, layer): equal at every number of stages.
+
+    Reseeds torch's global generators.
+    """
+
+    def __init__(self, config: PreTrainedConfig, shards: Sequence[LayerShard], *, seed: int) -> None:
+        self._config = config
+        self._shards = {shard.name: shard for shard in shards}
+        self._seed = seed
+
+    @torch.no_grad()
+    def tensors(self, layer: str, keys: Collection[str]) -> dict[str, Tensor]:
+        model, shard = skeleton(self._config), self._shards[layer]
+        torch.manual_seed(mix_seed(self._seed, shard.index))
+        for path in shard.modules:
+            module = model.get_submodule(path).to_empty(device="cpu")
+            module.apply(model._init_weights)
+        return {key: model.get_parameter(key).detach().float() for key in keys}
+
+    def tensor(self, layer: str, key: str) -> Tensor:
+        return self.tensors(layer, [key])[key]
+
+
+def load_layer(
+    model: PreTrainedModel,
+    shard: LayerShard,
+    source: Source,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    embedding: LayerShard,
+) -> list[Weight]:
+    """Give one layer of a meta-device `model` its memory and values; return its weights.
+
+    Mutates `model`. embedding: the layer that holds the originals of tied parameters. A tied parameter becomes
+    the very object of its original where that is loaded already, else a copy marked as such.
+    """
+    weights = []
+    stored = source.tensors(shard.name, stored_keys(model, shard))
+    tied = tied_keys(model)
+    for key in parameter_keys(model, shard):
+        original = tied.get(key)
+        if original is not None and model.get_parameter(original).device.type != "meta":
+            _place(model, key, model.get_parameter(original))
+            continue
+        tensor = stored[key] if original is None else source.tensor(embedding.name, original)
+        expected = model.get_parameter(key).shape
+        if tensor.shape != expected:
+            raise RunError(f"{key} has shape {tuple(tensor.shape)}, the model's config says {tuple(expected)}")
+        param = nn.Parameter(tensor.to(device=device, dtype=dtype, copy=True))
+        master = param if dtype == torch.float32 else nn.Parameter(tensor.to(device=device, dtype=torch.float32))
+        _place(model, key, param)
+        weights.append(Weight(key, param, master, copy_of=original))
+    return weights
+
+
+def mix_seed(*parts: int) -> int:
+    """Hash integers into one 63-bit seed, so that neighbouring (seed, step, ...) give unrelated streams."""
+    packed = struct.pack(f"<{len(parts)}q", *parts)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+def _place(model: PreTrainedModel, key: str, param: nn.Parameter) -> None:
+    path, _, name = key.rpartition(".")
+    setattr(model.get_submodule(path), name, param)
