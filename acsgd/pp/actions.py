@@ -1,0 +1,319 @@
+"""What each rank of a pipeline does, in order: the words of a program, and the laws it obeys.
+
+A *program* has one row of actions per pipeline rank. Stage s lives on rank s % ranks, so a rank that owns
+several stages sees every micro-batch pass by several times. A schedule (schedules.py) writes the computes,
+F and B; `lower` adds the messages and the reduce of the replicas; `validate` proves, without a process,
+that the ranks can run it; simulate.py puts it on a time axis.
+
+A receive only *posts* a buffer and never blocks: the compute that needs the tensor waits for it.
+"""
+
+import re
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from enum import StrEnum
+from itertools import accumulate
+from typing import NamedTuple
+
+
+class Op(StrEnum):
+    """The kinds of action; the value is what a drawn program shows."""
+
+    F = "F"  # forward of one micro-batch through one stage
+    B = "B"  # backward
+    SF = "SF"  # send an activation to the next stage; the stage named is the sender
+    RF = "RF"  # post the receive of an activation; the stage named is the receiver
+    SB = "SB"  # send a gradient to the previous stage; the stage named is the sender
+    RB = "RB"  # post the receive of a gradient; the stage named is the receiver
+    R = "R"  # reduce the gradients of a stage over its replicas
+
+
+class Action(NamedTuple):
+    """One thing that one rank does. `str` gives "2F0": stage 2, forward, micro-batch 0."""
+
+    op: Op
+    stage: int
+    micro: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op.value}{self.micro if self.micro >= 0 else ''}"
+
+
+Program = list[list[Action]]
+Position = tuple[int, int]  # rank, index in its row
+
+
+def parse_action(text: str) -> Action:
+    """Read an action as `str` writes it. Raises ValueError."""
+    match = re.fullmatch(r"(\d+)(?:(R)|(F|B|SF|RF|SB|RB)(\d+))", text)
+    if not match:
+        raise ValueError(f"{text!r} is not an action; write <stage><F|B|SF|RF|SB|RB><micro> or <stage>R: 2F0, 0R")
+    stage, reduce, op, micro = match.groups()
+    return Action(Op.R, int(stage)) if reduce else Action(Op(op), int(stage), int(micro))
+
+
+def draw(program: Program, mark: Collection[Position] = ()) -> str:
+    """Draw the computes of each rank in their order, a line per rank, and every marked action >like this<."""
+    rows = [
+        [
+            f">{action}<" if (rank, index) in mark else f" {action} "
+            for index, action in enumerate(row)
+            if action.op in ROUTES or (rank, index) in mark
+        ]
+        for rank, row in enumerate(program)
+    ]
+    width = max((len(cell) for row in rows for cell in row), default=0)
+    return grid(["".join(cell.ljust(width) for cell in row) for row in rows])
+
+
+def grid(lines: Sequence[str]) -> str:
+    """Put the number of its rank before each line."""
+    digits = len(str(len(lines) - 1))
+    return "\n".join(f"rank {rank:{digits}} |{line}".rstrip() for rank, line in enumerate(lines))
+
+
+class Route(NamedTuple):
+    """How the result of one kind of compute reaches the stage that needs it next."""
+
+    send: Op
+    receive: Op
+    step: int  # from the stage that sends to the stage that receives
+
+
+ROUTES = {Op.F: Route(Op.SF, Op.RF, +1), Op.B: Route(Op.SB, Op.RB, -1)}
+SENT_AFTER = {route.send: compute for compute, route in ROUTES.items()}
+
+
+class Placement(NamedTuple):
+    """Where stages live and, from that, which message carries a result and what an action has to wait for."""
+
+    ranks: int
+    stages: int
+
+    @classmethod
+    def of(cls, program: Program) -> "Placement":
+        """Read the number of ranks and of stages from a program, whose stages count from 0."""
+        return cls(len(program), 1 + max((action.stage for row in program for action in row), default=-1))
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank on which a stage lives."""
+        return stage % self.ranks
+
+    def source(self, compute: Action) -> Action | None:
+        """Return the compute that makes the input of this one; None where F or B enters the model."""
+        op, stage, micro = compute
+        stage -= ROUTES[op].step
+        return Action(op, stage, micro) if 0 <= stage < self.stages else None
+
+    def message(self, compute: Action) -> tuple[Action, ...]:
+        """Return the send and the receive that carry the result of a compute; () if it stays on its rank."""
+        op, stage, micro = compute
+        send, receive, step = ROUTES[op]
+        if self.ranks == 1 or not 0 <= stage + step < self.stages:
+            return ()
+        return Action(send, stage, micro), Action(receive, stage + step, micro)
+
+    def inputs(self, compute: Action) -> tuple[Action, ...]:
+        """Return the computes that must be done before this one."""
+        op, stage, micro = compute
+        forward = Action(Op.F, stage, micro) if op is Op.B else None
+        return tuple(filter(None, (forward, self.source(compute))))
+
+    def needs(self, action: Action) -> tuple[Action, ...]:
+        """Return what must have run before an action can; a send also needs its receive to be posted."""
+        op, stage, micro = action
+        if op in ROUTES:
+            return tuple(need for made in self.inputs(action) for need in self._carried(made, stage))
+        if op in SENT_AFTER:
+            compute = Action(SENT_AFTER[op], stage, micro)
+            return compute, *self.message(compute)[1:]
+        return ()
+
+    def _carried(self, made: Action, stage: int) -> tuple[Action, ...]:
+        """Return what brings the result of a compute to `stage`: its message, or the compute itself."""
+        return (self.message(made) if made.stage != stage else ()) or (made,)
+
+
+def walk(program: Program, needs: Callable[[Action], Iterable[Action]]) -> Iterator[tuple[int, Action]]:
+    """Yield (rank, action) in an order in which the ranks can run a program; an action waits for its needs.
+
+    Raises ValueError, with every stuck rank marked, if the ranks wait for each other for ever.
+    """
+    done: set[Action] = set()
+    index = [0] * len(program)
+    waiting: defaultdict[Action, list[int]] = defaultdict(list)
+    awake = list(range(len(program)))
+    while awake:
+        rank = awake.pop()
+        while index[rank] < len(program[rank]):
+            action = program[rank][index[rank]]
+            missing = next((need for need in needs(action) if need not in done), None)
+            if missing:
+                waiting[missing].append(rank)
+                break
+            yield rank, action
+            done.add(action)
+            index[rank] += 1
+            awake += waiting.pop(action, ())
+    if waiting:
+        raise _deadlock(program, index, {rank: need for need, ranks in waiting.items() for rank in ranks})
+
+
+# From computes to a whole program.
+
+
+def lower(program: Program, ahead: int = 2) -> Program:
+    """Add to a program of F and B its sends, its receives and one R per stage.
+
+    A send follows the compute that makes its tensor. A receive is posted `ahead` computes before the one
+    that needs it, and no later than its peer sends it in a run where all computes take one step: so the
+    ranks cannot deadlock, even where a send blocks until its receive is posted. Messages of one boundary
+    and direction are received in the order in which they are sent. R follows the last B of its stage.
+    Raises ValueError if the computes alone cannot run.
+    """
+    placement = Placement.of(program)
+    steps = _steps(program, placement)
+    return [_lower_row(row, _receives(row, steps, placement, ahead), placement) for row in program]
+
+
+def _steps(program: Program, placement: Placement) -> dict[Action, int]:
+    """Return in which step each compute runs, if each takes one step and messages none."""
+    steps: dict[Action, int] = {}
+    last = [0] * len(program)
+    for rank, compute in walk(program, placement.inputs):
+        last[rank] = 1 + max(last[rank], *(steps[made] for made in placement.inputs(compute)), 0)
+        steps[compute] = last[rank]
+    return steps
+
+
+def _lower_row(row: list[Action], receives: list[tuple[int, Action]], placement: Placement) -> list[Action]:
+    last_backward = {action.stage: index for index, action in enumerate(row) if action.op is Op.B}
+    unposted = deque(receives)
+    lowered: list[Action] = []
+    for index, compute in enumerate(row):
+        while unposted and unposted[0][0] <= index:
+            lowered.append(unposted.popleft()[1])
+        lowered += [compute, *placement.message(compute)[:1]]
+        if last_backward.get(compute.stage) == index:
+            lowered.append(Action(Op.R, compute.stage))
+    return lowered
+
+
+def _receives(
+    row: list[Action], steps: dict[Action, int], placement: Placement, ahead: int
+) -> list[tuple[int, Action]]:
+    """Return the receives of a row in posting order, each with the index of the compute it precedes."""
+    row_steps = [steps[compute] for compute in row]
+    channels: defaultdict[tuple[Op, int], list[tuple[int, int, Action]]] = defaultdict(list)
+    for index, compute in enumerate(row):
+        source = placement.source(compute)
+        if source is None or not (message := placement.message(source)):
+            continue
+        receive, sent = message[1], steps[source]
+        due = min(index - ahead, bisect_left(row_steps, sent))
+        channels[receive.op, receive.stage].append((sent, due, receive))
+    receives = [receive for channel in channels.values() for receive in _in_sending_order(channel)]
+    return sorted(receives, key=lambda receive: receive[0])  # stable: a channel keeps its order
+
+
+def _in_sending_order(channel: list[tuple[int, int, Action]]) -> list[tuple[int, Action]]:
+    """Order (sent, due, receive) by `sent`; whatever is due pulls along all that were sent before it."""
+    channel = sorted(channel, reverse=True)
+    dues = accumulate((due for _, due, _ in channel), min)
+    return [(due, receive) for due, (_, _, receive) in zip(dues, channel, strict=True)][::-1]
+
+
+# The laws.
+
+
+def validate(program: Program) -> None:
+    """Check that a lowered program trains every micro-batch once and that its ranks never wait for ever.
+
+    Waits are those of the strictest network: a send blocks its rank until the peer has posted the receive.
+    Raises ValueError that names the action and draws the program with the culprit marked.
+    """
+    placement = Placement.of(program)
+    _check_places(program, placement)
+    _check_complete(program, placement)
+    _check_messages_in_order(program, placement)
+    _check_reduced_last(program)
+    for _ in walk(program, placement.needs):
+        pass
+
+
+def _check_places(program: Program, placement: Placement) -> None:
+    ranks, stages = placement
+    if not stages or stages % ranks:
+        raise ValueError(f"{stages} stages on {ranks} ranks; give every rank equally many, and at least one")
+    for (rank, index), action in _positions(program):
+        home = placement.rank_of(action.stage)
+        if home != rank:
+            raise _fault(program, rank, action, f"stage {action.stage} lives on rank {home}", (rank, index))
+
+
+def _check_complete(program: Program, placement: Placement) -> None:
+    expected = _complete(program, placement)
+    found: dict[Action, Position] = {}
+    for position, action in _positions(program):
+        if action in found:
+            raise _fault(program, position[0], action, "appears twice", found[action], position)
+        if action not in expected:
+            text = f"has no place in {placement.stages} stages on {placement.ranks} ranks"
+            raise _fault(program, position[0], action, text, position)
+        found[action] = position
+    for missing in sorted(expected - found.keys(), key=lambda action: (action.micro, action.stage)):
+        partners = [action for action in found if missing in placement.needs(action)]
+        text = "is missing" + (f"; needed by {', '.join(map(str, partners))}" if partners else "")
+        rank = placement.rank_of(missing.stage)
+        raise _fault(program, rank, missing, text, *(found[action] for action in partners))
+
+
+def _complete(program: Program, placement: Placement) -> set[Action]:
+    """Return every action that a program of so many stages and micro-batches has, exactly once each."""
+    stages = range(placement.stages)
+    micros = range(1 + max(action.micro for row in program for action in row))
+    computes = [Action(op, stage, micro) for op in ROUTES for stage in stages for micro in micros]
+    messages = [action for compute in computes for action in placement.message(compute)]
+    return {*computes, *messages, *(Action(Op.R, stage) for stage in stages)}
+
+
+def _check_messages_in_order(program: Program, placement: Placement) -> None:
+    channels: defaultdict[tuple[Op, int], list[tuple[Position, Action]]] = defaultdict(list)
+    for position, action in _positions(program):
+        channels[action.op, action.stage].append((position, action))
+    for route in ROUTES.values():
+        for stage in range(placement.stages):
+            sends = channels[route.send, stage]
+            receives = channels[route.receive, stage + route.step] if sends else []
+            for (sent_at, send), (posted_at, receive) in zip(sends, receives, strict=True):
+                if send.micro != receive.micro:
+                    text = f"posted in the turn of {send}; messages of one boundary match in order"
+                    raise _fault(program, posted_at[0], receive, text, posted_at, sent_at)
+
+
+def _check_reduced_last(program: Program) -> None:
+    reduced: dict[int, Position] = {}
+    for position, action in _positions(program):
+        if action.op is Op.R:
+            reduced[action.stage] = position
+        elif action.op is Op.B and action.stage in reduced:
+            reduce = Action(Op.R, action.stage)
+            text = f"comes before {action}; reduce a stage after its last B"
+            raise _fault(program, position[0], reduce, text, reduced[action.stage], position)
+
+
+def _positions(program: Program) -> Iterator[tuple[Position, Action]]:
+    for rank, row in enumerate(program):
+        for index, action in enumerate(row):
+            yield (rank, index), action
+
+
+def _fault(program: Program, rank: int, action: Action, text: str, *mark: Position) -> ValueError:
+    return ValueError(f"rank {rank}, action {action}: {text}\n{draw(program, mark)}")
+
+
+def _deadlock(program: Program, index: list[int], missing: dict[int, Action]) -> ValueError:
+    stuck = [(rank, index[rank]) for rank in sorted(missing)]
+    waits = [f"rank {rank}, action {program[rank][at]}: waits for {missing[rank]}" for rank, at in stuck]
+    return ValueError("\n".join(["the ranks wait for each other:", *waits, draw(program, stuck)]))

@@ -1,0 +1,255 @@
+"""Laws of every schedule in the table, proved on its program: no process, no torch."""
+
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from math import ceil
+
+import pytest
+
+from acsgd.pp import SCHEDULES, Action, Op, Program, Schedule, draw, lower, parse_action, validate
+from acsgd.pp.actions import Placement
+from acsgd.pp.schedules import GPipe, Interleaved, OneFOneB
+from acsgd.pp.simulate import Cost, main, simulate
+from acsgd.registry import from_spec, to_spec
+
+SPECS = [*SCHEDULES, "1f1b:lead=2", "interleaved:chunks=1,lead=1", "interleaved:chunks=3"]
+SIZES = [(ranks, micros) for ranks in range(1, 9) for micros in range(1, 17)]
+
+every_schedule = pytest.mark.parametrize("schedule", [from_spec(spec, SCHEDULES, key="") for spec in SPECS], ids=SPECS)
+
+
+@every_schedule
+def test_ranks_train_every_micro_once_and_never_deadlock(schedule: Schedule) -> None:
+    """`validate` lets every send block until its receive is posted."""
+    for ranks, micros in SIZES:
+        for ahead in (1, 2, 3):
+            validate(lower(schedule.rows(ranks, micros), ahead))
+
+
+@every_schedule
+@pytest.mark.parametrize("backward", [1, Fraction(5, 2)])
+def test_bubble_is_exactly_the_formula(schedule: Schedule, backward: Fraction) -> None:
+    for ranks, micros in SIZES:
+        timeline = simulate(lower(schedule.rows(ranks, micros)), Cost(backward=backward))
+        assert timeline.bubble == schedule.bubble(ranks, micros), (ranks, micros)
+        assert timeline.busy == [schedule.chunks * micros * (1 + backward)] * ranks
+
+
+@every_schedule
+def test_micros_and_reduces_come_in_order(schedule: Schedule) -> None:
+    """Each stage takes its micro-batches in ascending order; each rank ends with its first stage."""
+    for ranks, micros in SIZES:
+        for rank, row in enumerate(lower(schedule.rows(ranks, micros))):
+            mine = range(rank, ranks * schedule.chunks, ranks)
+            assert [stage for op, stage, _ in row if op is Op.R] == list(reversed(mine))
+            for stage in mine:
+                for op in (Op.F, Op.B):
+                    assert [a.micro for a in row if (a.op, a.stage) == (op, stage)] == list(range(micros))
+
+
+def test_peak_of_live_micros_is_what_the_docstrings_say() -> None:
+    for ranks, micros in SIZES:
+        assert live(GPipe(), ranks, micros) == [micros] * ranks
+        for lead in (1, 2):
+            expected = [min(micros, lead * (ranks - rank - 1) + 1) for rank in range(ranks)]
+            assert live(OneFOneB(lead), ranks, micros) == expected
+
+
+def test_interleaved_keeps_one_round_more_per_further_chunk() -> None:
+    for ranks, micros in SIZES:
+        longest = ceil(micros / max(1, micros // ranks))
+        expected = [min(3 * micros, 2 * longest + 2 * (ranks - rank - 1) + 1) for rank in range(ranks)]
+        assert live(Interleaved(chunks=3), ranks, micros) == expected
+
+
+def test_interleaved_with_one_chunk_is_1f1b() -> None:
+    for ranks, micros in SIZES:
+        assert Interleaved(chunks=1, lead=1).rows(ranks, micros) == OneFOneB().rows(ranks, micros)
+
+
+def test_lead_hides_messages() -> None:
+    """Messages of at most (lead - 1) * (F + B) / 2 cost nothing but the way in and the way out."""
+    for lead, message in [(2, Fraction(1, 2)), (2, Fraction(3, 2)), (3, Fraction(3))]:
+        for ranks, micros in SIZES:
+            timeline = simulate(lower(OneFOneB(lead).rows(ranks, micros)), Cost(1, 2, message))
+            assert timeline.makespan == (micros + ranks - 1) * 3 + 2 * (ranks - 1) * message
+
+
+def test_slow_messages_queue_on_their_link() -> None:
+    """When a message takes longer than all computes between two, the link sets the pace."""
+    timeline = simulate(lower(GPipe().rows(2, 4), ahead=8), Cost(forward=1, backward=1, message=5))
+    assert [timeline.spans[Action(Op.SF, 0, micro)].start for micro in range(4)] == [1, 6, 11, 16]
+
+
+def test_costs_may_differ_by_stage() -> None:
+    timeline = simulate(lower(GPipe().rows(3, 1)), Cost([1, 2, 3], [4, 5, 6], [10, 20]))
+    assert timeline.makespan == (1 + 2 + 3) + (4 + 5 + 6) + 2 * (10 + 20)
+
+
+def test_messages_are_received_as_sent_even_if_needed_otherwise() -> None:
+    swapped = [parse("0F0 0F1 0F2 0B0 0B1 0B2"), parse("1F2 1F0 1F1 1B0 1B1 1B2")]
+    program = lower(swapped, ahead=1)
+    assert [str(a) for a in program[1] if a.op is Op.RF] == ["1RF0", "1RF1", "1RF2"]
+    validate(program)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+def test_no_order_that_can_run_deadlocks_once_lowered(ahead: int) -> None:
+    for seed in range(100):
+        validate(lower(any_order(random.Random(seed)), ahead))
+
+
+def test_lowered_program_of_two_ranks() -> None:
+    program = lower(OneFOneB().rows(2, 2), ahead=1)
+    assert program == [
+        parse("0F0 0SF0 0RB0 0F1 0SF1 0RB1 0B0 0B1 0R"),
+        parse("1RF0 1RF1 1F0 1B0 1SB0 1F1 1B1 1SB1 1R"),
+    ]
+
+
+def test_actions_read_as_written() -> None:
+    for op in Op:
+        action = Action(op, 12) if op is Op.R else Action(op, 12, 3)
+        assert parse_action(str(action)) == action
+    for text in ("", "F0", "2F", "2X0", "0R1", "2F0 "):
+        with pytest.raises(ValueError, match="is not an action"):
+            parse_action(text)
+
+
+def drop(name: str) -> Callable[[Program], None]:
+    """Remove an action."""
+    return lambda program: row_of(program, name).remove(parse_action(name))
+
+
+def repeat(name: str) -> Callable[[Program], None]:
+    """Append an action once more."""
+    return lambda program: row_of(program, name).append(parse_action(name))
+
+
+def swap(one: str, other: str) -> Callable[[Program], None]:
+    """Exchange two actions, wherever they are."""
+
+    def exchange(program: Program) -> None:
+        names = {parse_action(one): parse_action(other), parse_action(other): parse_action(one)}
+        program[:] = [[names.get(action, action) for action in row] for row in program]
+
+    return exchange
+
+
+FAULTS = {
+    "a receive is missing": (drop("1RF3"), "1RF3", "is missing; needed by 0SF3, 1F3"),
+    "a send is missing": (drop("1SB2"), "1SB2", "is missing; needed by 0B2"),
+    "a backward is missing": (drop("2B1"), "2B1", "is missing; needed by 2SB1"),
+    "a reduce is missing": (drop("2R"), "2R", "is missing"),
+    "a backward comes twice": (repeat("2B1"), "2B1", "appears twice"),
+    "a stage is on another rank": (swap("1F2", "2F2"), "2F2", "stage 2 lives on rank 2"),
+    "the last stage sends": (lambda program: program[3].append(Action(Op.SF, 3, 0)), "3SF0", "no place"),
+    "sends change places": (swap("1SF1", "1SF2"), "2RF1", "posted in the turn of 1SF2"),
+    "receives change places": (swap("1RF1", "1RF2"), "1RF2", "posted in the turn of 0SF1"),
+    "a reduce comes early": (swap("2R", "2B5"), "2R", "comes before 2B5"),
+    "a backward comes before its forward": (swap("3F4", "3B4"), "3B4", "waits for 3F4"),
+    "a receive comes after its compute": (swap("1RF5", "1F5"), "0SF5", "waits for 1RF5"),
+    "a send comes before its compute": (swap("0SF0", "0F0"), "0SF0", "waits for 0F0"),
+}
+
+
+@pytest.mark.parametrize(("damage", "culprit", "text"), FAULTS.values(), ids=FAULTS)
+def test_validate_names_and_marks_the_fault(damage: Callable[[Program], None], culprit: str, text: str) -> None:
+    program = lower(OneFOneB().rows(4, 6))
+    validate(program)
+    damage(program)
+    with pytest.raises(ValueError, match=rf"(?m)^rank \d, action {culprit}: .*{text}") as error:
+        validate(program)
+    assert "rank 3 |" in str(error.value)
+    assert culprit in marked(str(error.value)) or text.startswith("is missing")
+
+
+def test_validate_finds_that_both_ranks_send_before_they_receive() -> None:
+    """What gloo does with two blocking sends; with receives posted one compute ahead the same order runs."""
+    program = [
+        parse("0F0 0SF0 0F1 0SF1 0RB0 0B0 0RB1 0B1 0R"),
+        parse("1RF0 1F0 1B0 1SB0 1RF1 1F1 1B1 1SB1 1R"),
+    ]
+    with pytest.raises(ValueError, match="wait for each other") as error:
+        validate(program)
+    assert marked(str(error.value)) == ["0SF1", "1SB0"]
+    validate(lower([[a for a in row if a.op in (Op.F, Op.B)] for row in program], ahead=1))
+
+
+def test_lower_refuses_computes_that_cannot_run() -> None:
+    with pytest.raises(ValueError, match=r"rank 1, action 1F0: waits for 0F0"):
+        lower([[], [Action(Op.F, 1, 0)]])
+
+
+def test_stages_divide_evenly_over_ranks() -> None:
+    with pytest.raises(ValueError, match="3 stages on 2 ranks"):
+        validate([parse("0F0 2F0"), parse("1F0")])
+
+
+@pytest.mark.parametrize("spec", ["interleaved:chunks=0", "interleaved:lead=0", "1f1b:lead=0"])
+def test_options_below_one_are_refused(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"pp.schedule=.*=0: must be at least 1"):
+        from_spec(spec, SCHEDULES, key="pp.schedule")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_specs_read_as_written(spec: str) -> None:
+    schedule = from_spec(spec, SCHEDULES, key="pp.schedule")
+    assert from_spec(to_spec(schedule, SCHEDULES), SCHEDULES, key="pp.schedule") == schedule
+
+
+def test_draw_shows_computes_and_marks() -> None:
+    program = lower(OneFOneB().rows(2, 2))
+    at = program[0].index(parse_action("0SF0"))
+    assert draw(program, [(0, at)]).splitlines() == [
+        "rank 0 | 0F0  >0SF0< 0F1   0B0   0B1",
+        "rank 1 | 1F0   1B0   1F1   1B1",
+    ]
+
+
+def test_command_draws_the_time_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["1f1b", "2", "2"])
+    assert capsys.readouterr().out.splitlines() == [
+        "rank 0 |0F0 0F1         0B0====     0B1====",
+        "rank 1 |    1F0 1B0==== 1F1 1B1====",
+        "makespan 9, bubble 33.3%",
+        "activations kept, at most, by rank: 2, 1",
+    ]
+
+
+def test_schedules_need_no_torch() -> None:
+    code = "import sys, acsgd.pp, acsgd.pp.simulate; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def any_order(rng: random.Random) -> Program:
+    """Return a program that runs, in no sensible order."""
+    ranks, chunks, micros = rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 5)
+    place = Placement(ranks, ranks * chunks)
+    left = {Action(op, s, m) for op in (Op.F, Op.B) for s in range(place.stages) for m in range(micros)}
+    program: Program = [[] for _ in range(ranks)]
+    while left:
+        compute = rng.choice(sorted(c for c in left if left.isdisjoint(place.inputs(c))))
+        program[place.rank_of(compute.stage)].append(compute)
+        left.remove(compute)
+    return program
+
+
+def live(schedule: Schedule, ranks: int, micros: int) -> list[int]:
+    return simulate(lower(schedule.rows(ranks, micros)), Cost()).live
+
+
+def parse(row: str) -> list[Action]:
+    return [parse_action(text) for text in row.split()]
+
+
+def row_of(program: Program, name: str) -> list[Action]:
+    return program[parse_action(name).stage % len(program)]
+
+
+def marked(text: str) -> list[str]:
+    return re.findall(r">(\w+)<", text)
