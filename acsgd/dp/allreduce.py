@@ -1,0 +1,89 @@
+"""Exact agreement: gradients are summed over the replicas, bucket by bucket, while backward still runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from acsgd.dp.base import Alone, Bucket, GradSync, make_buckets
+from acsgd.failure import RunError
+from acsgd.meter import Meter, Work
+from acsgd.shards.base import Weight
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Sum in fp32 by ring all-reduce."""
+
+    bucket_mb: float = 25.0
+    """Megabytes of gradients per message. Smaller = earlier start, more messages."""
+
+    def __post_init__(self) -> None:
+        if not self.bucket_mb > 0:
+            raise ValueError(f"bucket_mb={self.bucket_mb} must be greater than 0")
+
+    def open(self, weights: Sequence[Weight], group: dist.ProcessGroup) -> GradSync:
+        """Return the agreement among the ranks of `group`; a single rank has nothing to exchange."""
+        if group.size() == 1:
+            return Alone(weights)
+        return _AllReduceSync(make_buckets(weights, int(self.bucket_mb * 1e6)), group)
+
+
+class _AllReduceSync:
+    """Buckets leave in one fixed order on every replica, each as soon as it and those before it are full."""
+
+    def __init__(self, buckets: list[Bucket], group: dist.ProcessGroup) -> None:
+        self.meter = Meter()
+        self._buckets = buckets
+        self._bucket_of = {weight.key: bucket for bucket in buckets for weight in bucket.weights}
+        self._group = group
+        self._under_way: list[tuple[Work, float]] = []
+
+    def begin(self) -> None:
+        assert not self._under_way
+        for bucket in self._buckets:
+            bucket.begin()
+
+    def grad_ready(self, weight: Weight) -> None:
+        self._bucket_of[weight.key].missing -= 1
+        while self._next_is_full():
+            self._launch()
+
+    def reduce(self) -> None:
+        while len(self._under_way) < len(self._buckets):  # those with a parameter that took no part
+            self._launch()
+
+    def wait(self) -> None:
+        for work, posted_at in self._under_way:
+            try:
+                self.meter.wait(work, posted_at)
+            except RuntimeError as error:
+                ranks = dist.get_process_group_ranks(self._group)
+                raise RunError(
+                    f"the sum of the gradients over ranks {ranks} failed; one of them is gone or hangs: {error}"
+                ) from error
+        self._under_way.clear()
+
+    def after_step(self, step: int) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def _next_is_full(self) -> bool:
+        launched = len(self._under_way)
+        return launched < len(self._buckets) and self._buckets[launched].missing == 0
+
+    def _launch(self) -> None:
+        flat = self._buckets[len(self._under_way)].flat
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        replicas = self._group.size()
+        self.meter.sent_bytes += 2 * (replicas - 1) * flat.nbytes // replicas  # of a ring, per rank
+        self._under_way.append((work, time.perf_counter()))

@@ -1,0 +1,120 @@
+"""How replicas agree: the protocol of a data-parallel mode, and gradients gathered into buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from acsgd.meter import Meter
+from acsgd.shards.base import Weight
+
+
+class GradSync(Protocol):
+    """Agreement of the replicas on one stage. Gradients are those of the masters, in fp32."""
+
+    meter: Meter
+
+    def begin(self) -> None:
+        """Forget the gradients of the last step."""
+        ...
+
+    def grad_ready(self, weight: Weight) -> None:
+        """Take note, during the last backward of a step, that one gradient is complete."""
+        ...
+
+    def reduce(self) -> None:
+        """Start what is left to exchange: every gradient of the stage is complete."""
+        ...
+
+    def wait(self) -> None:
+        """Block until every gradient is the sum over the replicas."""
+        ...
+
+    def after_step(self, step: int) -> None:
+        """Take note that the optimizer has made step `step`."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the mode remembers between steps (error feedback is training state)."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        ...
+
+
+class Mode(Protocol):
+    """A data-parallel mode, chosen by spec; a frozen dataclass."""
+
+    def open(self, weights: Sequence[Weight], group: dist.ProcessGroup) -> GradSync:
+        """Return the agreement on one stage's weights among the ranks of `group`."""
+        ...
+
+
+class Alone:
+    """The only replica agrees with itself."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self.meter = Meter()
+        self._weights = weights
+
+    def begin(self) -> None:
+        for weight in self._weights:
+            weight.master.grad = None
+
+    def grad_ready(self, weight: Weight) -> None:
+        pass
+
+    def reduce(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def after_step(self, step: int) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Bucket:
+    """Gradients that travel together: one flat fp32 tensor, into which the masters' gradients are views."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self.weights = tuple(weights)
+        masters = [weight.master for weight in weights]
+        self.flat = torch.zeros(sum(master.numel() for master in masters), device=masters[0].device)
+        pieces = self.flat.split([master.numel() for master in masters])
+        self._views: list[Tensor] = [piece.view(master.shape) for piece, master in zip(pieces, masters, strict=True)]
+        self.missing = 0
+
+    def begin(self) -> None:
+        """Zero the gradients and expect all of them anew."""
+        self.flat.zero_()
+        self.missing = len(self.weights)
+        for weight, view in zip(self.weights, self._views, strict=True):
+            weight.master.grad = view
+
+
+def make_buckets(weights: Sequence[Weight], nbytes: int) -> list[Bucket]:
+    """Cut weights into buckets of about `nbytes` of gradients, last layer first: as backward completes them."""
+    buckets: list[Bucket] = []
+    members: list[Weight] = []
+    size = 0
+    for weight in reversed(weights):
+        members.append(weight)
+        size += weight.master.nbytes
+        if size >= nbytes:
+            buckets.append(Bucket(members))
+            members, size = [], 0
+    if members:
+        buckets.append(Bucket(members))
+    return buckets
