@@ -1,0 +1,356 @@
+"""From text to the batches of one replica: tokenise once per host, then draw any step's samples in O(1).
+
+Which samples step t trains on depends on the seed and t alone. The global batch is cut into micro-batches,
+and these are dealt to replicas: neither the number of ranks nor a resumption changes what is learnt from.
+"""
+
+# M micro-batches of one replica, B sequences of a micro-batch, T tokens of a sequence, n any number
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from acsgd.io.cache import once_per_host
+from acsgd.io.tasks import Piece, Task, WeightedTask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tokens = NDArray[np.uint16] | NDArray[np.uint32]
+"""One task's tokens, [n], all documents in a row, each followed by the end-of-document token."""
+Ints = NDArray[np.int64]
+T = TypeVar("T")
+
+FORMAT = 1
+"""Version of what `tokenize` writes; part of every cache key."""
+BATCH_CHARS = 2**20
+"""Characters that go through the tokenizer at a time; its working memory is about 100 times as many bytes."""
+BLOCK = 1000
+"""Largest number of samples over which a mixture's weights are met."""
+
+
+def prepare(
+    tasks: Sequence[WeightedTask], tokenizer: PreTrainedTokenizerBase, sequence: int, cache_dir: Path
+) -> list[Tokens]:
+    """Return each task's tokens, memory-mapped, tokenising into `cache_dir` what is not there yet.
+
+    Every process of a host calls it, and one of them tokenises. Raises ValueError if the tokenizer has no
+    end-of-document token, a text cannot be read, or one is shorter than `sequence` + 1 tokens.
+    """
+    end_of_document(tokenizer)
+    suffix = f"{FORMAT} {fingerprint(tokenizer)}"  # now: a tokenizer's state may change while it is used
+    return [_prepare(task, tokenizer, sequence, cache_dir, suffix) for task, _ in tasks]
+
+
+def _prepare(task: Task, tokenizer: PreTrainedTokenizerBase, sequence: int, cache_dir: Path, suffix: str) -> Tokens:
+    key = hashlib.sha256(f"{task.fingerprint} {suffix}".encode()).hexdigest()[:16]
+    path = cache_dir / f"{Path(task.name).name}-{key}.npy"
+    once_per_host(path, lambda unfinished: tokenize(task, tokenizer, unfinished))
+    tokens: Tokens = np.load(path, mmap_mode="r")
+    if not num_sequences(tokens, sequence):
+        raise ValueError(
+            f"data.sequence={sequence}: {task.name} has {len(tokens)} tokens, fewer than one sequence of "
+            f"{sequence} + 1; use data.sequence={len(tokens) - 1} or less, or a longer text"
+        )
+    return tokens
+
+
+def end_of_document(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the token that follows each document. Raises ValueError if the tokenizer has none."""
+    token = tokenizer.eos_token_id
+    if not isinstance(token, int):
+        raise ValueError(
+            f"the tokenizer {tokenizer.name_or_path} has no eos_token to put between documents; "
+            'set "eos_token" in its tokenizer_config.json'
+        )
+    return token
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a hash that changes when the tokenizer may give other tokens."""
+    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(f"{type(tokenizer).__name__} {tokenizer.eos_token_id} {rules}".encode()).hexdigest()
+
+
+def tokenize(task: Task, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Write a task's tokens as a flat .npy of uint16, or uint32 for larger vocabularies, in bounded memory.
+
+    Cutting a long document into pieces may change the tokens at the cuts, one in some ten thousand.
+    Raises ValueError if the text cannot be read or has no token.
+    """
+    end = end_of_document(tokenizer)
+    dtype = np.dtype("<u2" if max(tokenizer.get_vocab().values()) < 2**16 else "<u4")
+    num_tokens = num_ends = 0
+    with path.open("wb") as file:
+        _write_header(file, dtype, 0)
+        for pieces in _in_batches(task.pieces()):
+            texts = [piece.text for piece in pieces]
+            # verbose=False: a document may well be longer than the model's longest sequence
+            encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+            ends = [[end] if piece.ends_document else [] for piece in pieces]
+            rows = chain.from_iterable(zip(encoded["input_ids"], ends, strict=True))
+            flat = np.fromiter(chain.from_iterable(rows), dtype)
+            file.write(flat.tobytes())
+            num_tokens += len(flat)
+            num_ends += sum(map(len, ends))
+        file.seek(0)
+        _write_header(file, dtype, num_tokens)
+    if num_tokens == num_ends:
+        raise ValueError(
+            f"data.task: {task.name} gives no token with the tokenizer {tokenizer.name_or_path} of {len(tokenizer)} "
+            "tokens; give a text that is not blank, or a model with all its tokenizer files"
+        )
+
+
+def _write_header(file: BinaryIO, dtype: np.dtype[np.unsignedinteger], length: int) -> None:
+    """Write the header of a .npy file; numpy pads it, so that its own length does not depend on `length`."""
+    np.lib.format.write_array_header_1_0(file, {"descr": dtype.str, "fortran_order": False, "shape": (length,)})
+
+
+def _in_batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Group pieces until they hold BATCH_CHARS characters."""
+    batch: list[Piece] = []
+    chars = 0
+    for piece in pieces:
+        batch.append(piece)
+        chars += len(piece.text) + 1  # empty documents count too
+        if chars >= BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
+
+
+def num_sequences(tokens: Tokens, sequence: int) -> int:
+    """Return how many windows of `sequence` + 1 tokens, overlapping by one, a text holds.
+
+    So each token but the first is predicted once per epoch; a rest shorter than a sequence is left out.
+    """
+    return max(0, len(tokens) - 1) // sequence
+
+
+def deal(micros: int, replicas: int, replica: int) -> range:
+    """Return which micro-batches of the global batch a replica gets.
+
+    Contiguous, in the order of the replicas, and no replica gets two more than another.
+    """
+    return range(micros * replica // replicas, micros * (replica + 1) // replicas)
+
+
+class Samples(NamedTuple):
+    """Samples of a global batch, in order; three arrays [n]."""
+
+    tasks: Ints
+    """Position of the sample's task in the mixture."""
+    indices: Ints
+    """Which of the task's sequences it is."""
+    ids: Ints
+    """One number per sequence of the whole mixture, the same in every epoch."""
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Which samples each step trains on: a pure function of these numbers and the step.
+
+    The mixture comes in blocks, in each of which every task has its fixed number of places, in an order drawn
+    per block. A task's places take its sequences, each once per epoch, in an order drawn per epoch.
+    """
+
+    seed: int
+    batch: int
+    """Sequences per step, over all replicas."""
+    counts: tuple[int, ...]
+    """Places of each task in a block, as `block_counts` gives them."""
+    sizes: tuple[int, ...]
+    """Sequences of each task."""
+
+    def samples(self, step: int) -> Samples:
+        """Return the global batch of a step, counted from 0, at a cost that does not depend on the step."""
+        tasks, visits = self._places(step)
+        indices = np.empty_like(visits)
+        for task, size in enumerate(self.sizes):
+            mine = tasks == task
+            epochs, positions = np.divmod(visits[mine], size)
+            indices[mine] = shuffled(positions, size, _key(self.seed, 1 + task, epochs))
+        offsets = np.cumsum([0, *self.sizes[:-1]])
+        return Samples(tasks, indices, offsets[tasks] + indices)
+
+    def _places(self, step: int) -> tuple[Ints, Ints]:
+        """Return the task of each sample, and how many samples of that task came before it in the run."""
+        size, first = sum(self.counts), step * self.batch
+        blocks = np.arange(first // size, (first + self.batch - 1) // size + 1)
+        slots = np.tile(np.arange(size), len(blocks))
+        drawn = shuffled(slots, size, _key(self.seed, 0, np.repeat(blocks, size)))
+        tasks = np.searchsorted(np.cumsum(self.counts), drawn, side="right").reshape(len(blocks), size)
+        visits = np.empty_like(tasks)
+        for task, count in enumerate(self.counts):
+            mine = tasks == task
+            visits[mine] = (np.cumsum(mine, axis=1) - 1 + count * blocks[:, None])[mine]
+        here = slice(first % size, first % size + self.batch)
+        return tasks.ravel()[here], visits.ravel()[here]
+
+
+def block_counts(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return how often each task appears in a block, for weights that sum to 1.
+
+    The shares are exact where a block of at most BLOCK samples makes them so, else to within about 1 / BLOCK.
+    Every task appears.
+    """
+    for size in range(1, BLOCK + 1):
+        counts = [round(weight * size) for weight in weights]
+        if min(counts) and np.allclose(np.array(weights) * size, counts, rtol=0, atol=1e-6):
+            return tuple(counts)
+    return tuple(max(1, round(weight * BLOCK)) for weight in weights)
+
+
+def shuffled(positions: Ints, size: int, keys: NDArray[np.uint64]) -> Ints:
+    """Return where a permutation of range(size), one per key, sends each position. Arrays of one length.
+
+    A Feistel network on the next power of four, walked until it lands in range (Black and Rogaway 2002,
+    "Ciphers with arbitrary finite domains"): any position costs O(1), and no library's version changes it.
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    values = positions.astype(np.uint64)
+    outside = np.ones(len(values), dtype=bool)
+    while outside.any():
+        values[outside] = _feistel(values[outside], half, keys[outside])
+        outside = values >= size
+    return values.astype(np.int64)
+
+
+def _feistel(values: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Permute the numbers of 2 * `half` bits."""
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left, right = values >> half, values & mask
+    for _ in range(8):
+        keys = _mix(keys)
+        left, right = right, left ^ (_mix(keys ^ right) & mask)
+    return (left << half) | right
+
+
+def _key(seed: int, purpose: int, counters: Ints) -> NDArray[np.uint64]:
+    """Return a random number for each counter."""
+    base = _mix(_mix(np.array([seed], dtype=np.uint64)) ^ np.uint64(purpose))
+    return _mix(base ^ counters.astype(np.uint64))
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """One step of SplitMix64 (Steele, Lea and Flood 2014): all bits of the result depend on all of x."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one replica trains on in one step, on the host until moved."""
+
+    tokens: Tensor | None
+    """int64 [M, B, T], where wanted."""
+    labels: Tensor | None
+    """int64 [M, B, T], where wanted: the token that follows each of `tokens`."""
+    sample_ids: Tensor
+    """int64 [M, B], on the host: one number per sequence of the mixture, the same in every epoch."""
+    micro_ids: range
+    """Each micro-batch's place in the global batch."""
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch with tokens and labels on `device`."""
+        tokens = None if self.tokens is None else self.tokens.to(device)
+        labels = None if self.labels is None else self.labels.to(device)
+        return replace(self, tokens=tokens, labels=labels)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Makes one replica's batch of any step."""
+
+    corpora: Sequence[Tokens]
+    """Each task's tokens, in the order of the mixture."""
+    sampler: Sampler
+    sequence: int
+    """T."""
+    micro: int
+    """B."""
+    micros: range
+    """Which micro-batches of the global batch the replica gets, as `deal` says."""
+    wants_tokens: bool = True
+    wants_labels: bool = True
+
+    def batch(self, step: int) -> Batch:
+        """Return the batch of a step, counted from 0, as new tensors."""
+        mine = slice(self.micros.start * self.micro, self.micros.stop * self.micro)
+        tasks, indices, ids = (field[mine] for field in self.sampler.samples(step))
+        tokens = labels = None
+        if self.wants_tokens or self.wants_labels:
+            windows = self._windows(tasks, indices)
+            tokens = self._shaped(windows[:, :-1]) if self.wants_tokens else None
+            labels = self._shaped(windows[:, 1:]) if self.wants_labels else None
+        sample_ids = torch.from_numpy(ids.copy()).view(len(self.micros), self.micro)
+        return Batch(tokens, labels, sample_ids, self.micros)
+
+    def _windows(self, tasks: Ints, indices: Ints) -> Ints:
+        """Read [n, T + 1] tokens off the disk."""
+        windows = np.empty((len(tasks), self.sequence + 1), dtype=np.int64)
+        for window, task, index in zip(windows, tasks, indices, strict=True):
+            start = index * self.sequence
+            window[:] = self.corpora[task][start : start + self.sequence + 1]
+        return windows
+
+    def _shaped(self, rows: Ints) -> Tensor:
+        return torch.from_numpy(rows.copy()).view(len(self.micros), self.micro, self.sequence)
+
+
+class Dataset:
+    """The batches of a run, made ahead in one background thread from the first one asked for.
+
+    Iterate once. What a read raises, the iteration raises. Close it, or use it as a context manager, to stop
+    the thread early; one that is not stopped ends with the process, after at most `ahead` more reads.
+    """
+
+    def __init__(self, reader: Reader, steps: range, *, ahead: int = 3) -> None:
+        self._batches = _made_ahead(reader.batch, steps, ahead)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._batches
+
+    def __enter__(self) -> Dataset:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop reading ahead; the iteration is then at its end."""
+        self._batches.close()
+
+
+def _made_ahead(make: Callable[[int], T], steps: Iterable[int], ahead: int) -> Generator[T, None, None]:
+    """Yield make(step) for each step, in order, with up to `ahead` of them under way or waiting."""
+    pending: deque[Future[T]] = deque()
+    pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+    try:
+        for step in steps:
+            pending.append(pool.submit(make, step))
+            if len(pending) > ahead:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

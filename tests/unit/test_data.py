@@ -1,0 +1,395 @@
+"""From text to batches: the laws of tokenising, of the sampler and of the batches of a replica."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from acsgd.io import data
+from acsgd.io.data import (
+    Batch,
+    Dataset,
+    Reader,
+    Sampler,
+    block_counts,
+    deal,
+    fingerprint,
+    num_sequences,
+    prepare,
+    shuffled,
+    tokenize,
+)
+from acsgd.io.tasks import Task, parse_tasks
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+MIXTURE = Sampler(seed=7, batch=12, counts=(3, 7), sizes=(11, 40))
+CORPORA = [np.arange(11 * 5 + 3, dtype="<u2"), np.arange(1000, 1000 + 40 * 5 + 1, dtype="<u4")]
+
+
+def task_of(path: Path, text: str) -> Task:
+    """Write a text and return it as a task."""
+    path.write_text(text)
+    return parse_tasks(str(path))[0].task
+
+
+def reader(micros: range, **options: bool) -> Reader:
+    """Read MIXTURE in sequences of 5 and micro-batches of 2."""
+    return Reader(CORPORA, MIXTURE, sequence=5, micro=2, micros=micros, **options)
+
+
+def keys(number: int, count: int) -> np.ndarray:
+    """Return `count` equal keys."""
+    return np.full(count, number, dtype=np.uint64)
+
+
+# ---- tokenising
+
+
+def test_every_document_is_followed_by_its_end(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    task = task_of(tmp_path / "a.jsonl", '{"text": "one two"}\n{"text": ""}\n{"text": "three"}')
+    tokenize(task, tokenizer, tmp_path / "a.npy")
+    tokens = np.load(tmp_path / "a.npy", mmap_mode="r")
+    assert tokens.dtype == np.dtype("<u2")
+    assert tokenizer.decode(tokens.tolist()) == "one two<|endoftext|><|endoftext|>three<|endoftext|>"
+
+
+def test_a_larger_vocabulary_gets_wider_tokens(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"<end>": 0, "low": 1, "high": 2**16}, unk_token="<end>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    wide = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+    tokenize(task_of(tmp_path / "a.txt", "high low"), wide, tmp_path / "a.npy")
+    tokens = np.load(tmp_path / "a.npy")
+    assert tokens.dtype == np.dtype("<u4")
+    assert tokens.tolist() == [2**16, 1, 0]
+
+
+@pytest.mark.parametrize("chars", [1, 100, 10**9])
+def test_the_tokens_do_not_depend_on_the_batching(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chars: int
+) -> None:
+    lines = [f'{{"text": "document {n} {"word " * n}"}}\n' for n in range(40)]
+    task = task_of(tmp_path / "a.jsonl", "".join(lines))
+    monkeypatch.setattr(data, "BATCH_CHARS", chars)
+    tokenize(task, tokenizer, tmp_path / "a.npy")
+    oracle = [
+        [*tokenizer(piece.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        for piece in task.pieces()
+    ]
+    assert np.load(tmp_path / "a.npy").tolist() == list(itertools.chain(*oracle))
+
+
+def test_long_documents_cause_no_warning(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    short = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>", model_max_length=4
+    )
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    try:
+        tokenize(task_of(tmp_path / "a.txt", "word " * 100), short, tmp_path / "a.npy")
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert not caplog.records
+    assert len(np.load(tmp_path / "a.npy")) > 100
+
+
+def test_prepare_tokenises_once_and_maps_the_file(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("some words " * 30)
+    tasks = parse_tasks(f"demo,{tmp_path / 'a.txt'},demo")
+    first = prepare(tasks, tokenizer, 16, tmp_path / "cache")
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+    monkeypatch.setattr(data, "tokenize", lambda *_: pytest.fail("tokenised again"))
+    again = prepare(tasks, tokenizer, 32, tmp_path / "cache")
+    assert all(isinstance(tokens, np.memmap) for tokens in again)
+    assert [tokens.tobytes() for tokens in again] == [tokens.tobytes() for tokens in first]
+
+
+def test_what_would_change_the_tokens_changes_the_cache(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    before = fingerprint(tokenizer)
+    tokenizer(["used"], add_special_tokens=False)
+    assert fingerprint(tokenizer) == before
+    other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="a")
+    assert fingerprint(other) != before
+    path = tmp_path / "a.txt"
+    for text in ("some words", "other words now"):
+        path.write_text(text)
+        prepare(parse_tasks(str(path)), tokenizer, 2, tmp_path / "cache")
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_a_tokenizer_without_an_end_of_document_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    endless = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(ValueError, match=r'no eos_token .* set "eos_token" in its tokenizer_config\.json'):
+        prepare(parse_tasks("demo"), endless, 8, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            '{"text": ""}',
+            "data.task: .*a.jsonl gives no token with the tokenizer .* of 512 tokens; give a text that is not blank",
+        ),
+        ("\n", "data.task: .*a.jsonl gives no token"),
+        ('{"text": "good"}\nbad', "data.task: .*a.jsonl, line 2 is not JSON"),
+    ],
+)
+def test_text_that_cannot_be_used_leaves_no_cache(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, lines: str, message: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text(lines)
+    with pytest.raises(ValueError, match=message):
+        prepare(parse_tasks(str(tmp_path / "a.jsonl")), tokenizer, 8, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_short_text_says_which_sequence_fits(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("zq" * 5)
+    tasks = parse_tasks(str(tmp_path / "a.txt"))
+    [tokens] = prepare(tasks, tokenizer, 1, tmp_path)
+    fits = len(tokens) - 1
+    prepare(tasks, tokenizer, fits, tmp_path)
+    message = f"data.sequence={fits + 1}: .*a.txt has {len(tokens)} tokens, .*use data.sequence={fits} or less"
+    with pytest.raises(ValueError, match=message):
+        prepare(tasks, tokenizer, fits + 1, tmp_path)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"no {SHARED}")
+def test_real_text_comes_back_from_its_tokens(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """In pieces: 1.3 MB are cut ten times."""
+    path = SHARED / "wikitext-2" / "test.txt"
+    [tokens] = prepare(parse_tasks(str(path)), tokenizer, 64, tmp_path)
+    assert tokenizer.decode(tokens.tolist()) == path.read_text() + "<|endoftext|>"
+
+
+# ---- packing
+
+
+@pytest.mark.parametrize("length", [0, 1, 5, 6, 10, 11, 23])
+def test_every_token_but_the_first_is_predicted_once(length: int) -> None:
+    tokens, sequence = np.arange(length, dtype="<u2"), 5
+    count = num_sequences(tokens, sequence)
+    sampler = Sampler(seed=0, batch=max(1, count), counts=(1,), sizes=(max(1, count),))
+    if count:
+        labels = Reader([tokens], sampler, sequence, 1, range(count)).batch(0).labels
+        assert labels is not None
+        assert sorted(labels.flatten().tolist()) == list(range(1, count * sequence + 1))
+    assert length - count * sequence <= sequence  # what is left out is less than a sequence
+
+
+def test_labels_are_the_inputs_shifted_by_one_across_the_edge() -> None:
+    batch = reader(range(6)).batch(3)
+    assert batch.tokens is not None
+    assert batch.labels is not None
+    assert batch.tokens.dtype == batch.labels.dtype == torch.int64
+    assert torch.equal(batch.labels, batch.tokens + 1)  # CORPORA count upwards
+
+
+# ---- which samples
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 100, 4097])
+def test_a_shuffle_is_a_permutation(size: int) -> None:
+    for key in range(3):
+        order = shuffled(np.arange(size), size, keys(key, size))
+        assert sorted(order) == list(range(size))
+    one = shuffled(np.array([size // 2]), size, keys(2, 1))
+    assert one[0] == order[size // 2]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 16])
+def test_a_shuffle_sends_every_position_anywhere_equally_often(size: int) -> None:
+    """Chi-square of (size - 1)^2 degrees of freedom: mean d, deviation sqrt(2 d)."""
+    draws = 2000
+    orders = shuffled(np.tile(np.arange(size), draws), size, np.repeat(np.arange(draws, dtype=np.uint64), size))
+    table = np.zeros((size, size))
+    np.add.at(table, (np.tile(np.arange(size), draws), orders), 1)
+    freedom = (size - 1) ** 2
+    chi_square = ((table - draws / size) ** 2 / (draws / size)).sum()
+    assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
+
+
+def test_all_orders_of_three_are_drawn_equally_often() -> None:
+    draws = 6000
+    orders = shuffled(np.tile(np.arange(3), draws), 3, np.repeat(np.arange(draws, dtype=np.uint64), 3))
+    counts = Counter(map(tuple, orders.reshape(draws, 3).tolist()))
+    assert len(counts) == 6
+    assert all(abs(count - 1000) < 5 * np.sqrt(1000) for count in counts.values())
+
+
+def test_every_sequence_comes_once_per_epoch_and_each_epoch_in_a_new_order() -> None:
+    tasks, indices, _ = (np.concatenate(f) for f in zip(*map(MIXTURE.samples, range(200)), strict=True))
+    for task, size in enumerate(MIXTURE.sizes):
+        visits = indices[tasks == task]
+        epochs = visits[: len(visits) // size * size].reshape(-1, size)
+        assert len(epochs) > 10
+        assert (np.sort(epochs, axis=1) == np.arange(size)).all()
+        assert len({tuple(epoch) for epoch in epochs.tolist()}) == len(epochs)
+
+
+@pytest.mark.parametrize(
+    ("weights", "counts"),
+    [
+        ([1.0], (1,)),
+        ([0.3, 0.7], (3, 7)),
+        ([0.5, 0.25, 0.25], (2, 1, 1)),
+        ([1 / 3, 2 / 3], (1, 2)),
+        ([1 / 7] * 7, (1,) * 7),
+        ([0.999, 0.001], (999, 1)),
+    ],
+)
+def test_weights_hold_exactly_over_each_block(weights: list[float], counts: tuple[int, ...]) -> None:
+    assert block_counts(weights) == counts
+    sampler = Sampler(seed=1, batch=sum(counts), counts=counts, sizes=(5,) * len(counts))
+    orders = []
+    for block in range(6):
+        tasks = sampler.samples(block).tasks
+        assert tuple(np.bincount(tasks, minlength=len(counts))) == counts
+        orders.append(tuple(tasks))
+    assert len(counts) == 1 or len(set(orders)) > 1
+
+
+@pytest.mark.parametrize("weights", [[np.pi / 4, 1 - np.pi / 4], [1e-6, 1 - 1e-6], [0.12345, 0.54321, 0.33334]])
+def test_odd_weights_hold_to_a_thousandth_and_leave_no_task_out(weights: list[float]) -> None:
+    counts = block_counts(weights)
+    assert min(counts) >= 1
+    assert np.allclose(np.array(counts) / sum(counts), weights, rtol=0, atol=1.5e-3)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 10, 12, 37])
+def test_the_stream_of_samples_does_not_depend_on_the_batch(batch: int) -> None:
+    def stream(batch: int) -> list[int]:
+        sampler = Sampler(MIXTURE.seed, batch, MIXTURE.counts, MIXTURE.sizes)
+        return np.concatenate([sampler.samples(step).ids for step in range(111 // batch)]).tolist()
+
+    assert stream(batch) == stream(111)[: len(stream(batch))]
+
+
+def test_a_step_far_ahead_costs_no_more() -> None:
+    large = Sampler(seed=2**63 - 1, batch=4, counts=(400, 600), sizes=(10**9, 3))
+    tasks, indices, ids = large.samples(10**12)
+    assert len(tasks) == 4
+    assert (indices < np.array(large.sizes)[tasks]).all()
+    assert (ids == indices + np.array([0, 10**9])[tasks]).all()
+
+
+def test_ids_tell_the_sequences_of_a_mixture_apart() -> None:
+    seen: dict[int, tuple[int, int]] = {}
+    for step in range(50):
+        for task, index, sample in zip(*MIXTURE.samples(step), strict=True):
+            assert seen.setdefault(int(sample), (task, index)) == (task, index)
+    assert sorted(seen) == list(range(sum(MIXTURE.sizes)))
+
+
+def test_another_seed_is_another_order() -> None:
+    orders = {tuple(Sampler(s, 12, MIXTURE.counts, MIXTURE.sizes).samples(0).ids) for s in range(20)}
+    assert len(orders) == 20
+
+
+def test_the_order_of_a_seed_is_fixed_for_good() -> None:
+    """A resumed run must go on in the order it began with, whatever the versions of its libraries."""
+    assert MIXTURE.samples(0).ids.tolist() == [33, 31, 12, 48, 25, 9, 49, 2, 11, 10, 32, 39]
+
+
+# ---- one replica's share
+
+
+@pytest.mark.parametrize(("micros", "replicas"), list(itertools.product([1, 4, 6, 7], [1, 2, 3, 4])))
+def test_micros_are_dealt_in_order_and_evenly(micros: int, replicas: int) -> None:
+    hands = [deal(micros, replicas, replica) for replica in range(replicas)]
+    assert list(itertools.chain(*hands)) == list(range(micros))
+    assert max(map(len, hands)) - min(map(len, hands)) <= 1
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 5, 6])
+def test_a_step_is_the_same_for_any_number_of_replicas(replicas: int) -> None:
+    whole = reader(range(6)).batch(5)
+    parts = [reader(deal(6, replicas, replica)).batch(5) for replica in range(replicas)]
+    assert list(itertools.chain(*(part.micro_ids for part in parts))) == list(whole.micro_ids)
+    for field in ("tokens", "labels", "sample_ids"):
+        assert torch.equal(torch.cat([getattr(part, field) for part in parts]), getattr(whole, field))
+    assert whole.sample_ids.flatten().tolist() == MIXTURE.samples(5).ids.tolist()
+
+
+@pytest.mark.parametrize(("wants_tokens", "wants_labels"), list(itertools.product([False, True], repeat=2)))
+def test_a_stage_gets_what_it_wants(wants_tokens: bool, wants_labels: bool) -> None:
+    batch = reader(range(2, 4), wants_tokens=wants_tokens, wants_labels=wants_labels).batch(0)
+    assert (batch.tokens is not None) == wants_tokens
+    assert (batch.labels is not None) == wants_labels
+    assert batch.sample_ids.shape == (2, 2)
+    assert all(x is None or (x.shape == (2, 2, 5) and x.is_contiguous()) for x in (batch.tokens, batch.labels))
+
+
+def test_a_batch_moves_with_all_it_has() -> None:
+    batch = reader(range(3), wants_labels=False).batch(0).to(torch.device("meta"))
+    assert batch.tokens is not None
+    assert batch.tokens.is_meta
+    assert batch.labels is None
+    assert not batch.sample_ids.is_meta
+
+
+# ---- reading ahead
+
+
+def same(a: Batch, b: Batch) -> bool:
+    """Whether two batches hold the same."""
+    return all(torch.equal(getattr(a, x), getattr(b, x)) for x in ("tokens", "labels", "sample_ids"))
+
+
+def test_a_jump_to_a_step_gives_what_iterating_gives() -> None:
+    whole = list(Dataset(reader(range(6)), range(9)))
+    late = list(Dataset(reader(range(6)), range(4, 9)))
+    assert len(whole) == 9
+    assert all(map(same, whole[4:], late))
+    assert len(late) == 5
+
+
+def read_ahead_threads() -> list[threading.Thread]:
+    """Return the threads that read ahead in this process."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
+
+
+def test_closing_stops_the_thread_and_the_iteration() -> None:
+    with Dataset(reader(range(6)), range(10**9)) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        assert read_ahead_threads()
+    assert not read_ahead_threads()
+    assert list(batches) == []
+    with Dataset(reader(range(6)), range(3)):
+        assert not read_ahead_threads()  # no thread before the first batch is asked for
+
+
+def test_the_thread_ends_with_the_data() -> None:
+    assert len(list(Dataset(reader(range(6)), range(2)))) == 2
+    assert not read_ahead_threads()
+
+
+def test_reading_stays_so_many_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    original = Reader.batch
+    monkeypatch.setattr(Reader, "batch", lambda self, step: (read.append(step), original(self, step))[1])
+    with Dataset(reader(range(6)), range(10), ahead=2) as dataset:
+        for step, _ in zip(range(4), dataset, strict=False):
+            assert max(read) <= step + 2
+    assert read == sorted(read)
+
+
+def test_what_the_thread_raises_reaches_the_loop() -> None:
+    torn = Reader([CORPORA[0], CORPORA[1][:7]], MIXTURE, sequence=5, micro=2, micros=range(6))
+    with pytest.raises(ValueError, match="broadcast"):
+        list(Dataset(torn, range(9)))
+    assert not read_ahead_threads()
