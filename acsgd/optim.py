@@ -1,0 +1,55 @@
+"""AdamW on the fp32 masters, and the learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from acsgd.config import OptimConfig
+from acsgd.shards.base import Weight
+
+
+def learning_rate(step: int, config: OptimConfig) -> float:
+    """Return the rate of optimizer step `step`, counted from 0.
+
+    It rises linearly over `warmup` steps to the peak, which step `warmup` has, and falls to 0 after the last.
+    """
+    if step < config.warmup:
+        return config.lr * (step + 1) / (config.warmup + 1)
+    rest = (step - config.warmup) / max(1, config.steps - config.warmup)
+    shape = 1 - rest if config.schedule == "linear" else (1 + math.cos(math.pi * rest)) / 2
+    return config.lr * shape
+
+
+class Optimizer:
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) over one rank's weights."""
+
+    def __init__(self, weights: Sequence[Weight], config: OptimConfig) -> None:
+        self._config = config
+        self._rounded = [weight for weight in weights if weight.master is not weight.param]
+        matrices = [weight.master for weight in weights if weight.master.dim() > 1]
+        vectors = [weight.master for weight in weights if weight.master.dim() <= 1]  # norms and biases
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+
+    def step(self, step: int) -> float:
+        """Update masters and parameters with the gradients there are; return the learning rate used."""
+        rate = learning_rate(step, self._config)
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
+        if self._rounded:
+            with torch.no_grad():
+                torch._foreach_copy_([w.param for w in self._rounded], [w.master for w in self._rounded])
+        return rate

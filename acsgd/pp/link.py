@@ -1,0 +1,323 @@
+"""The wire between two ranks of a pipeline: framed messages over gloo, posted ahead, never pickled.
+
+n = bytes of a message: a header of 32, then the fields of a codec. One message per tensor. The header says what
+the message is, so that a receiver that is out of step names both what it expected and what came.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from acsgd.codecs.base import Codec, Wire, pack, unpack, wire_bytes
+from acsgd.codecs.identity import Identity
+from acsgd.failure import RunError
+from acsgd.meter import Meter, Work
+from acsgd.shards.base import State, Weight
+from acsgd.streams import Mark, Streams
+
+HEADER_BYTES = 32
+MAX_UNSENT = 16
+"""Messages that may wait for a slow peer before the sender waits too; bounds the memory of their buffers."""
+
+
+class Kind(IntEnum):
+    """What a message carries."""
+
+    HELLO = 0
+    ACTIVATION = 1
+    GRADIENT = 2
+    TIED_GRADIENT = 3
+
+
+class Header(NamedTuple):
+    """The first bytes of every message."""
+
+    kind: int
+    tensor: int
+    """Which of the named tensors that travel together."""
+    boundary: int
+    """The stage before the cut."""
+    step: int
+    micro: int
+    length: int
+    """Bytes that follow."""
+
+    def pack(self) -> bytes:
+        """Return the header's 32 bytes."""
+        return _HEADER.pack(_MAGIC, *self)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Header:
+        """Read 32 bytes. Raises ValueError if they are no header."""
+        magic, *values = _HEADER.unpack(raw)
+        if magic != _MAGIC:
+            raise ValueError(f"{raw[:4]!r} instead of {_MAGIC!r}")
+        return cls(*values)
+
+    def __str__(self) -> str:
+        kind = Kind(self.kind).name.lower().replace("_", " ") if self.kind in list(Kind) else f"kind {self.kind}"
+        return (
+            f"{kind} {self.tensor} across boundary {self.boundary}-{self.boundary + 1}, step {self.step}, "
+            f"micro-batch {self.micro}, {self.length} bytes"
+        )
+
+
+_MAGIC = b"ACS1"
+_HEADER = struct.Struct("<4sBBHIIQ8x")
+assert _HEADER.size == HEADER_BYTES
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of a tensor before encoding and after decoding."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Channel:
+    """What both ends of a one-way wire know: who they are, what travels, and in which form."""
+
+    kind: Kind
+    boundary: int
+    peer: int
+    """Global rank of the other end."""
+    group: dist.ProcessGroup
+    tensors: Mapping[str, TensorSpec]
+    codec: Codec
+    streams: Streams
+    meter: Meter
+
+    def wires(self) -> list[Wire]:
+        """Declare the fields of each named tensor."""
+        return [self.codec.wire(spec.shape, spec.dtype) for spec in self.tensors.values()]
+
+    def tag(self, tensor: int) -> int:
+        """Tell this wire's messages from those of every other wire between the same two ranks."""
+        return (self.boundary * len(Kind) + self.kind) * 16 + tensor
+
+    def digest(self) -> int:
+        """Hash what must be equal at both ends."""
+        text = repr((self.kind, self.boundary, list(self.tensors.items()), self.codec))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+
+    def failed(self, doing: str, waited_s: float, error: RuntimeError) -> RunError:
+        """Say that the other end did not do its part."""
+        return RunError(
+            f"rank {dist.get_rank()} on {socket.gethostname()}: {doing} rank {self.peer} failed after "
+            f"{waited_s:.1f} s; that process is gone or hangs, see its log and run.timeout: {error}"
+        )
+
+
+class Outbox:
+    """The sending end. A message is handed to gloo as soon as its bytes are there, and sent when the peer is ready."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._sizes = [HEADER_BYTES + wire_bytes(wire) for wire in channel.wires()]
+        self._free: list[list[Tensor]] = [[] for _ in self._sizes]
+        self._encoding: deque[tuple[int, Tensor, Mark]] = deque()
+        self._unsent: deque[tuple[int, Tensor, Work, float]] = deque()
+
+    def send(self, step: int, micro: int, state: State) -> None:
+        """Encode each tensor into a message and let it leave; the tensors may be reused at once."""
+        for index, name in enumerate(self._channel.tensors):
+            self._encode(index, state[name], step, micro)
+        self.flush(wait=False)
+
+    def flush(self, *, wait: bool) -> None:
+        """Hand encoded messages to gloo; wait: also those that the device has not finished."""
+        while self._encoding and (wait or self._encoding[0][2].ready()):
+            index, buffer, mark = self._encoding.popleft()
+            mark.wait()
+            work = dist.isend(buffer, self._channel.peer, self._channel.group, self._channel.tag(index))
+            assert work is not None
+            self._unsent.append((index, buffer, work, time.perf_counter()))
+            self._channel.meter.sent_bytes += len(buffer)
+        while len(self._unsent) > MAX_UNSENT:
+            self._finish_oldest()
+
+    def drain(self) -> None:
+        """Block until every message has been sent."""
+        self.flush(wait=True)
+        while self._unsent:
+            self._finish_oldest()
+
+    def _encode(self, index: int, x: Tensor, step: int, micro: int) -> None:
+        channel, size = self._channel, self._sizes[index]
+        buffer = self._free[index].pop() if self._free[index] else channel.streams.host_buffer(size)
+        header = Header(channel.kind, index, channel.boundary, step, micro, size - HEADER_BYTES)
+        buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+        with channel.streams.beside(x):
+            pack(channel.codec.encode(x), buffer[HEADER_BYTES:])
+            self._encoding.append((index, buffer, channel.streams.mark()))
+
+    def _finish_oldest(self) -> None:
+        index, buffer, work, posted_at = self._unsent.popleft()
+        try:
+            self._channel.meter.wait(work, posted_at)
+        except RuntimeError as error:
+            kind = self._channel.kind.name.lower().replace("_", " ")
+            raise self._channel.failed(f"sending a {kind} to", time.perf_counter() - posted_at, error) from error
+        self._free[index].append(buffer)
+
+
+class Inbox:
+    """The receiving end. Receives are posted in the order in which the peer sends, before they are needed."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._wires = channel.wires()
+        self._free: list[list[Tensor]] = [[] for _ in self._wires]
+        self._posted: list[deque[tuple[Tensor, Work, float]]] = [deque() for _ in self._wires]
+
+    def post(self) -> None:
+        """Expect the next micro-batch: one message per named tensor."""
+        for index, wire in enumerate(self._wires):
+            size = HEADER_BYTES + wire_bytes(wire)
+            buffer = self._free[index].pop() if self._free[index] else self._channel.streams.host_buffer(size)
+            work = dist.irecv(buffer, self._channel.peer, self._channel.group, self._channel.tag(index))
+            assert work is not None
+            self._posted[index].append((buffer, work, time.perf_counter()))
+
+    def take(self, step: int, micro: int) -> State:
+        """Wait for the oldest posted micro-batch, which must be this one, and return its tensors on the device.
+
+        Raises RunError if the peer is gone or another message came.
+        """
+        channel, state = self._channel, {}
+        for index, (name, spec) in enumerate(channel.tensors.items()):
+            buffer, work, posted_at = self._posted[index].popleft()
+            wire = self._wires[index]
+            expected = Header(channel.kind, index, channel.boundary, step, micro, wire_bytes(wire))
+            self._await(work, posted_at, expected)
+            _check_header(buffer, expected, channel.peer)
+            on_host = unpack(buffer[HEADER_BYTES:], wire)
+            fields = tuple(f.to(channel.streams.device, non_blocking=True, copy=True) for f in on_host)
+            arrived = channel.streams.mark()
+            state[name] = channel.codec.decode(fields, spec.shape, spec.dtype)
+            arrived.wait()
+            self._free[index].append(buffer)
+        return state
+
+    def _await(self, work: Work, posted_at: float, expected: Header) -> None:
+        try:
+            self._channel.meter.wait(work, posted_at)
+        except RuntimeError as error:
+            waited_s = time.perf_counter() - posted_at
+            raise self._channel.failed(f"waiting for {expected} from", waited_s, error) from error
+
+
+class Link:
+    """One boundary between two stages, seen from one end: activations go downstream, gradients come back."""
+
+    def __init__(self, outbox: Outbox, inbox: Inbox) -> None:
+        self.outbox = outbox
+        self.inbox = inbox
+
+
+@dataclass(frozen=True)
+class LinkFactory:
+    """Opens the links of one rank; what all of them have in common."""
+
+    group: dist.ProcessGroup
+    streams: Streams
+    tensors: Mapping[str, TensorSpec]
+    forward: Codec
+    backward: Codec
+    forward_meter: Meter
+    backward_meter: Meter
+
+    def open(self, boundary: int, *, peer: int, downstream: bool) -> Link:
+        """Return this rank's end of a boundary, after both ends have agreed on what will travel.
+
+        downstream: whether the peer holds the stage after the boundary. Raises RunError if the ends differ.
+        """
+        activations = self._channel(Kind.ACTIVATION, boundary, peer, self.forward, self.forward_meter)
+        gradients = self._channel(Kind.GRADIENT, boundary, peer, self.backward, self.backward_meter)
+        _greet(activations)
+        _greet(gradients)
+        sending, receiving = (activations, gradients) if downstream else (gradients, activations)
+        return Link(Outbox(sending), Inbox(receiving))
+
+    def _channel(self, kind: Kind, boundary: int, peer: int, codec: Codec, meter: Meter) -> Channel:
+        return Channel(kind, boundary, peer, self.group, self.tensors, codec, self.streams, meter)
+
+
+class TiedPair:
+    """The two copies of a tied weight on the first and the last rank; their gradients are summed after reduction.
+
+    Addition commutes, so both ends get the same bits, take the same step, and stay equal.
+    """
+
+    def __init__(
+        self,
+        weight: Weight,
+        *,
+        boundary: int,
+        peer: int,
+        group: dist.ProcessGroup,
+        streams: Streams,
+        meter: Meter,
+    ) -> None:
+        tensors = {"gradient": TensorSpec(tuple(weight.master.shape), weight.master.dtype)}
+        channel = Channel(Kind.TIED_GRADIENT, boundary, peer, group, tensors, Identity(), streams, meter)
+        _greet(channel)
+        self._weight = weight
+        self._outbox, self._inbox = Outbox(channel), Inbox(channel)
+
+    def sum_gradients(self, step: int) -> None:
+        """Add the other copy's gradient to this one's, in place."""
+        grad = self._weight.master.grad
+        assert grad is not None, f"{self._weight.key} took no part in the loss"
+        self._inbox.post()
+        self._outbox.send(step, 0, {"gradient": grad})
+        self._outbox.flush(wait=True)
+        grad += self._inbox.take(step, 0)["gradient"]
+        self._outbox.drain()
+
+
+def _greet(channel: Channel) -> None:
+    """Exchange what each end will send or expect, while a difference is still an error and not a crash.
+
+    gloo aborts the process when a message is longer than the buffer posted for it.
+    """
+    lengths = sum(wire_bytes(wire) for wire in channel.wires())
+    mine = Header(Kind.HELLO, channel.kind, channel.boundary, channel.digest(), 0, lengths)
+    theirs = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+    tag = channel.tag(15)
+    posted_at = time.perf_counter()
+    receiving = dist.irecv(theirs, channel.peer, channel.group, tag)
+    sending = dist.isend(torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8), channel.peer, channel.group, tag)
+    assert receiving is not None
+    assert sending is not None
+    try:
+        receiving.wait()
+        sending.wait()
+    except RuntimeError as error:
+        raise channel.failed("greeting", time.perf_counter() - posted_at, error) from error
+    _check_header(theirs, mine, channel.peer)
+
+
+def _check_header(buffer: Tensor, expected: Header, peer: int) -> None:
+    try:
+        got = Header.unpack(bytes(buffer[:HEADER_BYTES].tolist()))
+    except ValueError as error:
+        raise RunError(f"rank {peer} sent bytes that are no message: {error}; expected {expected}") from None
+    if got != expected:
+        raise RunError(
+            f"rank {peer} sent {got}; expected {expected}: the two ranks run different programs, "
+            "check that all hosts have the same acsgd, run file and flags"
+        )
