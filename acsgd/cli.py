@@ -1,0 +1,85 @@
+"""`acsgd convert`: Hugging Face checkpoints <-> layer shards."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from acsgd.shards.convert import from_hf, to_hf
+
+
+@dataclass(frozen=True)
+class FromHF:
+    """Cut a Hugging Face directory into one safetensors file per layer."""
+
+    source: tyro.conf.Positional[Path]
+    """Directory with config.json and *.safetensors."""
+    target: tyro.conf.Positional[Path]
+    """Directory to make; must not exist."""
+
+    def run(self) -> None:
+        """Convert."""
+        _make(self.target, lambda directory: from_hf(self.source, directory))
+
+
+@dataclass(frozen=True)
+class ToHF:
+    """Put layer shards, a checkpoint of a run for example, together as a Hugging Face directory."""
+
+    source: tyro.conf.Positional[Path]
+    """Layer-shard directory: runs/NAME/checkpoints/step-XXXXXXXX."""
+    target: tyro.conf.Positional[Path]
+    """Directory to make; must not exist."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Cast to this type; by default tensors stay as they are, bit for bit."""
+
+    def run(self) -> None:
+        """Convert."""
+        _make(self.target, lambda directory: to_hf(self.source, directory, dtype=self.dtype))
+
+
+Direction = Annotated[FromHF, tyro.conf.subcommand("from-hf")] | Annotated[ToHF, tyro.conf.subcommand("to-hf")]
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Hugging Face checkpoint <-> layer shards, without loss, one layer in memory at a time."""
+
+    direction: tyro.conf.OmitSubcommandPrefixes[Direction]
+
+    def run(self) -> None:
+        """Convert in the direction asked for."""
+        self.direction.run()
+
+
+def main() -> None:
+    """Entry point of the `acsgd` command."""
+    command = tyro.extras.subcommand_cli_from_dict({"convert": Convert}, prog="acsgd")
+    try:
+        command.run()
+    except (ValueError, RuntimeError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+def _make(target: Path, build: Callable[[Path], None]) -> None:
+    """Build a directory beside `target` and rename it into place: it appears whole or not at all."""
+    if target.exists():
+        raise ValueError(f"{target} exists already; give a directory that does not, or remove it")
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        build(partial)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""A run, fully decided before any process group exists: everything derived from the configuration, torchrun's
+environment and the model's config.json, and every mistake in them found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from acsgd import codecs
+from acsgd.codecs.base import Codec
+from acsgd.config import Config, check
+from acsgd.dp import MODES
+from acsgd.dp.base import Mode
+from acsgd.io.cache import once_per_host
+from acsgd.io.data import Dataset, Reader, Sampler, block_counts, deal, num_sequences
+from acsgd.io.data import prepare as tokenize_all
+from acsgd.io.tasks import WeightedTask, parse_tasks
+from acsgd.pp.actions import Action, lower
+from acsgd.pp.schedules import SCHEDULES, Schedule
+from acsgd.registry import from_spec
+from acsgd.shards import family_of
+from acsgd.shards.base import LayerShard, ModelFamily, skeleton
+from acsgd.shards.convert import from_hf, read_config
+from acsgd.shards.disk import MANIFEST, ShardDirectory
+from acsgd.shards.load import Scratch, Source
+from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
+from acsgd.streams import Streams, open_streams
+from acsgd.topology import Launch, Topology
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's view of a decided run."""
+
+    config: Config
+    topology: Topology
+    streams: Streams
+    model_dir: Path
+    """Where config.json and the tokenizer are, and the weights unless they are drawn anew."""
+    model_config: PreTrainedConfig
+    family: ModelFamily
+    layers: tuple[LayerShard, ...]
+    specs: tuple[StageSpec, ...]
+    """The layers of each stage."""
+    row: tuple[Action, ...]
+    """What this rank does in a step."""
+    micros: range
+    """The micro-batches of the global batch that this rank's replica trains on."""
+    forward: Codec
+    backward: Codec
+    mode: Mode
+    tokenizer: PreTrainedTokenizerBase
+    tasks: tuple[WeightedTask, ...]
+
+    def describe(self) -> str:
+        """Say in a few words what will run where."""
+        config, topology = self.config, self.topology
+        parameters = sum(parameter.numel() for parameter in skeleton(self.model_config).parameters())
+        layers = " | ".join(_span(self.layers[slice(*spec)]) for spec in self.specs)
+        return (
+            f"{self.model_config.model_type}, {parameters / 1e6:.1f} M parameters, {config.model.dtype}, on "
+            f"{self.streams.device.type}: {topology.stages} pipeline ranks x {topology.replicas} replicas\n"
+            f"stages: {layers}\n"
+            f"a step: {config.data.batch} sequences of {config.data.sequence} tokens, "
+            f"{config.data.batch // config.pp.micro} micro-batches of {config.pp.micro}, {config.pp.schedule}"
+        )
+
+    @property
+    def stages(self) -> list[int]:
+        """Indices of the stages this rank holds."""
+        return list(range(self.topology.stage_rank, len(self.specs), self.topology.stages))
+
+    @property
+    def cache_dir(self) -> Path:
+        """Where converted models and tokenised text lie, beside the run, for the next run to find."""
+        return Path(self.config.log.dir).parent / "cache"
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where the model is saved."""
+        return Path(self.config.checkpoint.dir or Path(self.config.log.dir) / "checkpoints")
+
+
+def prepare(config: Config, launch: Launch) -> Job:
+    """Decide a run. Writes nothing. Raises ValueError that names the key and says what to type."""
+    check(config)
+    topology = Topology(launch.rank, launch.world_size, config.pp.stages)
+    schedule: Schedule = from_spec(config.pp.schedule, SCHEDULES, key="pp.schedule")
+    forward = codecs.parse(config.pp.forward, key="pp.forward")
+    backward = codecs.parse(config.pp.backward, key="pp.backward")
+    mode: Mode = from_spec(config.dp.mode, MODES, key="dp.mode")
+    tasks = parse_tasks(config.data.task)
+    micros = _deal(config, topology)
+    streams = open_streams(config.run.device, launch.local_rank)
+    model_dir = _find_model(config.model.name, scratch=config.model.init == "scratch")
+    model_config = read_config(model_dir)
+    family = family_of(model_config.model_type)
+    _check_sequence(config.data.sequence, family.longest(model_config))
+    specs = _plan(config, family, model_config, topology.stages * schedule.chunks, streams)
+    program = lower(schedule.rows(topology.stages, len(micros)))
+    return Job(
+        config=config,
+        topology=topology,
+        streams=streams,
+        model_dir=model_dir,
+        model_config=model_config,
+        family=family,
+        layers=tuple(family.layers(model_config)),
+        specs=tuple(specs),
+        row=tuple(program[topology.stage_rank]),
+        micros=micros,
+        forward=forward,
+        backward=backward,
+        mode=mode,
+        tokenizer=_load_tokenizer(model_dir, model_config),
+        tasks=tasks,
+    )
+
+
+def open_data(job: Job) -> Dataset:
+    """Return this replica's batches of every step, tokenising into the cache first what is not there yet.
+
+    Raises ValueError if a text cannot be read or is too short.
+    """
+    config, topology = job.config, job.topology
+    corpora = tokenize_all(job.tasks, job.tokenizer, config.data.sequence, job.cache_dir / "tokens")
+    sampler = Sampler(
+        seed=config.data.seed,
+        batch=config.data.batch,
+        counts=block_counts([weight for _, weight in job.tasks]),
+        sizes=tuple(num_sequences(tokens, config.data.sequence) for tokens in corpora),
+    )
+    reader = Reader(
+        corpora,
+        sampler,
+        sequence=config.data.sequence,
+        micro=config.pp.micro,
+        micros=job.micros,
+        wants_tokens=topology.stage_rank == 0,
+        wants_labels=topology.stage_rank == topology.stages - 1,
+    )
+    return Dataset(reader, range(config.optim.steps))
+
+
+def open_source(job: Job) -> Source:
+    """Return where the weights come from, converting a Hugging Face directory into the cache first.
+
+    Raises ValueError if the directory does not hold the model that its config describes.
+    """
+    if job.config.model.init == "scratch":
+        return Scratch(job.model_config, job.layers, seed=job.config.data.seed)
+    if (job.model_dir / MANIFEST).is_file():
+        return ShardDirectory(job.model_dir)
+    files = sorted(path for path in job.model_dir.iterdir() if path.suffix in (".safetensors", ".json"))
+    state = repr([(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+    name = f"{job.model_dir.name}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+
+    def convert(target: Path) -> None:
+        target.mkdir()
+        from_hf(job.model_dir, target)
+
+    return ShardDirectory(once_per_host(job.cache_dir / "models" / name, convert))
+
+
+def _span(shards: Sequence[LayerShard]) -> str:
+    """Name the layers of a stage: "embed .. block-00002"."""
+    return shards[0].name if len(shards) == 1 else f"{shards[0].name} .. {shards[-1].name}"
+
+
+def _deal(config: Config, topology: Topology) -> range:
+    num_micros = config.data.batch // config.pp.micro
+    if num_micros < topology.replicas:
+        raise ValueError(
+            f"pp.micro={config.pp.micro} cuts data.batch={config.data.batch} into {num_micros} micro-batches, too few "
+            f"for {topology.replicas} replicas; use a smaller pp.micro, or data.batch of at least "
+            f"{config.pp.micro * topology.replicas}"
+        )
+    return deal(num_micros, topology.replicas, topology.replica)
+
+
+def _find_model(name: str, *, scratch: bool) -> Path:
+    """Return the local directory of `model.name`, fetching a Hugging Face id if it is not a directory."""
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(
+                f"model.name={name} is a directory without config.json; give a Hugging Face model directory or a "
+                "layer-shard directory"
+            )
+        return path
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"model.name={name} is not a directory; give a directory or a Hugging Face id, owner/name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    weights = [] if scratch else ["*.safetensors"]
+    try:
+        fetched = snapshot_download(name, allow_patterns=["*.json", "*.txt", "*.model", "*.jinja", *weights])
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"model.name={name} is neither a directory here nor a model the Hugging Face hub gives: {first_line}"
+        ) from None
+    return _find_model(fetched, scratch=scratch)
+
+
+def _check_sequence(sequence: int, longest: int) -> None:
+    if sequence > longest:
+        raise ValueError(
+            f"data.sequence={sequence} is longer than the model allows; use data.sequence={longest} or less"
+        )
+
+
+def _plan(
+    config: Config, family: ModelFamily, model_config: PreTrainedConfig, stages: int, streams: Streams
+) -> list[StageSpec]:
+    num_layers = len(family.layers(model_config))
+    if stages > num_layers:
+        raise ValueError(
+            f"pp.stages={config.pp.stages} with pp.schedule={config.pp.schedule} needs {stages} stages, but the model "
+            f"has {num_layers} layers (an embedding, {num_layers - 2} blocks, a head); use fewer stages or chunks"
+        )
+    if config.pp.layers is not None:
+        return plan_blocks(config.pp.layers, num_layers - 2, stages)
+    costs = layer_costs(family, model_config, sequence=config.data.sequence, device=streams.device.type)
+    return plan(costs, stages)
+
+
+def _load_tokenizer(model_dir: Path, model_config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ValueError(f"{model_dir} has no tokenizer that transformers can load: {first_line}") from None
+    if len(tokenizer) > model_config.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {model_dir} has {len(tokenizer)} tokens, but the model's vocabulary only "
+            f"{model_config.vocab_size}; give the tokenizer that belongs to the model"
+        )
+    return tokenizer
