@@ -1,0 +1,92 @@
+"""A training run of N ranks without torchrun, and the one-process loop in plain PyTorch that it must equal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from acsgd.config import Config
+from acsgd.io.data import Batch
+from acsgd.job import open_data, open_source, prepare
+from acsgd.optim import learning_rate
+from acsgd.shards import family_of
+from acsgd.shards.load import mix_seed
+from acsgd.topology import Launch, connect
+from acsgd.worker import build_worker
+
+TIMEOUT = timedelta(seconds=120)
+
+
+def losses_of_rank(rank: int, world_size: int, store: Path, configs: Sequence[Config]) -> list[list[float]]:
+    """Train each config on this rank, one after the other; return the loss of every step of each."""
+    torch.set_num_threads(1)
+    all_losses = []
+    for number, config in enumerate(configs):
+        job = prepare(config, Launch(rank, rank, world_size))
+        file_store = dist.FileStore(f"{store}-{number}", world_size)
+        with open_data(job) as data, connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
+            worker = build_worker(job, open_source(job), groups)
+            all_losses.append([worker.train_step(batch, step).loss for step, batch in enumerate(data)])
+    return all_losses
+
+
+def oracle_losses(config: Config) -> list[float]:
+    """Train in one process: the whole Hugging Face model, torch's AdamW and clip_grad_norm_, no acsgd below the data.
+
+    The only thing taken over is the rule that seeds dropout.
+    """
+    model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32).train()
+    place = _seed_dropout(model, config)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    optim = config.optim
+    adamw = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+    )
+    losses = []
+    for step, batch in enumerate(whole_batches(config)):
+        assert batch.tokens is not None
+        assert batch.labels is not None
+        total = 0.0
+        for index, (tokens, labels) in enumerate(zip(batch.tokens, batch.labels, strict=True)):
+            place[:] = [step, index]
+            logits = model(tokens, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) / len(batch.tokens)
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
+        for group in adamw.param_groups:
+            group["lr"] = learning_rate(step, optim)
+        adamw.step()
+        adamw.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def whole_batches(config: Config) -> list[Batch]:
+    """Return the global batch of every step."""
+    alone = dataclasses.replace(config, pp=dataclasses.replace(config.pp, stages=1, schedule="gpipe", layers=None))
+    with open_data(prepare(alone, Launch())) as data:
+        return list(data)
+
+
+def _seed_dropout(model: torch.nn.Module, config: Config) -> list[int]:
+    """Reseed before each layer of a Hugging Face model as acsgd does; return the [step, micro-batch] to set."""
+    place = [0, 0]
+    layers = family_of(model.config.model_type).layers(model.config)
+    for shard in layers:
+
+        def reseed(*_: object, index: int = shard.index) -> None:
+            torch.manual_seed(mix_seed(config.data.seed, *place, index))
+
+        model.get_submodule(shard.modules[0]).register_forward_pre_hook(reseed)
+    return place
