@@ -10,13 +10,14 @@ Flags override the file. The run directory (log.dir) gets config.toml, metrics.j
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
 from acsgd.config import parse, to_toml
-from acsgd.failure import told_by_first, told_once
+from acsgd.failure import RunError, told_by_first, told_once
 from acsgd.io.checkpoint import save
 from acsgd.io.data import Dataset
 from acsgd.io.metrics import Metrics, Record
@@ -29,14 +30,14 @@ from acsgd.worker import StepResult, Worker, build_worker
 def main(argv: list[str]) -> None:
     """Run a job from its command line: decide it, connect, train."""
     launch = Launch.from_env()
-    with told_once(launch):
-        job = prepare(parse(argv, speak=launch.rank == 0), launch)
-        source, data = open_source(job), open_data(job)
-    with (
-        connect(job.topology, timeout=timedelta(seconds=job.config.run.timeout)) as groups,
-        told_by_first(groups.first_to_fail),
-    ):
-        train(job, source, data, groups)
+    with contextlib.ExitStack() as opened:
+        with told_once(launch.rank, launch.local_rank):
+            job = prepare(parse(argv, speak=launch.rank == 0), launch)
+            data, source = open_data(job), open_source(job)
+            timeout = timedelta(seconds=job.config.run.timeout)
+            groups = opened.enter_context(connect(job.topology, timeout=timeout))
+        with told_by_first(groups.first_to_fail):
+            train(job, source, data, groups)
 
 
 def train(job: Job, source: Source, data: Dataset, groups: Groups) -> None:
@@ -46,6 +47,8 @@ def train(job: Job, source: Source, data: Dataset, groups: Groups) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     if speaks:
         (run_dir / "config.toml").write_text(to_toml(config))
+    if not groups.are_equal(job.fingerprint() + data.reader.fingerprint()):
+        raise RunError("not all ranks run the same: compare run files, flags, model configs and texts of all hosts")
     worker = build_worker(job, source, groups)
     tokens = 0
     with Metrics.open(config.log.to, run_dir, steps=config.optim.steps, speaks=speaks) as metrics, data:

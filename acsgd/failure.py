@@ -8,16 +8,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 
-from acsgd.topology import Launch
-
 
 class RunError(RuntimeError):
     """The world failed the run (a peer gone, a file torn); the message says where and what to do."""
 
 
 @contextlib.contextmanager
-def told_once(launch: Launch) -> Iterator[None]:
-    """Report what the user got wrong, before any group exists, from one rank; exit with code 2.
+def told_once(rank: int, local_rank: int) -> Iterator[None]:
+    """Report what keeps a run from starting, from one rank; exit with code 2.
 
     All ranks see the same mistake. Rank 0 tells it and exits, upon which torchrun ends the others while they
     wait here. A mistake that rank 0 does not share (a file missing on one host only) is told after the wait.
@@ -27,8 +25,8 @@ def told_once(launch: Launch) -> Iterator[None]:
     except (ValueError, RunError, SystemExit) as error:
         if isinstance(error, SystemExit) and not error.code:
             raise  # --help
-        if launch.rank:
-            time.sleep(10.0 if launch.local_rank == 0 else 20.0)
+        if rank:
+            time.sleep(10.0 if local_rank == 0 else 20.0)
         if not isinstance(error, SystemExit):
             _tell(f"error: {error}")
         raise SystemExit(2) from None

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from acsgd import codecs
 from acsgd.codecs.base import Codec
-from acsgd.config import Config, check
+from acsgd.config import Config, check, to_toml
 from acsgd.dp import MODES
 from acsgd.dp.base import Mode
 from acsgd.io.cache import once_per_host
@@ -25,12 +25,15 @@ from acsgd.pp.schedules import SCHEDULES, Schedule
 from acsgd.registry import from_spec
 from acsgd.shards import family_of
 from acsgd.shards.base import LayerShard, ModelFamily, skeleton
-from acsgd.shards.convert import from_hf, read_config
+from acsgd.shards.convert import from_hf, locate, read_config
 from acsgd.shards.disk import MANIFEST, ShardDirectory
 from acsgd.shards.load import Scratch, Source
 from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
 from acsgd.streams import Streams, open_streams
 from acsgd.topology import Launch, Topology
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+"""One of these makes a directory a tokenizer's."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,10 @@ class Job:
             f"{config.data.batch // config.pp.micro} micro-batches of {config.pp.micro}, {config.pp.schedule}"
         )
 
+    def fingerprint(self) -> str:
+        """Return what must be the same on every rank."""
+        return to_toml(self.config) + self.model_config.to_json_string() + repr(self.specs)
+
     @property
     def stages(self) -> list[int]:
         """Indices of the stages this rank holds."""
@@ -100,6 +107,8 @@ def prepare(config: Config, launch: Launch) -> Job:
     model_dir = _find_model(config.model.name, scratch=config.model.init == "scratch")
     model_config = read_config(model_dir)
     family = family_of(model_config.model_type)
+    if config.model.init == "pretrained" and not (model_dir / MANIFEST).is_file():
+        locate(model_dir, skeleton(model_config))
     _check_sequence(config.data.sequence, family.longest(model_config))
     specs = _plan(config, family, model_config, topology.stages * schedule.chunks, streams)
     program = lower(schedule.rows(topology.stages, len(micros)))
@@ -148,10 +157,7 @@ def open_data(job: Job) -> Dataset:
 
 
 def open_source(job: Job) -> Source:
-    """Return where the weights come from, converting a Hugging Face directory into the cache first.
-
-    Raises ValueError if the directory does not hold the model that its config describes.
-    """
+    """Return where the weights come from, converting a Hugging Face directory into the cache first."""
     if job.config.model.init == "scratch":
         return Scratch(job.model_config, job.layers, seed=job.config.data.seed)
     if (job.model_dir / MANIFEST).is_file():
@@ -232,6 +238,8 @@ def _plan(
 
 
 def _load_tokenizer(model_dir: Path, model_config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+    if not any((model_dir / name).is_file() for name in TOKENIZER_FILES):  # else transformers makes an empty one
+        raise ValueError(f"{model_dir} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's there")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

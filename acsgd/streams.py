@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -48,7 +50,7 @@ class Streams:
 
     def peak_memory_bytes(self) -> int:
         """Largest memory this process has held: resident on the CPU, allocated by torch on a GPU."""
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return _peak_resident_bytes()
 
 
 class CudaStreams(Streams):
@@ -91,6 +93,15 @@ def open_streams(device: str, local_rank: int) -> Streams:
             f"launch {gpus} processes here (torchrun --nproc-per-node {gpus}), or use --run.device cpu"
         )
     return Streams(torch.device("cpu"))
+
+
+def _peak_resident_bytes() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux, where ru_maxrss starts at the size of the process that forked this one
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return int(fields["VmHWM"].split()[0]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class _Done:

@@ -9,15 +9,19 @@ Neighbours in a pipeline are adjacent ranks, so torchrun's numbering puts them o
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store
 from torch.distributed.rendezvous import rendezvous
+
+from acsgd.failure import RunError
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,14 @@ class Groups:
     """The ranks of all replicas that hold the same stages."""
     store: Store
 
+    def are_equal(self, text: str) -> bool:
+        """Whether all ranks of the run, each of which must ask, give the same text."""
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+        extremes = torch.tensor([digest, -digest])
+        for group in (self.dp, self.pp):
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        return extremes.tolist() == [digest, -digest]
+
     def first_to_fail(self) -> bool:
         """Claim the right to report a failure of the run: true on one rank only, so that it is told once."""
         try:
@@ -104,17 +116,17 @@ def connect(topology: Topology, *, timeout: timedelta, store: Store | None = Non
     """Open this rank's groups over gloo and close them at the end.
 
     timeout: how long any operation of any group may wait for a peer. store: torchrun's, unless given.
-    Raises RuntimeError when not all ranks appear in time.
+    Raises RunError when not all ranks appear in time.
     """
     rank, world_size = topology.rank, topology.world_size
-    if store is None and world_size > 1:
-        store, _, _ = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))
-    elif store is None:
-        store = HashStore()
     try:
+        if store is None and world_size > 1:
+            store, _, _ = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))
+        elif store is None:
+            store = HashStore()
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     except RuntimeError as error:
-        raise RuntimeError(
+        raise RunError(
             f"rank {rank} on {socket.gethostname()} could not meet the other {world_size - 1} processes "
             f"within {timeout.total_seconds():g} s (run.timeout): {error}"
         ) from error

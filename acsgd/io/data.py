@@ -58,7 +58,16 @@ def prepare(
 def _prepare(task: Task, tokenizer: PreTrainedTokenizerBase, sequence: int, cache_dir: Path, suffix: str) -> Tokens:
     key = hashlib.sha256(f"{task.fingerprint} {suffix}".encode()).hexdigest()[:16]
     path = cache_dir / f"{Path(task.name).name}-{key}.npy"
-    once_per_host(path, lambda unfinished: tokenize(task, tokenizer, unfinished))
+
+    def build(unfinished: Path) -> None:
+        tokenize(task, tokenizer, unfinished)
+        _load(unfinished, task, sequence)
+
+    return _load(once_per_host(path, build), task, sequence)
+
+
+def _load(path: Path, task: Task, sequence: int) -> Tokens:
+    """Map a task's tokens. Raises ValueError if they do not make one sequence."""
     tokens: Tokens = np.load(path, mmap_mode="r")
     if not num_sequences(tokens, sequence):
         raise ValueError(
@@ -291,6 +300,11 @@ class Reader:
     wants_tokens: bool = True
     wants_labels: bool = True
 
+    def fingerprint(self) -> str:
+        """Return what differs between two hosts whose texts do: lengths, and a sample of the tokens."""
+        samples = [tokens[:: max(1, len(tokens) // 1000)].tolist() for tokens in self.corpora]
+        return repr([(len(tokens), sample) for tokens, sample in zip(self.corpora, samples, strict=True)])
+
     def batch(self, step: int) -> Batch:
         """Return the batch of a step, counted from 0, as new tensors."""
         mine = slice(self.micros.start * self.micro, self.micros.stop * self.micro)
@@ -323,6 +337,7 @@ class Dataset:
     """
 
     def __init__(self, reader: Reader, steps: range, *, ahead: int = 3) -> None:
+        self.reader = reader
         self._batches = _made_ahead(reader.batch, steps, ahead)
 
     def __iter__(self) -> Iterator[Batch]:

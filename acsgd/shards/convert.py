@@ -23,12 +23,16 @@ SINGLE = "model.safetensors"
 
 
 def read_config(path: Path) -> PreTrainedConfig:
-    """Read config.json of a Hugging Face or shard directory. Raises ValueError if it is absent or broken."""
+    """Read config.json of a Hugging Face or shard directory.
+
+    Raises ValueError if it is absent, broken, or of a family that acsgd does not know.
+    """
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has no config.json; give a Hugging Face model directory or a layer-shard directory")
     try:
+        family_of(json.loads((path / "config.json").read_text())["model_type"])  # transformers would list hundreds
         return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise ValueError(f"{path / 'config.json'} is not a config that transformers can read: {first_line}") from None
 
@@ -40,15 +44,9 @@ def from_hf(source: Path, target: Path) -> None:
     """
     config = read_config(source)
     model = skeleton(config)
-    shards = family_of(config.model_type).layers(config)
-    files = _locate(source, model)
-    needed = [key for shard in shards for key in stored_keys(model, shard)]
-    missing = [key for key in needed if key not in files]
-    if missing:
-        raise ValueError(f"{source} lacks {len(missing)} of {len(needed)} parameters, the first: {missing[:3]}")
-    _refuse_false_ties(files, tied_keys(model), source)
+    files = locate(source, model)
     entries = []
-    for shard in shards:
+    for shard in family_of(config.model_type).layers(config):
         tensors = _read({key: files[key] for key in stored_keys(model, shard)})
         entries.append(write_layer(target, shard.name, tensors))
     copy_companions(source, target)
@@ -85,8 +83,22 @@ def to_hf(source: Path, target: Path, *, dtype: str | None = None) -> None:
     (target / INDEX).write_text(json.dumps(index, indent=2))
 
 
-def _locate(source: Path, model: PreTrainedModel) -> dict[str, tuple[Path, str]]:
-    """Map each parameter of `model` to the file that holds it and its name there."""
+def locate(source: Path, model: PreTrainedModel) -> dict[str, tuple[Path, str]]:
+    """Map each parameter of `model` to the file of a Hugging Face directory that holds it, and its name there.
+
+    Reads headers only, but for parameters that are tied and saved all the same. Raises ValueError if any is missing
+    or the directory holds tensors that would be lost.
+    """
+    located = _match(source, model)
+    tied = tied_keys(model)
+    missing = [key for key, _ in model.named_parameters(remove_duplicate=False) if key not in {*located, *tied}]
+    if missing:
+        raise ValueError(f"{source} lacks {len(missing)} parameters of the model, the first: {missing[:3]}")
+    _refuse_false_ties(located, tied, source)
+    return located
+
+
+def _match(source: Path, model: PreTrainedModel) -> dict[str, tuple[Path, str]]:
     known = set(dict(model.named_parameters(remove_duplicate=False)))
     located, unexpected = {}, []
     for name, path in _tensor_files(source).items():

@@ -1,0 +1,137 @@
+"""Messages between two ranks: what is sent arrives, what does not fit is named, and a lost peer is an error."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import Tensor
+
+from acsgd import codecs
+from acsgd.codecs.base import wire_bytes
+from acsgd.failure import RunError
+from acsgd.meter import Meter
+from acsgd.pp.link import HEADER_BYTES, MAX_UNSENT, Header, Kind, Link, LinkFactory, TensorSpec
+from acsgd.streams import Streams
+from acsgd.topology import Groups, Topology, connect
+
+SHAPES = {"hidden": (2, 3, 5), "mask": (7,)}
+TIMEOUT_S = 3.0
+FORWARD, BACKWARD = "none:dtype=bf16", "none"
+
+
+def groups_of(rank: int, world_size: int, store: Path, timeout_s: float = 60.0):  # type: ignore[no-untyped-def]
+    """Connect `world_size` ranks as one pipeline."""
+    file_store = dist.FileStore(str(store), world_size)
+    return connect(Topology(rank, world_size, world_size), timeout=timedelta(seconds=timeout_s), store=file_store)
+
+
+def open_link(rank: int, groups: Groups, *, forward: str = FORWARD) -> tuple[Link, Meter, Meter]:
+    tensors = {name: TensorSpec(shape, torch.float32) for name, shape in SHAPES.items()}
+    meters = Meter(), Meter()
+    factory = LinkFactory(
+        groups.pp,
+        Streams(torch.device("cpu")),
+        tensors,
+        codecs.parse(forward),
+        codecs.parse(BACKWARD),
+        *meters,
+    )
+    return factory.open(0, peer=1 - rank, downstream=rank == 0), *meters
+
+
+def made(step: int, micro: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(100 * step + micro)
+    return {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
+
+
+def send_both_ways(rank: int, world_size: int, store: Path, micros: int) -> int:
+    with groups_of(rank, world_size, store) as groups:
+        link, forward, backward = open_link(rank, groups)
+        for step in range(3):
+            for _ in range(micros):
+                link.inbox.post()
+            for micro in range(micros):
+                link.outbox.send(step, micro, made(step, micro))
+            for micro in range(micros):
+                got, sent = link.inbox.take(step, micro), made(step, micro)
+                for name, tensor in sent.items():
+                    expected = tensor.bfloat16().float() if rank == 1 else tensor
+                    assert torch.equal(got[name], expected)
+            link.outbox.drain()
+        sent_bytes = (forward if rank == 0 else backward).sent_bytes
+        assert (backward if rank == 0 else forward).sent_bytes == 0
+        return sent_bytes
+
+
+def test_all_tensors_arrive_in_order_in_the_dtype_of_the_wire(tmp_path: Path) -> None:
+    micros = 2 * MAX_UNSENT
+    sent = on_ranks(2, send_both_ways, tmp_path / "store", micros)
+    for spec, sent_bytes in zip((FORWARD, BACKWARD), sent, strict=True):
+        declared = sum(HEADER_BYTES + wire_bytes(codecs.parse(spec).wire(shape)) for shape in SHAPES.values())
+        assert sent_bytes == 3 * micros * declared
+
+
+def open_with_other_codecs(rank: int, world_size: int, store: Path) -> str:
+    with groups_of(rank, world_size, store) as groups, pytest.raises(RunError) as error:
+        open_link(rank, groups, forward="none" if rank else FORWARD)
+    return str(error.value)
+
+
+def test_ends_that_would_send_other_lengths_find_out_before_they_do(tmp_path: Path) -> None:
+    for rank, told in enumerate(on_ranks(2, open_with_other_codecs, tmp_path / "store")):
+        assert f"rank {1 - rank} sent hello" in told
+        assert "expected hello" in told
+
+
+def take_another(rank: int, world_size: int, store: Path) -> str:
+    with groups_of(rank, world_size, store) as groups:
+        link, *_ = open_link(rank, groups)
+        if rank == 0:
+            link.outbox.send(4, 1, made(4, 1))
+            link.outbox.drain()
+            return ""
+        link.inbox.post()
+        with pytest.raises(RunError) as error:
+            link.inbox.take(4, 0)
+        return str(error.value)
+
+
+def test_a_message_out_of_turn_is_named_with_what_was_expected(tmp_path: Path) -> None:
+    told = on_ranks(2, take_another, tmp_path / "store")[1]
+    assert "rank 0 sent activation 0 across boundary 0-1, step 4, micro-batch 1" in told
+    assert "expected activation 0 across boundary 0-1, step 4, micro-batch 0" in told
+
+
+def lose_the_peer(rank: int, world_size: int, store: Path, how: str) -> str:
+    with groups_of(rank, world_size, store, timeout_s=TIMEOUT_S) as groups:
+        link, *_ = open_link(rank, groups)
+        if rank == 0:
+            if how == "hang":
+                time.sleep(2 * TIMEOUT_S)
+            return ""  # and close the connection
+        link.inbox.post()
+        with pytest.raises(RunError) as error:
+            link.inbox.take(0, 0)
+        return str(error.value)
+
+
+@pytest.mark.parametrize("how", ["leave", "hang"])
+def test_a_lost_peer_is_an_error_that_says_who_was_awaited_for_what(how: str, tmp_path: Path) -> None:
+    told = on_ranks(2, lose_the_peer, tmp_path / "store", how)[1]
+    assert told.startswith("rank 1 on ")
+    assert "waiting for activation 0 across boundary 0-1, step 0, micro-batch 0" in told
+    assert "from rank 0 failed after" in told
+
+
+def test_headers_read_back() -> None:
+    header = Header(Kind.GRADIENT, 1, 300, 10**9, 70000, 2**40)
+    assert len(header.pack()) == HEADER_BYTES
+    assert Header.unpack(header.pack()) == header
+    with pytest.raises(ValueError, match="instead of"):
+        Header.unpack(b"HTTP" + bytes(28))

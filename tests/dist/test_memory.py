@@ -1,0 +1,65 @@
+"""Law: the peak memory of a stage is that of its own layers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import save_tiny_model
+from transformers import PreTrainedTokenizerFast
+
+MEASURE = """
+import json, sys
+from datetime import timedelta
+from acsgd.config import parse
+from acsgd.job import open_source, prepare
+from acsgd.shards.convert import read_config
+from acsgd.shards.base import skeleton
+from acsgd.topology import Launch, Topology, connect
+from acsgd.worker import _build_stages
+import transformers.models.gpt2.modeling_gpt2
+
+rank, argv = int(sys.argv[1]), sys.argv[2:]
+job = prepare(parse(argv), Launch(rank, rank, 4))
+source = open_source(job)
+# the groups play no part in loading; one process alone stands for its rank
+with connect(Topology(0, 1, 1), timeout=timedelta(seconds=60)) as groups:
+    before = job.streams.peak_memory_bytes()
+    stages = _build_stages(job, source, groups)
+    print(json.dumps({
+        "grown": job.streams.peak_memory_bytes() - before,
+        "own": sum(w.param.nbytes for stage in stages.values() for w in stage.weights),
+        "dearest": max(sum(w.param.nbytes for w in layer) for stage in stages.values() for layer in stage.layers.values()),
+        "meta": sum(p.device.type == "meta" for s in stages.values() for p in s._model.parameters()),
+    }))
+"""
+"""Loads what one rank of a pipeline of 4 holds, in a process of its own, and prints by how much its peak grew."""
+
+SLACK = 24 * 2**20
+"""Python objects of the meta model, allocator arenas, code that is paged in: not a layer's weights (50 MB here)."""
+
+
+@pytest.fixture(scope="module")
+def large_model(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight blocks of 12.6 M parameters: 400 MB, of which a stage holds about a quarter."""
+    directory = tmp_path_factory.mktemp("large") / "gpt2"
+    save_tiny_model(directory, tokenizer, "gpt2", n_embd=1024, n_layer=8)
+    return directory
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_stage_takes_the_memory_of_its_own_layers(rank: int, large_model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    run_dir = tmp_path_factory.getbasetemp() / "memory" / "run"  # the ranks share its cache
+    flags = f"--model.name {large_model} --data.task demo --data.sequence 32 --data.batch 4 --optim.lr 1e-3 "
+    flags += f"--optim.steps 1 --pp.stages 4 --log.dir {run_dir} --run.device cpu"
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(rank), *flags.split()], capture_output=True, text=True, check=True
+    )
+    measured = json.loads(done.stdout.splitlines()[-1])
+    assert measured["meta"] > 0, "another stage's layers took memory"
+    # while a layer is read, its file is mapped beside the copy that stays
+    assert measured["own"] <= measured["grown"] + SLACK
+    assert measured["grown"] <= measured["own"] + measured["dearest"] + SLACK

@@ -1,0 +1,68 @@
+"""The plan: the best cut there is, by costs that know a dear head."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from transformers import AutoConfig
+
+from acsgd.shards import FAMILIES
+from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
+
+
+def dearest(costs: list[float], specs: list[StageSpec]) -> float:
+    return max(sum(costs[slice(*spec)]) for spec in specs)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_cut_is_better(seed: int) -> None:
+    draw = random.Random(seed)
+    costs = [draw.choice([0.1, 1.0, 1.0, 1.0, 7.0]) for _ in range(draw.randint(1, 9))]
+    for stages in range(1, len(costs) + 1):
+        specs = plan(costs, stages)
+        assert [layer for spec in specs for layer in range(*spec)] == list(range(len(costs)))
+        assert all(spec.first < spec.last for spec in specs)
+        assert len(specs) == stages
+        every_cut = itertools.combinations(range(1, len(costs)), stages - 1)
+        best = min(
+            dearest(costs, [StageSpec(*pair) for pair in itertools.pairwise([0, *cut, len(costs)])])
+            for cut in every_cut
+        )
+        assert dearest(costs, specs) == pytest.approx(best, rel=1e-12)
+
+
+def test_more_stages_than_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"more stages \(4\) than layers \(3"):
+        plan([1.0, 1.0, 1.0], 4)
+
+
+def test_a_plan_by_hand_counts_blocks() -> None:
+    assert plan_blocks([2, 3, 0], 5, 3) == [(0, 3), (3, 6), (6, 7)]
+    assert plan_blocks([5], 5, 1) == [(0, 7)]
+    with pytest.raises(ValueError, match="leaves a stage without layers"):
+        plan_blocks([3, 0, 2], 5, 3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_of_a_small_model_with_a_large_vocabulary_is_dear(family: str) -> None:
+    shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "vocab_size": 32000}
+    config = AutoConfig.for_model(family, num_attention_heads=4, num_key_value_heads=4, **shape)
+    costs = layer_costs(FAMILIES[family], config, sequence=64, device="cpu")
+    embed, *blocks, head = costs
+    assert max(blocks) <= 1.01 * min(blocks)
+    # a block multiplies by about 12 D^2 weights, the head by D V: 21 times as many
+    assert head > 8 * blocks[0]
+    assert embed < head / 10
+    specs = plan(costs, 2)
+    assert specs[1].last - specs[1].first <= 2, "the head should be almost alone"
+
+
+def test_matrix_products_are_counted_as_they_are() -> None:
+    """At hidden 1024 they are nearly all of the work: 6 operations per weight and token, attention on top."""
+    config = AutoConfig.for_model("gpt2", n_embd=1024, n_layer=1, n_head=16, vocab_size=1000)
+    tokens, hidden = 128, 1024
+    _, block, _ = layer_costs(FAMILIES["gpt2"], config, sequence=tokens, device="cpu")
+    products = 6 * 12 * hidden**2 * tokens
+    assert products < block < 1.5 * products

@@ -1,0 +1,186 @@
+"""Law: Hugging Face -> shards -> Hugging Face loses nothing, and stages composed are the Hugging Face model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from acsgd.failure import RunError
+from acsgd.shards import FAMILIES
+from acsgd.shards.base import State, Weight, skeleton, stored_keys, tied_keys
+from acsgd.shards.convert import from_hf, read_config, to_hf
+from acsgd.shards.disk import MANIFEST, ShardDirectory
+from acsgd.shards.load import Scratch, Source, load_layer
+
+TinyModel = Callable[..., Path]
+Convert = Callable[[Path], Path]
+CPU = torch.device("cpu")
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in FAMILIES),
+    *((family, {"tie_word_embeddings": family != "gpt2"}) for family in FAMILIES),
+]
+
+
+@pytest.fixture
+def convert(tmp_path: Path) -> Convert:
+    def to_shards(source: Path) -> Path:
+        target = tmp_path / "shards"
+        target.mkdir()
+        from_hf(source, target)
+        return target
+
+    return to_shards
+
+
+def logits(directory: Path, source: Source) -> tuple[Tensor, list[Weight]]:
+    """Run a model layer by layer, as stages do."""
+    config = read_config(directory)
+    family, model = FAMILIES[config.model_type], skeleton(config).eval()
+    family.rebuild_buffers(model, CPU)
+    shards = family.layers(config)
+    weights: list[Weight] = []
+    state: State = {"tokens": tokens()}
+    context = None
+    for shard in shards:
+        weights += load_layer(model, shard, source, device=CPU, dtype=torch.float32, embedding=shards[0])
+        if shard.kind == "block" and context is None:
+            context = family.context(model, state)
+        with torch.no_grad():
+            state = family.call(model, shard, state, context)
+    return state["logits"], weights
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 512, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(("family", "options"), CASES)
+def test_there_and_back_is_equal_bit_for_bit(
+    family: str, options: dict[str, Any], tiny_model: TinyModel, convert: Convert, tmp_path: Path
+) -> None:
+    source = tiny_model(family, **options)
+    shards, back = convert(source), tmp_path / "back"
+    back.mkdir()
+    to_hf(shards, back)
+    first, again = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (source, back))
+    assert first.state_dict().keys() == again.state_dict().keys()
+    for key, tensor in first.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[key]), key
+    with torch.no_grad():
+        expected = first(tokens()).logits
+        assert torch.equal(again(tokens()).logits, expected)
+    composed, weights = logits(shards, ShardDirectory(shards))
+    assert (composed - expected).abs().max() <= 1e-5
+    assert len({weight.key for weight in weights}) == len(weights) == len(list(first.parameters()))
+    assert AutoTokenizer.from_pretrained(back)("for a while").input_ids
+
+
+def test_a_file_per_layer_and_the_manifest_names_them_all(tiny_model: TinyModel, convert: Convert) -> None:
+    shards = convert(tiny_model())
+    directory = ShardDirectory(shards)
+    assert [*directory.files] == ["embed", *(f"block-{i:05d}" for i in range(6)), "head"]
+    assert {entry.file for entry in directory.files.values()} == {path.name for path in shards.glob("*.safetensors")}
+
+
+def test_gpt2_as_the_hub_has_it_converts(tiny_model: TinyModel, convert: Convert, tmp_path: Path) -> None:
+    """The hub's file has no "transformer." in front, and buffers that transformers no longer has."""
+    model = tiny_model()
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "config.json").write_bytes((model / "config.json").read_bytes())
+    tensors = {key.removeprefix("transformer."): value for key, value in load_file(model / "model.safetensors").items()}
+    save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}, old / "model.safetensors")
+    original, _ = logits(model, ShardDirectory(convert(model)))
+    target = tmp_path / "old-shards"
+    target.mkdir()
+    from_hf(old, target)
+    assert torch.equal(logits(target, ShardDirectory(target))[0], original)
+
+
+def test_tensors_that_would_be_lost_or_are_missing_are_named(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model, bad = tiny_model(), tmp_path / "bad"
+    bad.mkdir()
+    (bad / "config.json").write_bytes((model / "config.json").read_bytes())
+    tensors = load_file(model / "model.safetensors")
+    save_file(tensors | {"value_head.weight": torch.ones(2)}, bad / "model.safetensors")
+    with pytest.raises(ValueError, match=r"would be lost, the first: \['value_head.weight'\]"):
+        from_hf(bad, tmp_path)
+    del tensors["transformer.h.3.mlp.c_fc.weight"]
+    save_file(tensors, bad / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lacks 1 parameters .*h\.3\.mlp\.c_fc\.weight"):
+        from_hf(bad, tmp_path)
+
+
+def test_a_head_that_is_tied_by_config_but_not_in_value_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model, bad = tiny_model(), tmp_path / "bad"
+    bad.mkdir()
+    (bad / "config.json").write_bytes((model / "config.json").read_bytes())
+    tensors = load_file(model / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["transformer.wte.weight"] + 1}, bad / "model.safetensors")
+    with pytest.raises(ValueError, match=r"ties lm_head\.weight to transformer\.wte\.weight, but their values differ"):
+        from_hf(bad, tmp_path)
+
+
+def test_casting_on_export_is_rounding_to_nearest(tiny_model: TinyModel, convert: Convert, tmp_path: Path) -> None:
+    source, back = tiny_model("llama"), tmp_path / "back"
+    shards = convert(source)
+    back.mkdir()
+    to_hf(shards, back, dtype="bfloat16")
+    original = AutoModelForCausalLM.from_pretrained(source).state_dict()
+    model = AutoModelForCausalLM.from_pretrained(back)
+    assert model.dtype == torch.bfloat16
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, original[key].bfloat16()), key
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_a_damaged_file_is_named_and_refused(damage: str, tiny_model: TinyModel, convert: Convert) -> None:
+    shards = convert(tiny_model())
+    victim = shards / "block-00002.safetensors"
+    content = bytearray(victim.read_bytes())
+    if damage == "remove":
+        victim.unlink()
+    elif damage == "truncate":
+        victim.write_bytes(content[:-1])
+    else:
+        content[len(content) // 2] ^= 1
+        victim.write_bytes(content)
+    with pytest.raises(RunError, match=r"block-00002\.safetensors is (damaged|missing)"):
+        logits(shards, ShardDirectory(shards))
+
+
+def test_what_is_no_shard_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a complete layer-shard directory"):
+        ShardDirectory(tmp_path)
+    (tmp_path / MANIFEST).write_text('{"format": "acsgd-shards", "version": 99}')
+    with pytest.raises(ValueError, match="upgrade acsgd"):
+        ShardDirectory(tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_weights_depend_on_seed_and_layer_alone_and_are_drawn_as_transformers_does(
+    family: str, tiny_model: TinyModel
+) -> None:
+    config = read_config(tiny_model(family))
+    model, shards = skeleton(config), FAMILIES[family].layers(config)
+    drawn: dict[str, Tensor] = {}
+    for shard in reversed(shards):  # in any order
+        drawn |= Scratch(config, shards, seed=1).tensors(shard.name, stored_keys(model, shard))
+    again = Scratch(config, shards, seed=1).tensors("block-00003", stored_keys(model, shards[4]))
+    assert all(torch.equal(drawn[key], tensor) for key, tensor in again.items())
+    theirs = AutoModelForCausalLM.from_config(config).state_dict()
+    assert drawn.keys() == theirs.keys() - tied_keys(model).keys()
+    for key, tensor in drawn.items():
+        # standard errors: of a deviation std / sqrt(2n), of a mean std / sqrt(n); five of them
+        n, std = tensor.numel(), float(theirs[key].std()) if theirs[key].numel() > 1 else 0.0
+        assert abs(float(tensor.std()) - std) <= 5 * 2 * std / (2 * n) ** 0.5, key
+        assert abs(float(tensor.mean() - theirs[key].mean())) <= 5 * 2 * std / n**0.5 + 1e-7, key
+    other = Scratch(config, shards, seed=2).tensors("block-00003", stored_keys(model, shards[4]))
+    assert any(not torch.equal(drawn[key], tensor) for key, tensor in other.items())
