@@ -23,8 +23,13 @@ from acsgd.worker import build_worker
 TIMEOUT = timedelta(seconds=120)
 
 
-def losses_of_rank(rank: int, world_size: int, store: Path, configs: Sequence[Config]) -> list[list[float]]:
-    """Train each config on this rank, one after the other; return the loss of every step of each."""
+def losses_of_rank(
+    rank: int, world_size: int, store: Path, configs: Sequence[Config], masked: bool = False
+) -> list[list[float]]:
+    """Train each config on this rank, one after the other; return the loss of every step of each.
+
+    masked: whether some labels are no targets, more of them in some replicas than in others.
+    """
     torch.set_num_threads(1)
     all_losses = []
     for number, config in enumerate(configs):
@@ -32,11 +37,12 @@ def losses_of_rank(rank: int, world_size: int, store: Path, configs: Sequence[Co
         file_store = dist.FileStore(f"{store}-{number}", world_size)
         with open_data(job) as data, connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
             worker = build_worker(job, open_source(job), groups)
-            all_losses.append([worker.train_step(batch, step).loss for step, batch in enumerate(data)])
+            batches = map(mask, data) if masked else data
+            all_losses.append([worker.train_step(batch, step).loss for step, batch in enumerate(batches)])
     return all_losses
 
 
-def oracle_losses(config: Config) -> list[float]:
+def oracle_losses(config: Config, *, masked: bool = False) -> list[float]:
     """Train in one process: the whole Hugging Face model, torch's AdamW and clip_grad_norm_, no acsgd below the data.
 
     The only thing taken over is the rule that seeds dropout.
@@ -54,13 +60,15 @@ def oracle_losses(config: Config) -> list[float]:
     )
     losses = []
     for step, batch in enumerate(whole_batches(config)):
+        batch = mask(batch) if masked else batch
         assert batch.tokens is not None
         assert batch.labels is not None
+        targets = int((batch.labels != -100).sum())
         total = 0.0
         for index, (tokens, labels) in enumerate(zip(batch.tokens, batch.labels, strict=True)):
             place[:] = [step, index]
             logits = model(tokens, use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) / len(batch.tokens)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / targets
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
@@ -70,6 +78,15 @@ def oracle_losses(config: Config) -> list[float]:
         adamw.zero_grad()
         losses.append(total)
     return losses
+
+
+def mask(batch: Batch) -> Batch:
+    """Take away about half of the labels: all after the first "t" of a sequence, wherever that is."""
+    if batch.labels is None:
+        return batch
+    labels = batch.labels.clone()
+    labels[(labels == ord("t") - ord("!") + 1).cummax(dim=-1).values] = -100
+    return dataclasses.replace(batch, labels=labels)
 
 
 def whole_batches(config: Config) -> list[Batch]:

@@ -71,6 +71,27 @@ def test_every_cut_is_the_same_training(
     assert_same_training(configs, stages * replicas, tmp_path, oracle)
 
 
+def test_the_loss_is_the_mean_over_the_targets_of_the_global_batch(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = make_config(tiny_model("gpt2"), tmp_path, steps=5, stages=2)
+    losses = on_ranks(4, losses_of_rank, tmp_path / "store", [config], True)[0]
+    assert losses[0] == pytest.approx(oracle_losses(config, masked=True), rel=RELATIVE)
+    assert losses[0] != pytest.approx(oracle_losses(config), rel=10 * RELATIVE), "nothing was masked"
+
+
+def test_bf16_is_the_same_training_up_to_its_rounding(tiny_model: TinyModel, tmp_path: Path) -> None:
+    alone = make_config(tiny_model("llama"), tmp_path)
+    alone = dataclasses.replace(alone, model=ModelConfig(alone.model.name, dtype="bf16"))
+    piped = dataclasses.replace(alone, pp=PipelineConfig(stages=2))
+    one = on_ranks(1, losses_of_rank, tmp_path / "one", [alone])[0]
+    two = on_ranks(2, losses_of_rank, tmp_path / "two", [piped])[0]
+    four = on_ranks(4, losses_of_rank, tmp_path / "four", [piped])[0]
+    # two stages do the same sums in the same order, bit for bit; replicas sum in another, which may round otherwise
+    assert two == one
+    assert four[0] == pytest.approx(one[0], rel=2.0**-8)
+    exact = oracle_losses(dataclasses.replace(alone, log=LogConfig(dir=str(tmp_path / "oracle" / "run"))))
+    assert one[0] == pytest.approx(exact, rel=2.0**-8)
+
+
 def test_other_families_ties_and_wires(
     tiny_model: TinyModel, tmp_path: Path, oracle: Callable[[Config], list[float]]
 ) -> None:
