@@ -87,7 +87,7 @@ class Worker:
 def build_worker(job: Job, source: Source, groups: Groups) -> Worker:
     """Load this rank's layers, and no others, and connect them with their neighbours'."""
     forward_meter, backward_meter = Meter(), Meter()
-    stages = _build_stages(job, source, groups)
+    stages = build_stages(job, source, groups)
     links = _open_links(job, groups, forward_meter, backward_meter)
     tied = _pair_tied(job, groups, stages, backward_meter)
     weights = [weight for stage in stages.values() for weight in stage.weights]
@@ -103,7 +103,8 @@ def build_worker(job: Job, source: Source, groups: Groups) -> Worker:
     )
 
 
-def _build_stages(job: Job, source: Source, groups: Groups) -> dict[int, Stage]:
+def build_stages(job: Job, source: Source, groups: Groups) -> dict[int, Stage]:
+    """Load the layers of this rank's stages, one at a time; all others stay without memory."""
     config, device = job.config, job.streams.device
     model = skeleton(job.model_config).train()
     job.family.rebuild_buffers(model, device)

@@ -46,7 +46,7 @@ class Stage:
         self.shards = tuple(layers)
         self.weights = tuple(weight for weights in layers.values() for weight in weights)
         self.sync = sync
-        self._model = model
+        self.model = model
         self._family = family
         self._targets = targets
         self._seed = seed
@@ -77,10 +77,10 @@ class Stage:
         state, context = inputs, None
         for shard in self.shards:
             if shard.kind == "block" and context is None:
-                context = self._family.context(self._model, state)
+                context = self._family.context(self.model, state)
             if self._random:
                 torch.manual_seed(mix_seed(self._seed, micro.step, micro.global_place, shard.index))
-            state = self._family.call(self._model, shard, state, context)
+            state = self._family.call(self.model, shard, state, context)
         if labels is not None:
             state = {"loss": self._family.loss(state["logits"], labels) / self._targets}
         self._live[micro.place] = (inputs, state)

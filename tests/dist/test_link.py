@@ -31,8 +31,10 @@ def groups_of(rank: int, world_size: int, store: Path, timeout_s: float = 60.0):
     return connect(Topology(rank, world_size, world_size), timeout=timedelta(seconds=timeout_s), store=file_store)
 
 
-def open_link(rank: int, groups: Groups, *, forward: str = FORWARD) -> tuple[Link, Meter, Meter]:
-    tensors = {name: TensorSpec(shape, torch.float32) for name, shape in SHAPES.items()}
+def open_link(
+    rank: int, groups: Groups, *, forward: str = FORWARD, shapes: dict[str, tuple[int, ...]] = SHAPES
+) -> tuple[Link, Meter, Meter]:
+    tensors = {name: TensorSpec(shape, torch.float32) for name, shape in shapes.items()}
     meters = Meter(), Meter()
     factory = LinkFactory(
         groups.pp,
@@ -75,6 +77,27 @@ def test_all_tensors_arrive_in_order_in_the_dtype_of_the_wire(tmp_path: Path) ->
     for spec, sent_bytes in zip((FORWARD, BACKWARD), sent, strict=True):
         declared = sum(HEADER_BYTES + wire_bytes(codecs.parse(spec).wire(shape)) for shape in SHAPES.values())
         assert sent_bytes == 3 * micros * declared
+
+
+def overlap(rank: int, world_size: int, store: Path) -> None:
+    """Each rank waits, as in a long computation, until the other has come past what must not block it."""
+    large = {"hidden": (8 * 2**20,)}  # 32 MB: far more than the sockets of the kernel hold
+    with groups_of(rank, world_size, store) as groups:
+        link, *_ = open_link(rank, groups, shapes=large)
+        if rank == 0:
+            link.outbox.send(0, 0, {"hidden": torch.ones(large["hidden"])})
+            groups.store.set("send returned", "")
+            link.outbox.drain()
+            groups.store.set("all sent", "")
+        else:
+            groups.store.wait(["send returned"], timedelta(seconds=30))
+            link.inbox.post()
+            groups.store.wait(["all sent"], timedelta(seconds=30))
+            assert bool((link.inbox.take(0, 0)["hidden"] == 1).all())
+
+
+def test_a_send_waits_for_nobody_and_a_posted_receive_fills_while_its_rank_computes(tmp_path: Path) -> None:
+    on_ranks(2, overlap, tmp_path / "store")
 
 
 def open_with_other_codecs(rank: int, world_size: int, store: Path) -> str:

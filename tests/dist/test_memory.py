@@ -19,7 +19,7 @@ from acsgd.job import open_source, prepare
 from acsgd.shards.convert import read_config
 from acsgd.shards.base import skeleton
 from acsgd.topology import Launch, Topology, connect
-from acsgd.worker import _build_stages
+from acsgd.worker import build_stages
 import transformers.models.gpt2.modeling_gpt2
 
 rank, argv = int(sys.argv[1]), sys.argv[2:]
@@ -28,12 +28,12 @@ source = open_source(job)
 # the groups play no part in loading; one process alone stands for its rank
 with connect(Topology(0, 1, 1), timeout=timedelta(seconds=60)) as groups:
     before = job.streams.peak_memory_bytes()
-    stages = _build_stages(job, source, groups)
+    stages = build_stages(job, source, groups)
     print(json.dumps({
         "grown": job.streams.peak_memory_bytes() - before,
         "own": sum(w.param.nbytes for stage in stages.values() for w in stage.weights),
         "dearest": max(sum(w.param.nbytes for w in layer) for stage in stages.values() for layer in stage.layers.values()),
-        "meta": sum(p.device.type == "meta" for s in stages.values() for p in s._model.parameters()),
+        "meta": sum(p.device.type == "meta" for s in stages.values() for p in s.model.parameters()),
     }))
 """
 """Loads what one rank of a pipeline of 4 holds, in a process of its own, and prints by how much its peak grew."""

@@ -1,0 +1,47 @@
+"""The same training on a GPU, to be run where there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from test_same_training import STEPS, make_config
+from training import losses_of_rank, oracle_losses
+
+from acsgd.config import Config, RunConfig
+from acsgd.streams import open_streams
+
+TinyModel = Callable[..., Path]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def on_gpu(config: Config) -> Config:
+    return dataclasses.replace(config, run=RunConfig(device="cuda"))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_training_equals_the_one_process_loop_on_the_cpu(stages: int, tiny_model: TinyModel, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < stages:
+        pytest.skip(f"needs {stages} GPUs")
+    config = make_config(tiny_model(), tmp_path, stages=stages)
+    losses = on_ranks(stages, losses_of_rank, tmp_path / "store", [on_gpu(config)])[0]
+    assert len(losses[0]) == STEPS
+    assert losses[0] == pytest.approx(oracle_losses(config), rel=1e-4)
+
+
+def test_work_on_the_side_stream_comes_after_what_made_its_input() -> None:
+    streams = open_streams("cuda", 0)
+    x = torch.randn(4096, 4096, device=streams.device)
+    host = streams.host_buffer(4096 * 4096 * 4)
+    assert host.is_pinned()
+    y = x @ x
+    with streams.beside(y):
+        host.view(torch.float32).view(4096, 4096).copy_(y, non_blocking=True)
+        mark = streams.mark()
+    mark.wait()
+    assert mark.ready()
+    assert torch.equal(host.view(torch.float32).view(4096, 4096), y.cpu())
