@@ -21,7 +21,7 @@ class Meter:
 
     sent_bytes: int = 0
     in_flight_s: float = 0.0
-    """Seconds from posting a transfer to having it, summed over transfers."""
+    """Seconds from posting a receive or a reduction to having it, summed over all; of a send, only what is waited."""
     waited_s: float = 0.0
     """Seconds of these in which this process did nothing but wait."""
 

@@ -158,22 +158,20 @@ class Terminal:
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
-            TextColumn("loss {task.fields[loss]:.4f}  {task.fields[speed]:,.0f} tokens/s  ETA"),
+            TextColumn("{task.fields[state]}  ETA"),
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._progress.add_task("train", total=steps, loss=float("nan"), speed=0.0)
+        self._task = self._progress.add_task("train", total=steps, state="starting")
         self._progress.start()
 
     def log(self, record: Record) -> None:
-        self._progress.update(self._task, completed=record.step, loss=record.loss, speed=record.tokens_per_s)
+        state = f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tokens/s"
+        self._progress.update(self._task, completed=record.step, state=state)
         every = max(1, self._steps // PLAIN_LINES)
         if not self._console.is_terminal and (record.step % every == 0 or record.step in (1, self._steps)):
-            print(
-                f"step {record.step}/{self._steps}  loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tokens/s",
-                flush=True,
-            )
+            print(f"step {record.step}/{self._steps}  {state}", flush=True)
 
     def note(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)

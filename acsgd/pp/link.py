@@ -121,13 +121,31 @@ class Channel:
         )
 
 
+class _Buffers:
+    """Host buffers of one tensor's messages, used again and again."""
+
+    def __init__(self, wire: Wire, streams: Streams) -> None:
+        self.size = HEADER_BYTES + wire_bytes(wire)
+        self._streams = streams
+        self._free: deque[tuple[Tensor, Mark]] = deque()
+
+    def take(self) -> Tensor:
+        """Return a buffer that nobody reads any more."""
+        if self._free and self._free[0][1].ready():
+            return self._free.popleft()[0]
+        return self._streams.host_buffer(self.size)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Take a buffer back; the device may still be copying from it."""
+        self._free.append((buffer, self._streams.mark()))
+
+
 class Outbox:
     """The sending end. A message is handed to gloo as soon as its bytes are there, and sent when the peer is ready."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._sizes = [HEADER_BYTES + wire_bytes(wire) for wire in channel.wires()]
-        self._free: list[list[Tensor]] = [[] for _ in self._sizes]
+        self._buffers = [_Buffers(wire, channel.streams) for wire in channel.wires()]
         self._encoding: deque[tuple[int, Tensor, Mark]] = deque()
         self._unsent: deque[tuple[int, Tensor, Work, float]] = deque()
 
@@ -156,9 +174,8 @@ class Outbox:
             self._finish_oldest()
 
     def _encode(self, index: int, x: Tensor, step: int, micro: int) -> None:
-        channel, size = self._channel, self._sizes[index]
-        buffer = self._free[index].pop() if self._free[index] else channel.streams.host_buffer(size)
-        header = Header(channel.kind, index, channel.boundary, step, micro, size - HEADER_BYTES)
+        channel, buffer = self._channel, self._buffers[index].take()
+        header = Header(channel.kind, index, channel.boundary, step, micro, len(buffer) - HEADER_BYTES)
         buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
         with channel.streams.beside(x):
             pack(channel.codec.encode(x), buffer[HEADER_BYTES:])
@@ -167,11 +184,11 @@ class Outbox:
     def _finish_oldest(self) -> None:
         index, buffer, work, posted_at = self._unsent.popleft()
         try:
-            self._channel.meter.wait(work, posted_at)
+            self._channel.meter.wait(work, time.perf_counter())  # the receiver counts the time of the transfer
         except RuntimeError as error:
             kind = self._channel.kind.name.lower().replace("_", " ")
             raise self._channel.failed(f"sending a {kind} to", time.perf_counter() - posted_at, error) from error
-        self._free[index].append(buffer)
+        self._buffers[index].give_back(buffer)
 
 
 class Inbox:
@@ -180,14 +197,13 @@ class Inbox:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._wires = channel.wires()
-        self._free: list[list[Tensor]] = [[] for _ in self._wires]
+        self._buffers = [_Buffers(wire, channel.streams) for wire in self._wires]
         self._posted: list[deque[tuple[Tensor, Work, float]]] = [deque() for _ in self._wires]
 
     def post(self) -> None:
         """Expect the next micro-batch: one message per named tensor."""
-        for index, wire in enumerate(self._wires):
-            size = HEADER_BYTES + wire_bytes(wire)
-            buffer = self._free[index].pop() if self._free[index] else self._channel.streams.host_buffer(size)
+        for index, buffers in enumerate(self._buffers):
+            buffer = buffers.take()
             work = dist.irecv(buffer, self._channel.peer, self._channel.group, self._channel.tag(index))
             assert work is not None
             self._posted[index].append((buffer, work, time.perf_counter()))
@@ -206,10 +222,8 @@ class Inbox:
             _check_header(buffer, expected, channel.peer)
             on_host = unpack(buffer[HEADER_BYTES:], wire)
             fields = tuple(f.to(channel.streams.device, non_blocking=True, copy=True) for f in on_host)
-            arrived = channel.streams.mark()
+            self._buffers[index].give_back(buffer)
             state[name] = channel.codec.decode(fields, spec.shape, spec.dtype)
-            arrived.wait()
-            self._free[index].append(buffer)
         return state
 
     def _await(self, work: Work, posted_at: float, expected: Header) -> None:
