@@ -48,13 +48,18 @@ class _AllReduceSync:
         for bucket in self._buckets:
             bucket.begin()
 
-    def grad_ready(self, weight: Weight) -> None:
-        self._bucket_of[weight.key].missing -= 1
-        while self._next_is_full():
-            self._launch()
+    def grad_made(self, weight: Weight, *, complete: bool) -> None:
+        bucket = self._bucket_of[weight.key]
+        bucket.adopt(weight)
+        if complete:
+            bucket.missing -= 1
+            while self._next_is_full():
+                self._launch()
 
     def reduce(self) -> None:
-        while len(self._under_way) < len(self._buckets):  # those with a parameter that took no part
+        for bucket in self._buckets[len(self._under_way) :]:  # those with a parameter that took no part
+            for weight in bucket.weights:
+                bucket.adopt(weight)
             self._launch()
 
     def wait(self) -> None:

@@ -22,8 +22,8 @@ class GradSync(Protocol):
         """Forget the gradients of the last step."""
         ...
 
-    def grad_ready(self, weight: Weight) -> None:
-        """Take note, during the last backward of a step, that one gradient is complete."""
+    def grad_made(self, weight: Weight, *, complete: bool) -> None:
+        """Take note that a backward has added to one gradient; complete: for the last time in this step."""
         ...
 
     def reduce(self) -> None:
@@ -66,7 +66,7 @@ class Alone:
         for weight in self._weights:
             weight.master.grad = None
 
-    def grad_ready(self, weight: Weight) -> None:
+    def grad_made(self, weight: Weight, *, complete: bool) -> None:
         pass
 
     def reduce(self) -> None:
@@ -86,22 +86,35 @@ class Alone:
 
 
 class Bucket:
-    """Gradients that travel together: one flat fp32 tensor, into which the masters' gradients are views."""
+    """Gradients that travel together: one flat fp32 tensor, into which the masters' gradients become views."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self.weights = tuple(weights)
         masters = [weight.master for weight in weights]
         self.flat = torch.zeros(sum(master.numel() for master in masters), device=masters[0].device)
         pieces = self.flat.split([master.numel() for master in masters])
-        self._views: list[Tensor] = [piece.view(master.shape) for piece, master in zip(pieces, masters, strict=True)]
+        self._views: dict[str, Tensor] = {
+            weight.key: piece.view(weight.master.shape) for weight, piece in zip(weights, pieces, strict=True)
+        }
         self.missing = 0
 
     def begin(self) -> None:
-        """Zero the gradients and expect all of them anew."""
-        self.flat.zero_()
+        """Forget the gradients and expect all of them anew."""
         self.missing = len(self.weights)
-        for weight, view in zip(self.weights, self._views, strict=True):
-            weight.master.grad = view
+        for weight in self.weights:
+            weight.master.grad = None
+
+    def adopt(self, weight: Weight) -> None:
+        """Make a gradient that is a tensor of its own, or none, a view into the flat one; later sums go there.
+
+        Autograd hands over its first gradient without a copy, so this costs less than zeroing and adding.
+        """
+        view, grad = self._views[weight.key], weight.master.grad
+        if grad is None:
+            view.zero_()
+        elif grad is not view:
+            view.copy_(grad)
+        weight.master.grad = view
 
 
 def make_buckets(weights: Sequence[Weight], nbytes: int) -> list[Bucket]:

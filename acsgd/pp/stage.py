@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from transformers import PreTrainedModel
 from acsgd.dp.base import GradSync
 from acsgd.shards.base import LayerShard, ModelFamily, State, Weight
 from acsgd.shards.load import mix_seed
+
+_UNASKED: Any = object()
+"""In place of a context: None is one, of a model whose attention is causal by itself."""
 
 
 class MicroBatch(NamedTuple):
@@ -74,9 +77,9 @@ class Stage:
         """
         for tensor in inputs.values():
             tensor.requires_grad_(tensor.is_floating_point())
-        state, context = inputs, None
+        state, context = inputs, _UNASKED
         for shard in self.shards:
-            if shard.kind == "block" and context is None:
+            if shard.kind == "block" and context is _UNASKED:
                 context = self._family.context(self.model, state)
             if self._random:
                 torch.manual_seed(mix_seed(self._seed, micro.step, micro.global_place, shard.index))
@@ -102,8 +105,7 @@ class Stage:
         def grad_made(param: nn.Parameter) -> None:
             if weight.master is not param:
                 _accumulate_in_fp32(param, weight.master)
-            if self._last_backward:
-                self.sync.grad_ready(weight)
+            self.sync.grad_made(weight, complete=self._last_backward)
 
         return grad_made
 

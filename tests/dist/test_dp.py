@@ -46,8 +46,7 @@ def agree(rank: int, world_size: int, store: Path, spec: str) -> None:
                     master = weights[index].master
                     half = gradient(rank, step, index) / 2
                     master.grad = half if master.grad is None else master.grad.add_(half)
-                    if last:
-                        sync.grad_ready(weights[index])
+                    sync.grad_made(weights[index], complete=last)
             sync.reduce()
             sync.wait()
             for index, weight in enumerate(weights):
@@ -79,9 +78,15 @@ def test_buckets_hold_every_gradient_once_last_layer_first() -> None:
         for bucket in buckets:
             bucket.begin()
             for weight in bucket.weights:
-                assert weight.master.grad is not None
+                weight.master.grad = torch.ones_like(weight.master)
+                bucket.adopt(weight)
                 weight.master.grad += 1.0
-            assert torch.equal(bucket.flat, torch.ones_like(bucket.flat))
+                bucket.adopt(weight)
+            assert torch.equal(bucket.flat, torch.full_like(bucket.flat, 2.0))
+            bucket.begin()
+            for weight in bucket.weights:
+                bucket.adopt(weight)
+            assert not bucket.flat.any()
 
 
 def clip(rank: int, world_size: int, store: Path) -> tuple[float, float]:
