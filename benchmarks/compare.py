@@ -1,0 +1,105 @@
+"""Compare two ways to make the same training step: in the same processes, in turn, round by round.
+
+A machine's speed drifts, and other programs take their share. So the two sides alternate, which of them starts
+alternates too, and what counts is the median over rounds of the ratio within a round.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+Step = Callable[[int], float]
+"""Makes optimizer step n, counted from 0, and returns this rank's share of its loss: shares sum to the loss."""
+
+
+class Cost(NamedTuple):
+    """What one block of steps took."""
+
+    wall_s: float
+    cpu_s: float
+    """Of this process, all threads."""
+
+
+class RankRounds(NamedTuple):
+    """What one rank saw of a comparison; each tuple is (ours, theirs)."""
+
+    losses: list[tuple[float, float]]
+    """Shares of the loss of each step of the warm-up."""
+    rounds: list[tuple[Cost, Cost]]
+
+
+class Comparison(NamedTuple):
+    """How long our steps take relative to theirs; less than 1 = ours are faster."""
+
+    median: float
+    quartiles: tuple[float, float]
+    cpu: float
+    """Median ratio of the CPU time of all ranks: hardly disturbed by other programs, but blind to waiting."""
+    ours_s: float
+    """Median seconds per step."""
+    theirs_s: float
+    loss_error: float
+    """Largest relative difference of the two losses in the warm-up."""
+    ratios: list[float]
+
+
+def alternate(
+    ours: Step, theirs: Step, *, warmup: int, rounds: int, steps: int, barrier: Callable[[], None]
+) -> RankRounds:
+    """Run blocks of `steps` steps of each side in turn, after `warmup` steps whose losses are kept."""
+    losses = [(ours(step), theirs(step)) for step in range(warmup)]
+    costs = []
+    for index in range(rounds):
+        block = range(warmup + index * steps, warmup + (index + 1) * steps)
+        if index % 2:
+            second, first = (_cost(side, block, barrier) for side in (theirs, ours))
+        else:
+            first, second = (_cost(side, block, barrier) for side in (ours, theirs))
+        costs.append((first, second))
+    return RankRounds(losses, costs)
+
+
+def _cost(side: Step, block: range, barrier: Callable[[], None]) -> Cost:
+    barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    for step in block:
+        side(step)
+    barrier()
+    return Cost(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def summarise(ranks: Sequence[RankRounds], *, steps: int) -> Comparison:
+    """Put together what the ranks saw."""
+    losses = [
+        [sum(shares) for shares in zip(*sides, strict=True)] for sides in zip(*(r.losses for r in ranks), strict=True)
+    ]
+    wall = [(ours.wall_s, theirs.wall_s) for ours, theirs in ranks[0].rounds]
+    cpu = [
+        tuple(sum(cost.cpu_s for cost in costs) for costs in zip(*sides, strict=True))
+        for sides in zip(*(r.rounds for r in ranks), strict=True)
+    ]
+    ratios = [ours / theirs for ours, theirs in wall]
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return Comparison(
+        median=median,
+        quartiles=(low, high),
+        cpu=statistics.median(ours / theirs for ours, theirs in cpu),
+        ours_s=statistics.median(ours for ours, _ in wall) / steps,
+        theirs_s=statistics.median(theirs for _, theirs in wall) / steps,
+        loss_error=max(abs(ours - theirs) / theirs for ours, theirs in losses),
+        ratios=ratios,
+    )
+
+
+def on_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 600.0) -> list[Any]:
+    """Call body(rank, *args) in `world_size` processes of one thread each; return what each gives, by rank."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ProcessPoolExecutor(world_size, mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(body, rank, *args) for rank in range(world_size)]
+        return [future.result(timeout=timeout_s) for future in futures]

@@ -1,0 +1,300 @@
+"""Is acsgd as fast as plain PyTorch? Three comparisons on the CPU, one thread per process, with one command:
+
+    .venv/bin/python benchmarks/speed.py [--json runs/benchmarks/speed.json]
+
+    1 process     Worker.train_step against a loop over the Hugging Face model as one would write it by hand
+    2 stages      against torch.distributed.pipelining: the same cut, the same blocks, GPipe and 1F1B
+    2 replicas    against DistributedDataParallel: buckets of the same size, no_sync before the last micro-batch
+
+Both sides live in the same processes and take turns. They start from the same weights, see the same tokens in the
+same micro-batches, clip by the global gradient norm (always: the limit is low) and take the same fused AdamW step,
+all in fp32; before anything is timed, their losses must agree to LOSS_TOLERANCE. acsgd measures its loss, norm and
+bytes in every step, as it does in a run; the others leave out what they can. torch's pipelining cannot tie weights
+across stages, so there the head is untied on both sides. Loss is the sum over targets divided by their number, so
+nobody has to rescale gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from compare import Comparison, RankRounds, Step, alternate, on_ranks, summarise
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer, models
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from acsgd.config import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig, ReplicaConfig
+from acsgd.io.data import Batch
+from acsgd.job import Job, open_source, prepare
+from acsgd.topology import Launch, connect
+from acsgd.worker import Worker, build_worker
+
+VOCABULARY, SEQUENCE, MICRO, NUM_MICROS = 4096, 128, 2, 8  # sequences per micro-batch, micro-batches per step
+BUCKET_MB = 5  # of 2**20 bytes, as DistributedDataParallel counts; its default, 25, is most of this model: no overlap
+OPTIM = OptimConfig(lr=3e-4, steps=10**9, clip=0.1, weight_decay=0.01)
+"""So many steps that the learning rate is constant."""
+WARMUP, STEPS_PER_BLOCK = 3, 1
+LOSS_TOLERANCE = 1e-4
+TIMEOUT = timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison."""
+
+    name: str
+    rival: str
+    goal: float
+    """Largest ratio of step times that is fine."""
+    baseline: Callable[[Job], Step]
+    stages: int = 1
+    replicas: int = 1
+    schedule: str = "1f1b"
+    tied: bool = True
+
+    def config(self, model: Path) -> Config:
+        """Return acsgd's run."""
+        return Config(
+            model=ModelConfig(name=str(model)),
+            data=DataConfig(task="demo", sequence=SEQUENCE, batch=MICRO * NUM_MICROS),
+            optim=OPTIM,
+            pp=PipelineConfig(stages=self.stages, micro=MICRO, schedule=self.schedule),
+            dp=ReplicaConfig(mode=f"allreduce:bucket_mb={BUCKET_MB * 2**20 / 1e6}"),
+            log=LogConfig(dir=str(model.parent / "run")),
+        )
+
+
+def tokens_of(step: int) -> Tensor:
+    """Return the global batch, [M, B, T + 1]; only four different ones, so there is something to learn."""
+    generator = torch.Generator().manual_seed(step % 4)
+    return torch.randint(VOCABULARY, (NUM_MICROS, MICRO, SEQUENCE + 1), generator=generator)
+
+
+def acsgd(worker: Worker) -> Step:
+    """Return acsgd's step."""
+    job = worker.job
+    rows = slice(job.micros.start, job.micros.stop)
+    is_first, is_last = 0 in job.stages, len(job.specs) - 1 in job.stages
+
+    def step(number: int) -> float:
+        tokens = tokens_of(number)[rows]
+        batch = Batch(
+            tokens[..., :-1] if is_first else None,
+            tokens[..., 1:] if is_last else None,
+            sample_ids=torch.zeros(len(tokens), MICRO, dtype=torch.int64),
+            micro_ids=job.micros,
+        )
+        return worker.train_step(batch, number).loss / job.topology.world_size
+
+    return step
+
+
+def plain(job: Job) -> Step:
+    """Return a step of one process in plain PyTorch, or of DistributedDataParallel where there are replicas."""
+    model: nn.Module = pretrained(job)
+    adamw = make_adamw(model)
+    replicas, rows = job.topology.replicas, slice(job.micros.start, job.micros.stop)
+    replicated = replicas > 1
+    if replicated:
+        model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
+
+    def step(number: int) -> float:
+        total = torch.zeros(())
+        batch = tokens_of(number)[rows]
+        for index, micro in enumerate(batch):
+            wait = replicated and index < len(batch) - 1
+            with model.no_sync() if wait else nullcontext():  # type: ignore[operator]
+                logits = model(micro[:, :-1], use_cache=False).logits
+                loss = summed_loss(logits, micro[:, 1:]) / (len(batch) * MICRO * SEQUENCE)
+                loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip)
+        adamw.step()
+        adamw.zero_grad()
+        return total.item() / replicas
+
+    return step
+
+
+def pipelined(job: Job) -> Step:
+    """Return a step of torch.distributed.pipelining, cut where acsgd cuts."""
+    rank, stages = job.topology.rank, job.topology.stages
+    targets = NUM_MICROS * MICRO * SEQUENCE
+    module = GPT2Stage(pretrained(job), *job.specs[rank])
+    stage = PipelineStage(module, rank, stages, torch.device("cpu"))
+    schedule_class = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[job.config.pp.schedule]
+    schedule = schedule_class(
+        stage, NUM_MICROS, lambda logits, labels: summed_loss(logits, labels) / targets, scale_grads=False
+    )
+    adamw = make_adamw(module)
+    params = list(module.parameters())
+
+    def step(number: int) -> float:
+        tokens = tokens_of(number).flatten(0, 1)
+        losses: list[Tensor] = []
+        if rank == 0:
+            schedule.step(tokens[:, :-1], return_outputs=False)
+        else:
+            schedule.step(target=tokens[:, 1:], losses=losses, return_outputs=False)
+        squared = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None]).square()
+        dist.all_reduce(squared)
+        nn.utils.clip_grads_with_norm_(params, OPTIM.clip, squared.sqrt())
+        adamw.step()
+        adamw.zero_grad()
+        return sum(loss.item() for loss in losses)
+
+    return step
+
+
+class GPT2Stage(nn.Module):
+    """Layers `first` to `last` of a GPT-2: 0 = embedding, then the blocks, then norm and head."""
+
+    def __init__(self, model: GPT2LMHeadModel, first: int, last: int) -> None:
+        super().__init__()
+        gpt2 = model.transformer
+        num_blocks = len(gpt2.h)
+        self.embed = nn.ModuleList([gpt2.wte, gpt2.wpe]) if first == 0 else None
+        self.blocks = gpt2.h[max(first - 1, 0) : min(last - 1, num_blocks)]
+        self.head = nn.Sequential(gpt2.ln_f, model.lm_head) if last == num_blocks + 2 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take tokens [B, T] or what the previous stage gave; return hidden states [B, T, D] or logits [B, T, V]."""
+        if self.embed is not None:
+            of_tokens, of_positions = self.embed
+            x = of_tokens(x) + of_positions(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+
+def pretrained(job: Job) -> GPT2LMHeadModel:
+    """Load the whole model from the directory from which acsgd takes its layers."""
+    return AutoModelForCausalLM.from_pretrained(job.model_dir, dtype=torch.float32).train()
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross entropy, summed over all targets."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def make_adamw(model: nn.Module) -> torch.optim.AdamW:
+    """Return torch's fused AdamW with the options and the decay groups of acsgd's."""
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    vectors = [param for param in model.parameters() if param.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": OPTIM.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=OPTIM.lr, betas=OPTIM.betas, eps=OPTIM.eps, fused=True)
+
+
+CASES = [
+    Case("1 process", "plain PyTorch loop", 1.03, plain),
+    Case("2 stages, gpipe", "torch pipelining, GPipe", 1.0, pipelined, stages=2, schedule="gpipe", tied=False),
+    Case("2 stages, 1f1b", "torch pipelining, 1F1B", 1.0, pipelined, stages=2, schedule="1f1b", tied=False),
+    Case("2 replicas", "DistributedDataParallel", 1.0, plain, replicas=2),
+]
+
+
+def rank_rounds(rank: int, index: int, model: Path, store: str, rounds: int) -> RankRounds:
+    """Run one case on one rank."""
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    case = CASES[index]
+    world_size = case.stages * case.replicas
+    job = prepare(case.config(model), Launch(rank, rank, world_size))
+    with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(store, world_size)) as groups:
+        ours, theirs = acsgd(build_worker(job, open_source(job), groups)), case.baseline(job)
+        return alternate(ours, theirs, warmup=WARMUP, rounds=rounds, steps=STEPS_PER_BLOCK, barrier=dist.barrier)
+
+
+def save_model(directory: Path, *, tied: bool) -> Path:
+    """Write a GPT-2 of 9 M parameters (10 M if its head is untied) with new weights, and a tokenizer nobody uses."""
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=SEQUENCE,
+        n_embd=320,
+        n_layer=6,
+        n_head=5,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    GPT2LMHeadModel(config).save_pretrained(directory)
+    words = Tokenizer(models.WordLevel({"<|endoftext|>": 0}, unk_token="<|endoftext|>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>").save_pretrained(directory)
+    return directory
+
+
+def measure(index: int, rounds: int) -> Comparison:
+    """Run one case. Raises RuntimeError if the two sides do not compute the same."""
+    case = CASES[index]
+    with tempfile.TemporaryDirectory() as directory:
+        model = save_model(Path(directory) / "model", tied=case.tied)
+        store = str(Path(directory) / "store")
+        ranks = on_ranks(case.stages * case.replicas, rank_rounds, index, model, store, rounds)
+    result = summarise(ranks, steps=STEPS_PER_BLOCK)
+    if result.loss_error > LOSS_TOLERANCE:
+        raise RuntimeError(
+            f"{case.name}: the losses differ by {result.loss_error:.1e}, relative: not the same training"
+        )
+    return result
+
+
+def table(results: Sequence[tuple[Case, Comparison]]) -> Table:
+    """Show step times and ratios, one case per row."""
+    shown = Table(title="Step time of acsgd relative to PyTorch's own; < 1 = acsgd is faster")
+    shown.add_column("acsgd")
+    shown.add_column("against")
+    for name in ("s", "their s", "ratio", "quartiles", "CPU ratio", "goal"):
+        shown.add_column(name, justify="right")
+    for case, result in results:
+        low, high = result.quartiles
+        numbers = f"{result.ours_s:.3f}", f"{result.theirs_s:.3f}", f"{result.median:.3f}", f"{low:.3f} - {high:.3f}"
+        mark = "[green]met[/]" if result.median <= case.goal else "[red]missed[/]"
+        shown.add_row(case.name, case.rival, *numbers, f"{result.cpu:.3f}", f"<= {case.goal:g} {mark}")
+    return shown
+
+
+def main() -> None:
+    """Measure, print, save."""
+    transformers_logging.disable_progress_bar()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/speed.json"), help="where the numbers go")
+    parser.add_argument("--rounds", type=int, default=15, help="per case; an A and a B each")
+    parser.add_argument("--only", default="", help="only cases with this in their name")
+    options = parser.parse_args()
+    console = Console(width=120)
+    results = []
+    for index, case in enumerate(CASES):
+        if options.only in case.name:
+            results.append((case, measure(index, options.rounds)))
+            console.print(f"{case.name}: {results[-1][1].median:.3f} x {case.rival}")
+    console.print(table(results))
+    rows = [{"case": case.name, "against": case.rival, "goal": case.goal, **r._asdict()} for case, r in results]
+    about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.processor()}
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"about": about, "cases": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
