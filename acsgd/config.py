@@ -76,12 +76,14 @@ class ReplicaConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its learning rate, counted in optimizer steps."""
+    """The optimizer and its learning rate, counted in optimizer steps."""
 
     lr: float
     """Peak learning rate."""
     steps: int
     """Optimizer steps of the whole run."""
+    name: Literal["adamw"] = "adamw"
+    """AdamW, in fp32 on the master weights."""
     warmup: int = 0
     """Optimizer steps over which the rate rises linearly to its peak."""
     schedule: Literal["linear", "cosine"] = "linear"

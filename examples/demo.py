@@ -26,18 +26,19 @@ from transformers import GPT2Config, PreTrainedTokenizerFast
 
 RUN = Path("runs/demo")
 PROCESSES = 4
-VOCABULARY = 4096
+VOCABULARY = 2048
 END = "<|endoftext|>"
 PROMPT = "The for statement is used to"
 
 SPEAK = """
 import sys
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 directory, prompt = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(directory)
 model = AutoModelForCausalLM.from_pretrained(directory)
 tokens = tokenizer(prompt, return_tensors="pt")
-out = model.generate(**tokens, max_new_tokens=40, do_sample=False, repetition_penalty=1.2)
+set_seed(0)
+out = model.generate(**tokens, max_new_tokens=60, do_sample=True, temperature=0.7, top_k=40)
 print(tokenizer.decode(out[0]))
 """
 
@@ -75,9 +76,9 @@ def make_model(directory: Path) -> None:
     tokenizer.save_pretrained(directory)
     end = tokenizer.eos_token_id
     config = GPT2Config(
-        n_embd=192,
-        n_layer=6,
-        n_head=6,
+        n_embd=256,
+        n_layer=4,
+        n_head=8,
         n_positions=128,
         vocab_size=len(tokenizer),
         bos_token_id=end,
@@ -101,7 +102,7 @@ def run(command: Sequence[str], *, capture: bool = False) -> str:
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
+        "TQDM_DISABLE": "1",
     }
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE if capture else None, text=True)
     if done.returncode:

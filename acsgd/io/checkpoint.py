@@ -40,6 +40,9 @@ def save(
     if topology.replica > 0:
         return path
     partial = directory / f".{path.name}.partial"
+    if topology.stage_rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)  # what a run that died here has left
+    dist.barrier(groups.pp)
     partial.mkdir(parents=True, exist_ok=True)
     table = torch.zeros(len(layers), ENTRY_BYTES, dtype=torch.uint8)
     for shard, weights in held:

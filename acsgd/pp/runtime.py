@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -76,13 +77,16 @@ class Pipeline:
             stage.sync.begin()
         for index, action in enumerate(self._row):
             self._index = index
-            self._do(action)
+            with self._named(action):
+                self._handlers[action.op](action)
         self._finish()
-        return sum(self._losses, start=torch.zeros(())).double().cpu()
+        return sum((loss.double().cpu() for loss in self._losses), start=torch.zeros((), dtype=torch.float64))
 
-    def _do(self, action: Action) -> None:
+    @contextlib.contextmanager
+    def _named(self, action: Action) -> Iterator[None]:
+        """Say of a failure in which action it came."""
         try:
-            self._handlers[action.op](action)
+            yield
         except RunError as error:
             raise RunError(f"step {self._step}, stage {action.stage}, action {action}: {error}") from error
 
@@ -136,9 +140,12 @@ class Pipeline:
         self._stages[action.stage].sync.reduce()
 
     def _finish(self) -> None:
-        for link in self._links.values():
-            link.outbox.drain()
-        for stage in self._stages.values():
-            stage.sync.wait()
+        """Wait for what is still under way; a failure then belongs to the reduction it keeps from ending."""
+        for index, stage in self._stages.items():
+            with self._named(Action(Op.R, index)):
+                for link in self._links.values():
+                    link.outbox.drain()
+                stage.sync.wait()
         if self._tied is not None:
-            self._tied.sum_gradients(self._step)
+            with self._named(Action(Op.R, min(self._stages))):
+                self._tied.sum_gradients(self._step)
