@@ -5,6 +5,7 @@ environment and the model's config.json, and every mistake in them found.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,8 @@ class Job:
 def prepare(config: Config, launch: Launch) -> Job:
     """Decide a run. Writes nothing. Raises ValueError that names the key and says what to type."""
     check(config)
+    _check_writable("log.dir", config.log.dir)
+    _check_writable("checkpoint.dir", config.checkpoint.dir or config.log.dir)
     topology = Topology(launch.rank, launch.world_size, config.pp.stages)
     schedule: Schedule = from_spec(config.pp.schedule, SCHEDULES, key="pp.schedule")
     forward = codecs.parse(config.pp.forward, key="pp.forward")
@@ -176,6 +179,16 @@ def open_source(job: Job) -> Source:
 def _span(shards: Sequence[LayerShard]) -> str:
     """Name the layers of a stage: "embed .. block-00002"."""
     return shards[0].name if len(shards) == 1 else f"{shards[0].name} .. {shards[-1].name}"
+
+
+def _check_writable(key: str, directory: str) -> None:
+    """Raise ValueError if a directory could not be made or written to, as far as can be told without trying."""
+    path = Path(directory).absolute()
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{key}={directory}: {existing} is a file; give a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{key}={directory}: this user may not write to {existing}; give another directory")
 
 
 def _deal(config: Config, topology: Topology) -> range:

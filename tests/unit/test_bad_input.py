@@ -74,6 +74,8 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--data.task short.txt", 1, "fewer than one sequence"),
         ("--data.task broken.jsonl", 1, "broken.jsonl, line 2"),
         ("--data.task text.csv", 1, 'unknown source "text.csv"'),
+        ("--log.dir empty.jsonl/run", 1, "empty.jsonl is a file; give a directory"),
+        ("--checkpoint.dir empty.jsonl", 1, "checkpoint.dir=empty.jsonl"),
         ("--run.device cuda", 1, "local rank 0 has no GPU of its own"),
     ],
 )
