@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup demo test lint types clean
+.PHONY: help setup debian-venv demo test lint types clean
 
 help:
 	@echo "make demo    set up .venv, train a small model on this machine, export it, let it speak"
@@ -14,11 +14,17 @@ setup: .venv/ready
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than 3.11; set PYTHON: make PYTHON=python3.12 setup"; exit 1; }
-	@$(PYTHON) -c 'import ensurepip' || { echo "venv needs ensurepip; on Debian: apt install python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || $(MAKE) --no-print-directory debian-venv
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
+
+# Debian packs ensurepip apart from Python.
+debian-venv:
+	@test "$$(id -u)" = 0 && command -v apt-get >/dev/null || \
+		{ echo "$(PYTHON) cannot make a virtual environment; on Debian: sudo apt install python3-venv"; exit 1; }
+	apt-get update -qq && apt-get install -y -qq python3-venv
 
 demo: setup
 	$(BIN)/python examples/demo.py

@@ -18,8 +18,9 @@ from acsgd.config import Config, check, to_toml
 from acsgd.dp import MODES
 from acsgd.dp.base import Mode
 from acsgd.io.cache import once_per_host
-from acsgd.io.data import Dataset, Reader, Sampler, block_counts, deal, num_sequences
+from acsgd.io.data import Dataset, Reader, num_sequences
 from acsgd.io.data import prepare as tokenize_all
+from acsgd.io.sampler import Sampler, block_counts, deal
 from acsgd.io.tasks import WeightedTask, parse_tasks
 from acsgd.pp.actions import Action, lower
 from acsgd.pp.schedules import SCHEDULES, Schedule

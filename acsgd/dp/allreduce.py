@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
-from acsgd.dp.base import Alone, Bucket, GradSync, make_buckets
+from acsgd.dp.base import Alone, Bucket, GradSync, Memoryless, make_buckets
 from acsgd.failure import RunError
 from acsgd.meter import Meter, Work
 from acsgd.shards.base import Weight
@@ -33,7 +32,7 @@ class AllReduce:
         return _AllReduceSync(make_buckets(weights, int(self.bucket_mb * 1e6)), group)
 
 
-class _AllReduceSync:
+class _AllReduceSync(Memoryless):
     """Buckets leave in one fixed order on every replica, each as soon as it and those before it are full."""
 
     def __init__(self, buckets: list[Bucket], group: dist.ProcessGroup) -> None:
@@ -72,15 +71,6 @@ class _AllReduceSync:
                     f"the sum of the gradients over ranks {ranks} failed; one of them is gone or hangs: {error}"
                 ) from error
         self._under_way.clear()
-
-    def after_step(self, step: int) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
     def _next_is_full(self) -> bool:
         launched = len(self._under_way)

@@ -55,7 +55,23 @@ class Mode(Protocol):
         ...
 
 
-class Alone:
+class Memoryless:
+    """A mode whose every step is complete in itself."""
+
+    def after_step(self, step: int) -> None:
+        """Nothing is left to do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is remembered."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise ValueError if there is something to remember."""
+        if state:
+            raise ValueError(f"the state of another data-parallel mode, with {sorted(state)}, cannot be taken over")
+
+
+class Alone(Memoryless):
     """The only replica agrees with itself."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
@@ -73,15 +89,6 @@ class Alone:
         pass
 
     def wait(self) -> None:
-        pass
-
-    def after_step(self, step: int) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
 
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -24,59 +22,12 @@ from acsgd.codecs.base import Codec, Wire, pack, unpack, wire_bytes
 from acsgd.codecs.identity import Identity
 from acsgd.failure import RunError
 from acsgd.meter import Meter, Work
+from acsgd.pp.frame import HEADER_BYTES, Header, Kind
 from acsgd.shards.base import State, Weight
 from acsgd.streams import Mark, Streams
 
-HEADER_BYTES = 32
 MAX_UNSENT = 16
 """Messages that may wait for a slow peer before the sender waits too; bounds the memory of their buffers."""
-
-
-class Kind(IntEnum):
-    """What a message carries."""
-
-    HELLO = 0
-    ACTIVATION = 1
-    GRADIENT = 2
-    TIED_GRADIENT = 3
-
-
-class Header(NamedTuple):
-    """The first bytes of every message."""
-
-    kind: int
-    tensor: int
-    """Which of the named tensors that travel together."""
-    boundary: int
-    """The stage before the cut."""
-    step: int
-    micro: int
-    length: int
-    """Bytes that follow."""
-
-    def pack(self) -> bytes:
-        """Return the header's 32 bytes."""
-        return _HEADER.pack(_MAGIC, *self)
-
-    @classmethod
-    def unpack(cls, raw: bytes) -> Header:
-        """Read 32 bytes. Raises ValueError if they are no header."""
-        magic, *values = _HEADER.unpack(raw)
-        if magic != _MAGIC:
-            raise ValueError(f"{raw[:4]!r} instead of {_MAGIC!r}")
-        return cls(*values)
-
-    def __str__(self) -> str:
-        kind = Kind(self.kind).name.lower().replace("_", " ") if self.kind in list(Kind) else f"kind {self.kind}"
-        return (
-            f"{kind} {self.tensor} across boundary {self.boundary}-{self.boundary + 1}, step {self.step}, "
-            f"micro-batch {self.micro}, {self.length} bytes"
-        )
-
-
-_MAGIC = b"ACS1"
-_HEADER = struct.Struct("<4sBBHIIQ8x")
-assert _HEADER.size == HEADER_BYTES
 
 
 class TensorSpec(NamedTuple):

@@ -16,7 +16,8 @@ from acsgd import codecs
 from acsgd.codecs.base import wire_bytes
 from acsgd.failure import RunError
 from acsgd.meter import Meter
-from acsgd.pp.link import HEADER_BYTES, MAX_UNSENT, Header, Kind, Link, LinkFactory, TensorSpec
+from acsgd.pp.frame import HEADER_BYTES, Header, Kind
+from acsgd.pp.link import MAX_UNSENT, Link, LinkFactory, TensorSpec
 from acsgd.streams import Streams
 from acsgd.topology import Groups, Topology, connect
 

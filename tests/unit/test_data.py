@@ -18,15 +18,12 @@ from acsgd.io.data import (
     Batch,
     Dataset,
     Reader,
-    Sampler,
-    block_counts,
-    deal,
     fingerprint,
     num_sequences,
     prepare,
-    shuffled,
     tokenize,
 )
+from acsgd.io.sampler import Sampler, block_counts, deal, shuffled
 from acsgd.io.tasks import Task, parse_tasks
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
