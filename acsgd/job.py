@@ -220,7 +220,9 @@ def _find_model(name: str, *, scratch: bool) -> Path:
 
     weights = [] if scratch else ["*.safetensors"]
     try:
-        fetched = snapshot_download(name, allow_patterns=["*.json", "*.txt", "*.model", "*.jinja", *weights])
+        patterns = ["*.json", "*.txt", "*.model", "*.jinja", *weights]
+        # folders of a repository hold the same weights in other formats
+        fetched = snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise ValueError(

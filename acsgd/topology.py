@@ -100,7 +100,8 @@ class Groups:
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
         extremes = torch.tensor([digest, -digest])
         for group in (self.dp, self.pp):
-            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+            with together("comparing configurations", group):
+                dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
         return extremes.tolist() == [digest, -digest]
 
     def first_to_fail(self) -> bool:
@@ -109,6 +110,19 @@ class Groups:
             return self.store.add("acsgd/failures", 1) == 1
         except RuntimeError:  # the store died with its host: better told twice than not at all
             return True
+
+
+@contextlib.contextmanager
+def together(doing: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Name what a collective was for, and with whom, if one of its ranks does not do its part."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RunError(
+            f"rank {dist.get_rank()} on {socket.gethostname()}: {doing} with ranks "
+            f"{dist.get_process_group_ranks(group)} failed; one of them is gone or hangs, see its log and run.timeout: "
+            f"{error}"
+        ) from error
 
 
 @contextlib.contextmanager

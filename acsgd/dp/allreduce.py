@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from acsgd.dp.base import Alone, Bucket, GradSync, Memoryless, make_buckets
-from acsgd.failure import RunError
 from acsgd.meter import Meter, Work
 from acsgd.shards.base import Weight
+from acsgd.topology import together
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,8 @@ class _AllReduceSync(Memoryless):
 
     def wait(self) -> None:
         for work, posted_at in self._under_way:
-            try:
+            with together("summing gradients", self._group):
                 self.meter.wait(work, posted_at)
-            except RuntimeError as error:
-                ranks = dist.get_process_group_ranks(self._group)
-                raise RunError(
-                    f"the sum of the gradients over ranks {ranks} failed; one of them is gone or hangs: {error}"
-                ) from error
         self._under_way.clear()
 
     def _next_is_full(self) -> bool:

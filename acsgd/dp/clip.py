@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from acsgd.shards.base import Weight
-from acsgd.topology import Groups
+from acsgd.topology import Groups, together
 
 
 def squared_norm(weights: Sequence[Weight]) -> Tensor:
@@ -27,9 +27,11 @@ def sum_over_ranks(per_replica: Tensor, per_stage: Tensor, groups: Groups) -> tu
 
     Both are 1-D, fp64, on the host, and equal on every rank afterwards. One small message round per axis.
     """
-    dist.all_reduce(per_replica, group=groups.dp)
+    with together("summing loss and bytes", groups.dp):
+        dist.all_reduce(per_replica, group=groups.dp)
     both = torch.cat([per_replica, per_stage])
-    dist.all_reduce(both, group=groups.pp)
+    with together("agreeing on loss and gradient norm", groups.pp):
+        dist.all_reduce(both, group=groups.pp)
     return both[: len(per_replica)], both[len(per_replica) :]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from acsgd.failure import RunError
 from acsgd.shards.base import LayerShard, Weight
 from acsgd.shards.disk import LayerFile, copy_companions, write_layer, write_manifest
-from acsgd.topology import Groups, Topology
+from acsgd.topology import Groups, Topology, together
 
 ENTRY_BYTES = 8 + 32
 """Of one layer in the table that the ranks fill together: its file's length and its sha256."""
@@ -42,13 +42,15 @@ def save(
     partial = directory / f".{path.name}.partial"
     if topology.stage_rank == 0:
         shutil.rmtree(partial, ignore_errors=True)  # what a run that died here has left
-    dist.barrier(groups.pp)
+    with together("starting to save", groups.pp):
+        dist.barrier(groups.pp)
     partial.mkdir(parents=True, exist_ok=True)
     table = torch.zeros(len(layers), ENTRY_BYTES, dtype=torch.uint8)
     for shard, weights in held:
         tensors = {weight.key: weight.master for weight in weights if weight.copy_of is None}
         table[shard.index] = _pack(write_layer(partial, shard.name, tensors))
-    dist.all_reduce(table, group=groups.pp)  # each row is zero on all ranks but one
+    with together("saving", groups.pp):
+        dist.all_reduce(table, group=groups.pp)  # each row is zero on all ranks but one
     if topology.stage_rank == 0:
         files = [_unpack(shard.name, table[shard.index]) for shard in layers]
         _check_shared(partial, files)
