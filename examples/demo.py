@@ -39,7 +39,7 @@ model = AutoModelForCausalLM.from_pretrained(directory)
 tokens = tokenizer(prompt, return_tensors="pt")
 set_seed(0)
 out = model.generate(**tokens, max_new_tokens=60, do_sample=True, temperature=0.7, top_k=40)
-print(tokenizer.decode(out[0]))
+print(" ".join(tokenizer.decode(out[0]).split()))
 """
 
 
