@@ -57,11 +57,10 @@ def train(job: Job, source: Source, data: Dataset, groups: Groups) -> None:
         for step, batch in enumerate(data):
             result = worker.train_step(batch, step)
             tokens += int(result.totals.targets)
-            now = time.perf_counter()
-            metrics.log(record(result, step + 1, tokens, step_s=now - started))
-            started = now
+            metrics.log(record(result, step + 1, tokens, step_s=time.perf_counter() - started))
             if due(step + 1, config.checkpoint.every, config.optim.steps):
                 metrics.note(f"saved {save_model(worker, step + 1)}")
+            started = time.perf_counter()
 
 
 def record(result: StepResult, step: int, tokens: int, *, step_s: float) -> Record:
