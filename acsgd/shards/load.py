@@ -77,8 +77,9 @@ def load_layer(
         expected = model.get_parameter(key).shape
         if tensor.shape != expected:
             raise RunError(f"{key} has shape {tuple(tensor.shape)}, the model's config says {tuple(expected)}")
-        param = nn.Parameter(tensor.to(device=device, dtype=dtype, copy=True))
-        master = param if dtype == torch.float32 else nn.Parameter(tensor.to(device=device, dtype=torch.float32))
+        # copies, because what was read lies in the mapped file
+        master = nn.Parameter(tensor.to(device=device, dtype=torch.float32, copy=True))
+        param = master if dtype == torch.float32 else nn.Parameter(tensor.to(device=device, dtype=dtype, copy=True))
         _place(model, key, param)
         weights.append(Weight(key, param, master, copy_of=original))
     return weights

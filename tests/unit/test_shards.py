@@ -156,6 +156,19 @@ def test_a_damaged_file_is_named_and_refused(damage: str, tiny_model: TinyModel,
         logits(shards, ShardDirectory(shards))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loaded_weights_keep_no_file_mapped(dtype: torch.dtype, tiny_model: TinyModel, convert: Convert) -> None:
+    """A master that lies in a mapped file would cost its layer's pages twice, and the run if the file is replaced."""
+    directory = convert(tiny_model())
+    config = read_config(directory)
+    model, shards = skeleton(config), FAMILIES[config.model_type].layers(config)
+    source = ShardDirectory(directory)
+    held = [load_layer(model, shard, source, device=CPU, dtype=dtype, embedding=shards[0]) for shard in shards]
+    assert str(directory) not in Path("/proc/self/maps").read_text()
+    for weight in (weight for layer in held for weight in layer):
+        assert torch.equal(weight.param, weight.master.to(dtype))
+
+
 def test_what_is_no_shard_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a complete layer-shard directory"):
         ShardDirectory(tmp_path)
