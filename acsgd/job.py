@@ -23,6 +23,7 @@ from acsgd.io.data import prepare as tokenize_all
 from acsgd.io.sampler import Sampler, block_counts, deal
 from acsgd.io.tasks import WeightedTask, parse_tasks
 from acsgd.pp.actions import Action, lower
+from acsgd.pp.laws import validate
 from acsgd.pp.schedules import SCHEDULES, Schedule
 from acsgd.registry import from_spec
 from acsgd.shards import family_of
@@ -116,6 +117,7 @@ def prepare(config: Config, launch: Launch) -> Job:
     _check_sequence(config.data.sequence, family.longest(model_config))
     specs = _plan(config, family, model_config, topology.stages * schedule.chunks, streams)
     program = lower(schedule.rows(topology.stages, len(micros)))
+    validate(program)
     return Job(
         config=config,
         topology=topology,

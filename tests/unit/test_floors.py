@@ -24,7 +24,7 @@ FLOORS = {
     "acsgd.codecs": 1,
     "acsgd.shards": 1,
     "acsgd.optim": 2,
-    "acsgd.pp": 1,  # actions, schedules, simulate
+    "acsgd.pp": 1,  # actions, laws, schedules, simulate, frame
     "acsgd.config": 0,
     "acsgd.registry": 0,
     "acsgd.topology": 0,
@@ -42,7 +42,14 @@ RESERVED = {
     "torch.cuda": ("acsgd.streams", "acsgd.codecs"),
     "os.environ": ("acsgd.topology",),
 }
-TORCH_FREE = ("acsgd.pp.actions", "acsgd.pp.schedules", "acsgd.pp.simulate", "acsgd.registry", "acsgd.config")
+TORCH_FREE = (
+    "acsgd.registry",
+    "acsgd.config",
+    "acsgd.pp.actions",
+    "acsgd.pp.laws",
+    "acsgd.pp.schedules",
+    "acsgd.pp.simulate",
+)
 NEVER_AT_MODULE_LEVEL = ("cupy", "bitsandbytes", "wandb", "aim")
 
 
