@@ -9,14 +9,15 @@ and these are dealt to replicas: neither the number of ranks nor a resumption ch
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from acsgd.io.cache import once_per_host
 from acsgd.io.sampler import Ints, Sampler
-from acsgd.io.tasks import Piece, Task, WeightedTask
+from acsgd.io.tasks import Piece, Tally, Task, WeightedTask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,15 +35,23 @@ Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 """One task's tokens, [n], all documents in a row, each followed by the end-of-document token."""
 T = TypeVar("T")
 
-FORMAT = 1
-"""Version of what `tokenize` writes; part of every cache key."""
+FORMAT = 2
+"""Version of what a cache entry holds; part of every cache key."""
 BATCH_CHARS = 2**20
 """Characters that go through the tokenizer at a time; its working memory is about 100 times as many bytes."""
 
 
+class Corpus(NamedTuple):
+    """One task, tokenised."""
+
+    tokens: Tokens
+    skipped: str | None
+    """What was left out of the text since it cannot be read, in one sentence; None if nothing was."""
+
+
 def prepare(
     tasks: Sequence[WeightedTask], tokenizer: PreTrainedTokenizerBase, sequence: int, cache_dir: Path
-) -> list[Tokens]:
+) -> list[Corpus]:
     """Return each task's tokens, memory-mapped, tokenising into `cache_dir` what is not there yet.
 
     Every process of a host calls it, and one of them tokenises. Raises ValueError if the tokenizer has no
@@ -53,26 +62,29 @@ def prepare(
     return [_prepare(task, tokenizer, sequence, cache_dir, suffix) for task, _ in tasks]
 
 
-def _prepare(task: Task, tokenizer: PreTrainedTokenizerBase, sequence: int, cache_dir: Path, suffix: str) -> Tokens:
+def _prepare(task: Task, tokenizer: PreTrainedTokenizerBase, sequence: int, cache_dir: Path, suffix: str) -> Corpus:
     key = hashlib.sha256(f"{task.fingerprint} {suffix}".encode()).hexdigest()[:16]
-    path = cache_dir / f"{Path(task.name).name}-{key}.npy"
+    entry = cache_dir / f"{Path(task.name).name}-{key}"
 
     def build(unfinished: Path) -> None:
-        tokenize(task, tokenizer, unfinished)
+        unfinished.mkdir()
+        tally = tokenize(task, tokenizer, unfinished / "tokens.npy")
+        (unfinished / "lines.json").write_text(json.dumps(asdict(tally)))
         _load(unfinished, task, sequence)
 
-    return _load(once_per_host(path, build), task, sequence)
+    return _load(once_per_host(entry, build), task, sequence)
 
 
-def _load(path: Path, task: Task, sequence: int) -> Tokens:
+def _load(entry: Path, task: Task, sequence: int) -> Corpus:
     """Map a task's tokens. Raises ValueError if they do not make one sequence."""
-    tokens: Tokens = np.load(path, mmap_mode="r")
+    tokens: Tokens = np.load(entry / "tokens.npy", mmap_mode="r")
     if not num_sequences(tokens, sequence):
         raise ValueError(
             f"data.sequence={sequence}: {task.name} has {len(tokens)} tokens, fewer than one sequence of "
             f"{sequence} + 1; use data.sequence={len(tokens) - 1} or less, or a longer text"
         )
-    return tokens
+    told = Tally(**json.loads((entry / "lines.json").read_text())).told()
+    return Corpus(tokens, told and f"{task.key}: {task.name}: {told}")
 
 
 def end_of_document(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -92,18 +104,19 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(f"{type(tokenizer).__name__} {tokenizer.eos_token_id} {rules}".encode()).hexdigest()
 
 
-def tokenize(task: Task, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+def tokenize(task: Task, tokenizer: PreTrainedTokenizerBase, path: Path) -> Tally:
     """Write a task's tokens as a flat .npy of uint16, or uint32 for larger vocabularies, in bounded memory.
 
     Cutting a long document into pieces may change the tokens at the cuts, one in some ten thousand.
-    Raises ValueError if the text cannot be read or has no token.
+    Returns which lines were left out. Raises ValueError if the text cannot be read or has no token.
     """
     end = end_of_document(tokenizer)
     dtype = np.dtype("<u2" if max(tokenizer.get_vocab().values()) < 2**16 else "<u4")
+    tally = Tally()
     num_tokens = num_ends = 0
     with path.open("wb") as file:
         _write_header(file, dtype, 0)
-        for pieces in _in_batches(task.pieces()):
+        for pieces in _in_batches(task.pieces(tally)):
             texts = [piece.text for piece in pieces]
             # verbose=False: a document may well be longer than the model's longest sequence
             encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
@@ -116,10 +129,12 @@ def tokenize(task: Task, tokenizer: PreTrainedTokenizerBase, path: Path) -> None
         file.seek(0)
         _write_header(file, dtype, num_tokens)
     if num_tokens == num_ends:
+        told = f" ({tally.told()})" if tally.skipped else ""
         raise ValueError(
-            f"data.task: {task.name} gives no token with the tokenizer {tokenizer.name_or_path} of {len(tokenizer)} "
-            "tokens; give a text that is not blank, or a model with all its tokenizer files"
+            f"{task.key}: {task.name} gives no token with the tokenizer {tokenizer.name_or_path} of {len(tokenizer)} "
+            f"tokens{told}; give a text that is not blank, or a model with all its tokenizer files"
         )
+    return tally
 
 
 def _write_header(file: BinaryIO, dtype: np.dtype[np.unsignedinteger], length: int) -> None:
@@ -147,6 +162,28 @@ def num_sequences(tokens: Tokens, sequence: int) -> int:
     So each token but the first is predicted once per epoch; a rest shorter than a sequence is left out.
     """
     return max(0, len(tokens) - 1) // sequence
+
+
+def read_windows(corpora: Sequence[Tokens], sequence: int, tasks: Ints, indices: Ints) -> Ints:
+    """Read sequences, given by task and index [n], off the disk: [n, T + 1], the inputs and the last label.
+
+    Sequence i of a text is its tokens i T .. (i + 1) T: neighbours share one token, which only the first of them
+    has as a target.
+    """
+    windows = np.empty((len(tasks), sequence + 1), dtype=np.int64)
+    for window, task, index in zip(windows, tasks, indices, strict=True):
+        window[:] = corpora[task][index * sequence : (index + 1) * sequence + 1]
+    return windows
+
+
+def in_micros(rows: Ints, micro: int) -> Tensor:
+    """Return rows [M * B, T] as a new tensor [M, B, T]."""
+    return torch.from_numpy(rows.copy()).view(-1, micro, rows.shape[1])
+
+
+def sampled(corpora: Sequence[Tokens]) -> str:
+    """Return what differs between two hosts whose texts do: lengths, and a sample of the tokens."""
+    return repr([(len(tokens), tokens[:: max(1, len(tokens) // 1000)].tolist()) for tokens in corpora])
 
 
 @dataclass(frozen=True)
@@ -184,11 +221,12 @@ class Reader:
     """Which micro-batches of the global batch the replica gets, as `deal` says."""
     wants_tokens: bool = True
     wants_labels: bool = True
+    notes: tuple[str, ...] = ()
+    """What the user should know about the texts: a sentence for each that was read only in part."""
 
     def fingerprint(self) -> str:
-        """Return what differs between two hosts whose texts do: lengths, and a sample of the tokens."""
-        samples = [tokens[:: max(1, len(tokens) // 1000)].tolist() for tokens in self.corpora]
-        return repr([(len(tokens), sample) for tokens, sample in zip(self.corpora, samples, strict=True)])
+        """Return what differs between two hosts whose texts do."""
+        return sampled(self.corpora)
 
     def batch(self, step: int) -> Batch:
         """Return the batch of a step, counted from 0, as new tensors."""
@@ -196,22 +234,11 @@ class Reader:
         tasks, indices, ids = (field[mine] for field in self.sampler.samples(step))
         tokens = labels = None
         if self.wants_tokens or self.wants_labels:
-            windows = self._windows(tasks, indices)
-            tokens = self._shaped(windows[:, :-1]) if self.wants_tokens else None
-            labels = self._shaped(windows[:, 1:]) if self.wants_labels else None
+            windows = read_windows(self.corpora, self.sequence, tasks, indices)
+            tokens = in_micros(windows[:, :-1], self.micro) if self.wants_tokens else None
+            labels = in_micros(windows[:, 1:], self.micro) if self.wants_labels else None
         sample_ids = torch.from_numpy(ids.copy()).view(len(self.micros), self.micro)
         return Batch(tokens, labels, sample_ids, self.micros)
-
-    def _windows(self, tasks: Ints, indices: Ints) -> Ints:
-        """Read [n, T + 1] tokens off the disk."""
-        windows = np.empty((len(tasks), self.sequence + 1), dtype=np.int64)
-        for window, task, index in zip(windows, tasks, indices, strict=True):
-            start = index * self.sequence
-            window[:] = self.corpora[task][start : start + self.sequence + 1]
-        return windows
-
-    def _shaped(self, rows: Ints) -> Tensor:
-        return torch.from_numpy(rows.copy()).view(len(self.micros), self.micro, self.sequence)
 
 
 class Dataset:

@@ -109,8 +109,56 @@ def test_prepare_tokenises_once_and_maps_the_file(
     assert len(list((tmp_path / "cache").iterdir())) == 2
     monkeypatch.setattr(data, "tokenize", lambda *_: pytest.fail("tokenised again"))
     again = prepare(tasks, tokenizer, 32, tmp_path / "cache")
-    assert all(isinstance(tokens, np.memmap) for tokens in again)
-    assert [tokens.tobytes() for tokens in again] == [tokens.tobytes() for tokens in first]
+    assert all(isinstance(tokens, np.memmap) for tokens, _ in again)
+    assert [tokens.tobytes() for tokens, _ in again] == [tokens.tobytes() for tokens, _ in first]
+    assert not any(skipped for _, skipped in first + again)
+
+
+BAD = ["bad", '{"text": "lone \\udfff"}', "{}", '{"text": "\udcff"}']
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
+def test_skipping_leaves_the_tokens_of_the_good_lines_and_tells(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    good = ['{"text": "one two"}', "", '{"text": "three"}']
+    lines = [good[0], *BAD, *good[1:], BAD[-1]]
+    bad = BAD if suffix == ".jsonl" else BAD[-1:]
+    broken, mended = (tmp_path / f"{name}{suffix}" for name in ("broken", "mended"))
+    broken.write_text("\n".join(lines), errors="surrogateescape")
+    mended.write_text("".join(f"{line}\n" for line in lines if line not in bad))
+    tasks = parse_tasks(str(broken), bad="skip")
+    [(tokens, told)] = prepare(tasks, tokenizer, 2, tmp_path / "cache")
+    [(wanted, _)] = prepare(parse_tasks(str(mended)), tokenizer, 2, tmp_path / "cache")
+    assert tokens.tolist() == wanted.tolist()
+    reason = "2, is not JSON (Expecting value at column 1): bad"
+    if suffix == ".txt":
+        reason = r'5, is not UTF-8 (byte 0xff): {"text": "\xff"}'
+    count = len(bad) + 1
+    assert told == f"data.task: {broken}: left out {count} of 8 lines, the first of which, line {reason}"
+    monkeypatch.setattr(data, "tokenize", lambda *_: pytest.fail("tokenised again"))
+    assert prepare(tasks, tokenizer, 2, tmp_path / "cache")[0].skipped == told
+
+
+def test_what_was_skipped_does_not_pass_for_sound_later(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one two three"}\nbad')
+    prepare(parse_tasks(str(path), bad="skip"), tokenizer, 1, tmp_path / "cache")
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2 is not JSON"):
+        prepare(parse_tasks(str(path)), tokenizer, 1, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(("suffix", "lines"), [("jsonl", "\n".join(BAD)), ("txt", "\udcff\n" * 4)])
+def test_a_text_of_bad_lines_alone_is_refused_though_they_are_skipped(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, suffix: str, lines: str
+) -> None:
+    path = tmp_path / f"a.{suffix}"
+    path.write_text(lines, errors="surrogateescape")
+    with pytest.raises(ValueError) as caught:
+        prepare(parse_tasks(str(path), bad="skip", key="data.eval_task"), tokenizer, 1, tmp_path / "cache")
+    assert str(caught.value).startswith(f"data.eval_task: {path} gives no token with the tokenizer")
+    assert "left out 4 of 4 lines, the first of which, line 1, is not" in str(caught.value)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_what_would_change_the_tokens_changes_the_cache(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -156,7 +204,7 @@ def test_text_that_cannot_be_used_leaves_no_cache(
 def test_a_short_text_says_which_sequence_fits(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("zq" * 5)
     tasks = parse_tasks(str(tmp_path / "a.txt"))
-    [tokens] = prepare(tasks, tokenizer, 1, tmp_path)
+    [(tokens, _)] = prepare(tasks, tokenizer, 1, tmp_path)
     fits = len(tokens) - 1
     prepare(tasks, tokenizer, fits, tmp_path)
     message = f"data.sequence={fits + 1}: .*a.txt has {len(tokens)} tokens, .*use data.sequence={fits} or less"
@@ -168,7 +216,7 @@ def test_a_short_text_says_which_sequence_fits(tokenizer: PreTrainedTokenizerFas
 def test_real_text_comes_back_from_its_tokens(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """In pieces: 1.3 MB are cut ten times."""
     path = SHARED / "wikitext-2" / "test.txt"
-    [tokens] = prepare(parse_tasks(str(path)), tokenizer, 64, tmp_path)
+    [(tokens, _)] = prepare(parse_tasks(str(path)), tokenizer, 64, tmp_path)
     assert tokenizer.decode(tokens.tolist()) == path.read_text() + "<|endoftext|>"
 
 
