@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import os
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +22,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from acsgd.failure import RunError
+from acsgd.failure import RunError, publish_host, reason
+
+POLL_S = 0.01
+"""Seconds between looks into the store; a look costs about 0.1 ms."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Launch:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    under_torchrun: bool = False
+    """Whether the parent process is torchrun's agent, without which this process has no business."""
 
     @classmethod
     def from_env(cls) -> Launch:
@@ -40,6 +46,7 @@ class Launch:
             rank=int(env.get("RANK", 0)),
             local_rank=int(env.get("LOCAL_RANK", 0)),
             world_size=int(env.get("WORLD_SIZE", 1)),
+            under_torchrun="TORCHELASTIC_RUN_ID" in env,
         )
 
 
@@ -104,12 +111,25 @@ class Groups:
                 dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
         return extremes.tolist() == [digest, -digest]
 
-    def first_to_fail(self) -> bool:
-        """Claim the right to report a failure of the run: true on one rank only, so that it is told once."""
-        try:
-            return self.store.add("acsgd/failures", 1) == 1
-        except RuntimeError:  # the store died with its host: better told twice than not at all
-            return True
+    def exchange(self, name: str, text: str, *, timeout_s: float) -> list[str]:
+        """Say something to all ranks and return what each says under this name, by rank.
+
+        For what is rare, or must not disturb the collectives: it goes through the store, and any thread may call it.
+        name: used once in a run. Raises RunError that names the ranks that keep silent for `timeout_s` seconds.
+        """
+        keys = [f"acsgd/{name}/{rank}" for rank in range(dist.get_world_size())]
+        self.store.set(keys[dist.get_rank()], text)
+        deadline = time.monotonic() + timeout_s
+        while not self.store.check(keys):
+            if time.monotonic() > deadline:
+                silent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+                raise RunError(
+                    f"rank {dist.get_rank()} on {socket.gethostname()}: {name}: ranks {silent} did not answer within "
+                    f"{timeout_s:.0f} s",
+                    awaited=silent,
+                )
+            time.sleep(POLL_S)
+        return [self.store.get(key).decode() for key in keys]
 
 
 @contextlib.contextmanager
@@ -118,10 +138,10 @@ def together(doing: str, group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
         raise RunError(
-            f"rank {dist.get_rank()} on {socket.gethostname()}: {doing} with ranks "
-            f"{dist.get_process_group_ranks(group)} failed; one of them is gone or hangs, see its log and run.timeout: "
-            f"{error}"
+            f"rank {rank} on {socket.gethostname()}: {doing} with ranks {ranks} failed ({reason(error)})",
+            awaited=[other for other in ranks if other != rank],
         ) from error
 
 
@@ -138,11 +158,12 @@ def connect(topology: Topology, *, timeout: timedelta, store: Store | None = Non
             store, _, _ = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))
         elif store is None:
             store = HashStore()
+        publish_host(store, rank)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     except RuntimeError as error:
         raise RunError(
             f"rank {rank} on {socket.gethostname()} could not meet the other {world_size - 1} processes "
-            f"within {timeout.total_seconds():g} s (run.timeout): {error}"
+            f"within {timeout.total_seconds():g} s (run.timeout): {reason(error)}"
         ) from error
     try:
         # Every rank opens every group, in the same order, and keeps its own two.

@@ -6,11 +6,12 @@ the message is, so that a receiver that is out of step names both what it expect
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from acsgd.codecs.base import Codec, Wire, pack, unpack, wire_bytes
 from acsgd.codecs.identity import Identity
-from acsgd.failure import RunError
+from acsgd.failure import RunError, reason
 from acsgd.meter import Meter, Work
 from acsgd.pp.frame import HEADER_BYTES, Header, Kind
 from acsgd.shards.base import State, Weight
@@ -64,12 +65,17 @@ class Channel:
         text = repr((self.kind, self.boundary, list(self.tensors.items()), self.codec))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
-    def failed(self, doing: str, waited_s: float, error: RuntimeError) -> RunError:
-        """Say that the other end did not do its part."""
-        return RunError(
-            f"rank {dist.get_rank()} on {socket.gethostname()}: {doing} rank {self.peer} failed after "
-            f"{waited_s:.1f} s; that process is gone or hangs, see its log and run.timeout: {error}"
-        )
+    @contextlib.contextmanager
+    def with_peer(self, doing: str, since: float) -> Iterator[None]:
+        """Say of a failure what was being done with the other end, and since when, a time.perf_counter()."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RunError(
+                f"rank {dist.get_rank()} on {socket.gethostname()}: {doing} rank {self.peer} failed after "
+                f"{time.perf_counter() - since:.1f} s ({reason(error)})",
+                awaited=[self.peer],
+            ) from error
 
 
 class _Buffers:
@@ -96,6 +102,7 @@ class Outbox:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self._doing = f"sending {channel.kind.name.lower().replace('_', ' ')}s to"
         self._buffers = [_Buffers(wire, channel.streams) for wire in channel.wires()]
         self._encoding: deque[tuple[int, Tensor, Mark]] = deque()
         self._unsent: deque[tuple[int, Tensor, Work, float]] = deque()
@@ -111,9 +118,11 @@ class Outbox:
         while self._encoding and (wait or self._encoding[0][2].ready()):
             index, buffer, mark = self._encoding.popleft()
             mark.wait()
-            work = dist.isend(buffer, self._channel.peer, self._channel.group, self._channel.tag(index))
+            posted_at = time.perf_counter()
+            with self._channel.with_peer(self._doing, posted_at):
+                work = dist.isend(buffer, self._channel.peer, self._channel.group, self._channel.tag(index))
             assert work is not None
-            self._unsent.append((index, buffer, work, time.perf_counter()))
+            self._unsent.append((index, buffer, work, posted_at))
             self._channel.meter.sent_bytes += len(buffer)
         while len(self._unsent) > MAX_UNSENT:
             self._finish_oldest()
@@ -134,11 +143,8 @@ class Outbox:
 
     def _finish_oldest(self) -> None:
         index, buffer, work, posted_at = self._unsent.popleft()
-        try:
+        with self._channel.with_peer(self._doing, posted_at):
             self._channel.meter.wait(work, time.perf_counter())  # the receiver counts the time of the transfer
-        except RuntimeError as error:
-            kind = self._channel.kind.name.lower().replace("_", " ")
-            raise self._channel.failed(f"sending a {kind} to", time.perf_counter() - posted_at, error) from error
         self._buffers[index].give_back(buffer)
 
 
@@ -147,6 +153,7 @@ class Inbox:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self._doing = f"expecting {channel.kind.name.lower().replace('_', ' ')}s from"
         self._wires = channel.wires()
         self._buffers = [_Buffers(wire, channel.streams) for wire in self._wires]
         self._posted: list[deque[tuple[Tensor, Work, float]]] = [deque() for _ in self._wires]
@@ -154,10 +161,11 @@ class Inbox:
     def post(self) -> None:
         """Expect the next micro-batch: one message per named tensor."""
         for index, buffers in enumerate(self._buffers):
-            buffer = buffers.take()
-            work = dist.irecv(buffer, self._channel.peer, self._channel.group, self._channel.tag(index))
+            buffer, posted_at = buffers.take(), time.perf_counter()
+            with self._channel.with_peer(self._doing, posted_at):
+                work = dist.irecv(buffer, self._channel.peer, self._channel.group, self._channel.tag(index))
             assert work is not None
-            self._posted[index].append((buffer, work, time.perf_counter()))
+            self._posted[index].append((buffer, work, posted_at))
 
     def take(self, step: int, micro: int) -> State:
         """Wait for the oldest posted micro-batch, which must be this one, and return its tensors on the device.
@@ -169,20 +177,14 @@ class Inbox:
             buffer, work, posted_at = self._posted[index].popleft()
             wire = self._wires[index]
             expected = Header(channel.kind, index, channel.boundary, step, micro, wire_bytes(wire))
-            self._await(work, posted_at, expected)
+            with channel.with_peer(f"waiting for {expected} from", posted_at):
+                channel.meter.wait(work, posted_at)
             _check_header(buffer, expected, channel.peer)
             on_host = unpack(buffer[HEADER_BYTES:], wire)
             fields = tuple(f.to(channel.streams.device, non_blocking=True, copy=True) for f in on_host)
             self._buffers[index].give_back(buffer)
             state[name] = channel.codec.decode(fields, spec.shape, spec.dtype)
         return state
-
-    def _await(self, work: Work, posted_at: float, expected: Header) -> None:
-        try:
-            self._channel.meter.wait(work, posted_at)
-        except RuntimeError as error:
-            waited_s = time.perf_counter() - posted_at
-            raise self._channel.failed(f"waiting for {expected} from", waited_s, error) from error
 
 
 class Link:
@@ -261,18 +263,16 @@ def _greet(channel: Channel) -> None:
     """
     lengths = sum(wire_bytes(wire) for wire in channel.wires())
     mine = Header(Kind.HELLO, channel.kind, channel.boundary, channel.digest(), 0, lengths)
+    message = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
     theirs = torch.empty(HEADER_BYTES, dtype=torch.uint8)
     tag = channel.tag(15)
-    posted_at = time.perf_counter()
-    receiving = dist.irecv(theirs, channel.peer, channel.group, tag)
-    sending = dist.isend(torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8), channel.peer, channel.group, tag)
-    assert receiving is not None
-    assert sending is not None
-    try:
+    with channel.with_peer("greeting", time.perf_counter()):
+        receiving = dist.irecv(theirs, channel.peer, channel.group, tag)
+        sending = dist.isend(message, channel.peer, channel.group, tag)
+        assert receiving is not None
+        assert sending is not None
         receiving.wait()
         sending.wait()
-    except RuntimeError as error:
-        raise channel.failed("greeting", time.perf_counter() - posted_at, error) from error
     _check_header(theirs, mine, channel.peer)
 
 

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from acsgd.topology import Topology
+from acsgd.topology import Launch, Topology
+
+TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.mark.parametrize("set_there", [TORCHRUN, {}, {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}])
+def test_a_launch_is_what_the_environment_says(set_there: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in set_there.items():
+        monkeypatch.setenv(name, value)
+    numbers = (5, 1, 8) if set_there else (0, 0, 1)
+    assert Launch.from_env() == Launch(*numbers, under_torchrun=set_there == TORCHRUN)
 
 
 @pytest.mark.parametrize(("world_size", "stages"), [(1, 1), (4, 1), (4, 2), (4, 4), (6, 3), (12, 4)])
