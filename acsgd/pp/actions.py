@@ -2,8 +2,8 @@
 
 A *program* has one row of actions per pipeline rank. Stage s lives on rank s % ranks, so a rank that owns
 several stages sees every micro-batch pass by several times. A schedule (schedules.py) writes the computes,
-F and B; `lower` adds the messages and the reduce of the replicas; `validate` (laws.py)
-proves, without a process, that the ranks can run it; simulate.py puts it on a time axis.
+F and B, of which evaluation takes the `forwards`; `lower` adds the messages and the reduce of the replicas;
+`validate` (laws.py) proves, without a process, that the ranks can run it; simulate.py puts it on a time axis.
 
 A receive only *posts* a buffer and never blocks: the compute that needs the tensor waits for it.
 """
@@ -163,14 +163,22 @@ def walk(program: Program, needs: Callable[[Action], Iterable[Action]]) -> Itera
 # From computes to a whole program.
 
 
+def forwards(program: Program) -> Program:
+    """Return the forwards of a program, in their order: what evaluates where the program trains.
+
+    It can run wherever the program can: a forward waits for forwards alone.
+    """
+    return [[action for action in row if action.op is Op.F] for row in program]
+
+
 def lower(program: Program, ahead: int = 2) -> Program:
     """Add to a program of F and B its sends, its receives and one R per stage.
 
     A send follows the compute that makes its tensor. A receive is posted `ahead` computes before the one
     that needs it, and no later than its peer sends it in a run where all computes take one step: so the
     ranks cannot deadlock, even where a send blocks until its receive is posted. Messages of one boundary
-    and direction are received in the order in which they are sent. R follows the last B of its stage.
-    Raises ValueError if the computes alone cannot run.
+    and direction are received in the order in which they are sent. R follows the last B of its stage,
+    if it has one. Raises ValueError if the computes alone cannot run.
     """
     placement = Placement.of(program)
     steps = _steps(program, placement)

@@ -29,6 +29,7 @@ class Header(NamedTuple):
     boundary: int
     """The stage before the cut."""
     step: int
+    """Optimizer steps done; people count the one under way, which is one more."""
     micro: int
     length: int
     """Bytes that follow."""
@@ -48,6 +49,6 @@ class Header(NamedTuple):
     def __str__(self) -> str:
         kind = Kind(self.kind).name.lower().replace("_", " ") if self.kind in list(Kind) else f"kind {self.kind}"
         return (
-            f"{kind} {self.tensor} across boundary {self.boundary}-{self.boundary + 1}, step {self.step}, "
+            f"{kind} {self.tensor} across boundary {self.boundary}-{self.boundary + 1}, step {self.step + 1}, "
             f"micro-batch {self.micro}, {self.length} bytes"
         )

@@ -1,4 +1,7 @@
-"""The laws of a program: it trains every micro-batch once, and its ranks never wait for each other for ever."""
+"""The laws of a program: every micro-batch passes every stage once, and its ranks never wait for ever.
+
+A program trains, with forwards, backwards and a reduce per stage, or evaluates, with forwards alone.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -6,15 +9,16 @@ from collections.abc import Iterator
 from acsgd.pp.actions import ROUTES, Action, Op, Placement, Position, Program, draw, walk
 
 
-def validate(program: Program) -> None:
+def validate(program: Program, *, forward_only: bool = False) -> None:
     """Check that a lowered program trains every micro-batch once and that its ranks never wait for ever.
 
+    forward_only: whether it is to evaluate every micro-batch once instead, without any backward or reduce.
     Waits are those of the strictest network: a send blocks its rank until the peer has posted the receive.
     Raises ValueError that names the action and draws the program with the culprit marked.
     """
     placement = Placement.of(program)
     _check_places(program, placement)
-    _check_complete(program, placement)
+    _check_complete(program, placement, forward_only)
     _check_messages_in_order(program, placement)
     _check_reduced_last(program)
     for _ in walk(program, placement.needs):
@@ -31,14 +35,15 @@ def _check_places(program: Program, placement: Placement) -> None:
             raise _fault(program, rank, action, f"stage {action.stage} lives on rank {home}", (rank, index))
 
 
-def _check_complete(program: Program, placement: Placement) -> None:
-    expected = _complete(program, placement)
+def _check_complete(program: Program, placement: Placement, forward_only: bool) -> None:
+    expected = _complete(program, placement, forward_only)
     found: dict[Action, Position] = {}
     for position, action in _positions(program):
         if action in found:
             raise _fault(program, position[0], action, "appears twice", found[action], position)
         if action not in expected:
-            text = f"has no place in {placement.stages} stages on {placement.ranks} ranks"
+            purpose = "an evaluation" if forward_only else "a step"
+            text = f"has no place in {purpose} of {placement.stages} stages on {placement.ranks} ranks"
             raise _fault(program, position[0], action, text, position)
         found[action] = position
     for missing in sorted(expected - found.keys(), key=lambda action: (action.micro, action.stage)):
@@ -48,13 +53,15 @@ def _check_complete(program: Program, placement: Placement) -> None:
         raise _fault(program, rank, missing, text, *(found[action] for action in partners))
 
 
-def _complete(program: Program, placement: Placement) -> set[Action]:
+def _complete(program: Program, placement: Placement, forward_only: bool) -> set[Action]:
     """Return every action that a program of so many stages and micro-batches has, exactly once each."""
     stages = range(placement.stages)
     micros = range(1 + max(action.micro for row in program for action in row))
-    computes = [Action(op, stage, micro) for op in ROUTES for stage in stages for micro in micros]
+    ops = [Op.F] if forward_only else [Op.F, Op.B]
+    computes = [Action(op, stage, micro) for op in ops for stage in stages for micro in micros]
     messages = [action for compute in computes for action in placement.message(compute)]
-    return {*computes, *messages, *(Action(Op.R, stage) for stage in stages)}
+    reduces = [] if forward_only else [Action(Op.R, stage) for stage in stages]
+    return {*computes, *messages, *reduces}
 
 
 def _check_messages_in_order(program: Program, placement: Placement) -> None:

@@ -1,9 +1,9 @@
-"""Execute a program on this rank: one optimizer step's forwards, backwards, messages and reductions."""
+"""Execute a program on this rank: a step's forwards, backwards, messages and reductions, or forwards to evaluate."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -11,9 +11,14 @@ from torch import Tensor
 
 from acsgd.failure import RunError
 from acsgd.pp.actions import Action, Op
+from acsgd.pp.fault import Fault
 from acsgd.pp.link import Link, TiedPair
+from acsgd.pp.probe import Probe
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.shards.base import State
+
+Handlers = Mapping[Op, Callable[[Action], None]]
+"""What to do at each kind of action."""
 
 
 class Batch(Protocol):
@@ -38,49 +43,96 @@ class Batch(Protocol):
 class Pipeline:
     """This rank's part of one pipeline.
 
-    row: its actions, lowered; stages: those it holds, by index; links: the boundaries it shares with another rank,
-    by the stage before the cut; tied: the pair of a weight whose other copy another rank holds.
+    row, eval_row: its actions, lowered, of a step and of an evaluation; stages: those it holds, by index; links: the
+    boundaries it shares with another rank, by the stage before the cut; tied: the pair of a weight whose other copy
+    another rank holds.
     """
 
     def __init__(
         self,
         row: Sequence[Action],
+        eval_row: Sequence[Action],
         stages: Mapping[int, Stage],
         links: Mapping[int, Link],
         tied: TiedPair | None,
     ) -> None:
         self._row = row
+        self._eval_row = eval_row
         self._stages = stages
         self._links = links
         self._tied = tied
-        self._final_backward = {action.stage: i for i, action in enumerate(row) if action.op is Op.B}
-        self._handlers = {
-            Op.F: self._forward,
-            Op.B: self._backward,
+        self._final_backward = {action.stage: action for action in row if action.op is Op.B}
+        messages: Handlers = {
             Op.SF: self._send_activation,
             Op.SB: self._send_gradient,
             Op.RF: self._post_activation,
             Op.RB: self._post_gradient,
-            Op.R: self._reduce,
         }
+        self._training: Handlers = {Op.F: self._forward, Op.B: self._backward, Op.R: self._reduce, **messages}
+        self._evaluation: Handlers = {Op.F: self._evaluate, **messages}
 
-    def run(self, batch: Batch, step: int) -> Tensor:
-        """Leave the gradients of the step, summed over the replicas, in the masters.
+    def run(self, batch: Batch, step: int, scale: float = 1.0) -> Tensor:
+        """Leave the gradients of the step, summed over the replicas and times `scale`, in the masters.
 
-        Returns this rank's share of the loss: fp64, its part of the mean over the global batch; 0 without the last
-        stage. Raises RunError that names rank, host, stage and action if a peer does not do its part.
+        Returns this rank's share of the loss, not scaled: fp64, its part of the mean over the global batch; 0 without
+        the last stage. scale: what keeps fp16 gradients from underflow (Micikevicius et al. 2017, arXiv:1710.03740).
+        Raises RunError that names rank, host, stage and action if a peer does not do its part.
         """
-        self._batch, self._step = batch, step
-        self._losses: list[Tensor] = []
-        self._made: dict[tuple[Op, int, int], State] = {}
+        return self._train(batch, step, scale, self._training)
+
+    def evaluate(self, batch: Batch, step: int) -> Tensor:
+        """Return this rank's share of the loss, summed over the target tokens of the batch: fp64, on the host.
+
+        0 without the last stage. No dropout, no gradients: training goes on as if this had not been. The batch has as
+        many micro-batches as one of training; labels of -100 are no targets. step: what failures are told with, the
+        same on all ranks. Raises RunError as `run` does.
+        """
+        with contextlib.ExitStack() as modes:
+            for stage in self._stages.values():
+                modes.enter_context(stage.evaluating())
+            self._execute(self._eval_row, self._evaluation, batch, step)
+        for index in self._stages:
+            with self._named(Action(Op.F, index)):
+                self._drain()
+        return self._total_loss()
+
+    def find_fault(self, batch: Batch, step: int, scale: float = 1.0) -> Fault | None:
+        """Run a step whose loss or gradients are not finite again, looking at everything; all ranks together.
+
+        Returns the first NaN or inf on this rank; `first_fault` of all ranks' is the origin. Leaves what `run` leaves;
+        but replicas whose agreement has a memory add to it once more, and meters count the messages again.
+        """
+        with Probe(self._stages, batch.micro_ids) as probe:
+
+            def forward(action: Action) -> None:
+                with probe.during(action):
+                    self._forward(action)
+                    if self._stages[action.stage].is_last:
+                        probe.look("loss", self._losses[-1])
+
+            def backward(action: Action) -> None:
+                with probe.during(action):
+                    self._backward(action)
+
+            self._train(batch, step, scale, {**self._training, Op.F: forward, Op.B: backward})
+            probe.look_at_sums()
+        return probe.first
+
+    def _train(self, batch: Batch, step: int, scale: float, handlers: Handlers) -> Tensor:
+        self._scale = scale
         for stage in self._stages.values():
             stage.sync.begin()
-        for index, action in enumerate(self._row):
-            self._index = index
-            with self._named(action):
-                self._handlers[action.op](action)
+        self._execute(self._row, handlers, batch, step)
         self._finish()
-        return sum((loss.double().cpu() for loss in self._losses), start=torch.zeros((), dtype=torch.float64))
+        return self._total_loss()
+
+    def _execute(self, row: Sequence[Action], handlers: Handlers, batch: Batch, step: int) -> None:
+        self._batch, self._step = batch, step
+        self._losses: list[Tensor] = []
+        self._made: dict[Action, State] = {}
+        for action in row:
+            with self._named(action):
+                handlers[action.op](action)
 
     @contextlib.contextmanager
     def _named(self, action: Action) -> Iterator[None]:
@@ -88,9 +140,17 @@ class Pipeline:
         try:
             yield
         except RunError as error:
-            raise RunError(f"step {self._step}, stage {action.stage}, action {action}: {error}") from error
+            where = f"step {self._step + 1}, stage {action.stage}, action {action}"
+            raise RunError(f"{where}: {error}", awaited=error.awaited) from error
 
     def _forward(self, action: Action) -> None:
+        self._keep(action, self._stages[action.stage].forward(*self._inputs(action)))
+
+    def _evaluate(self, action: Action) -> None:
+        self._keep(action, self._stages[action.stage].evaluate(*self._inputs(action)))
+
+    def _inputs(self, action: Action) -> tuple[MicroBatch, State, Tensor | None]:
+        """Return what a stage needs for the forward of a micro-batch."""
         stage, micro = self._stages[action.stage], action.micro
         place = MicroBatch(self._step, micro, self._batch.micro_ids[micro])
         if stage.is_first:
@@ -99,35 +159,37 @@ class Pipeline:
         else:
             inputs = self._take(Op.F, action.stage - 1, micro)
         labels = self._batch.labels[micro] if stage.is_last and self._batch.labels is not None else None
-        outputs = stage.forward(place, inputs, labels)
-        if stage.is_last:
+        return place, inputs, labels
+
+    def _keep(self, action: Action, outputs: State) -> None:
+        if self._stages[action.stage].is_last:
             self._losses.append(outputs["loss"])
         else:
-            self._made[Op.F, action.stage, micro] = outputs
+            self._made[action] = outputs
 
     def _backward(self, action: Action) -> None:
         stage, micro = self._stages[action.stage], action.micro
         grads = None if stage.is_last else self._take(Op.B, action.stage + 1, micro)
-        last = self._final_backward[action.stage] == self._index
-        made = stage.backward(micro, grads, last=last)
+        last = self._final_backward[action.stage] == action
+        made = stage.backward(micro, grads, last=last, scale=self._scale)
         if not stage.is_first:
-            self._made[Op.B, action.stage, micro] = made
+            self._made[action] = made
 
     def _take(self, op: Op, source: int, micro: int) -> State:
         """Return what `source` made of a micro-batch: from this rank, or off the wire."""
         if source in self._stages:
-            return self._made.pop((op, source, micro))
+            return self._made.pop(Action(op, source, micro))
         for link in self._links.values():
             link.outbox.flush(wait=True)  # the peer may need these before it can make what is awaited here
         boundary = source if op is Op.F else source - 1
         return self._links[boundary].inbox.take(self._step, micro)
 
     def _send_activation(self, action: Action) -> None:
-        made = self._made.pop((Op.F, action.stage, action.micro))
+        made = self._made.pop(Action(Op.F, action.stage, action.micro))
         self._links[action.stage].outbox.send(self._step, action.micro, made)
 
     def _send_gradient(self, action: Action) -> None:
-        made = self._made.pop((Op.B, action.stage, action.micro))
+        made = self._made.pop(Action(Op.B, action.stage, action.micro))
         self._links[action.stage - 1].outbox.send(self._step, action.micro, made)
 
     def _post_activation(self, action: Action) -> None:
@@ -143,9 +205,15 @@ class Pipeline:
         """Wait for what is still under way; a failure then belongs to the reduction it keeps from ending."""
         for index, stage in self._stages.items():
             with self._named(Action(Op.R, index)):
-                for link in self._links.values():
-                    link.outbox.drain()
+                self._drain()
                 stage.sync.wait()
         if self._tied is not None:
             with self._named(Action(Op.R, min(self._stages))):
                 self._tied.sum_gradients(self._step)
+
+    def _drain(self) -> None:
+        for link in self._links.values():
+            link.outbox.drain()
+
+    def _total_loss(self) -> Tensor:
+        return sum((loss.double().cpu() for loss in self._losses), start=torch.zeros((), dtype=torch.float64))

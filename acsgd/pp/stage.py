@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from acsgd.dp.base import GradSync
@@ -31,7 +33,8 @@ class Stage:
     """The layers of one stage on one rank.
 
     layers: those of the stage, loaded into `model`, with their weights; sync: how replicas agree on them;
-    targets: what the summed loss is divided by.
+    targets: what the summed loss is divided by. recompute: keep only the input of each layer for backward, and
+    compute the rest again (Chen et al. 2016, arXiv:1604.06174); the gradients stay the same, bit for bit.
     Reseeds torch's global generators before each layer that may draw (dropout by seed, step, micro-batch, layer).
     """
 
@@ -44,6 +47,7 @@ class Stage:
         *,
         targets: int,
         seed: int,
+        recompute: bool = False,
     ) -> None:
         self.layers = layers
         self.shards = tuple(layers)
@@ -53,6 +57,7 @@ class Stage:
         self._family = family
         self._targets = targets
         self._seed = seed
+        self._recompute = recompute
         self._random = has_dropout(model)
         self._live: dict[int, tuple[State, State]] = {}
         self._last_backward = False
@@ -77,29 +82,73 @@ class Stage:
         """
         for tensor in inputs.values():
             tensor.requires_grad_(tensor.is_floating_point())
-        state, context = inputs, _UNASKED
-        for shard in self.shards:
-            if shard.kind == "block" and context is _UNASKED:
-                context = self._family.context(self.model, state)
-            if self._random:
-                torch.manual_seed(mix_seed(self._seed, micro.step, micro.global_place, shard.index))
-            state = self._family.call(self.model, shard, state, context)
+        state = self._through_layers(micro, inputs, labels)
         if labels is not None:
-            state = {"loss": self._family.loss(state["logits"], labels) / self._targets}
+            state = {"loss": state["loss"] / self._targets}
         self._live[micro.place] = (inputs, state)
         return {name: tensor.detach() for name, tensor in state.items()}
 
-    def backward(self, micro: int, grads: State | None, *, last: bool) -> State:
+    def backward(self, micro: int, grads: State | None, *, last: bool, scale: float = 1.0) -> State:
         """Run backward of a micro-batch, add to the gradients, and return those of its inputs.
 
-        grads: of what forward returned; None for the last stage. last: no other backward follows in this step, so
-        each gradient is complete as soon as it is made.
+        grads: of what forward returned; None for the last stage, whose loss gets `scale` as its gradient. last: no
+        other backward follows in this step, so each gradient is complete as soon as it is made.
         """
         inputs, outputs = self._live.pop(micro)
+        if grads is None:
+            grads = {name: torch.full_like(made, scale) for name, made in outputs.items()}
         self._last_backward = last
-        torch.autograd.backward(list(outputs.values()), None if grads is None else [grads[name] for name in outputs])
+        torch.autograd.backward(list(outputs.values()), [grads[name] for name in outputs])
         self._last_backward = False
         return {name: x.grad for name, x in inputs.items() if x.grad is not None}
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Turn dropout off within; `evaluate` belongs in here."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(was_training)
+
+    @torch.no_grad()  # not inference_mode: the links' buffers, which training uses too, may be made here
+    def evaluate(self, micro: MicroBatch, inputs: State, labels: Tensor | None = None) -> State:
+        """Run the layers on one micro-batch and keep nothing.
+
+        Takes and returns what `forward` does, except that {"loss": scalar} is not divided by anything.
+        """
+        return self._through_layers(micro, inputs, labels)
+
+    def _through_layers(self, micro: MicroBatch, state: State, labels: Tensor | None) -> State:
+        context = _UNASKED
+        for shard in self.shards:
+            if shard.kind == "block" and context is _UNASKED:
+                context = self._family.context(self.model, state)
+            layer = self._layer(shard, micro, context, labels)
+            if self._recompute:
+                state = checkpoint(layer, state, use_reentrant=False, preserve_rng_state=False)
+            else:
+                state = layer(state)
+        return state
+
+    def _layer(
+        self, shard: LayerShard, micro: MicroBatch, context: Any, labels: Tensor | None
+    ) -> Callable[[State], State]:
+        """Return a layer as a function that gives the same each time it is called; the head includes the loss.
+
+        So no logits are kept where layers are recomputed: [B, T, V] in fp32 outweigh many blocks.
+        """
+
+        def run(state: State) -> State:
+            if self._random and self.model.training:
+                torch.manual_seed(mix_seed(self._seed, micro.step, micro.global_place, shard.index))
+            made = self._family.call(self.model, shard, state, context)
+            if shard.kind == "head" and labels is not None:
+                return {"loss": self._family.loss(made["logits"], labels)}
+            return made
+
+        return run
 
     def _hook(self, weight: Weight) -> Callable[[nn.Parameter], None]:
         def grad_made(param: nn.Parameter) -> None:

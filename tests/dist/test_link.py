@@ -128,8 +128,8 @@ def take_another(rank: int, world_size: int, store: Path) -> str:
 
 def test_a_message_out_of_turn_is_named_with_what_was_expected(tmp_path: Path) -> None:
     told = on_ranks(2, take_another, tmp_path / "store")[1]
-    assert "rank 0 sent activation 0 across boundary 0-1, step 4, micro-batch 1" in told
-    assert "expected activation 0 across boundary 0-1, step 4, micro-batch 0" in told
+    assert "rank 0 sent activation 0 across boundary 0-1, step 5, micro-batch 1" in told
+    assert "expected activation 0 across boundary 0-1, step 5, micro-batch 0" in told
 
 
 def lose_the_peer(rank: int, world_size: int, store: Path, how: str) -> str:
@@ -149,7 +149,7 @@ def lose_the_peer(rank: int, world_size: int, store: Path, how: str) -> str:
 def test_a_lost_peer_is_an_error_that_says_who_was_awaited_for_what(how: str, tmp_path: Path) -> None:
     told = on_ranks(2, lose_the_peer, tmp_path / "store", how)[1]
     assert told.startswith("rank 1 on ")
-    assert "waiting for activation 0 across boundary 0-1, step 0, micro-batch 0" in told
+    assert "waiting for activation 0 across boundary 0-1, step 1, micro-batch 0" in told
     assert "from rank 0 failed after" in told
 
 

@@ -10,7 +10,7 @@ from math import ceil
 
 import pytest
 
-from acsgd.pp import SCHEDULES, Action, Op, Program, Schedule, draw, lower, parse_action, validate
+from acsgd.pp import SCHEDULES, Action, Op, Program, Schedule, draw, forwards, lower, parse_action, validate
 from acsgd.pp.actions import Placement
 from acsgd.pp.schedules import GPipe, Interleaved, OneFOneB
 from acsgd.pp.simulate import Cost, main, simulate
@@ -28,6 +28,18 @@ def test_ranks_train_every_micro_once_and_never_deadlock(schedule: Schedule) -> 
     for ranks, micros in SIZES:
         for ahead in (1, 2, 3):
             validate(lower(schedule.rows(ranks, micros), ahead))
+
+
+@every_schedule
+def test_an_evaluation_is_the_forwards_in_their_order_and_never_deadlocks(schedule: Schedule) -> None:
+    for ranks, micros in SIZES:
+        computes = schedule.rows(ranks, micros)
+        for ahead in (1, 2, 3):
+            program = lower(forwards(computes), ahead)
+            validate(program, forward_only=True)
+            for row, trained in zip(program, computes, strict=True):
+                assert {action.op for action in row} <= {Op.F, Op.SF, Op.RF}
+                assert [a for a in row if a.op is Op.F] == [a for a in trained if a.op is Op.F]
 
 
 @every_schedule
@@ -100,7 +112,9 @@ def test_messages_are_received_as_sent_even_if_needed_otherwise() -> None:
 @pytest.mark.parametrize("ahead", [0, 1, 4])
 def test_no_order_that_can_run_deadlocks_once_lowered(ahead: int) -> None:
     for seed in range(100):
-        validate(lower(any_order(random.Random(seed)), ahead))
+        computes = any_order(random.Random(seed))
+        validate(lower(computes, ahead))
+        validate(lower(forwards(computes), ahead), forward_only=True)
 
 
 def test_lowered_program_of_two_ranks() -> None:
@@ -166,6 +180,36 @@ def test_validate_names_and_marks_the_fault(damage: Callable[[Program], None], c
         validate(program)
     assert "rank 3 |" in str(error.value)
     assert culprit in marked(str(error.value)) or text.startswith("is missing")
+
+
+EVALUATION_FAULTS = {
+    "a forward is missing": (drop("3F3"), "3F3", "is missing"),
+    "a receive is missing": (drop("1RF3"), "1RF3", "is missing; needed by 0SF3, 1F3"),
+    "a forward comes twice": (repeat("0F0"), "0F0", "appears twice"),
+    "a backward is in it": (lambda program: program[3].append(Action(Op.B, 3, 0)), "3B0", "no place in an evaluation"),
+    "a reduce is in it": (lambda program: program[0].append(Action(Op.R, 0)), "0R", "no place in an evaluation"),
+    "sends change places": (swap("1SF1", "1SF2"), "2RF1", "posted in the turn of 1SF2"),
+    "a receive comes after its compute": (swap("1RF5", "1F5"), "0SF5", "waits for 1RF5"),
+}
+
+
+@pytest.mark.parametrize(("damage", "culprit", "text"), EVALUATION_FAULTS.values(), ids=EVALUATION_FAULTS)
+def test_validate_holds_evaluations_to_the_same_laws(
+    damage: Callable[[Program], None], culprit: str, text: str
+) -> None:
+    program = lower(forwards(OneFOneB().rows(4, 6)))
+    validate(program, forward_only=True)
+    damage(program)
+    with pytest.raises(ValueError, match=rf"(?m)^rank \d, action {culprit}: .*{text}"):
+        validate(program, forward_only=True)
+
+
+def test_a_step_without_its_backwards_is_no_step_and_an_evaluation_with_them_is_none() -> None:
+    computes = GPipe().rows(2, 2)
+    with pytest.raises(ValueError, match="is missing"):
+        validate(lower(forwards(computes)))
+    with pytest.raises(ValueError, match="no place in an evaluation"):
+        validate(lower(computes), forward_only=True)
 
 
 def test_validate_finds_that_both_ranks_send_before_they_receive() -> None:

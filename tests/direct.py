@@ -1,0 +1,119 @@
+"""A rank's pipeline driven by hand: batches drawn at random, gradient descent in one line, no files of data."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from training import TIMEOUT
+from transformers import PreTrainedConfig
+
+from acsgd.config import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
+from acsgd.dp.base import Alone
+from acsgd.inputs import open_source
+from acsgd.job import prepare
+from acsgd.pp.stage import Stage
+from acsgd.shards import family_of
+from acsgd.shards.base import Weight, skeleton
+from acsgd.shards.load import Scratch, load_layer
+from acsgd.topology import Launch, connect
+from acsgd.worker import Worker, build_worker
+
+VOCABULARY = 512
+SEQUENCES, SEQUENCE = 6, 32
+RATE = 0.1
+
+
+@dataclass(frozen=True)
+class DrawnBatch:
+    """Micro-batches of one replica."""
+
+    tokens: Tensor
+    labels: Tensor
+    micro_ids: range
+
+
+def make_config(model: Path, run_dir: Path, *, dtype: Any = "fp32", recompute: Any = "none", **pp: Any) -> Config:
+    """Return a run of 6 sequences per step: in micro-batches of 2 they are three, uneven for two replicas."""
+    return Config(
+        model=ModelConfig(name=str(model), dtype=dtype, recompute=recompute),
+        data=DataConfig(task="demo", sequence=SEQUENCE, batch=SEQUENCES, seed=3),
+        optim=OptimConfig(lr=RATE, steps=1),
+        pp=PipelineConfig(**pp),
+        log=LogConfig(dir=str(run_dir / "run")),
+    )
+
+
+def draw_batch(config: Config, step: int, micros: range | None = None) -> DrawnBatch:
+    """Return the micro-batches `micros`, or all, of a step's global batch. About a third of the labels is -100."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (SEQUENCES // config.pp.micro, config.pp.micro, SEQUENCE)
+    tokens = torch.randint(VOCABULARY, shape, generator=generator)
+    labels = torch.where(torch.rand(shape, generator=generator) < 1 / 3, -100, tokens.roll(-1, -1))
+    micros = range(len(tokens)) if micros is None else micros
+    mine = slice(micros.start, micros.stop)
+    return DrawnBatch(tokens[mine], labels[mine], micros)
+
+
+@contextlib.contextmanager
+def worker_of(config: Config, rank: int, world_size: int, store: str) -> Iterator[Worker]:
+    """Yield one rank of a run; store: a file that only these ranks share, and only for this."""
+    torch.set_num_threads(1)
+    job = prepare(config, Launch(rank, rank, world_size))
+    with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(store, world_size)) as groups:
+        yield build_worker(job, open_source(job), groups)
+
+
+@torch.no_grad()
+def descend(weights: Iterable[Weight], scale: float = 1.0) -> None:
+    """Make a step of gradient descent; scale: what the gradients are multiplied by."""
+    for weight in weights:
+        assert weight.master.grad is not None
+        weight.master.sub_(weight.master.grad, alpha=RATE / scale)
+        if weight.master is not weight.param:
+            weight.param.copy_(weight.master)
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Return a hash that differs if any bit does."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def gradients(worker: Worker) -> list[Tensor]:
+    """Return those of all weights of a rank."""
+    grads = [weight.master.grad for weight in worker.weights]
+    return [grad for grad in grads if grad is not None]
+
+
+def build_stages(
+    config: PreTrainedConfig, cuts: Iterable[range], *, dtype: torch.dtype = torch.float32, **options: Any
+) -> list[Stage]:
+    """Return stages that hold the layers of each range, with new weights, in this process alone.
+
+    options: of Stage.
+    """
+    family = family_of(config.model_type)
+    layers = family.layers(config)
+    source = Scratch(config, layers, seed=0)
+    cpu = torch.device("cpu")
+    stages = []
+    for cut in cuts:
+        model = skeleton(config).train()
+        family.rebuild_buffers(model, cpu)
+        held = {
+            layers[index]: load_layer(model, layers[index], source, device=cpu, dtype=dtype, embedding=layers[0])
+            for index in cut
+        }
+        sync = Alone([weight for weights in held.values() for weight in weights])
+        stages.append(Stage(model, family, held, sync, seed=0, **{"targets": SEQUENCE} | options))
+    return stages

@@ -1,0 +1,97 @@
+"""Laws: evaluation through the pipeline is the Hugging Face model's in eval mode, and training does not notice it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from direct import descend, digest, draw_batch, gradients, make_config, worker_of
+from ranks import on_ranks
+from test_same_training import DROPOUT, RELATIVE, SCHEDULES, TOPOLOGIES
+from transformers import AutoModelForCausalLM
+
+from acsgd.config import Config
+
+TinyModel = Callable[..., Path]
+
+
+def evaluate_on_rank(rank: int, world_size: int, store: Path, configs: Sequence[Config]) -> list[list[float]]:
+    """Return this rank's share of the loss of two batches, for each config."""
+    shares = []
+    for number, config in enumerate(configs):
+        with worker_of(config, rank, world_size, f"{store}-{number}") as worker:
+            batches = [draw_batch(config, seed, worker.job.micros) for seed in range(2)]
+            shares.append([worker.pipeline.evaluate(batch, 0).item() for batch in batches])
+    return shares
+
+
+def oracle_losses(config: Config) -> list[float]:
+    """Return the loss of the Hugging Face model, summed over the targets, for the same two batches."""
+    model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32).eval()
+    losses = []
+    for seed in range(2):
+        batch = draw_batch(config, seed)
+        with torch.no_grad():
+            logits = model(batch.tokens.flatten(0, 1), use_cache=False).logits.double()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("stages", "replicas"), TOPOLOGIES)
+def test_the_shares_of_all_ranks_are_the_loss_of_the_whole_model(
+    stages: int, replicas: int, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    models = [tiny_model("gpt2", **DROPOUT), tiny_model("qwen2", attention_dropout=0.1)]
+    configs = [
+        make_config(model, tmp_path, stages=stages, schedule=schedule, micro=micro)
+        for model, schedule, micro in product(models, SCHEDULES, (1, 2))
+    ]
+    by_rank = on_ranks(stages * replicas, evaluate_on_rank, tmp_path / "store", configs)
+    for config, *shares in zip(configs, *by_rank, strict=True):
+        sums = [sum(of_batch) for of_batch in zip(*shares, strict=True)]
+        assert sums == pytest.approx(oracle_losses(config), rel=RELATIVE), config.pp
+        for rank, share in enumerate(shares):
+            assert (share != [0.0, 0.0]) == (rank % stages == stages - 1), "only the last stage has a loss"
+
+
+def train_on_rank(
+    rank: int, world_size: int, store: Path, configs: Sequence[Config], evaluated: bool
+) -> list[tuple[list[float], str]]:
+    """Return the loss of three steps and a hash of the weights after them, for each config.
+
+    evaluated: whether to evaluate before each step and once more between its backward and its update.
+    """
+    trained = []
+    for number, config in enumerate(configs):
+        with worker_of(config, rank, world_size, f"{store}-{evaluated}-{number}") as worker:
+            losses = []
+            for step in range(3):
+                for phase in range(2):
+                    if evaluated:
+                        before = torch.get_rng_state()
+                        worker.pipeline.evaluate(draw_batch(config, 100 + step, worker.job.micros), step)
+                        assert torch.equal(torch.get_rng_state(), before), "evaluation drew random numbers"
+                    if phase == 0:
+                        losses.append(worker.pipeline.run(draw_batch(config, step, worker.job.micros), step).item())
+                descend(worker.weights)
+            trained.append((losses, digest([w.param for w in worker.weights] + gradients(worker))))
+    return trained
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_training_does_not_notice_an_evaluation(world_size: int, tiny_model: TinyModel, tmp_path: Path) -> None:
+    stages = min(world_size, 2)
+    gpt2, llama = tiny_model("gpt2", **DROPOUT), tiny_model("llama", attention_dropout=0.1)
+    configs = [
+        *(make_config(gpt2, tmp_path, stages=stages, schedule=schedule) for schedule in SCHEDULES),
+        make_config(llama, tmp_path, stages=stages, dtype="bf16", recompute="layers"),
+    ]
+    without, between = (
+        on_ranks(world_size, train_on_rank, tmp_path / "store", configs, evaluated) for evaluated in (False, True)
+    )
+    assert between == without
+    assert len({weights for rank in without for _, weights in rank}) > 1, "the hash tells nothing"

@@ -1,0 +1,207 @@
+"""Law: a NaN or inf is traced to the stage, the tensor and the micro-batch in which it first appeared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from math import inf, nan
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from direct import digest, draw_batch, gradients, make_config, worker_of
+from ranks import on_ranks
+from test_same_training import DROPOUT
+from torch import Tensor, nn
+
+from acsgd.config import Config
+from acsgd.pp.fault import Fault, first_fault
+from acsgd.pp.stage import MicroBatch, Stage
+from acsgd.worker import Worker
+
+TinyModel = Callable[..., Path]
+
+
+class Plant(NamedTuple):
+    """What is made wrong."""
+
+    kind: str
+    """What `_plant` knows."""
+    where: str
+    """A weight's or a module's Hugging Face name."""
+    micro: int | None
+    """In which micro-batch of the global batch; None of what is wrong in all."""
+    phase: Any
+    """In which it must be found."""
+    tensor: str
+    """As it must be called; {} stands for `where`."""
+    value: float = nan
+
+
+PLANTS = [
+    Plant("weight", "transformer.h.4.ln_1.weight", None, "weight", "weight {}"),
+    Plant("weight", "transformer.h.0.mlp.c_fc.bias", None, "weight", "weight {}", inf),
+    Plant("output", "transformer.wte", 5, "forward", "output of {}"),
+    Plant("output", "transformer.h.2.mlp.c_fc", 4, "forward", "output of {}"),
+    Plant("output", "transformer.h.5.attn", 0, "forward", "output of {}"),
+    Plant("output", "lm_head", 1, "forward", "output of {}", -inf),
+    Plant("loss", "lm_head", 2, "forward", "loss"),
+    Plant("gradient", "transformer.h.1.mlp.c_proj", 3, "backward", "gradient of the output of {}"),
+    Plant("gradient", "transformer.h.4.attn.c_attn", 5, "backward", "gradient of the output of {}", inf),
+    Plant("weight's gradient", "transformer.h.3.mlp.c_fc.weight", 2, "backward", "gradient of {}"),
+    Plant("sum", "transformer.h.3.ln_2.bias", None, "reduce", "gradient summed over replicas of {}"),
+]
+CUTS = [
+    # ranks of a pipeline, replicas, blocks per stage, schedule, recompute
+    (1, 1, (6,), "1f1b", "none"),
+    (2, 1, (2, 1, 1, 2), "interleaved:chunks=2", "none"),
+    (1, 2, (6,), "gpipe", "layers"),
+    (2, 2, (3, 3), "1f1b", "layers"),
+]
+
+
+@pytest.mark.parametrize(("stages", "replicas", "blocks", "schedule", "recompute"), CUTS)
+def test_all_ranks_name_what_was_planted(
+    stages: int,
+    replicas: int,
+    blocks: tuple[int, ...],
+    schedule: str,
+    recompute: str,
+    tiny_model: TinyModel,
+    tmp_path: Path,
+) -> None:
+    model = tiny_model("gpt2", **DROPOUT)
+    config = make_config(model, tmp_path, stages=stages, layers=blocks, schedule=schedule, recompute=recompute)
+    by_rank = on_ranks(stages * replicas, find_on_rank, tmp_path / "store", config, PLANTS)
+    for plant, *said in zip(PLANTS, *by_rank, strict=True):
+        value: Any = "nan" if plant.value != plant.value else "inf"
+        planted = Fault(
+            plant.phase, _stage_of(plant.where, blocks), plant.micro, plant.tensor.format(plant.where), value
+        )
+        found = [Fault.from_dict(fault) for fault in said if fault is not None]
+        assert first_fault(found) == first_fault(found[::-1]) == planted
+
+
+def test_what_only_the_wire_cannot_carry_is_wrong_where_it_arrives(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = make_config(tiny_model("llama"), tmp_path, stages=2, layers=(3, 3), forward="none:dtype=fp16")
+    too_large = [Plant("output", "model.layers.2", 3, "forward", "", value=1e6)]
+    by_rank = on_ranks(2, find_on_rank, tmp_path / "store", config, too_large)
+    assert by_rank[0][0]["phase"] == "backward"
+    assert Fault.from_dict(by_rank[1][0]) == Fault("forward", 1, 3, "input of model.layers.3", "inf")
+
+
+def find_on_rank(
+    rank: int, world_size: int, store: Path, config: Config, plants: Sequence[Plant]
+) -> list[dict[str, Any] | None]:
+    """Return what this rank finds of each plant, on its own."""
+    found = []
+    for number, plant in enumerate(plants):
+        with (
+            worker_of(config, rank, world_size, f"{store}-{number}") as worker,
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            _plant(plant, worker, patch)
+            batch = draw_batch(config, 0, worker.job.micros)
+            worker.pipeline.run(batch, 0)
+            fault = worker.pipeline.find_fault(batch, 0)
+            found.append(None if fault is None else fault.to_dict())
+    return found
+
+
+def search_on_rank(rank: int, world_size: int, store: Path, config: Config, scale: float) -> None:
+    """Check that a search in a step in which nothing is wrong finds nothing and leaves what the step leaves."""
+    with worker_of(config, rank, world_size, str(store)) as worker:
+        batch = draw_batch(config, 0, worker.job.micros)
+        loss, grads = worker.pipeline.run(batch, 0, scale), digest(gradients(worker))
+        assert worker.pipeline.find_fault(batch, 0, scale) is None
+        assert digest(gradients(worker)) == grads
+        for stage in worker.stages.values():
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in stage.model.modules())
+            assert not any(weight.param._backward_hooks for weight in stage.weights)
+        assert worker.pipeline.run(batch, 0, scale) == loss
+        assert digest(gradients(worker)) == grads
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_search_changes_nothing(world_size: int, tiny_model: TinyModel, tmp_path: Path) -> None:
+    model = tiny_model("gpt2", **DROPOUT)
+    config = make_config(model, tmp_path, stages=min(world_size, 2), dtype="bf16", recompute="layers")
+    on_ranks(world_size, search_on_rank, tmp_path / "store", config, 4.0)
+
+
+def _stage_of(name: str, blocks: Sequence[int]) -> int:
+    if not name.startswith("transformer.h."):
+        return 0 if name.startswith("transformer") else len(blocks) - 1
+    return sum(end <= int(name.split(".")[2]) for end in accumulate(blocks))
+
+
+def _plant(plant: Plant, worker: Worker, patch: pytest.MonkeyPatch) -> None:
+    """Make something wrong on the ranks that hold it; a weight or a sum on the first replica only."""
+    for stage in worker.stages.values():
+        paths = [path for shard in stage.shards for path in shard.modules]
+        if not any(f"{plant.where}.".startswith(f"{path}.") for path in paths):
+            continue
+        spoil = _spoiler(plant, stage, worker.job.micros, patch)
+        weights = {weight.key: weight.param for weight in stage.weights}
+        if plant.kind in ("output", "gradient"):
+            of_gradient = plant.kind == "gradient"
+            stage.model.get_submodule(plant.where).register_forward_hook(_hook(spoil, of_gradient=of_gradient))
+        elif plant.kind == "loss":
+            patch.setattr(worker.job.family, "loss", _then(worker.job.family.loss, spoil))
+        elif plant.kind == "weight's gradient":
+            weights[plant.where].register_hook(spoil)
+        elif worker.job.topology.replica == 0:
+            if plant.kind == "weight":
+                weights[plant.where].data[-1] = plant.value
+            else:
+                patch.setattr(stage.sync, "wait", _then(stage.sync.wait, partial(_spoil_sum, weights[plant.where])))
+
+
+def _then(first: Callable[..., Any], second: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda *args: second(first(*args))
+
+
+def _spoil_sum(weight: nn.Parameter, _: None) -> None:
+    assert weight.grad is not None
+    weight.grad.fill_(nan)
+
+
+def _spoiler(plant: Plant, stage: Stage, micros: range, patch: pytest.MonkeyPatch) -> Callable[[Tensor], Tensor]:
+    """Return what puts the value into a tensor while the stage works on the micro-batch."""
+    forward, backward = stage.forward, stage.backward
+    place = -1
+
+    def watched_forward(micro: MicroBatch, *args: Any) -> Any:
+        nonlocal place
+        place = micro.global_place
+        return forward(micro, *args)
+
+    def watched_backward(micro: int, *args: Any, **options: Any) -> Any:
+        nonlocal place
+        place = micros[micro]
+        return backward(micro, *args, **options)
+
+    def spoil(tensor: Tensor) -> Tensor:
+        if place != plant.micro:
+            return tensor
+        spoilt = tensor.clone()
+        spoilt.view(-1)[-1] = plant.value
+        return spoilt
+
+    patch.setattr(stage, "forward", watched_forward)
+    patch.setattr(stage, "backward", watched_backward)
+    return spoil
+
+
+def _hook(spoil: Callable[[Tensor], Tensor], *, of_gradient: bool) -> Callable[[nn.Module, Any, Any], Any]:
+    """Return a forward hook that spoils a module's (first) output, or the gradient of it."""
+
+    def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+        first, *others = output if isinstance(output, tuple) else (output,)
+        if of_gradient:
+            first.register_hook(spoil)
+            return None
+        return (spoil(first), *others) if others else spoil(first)
+
+    return hook

@@ -1,0 +1,144 @@
+"""Laws: computing the layers again gives the same training, bit for bit, and keeps only what enters each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY
+from direct import SEQUENCE, VOCABULARY, build_stages, descend, digest, draw_batch, gradients, make_config, worker_of
+from ranks import on_ranks
+from test_same_training import DROPOUT
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, PreTrainedConfig
+
+from acsgd.config import Config
+from acsgd.pp.stage import MicroBatch, Stage
+from acsgd.shards import FAMILIES
+
+TinyModel = Callable[..., Path]
+MICRO = MicroBatch(0, 0, 0)
+SEQUENCES = 2
+
+
+def train_on_rank(rank: int, world_size: int, store: Path, configs: Sequence[Config]) -> list[tuple[list[float], str]]:
+    """Return the losses of five steps and a hash of the weights and gradients after them, for each config."""
+    trained = []
+    for number, config in enumerate(configs):
+        with worker_of(config, rank, world_size, f"{store}-{number}") as worker:
+            losses = []
+            for step in range(5):
+                losses.append(worker.pipeline.run(draw_batch(config, step, worker.job.micros), step).item())
+                descend(worker.weights)
+            trained.append((losses, digest([w.param for w in worker.weights] + gradients(worker))))
+    return trained
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_it_is_the_same_training_bit_for_bit(stages: int, tiny_model: TinyModel, tmp_path: Path) -> None:
+    models = [tiny_model(family, **_dropout(family)) for family in TINY]
+    schedule = "interleaved:chunks=2" if stages > 1 else "gpipe"
+    kept, again = (
+        [make_config(model, tmp_path, stages=stages, schedule=schedule, recompute=recompute) for model in models]
+        for recompute in ("none", "layers")
+    )
+    undropped = make_config(tiny_model("gpt2"), tmp_path, stages=stages, schedule=schedule)
+    for trained in on_ranks(stages, train_on_rank, tmp_path / "store", [*kept, *again, undropped]):
+        assert trained[: len(kept)] == trained[len(kept) : -1]
+        assert trained[0][1] != trained[-1][1], "no dropout took place"
+
+
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("dropout", [False, True])
+def test_a_stage_keeps_what_enters_its_layers(family: str, dropout: bool) -> None:
+    config = _config(family, **(_dropout(family) if dropout else {}))
+    hidden_bytes = _hidden_bytes(config)
+    cuts = [range(3), range(3, 5), range(5, 8)]
+    by_recompute = [build_stages(config, cuts, recompute=recompute) for recompute in (False, True)]
+    for usual, sparing in zip(*by_recompute, strict=True):
+        # what a layer gives enters the next one, or leaves the stage; a loss is kept summed and divided, in fp32
+        num_layers = len(sparing.shards)
+        given = (num_layers - 1) * hidden_bytes + 2 * 4 if sparing.is_last else num_layers * hidden_bytes
+        assert _kept_by_forward(sparing, config) <= given + _context_bytes(sparing, config)
+        # usually each matrix keeps what it is multiplied with: of a block, those after the norms, that after the
+        # attention and the last of the MLP, each as large as what enters the block, or larger
+        num_blocks = sum(shard.kind == "block" for shard in usual.shards)
+        assert _kept_by_forward(usual, config) >= given + 4 * num_blocks * hidden_bytes
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_evaluation_keeps_only_what_it_returns(recompute: bool) -> None:
+    config = _config("llama")
+    for stage in build_stages(config, [range(3), range(3, 8)], recompute=recompute):
+        returned = 4 if stage.is_last else _hidden_bytes(config)
+        assert _alive_after(stage.evaluate, MICRO, *_inputs(stage, config)) == returned
+
+
+def _dropout(family: str) -> dict[str, float]:
+    return DROPOUT if family == "gpt2" else {"attention_dropout": 0.1}
+
+
+def _config(family: str, **options: Any) -> PreTrainedConfig:
+    return AutoConfig.for_model(family, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **TINY[family] | options)
+
+
+def _hidden_bytes(config: PreTrainedConfig) -> int:
+    return SEQUENCES * SEQUENCE * int(config.hidden_size) * 4
+
+
+def _inputs(stage: Stage, config: PreTrainedConfig) -> tuple[dict[str, Tensor], Tensor | None]:
+    tokens = torch.zeros(SEQUENCES, SEQUENCE, dtype=torch.int64)
+    hidden = torch.ones(SEQUENCES, SEQUENCE, config.hidden_size)
+    return {"tokens": tokens} if stage.is_first else {"hidden": hidden}, tokens if stage.is_last else None
+
+
+def _kept_by_forward(stage: Stage, config: PreTrainedConfig) -> int:
+    return _alive_after(stage.forward, MICRO, *_inputs(stage, config))
+
+
+def _context_bytes(stage: Stage, config: PreTrainedConfig) -> int:
+    hidden = {"hidden": torch.ones(SEQUENCES, SEQUENCE, config.hidden_size)}
+    return _alive_after(FAMILIES[config.model_type].context, stage.model, hidden)
+
+
+def _alive_after(make: Callable[..., Any], *args: Any) -> int:
+    """Return the bytes of the tensors that `make` makes and that are still there when it returns."""
+    with _Storages() as storages:
+        result = make(*args)
+    alive = storages.alive()
+    del result
+    return alive
+
+
+class _Storages(TorchDispatchMode):
+    """Takes note of every storage that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[StorageWeakRef, int] = {}
+        self._given: set[StorageWeakRef] = set()
+
+    def alive(self) -> int:
+        """Return the bytes of those that are still there."""
+        return sum(nbytes for storage, nbytes in self._made.items() if not storage.expired())
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _tensors([args, kwargs]):
+            storage = StorageWeakRef(tensor.untyped_storage())
+            if storage not in self._made:
+                self._given.add(storage)
+        result = operation(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            storage = StorageWeakRef(tensor.untyped_storage())
+            if storage not in self._given:
+                self._made[storage] = tensor.untyped_storage().nbytes()
+        return result
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor))
