@@ -1,17 +1,25 @@
-"""What a run says of itself: metrics.jsonl, one object per optimizer step, and one line on the terminal."""
+"""What a run says of itself: metrics.jsonl, one object per optimizer step, one line on the terminal, and wandb."""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol
+from types import TracebackType
+from typing import NamedTuple, Protocol
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from acsgd.config import Config
 from acsgd.meter import Meter
+
+log = logging.getLogger(__name__)
 
 PLAIN_LINES = 20
 """Lines that a run prints where there is no terminal to redraw one on."""
@@ -27,6 +35,12 @@ class Totals(NamedTuple):
     dp_bytes: float
     in_flight_s: float
     waited_s: float
+    stop_wishes: float = 0.0
+    """How many ranks ask for the run to end after this step."""
+    save_wishes: float = 0.0
+    """How many ranks ask for a save after this step."""
+    save_failures: float = 0.0
+    """How many ranks ask for help with a save of theirs that has failed."""
 
     def tensor(self) -> Tensor:
         """Return the numbers as fp64, to be summed."""
@@ -41,8 +55,18 @@ class Totals(NamedTuple):
         return 1.0 - self.waited_s / self.in_flight_s if self.in_flight_s else 1.0
 
 
-def totals(loss: Tensor, labels: Tensor | None, *, forward: Meter, backward: Meter, dp: list[Meter]) -> Totals:
-    """Collect this rank's share of a step and reset its meters."""
+def totals(
+    loss: Tensor,
+    labels: Tensor | None,
+    *,
+    forward: Meter,
+    backward: Meter,
+    dp: list[Meter],
+    stop_wishes: float = 0.0,
+    save_wishes: float = 0.0,
+    save_failures: float = 0.0,
+) -> Totals:
+    """Collect this rank's share of a step and reset its meters. Wishes and failures: True if this rank has one."""
     meters = [forward, backward, *dp]
     share = Totals(
         loss=float(loss),
@@ -52,6 +76,9 @@ def totals(loss: Tensor, labels: Tensor | None, *, forward: Meter, backward: Met
         dp_bytes=sum(meter.sent_bytes for meter in dp),
         in_flight_s=sum(meter.in_flight_s for meter in meters),
         waited_s=sum(meter.waited_s for meter in meters),
+        stop_wishes=float(stop_wishes),
+        save_wishes=float(save_wishes),
+        save_failures=float(save_failures),
     )
     for meter in meters:
         meter.reset()
@@ -63,15 +90,15 @@ class Record(NamedTuple):
 
     step: int
     """Optimizer steps done."""
-    loss: float
-    """Mean over the target tokens of the global batch, before the step."""
+    loss: float | None
+    """Mean over the target tokens of the global batch, before the step; None = not finite, and the step left out."""
     tokens: int
     """Target tokens trained on since the start of the run."""
     tokens_per_s: float
     step_s: float
     lr: float
-    grad_norm: float
-    """Before clipping."""
+    grad_norm: float | None
+    """Before clipping; None = not finite, and the step left out."""
     pp_forward_bytes: int
     pp_backward_bytes: int
     """With the gradients of tied weights, where the two copies lie on different ranks."""
@@ -79,6 +106,21 @@ class Record(NamedTuple):
     hidden_share: float
     peak_memory_bytes: int
     """Of the rank that has held most so far, among those of the first replica."""
+    skipped: int = 0
+    """Steps of the run so far whose update was left out."""
+    loss_scale: float = 1.0
+    """What fp16 multiplies the loss by in the next step."""
+    save_stall_s: float = 0.0
+    """Seconds of this step in which training stood still for a save."""
+    eval_loss: float | None = None
+    """Mean over the target tokens of the held-out split, after the step; None = not evaluated."""
+
+    def numbers(self) -> dict[str, float | None]:
+        """Return the fields as JSON takes them: None for what is not finite, no eval_loss where not evaluated."""
+        numbers = {name: _finite(value) for name, value in self._asdict().items()}
+        if self.eval_loss is None:
+            del numbers["eval_loss"]
+        return numbers
 
 
 class Sink(Protocol):
@@ -92,8 +134,8 @@ class Sink(Protocol):
         """Say something that is no number."""
         ...
 
-    def close(self) -> None:
-        """Write out what is left."""
+    def close(self, *, failed: bool) -> None:
+        """Write out what is left; failed: whether an error ends the run."""
         ...
 
 
@@ -104,22 +146,33 @@ class Metrics:
         self._sinks = sinks
 
     @classmethod
-    def open(cls, to: str, run_dir: Path, *, steps: int, speaks: bool) -> Metrics:
-        """Open the sinks named in `to`, "print,jsonl"; speaks: whether this rank is the one that has them."""
-        kinds = set(filter(None, to.split(","))) if speaks else set()
+    def open(cls, config: Config, run_dir: Path, *, resumed_at: int, speaks: bool) -> Metrics:
+        """Open the sinks that log.to names, in a run directory that exists.
+
+        resumed_at: optimizer steps done in the checkpoint that the run goes on from; 0 = a fresh start, whose
+        metrics.jsonl starts anew. speaks: whether this rank is the one that has sinks.
+        """
+        kinds = set(config.log.to.split(",")) if speaks else set()
         sinks: list[Sink] = []
+        metrics = cls(sinks)
         if "jsonl" in kinds:
-            sinks.append(JsonLines(run_dir / "metrics.jsonl"))
+            sinks.append(JsonLines(run_dir / "metrics.jsonl", resumed_at=resumed_at, tell=metrics.note))
         if "print" in kinds:
-            sinks.append(Terminal(steps))
-        return cls(sinks)
+            sinks.append(Terminal(config.optim.steps, resumed_at=resumed_at, fp16=config.model.dtype == "fp16"))
+        if "wandb" in kinds:
+            from acsgd.io.wandb_log import WandbSink  # which imports this file
+
+            sinks.append(WandbSink(config, run_dir, resumed_at=resumed_at, tell=metrics.note))
+        return metrics
 
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for sink in self._sinks:
-            sink.close()
+            sink.close(failed=kind is not None)
 
     def log(self, record: Record) -> None:
         """Tell one step's record to all sinks."""
@@ -127,32 +180,64 @@ class Metrics:
             sink.log(record)
 
     def note(self, text: str) -> None:
-        """Say something that is no number."""
+        """Say something that is no number, here and in this rank's text log."""
+        log.info(text)
         for sink in self._sinks:
             sink.note(text)
 
 
 class JsonLines:
-    """metrics.jsonl; each line is on disk when `log` returns, as far as this process is concerned."""
+    """metrics.jsonl: every step once, in order, on disk when `log` returns, as far as this process is concerned.
 
-    def __init__(self, path: Path) -> None:
-        self._file: IO[str] = path.open("w", buffering=1)
+    A run that goes back to an earlier step drops the lines after it. A disk that is full ends no run: what is not
+    written yet follows when there is room again.
+    """
+
+    def __init__(self, path: Path, *, resumed_at: int, tell: Callable[[str], None]) -> None:
+        if path.exists():
+            _drop_after(path, resumed_at)
+        # unbuffered, so that `write` tells how much of a line has found room
+        self._file = path.open("a+b", buffering=0)
+        self._owed, self._last = b"", resumed_at
+        self._path, self._tell, self._is_told = path, tell, False
 
     def log(self, record: Record) -> None:
-        self._file.write(json.dumps(record._asdict()) + "\n")
+        if record.step <= self._last:
+            self._rewind(record.step - 1)
+        self._last = record.step
+        self._owed += json.dumps(record.numbers(), allow_nan=False).encode() + b"\n"
+        self._write()
 
     def note(self, text: str) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
+        self._write()
         self._file.close()
+
+    def _rewind(self, step: int) -> None:
+        """Leave the lines up to that of `step`, written and owed; in one operation, which needs no room."""
+        self._file.seek(0)
+        written = self._file.read()
+        kept = b"".join(_lines_until((written + self._owed).splitlines(), step))
+        self._file.truncate(min(len(kept), len(written)))
+        self._owed = kept[len(written) :]
+
+    def _write(self) -> None:
+        try:
+            while self._owed:
+                self._owed = self._owed[self._file.write(self._owed) :]
+        except OSError as error:
+            if not self._is_told:
+                self._tell(f"{self._path} cannot be written ({error.strerror}); its lines follow when they can")
+            self._is_told = True
 
 
 class Terminal:
     """A progress bar on one line of a terminal; a few plain lines where the output goes elsewhere."""
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
+    def __init__(self, steps: int, *, resumed_at: int, fp16: bool) -> None:
+        self._steps, self._first, self._fp16 = steps, resumed_at + 1, fp16
         self._console = Console()
         self._progress = Progress(
             TextColumn("step"),
@@ -163,18 +248,52 @@ class Terminal:
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._progress.add_task("train", total=steps, state="starting")
+        self._task = self._progress.add_task("train", total=steps, completed=resumed_at, state="starting")
         self._progress.start()
 
     def log(self, record: Record) -> None:
-        state = f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tokens/s"
+        state = _state(record, fp16=self._fp16)
         self._progress.update(self._task, completed=record.step, state=state)
         every = max(1, self._steps // PLAIN_LINES)
-        if not self._console.is_terminal and (record.step % every == 0 or record.step in (1, self._steps)):
+        if not self._console.is_terminal and (record.step % every == 0 or record.step in (self._first, self._steps)):
             print(f"step {record.step}/{self._steps}  {state}", flush=True)
 
     def note(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         self._progress.stop()
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Leave of metrics.jsonl what a run that was killed had whole and that the checkpoint of `step` knows."""
+    partial = path.with_name(f".{path.name}.partial")
+    with path.open("rb") as lines, partial.open("wb") as file:
+        file.writelines(_lines_until(lines, step))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _lines_until(lines: Iterable[bytes], step: int) -> Iterator[bytes]:
+    for line in lines:
+        try:
+            is_kept = json.loads(line)["step"] <= step
+        except (ValueError, KeyError, TypeError):  # torn
+            continue
+        if is_kept:
+            yield line.rstrip() + b"\n"
+
+
+def _state(record: Record, *, fp16: bool) -> str:
+    loss = "nan" if record.loss is None else f"{record.loss:.4f}"
+    state = f"loss {loss}  {record.tokens_per_s:,.0f} tokens/s"
+    if record.skipped:
+        state += f"  skipped {record.skipped}"
+    if fp16:
+        state += f"  scale {record.loss_scale:.10g}"
+    return state

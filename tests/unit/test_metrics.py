@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
+import resource
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
+from acsgd.config import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
 from acsgd.io.metrics import PLAIN_LINES, Metrics, Record, Totals, totals
 from acsgd.meter import Meter
 
@@ -25,6 +29,27 @@ RECORD = Record(
     hidden_share=0.5,
     peak_memory_bytes=4,
 )
+LINE = {name: value for name, value in RECORD._asdict().items() if name != "eval_loss"}
+
+
+def configure(to: str, *, steps: int = 1000, dtype: Literal["fp32", "fp16"] = "fp32") -> Config:
+    return Config(
+        model=ModelConfig(name="m", dtype=dtype),
+        data=DataConfig(task="demo", sequence=8, batch=2),
+        optim=OptimConfig(lr=1.0, steps=steps),
+        log=LogConfig(to=to),
+    )
+
+
+def log_steps(run_dir: Path, to: str, first: int, last: int, *, resumed_at: int, steps: int = 1000) -> None:
+    """Log steps first to last as one start of a run does; `tokens` tells the starts apart."""
+    with Metrics.open(configure(to, steps=steps), run_dir, resumed_at=resumed_at, speaks=True) as metrics:
+        for step in range(first, last + 1):
+            metrics.log(RECORD._replace(step=step, tokens=resumed_at))
+
+
+def read_lines(run_dir: Path) -> list[dict[str, float | None]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 class Instant:
@@ -33,28 +58,194 @@ class Instant:
 
 
 def test_each_record_is_on_disk_when_it_is_logged(tmp_path: Path) -> None:
-    with Metrics.open("jsonl", tmp_path, steps=2, speaks=True) as metrics:
+    with Metrics.open(configure("jsonl"), tmp_path, resumed_at=0, speaks=True) as metrics:
         metrics.log(RECORD)
-        assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()] == [RECORD._asdict()]
+        assert read_lines(tmp_path) == [LINE]
+        metrics.log(RECORD._replace(step=2, eval_loss=3.0))
+        assert read_lines(tmp_path) == [LINE, LINE | {"step": 2, "eval_loss": 3.0}]
+
+
+def test_the_fields_of_a_line_keep_their_order() -> None:
+    documented = (
+        "step loss tokens tokens_per_s step_s lr grad_norm pp_forward_bytes pp_backward_bytes dp_bytes "
+        "hidden_share peak_memory_bytes skipped loss_scale save_stall_s eval_loss"
+    )
+    assert list(RECORD._replace(eval_loss=1.0).numbers()) == documented.split()
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+def test_what_is_not_finite_is_null(value: float | None, tmp_path: Path) -> None:
+    with Metrics.open(configure("jsonl"), tmp_path, resumed_at=0, speaks=True) as metrics:
+        metrics.log(RECORD._replace(loss=value, grad_norm=value, skipped=1, eval_loss=value))
+    [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    strict = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert (strict["loss"], strict["grad_norm"], strict["skipped"]) == (None, None, 1)
+    assert ("eval_loss" in strict) == (value is not None)
+
+
+@pytest.mark.parametrize(
+    "torn",
+    [
+        b"",
+        b'{"step": 6, "lo',
+        b'{"step": 6}',  # whole but for its end
+        b"\0" * 40,  # a file system that lost power
+        b"[]\n",
+    ],
+)
+@pytest.mark.parametrize("resumed_at", [1, 3, 4])
+def test_after_a_kill_and_a_resume_each_step_appears_once_in_order(
+    resumed_at: int, torn: bytes, tmp_path: Path
+) -> None:
+    log_steps(tmp_path, "jsonl", 1, 5, resumed_at=0)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(torn)
+    log_steps(tmp_path, "jsonl", resumed_at + 1, 8, resumed_at=resumed_at)
+    kept = [(step, 0) for step in range(1, resumed_at + 1)]
+    made_again = [(step, resumed_at) for step in range(resumed_at + 1, 9)]
+    assert [(line["step"], line["tokens"]) for line in read_lines(tmp_path)] == kept + made_again
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_the_last_line_is_kept_if_only_its_end_is_missing(tmp_path: Path) -> None:
+    log_steps(tmp_path, "jsonl", 1, 2, resumed_at=0)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().rstrip())
+    log_steps(tmp_path, "jsonl", 3, 3, resumed_at=2)
+    assert [line["step"] for line in read_lines(tmp_path)] == [1, 2, 3]
+
+
+def test_a_fresh_start_starts_the_file_anew(tmp_path: Path) -> None:
+    log_steps(tmp_path, "jsonl", 1, 5, resumed_at=0)
+    log_steps(tmp_path, "jsonl", 1, 2, resumed_at=0)
+    assert [line["step"] for line in read_lines(tmp_path)] == [1, 2]
+
+
+def test_a_run_resumed_in_another_directory_begins_its_file_there(tmp_path: Path) -> None:
+    log_steps(tmp_path, "jsonl", 8, 9, resumed_at=7)
+    assert [line["step"] for line in read_lines(tmp_path)] == [8, 9]
+
+
+@pytest.mark.parametrize("back_to", [0, 2, 3, 5])
+@pytest.mark.parametrize("resumed_at", [0, 2])
+def test_what_a_run_goes_back_beyond_is_dropped(back_to: int, resumed_at: int, tmp_path: Path) -> None:
+    log_steps(tmp_path, "jsonl", 1, 3, resumed_at=0)
+    back_to = max(back_to, resumed_at)
+    with Metrics.open(configure("jsonl"), tmp_path, resumed_at=resumed_at, speaks=True) as metrics:
+        for step in [*range(resumed_at + 1, 7), *range(back_to + 1, 5), *range(back_to + 1, 9)]:
+            metrics.log(RECORD._replace(step=step))
+            assert [line["step"] for line in read_lines(tmp_path)] == list(range(1, step + 1))
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_what_a_run_goes_back_beyond_is_dropped_though_it_found_no_room(tmp_path: Path) -> None:
+    length = len(json.dumps(LINE)) + 1
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Metrics.open(configure("jsonl"), tmp_path, resumed_at=0, speaks=True) as metrics:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5 * length // 2, hard))
+        try:
+            for step in [1, 2, 3, 4, 5, 4, 3, 4]:
+                metrics.log(RECORD._replace(step=step))
+            assert (tmp_path / "metrics.jsonl").stat().st_size == 5 * length // 2
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        metrics.log(RECORD._replace(step=5))
+    assert [line["step"] for line in read_lines(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_lines_that_find_no_room_follow_when_there_is_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    length = len(json.dumps(LINE)) + 1
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Metrics.open(configure("print,jsonl", steps=4), tmp_path, resumed_at=0, speaks=True) as metrics:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (length + length // 2, limits[1]))
+            for step in (1, 2, 3):
+                metrics.log(RECORD._replace(step=step))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert (tmp_path / "metrics.jsonl").stat().st_size == length + length // 2
+        metrics.log(RECORD._replace(step=4))
+        assert read_lines(tmp_path) == [LINE | {"step": step} for step in (1, 2, 3, 4)]
+    assert capsys.readouterr().out.count("metrics.jsonl cannot be written (File too large)") == 1
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Metrics.open("print,jsonl", tmp_path, steps=2, speaks=False) as metrics:
+    with Metrics.open(configure("print,jsonl,text,wandb"), tmp_path, resumed_at=0, speaks=False) as metrics:
         metrics.log(RECORD)
         metrics.note("hello")
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr() == ("", "")
 
 
+def test_notes_reach_the_terminal_and_the_text_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.INFO, "acsgd"),
+        Metrics.open(configure("print"), tmp_path, resumed_at=0, speaks=True) as metrics,
+    ):
+        metrics.note("hello")
+    assert capsys.readouterr().out.splitlines().count("hello") == 1
+    assert caplog.messages == ["hello"]
+
+
+def printed_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if line]
+
+
+def printed_steps(capsys: pytest.CaptureFixture[str]) -> list[int]:
+    return [int(line.removeprefix("step ").partition("/")[0]) for line in printed_lines(capsys)]
+
+
 def test_without_a_terminal_a_run_prints_a_few_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    steps = 1000
-    with Metrics.open("print", tmp_path, steps=steps, speaks=True) as metrics:
-        for step in range(1, steps + 1):
-            metrics.log(RECORD._replace(step=step))
-    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    log_steps(tmp_path, "print", 1, 1000, resumed_at=0)
+    lines = printed_lines(capsys)
     assert len(lines) == PLAIN_LINES + 1
     assert lines[0] == "step 1/1000  loss 2.5000  32 tokens/s"
     assert lines[-1].startswith("step 1000/1000")
+
+
+@pytest.mark.parametrize("resumed_at", [1, 49, 50, 733, 999])
+def test_a_resumed_run_prints_the_same_lines_and_its_first(
+    resumed_at: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log_steps(tmp_path, "print", 1, 1000, resumed_at=0)
+    undisturbed = printed_steps(capsys)
+    log_steps(tmp_path, "print", resumed_at + 1, 1000, resumed_at=resumed_at)
+    later = {step for step in undisturbed if step > resumed_at}
+    assert printed_steps(capsys) == sorted(later | {resumed_at + 1})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changed", "line"),
+    [
+        ("fp32", {"loss": None}, "step 1/4  loss nan  32 tokens/s"),
+        ("fp32", {"skipped": 2}, "step 1/4  loss 2.5000  32 tokens/s  skipped 2"),
+        ("fp16", {"loss_scale": 2.0**24}, "step 1/4  loss 2.5000  32 tokens/s  scale 16777216"),
+        ("fp16", {"loss_scale": 1.0}, "step 1/4  loss 2.5000  32 tokens/s  scale 1"),
+    ],
+)
+def test_a_printed_line_says_what_was_left_out(
+    dtype: Literal["fp32", "fp16"],
+    changed: dict[str, float | None],
+    line: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = configure("print", steps=4, dtype=dtype)
+    with Metrics.open(config, tmp_path, resumed_at=0, speaks=True) as metrics:
+        metrics.log(RECORD._replace(**changed))
+    assert printed_lines(capsys) == [line]
+
+
+def test_the_bar_of_a_resumed_run_starts_where_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with Metrics.open(configure("print"), tmp_path, resumed_at=733, speaks=True):
+        pass
+    assert "733/1000" in capsys.readouterr().out
 
 
 def test_a_rank_counts_its_targets_and_bytes_and_starts_anew() -> None:
@@ -73,3 +264,13 @@ def test_the_hidden_share_is_what_was_not_waited_for() -> None:
     share = Totals(0, 1, 0, 0, 0, in_flight_s=4.0, waited_s=1.0)
     assert share.hidden_share == 0.75
     assert share._replace(in_flight_s=0.0, waited_s=0.0).hidden_share == 1.0
+
+
+def test_wishes_add_up_over_the_ranks() -> None:
+    shares = [
+        totals(torch.tensor(0.0), None, forward=Meter(), backward=Meter(), dp=[], **wishes)
+        for wishes in ({"stop_wishes": True, "save_failures": 1.0}, {"stop_wishes": True, "save_wishes": 0.0}, {})
+    ]
+    summed = Totals(*torch.stack([share.tensor() for share in shares]).sum(0).tolist())
+    assert (summed.stop_wishes, summed.save_wishes, summed.save_failures) == (2.0, 0.0, 1.0)
+    assert summed[: summed._fields.index("stop_wishes")] == (0.0,) * 7
