@@ -1,7 +1,8 @@
-"""`acsgd convert`: Hugging Face checkpoints <-> layer shards."""
+"""`acsgd convert`: Hugging Face checkpoints <-> layer shards. `acsgd inspect`: what a checkpoint holds."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from rich.console import Console
 
+from acsgd.io.inspect import as_tables, inspect
 from acsgd.shards.convert import from_hf, to_hf
 
 
@@ -58,9 +61,29 @@ class Convert:
         self.direction.run()
 
 
+@dataclass(frozen=True)
+class Inspect:
+    """Show what a checkpoint holds and verify every byte of it; exit 1 if anything is damaged."""
+
+    path: tyro.conf.Positional[Path]
+    """A checkpoint, a layer-shard directory, or a run directory, all of whose checkpoints are then looked at."""
+    json: bool = False
+    """Print JSON, a list of checkpoints, instead of a table."""
+
+    def run(self) -> None:
+        """Inspect."""
+        reports = inspect(self.path)
+        if self.json:
+            print(json.dumps([report.to_dict() for report in reports], indent=2))
+        else:
+            Console(soft_wrap=True).print(as_tables(reports))
+        if any(report.damages for report in reports):
+            sys.exit(1)
+
+
 def main() -> None:
     """Entry point of the `acsgd` command."""
-    command = tyro.extras.subcommand_cli_from_dict({"convert": Convert}, prog="acsgd")
+    command = tyro.extras.subcommand_cli_from_dict({"convert": Convert, "inspect": Inspect}, prog="acsgd")
     try:
         command.run()
     except (ValueError, RuntimeError, OSError) as error:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from acsgd.shards import family_of
 from acsgd.shards.base import skeleton, stored_keys, tied_keys
-from acsgd.shards.disk import ShardDirectory, copy_companions, write_layer, write_manifest
+from acsgd.shards.disk import Manifest, ShardDirectory, copy_companions, write_layer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 INDEX = "model.safetensors.index.json"
@@ -45,12 +45,11 @@ def from_hf(source: Path, target: Path) -> None:
     config = read_config(source)
     model = skeleton(config)
     files = locate(source, model)
-    entries = []
+    layers = {}
     for shard in family_of(config.model_type).layers(config):
         tensors = _read({key: files[key] for key in stored_keys(model, shard)})
-        entries.append(write_layer(target, shard.name, tensors))
-    copy_companions(source, target)
-    write_manifest(target, entries, step=0)
+        layers[shard.name] = write_layer(target, shard.name, tensors)
+    Manifest(step=0, layers=layers, replicas={}, companions=copy_companions(source, target), run=None).write(target)
 
 
 def to_hf(source: Path, target: Path, *, dtype: str | None = None) -> None:

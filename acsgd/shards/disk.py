@@ -1,12 +1,14 @@
 """A model on disk: one safetensors file per layer, and a JSON manifest that is written last.
 
-    manifest.json            format, version, step, and per layer: file, bytes, sha256
-    embed.safetensors        parameters under their Hugging Face names, in the dtype they were given in
-    block-00000.safetensors  ...
+    manifest.json            format, version, step, the state of the run, and of every file: name, bytes, sha256
+    embed.safetensors        parameters under their Hugging Face names, in the dtype they were given in;
+    block-00000.safetensors  of a checkpoint also "name/parameter": what the optimizer remembers of it
+    ...
     head.safetensors
     config.json, tokenizer   as Hugging Face wrote them
 
-No rank and no stage in any name, so a run of any size can read what a run of any other size wrote.
+No rank and no stage in any name, so a run of any size can read what a run of any other size wrote. Every byte is
+covered by a checksum, those of the manifest by its last field.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,9 @@ from acsgd.failure import RunError
 
 MANIFEST = "manifest.json"
 FORMAT = "acsgd-shards"
-VERSION = 1
+VERSION = 2
+UNSEALED_VERSIONS = (1,)
+"""Those whose manifest had no checksum: no flip of one bit makes one of them from another."""
 
 COMPANIONS = (
     "config.json",
@@ -44,67 +48,131 @@ COMPANIONS = (
 """Files that make weights a usable Hugging Face model."""
 
 
-@dataclass(frozen=True)
-class LayerFile:
-    """The manifest's entry of one layer."""
+WeightState = dict[str, dict[str, Tensor]]
+"""What is remembered of parameters between steps: name -> key of the parameter -> tensor."""
 
-    layer: str
+
+class DamagedError(RunError):
+    """A file is not the one that was written."""
+
+    def __init__(self, path: Path, message: str) -> None:
+        super().__init__(f"{path} {message}")
+        self.file = path.name
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """The manifest's entry of one file."""
+
     file: str
     bytes: int
     sha256: str
 
 
-def write_layer(directory: Path, layer: str, tensors: Mapping[str, Tensor]) -> LayerFile:
-    """Write one layer's file into `directory` and return its entry."""
-    path = directory / f"{layer}.safetensors"
-    on_host = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete shard directory holds."""
+
+    step: int
+    """Optimizer steps trained."""
+    layers: dict[str, StoredFile]
+    """By layer, first to last."""
+    replicas: dict[str, list[StoredFile]]
+    """By layer, what each replica remembers of it in a data-parallel mode with memory."""
+    companions: list[StoredFile]
+    """config.json and the tokenizer's files."""
+    run: dict[str, Any] | None
+    """What a run needs besides its tensors to go on; None of a model that no run has saved."""
+
+    @property
+    def files(self) -> list[StoredFile]:
+        """All files but the manifest."""
+        return [*self.layers.values(), *(file for files in self.replicas.values() for file in files), *self.companions]
+
+    def write(self, directory: Path) -> None:
+        """Complete a shard directory, all other files of which are there."""
+        path = directory / MANIFEST
+        with path.open("wb") as file:
+            file.write(_sealed({"format": FORMAT, "version": VERSION, **asdict(self)}))
+            file.flush()
+            os.fsync(file.fileno())
+        fsync_directory(directory)
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Read the manifest of a complete shard directory.
+
+        Raises ValueError if `directory` is none, or of another version, and DamagedError if the manifest is damaged.
+        """
+        path = directory / MANIFEST
+        try:
+            fields = _unsealed(path.read_bytes(), path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise ValueError(
+                f"{directory} is not a checkpoint or layer-shard directory: it has no {MANIFEST}"
+            ) from None
+        except OSError as error:
+            raise DamagedError(path, f"cannot be read ({error.strerror})") from None
+        _check_version(directory, fields)
+        return cls(
+            step=fields["step"],
+            layers={layer: StoredFile(**file) for layer, file in fields["layers"].items()},
+            replicas={layer: [StoredFile(**file) for file in files] for layer, files in fields["replicas"].items()},
+            companions=[StoredFile(**file) for file in fields["companions"]],
+            run=fields["run"],
+        )
+
+
+def write_layer(
+    directory: Path, stem: str, tensors: Mapping[str, Tensor], state: WeightState | None = None
+) -> StoredFile:
+    """Write one layer's file into `directory`, wait until the disk has it, and return its entry.
+
+    stem: of the file's name, the layer's; state: what is remembered of its parameters.
+    """
+    path = directory / f"{stem}.safetensors"
+    remembered = {f"{name}/{key}": x for name, by_key in (state or {}).items() for key, x in by_key.items()}
+    on_host = {key: tensor.detach().cpu().contiguous() for key, tensor in {**tensors, **remembered}.items()}
     save_file(on_host, path, metadata={"format": "pt"})
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return LayerFile(layer, path.name, path.stat().st_size, _sha256(path))
+    path.chmod(0o644)  # safetensors lets only the owner read
+    return _synced(path)
 
 
-def write_manifest(directory: Path, files: Iterable[LayerFile], *, step: int) -> None:
-    """Complete a shard directory. Its layers are listed first to last; step: optimizer steps trained."""
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "step": step,
-        "layers": [asdict(file) for file in files],
-    }
-    path = directory / MANIFEST
-    with path.open("w") as file:
-        json.dump(manifest, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
+def copy_companions(source: Path, target: Path) -> list[StoredFile]:
+    """Copy the config and tokenizer files of a model directory and return their entries."""
+    paths = sorted({path for pattern in COMPANIONS for path in source.glob(pattern)})
+    for path in paths:
+        shutil.copyfile(path, target / path.name)
+    return [_synced(target / path.name) for path in paths]
 
 
-def copy_companions(source: Path, target: Path) -> None:
-    """Copy the config and tokenizer files of a model directory."""
-    for pattern in COMPANIONS:
-        for path in source.glob(pattern):
-            shutil.copyfile(path, target / path.name)
+def fsync_directory(directory: Path) -> None:
+    """Wait until the disk has the names of a directory's files."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class ShardDirectory:
-    """A complete shard directory, opened for reading."""
+    """A complete shard directory, opened for reading. Each file is checked against the manifest before it is used."""
 
     def __init__(self, path: Path) -> None:
-        """Read the manifest. Raises ValueError if `path` is no shard directory or a newer version's."""
+        """Read the manifest, as `Manifest.read` does."""
         self.path = path
-        manifest = _read_manifest(path)
-        self.step: int = manifest["step"]
-        self.files = {entry["layer"]: LayerFile(**entry) for entry in manifest["layers"]}
-        self._verified: set[str] = set()
+        self.manifest = Manifest.read(path)
+        self.step = self.manifest.step
+        self._sound: set[str] = set()
 
     def tensors(self, layer: str, keys: Collection[str]) -> dict[str, Tensor]:
-        """Read the named tensors of one layer, which must be all of them.
+        """Read the named parameters of one layer, which must be all of them.
 
-        Raises RunError if the file is not the one the manifest was written for.
+        The tensors lie in the mapped file. Raises RunError if the layer has others, DamagedError if it is damaged.
         """
-        path = self._verify(layer)
+        path = self.verify(self._file(layer))
         with safe_open(path, framework="pt") as file:
-            stored = set(file.keys())
+            stored = {key for key in _keys(file) if "/" not in key}
             if stored != set(keys):
                 raise RunError(
                     f"{path} does not hold the parameters of this model: "
@@ -113,38 +181,113 @@ class ShardDirectory:
             return {key: file.get_tensor(key) for key in keys}
 
     def tensor(self, layer: str, key: str) -> Tensor:
-        """Read one tensor of one layer."""
-        with safe_open(self._verify(layer), framework="pt") as file:
+        """Read one parameter of one layer."""
+        with safe_open(self.verify(self._file(layer)), framework="pt") as file:
             return file.get_tensor(key)
 
-    def _verify(self, layer: str) -> Path:
-        """Check a layer's file against the manifest, once, and return its path."""
-        if layer not in self.files:
-            raise RunError(f'{self.path / MANIFEST} lists no layer "{layer}"; it is the manifest of another model')
-        entry = self.files[layer]
+    def state(self, layer: str) -> WeightState:
+        """Read what the optimizer remembers of a layer's parameters; the tensors lie in the mapped file."""
+        return self._state(self._file(layer))
+
+    def replica_states(self, layer: str) -> list[WeightState]:
+        """Read what each replica remembers of a layer in a data-parallel mode with memory; empty without."""
+        return [self._state(file) for file in self.manifest.replicas.get(layer, [])]
+
+    def verify(self, entry: StoredFile) -> Path:
+        """Check a file against its entry, once, and return its path. Raises DamagedError."""
         path = self.path / entry.file
-        if layer not in self._verified:
-            if not path.is_file():
-                raise RunError(f"{path} is missing; copy the whole directory again")
-            if path.stat().st_size != entry.bytes or _sha256(path) != entry.sha256:
-                raise RunError(f"{path} is damaged: its content differs from the manifest's sha256")
-            self._verified.add(layer)
+        if entry.file not in self._sound:
+            try:
+                _verify(path, entry)
+            except OSError as error:
+                raise DamagedError(path, f"cannot be read ({error.strerror})") from None
+            self._sound.add(entry.file)
         return path
 
+    def damages(self) -> Iterator[DamagedError]:
+        """Check every file and yield what is wrong."""
+        for entry in self.manifest.files:
+            try:
+                self.verify(entry)
+            except DamagedError as damage:
+                yield damage
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+    def _file(self, layer: str) -> StoredFile:
+        if layer not in self.manifest.layers:
+            raise RunError(f'{self.path / MANIFEST} lists no layer "{layer}"; it is the manifest of another model')
+        return self.manifest.layers[layer]
+
+    def _state(self, entry: StoredFile) -> WeightState:
+        state: WeightState = {}
+        with safe_open(self.verify(entry), framework="pt") as file:
+            for stored in _keys(file):
+                name, slash, key = stored.partition("/")
+                if slash:
+                    state.setdefault(name, {})[key] = file.get_tensor(stored)
+        return state
+
+
+def _verify(path: Path, entry: StoredFile) -> None:
+    """Raise DamagedError if a file is not the one that its entry describes, OSError if the disk does not give it."""
+    if not path.is_file():
+        raise DamagedError(path, "is missing; copy the whole directory again")
+    if (size := path.stat().st_size) != entry.bytes:
+        raise DamagedError(path, f"is damaged: it has {size} bytes, the manifest says {entry.bytes}")
+    if _sha256(path) != entry.sha256:
+        raise DamagedError(path, "is damaged: its content differs from the manifest's sha256")
+
+
+def _sealed(fields: dict[str, Any]) -> bytes:
+    """Return a manifest's bytes: JSON in one fixed form, whose last field is the hash of the form without it."""
+    digest = hashlib.sha256(_canonical(fields)).hexdigest()
+    return _canonical({**fields, "sha256": digest})
+
+
+def _unsealed(raw: bytes, path: Path) -> dict[str, Any]:
+    """Return the fields of a manifest, every bit of which is as it was written. Raises DamagedError.
+
+    A file that never had a checksum, an old or a foreign one, is returned as it is.
+    """
     try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a complete layer-shard directory: {MANIFEST}: {error}") from None
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"{path / MANIFEST} is not the manifest of a layer-shard directory")
-    if manifest["version"] > VERSION:
+        fields: dict[str, Any] = json.loads(raw)
+        if "sha256" not in fields and (fields.get("format") != FORMAT or fields.get("version") in UNSEALED_VERSIONS):
+            return fields
+        fields.pop("sha256", None)
+        is_sound = _sealed(fields) == raw
+    except (ValueError, TypeError, AttributeError):
+        raise DamagedError(path, "is damaged: it is no JSON object") from None
+    if not is_sound:
+        raise DamagedError(path, "is damaged: its content differs from its checksum")
+    return fields
+
+
+def _check_version(directory: Path, fields: dict[str, Any]) -> None:
+    """Raise ValueError if a manifest is not of this format and version."""
+    if fields.get("format") != FORMAT:
+        raise ValueError(f"{directory / MANIFEST} is not the manifest of a layer-shard directory")
+    version = fields.get("version")
+    if version != VERSION:
+        is_older = isinstance(version, int) and version < VERSION
+        advice = "convert the model again, or use the acsgd that wrote it" if is_older else "upgrade acsgd"
         raise ValueError(
-            f"{path} was written in version {manifest['version']} of the format, this acsgd reads up to {VERSION}; "
-            "upgrade acsgd"
+            f"{directory} was written in version {version} of the format, this acsgd reads version {VERSION}; {advice}"
         )
-    return manifest
+
+
+def _canonical(fields: dict[str, Any]) -> bytes:
+    return (json.dumps(fields, indent=1) + "\n").encode()
+
+
+def _keys(file: Any) -> list[str]:
+    """List the tensors of an open safetensors file, which is no mapping."""
+    return list(file.keys())
+
+
+def _synced(path: Path) -> StoredFile:
+    """Return the entry of a file, once the disk has it."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return StoredFile(path.name, path.stat().st_size, _sha256(path))
 
 
 def _sha256(path: Path) -> str:

@@ -16,7 +16,7 @@ from acsgd.failure import RunError
 from acsgd.shards import FAMILIES
 from acsgd.shards.base import State, Weight, skeleton, stored_keys, tied_keys
 from acsgd.shards.convert import from_hf, read_config, to_hf
-from acsgd.shards.disk import MANIFEST, ShardDirectory
+from acsgd.shards.disk import MANIFEST, Manifest, ShardDirectory
 from acsgd.shards.load import Scratch, Source, load_layer
 
 TinyModel = Callable[..., Path]
@@ -84,9 +84,12 @@ def test_there_and_back_is_equal_bit_for_bit(
 
 def test_a_file_per_layer_and_the_manifest_names_them_all(tiny_model: TinyModel, convert: Convert) -> None:
     shards = convert(tiny_model())
-    directory = ShardDirectory(shards)
-    assert [*directory.files] == ["embed", *(f"block-{i:05d}" for i in range(6)), "head"]
-    assert {entry.file for entry in directory.files.values()} == {path.name for path in shards.glob("*.safetensors")}
+    manifest = ShardDirectory(shards).manifest
+    assert [*manifest.layers] == ["embed", *(f"block-{i:05d}" for i in range(6)), "head"]
+    assert {entry.file for entry in manifest.layers.values()} == {path.name for path in shards.glob("*.safetensors")}
+    assert {entry.file for entry in manifest.files} | {MANIFEST} == {path.name for path in shards.iterdir()}
+    assert (manifest.step, manifest.run, manifest.replicas) == (0, None, {})
+    assert Manifest.read(shards) == manifest
 
 
 def test_gpt2_as_the_hub_has_it_converts(tiny_model: TinyModel, convert: Convert, tmp_path: Path) -> None:
@@ -169,12 +172,26 @@ def test_loaded_weights_keep_no_file_mapped(dtype: torch.dtype, tiny_model: Tiny
         assert torch.equal(weight.param, weight.master.to(dtype))
 
 
-def test_what_is_no_shard_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not a complete layer-shard directory"):
+def test_what_is_no_shard_directory_is_refused(
+    tiny_model: TinyModel, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"is not a checkpoint or layer-shard directory: it has no manifest\.json$"):
         ShardDirectory(tmp_path)
-    (tmp_path / MANIFEST).write_text('{"format": "acsgd-shards", "version": 99}')
-    with pytest.raises(ValueError, match="upgrade acsgd"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint or layer-shard directory: it has no manifest\.json$"):
+        ShardDirectory(tmp_path / "nowhere")
+    (tmp_path / MANIFEST).write_text('{"name": "of another program"}')
+    with pytest.raises(ValueError, match=r"manifest\.json is not the manifest of a layer-shard directory$"):
         ShardDirectory(tmp_path)
+    (tmp_path / MANIFEST).write_text('{"format": "acsgd-shards", "version": 1}')
+    with pytest.raises(ValueError, match=r"written in version 1 of the format, .* version 2; convert the model again"):
+        ShardDirectory(tmp_path)
+    shards = convert(tiny_model())
+    manifest = Manifest.read(shards)
+    monkeypatch.setattr("acsgd.shards.disk.VERSION", 3)
+    manifest.write(shards)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"written in version 3 of the format, .* version 2; upgrade acsgd$"):
+        ShardDirectory(shards)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

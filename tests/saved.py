@@ -1,0 +1,39 @@
+"""Real checkpoints, made in this process."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import train
+from acsgd.config import CheckpointConfig, Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
+from acsgd.inputs import open_inputs
+from acsgd.job import prepare
+from acsgd.topology import Launch, connect
+
+SMALL = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 32}
+"""Of GPT-2, so small that all bytes of a checkpoint are hashed in a millisecond."""
+
+
+def small_run(model: Path, run_dir: Path, *, steps: int = 2, every: str | None = "1", **checkpoint: Any) -> Config:
+    """Return a run of a few steps, saved after each."""
+    return Config(
+        model=ModelConfig(str(model)),
+        data=DataConfig(task="demo", sequence=16, batch=2, eval_share=0.001),
+        optim=OptimConfig(lr=1e-3, steps=steps),
+        pp=PipelineConfig(micro=2),
+        checkpoint=CheckpointConfig(every=every, **checkpoint),
+        log=LogConfig(dir=str(run_dir), to="jsonl"),
+    )
+
+
+def train_alone(config: Config) -> Path:
+    """Train a run to its end and return the directory of its checkpoints."""
+    job = prepare(config, Launch())
+    inputs = open_inputs(job)
+    with connect(job.topology, timeout=timedelta(seconds=60), store=dist.HashStore()) as groups:
+        train.train(job, inputs, groups)
+    return job.checkpoints.path

@@ -1,0 +1,207 @@
+"""Law: no bit of a checkpoint changes, and no byte of it goes or comes, without being detected and named."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saved import SMALL, small_run, train_alone
+
+from acsgd.io.inspect import inspect
+from acsgd.io.resume import Checkpoint
+from acsgd.shards import disk
+from acsgd.shards.disk import MANIFEST, DamagedError, Manifest, ShardDirectory
+
+TinyModel = Callable[..., Path]
+FLIPS, TRUNCATIONS, ADDITIONS = 1000, 100, 30
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint as a run has saved it."""
+    run = tmp_path_factory.mktemp("damage") / "runs" / "run"
+    return train_alone(small_run(tiny_model("gpt2", **SMALL), run)) / "step-00000002"
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(checkpoint: Path) -> Iterator[None]:
+    before = contents(checkpoint)
+    yield
+    for path, content in before.items():
+        path.write_bytes(content)
+
+
+def contents(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def assert_named(path: Path) -> None:
+    """Check that looking at a checkpoint finds this file damaged, and no other."""
+    (report,) = inspect(path.parent)
+    assert [damage.partition(" ")[0] for damage in report.damages] == [str(path)]
+
+
+def test_a_checkpoint_as_it_was_written_is_sound_and_names_all_its_files(checkpoint: Path) -> None:
+    (report,) = inspect(checkpoint)
+    assert report.damages == []
+    named = {file.file for file in Manifest.read(checkpoint).files}
+    assert named | {MANIFEST} == {path.name for path in checkpoint.iterdir()}
+    assert len(named) >= 5
+
+
+def test_every_flip_of_a_bit_is_detected_and_named(checkpoint: Path) -> None:
+    draw = random.Random(1)
+    files = contents(checkpoint)
+    for number in range(FLIPS):
+        path, content = list(files.items())[number % len(files)]
+        bit = draw.randrange(8 * len(content))
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with path.open("r+b") as file:
+            file.seek(bit // 8)
+            file.write(flipped[bit // 8 : bit // 8 + 1])
+        assert path.read_bytes() == flipped
+        assert_named(path)
+        path.write_bytes(content)
+
+
+def test_every_flip_of_a_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
+    """All of them, of a short one."""
+    Manifest(step=2, layers={}, replicas={}, companions=[], run=None).write(tmp_path)
+    path = tmp_path / MANIFEST
+    content = path.read_bytes()
+    Manifest.read(tmp_path)
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(DamagedError, match=f"^{path} "):
+            Manifest.read(tmp_path)
+
+
+def test_every_file_that_ends_early_or_late_is_detected_and_named(checkpoint: Path) -> None:
+    draw = random.Random(2)
+    files = contents(checkpoint)
+    wrongs: list[Callable[[bytes], bytes]] = [lambda content: content[:-1], lambda _: b"", lambda content: content[:1]]
+    wrongs += [lambda content: content[: draw.randrange(len(content))]] * TRUNCATIONS
+    wrongs += [lambda content: content + draw.randbytes(draw.randrange(1, 9))] * ADDITIONS
+    wrongs += [lambda content: content + b"\0", lambda content: content + b"\n", lambda content: content + content]
+    for path, content in files.items():
+        for wrong in wrongs[: 3 + TRUNCATIONS // len(files)] + wrongs[3 + TRUNCATIONS :]:
+            path.write_bytes(wrong(content))
+            assert_named(path)
+            path.write_bytes(content)
+
+
+def test_a_copy_that_broke_off_is_told_by_its_size(checkpoint: Path) -> None:
+    path = checkpoint / "embed.safetensors"
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:100])
+    (report,) = inspect(checkpoint)
+    assert report.damages == [f"{path} is damaged: it has 100 bytes, the manifest says {size}"]
+
+
+def test_every_file_that_is_not_there_is_named(checkpoint: Path) -> None:
+    for path, content in contents(checkpoint).items():
+        path.unlink()
+        assert_named(path)
+        path.mkdir()
+        assert_named(path)
+        path.rmdir()
+        path.write_bytes(content)
+
+
+def test_two_files_that_changed_places_are_both_named(checkpoint: Path) -> None:
+    names = ["block-00000.safetensors", "embed.safetensors"]
+    first, second = (checkpoint / name for name in names)
+    one, other = first.read_bytes(), second.read_bytes()
+    first.write_bytes(other)
+    second.write_bytes(one)
+    (report,) = inspect(checkpoint)
+    assert sorted(Path(damage.split()[0]).name for damage in report.damages) == names
+
+
+def test_a_file_that_the_disk_does_not_give_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = disk._sha256
+
+    def failing(path: Path) -> str:
+        if path.name == "head.safetensors":
+            raise OSError(errno.EIO, "Input/output error")
+        return hashed(path)
+
+    monkeypatch.setattr(disk, "_sha256", failing)
+    (report,) = inspect(checkpoint)
+    assert report.damages == [f"{checkpoint / 'head.safetensors'} cannot be read (Input/output error)"]
+
+
+def _with_a_key_twice(text: str) -> str:
+    return text.replace('"step": 2', '"step": 7,\n "step": 2')
+
+
+SAME_MEANING: dict[str, Callable[[str], str]] = {
+    "a space more": lambda text: text.replace('"step": 2', '"step":  2'),
+    "no indent": lambda text: json.dumps(json.loads(text)),
+    "no last newline": lambda text: text[:-1],
+    "a newline more": lambda text: text + "\n",
+    "a tab": lambda text: text.replace("\n ", "\n\t", 1),
+    "a carriage return": lambda text: text.replace("\n", "\r\n"),
+    "an escape": lambda text: text.replace('"step"', '"\\u0073tep"'),
+    "a solidus escaped": lambda text: text.replace("config.json", "config\\u002ejson"),
+    "a float": lambda text: text.replace('"step": 2', '"step": 2.0'),
+    "an exponent": lambda text: text.replace('"step": 2', '"step": 0.2e1'),
+    "a key twice": _with_a_key_twice,
+    "another order": lambda text: json.dumps(dict(reversed(json.loads(text).items())), indent=1) + "\n",
+    "sorted keys": lambda text: json.dumps(json.loads(text), indent=1, sort_keys=True) + "\n",
+    "a byte-order mark": lambda text: "\ufeff" + text,
+    "a checksum in capitals": lambda text: text[:-80] + text[-80:].upper().replace("SHA256", "sha256"),
+}
+
+
+@pytest.mark.parametrize("change", SAME_MEANING)
+def test_a_manifest_that_says_the_same_in_other_bytes_is_damaged(change: str, checkpoint: Path) -> None:
+    path = checkpoint / MANIFEST
+    text = path.read_text()
+    changed = SAME_MEANING[change](text)
+    assert changed != text
+    if change not in ("a byte-order mark", "a checksum in capitals"):
+        assert json.loads(changed) == json.loads(text)
+    path.write_bytes(changed.encode())
+    assert_named(path)
+    with pytest.raises(DamagedError, match=r"manifest\.json is damaged"):
+        Checkpoint.open(checkpoint)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-16-le"])
+def test_a_manifest_in_another_encoding_is_damaged(encoding: str, checkpoint: Path) -> None:
+    path = checkpoint / MANIFEST
+    path.write_bytes(path.read_text().encode(encoding))
+    assert_named(path)
+
+
+@pytest.mark.parametrize("value", ["[]", "1", "null", '"text"', '{"format": "acsgd-shards", "version": 2}'])
+def test_json_that_is_no_manifest_is_damaged(value: str, checkpoint: Path) -> None:
+    (checkpoint / MANIFEST).write_text(value)
+    assert_named(checkpoint / MANIFEST)
+
+
+def test_what_is_read_is_verified_first(checkpoint: Path) -> None:
+    """Not only `inspect` looks: no tensor of a damaged file reaches a run."""
+    shards = ShardDirectory(checkpoint)
+    path = checkpoint / "block-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    reads: list[Callable[[], Any]] = [
+        lambda: shards.state("block-00000"),
+        lambda: shards.tensors("block-00000", []),
+        lambda: shards.tensor("block-00000", "transformer.h.0.ln_1.weight"),
+    ]
+    for read in reads:
+        with pytest.raises(DamagedError, match=r"block-00000\.safetensors is damaged"):
+            read()
+    shards.state("embed")

@@ -1,0 +1,185 @@
+"""`acsgd inspect` says what a checkpoint holds, to people and to programs, and fails if a byte of it is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from saved import SMALL, small_run, train_alone
+
+from acsgd import cli
+from acsgd.shards.convert import from_hf
+from acsgd.shards.disk import MANIFEST
+
+TinyModel = Callable[..., Path]
+Inspect = Callable[..., tuple[int, str]]
+LAYERS = ["embed", "block-00000", "head"]
+
+
+@pytest.fixture(scope="module")
+def made(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of two steps, both saved, the second as the best."""
+    run = tmp_path_factory.mktemp("inspect") / "runs" / "run"
+    train_alone(small_run(tiny_model("gpt2", **SMALL), run, best=True))
+    return run
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """Return a copy of it."""
+    return Path(shutil.copytree(made, tmp_path / "run", symlinks=True))
+
+
+@pytest.fixture
+def inspect(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Inspect:
+    """Return what calls `acsgd inspect` and gives its exit code and what it prints."""
+
+    def call(path: Path, *flags: str, columns: int = 80) -> tuple[int, str]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr("sys.argv", ["acsgd", "inspect", str(path), *flags])
+        try:
+            cli.main()
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 1
+            message = ended.code if isinstance(ended.code, str) else ""
+            return code, capsys.readouterr().out + message
+        return 0, capsys.readouterr().out
+
+    return call
+
+
+def as_json(answer: tuple[int, str]) -> tuple[int, list[dict[str, Any]]]:
+    return answer[0], json.loads(answer[1], parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_json_of_a_checkpoint_says_what_is_in_its_files(run: Path, inspect: Inspect) -> None:
+    path = run / "checkpoints" / "step-00000002"
+    code, (report,) = as_json(inspect(path, "--json"))
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert code == 0
+    assert report["path"] == str(path)
+    assert (report["step"], report["tokens"]) == (2, 2 * 2 * 16)
+    assert report["loss"] == records[-1]["loss"]
+    assert report["eval_loss"] == records[-1]["eval_loss"]
+    assert report["damages"] == []
+    assert report["bytes"] == sum(file.stat().st_size for file in path.iterdir() if file.name != MANIFEST)
+    assert [layer["layer"] for layer in report["layers"]] == LAYERS
+    for layer in report["layers"]:
+        tensors = {key: x for key, x in load_file(path / layer["file"]).items() if "/" not in key}
+        assert layer["bytes"] == (path / layer["file"]).stat().st_size
+        assert layer["parameters"] == sum(x.numel() for x in tensors.values()) > 0
+        assert layer["dtype"] == "fp32"
+        assert layer["remembers"] == ["exp_avg", "exp_avg_sq", "step"]
+
+
+def test_json_of_a_run_has_all_its_checkpoints_oldest_first(run: Path, inspect: Inspect) -> None:
+    answers = [as_json(inspect(path, "--json")) for path in (run, run / "checkpoints")]
+    assert answers[0] == answers[1]
+    code, reports = answers[0]
+    assert code == 0
+    assert [report["step"] for report in reports] == [1, 2]
+    assert [report["tokens"] for report in reports] == [32, 64]
+
+
+def test_best_is_the_checkpoint_that_it_leads_to(run: Path, inspect: Inspect) -> None:
+    of_link = inspect(run / "checkpoints" / "best", "--json")
+    assert of_link == inspect(run / "checkpoints" / "step-00000002", "--json")
+
+
+def test_a_converted_model_has_no_tokens_and_no_loss(tiny_model: TinyModel, inspect: Inspect, tmp_path: Path) -> None:
+    from_hf(tiny_model("gpt2", **SMALL), tmp_path)
+    code, (report,) = as_json(inspect(tmp_path, "--json"))
+    assert code == 0
+    assert (report["step"], report["tokens"], report["loss"], report["eval_loss"]) == (0, None, None, None)
+    assert [(layer["layer"], layer["remembers"]) for layer in report["layers"]] == [(layer, []) for layer in LAYERS]
+    code, printed = inspect(tmp_path)
+    assert code == 0
+    assert "a model that no run has saved" in printed
+    assert printed.count("nothing") == len(LAYERS)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_table_of_a_checkpoint_fits_and_says_all(columns: int, run: Path, inspect: Inspect) -> None:
+    code, printed = inspect(run / "checkpoints" / "step-00000002", columns=columns)
+    _, (report,) = as_json(inspect(run / "checkpoints" / "step-00000002", "--json"))
+    path, headline, *table, verdict = printed.splitlines()
+    assert code == 0
+    assert path == report["path"]
+    assert headline.startswith(f"step 2: 64 tokens, loss {report['loss']:.4f}, held-out loss {report['eval_loss']:.4f}")
+    assert max(map(len, table)) <= columns
+    rows = {line.split()[0]: line for line in table if line.strip()}
+    for layer in report["layers"]:
+        for value in (f"{layer['parameters']:,}", f"{layer['bytes'] / 1e6:.2f}", "fp32", "exp_avg, exp_avg_sq, step"):
+            assert value in rows[layer["layer"]]
+    assert f"{sum(layer['parameters'] for layer in report['layers']):,}" in rows["3"]
+    assert verdict == "every file is as it was written"
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_table_of_a_run_fits_and_has_a_line_for_each(columns: int, run: Path, inspect: Inspect) -> None:
+    code, printed = inspect(run, columns=columns)
+    assert code == 0
+    rows = [line.split() for line in printed.splitlines() if "step-" in line]
+    assert [(row[0], row[1], row[-1]) for row in rows] == [
+        ("step-00000001", "32", "sound"),
+        ("step-00000002", "64", "sound"),
+    ]
+    assert max(map(len, printed.splitlines())) <= columns
+
+
+def damage(run: Path, name: str) -> Path:
+    path = run / "checkpoints" / "step-00000001" / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("name", ["block-00000.safetensors", "config.json", "tokenizer.json", MANIFEST])
+def test_damage_is_named_and_the_exit_code_is_1(name: str, run: Path, inspect: Inspect) -> None:
+    damaged = damage(run, name)
+    for path in (run, damaged.parent):
+        code, printed = inspect(path)
+        assert code == 1
+        assert f"DAMAGED: {damaged} is damaged" in printed
+        assert "as it was written" not in printed
+        code, reports = as_json(inspect(path, "--json"))
+        assert code == 1
+        assert [len(report["damages"]) for report in reports] == ([1, 0] if path == run else [1])
+        assert str(damaged) in reports[0]["damages"][0]
+    assert inspect(run / "checkpoints" / "best")[0] == 0
+
+
+def test_a_half_written_checkpoint_is_shown_beside_the_others(run: Path, inspect: Inspect) -> None:
+    missing = run / "checkpoints" / "step-00000001" / MANIFEST
+    missing.unlink()
+    code, printed = inspect(run)
+    assert code == 1
+    assert f"DAMAGED: {missing} is missing: step-00000001 is half-written" in printed
+    assert "step-00000002" in printed
+    code, reports = as_json(inspect(run, "--json"))
+    assert (code, [report["step"] for report in reports]) == (1, [None, 2])
+
+
+def test_layers_whose_files_are_damaged_are_not_shown(run: Path, inspect: Inspect) -> None:
+    _, (report,) = as_json(inspect(damage(run, "embed.safetensors").parent, "--json"))
+    assert [layer["layer"] for layer in report["layers"]] == LAYERS[1:]
+
+
+def test_what_is_no_checkpoint_gets_a_sentence(run: Path, tiny_model: TinyModel, inspect: Inspect) -> None:
+    give = "give a checkpoint, a layer-shard directory or a run directory"
+    for path in (run / "nowhere", run / "metrics.jsonl"):
+        assert inspect(path) == (1, f"error: {path} is not a directory; {give}")
+    (run / "empty").mkdir()
+    for path in (run / "empty", tiny_model("gpt2", **SMALL)):
+        assert inspect(path, "--json") == (1, f"error: {path} holds no checkpoint, and no {MANIFEST} of one; {give}")
+    (run / "empty" / MANIFEST).write_text('{"manifest_version": 3}')
+    assert inspect(run / "empty") == (
+        1,
+        f"error: {run / 'empty' / MANIFEST} is not the manifest of a layer-shard directory",
+    )
