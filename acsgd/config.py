@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import math
 import sys
 import tomllib
 from dataclasses import dataclass, field
@@ -30,8 +29,10 @@ class ModelConfig:
     """Hugging Face id, Hugging Face directory, or layer-shard directory."""
     init: Literal["pretrained", "scratch"] = "pretrained"
     """"scratch" draws new weights and needs only the model's config.json."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of weights and activations; bf16 keeps fp32 master weights and accumulates gradients in fp32."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Type of weights and activations; bf16 and fp16 keep fp32 master weights and accumulate gradients in fp32."""
+    recompute: Literal["none", "layers"] = "none"
+    """"layers" keeps only the input of each layer for backward and computes the rest again: less memory, more time."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,20 @@ class DataConfig:
     """Sequences per optimizer step, over all replicas; it does not change with the number of ranks."""
     seed: int = 0
     """Seed of the data order, of dropout and of new weights."""
+    bad: Literal["stop", "skip"] = "stop"
+    """What a line that cannot be read does: end the run, naming it, or be left out, counted and reported."""
+    eval_task: str | None = None
+    """Sources to evaluate on, as in data.task, without weights: each of their sequences once."""
+    eval_share: float = 0.0
+    """Part of each source of data.task, its end, that is held out to evaluate on; 0.05 = 5 %."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """When the model is evaluated on data.eval_task or data.eval_share."""
+
+    every: int | None = None
+    """Optimizer steps between evaluations; the end of the run always evaluates. Default: only then."""
 
 
 @dataclass(frozen=True)
@@ -96,16 +111,43 @@ class OptimConfig:
     """Decay of AdamW's first and second moments."""
     eps: float = 1e-8
     """Added to AdamW's denominator."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """What NaN or inf in the loss or the gradients does: end the run, naming its origin, or leave the update out."""
+    spike: float | None = None
+    """A loss of more than this many times the mean of the last 16 sends the run back to its last checkpoint and
+    past the batch. Default: never."""
+    loss_scale: float = 65536.0
+    """What fp16 multiplies the loss by at first; halved when gradients overflow, doubled after 2000 good steps."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Where and how often the model is saved as layer shards."""
+    """When the state of the run is saved, which saves are kept, and from which one it goes on."""
 
     dir: str | None = None
     """Directory of step-XXXXXXXX directories; default: "checkpoints" inside log.dir."""
-    every: int | None = None
-    """Optimizer steps between saves; the end of the run always saves. Default: only then."""
+    every: str | None = None
+    """Time between saves: optimizer steps, "500", or minutes, "10min". The end always saves. Default: only then."""
+    keep: int = 10
+    """Newest checkpoints that are kept; older ones are removed when a new one is complete."""
+    keep_every: int | None = None
+    """Checkpoints at multiples of this many steps are kept for ever, besides the newest."""
+    best: bool = False
+    """Save when an evaluation is the best so far, and keep that checkpoint, to which the link "best" leads."""
+    resume: str = "auto"
+    """"auto" = go on from the newest complete checkpoint in dir, if any; "never"; or a checkpoint's path."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """What a save that fails (a full disk) does to the run. Earlier checkpoints stay as they are."""
+
+    @property
+    def every_steps(self) -> int | None:
+        """Optimizer steps between saves, if told in steps."""
+        return int(self.every) if self.every is not None and not self.every.endswith("min") else None
+
+    @property
+    def every_s(self) -> float | None:
+        """Seconds between saves, if told in minutes."""
+        return 60 * float(self.every.removesuffix("min")) if self.every and self.every.endswith("min") else None
 
 
 @dataclass(frozen=True)
@@ -113,9 +155,12 @@ class LogConfig:
     """What is written about the run."""
 
     dir: str = "runs/default"
-    """The run directory: config.toml, metrics.jsonl, checkpoints/. Caches lie beside it."""
-    to: str = "print,jsonl"
-    """Comma-separated: "print" (a progress line), "jsonl" (metrics.jsonl)."""
+    """The run directory: config.toml, metrics.jsonl, logs/, checkpoints/. Caches lie beside it."""
+    to: str = "print,jsonl,text"
+    """Comma-separated: "print" (a progress line), "jsonl" (metrics.jsonl), "text" (logs/, one file per rank),
+    "wandb" (offline where it is not logged in or has no network)."""
+    name: str | None = None
+    """The run's name in wandb; default: the last part of log.dir."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +182,7 @@ class Config:
     optim: OptimConfig
     pp: PipelineConfig = field(default_factory=PipelineConfig)
     dp: ReplicaConfig = field(default_factory=ReplicaConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -159,48 +205,6 @@ def parse(argv: list[str], *, speak: bool = True) -> Config:
             prog="train.py [RUN.toml]",
             description="Fine-tune a Hugging Face causal language model over pipeline stages x replicas.",
             console_outputs=speak,  # False silences help and unknown flags, but not values of a wrong type
-        )
-
-
-def check(config: Config) -> None:
-    """Raise ValueError for values that no run can have, whatever the model and the number of processes."""
-    data, pp, optim = config.data, config.pp, config.optim
-    positive = {
-        "data.sequence": data.sequence,
-        "data.batch": data.batch,
-        "pp.stages": pp.stages,
-        "pp.micro": pp.micro,
-        "optim.steps": optim.steps,
-        "optim.lr": optim.lr,
-        "optim.clip": optim.clip,
-        "optim.eps": optim.eps,
-        "run.timeout": config.run.timeout,
-        "checkpoint.every": 1 if config.checkpoint.every is None else config.checkpoint.every,
-    }
-    for key, value in positive.items():
-        if not value > 0:
-            raise ValueError(f"{key}={value} must be greater than 0")
-    if not math.isfinite(optim.lr):
-        raise ValueError(f"optim.lr={optim.lr} must be finite")
-    if not 0 <= optim.warmup <= optim.steps:
-        raise ValueError(f"optim.warmup={optim.warmup} must lie between 0 and optim.steps={optim.steps}")
-    if not optim.weight_decay >= 0:
-        raise ValueError(f"optim.weight_decay={optim.weight_decay} must not be negative")
-    if not all(0 <= beta < 1 for beta in optim.betas):
-        raise ValueError(f"optim.betas={optim.betas} must lie in [0, 1)")
-    if not 0 <= data.seed < 2**63:
-        raise ValueError(f"data.seed={data.seed} must lie between 0 and 2**63 - 1")
-    if data.batch % pp.micro:
-        divisors = [n for n in range(1, data.batch + 1) if data.batch % n == 0]
-        nearest = sorted(divisors, key=lambda n: abs(n - pp.micro))[:3]
-        raise ValueError(
-            f"pp.micro={pp.micro} does not divide data.batch={data.batch}; "
-            f"use pp.micro={' or '.join(str(n) for n in sorted(nearest))}, or another data.batch"
-        )
-    unknown = set(filter(None, config.log.to.split(","))) - {"print", "jsonl"}
-    if unknown:
-        raise ValueError(
-            f'log.to="{config.log.to}": unknown {", ".join(sorted(unknown))}; use "print", "jsonl" or both'
         )
 
 
@@ -240,7 +244,9 @@ def _as_flags(table: dict[str, dict[str, Any]]) -> list[str]:
     flags: list[str] = []
     for section, values in table.items():
         for key, value in values.items():
-            if isinstance(value, list):
+            if isinstance(value, bool):
+                flags.append(f"--{section}.{key}" if value else f"--{section}.no-{key}")
+            elif isinstance(value, list):
                 flags += [f"--{section}.{key}", *map(str, value)]
             else:
                 flags.append(f"--{section}.{key}={value}")
@@ -253,4 +259,4 @@ def _toml(value: Any) -> str:
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         return f'"{escaped}"'
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

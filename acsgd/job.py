@@ -4,7 +4,6 @@ environment and the model's config.json, and every mistake in them found.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,24 +12,24 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from acsgd import codecs
+from acsgd.checks import check
 from acsgd.codecs.base import Codec
-from acsgd.config import Config, check, to_toml
+from acsgd.config import Config, to_toml
 from acsgd.dp import MODES
 from acsgd.dp.base import Mode
-from acsgd.io.cache import once_per_host
-from acsgd.io.data import Dataset, Reader, num_sequences
-from acsgd.io.data import prepare as tokenize_all
-from acsgd.io.sampler import Sampler, block_counts, deal
+from acsgd.io.directory import CheckpointDirectory
+from acsgd.io.heldout import parse_eval
+from acsgd.io.sampler import deal
 from acsgd.io.tasks import WeightedTask, parse_tasks
-from acsgd.pp.actions import Action, lower
+from acsgd.io.wandb_log import check_installed
+from acsgd.pp.actions import Action, forwards, lower
 from acsgd.pp.laws import validate
 from acsgd.pp.schedules import SCHEDULES, Schedule
 from acsgd.registry import from_spec
 from acsgd.shards import family_of
 from acsgd.shards.base import LayerShard, ModelFamily, skeleton
-from acsgd.shards.convert import from_hf, locate, read_config
-from acsgd.shards.disk import MANIFEST, ShardDirectory
-from acsgd.shards.load import Scratch, Source
+from acsgd.shards.convert import locate, read_config
+from acsgd.shards.disk import MANIFEST
 from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
 from acsgd.streams import Streams, open_streams
 from acsgd.topology import Launch, Topology
@@ -55,6 +54,8 @@ class Job:
     """The layers of each stage."""
     row: tuple[Action, ...]
     """What this rank does in a step."""
+    eval_row: tuple[Action, ...]
+    """What this rank does to evaluate as many micro-batches as a step has."""
     micros: range
     """The micro-batches of the global batch that this rank's replica trains on."""
     forward: Codec
@@ -62,6 +63,8 @@ class Job:
     mode: Mode
     tokenizer: PreTrainedTokenizerBase
     tasks: tuple[WeightedTask, ...]
+    eval_tasks: tuple[WeightedTask, ...]
+    """The sources of data.eval_task, if any."""
 
     def describe(self) -> str:
         """Say in a few words what will run where."""
@@ -91,22 +94,29 @@ class Job:
         return Path(self.config.log.dir).parent / "cache"
 
     @property
-    def checkpoint_dir(self) -> Path:
-        """Where the model is saved."""
-        return Path(self.config.checkpoint.dir or Path(self.config.log.dir) / "checkpoints")
+    def checkpoints(self) -> CheckpointDirectory:
+        """Where the state of the run is saved."""
+        return CheckpointDirectory(Path(self.config.checkpoint.dir or Path(self.config.log.dir) / "checkpoints"))
+
+    @property
+    def disk_timeout_s(self) -> float:
+        """How long a rank waits for others that read or write files, which may take longer than a message."""
+        return 10 * self.config.run.timeout
 
 
 def prepare(config: Config, launch: Launch) -> Job:
     """Decide a run. Writes nothing. Raises ValueError that names the key and says what to type."""
     check(config)
+    check_installed(config.log.to)
     _check_writable("log.dir", config.log.dir)
-    _check_writable("checkpoint.dir", config.checkpoint.dir or config.log.dir)
+    _check_writable("checkpoint.dir", config.checkpoint.dir or str(Path(config.log.dir) / "checkpoints"))
     topology = Topology(launch.rank, launch.world_size, config.pp.stages)
     schedule: Schedule = from_spec(config.pp.schedule, SCHEDULES, key="pp.schedule")
     forward = codecs.parse(config.pp.forward, key="pp.forward")
     backward = codecs.parse(config.pp.backward, key="pp.backward")
     mode: Mode = from_spec(config.dp.mode, MODES, key="dp.mode")
-    tasks = parse_tasks(config.data.task)
+    tasks = parse_tasks(config.data.task, bad=config.data.bad)
+    eval_tasks = parse_eval(config.data.eval_task, config.data.eval_share, bad=config.data.bad)
     micros = _deal(config, topology)
     streams = open_streams(config.run.device, launch.local_rank)
     model_dir = _find_model(config.model.name, scratch=config.model.init == "scratch")
@@ -116,8 +126,10 @@ def prepare(config: Config, launch: Launch) -> Job:
         locate(model_dir, skeleton(model_config))
     _check_sequence(config.data.sequence, family.longest(model_config))
     specs = _plan(config, family, model_config, topology.stages * schedule.chunks, streams)
-    program = lower(schedule.rows(topology.stages, len(micros)))
+    computes = schedule.rows(topology.stages, len(micros))
+    program, evaluation = lower(computes), lower(forwards(computes))
     validate(program)
+    validate(evaluation, forward_only=True)
     return Job(
         config=config,
         topology=topology,
@@ -128,55 +140,15 @@ def prepare(config: Config, launch: Launch) -> Job:
         layers=tuple(family.layers(model_config)),
         specs=tuple(specs),
         row=tuple(program[topology.stage_rank]),
+        eval_row=tuple(evaluation[topology.stage_rank]),
         micros=micros,
         forward=forward,
         backward=backward,
         mode=mode,
         tokenizer=_load_tokenizer(model_dir, model_config),
         tasks=tasks,
+        eval_tasks=eval_tasks,
     )
-
-
-def open_data(job: Job) -> Dataset:
-    """Return this replica's batches of every step, tokenising into the cache first what is not there yet.
-
-    Raises ValueError if a text cannot be read or is too short.
-    """
-    config, topology = job.config, job.topology
-    corpora = tokenize_all(job.tasks, job.tokenizer, config.data.sequence, job.cache_dir / "tokens")
-    sampler = Sampler(
-        seed=config.data.seed,
-        batch=config.data.batch,
-        counts=block_counts([weight for _, weight in job.tasks]),
-        sizes=tuple(num_sequences(tokens, config.data.sequence) for tokens in corpora),
-    )
-    reader = Reader(
-        corpora,
-        sampler,
-        sequence=config.data.sequence,
-        micro=config.pp.micro,
-        micros=job.micros,
-        wants_tokens=topology.stage_rank == 0,
-        wants_labels=topology.stage_rank == topology.stages - 1,
-    )
-    return Dataset(reader, range(config.optim.steps))
-
-
-def open_source(job: Job) -> Source:
-    """Return where the weights come from, converting a Hugging Face directory into the cache first."""
-    if job.config.model.init == "scratch":
-        return Scratch(job.model_config, job.layers, seed=job.config.data.seed)
-    if (job.model_dir / MANIFEST).is_file():
-        return ShardDirectory(job.model_dir)
-    files = sorted(path for path in job.model_dir.iterdir() if path.suffix in (".safetensors", ".json"))
-    state = repr([(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
-    name = f"{job.model_dir.name}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
-
-    def convert(target: Path) -> None:
-        target.mkdir()
-        from_hf(job.model_dir, target)
-
-    return ShardDirectory(once_per_host(job.cache_dir / "models" / name, convert))
 
 
 def _span(shards: Sequence[LayerShard]) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 
 from acsgd.config import OptimConfig
 from acsgd.shards.base import Weight
+from acsgd.shards.disk import WeightState
 
 
 def learning_rate(step: int, config: OptimConfig) -> float:
@@ -53,3 +55,20 @@ class Optimizer:
             with torch.no_grad():
                 torch._foreach_copy_([w.param for w in self._rounded], [w.master for w in self._rounded])
         return rate
+
+    def state_of(self, weights: Sequence[Weight]) -> WeightState:
+        """Return what AdamW remembers of some weights, not copied; empty before the first step."""
+        state: WeightState = defaultdict(dict)
+        for weight in weights:
+            for name, tensor in self._adamw.state[weight.master].items():
+                state[name][weight.key] = tensor
+        return dict(state)
+
+    def load_state_of(self, weight: Weight, state: WeightState, key: str) -> None:
+        """Take over, as a copy, what `state_of` has given of `key` for a weight."""
+        self._adamw.state[weight.master] = {
+            # AdamW keeps its step count where the weights are
+            name: by_key[key].to(weight.master.device, copy=True)
+            for name, by_key in state.items()
+            if key in by_key
+        }

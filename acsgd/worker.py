@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from acsgd.codecs.identity import DTYPES
 from acsgd.dp.clip import clip_factor, scale_gradients_, squared_norm, sum_over_ranks
+from acsgd.failure import RunError
 from acsgd.io.data import Batch
-from acsgd.io.metrics import Totals, totals
+from acsgd.io.metrics import Record, Totals, totals
+from acsgd.io.progress import Progress
 from acsgd.job import Job
 from acsgd.meter import Meter
-from acsgd.optim import Optimizer
+from acsgd.optim import Optimizer, learning_rate
+from acsgd.pp.fault import Fault, first_fault
 from acsgd.pp.link import Link, LinkFactory, TensorSpec, TiedPair
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.stage import Stage
 from acsgd.shards.base import Weight, skeleton, tied_keys
 from acsgd.shards.load import Source, load_layer
 from acsgd.topology import Groups
+
+log = logging.getLogger(__name__)
+
+
+class Asks(NamedTuple):
+    """What this rank asks all ranks for, at the end of a step."""
+
+    stop: bool = False
+    """It was told to end."""
+    save: bool = False
+    """It is time for a checkpoint."""
+    report: bool = False
+    """A save of this rank has failed."""
+
+
+NOTHING = Asks()
 
 
 class StepResult(NamedTuple):
@@ -34,6 +59,32 @@ class StepResult(NamedTuple):
     """Sums over all ranks."""
     peak_memory_bytes: int
     """Largest among the ranks of this pipeline."""
+    updated: bool
+    """Whether the weights have changed: not, if the gradients were not finite."""
+    progress: Progress
+    """After the step."""
+
+    def record(self, step_s: float, save_stall_s: float, eval_loss: float | None) -> Record:
+        """Return the line of metrics.jsonl for this step."""
+        totals, progress = self.totals, self.progress
+        return Record(
+            step=progress.step,
+            loss=self.loss if math.isfinite(self.loss) else None,
+            tokens=progress.tokens,
+            tokens_per_s=totals.targets / step_s,
+            step_s=step_s,
+            lr=self.lr,
+            grad_norm=self.grad_norm if math.isfinite(self.grad_norm) else None,
+            pp_forward_bytes=int(totals.pp_forward_bytes),
+            pp_backward_bytes=int(totals.pp_backward_bytes),
+            dp_bytes=int(totals.dp_bytes),
+            hidden_share=totals.hidden_share,
+            peak_memory_bytes=self.peak_memory_bytes,
+            skipped=progress.skipped,
+            loss_scale=progress.loss_scale.value,
+            save_stall_s=save_stall_s,
+            eval_loss=eval_loss,
+        )
 
 
 @dataclass(frozen=True)
@@ -42,6 +93,8 @@ class Worker:
 
     job: Job
     groups: Groups
+    model: PreTrainedModel
+    """The layers of this rank; all others are on the meta device."""
     stages: dict[int, Stage]
     weights: list[Weight]
     pipeline: Pipeline
@@ -49,36 +102,84 @@ class Worker:
     forward_meter: Meter
     backward_meter: Meter
 
-    def train_step(self, batch: Batch, step: int) -> StepResult:
-        """Make optimizer step `step`, counted from 0, together with all other ranks."""
+    def train_step(self, batch: Batch, progress: Progress, asks: Asks = NOTHING, *, update: bool = True) -> StepResult:
+        """Make the next optimizer step together with all other ranks; update: whether the weights may change.
+
+        Raises RunError, the same on all ranks, if loss or gradients are not finite and optim.on_nan says to stop.
+        """
         batch = batch.to(self.job.streams.device)
-        loss = self.pipeline.run(batch, step)
-        syncs = [stage.sync for stage in self.stages.values()]
+        step, scale = progress.step, progress.loss_scale
+        share = self.pipeline.run(batch, step, scale.value)
+        sums, squared, peak = self._agree(share, batch, asks)
+        # gradients are of the summed loss over the number of targets if none is masked: now the true number is known
+        correction = self._full_targets() / max(1.0, sums.targets)
+        loss, norm = sums.loss * correction, squared**0.5 * correction / scale.value
+        overflowed = scale.dynamic and math.isfinite(loss) and not math.isfinite(norm)
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if not (finite or overflowed) and self.job.config.optim.on_nan == "stop":
+            raise RunError(self._explain(batch, step, scale.value, loss, norm))
+        if updated := update and finite:
+            self._update(step, norm, correction / scale.value)
+        log.info("step %d: loss %.6g, gradient norm %.6g%s", step + 1, loss, norm, "" if updated else ", left out")
+        done = progress.after(loss if updated else None, int(sums.targets), scale.after(overflowed=overflowed))
+        return StepResult(loss, norm, learning_rate(step, self.job.config.optim), sums, peak, updated, done)
+
+    def evaluate(self, batches: Iterable[Batch], step: int) -> float:
+        """Return the mean loss over the target tokens of all replicas' batches, without dropout; trains nothing."""
+        sums = torch.zeros(2, dtype=torch.float64)
+        for batch in batches:
+            sums[0] += self.pipeline.evaluate(batch.to(self.job.streams.device), step)
+            if batch.labels is not None:
+                sums[1] += (batch.labels != -100).sum()
+        self.forward_meter.reset()  # the bytes of a step are those of its training
+        sums, _ = sum_over_ranks(sums, torch.zeros(0, dtype=torch.float64), self.groups)
+        return float(sums[0] / sums[1])
+
+    def _agree(self, loss: Tensor, batch: Batch, asks: Asks) -> tuple[Totals, float, int]:
+        """Return the sums over all ranks, the squared gradient norm, and the pipeline's peak memory."""
+        topology = self.job.topology
         share = totals(
             loss,
             batch.labels,
             forward=self.forward_meter,
             backward=self.backward_meter,
-            dp=[sync.meter for sync in syncs],
+            dp=[stage.sync.meter for stage in self.stages.values()],
+            stop_wishes=asks.stop,
+            save_wishes=asks.save,
+            save_failures=asks.report,
         )
-        sums, squared, peak = self._agree(share)
-        # gradients are of the summed loss over the number of targets if none is masked: now the true number is known
-        correction = self._full_targets() / sums.targets
-        norm = squared**0.5 * correction
-        scale_gradients_(self.weights, correction * clip_factor(norm, self.job.config.optim.clip))
-        lr = self.optimizer.step(step)
-        for sync in syncs:
-            sync.after_step(step)
-        return StepResult(sums.loss * correction, norm, lr, sums, peak)
-
-    def _agree(self, share: Totals) -> tuple[Totals, float, int]:
-        """Return the sums over all ranks, the squared gradient norm, and the pipeline's peak memory."""
-        topology = self.job.topology
         peaks = torch.zeros(topology.stages, dtype=torch.float64)
         peaks[topology.stage_rank] = self.job.streams.peak_memory_bytes()
         per_stage = torch.cat([squared_norm(self.weights), peaks])
         sums, per_stage = sum_over_ranks(share.tensor(), per_stage, self.groups)
+        log.info("waited %.3f s of %.3f s in which something was in flight", share.waited_s, share.in_flight_s)
         return Totals(*sums.tolist()), float(per_stage[0]), int(per_stage[1:].max())
+
+    def _update(self, step: int, norm: float, factor: float) -> None:
+        """Change the weights by the gradients times `factor`, clipped; norm: of the gradients times `factor`."""
+        scale_gradients_(self.weights, factor * clip_factor(norm, self.job.config.optim.clip))
+        self.optimizer.step(step)
+        for stage in self.stages.values():
+            stage.sync.after_step(step)
+
+    def _explain(self, batch: Batch, step: int, scale: float, loss: float, norm: float) -> str:
+        """Make the step again, watching every layer, and say where its loss or gradients stop being finite."""
+        fault = self.pipeline.find_fault(batch, step, scale)
+        found = None
+        if fault is not None:
+            micro = None if fault.micro is None else fault.micro - self.job.micros.start
+            ids = batch.sample_ids if micro is None else batch.sample_ids[micro]
+            found = {"fault": fault.to_dict(), "ids": ids.flatten().tolist()}
+        said = self.groups.exchange(f"fault {step}", json.dumps(found), timeout_s=self.job.config.run.timeout)
+        found_by = {Fault.from_dict(each["fault"]): each["ids"] for each in map(json.loads, said) if each}
+        what = f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}"
+        if not found_by:
+            return f"{what}; made again, it was finite: suspect the hardware or a norm beyond fp32; start again"
+        first = first_fault(list(found_by))
+        return (
+            f"{what}; first in {first}, samples {found_by[first]}; no weight has changed and checkpoints are as they "
+            "were; try a smaller optim.lr, or --optim.on_nan skip to leave such updates out"
+        )
 
     def _full_targets(self) -> int:
         return self.job.config.data.batch * self.job.config.data.sequence
@@ -87,26 +188,27 @@ class Worker:
 def build_worker(job: Job, source: Source, groups: Groups) -> Worker:
     """Load this rank's layers, and no others, and connect them with their neighbours'."""
     forward_meter, backward_meter = Meter(), Meter()
-    stages = build_stages(job, source, groups)
+    model = skeleton(job.model_config).train()
+    stages = build_stages(job, model, source, groups)
     links = _open_links(job, groups, forward_meter, backward_meter)
     tied = _pair_tied(job, groups, stages, backward_meter)
     weights = [weight for stage in stages.values() for weight in stage.weights]
     return Worker(
         job=job,
         groups=groups,
+        model=model,
         stages=stages,
         weights=weights,
-        pipeline=Pipeline(job.row, stages, links, tied),
+        pipeline=Pipeline(job.row, job.eval_row, stages, links, tied),
         optimizer=Optimizer(weights, job.config.optim),
         forward_meter=forward_meter,
         backward_meter=backward_meter,
     )
 
 
-def build_stages(job: Job, source: Source, groups: Groups) -> dict[int, Stage]:
-    """Load the layers of this rank's stages, one at a time; all others stay without memory."""
+def build_stages(job: Job, model: PreTrainedModel, source: Source, groups: Groups) -> dict[int, Stage]:
+    """Load the layers of this rank's stages into `model`, one at a time; all others stay without memory."""
     config, device = job.config, job.streams.device
-    model = skeleton(job.model_config).train()
     job.family.rebuild_buffers(model, device)
     stages = {}
     for index in job.stages:
@@ -125,6 +227,7 @@ def build_stages(job: Job, source: Source, groups: Groups) -> dict[int, Stage]:
             job.mode.open(weights, groups.dp),
             targets=config.data.batch * config.data.sequence,
             seed=config.data.seed,
+            recompute=config.model.recompute == "layers",
         )
     return stages
 

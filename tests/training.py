@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,13 +12,16 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from acsgd.config import Config
+from acsgd.inputs import open_data, open_source
 from acsgd.io.data import Batch
-from acsgd.job import open_data, open_source, prepare
+from acsgd.io.progress import Progress
+from acsgd.job import Job, prepare
 from acsgd.optim import learning_rate
+from acsgd.precision import LossScale
 from acsgd.shards import family_of
 from acsgd.shards.load import mix_seed
 from acsgd.topology import Launch, connect
-from acsgd.worker import build_worker
+from acsgd.worker import Worker, build_worker
 
 TIMEOUT = timedelta(seconds=120)
 
@@ -35,11 +38,27 @@ def losses_of_rank(
     for number, config in enumerate(configs):
         job = prepare(config, Launch(rank, rank, world_size))
         file_store = dist.FileStore(f"{store}-{number}", world_size)
-        with open_data(job) as data, connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
+        with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
             worker = build_worker(job, open_source(job), groups)
-            batches = map(mask, data) if masked else data
-            all_losses.append([worker.train_step(batch, step).loss for step, batch in enumerate(batches)])
+            batches = batches_of(job)
+            all_losses.append(train(worker, map(mask, batches) if masked else batches))
     return all_losses
+
+
+def train(worker: Worker, batches: Iterable[Batch]) -> list[float]:
+    """Make one step per batch from the start of a run; return the losses."""
+    progress, losses = Progress(loss_scale=LossScale.of(worker.job.config)), []
+    for batch in batches:
+        result = worker.train_step(batch, progress)
+        progress = result.progress
+        losses.append(result.loss)
+    return losses
+
+
+def batches_of(job: Job) -> Iterator[Batch]:
+    """Return the batch of every step of a job."""
+    reader = open_data(job)
+    return map(reader.batch, range(job.config.optim.steps))
 
 
 def oracle_losses(config: Config, *, masked: bool = False) -> list[float]:
@@ -92,8 +111,7 @@ def mask(batch: Batch) -> Batch:
 def whole_batches(config: Config) -> list[Batch]:
     """Return the global batch of every step."""
     alone = dataclasses.replace(config, pp=dataclasses.replace(config.pp, stages=1, schedule="gpipe", layers=None))
-    with open_data(prepare(alone, Launch())) as data:
-        return list(data)
+    return list(batches_of(prepare(alone, Launch())))
 
 
 def _seed_dropout(model: torch.nn.Module, config: Config) -> list[int]:

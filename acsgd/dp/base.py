@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from acsgd.failure import RunError
 from acsgd.meter import Meter
 from acsgd.shards.base import Weight
+from acsgd.shards.disk import WeightState
 
 
 class GradSync(Protocol):
@@ -38,12 +40,12 @@ class GradSync(Protocol):
         """Take note that the optimizer has made step `step`."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the mode remembers between steps (error feedback is training state)."""
+    def state_dict(self) -> WeightState:
+        """Return what this replica remembers between steps (error feedback is training state), not copied."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+    def load_state_dict(self, saved: Sequence[WeightState]) -> None:
+        """Take over what the replicas of a run remembered, one entry each; there may have been more or fewer."""
         ...
 
 
@@ -61,14 +63,17 @@ class Memoryless:
     def after_step(self, step: int) -> None:
         """Nothing is left to do."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> WeightState:
         """Nothing is remembered."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise ValueError if there is something to remember."""
-        if state:
-            raise ValueError(f"the state of another data-parallel mode, with {sorted(state)}, cannot be taken over")
+    def load_state_dict(self, saved: Sequence[WeightState]) -> None:
+        """Raise RunError if there is something to remember: what the replicas owe each other would be lost."""
+        if any(saved):
+            raise RunError(
+                f"the checkpoint holds {sorted(saved[0])} of another data-parallel mode, which this one would lose; "
+                "go on in the mode that saved it (dp.mode in its config.toml)"
+            )
 
 
 class Alone(Memoryless):

@@ -15,7 +15,8 @@ MEASURE = """
 import json, sys
 from datetime import timedelta
 from acsgd.config import parse
-from acsgd.job import open_source, prepare
+from acsgd.inputs import open_source
+from acsgd.job import prepare
 from acsgd.shards.convert import read_config
 from acsgd.shards.base import skeleton
 from acsgd.topology import Launch, Topology, connect
@@ -28,7 +29,7 @@ source = open_source(job)
 # the groups play no part in loading; one process alone stands for its rank
 with connect(Topology(0, 1, 1), timeout=timedelta(seconds=60)) as groups:
     before = job.streams.peak_memory_bytes()
-    stages = build_stages(job, source, groups)
+    stages = build_stages(job, skeleton(job.model_config), source, groups)
     print(json.dumps({
         "grown": job.streams.peak_memory_bytes() - before,
         "own": sum(w.param.nbytes for stage in stages.values() for w in stage.weights),

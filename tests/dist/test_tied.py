@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from test_same_training import make_config
-from training import TIMEOUT
+from training import TIMEOUT, batches_of, train
 
 from acsgd.config import Config
-from acsgd.job import open_data, open_source, prepare
+from acsgd.inputs import open_source
+from acsgd.job import prepare
 from acsgd.topology import Launch, connect
 from acsgd.worker import build_worker
 
@@ -27,10 +28,9 @@ def train_and_hash(rank: int, world_size: int, store: Path, config: Config) -> d
     torch.set_num_threads(1)
     job = prepare(config, Launch(rank, rank, world_size))
     file_store = dist.FileStore(str(store), world_size)
-    with open_data(job) as data, connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
+    with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
         worker = build_worker(job, open_source(job), groups)
-        for step, batch in enumerate(data):
-            worker.train_step(batch, step)
+        train(worker, batches_of(job))
         return {
             w.key: (hashlib.sha256(w.param.detach().numpy().tobytes()).hexdigest(), w.copy_of)
             for w in worker.weights

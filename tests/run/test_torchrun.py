@@ -145,8 +145,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize(
     ("processes", "stages", "told"),
     [
-        (2, 2, ["step 1, stage 0, action 0B1: rank 0 on ", "waiting for gradient 0", "micro-batch 1", "from rank 1"]),
-        (2, 1, ["step 1, stage 0, action 0R: rank 0 on ", "summing gradients with ranks [0, 1] failed"]),
+        (2, 2, ["step 2, stage 0, action 0B1: rank 0 on ", "waiting for gradient 0", "micro-batch 1", "from rank 1"]),
+        (2, 1, ["step 2, stage 0, action 0R: rank 0 on ", "summing gradients with ranks [0, 1] failed"]),
     ],
 )
 def test_a_dead_peer_is_told_once_with_rank_stage_and_action(

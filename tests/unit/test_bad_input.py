@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from saved import SMALL, small_run, train_alone
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from acsgd.config import Config, parse
-from acsgd.job import open_data, open_source, prepare
+from acsgd.inputs import open_inputs
+from acsgd.job import prepare
+from acsgd.shards.convert import from_hf
+from acsgd.shards.disk import MANIFEST, VERSION, Manifest
 from acsgd.topology import Launch
 
 TinyModel = Callable[..., Path]
@@ -19,7 +25,7 @@ TinyModel = Callable[..., Path]
 def refuse(tmp_path: Path, flags: str, *, world_size: int = 1) -> str:
     """Return the message with which a run is refused; checks that it wrote nothing."""
     run_dir = tmp_path / "runs" / "bad"
-    before = sorted(tmp_path.rglob("*"))
+    before = contents(tmp_path)
     given = flags.split()
     defaults = {
         "--data.task": "demo",
@@ -35,15 +41,22 @@ def refuse(tmp_path: Path, flags: str, *, world_size: int = 1) -> str:
     config = parse(given)
     with pytest.raises(ValueError) as refused:
         decide(config, Launch(0, 0, world_size))
-    assert sorted(tmp_path.rglob("*")) == before, "a refused run wrote something"
+    assert contents(tmp_path) == before, "a refused run wrote something"
     return str(refused.value)
 
 
 def decide(config: Config, launch: Launch) -> None:
     """Do all that a rank does before it meets the others."""
-    job = prepare(config, launch)
-    open_data(job)
-    open_source(job)
+    open_inputs(prepare(config, launch))
+
+
+def contents(directory: Path) -> dict[Path, bytes | None]:
+    """Return every file with what is in it, and every directory, but for the cache and the one that it lies in."""
+    return {
+        path: path.read_bytes() if path.is_file() else None
+        for path in sorted(directory.rglob("*"))
+        if path != directory / "runs" and not path.is_relative_to(directory / "runs" / "cache")
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +89,16 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--data.task text.csv", 1, 'unknown source "text.csv"'),
         ("--log.dir empty.jsonl/run", 1, "empty.jsonl is a file; give a directory"),
         ("--checkpoint.dir empty.jsonl", 1, "checkpoint.dir=empty.jsonl"),
+        (
+            "--checkpoint.resume no/where",
+            1,
+            'checkpoint.resume=no/where does not exist; give the path of a checkpoint, ".../step-00000100", or "auto"',
+        ),
+        (
+            "--checkpoint.resume empty.jsonl",
+            1,
+            'empty.jsonl is no complete checkpoint; give the path of a checkpoint, ".../step-00000100", or "auto"',
+        ),
         ("--run.device cuda", 1, "local rank 0 has no GPU of its own"),
     ],
 )
@@ -134,3 +157,182 @@ def test_a_model_without_safetensors_is_refused(tiny_model: TinyModel, tmp_path:
     told = refuse(tmp_path, "--model.name model")
     assert "has neither model.safetensors nor model.safetensors.index.json" in told
     assert "--model.init scratch" in told
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a run of GPT-2 with checkpoints of steps 1 and 2."""
+    run = tmp_path_factory.mktemp("saved") / "runs" / "run"
+    train_alone(small_run(tiny_model("gpt2", **SMALL), run))
+    return run
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """Return a copy of it, runs/run, beside which another can be started."""
+    shutil.copytree(saved.parent / "cache", tmp_path / "runs" / "cache")
+    return Path(shutil.copytree(saved, tmp_path / "runs" / "run", symlinks=True))
+
+
+def refuse_to_go_on(tmp_path: Path, model: Path, flags: str, run_dir: str = "runs/run") -> str:
+    """Return the sentence with which a start in a run's directory, as it was trained but for the flags, is refused."""
+    as_trained = {
+        "--model.name": str(model),
+        "--data.sequence": "16",
+        "--data.batch": "2",
+        "--data.eval_share": "0.001",
+        "--log.dir": run_dir,
+    }
+    given = [f"{flag} {value}" for flag, value in as_trained.items() if flag not in flags.split()]
+    told = refuse(tmp_path, f"{flags} {' '.join(given)}")
+    assert "\n" not in told
+    assert not told.endswith(".")
+    return told
+
+
+ANOTHER = "give what it was made with, or train a new run from its weights: --model.name {} --log.dir NEW"
+
+
+@pytest.mark.parametrize(
+    ("flags", "difference"),
+    [
+        ("--data.batch 4", "its batches were others: data.batch is 2 there and 4 here"),
+        ("--data.sequence 8", "its batches were others: data.sequence is 16 there and 8 here"),
+        ("--data.seed 7", "its batches were others: data.seed is 0 there and 7 here"),
+        ("--data.eval_share 0.01", "its batches were others: data.eval_share is 0.001 there and 0.01 here"),
+        ("--data.task other.txt", "the texts of data.task are not those it was trained on"),
+        (
+            "--data.task demo:0.5,other.txt:0.5",
+            "its batches were others: weights of data.task is [1] there and [1, 1] here",
+        ),
+    ],
+)
+def test_a_checkpoint_of_other_data_is_refused(
+    flags: str, difference: str, tiny_model: TinyModel, run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "other.txt").write_text("other text " * 100)
+    newest = Path("runs/run/checkpoints/step-00000002")
+    for resume in ("", f"--checkpoint.resume {newest} "):
+        told = refuse_to_go_on(tmp_path, tiny_model("gpt2", **SMALL), resume + flags)
+        assert told == f"cannot go on from {newest}: {difference}; {ANOTHER.format(newest)}"
+
+
+def test_a_checkpoint_of_another_model_is_refused(tiny_model: TinyModel, run: Path, tmp_path: Path) -> None:
+    newest = Path("runs/run/checkpoints/step-00000002")
+    models = {
+        tiny_model("gpt2", **SMALL | {"n_layer": 2}): "it is of another model: n_layer is 1 there and 2 here",
+        tiny_model(
+            "gpt2", **SMALL | {"attn_pdrop": 0.5}
+        ): "it is of another model: attn_pdrop is 0.0 there and 0.5 here",
+        tiny_model("llama"): 'it is of family "gpt2", the run\'s model of family "llama"',
+        of_another_tokenizer(tiny_model("gpt2", **SMALL), tmp_path): (
+            "it was trained with another tokenizer than the run's model has"
+        ),
+    }
+    for model, difference in models.items():
+        told = refuse_to_go_on(tmp_path, model, "")
+        assert told == f"cannot go on from {newest}: {difference}; {ANOTHER.format(newest)}"
+
+
+def of_another_tokenizer(model: Path, tmp_path: Path) -> Path:
+    """Return a copy of a model whose tokenizer has its tokens in another order."""
+    copy = Path(shutil.copytree(model, tmp_path / "copy"))
+    rules = json.loads((copy / "tokenizer.json").read_text())
+    vocabulary = rules["model"]["vocab"]
+    first, second = (token for token, number in vocabulary.items() if number in (5, 6))
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (copy / "tokenizer.json").write_text(json.dumps(rules))
+    assert AutoTokenizer.from_pretrained(copy).get_vocab()[first] == vocabulary[first]
+    return copy
+
+
+@pytest.mark.parametrize("resume", ["auto", "runs/run/checkpoints/step-00000002"])
+@pytest.mark.parametrize(
+    ("version", "advice"),
+    [(VERSION + 1, "upgrade acsgd"), (1, "convert the model again, or use the acsgd that wrote it")],
+)
+def test_a_checkpoint_of_another_version_is_refused(
+    version: int,
+    advice: str,
+    resume: str,
+    tiny_model: TinyModel,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    newest = Path("runs/run/checkpoints/step-00000002")
+    manifest = Manifest.read(newest)
+    with monkeypatch.context() as patch:
+        patch.setattr("acsgd.shards.disk.VERSION", version)
+        manifest.write(newest)
+    if version == 1:  # which had no checksum
+        fields = json.loads((newest / MANIFEST).read_text())
+        del fields["sha256"]
+        (newest / MANIFEST).write_text(json.dumps(fields))
+    told = refuse_to_go_on(tmp_path, tiny_model("gpt2", **SMALL), f"--checkpoint.resume {resume}")
+    assert (
+        told == f"{newest} was written in version {version} of the format, this acsgd reads version {VERSION}; {advice}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("resume", "message"),
+    [
+        (
+            "never",
+            "checkpoint.resume=never, but runs/run/checkpoints holds checkpoints of an earlier run, the newest of step "
+            "2; give another log.dir, remove them, or use --checkpoint.resume auto",
+        ),
+        (
+            "runs/run/checkpoints/step-00000001",
+            "checkpoint.resume=runs/run/checkpoints/step-00000001 is of step 1, but runs/run/checkpoints holds step 2, "
+            "from which the next start would go on; give another log.dir, or move the newer ones away",
+        ),
+        (
+            "runs/run",
+            "checkpoint.resume=runs/run is no complete checkpoint; give the path of a checkpoint, "
+            'runs/run/checkpoints/step-00000002, or "auto"',
+        ),
+        (
+            "runs/run/checkpoints/step-00000003",
+            "checkpoint.resume=runs/run/checkpoints/step-00000003 does not exist; give the path of a checkpoint, "
+            'runs/run/checkpoints/step-00000002, or "auto"',
+        ),
+        (
+            "converted",
+            "converted holds a model, but no state of a run; to train from its weights: --model.name converted",
+        ),
+        ("foreign", "foreign/manifest.json is not the manifest of a layer-shard directory"),
+    ],
+)
+def test_what_a_run_cannot_go_on_from_is_refused(
+    resume: str, message: str, tiny_model: TinyModel, run: Path, tmp_path: Path
+) -> None:
+    model = tiny_model("gpt2", **SMALL)
+    (tmp_path / "converted").mkdir()
+    from_hf(model, tmp_path / "converted")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / MANIFEST).write_text('{"manifest_version": 3}')
+    assert refuse_to_go_on(tmp_path, model, f"--checkpoint.resume {resume}") == message
+
+
+def test_a_half_written_checkpoint_that_is_asked_for_is_refused(
+    tiny_model: TinyModel, run: Path, tmp_path: Path
+) -> None:
+    newest = Path("runs/run/checkpoints/step-00000002")
+    (newest / MANIFEST).unlink()
+    told = refuse_to_go_on(tmp_path, tiny_model("gpt2", **SMALL), f"--checkpoint.resume {newest}")
+    assert told.startswith(f"checkpoint.resume={newest} is no complete checkpoint; give the path of a checkpoint, ")
+
+
+@pytest.mark.parametrize("key", ["log.dir", "checkpoint.dir"])
+def test_a_directory_that_may_not_be_written_is_refused(
+    key: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write anywhere, so the system's answer is given in its place."""
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).is_relative_to(locked) and may(path, mode))
+    told = refuse(tmp_path, f"--model.name {tiny_model()} --{key} locked/run")
+    assert told == f"{key}=locked/run: this user may not write to {locked}; give another directory"

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from acsgd import config as config_module
-from acsgd.config import Config, check, parse, to_toml
+from acsgd.checks import check
+from acsgd.config import Config, parse, to_toml
 
 RUN = """
 [model]
@@ -62,7 +63,8 @@ def test_every_option_is_a_field_with_a_docstring() -> None:
     for section in dataclasses.fields(Config):
         kind = typing.get_type_hints(Config)[section.name]
         fields = {field.name for field in dataclasses.fields(kind)}
-        assert {name for name in vars(kind) if not name.startswith("_")} <= fields
+        own = {name for name, value in vars(kind).items() if not (name.startswith("_") or isinstance(value, property))}
+        assert own <= fields
         for name in fields:
             assert f"    {name}: " in source
 
@@ -73,7 +75,8 @@ def test_every_option_is_a_field_with_a_docstring() -> None:
         ("[modle]\nname = 'x'", 'unknown section [modle]; use "model"'),
         (
             "[data]\nbtach = 3",
-            'unknown key data.btach; use "task", "sequence", "batch" or "seed" (did you mean "batch"?)',
+            'unknown key data.btach; use "task", "sequence", "batch", "seed", "bad", "eval_task" or "eval_share" '
+            '(did you mean "batch"?)',
         ),
         ("name = 'x'", "unknown section [name]"),
         ("[model", "is not TOML"),
@@ -100,13 +103,57 @@ def test_a_missing_file_is_named() -> None:
         ("--optim.lr nan", "optim.lr=nan must be greater than 0"),
         ("--optim.warmup 9", "optim.warmup=9 must lie between 0 and optim.steps=5"),
         ("--optim.betas 0.9 1.0", "must lie in [0, 1)"),
-        ("--log.to print,wandb", "unknown wandb"),
+        ("--optim.spike 1", "optim.spike=1.0 must be greater than 1, for it multiplies the mean of recent losses"),
+        ("--optim.spike nan", "optim.spike=nan must be greater than 1"),
+        (
+            "--optim.spike 3",
+            "optim.spike=3.0 goes back to the last checkpoint, but there is none before the end; "
+            'give checkpoint.every="500", say',
+        ),
+        ("--optim.loss_scale 1000", "optim.loss_scale=1000.0 must be a power of 2, or it costs bits; use 65536"),
+        ("--optim.loss_scale inf", "optim.loss_scale=inf must be a power of 2"),
+        ("--optim.loss_scale 0", "optim.loss_scale=0.0 must be greater than 0"),
+        ("--checkpoint.keep 0", "checkpoint.keep=0 must be greater than 0"),
+        ("--checkpoint.keep_every 0", "checkpoint.keep_every=0 must be greater than 0"),
+        *(
+            (
+                f"--checkpoint.every {every}",
+                f'checkpoint.every={every} is no time between saves; give steps, "500", or minutes, "10min"',
+            )
+            for every in ("0", "x", "-5", "5m", "0min", "min", "1.5", "5minmin", "1e3")
+        ),
+        (
+            "--eval.every 5",
+            "eval.every=5 has nothing to evaluate on; give data.eval_task, or data.eval_share=0.05, say",
+        ),
+        (
+            "--checkpoint.best",
+            "checkpoint.best has nothing to evaluate on; give data.eval_task, or data.eval_share=0.05, say",
+        ),
+        ("--log.to print,wandbb", 'log.to="print,wandbb": unknown wandbb; use "print", "jsonl", "text", "wandb"'),
     ],
 )
 def test_a_value_no_run_can_have_is_named(flags: str, message: str, run_file: Path) -> None:
     with pytest.raises(ValueError) as error:
         check(parse([str(run_file), *flags.split()]))
     assert message in str(error.value)
+
+
+def test_a_time_between_saves_with_a_blank_in_it_is_named(run_file: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        check(parse([str(run_file), "--checkpoint.every", "5 min"]))
+    assert "checkpoint.every=5 min is no time between saves" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "seconds"), [("500", 500, None), ("10min", None, 600.0), ("0.5min", None, 30)]
+)
+def test_a_time_between_saves_is_steps_or_minutes(
+    every: str, steps: int | None, seconds: float | None, run_file: Path
+) -> None:
+    config = parse([str(run_file), "--checkpoint.every", every])
+    check(config)
+    assert (config.checkpoint.every_steps, config.checkpoint.every_s) == (steps, seconds)
 
 
 @pytest.mark.parametrize(

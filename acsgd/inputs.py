@@ -1,0 +1,132 @@
+"""What a job reads: text to train and to evaluate on, weights, and the checkpoints of an earlier start."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from acsgd.io.cache import once_per_host
+from acsgd.io.data import Corpus, Reader, num_sequences
+from acsgd.io.data import fingerprint as tokenizer_fingerprint
+from acsgd.io.data import prepare as tokenize_all
+from acsgd.io.heldout import HeldOut, held_out, split
+from acsgd.io.progress import Identity
+from acsgd.io.resume import Candidates, find
+from acsgd.io.sampler import Sampler, block_counts
+from acsgd.io.tasks import WeightedTask
+from acsgd.job import Job
+from acsgd.shards.convert import from_hf
+from acsgd.shards.disk import MANIFEST, VERSION, ShardDirectory
+from acsgd.shards.load import Scratch, Source
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All that a job reads, found and checked; no layer has been read yet."""
+
+    reader: Reader
+    held_out: HeldOut | None
+    identity: Identity
+    """What a checkpoint must have been made with."""
+    candidates: Candidates
+    source: Source | None
+    """Where the weights of a fresh run come from; None if there is something to go on from."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was left out of the texts, in sentences."""
+        return self.reader.notes + (self.held_out.notes if self.held_out else ())
+
+    def fingerprint(self) -> str:
+        """Return what must be the same on every rank."""
+        steps = [checkpoint.progress.step for checkpoint in self.candidates.checkpoints]
+        return self.reader.fingerprint() + repr((self.held_out and self.held_out.fingerprint(), steps))
+
+
+def open_inputs(job: Job) -> Inputs:
+    """Find and check all that a job reads, tokenising and converting into the cache what is not there yet.
+
+    Writes nothing else. Raises ValueError if something is missing, broken, or belongs to another training.
+    """
+    reader, held = open_data(job), open_held_out(job)
+    data = job.config.data
+    identity = Identity.of(
+        job.model_config,
+        tokenizer=tokenizer_fingerprint(job.tokenizer),
+        texts=reader.fingerprint(),
+        data={
+            "data.sequence": data.sequence,
+            "data.batch": data.batch,
+            "data.seed": data.seed,
+            "data.eval_share": data.eval_share,
+            "weights of data.task": list(reader.sampler.counts),
+        },
+    )
+    candidates = find(job.checkpoints, job.config.checkpoint.resume, identity)
+    fresh = not candidates.checkpoints and not candidates.refused
+    return Inputs(reader, held, identity, candidates, open_source(job) if fresh else None)
+
+
+def open_data(job: Job) -> Reader:
+    """Return what makes this replica's batch of any step, tokenising into the cache first what is not there yet.
+
+    Raises ValueError if a text cannot be read or is too short.
+    """
+    config, topology = job.config, job.topology
+    corpora = _tokenized(job, job.tasks)
+    sizes = [num_sequences(tokens, config.data.sequence) for tokens, _ in corpora]
+    sampler = Sampler(
+        seed=config.data.seed,
+        batch=config.data.batch,
+        counts=block_counts([weight for _, weight in job.tasks]),
+        sizes=tuple(split(size, config.data.eval_share) for size in sizes),
+    )
+    return Reader(
+        [tokens for tokens, _ in corpora],
+        sampler,
+        sequence=config.data.sequence,
+        micro=config.pp.micro,
+        micros=job.micros,
+        wants_tokens=topology.stage_rank == 0,
+        wants_labels=topology.stage_rank == topology.stages - 1,
+        notes=tuple(skipped for _, skipped in corpora if skipped),
+    )
+
+
+def open_held_out(job: Job) -> HeldOut | None:
+    """Return this replica's batches to evaluate on, tokenising as `open_data` does; None if nothing is held out."""
+    config, topology = job.config, job.topology
+    return held_out(
+        _tokenized(job, job.tasks),
+        _tokenized(job, job.eval_tasks),
+        config.data.eval_share,
+        sequence=config.data.sequence,
+        micro=config.pp.micro,
+        replicas=topology.replicas,
+        replica=topology.replica,
+        wants_tokens=topology.stage_rank == 0,
+        wants_labels=topology.stage_rank == topology.stages - 1,
+    )
+
+
+def open_source(job: Job) -> Source:
+    """Return where the weights come from, converting a Hugging Face directory into the cache first."""
+    if job.config.model.init == "scratch":
+        return Scratch(job.model_config, job.layers, seed=job.config.data.seed)
+    if (job.model_dir / MANIFEST).is_file():
+        return ShardDirectory(job.model_dir)
+    files = sorted(path for path in job.model_dir.iterdir() if path.suffix in (".safetensors", ".json"))
+    state = repr([(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+    name = f"{job.model_dir.name}-{VERSION}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+
+    def convert(target: Path) -> None:
+        target.mkdir()
+        from_hf(job.model_dir, target)
+
+    return ShardDirectory(once_per_host(job.cache_dir / "models" / name, convert))
+
+
+def _tokenized(job: Job, tasks: Sequence[WeightedTask]) -> list[Corpus]:
+    return tokenize_all(tasks, job.tokenizer, job.config.data.sequence, job.cache_dir / "tokens")

@@ -1,0 +1,229 @@
+"""All that a rank trains, layer by layer, on its way into a checkpoint and out of one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from acsgd.failure import RunError
+from acsgd.inputs import Inputs
+from acsgd.io.checkpoint import LayerState, Saver
+from acsgd.io.progress import Identity, Progress
+from acsgd.io.resume import Checkpoint
+from acsgd.job import Job
+from acsgd.precision import LossScale
+from acsgd.shards.base import LayerShard, Weight, stored_keys
+from acsgd.shards.disk import ShardDirectory, StoredFile, WeightState
+from acsgd.topology import Groups
+from acsgd.worker import Asks, Worker, build_worker
+
+
+class Start(NamedTuple):
+    """Where a run begins, or goes on."""
+
+    worker: Worker
+    progress: Progress
+    newest: Path | None
+    """The checkpoint it goes on from."""
+    told: list[str]
+    """What was found, on rank 0."""
+
+
+def start(job: Job, inputs: Inputs, groups: Groups) -> Start:
+    """Build this rank's worker, going on from the newest sound checkpoint if there is any.
+
+    Called by every rank. Raises RunError if there are checkpoints and none that may be used is sound.
+    """
+    found = inputs.candidates
+    checkpoint = found.choose(groups, partial(files_to_read, job), timeout_s=job.disk_timeout_s)
+    told = [f"removed {path.name}: its writing never ended" for path in found.directory.leftovers()]
+    if job.topology.rank == 0:
+        told += found.set_aside()
+        found.mark_best()
+    source = checkpoint.shards if checkpoint else inputs.source
+    assert source is not None
+    worker = build_worker(job, source, groups)
+    if checkpoint is None:
+        return Start(worker, Progress(loss_scale=LossScale.of(job.config)), None, told)
+    progress = restore(worker, checkpoint)
+    told.append(f"going on from {checkpoint.path}: {progress}")
+    return Start(worker, progress, checkpoint.path, told)
+
+
+class Saves:
+    """When a run is saved, and what is told of it. A context manager, as `Saver` is.
+
+    tell: takes a sentence for the user.
+    """
+
+    def __init__(
+        self, worker: Worker, saver: Saver, identity: Identity, newest: Path | None, tell: Callable[[str], None]
+    ) -> None:
+        self.newest = newest
+        """The newest complete checkpoint, as far as this rank has heard."""
+        self._worker = worker
+        self._saver = saver
+        self._identity = identity
+        self._tell = tell
+        self._config = worker.job.config.checkpoint
+        self._saved_at = time.monotonic()
+        self._is_taken = False
+
+    @classmethod
+    def open(cls, begun: Start, identity: Identity, groups: Groups, *, tell: Callable[[str], None]) -> Saves:
+        """Return the saves of a run that has just begun."""
+        job = begun.worker.job
+        saver = Saver(
+            job.checkpoints,
+            job.config.checkpoint,
+            model_dir=job.model_dir,
+            layers=[shard.name for shard in job.layers],
+            topology=job.topology,
+            groups=groups,
+            streams=job.streams,
+            timeout_s=job.disk_timeout_s,
+        )
+        return cls(begun.worker, saver, identity, begun.newest, tell)
+
+    def __enter__(self) -> Saves:
+        self._saver.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._saver.__exit__(*exception)
+
+    def asks(self, *, stop: bool) -> Asks:
+        """Return what this rank asks of all at the end of the present step."""
+        every_s, ended = self._config.every_s, self._saver.ended
+        is_time = every_s is not None and time.monotonic() - self._saved_at >= every_s
+        # one clock decides, or ranks would ask for one save twice
+        save = is_time and self._worker.job.topology.rank == 0
+        return Asks(stop=stop, save=save, report=ended is not None and ended.error is not None)
+
+    def save(self, progress: Progress, *, asked: bool, evaluated: bool) -> float:
+        """`take` and `write` at once."""
+        stall_s = self.take(progress, asked=asked, evaluated=evaluated)
+        self.write()
+        return stall_s
+
+    def take(self, progress: Progress, *, asked: bool, evaluated: bool) -> float:
+        """Copy the state for a checkpoint if one is asked for, or if the evaluation just made was the best so far.
+
+        Returns the seconds for which training stood still. Raises RunError if the one before has failed.
+        """
+        best = evaluated and self._config.best and progress.eval_loss == progress.best_eval_loss
+        if not (asked or best):
+            return 0.0
+        started = time.perf_counter()
+        self.hear(wait=True)
+        run = {"progress": progress.to_dict(), "identity": self._identity.to_dict()}
+        self._saver.take(progress.step, layer_states(self._worker), run, best=best)
+        self._saved_at, self._is_taken = time.monotonic(), True
+        return time.perf_counter() - started
+
+    def write(self) -> None:
+        """Start to write what was taken, if anything was."""
+        if self._is_taken:
+            self._saver.write()
+        self._is_taken = False
+
+    def hear(self, *, wait: bool, last: bool = False) -> None:
+        """Tell how the save under way has ended, if it has; wait: after waiting for it, which all ranks do together.
+
+        last: the run ends with it. Raises RunError if it failed, unless the run is to go on without.
+        """
+        ended, stops = self._saver.ended, last or self._config.on_error == "stop"
+        if not wait and (ended is None or (ended.error is not None and stops)):
+            return  # a failure ends the run on all ranks at once: when they have told each other, after the next step
+        outcome = self._saver.take_outcome()
+        if outcome is None:
+            return
+        if outcome.error is None:
+            self.newest = outcome.path
+            self._tell(f"saved {outcome.path}")
+            return
+        newest = "there is no checkpoint yet" if self.newest is None else f"the newest checkpoint is {self.newest}"
+        told = f"step {outcome.step} could not be saved: {outcome.error}; {newest}"
+        if stops:
+            raise RunError(f"{told}; put that right, and start the run again")
+        self._tell(f"{told}; training goes on (checkpoint.on_error)")
+
+    def newest_sound(self) -> Checkpoint | None:
+        """Return the newest checkpoint, waiting for the one under way; called by all ranks together."""
+        self.hear(wait=True)
+        return None if self.newest is None else Checkpoint.open(self.newest)
+
+
+def layer_states(worker: Worker) -> list[LayerState]:
+    """Return the state of every layer this rank holds, not copied."""
+    states = []
+    for stage in worker.stages.values():
+        remembered = stage.sync.state_dict()
+        for shard, weights in stage.layers.items():
+            owned = [weight for weight in weights if weight.copy_of is None]
+            masters = {weight.key: weight.master for weight in owned}
+            replica = _of_keys(remembered, {weight.key for weight in weights})
+            states.append(LayerState(shard.name, shard.index, masters, worker.optimizer.state_of(owned), replica))
+    return states
+
+
+@torch.no_grad()
+def restore(worker: Worker, checkpoint: Checkpoint) -> Progress:
+    """Give a worker the weights, and all that is remembered of them, of a run of any number of ranks.
+
+    Returns how far that run had come.
+    """
+    for stage in worker.stages.values():
+        replicas: list[WeightState] = []
+        for shard, weights in stage.layers.items():
+            _restore_layer(worker, checkpoint.shards, shard, weights)
+            _extend(replicas, checkpoint.shards.replica_states(shard.name))
+        stage.sync.load_state_dict(replicas)
+    progress = checkpoint.progress
+    return replace(progress, loss_scale=LossScale.of(worker.job.config, progress.loss_scale))
+
+
+def files_to_read(job: Job, checkpoint: Checkpoint) -> list[StoredFile]:
+    """List the files of a checkpoint that this rank restores its stages from; rank 0 looks at the rest as well."""
+    layers = {shard.name for index in job.stages for shard in job.layers[slice(*job.specs[index])]}
+    if len(job.specs) - 1 in job.stages:
+        layers.add(job.layers[0].name)  # a tied head is restored from the embedding
+    manifest = checkpoint.shards.manifest
+    files = [manifest.layers[layer] for layer in sorted(layers)]
+    files += [file for layer in sorted(layers) for file in manifest.replicas.get(layer, [])]
+    return files + (manifest.companions if job.topology.rank == 0 else [])
+
+
+def _restore_layer(worker: Worker, checkpoint: ShardDirectory, shard: LayerShard, weights: Sequence[Weight]) -> None:
+    tensors = checkpoint.tensors(shard.name, stored_keys(worker.model, shard))
+    state = checkpoint.state(shard.name)
+    embedding = worker.job.layers[0].name
+    for weight in weights:
+        if weight.copy_of is None:
+            weight.master.copy_(tensors[weight.key])
+            worker.optimizer.load_state_of(weight, state, weight.key)
+        else:
+            weight.master.copy_(checkpoint.tensor(embedding, weight.copy_of))
+            worker.optimizer.load_state_of(weight, checkpoint.state(embedding), weight.copy_of)
+        if weight.param is not weight.master:
+            weight.param.copy_(weight.master)
+
+
+def _of_keys(state: WeightState, keys: set[str]) -> WeightState:
+    """Return the part of a state that belongs to some weights."""
+    part = {name: {key: tensor for key, tensor in by_key.items() if key in keys} for name, by_key in state.items()}
+    return {name: by_key for name, by_key in part.items() if by_key}
+
+
+def _extend(replicas: list[WeightState], layer: list[WeightState]) -> None:
+    """Add, in place, what each replica remembers of one more layer."""
+    replicas += [{} for _ in layer[len(replicas) :]]
+    for whole, part in zip(replicas, layer, strict=False):
+        for name, by_key in part.items():
+            whole.setdefault(name, {}).update(by_key)
