@@ -39,8 +39,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 from transformers.utils import logging as transformers_logging
 
 from acsgd.config import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig, ReplicaConfig
+from acsgd.inputs import open_source
 from acsgd.io.data import Batch
-from acsgd.job import Job, open_source, prepare
+from acsgd.io.progress import Progress
+from acsgd.job import Job, prepare
 from acsgd.topology import Launch, connect
 from acsgd.worker import Worker, build_worker
 
@@ -99,7 +101,7 @@ def acsgd(worker: Worker) -> Step:
             sample_ids=torch.zeros(len(tokens), MICRO, dtype=torch.int64),
             micro_ids=job.micros,
         )
-        return worker.train_step(batch, number).loss / job.topology.world_size
+        return worker.train_step(batch, Progress(step=number)).loss / job.topology.world_size
 
     return step
 
