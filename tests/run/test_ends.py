@@ -152,7 +152,7 @@ def test_a_rank_that_hangs_or_dies_is_named_once_and_all_others_end(
         assert len(run.errors) == 1, run.stderr
         told = run.errors[0]
         assert f"; rank {at_rank} on {HOST} is silent: gone, or hanging" in told
-        assert told.startswith("error: step 2, stage ")
+        assert told.startswith("error: step 3, stage ")
         assert ", action " in told.partition(": rank ")[0]
         assert f"rank {at_rank}" in told.partition(";")[0] or f"{at_rank}]" in told.partition(";")[0]
         assert "Traceback" not in run.stderr.partition("torch.distributed.elastic")[0]
