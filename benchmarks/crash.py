@@ -1,0 +1,227 @@
+"""Does a run survive being ended at any moment? Ends one again and again, starts it again, and compares, bit for bit:
+
+    .venv/bin/python benchmarks/crash.py [--kills 500] [--processes 1|2|4] [--signal KILL|TERM] [--seed 0]
+
+The run is small, saves after every step and keeps two checkpoints and the best, and its disk is slow, so that most
+moments fall into a save. Every start must go on from the newest checkpoint that the one before left in place, all of
+whose hashes must be right, and remove what it left half-written. A run that comes to its last step must have the
+weights, moments, losses and best checkpoint of one that nobody disturbed; then another begins. SIGTERM is sent to some
+of the ranks and must end all of them well, with all that was trained saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.append(str(Path(__file__).parents[1]))  # of a script only its own directory is there
+
+from acsgd.config import CheckpointConfig
+from benchmarks.forks import Started, checkpoints_of, finish, make_config, result_of, save_model, started
+
+STEPS = 150
+FSYNC_S = 0.003
+SPREAD_S = 0.5
+"""Seconds of training within which a run is ended."""
+EARLY = 0.1
+"""Share of the kills that may fall into the time before training starts."""
+
+
+class End(NamedTuple):
+    """How one start was ended, and what it left."""
+
+    phase: str
+    """"starting", "training", "saving", "removing" (an old checkpoint), or "done" (its last step)."""
+    began_at: int | None
+    """Step it went on from; None if it did not come that far."""
+    newest: int
+    """Step of the newest checkpoint in place; 0 = none."""
+    leftovers: list[str]
+    """Names of what was half-written or half-removed."""
+
+
+@dataclass
+class Campaign:
+    """Runs that are ended and started again; the undisturbed run that they must equal is made first."""
+
+    directory: Path
+    processes: int = 1
+    signal: signal.Signals = signal.SIGKILL
+    seed: int = 0
+    steps: int = STEPS
+    ends: list[End] = field(default_factory=list)
+    finished: int = 0
+    """Runs that came to their last step, and were equal."""
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self._start_s = 0.5  # from the start of the processes to that of training
+        calm = make_config(
+            save_model(self.directory / "model"),
+            self.directory / "undisturbed",
+            processes=self.processes,
+            steps=self.steps,
+            checkpoint=CheckpointConfig(best=True),
+        )
+        self.expected = finish(calm, self.processes)
+        self.config = dataclasses.replace(calm, checkpoint=CheckpointConfig(every="1", keep=2, best=True))
+        self._begin()
+
+    def run(self, kills: int) -> None:
+        """End runs `kills` times, and let the last one come to its end. Raises AssertionError if a law is broken."""
+        for _ in range(kills + kills // 4 + 5):
+            if self.kills < kills:
+                self.end_once(self.signal)
+        assert self.kills == kills, "most runs came to their end before the signal, or in spite of it"
+        self.complete()
+
+    @property
+    def kills(self) -> int:
+        """Starts that were ended before their last step."""
+        return sum(end.phase != "done" for end in self.ends)
+
+    def end_once(self, number: signal.Signals) -> None:
+        """Start the run, end it at a moment drawn at random, and check what it found and what it leaves."""
+        before = self._look()
+        with started(self.config, self.processes, fsync_s=FSYNC_S) as run:
+            self._strike(run, number)
+            codes = run.join()
+        newest, leftovers = self._look()
+        began_at, notes = run.began_at(), run.notes()
+        if began_at is not None:
+            check_beginning(*before, began_at, notes)
+        is_done = newest == self.steps and (codes == [0] * self.processes or notes[-1].startswith("done"))
+        if number != signal.SIGKILL and not is_done:
+            assert codes == [0] * self.processes, (codes, notes)
+            assert notes[-1].startswith(f"stopped after step {newest} of "), notes[-3:]
+            assert notes[-1].endswith(f"step-{newest:08d}"), notes[-1]
+        self.ends.append(End(_phase(is_done, began_at, leftovers), began_at, newest, leftovers))
+        if is_done:
+            self._compare()
+
+    def complete(self) -> None:
+        """Let the run under way come to its end."""
+        finish(self.config, self.processes)
+        self._compare()
+
+    def _strike(self, run: Started, number: signal.Signals) -> None:
+        """Wait for the moment, and send the signal; a run that is to end well must have begun to train."""
+        begun = time.monotonic()
+        if number == signal.SIGKILL and self._random.random() < EARLY:
+            time.sleep(self._random.uniform(0, self._start_s))
+        else:
+            run.wait_for_training()
+            self._start_s = time.monotonic() - begun
+            time.sleep(self._random.uniform(0, SPREAD_S))
+        ranks = self._random.sample(range(self.processes), self.processes)
+        run.send(number, ranks if number == signal.SIGKILL else ranks[: self._random.randint(1, self.processes)])
+
+    def _look(self) -> tuple[int, list[str]]:
+        """Return the step of the newest checkpoint in place, and the names of what lies about beside them."""
+        directory = checkpoints_of(self.config)
+        assert not list(directory.path.glob("damaged-*")), "a checkpoint in place was damaged"
+        return max(directory.steps(), default=0), [path.name for path in directory.leftovers()]
+
+    def _compare(self) -> None:
+        assert result_of(self.config) == self.expected, f"{self.config.log.dir} is not what it is undisturbed"
+        assert not self._look()[1], "something half-written was left in the end"
+        self.finished += 1
+        self._begin()
+
+    def _begin(self) -> None:
+        """Let the next start be that of a new run."""
+        log = dataclasses.replace(self.config.log, dir=str(self.directory / f"run-{self.finished}"))
+        self.config = dataclasses.replace(self.config, log=log)
+
+
+def check_beginning(newest: int, leftovers: list[str], began_at: int, notes: list[str]) -> None:
+    """Check that a start went on from the newest checkpoint, and told what it removed."""
+    assert began_at == newest, f"step {newest} was in place, but the run went on from step {began_at}: {notes}"
+    for name in leftovers:
+        assert any(note.startswith(f"removed {name}") for note in notes), (name, notes)
+
+
+def summary(campaign: Campaign, seconds: float) -> dict[str, Any]:
+    """Return what happened, for JSON; that all was equal is why it has come so far."""
+    ends = campaign.ends
+    phases = Counter(end.phase for end in ends)
+    begun = [end.began_at for end in ends if end.began_at is not None]
+    return {
+        "signal": campaign.signal.name,
+        "processes": campaign.processes,
+        "seed": campaign.seed,
+        "kills": campaign.kills,
+        "phases": {phase: phases[phase] for phase in ("starting", "training", "saving", "removing")},
+        "leftovers": sum(len(end.leftovers) for end in ends),
+        "starts": len(ends) + 1,
+        "resumed": sum(step > 0 for step in begun),
+        "resumed_from": sorted({step for step in begun if step > 0}),
+        "runs_finished_and_equal": campaign.finished,
+        "seconds": round(seconds, 1),
+    }
+
+
+def table(result: dict[str, Any]) -> Table:
+    """Show what happened."""
+    phases, steps = result["phases"], result["resumed_from"]
+    shown = Table(title=f"{result['signal']}, processes: {result['processes']}", show_header=False)
+    rows = {
+        "starts that were ended": result["kills"],
+        "... while starting": phases["starting"],
+        "... between saves": phases["training"],
+        "... while saving": phases["saving"],
+        "... while removing an old checkpoint": phases["removing"],
+        "starts that went on from a checkpoint": result["resumed"],
+        "... of so many different steps": f"{len(steps)}, {min(steps, default=0)} to {max(steps, default=0)}",
+        "half-written directories found, told and removed": result["leftovers"],
+        "runs that came to their end, all bit for bit the undisturbed one": result["runs_finished_and_equal"],
+        "seconds": result["seconds"],
+    }
+    for name, value in rows.items():
+        shown.add_row(name, str(value))
+    return shown
+
+
+def main() -> None:
+    """Run a campaign, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=500)
+    parser.add_argument("--processes", type=int, default=1, choices=(1, 2, 4))
+    parser.add_argument("--signal", default="KILL", choices=("KILL", "TERM"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/crash.json"), help="where the numbers go")
+    options = parser.parse_args()
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        number = signal.Signals[f"SIG{options.signal}"]
+        campaign = Campaign(Path(directory), options.processes, number, options.seed)
+        campaign.run(options.kills)
+    result = summary(campaign, time.monotonic() - begun)
+    Console(width=120).print(table(result))
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(result, indent=1))
+
+
+def _phase(is_done: bool, began_at: int | None, leftovers: list[str]) -> str:
+    if is_done or began_at is None:
+        return "done" if is_done else "starting"
+    if any(name.endswith(".partial") for name in leftovers):
+        return "saving"
+    return "removing" if leftovers else "training"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""Law: a save that fails costs that save and nothing else; all ranks go on together, or end together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import resource
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+import train
+from acsgd.config import CheckpointConfig, Config
+from acsgd.failure import RunError
+from acsgd.io import checkpoint
+from acsgd.io.checkpoint import Saver
+from acsgd.io.directory import CheckpointDirectory
+from acsgd.io.metrics import Metrics
+from acsgd.shards.disk import Manifest, ShardDirectory, StoredFile
+from benchmarks.forks import Result, checkpoints_of, finish, make_config, result_of, save_model, started
+
+STEPS, EVERY = 8, 2
+HOST = socket.gethostname()
+FAILED = "could not be saved"
+Runs = dict[int, tuple[Config, Result]]
+"""By the number of processes, a run whose saves all succeed, and what it gave."""
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    runs = tmp_path_factory.mktemp("calm")
+    model, found = save_model(runs / "model"), {}
+    for processes in (1, 2):
+        saves = CheckpointConfig(every=str(EVERY))
+        config = make_config(model, runs / f"run-{processes}", processes=processes, steps=STEPS, checkpoint=saves)
+        found[processes] = config, finish(config, processes)
+    return found
+
+
+def changed(config: Config, run_dir: Path, **checkpoint: Any) -> Config:
+    return dataclasses.replace(
+        config,
+        checkpoint=dataclasses.replace(config.checkpoint, **checkpoint),
+        log=dataclasses.replace(config.log, dir=str(run_dir / "run")),
+    )
+
+
+def in_place(config: Config) -> list[int]:
+    """Return the steps of all checkpoints, each of whose hashes is right, beside which nothing lies."""
+    directory = checkpoints_of(config)
+    for step in directory.steps():
+        assert not list(ShardDirectory(directory.of(step)).damages())
+    assert {path.name for path in directory.path.iterdir()} == {directory.of(step).name for step in directory.steps()}
+    return directory.steps()
+
+
+# Faults: called in each rank's process, they let the saves of some steps fail.
+
+
+def full_in_a_layer(steps: list[int], error: Callable[[str], Exception]) -> None:
+    """Let the rank with the last layer fail in the middle of its file."""
+    write_layer = checkpoint.write_layer
+
+    def full(directory: Path, stem: str, *args: Any) -> StoredFile:
+        entry = write_layer(directory, stem, *args)
+        if directory.name in partials(steps) and stem == "head":
+            os.truncate(directory / entry.file, entry.bytes // 2)
+            raise error(str(directory / entry.file))
+        return entry
+
+    checkpoint.write_layer = full
+
+
+def full_in_the_manifest(steps: list[int]) -> None:
+    write = Manifest.write
+
+    def full(manifest: Manifest, directory: Path) -> None:
+        write(manifest, directory)
+        if manifest.step in steps:
+            os.truncate(directory / "manifest.json", 100)
+            raise no_space(str(directory / "manifest.json"))
+
+    Manifest.write = full  # type: ignore[method-assign]
+
+
+def not_writable(steps: list[int]) -> None:
+    """Let no directory be made; root could make it whatever its permissions are."""
+    mkdir = Path.mkdir
+
+    def refused(path: Path, *args: Any, **options: Any) -> None:
+        if path.name in partials(steps):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        mkdir(path, *args, **options)
+
+    Path.mkdir = refused  # type: ignore[method-assign]
+
+
+def partials(steps: list[int]) -> set[str]:
+    return {CheckpointDirectory(Path()).partial(step).name for step in steps}
+
+
+def no_space(path: str) -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+
+FAULTS: dict[str, tuple[int, Callable[[list[int]], None], str]] = {
+    # processes, what is at fault, what is told of it
+    "layer, 1 rank": (1, partial(full_in_a_layer, error=no_space), f"rank 0 on {HOST}: [Errno 28] No space left on "),
+    "layer, 1 of 2": (2, partial(full_in_a_layer, error=no_space), f"rank 1 on {HOST}: [Errno 28] No space left on "),
+    "unforeseen": (2, partial(full_in_a_layer, error=MemoryError), f"rank 1 on {HOST}: MemoryError: "),
+    "manifest": (2, full_in_the_manifest, f"rank 0 on {HOST}: [Errno 28] No space left on "),
+    "permissions": (2, not_writable, f"rank 0 on {HOST}: [Errno 13] Permission denied"),
+}
+
+
+def at_fault(rank: int, *, fault: Callable[[list[int]], None], steps: list[int], ends: Path) -> None:
+    """Put a fault into this rank, and let it write down after which step it ends with an error, and with which."""
+    fault(steps)
+    run = train.Training.run
+
+    def watched(training: train.Training) -> None:
+        try:
+            run(training)
+        except RunError as error:
+            (ends / f"rank-{rank}").write_text(f"{training.progress.step} {error}")
+            raise
+
+    train.Training.run = watched  # type: ignore[method-assign]
+
+
+def ends_of(directory: Path) -> list[tuple[int, str]]:
+    """Return of every rank that ended with an error the step after which, and the error."""
+    ends = [path.read_text().partition(" ") for path in sorted(directory.glob("rank-*"))]
+    return [(int(step), error) for step, _, error in ends]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_training_goes_on_without_the_saves_that_fail_and_says_so(name: str, calm: Runs, tmp_path: Path) -> None:
+    processes, fault, told = FAULTS[name]
+    config = changed(calm[processes][0], tmp_path, on_error="continue")
+    with started(config, processes, before=partial(at_fault, fault=fault, steps=[2, 6], ends=tmp_path)) as run:
+        assert run.join() == [0] * processes, run.notes()
+    failures = [note for note in run.notes() if FAILED in note]
+    assert len(failures) == 2
+    second, sixth = failures
+    assert second.startswith("step 2 could not be saved: ")
+    assert sixth.startswith("step 6 could not be saved: ")
+    assert told in second
+    assert told in sixth
+    assert "; there is no checkpoint yet; training goes on" in second
+    assert f"; the newest checkpoint is {checkpoints_of(config).of(4)}; training goes on" in sixth
+    assert in_place(config) == [4, 8]
+    assert result_of(config) == calm[processes][1]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_all_ranks_end_after_one_step_with_one_error(name: str, calm: Runs, tmp_path: Path) -> None:
+    processes, fault, told = FAULTS[name]
+    config = changed(calm[processes][0], tmp_path, on_error="stop")
+    with started(config, processes, before=partial(at_fault, fault=fault, steps=[4], ends=tmp_path)) as run:
+        assert run.join() == [1] * processes, run.notes()
+    ends = ends_of(tmp_path)
+    assert len(ends) == processes
+    assert len(set(ends)) == 1, "one step, one error"
+    step, error = ends[0]
+    assert 4 <= step <= 6, "not later than the next save"
+    assert error.startswith("step 4 could not be saved: ")
+    assert told in error
+    assert f"; the newest checkpoint is {checkpoints_of(config).of(2)}; " in error
+    assert in_place(config) == [2]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_cannot_save_its_end_fails(processes: int, calm: Runs, tmp_path: Path) -> None:
+    config = changed(calm[processes][0], tmp_path, on_error="continue")
+    fault = partial(full_in_a_layer, error=no_space)
+    with started(config, processes, before=partial(at_fault, fault=fault, steps=[STEPS], ends=tmp_path)) as run:
+        assert run.join() == [1] * processes, run.notes()
+    assert not any(note.startswith("done") for note in run.notes())
+    ends = ends_of(tmp_path)
+    assert len(ends) == processes
+    assert len(set(ends)) == 1
+    assert ends[0][0] == STEPS
+    assert ends[0][1].startswith(f"step {STEPS} could not be saved: ")
+    assert in_place(config) == [2, 4, 6]
+    assert finish(config, processes) == calm[processes][1], "started again when there is room"
+
+
+# The real thing: a disk that is full, and a limit of the size of files.
+
+
+@pytest.fixture
+def disk(tmp_path: Path, calm: Runs) -> Iterator[Path]:
+    """A disk with room for two checkpoints and a half, and for the time in which a third is written."""
+    one = sum(path.stat().st_size for path in checkpoints_of(calm[1][0]).of(2).iterdir())
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={one * 5 // 2}", "tmpfs", path], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"only root may mount a small disk, and not everywhere: {mounted.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+def filled_at_first(rank: int, *, ballast: Path) -> None:
+    """Let there be room when, and because, training has said that there was none."""
+
+    def make_room() -> None:
+        ballast.unlink(missing_ok=True)
+
+    on_failure(make_room)
+
+
+def limited(rank: int, *, at_step: int, nbytes: int) -> None:
+    """Let no file be larger than nbytes from a step on, until training has said so."""
+    take = Saver.take
+
+    def limiting(saver: Saver, step: int, *args: Any, **options: Any) -> None:
+        if step == at_step:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+        take(saver, step, *args, **options)
+
+    Saver.take = limiting  # type: ignore[method-assign]
+    on_failure(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)))
+
+
+def on_failure(react: Callable[[], None]) -> None:
+    note = Metrics.note
+
+    def noted(metrics: Metrics, text: str) -> None:
+        if FAILED in text:
+            react()
+        note(metrics, text)
+
+    Metrics.note = noted  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_full_disk_costs_one_save(processes: int, disk: Path, calm: Runs, tmp_path: Path) -> None:
+    config = changed(calm[processes][0], tmp_path, dir=str(disk / "checkpoints"), on_error="continue", keep=1)
+    ballast = disk / "ballast"
+    with contextlib.suppress(OSError), ballast.open("wb") as file:
+        file.write(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_bsize * 2 // 5))
+    with started(config, processes, before=partial(filled_at_first, ballast=ballast)) as run:
+        assert run.join() == [0] * processes, run.notes()
+    failures = [note for note in run.notes() if FAILED in note]
+    assert len(failures) == 1
+    assert failures[0].startswith("step 4 could not be saved: ")
+    assert "No space left on device" in failures[0]
+    assert f"the newest checkpoint is {checkpoints_of(config).of(2)}" in failures[0]
+    assert in_place(config) == [8]
+    assert result_of(config) == calm[processes][1]
+
+
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_a_disk_that_stays_full_keeps_what_is_on_it(
+    on_error: Literal["stop", "continue"], disk: Path, calm: Runs, tmp_path: Path
+) -> None:
+    config = changed(calm[2][0], tmp_path, dir=str(disk / "checkpoints"), on_error=on_error)
+    with started(config, 2) as run:
+        assert run.join() == [1, 1], run.notes()
+    lost = 6 if on_error == "stop" else STEPS
+    assert run.notes()[-1].startswith(f"RunError: step {lost} could not be saved: ")
+    assert "No space left on device" in run.notes()[-1]
+    assert f"the newest checkpoint is {checkpoints_of(config).of(4)}" in run.notes()[-1]
+    assert in_place(config) == [2, 4]
+
+
+def test_a_limit_of_the_size_of_files_costs_one_save(calm: Runs, tmp_path: Path) -> None:
+    config = changed(calm[1][0], tmp_path, on_error="continue")
+    largest = max(file.bytes for file in calm[1][1].layers.values())
+    with started(config, 1, before=partial(limited, at_step=4, nbytes=largest // 2)) as run:
+        assert run.join() == [0], run.notes()
+    failures = [note for note in run.notes() if FAILED in note]
+    assert len(failures) == 1
+    assert failures[0].startswith("step 4 could not be saved: ")
+    assert "File too large" in failures[0]
+    assert in_place(config) == [2, 6, 8]
+    assert result_of(config) == calm[1][1]

@@ -1,0 +1,272 @@
+"""Law: a checkpoint is the state after its step, whatever training does meanwhile; saves are made one at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+import train
+from acsgd.config import CheckpointConfig, Config
+from acsgd.io import checkpoint
+from acsgd.io.checkpoint import Saver
+from acsgd.io.directory import CheckpointDirectory
+from acsgd.io.metrics import Metrics, Record
+from acsgd.shards.disk import Manifest, StoredFile
+from acsgd.worker import StepResult, Worker
+from benchmarks.forks import checkpoints_of, finish, make_config, save_model, started
+
+PROCESSES = 2
+PATIENCE_S = 60.0
+WRITTEN_S = 1.0
+"""More than a save takes."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def saving(
+    model: Path, run_dir: Path, every: int, *, processes: int = PROCESSES, steps: int = 7, best: bool = False
+) -> Config:
+    saves = CheckpointConfig(every=str(every), keep=10, best=best)
+    return make_config(model, run_dir, processes=processes, steps=steps, checkpoint=saves)
+
+
+def manifests(config: Config) -> dict[int, Manifest]:
+    directory = checkpoints_of(config)
+    return {step: Manifest.read(directory.of(step)) for step in directory.steps()}
+
+
+def assert_same(config: Config, calm: Config) -> None:
+    """Compare all checkpoints of two runs: weights, moments and step counts by their hashes, and all else."""
+    mine, theirs = manifests(config), manifests(calm)
+    assert mine == theirs
+    assert len({str(manifest.layers) for manifest in mine.values()}) == len(mine), (
+        "the weights change from save to save"
+    )
+
+
+# What is different in the processes of a test: called with the rank.
+
+
+def written_late(rank: int, *, save: int, until: int, told: Path) -> None:
+    """Write nothing of a save before training has made step `until`; note which step that was after."""
+    trained = threading.Event()
+    train_step, write_layer = Worker.train_step, checkpoint.write_layer
+
+    def step_made(worker: Worker, *args: Any, **options: Any) -> StepResult:
+        result = train_step(worker, *args, **options)
+        if result.progress.step == until:
+            trained.set()
+        return result
+
+    def write(directory: Path, *args: Any) -> StoredFile:
+        if f"{save:08d}" in directory.name:
+            assert trained.wait(PATIENCE_S)
+            (told / f"late-{rank}").touch()
+        return write_layer(directory, *args)
+
+    Worker.train_step = step_made  # type: ignore[method-assign]
+    checkpoint.write_layer = write
+
+
+def test_what_is_saved_is_the_state_after_its_step_though_training_goes_on(model: Path, tmp_path: Path) -> None:
+    calm, late = (saving(model, tmp_path / name, every=3) for name in ("calm", "late"))
+    finish(calm, PROCESSES)
+    before = partial(written_late, save=3, until=5, told=tmp_path)
+    with started(late, PROCESSES, before=before) as run:
+        assert run.join() == [0] * PROCESSES, run.notes()
+    assert all((tmp_path / f"late-{rank}").exists() for rank in range(PROCESSES))
+    assert list(manifests(calm)) == [3, 6, 7]
+    assert_same(late, calm)
+
+
+def one_at_a_time(rank: int, *, save: int, told: Path) -> None:
+    """Write nothing of a save before the next one waits for it; write down what was seen, and how long it waited."""
+    waiting = threading.Event()
+    take_outcome, take, write_layer = Saver.take_outcome, Saver.take, checkpoint.write_layer
+    seen: dict[str, Any] = {"partials": [], "in place": {}}
+
+    def awaited(saver: Saver) -> Any:
+        due = saver._thread is not None and saver._thread.name == f"save {save}"
+        seen["under way"] = seen.get("under way", False) or (due and saver.ended is None)
+        started = time.perf_counter()
+        if due:
+            waiting.set()
+        outcome = take_outcome(saver)
+        if due:
+            seen["waited_s"] = time.perf_counter() - started
+        return outcome
+
+    def taken(saver: Saver, step: int, *args: Any, **options: Any) -> None:
+        seen["in place"][step] = saver._directory.steps()
+        take(saver, step, *args, **options)
+
+    def write(directory: Path, *args: Any) -> StoredFile:
+        if f"{save:08d}" in directory.name:
+            assert waiting.wait(PATIENCE_S)
+            time.sleep(0.01)  # so that there is something to measure
+        seen["partials"].append(len(list(directory.parent.glob(".step-*.partial"))))
+        return write_layer(directory, *args)
+
+    Saver.take_outcome = awaited  # type: ignore[method-assign]
+    Saver.take = taken  # type: ignore[method-assign]
+    checkpoint.write_layer = write
+    at_the_end(lambda: (told / f"seen-{rank}").write_text(json.dumps(seen)))
+
+
+def at_the_end(act: Callable[[], Any]) -> None:
+    run = train.Training.run
+
+    def acting(training: train.Training) -> None:
+        run(training)
+        act()
+
+    train.Training.run = acting  # type: ignore[method-assign]
+
+
+def test_a_save_that_is_due_while_one_is_under_way_waits_and_that_is_counted(model: Path, tmp_path: Path) -> None:
+    calm, busy = (saving(model, tmp_path / name, every=1) for name in ("calm", "busy"))
+    finish(calm, PROCESSES)
+    with started(busy, PROCESSES, before=partial(one_at_a_time, save=3, told=tmp_path)) as run:
+        assert run.join() == [0] * PROCESSES, run.notes()
+    for rank in range(PROCESSES):
+        seen = json.loads((tmp_path / f"seen-{rank}").read_text())
+        assert seen["under way"], "save 4 was due while save 3 was under way"
+        assert seen["in place"]["4"] == [1, 2, 3], "and was taken when that had ended"
+        assert set(seen["partials"]) == {1}
+    assert_same(busy, calm)
+    lines = [json.loads(line) for line in (Path(busy.log.dir) / "metrics.jsonl").read_text().splitlines()]
+    waited_s = json.loads((tmp_path / "seen-0").read_text())["waited_s"]
+    assert lines[3]["save_stall_s"] >= waited_s >= 0.01
+
+
+def killed_before_it_logs(rank: int, *, at_step: int) -> None:
+    log = Metrics.log
+
+    def killed(metrics: Metrics, record: Record) -> None:
+        if record.step == at_step:
+            time.sleep(WRITTEN_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+        log(metrics, record)
+
+    Metrics.log = killed  # type: ignore[method-assign]
+
+
+def test_no_checkpoint_is_ahead_of_the_metrics(model: Path, tmp_path: Path) -> None:
+    config = saving(model, tmp_path / "run", every=1, processes=1)
+    with started(config, 1, before=partial(killed_before_it_logs, at_step=4)) as run:
+        assert run.join() == [-signal.SIGKILL]
+    assert checkpoints_of(config).steps() == [1, 2, 3]
+    finish(config, 1)  # finds each step once in metrics.jsonl
+
+
+def noting_buffers(rank: int, *, told: Path) -> None:
+    """Write down where the copies of each save lie, and how long they are."""
+    take, saves = Saver.take, []
+
+    def taken(saver: Saver, *args: Any, **options: Any) -> None:
+        take(saver, *args, **options)
+        saves.append([(buffer.data_ptr(), buffer.nbytes) for buffer in saver._buffers.values()])
+
+    Saver.take = taken  # type: ignore[method-assign]
+    at_the_end(lambda: (told / f"buffers-{rank}").write_text(json.dumps(saves)))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_the_extra_memory_is_one_copy_of_what_a_rank_writes(processes: int, model: Path, tmp_path: Path) -> None:
+    config = saving(model, tmp_path / "run", every=1, processes=processes, steps=3)
+    with started(config, processes, before=partial(noting_buffers, told=tmp_path)) as run:
+        assert run.join() == [0] * processes, run.notes()
+    sizes = [bytes_of(checkpoints_of(config).of(3), layer) for layer in ("embed", "block-00000", "block-00001", "head")]
+    stages = [[0, 1, 2, 3]] if processes == 1 else [[0, 1], [2, 3]]
+    replicas = processes // len(stages)
+    for rank in range(processes):
+        replica, stage = divmod(rank, len(stages))
+        saves = json.loads((tmp_path / f"buffers-{rank}").read_text())
+        assert len(saves) == 3
+        assert saves[0] == saves[1] == saves[2], "the same memory for every save"
+        mine = [sizes[layer] for layer in stages[stage] if layer % replicas == replica]
+        assert sum(nbytes for _, nbytes in saves[0]) == sum(mine) > 0
+
+
+def bytes_of(directory: Path, layer: str) -> int:
+    """Return 12 bytes per parameter of a layer, for its master and AdamW's moments, and 4 per tensor, for its count."""
+    with safe_open(directory / f"{layer}.safetensors", framework="pt") as file:
+        weights = [file.get_tensor(key) for key in list(file.keys()) if "/" not in key]
+    return sum(12 * weight.numel() + 4 for weight in weights)
+
+
+def killed_before_the_best_is_marked(rank: int, *, at_step: int) -> None:
+    mark_best = CheckpointDirectory.mark_best
+
+    def killed(directory: CheckpointDirectory, step: int) -> None:
+        if step == at_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        mark_best(directory, step)
+
+    CheckpointDirectory.mark_best = killed  # type: ignore[method-assign]
+
+
+def ended_before_training(rank: int) -> None:
+    def ended(training: train.Training) -> None:
+        raise SystemExit
+
+    train.Training.run = ended  # type: ignore[method-assign]
+
+
+def test_best_is_found_again_if_a_run_dies_before_it_is_marked_or_if_it_is_damaged(model: Path, tmp_path: Path) -> None:
+    calm, config = (saving(model, tmp_path / name, 1, processes=1, best=True) for name in ("calm", "run"))
+    expected = finish(calm, 1)
+    evaluated = [3, 6, 7]
+    losses = [expected.losses[step - 1][2] for step in evaluated]
+    assert losses == sorted(losses, reverse=True), "each evaluation is the best so far"
+    directory = checkpoints_of(config)
+    with started(config, 1, before=partial(killed_before_the_best_is_marked, at_step=6)) as run:
+        assert run.join() == [-signal.SIGKILL]
+    assert directory.steps()[-1] == 6
+    assert directory.best() == directory.of(3)
+    with started(config, 1, before=ended_before_training) as run:
+        assert run.join() == [0]
+    assert directory.best() == directory.of(6)
+    file = directory.of(6) / "head.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with started(config, 1, before=ended_before_training) as run:
+        assert run.join() == [0]
+    assert directory.steps() == [1, 2, 3, 4, 5]
+    assert directory.best() == directory.of(3)
+    assert finish(config, 1) == expected
+
+
+def not_removable(rank: int) -> None:
+    def refused(directory: CheckpointDirectory, step: int) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory.of(step)))
+
+    CheckpointDirectory.remove = refused  # type: ignore[method-assign]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_no_failure(model: Path, tmp_path: Path) -> None:
+    config = saving(model, tmp_path / "run", every=2, processes=1)
+    config = dataclasses.replace(
+        config,
+        checkpoint=dataclasses.replace(config.checkpoint, keep=1),
+        log=dataclasses.replace(config.log, to="jsonl,text"),
+    )
+    with started(config, 1, before=not_removable) as run:
+        assert run.join() == [0], run.notes()
+    assert checkpoints_of(config).steps() == [2, 4, 6, 7]
+    assert "could not be removed: [Errno 13]" in (Path(config.log.dir) / "logs/rank-00000.log").read_text()
