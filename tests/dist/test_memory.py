@@ -33,7 +33,7 @@ with connect(Topology(0, 1, 1), timeout=timedelta(seconds=60)) as groups:
     print(json.dumps({
         "grown": job.streams.peak_memory_bytes() - before,
         "own": sum(w.param.nbytes for stage in stages.values() for w in stage.weights),
-        "dearest": max(sum(w.param.nbytes for w in layer) for stage in stages.values() for layer in stage.layers.values()),
+        "dearest": max(sum(w.param.nbytes for w in each) for stage in stages.values() for each in stage.layers.values()),
         "meta": sum(p.device.type == "meta" for s in stages.values() for p in s.model.parameters()),
     }))
 """
@@ -52,7 +52,9 @@ def large_model(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.Tem
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_a_stage_takes_the_memory_of_its_own_layers(rank: int, large_model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_stage_takes_the_memory_of_its_own_layers(
+    rank: int, large_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     run_dir = tmp_path_factory.getbasetemp() / "memory" / "run"  # the ranks share its cache
     flags = f"--model.name {large_model} --data.task demo --data.sequence 32 --data.batch 4 --optim.lr 1e-3 "
     flags += f"--optim.steps 1 --pp.stages 4 --log.dir {run_dir} --run.device cpu"

@@ -158,7 +158,8 @@ def test_at_another_size_it_is_the_same_run_up_to_rounding(
         assert losses_of(half) == pytest.approx(losses_of(config), rel=relative), config.log.dir
         pipelines = [by_rank[replica * stages][number] for replica in range(replicas)]
         together = [
-            (step, sum((trained[at][1] for trained in pipelines), [])) for at, (step, _) in enumerate(pipelines[0])
+            (step, [sample for trained in pipelines for sample in trained[at][1]])
+            for at, (step, _) in enumerate(pipelines[0])
         ]
         assert together == all_trained[number][HALF:], "the samples, each once"
 
