@@ -133,7 +133,8 @@ class Training:
         loss = self.worker.evaluate(held_out.batches(micros), self.progress.step - 1)
         self.progress = self.progress.evaluated(loss)
         told = f"held-out loss {loss:.4f}, perplexity {math.exp(min(loss, 700.0)):.2f}"
-        self.metrics.note(f"step {self.progress.step}: {told} ({len(held_out)} sequences)")
+        wire = "exact" if self.worker.job.config.pp.exact_eval else "as in training"
+        self.metrics.note(f"step {self.progress.step}: {told} ({len(held_out)} sequences, wire {wire})")
         return loss
 
     def go_back(self, loss: float) -> bool:

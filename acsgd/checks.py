@@ -46,6 +46,8 @@ def _check_positive(config: Config) -> None:
     for key, value in positive.items():
         if value is not None and not value > 0:
             raise ValueError(f"{key}={value} must be greater than 0")
+    if pp.exact_steps < 0:
+        raise ValueError(f"pp.exact_steps={pp.exact_steps} must not be negative")
 
 
 def _check_optim(optim: OptimConfig) -> None:

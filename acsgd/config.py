@@ -77,6 +77,10 @@ class PipelineConfig:
     """Codec of the activations on the wire; "none:dtype=bf16" halves fp32."""
     backward: str = "none"
     """Codec of the activations' gradients on the wire."""
+    exact_steps: int = 0
+    """Optimizer steps at the start of the run that send without these codecs."""
+    exact_eval: bool = True
+    """Whether evaluations send without them."""
     layers: tuple[int, ...] | None = None
     """Blocks per stage, first to last; overrides the plan by cost. The embedding and head come on top."""
 

@@ -23,9 +23,10 @@ from acsgd.job import Job
 from acsgd.meter import Meter
 from acsgd.optim import Optimizer, learning_rate
 from acsgd.pp.fault import Fault, first_fault
-from acsgd.pp.link import Link, LinkFactory, TensorSpec, TiedPair
+from acsgd.pp.link import Link, LinkFactory, TensorSpec
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.stage import Stage
+from acsgd.pp.tied import TiedPair
 from acsgd.shards.base import Weight, skeleton, tied_keys
 from acsgd.shards.load import Source, load_layer
 from acsgd.topology import Groups
@@ -199,7 +200,15 @@ def build_worker(job: Job, source: Source, groups: Groups) -> Worker:
         model=model,
         stages=stages,
         weights=weights,
-        pipeline=Pipeline(job.row, job.eval_row, stages, links, tied),
+        pipeline=Pipeline(
+            job.row,
+            job.eval_row,
+            stages,
+            links,
+            tied,
+            exact_steps=job.config.pp.exact_steps,
+            exact_eval=job.config.pp.exact_eval,
+        ),
         optimizer=Optimizer(weights, job.config.optim),
         forward_meter=forward_meter,
         backward_meter=backward_meter,

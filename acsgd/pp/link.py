@@ -24,9 +24,11 @@ from acsgd.codecs.identity import Identity
 from acsgd.failure import RunError, reason
 from acsgd.meter import Meter, Work
 from acsgd.pp.frame import HEADER_BYTES, Header, Kind
-from acsgd.shards.base import State, Weight
+from acsgd.shards.base import State
 from acsgd.streams import Mark, Streams
 
+EXACT = Identity()
+"""The codec of what must arrive as it was."""
 MAX_UNSENT = 16
 """Messages that may wait for a slow peer before the sender waits too; bounds the memory of their buffers."""
 
@@ -49,12 +51,23 @@ class Channel:
     group: dist.ProcessGroup
     tensors: Mapping[str, TensorSpec]
     codec: Codec
+    """Of what travels in training; `EXACT` of what is told to travel exactly."""
     streams: Streams
     meter: Meter
 
-    def wires(self) -> list[Wire]:
+    def codec_for(self, *, exact: bool) -> Codec:
+        """Return the codec of a message."""
+        return EXACT if exact else self.codec
+
+    def wires(self, *, exact: bool) -> list[Wire]:
         """Declare the fields of each named tensor."""
-        return [self.codec.wire(spec.shape, spec.dtype) for spec in self.tensors.values()]
+        codec = self.codec_for(exact=exact)
+        return [codec.wire(spec.shape, spec.dtype) for spec in self.tensors.values()]
+
+    def capacities(self) -> list[int]:
+        """Return the bytes of the longest message of each named tensor."""
+        forms = zip(self.wires(exact=False), self.wires(exact=True), strict=True)
+        return [HEADER_BYTES + max(map(wire_bytes, wires)) for wires in forms]
 
     def tag(self, tensor: int) -> int:
         """Tell this wire's messages from those of every other wire between the same two ranks."""
@@ -79,10 +92,10 @@ class Channel:
 
 
 class _Buffers:
-    """Host buffers of one tensor's messages, used again and again."""
+    """Host buffers of one tensor's messages, used again and again; each has room for the longest."""
 
-    def __init__(self, wire: Wire, streams: Streams) -> None:
-        self.size = HEADER_BYTES + wire_bytes(wire)
+    def __init__(self, size: int, streams: Streams) -> None:
+        self._size = size
         self._streams = streams
         self._free: deque[tuple[Tensor, Mark]] = deque()
 
@@ -90,7 +103,7 @@ class _Buffers:
         """Return a buffer that nobody reads any more."""
         if self._free and self._free[0][1].ready():
             return self._free.popleft()[0]
-        return self._streams.host_buffer(self.size)
+        return self._streams.host_buffer(self._size)
 
     def give_back(self, buffer: Tensor) -> None:
         """Take a buffer back; the device may still be copying from it."""
@@ -103,27 +116,31 @@ class Outbox:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._doing = f"sending {channel.kind.name.lower().replace('_', ' ')}s to"
-        self._buffers = [_Buffers(wire, channel.streams) for wire in channel.wires()]
-        self._encoding: deque[tuple[int, Tensor, Mark]] = deque()
+        self._buffers = [_Buffers(size, channel.streams) for size in channel.capacities()]
+        self._wires = {exact: channel.wires(exact=exact) for exact in (False, True)}
+        self._encoding: deque[tuple[int, Tensor, int, Mark]] = deque()
         self._unsent: deque[tuple[int, Tensor, Work, float]] = deque()
 
-    def send(self, step: int, micro: int, state: State) -> None:
-        """Encode each tensor into a message and let it leave; the tensors may be reused at once."""
+    def send(self, step: int, micro: int, state: State, *, exact: bool = False) -> None:
+        """Encode each tensor into a message and let it leave; the tensors may be reused at once.
+
+        exact: without the channel's codec; the other end must expect the same.
+        """
         for index, name in enumerate(self._channel.tensors):
-            self._encode(index, state[name], step, micro)
+            self._encode(index, state[name], step, micro, exact)
         self.flush(wait=False)
 
     def flush(self, *, wait: bool) -> None:
         """Hand encoded messages to gloo; wait: also those that the device has not finished."""
-        while self._encoding and (wait or self._encoding[0][2].ready()):
-            index, buffer, mark = self._encoding.popleft()
+        while self._encoding and (wait or self._encoding[0][3].ready()):
+            index, buffer, length, mark = self._encoding.popleft()
             mark.wait()
             posted_at = time.perf_counter()
             with self._channel.with_peer(self._doing, posted_at):
-                work = dist.isend(buffer, self._channel.peer, self._channel.group, self._channel.tag(index))
+                work = dist.isend(buffer[:length], self._channel.peer, self._channel.group, self._channel.tag(index))
             assert work is not None
             self._unsent.append((index, buffer, work, posted_at))
-            self._channel.meter.sent_bytes += len(buffer)
+            self._channel.meter.sent_bytes += length
         while len(self._unsent) > MAX_UNSENT:
             self._finish_oldest()
 
@@ -133,13 +150,14 @@ class Outbox:
         while self._unsent:
             self._finish_oldest()
 
-    def _encode(self, index: int, x: Tensor, step: int, micro: int) -> None:
-        channel, buffer = self._channel, self._buffers[index].take()
-        header = Header(channel.kind, index, channel.boundary, step, micro, len(buffer) - HEADER_BYTES)
+    def _encode(self, index: int, x: Tensor, step: int, micro: int, exact: bool) -> None:
+        channel, length = self._channel, wire_bytes(self._wires[exact][index])
+        buffer = self._buffers[index].take()
+        header = Header(channel.kind, index, channel.boundary, step, micro, length)
         buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
         with channel.streams.beside(x):
-            pack(channel.codec.encode(x), buffer[HEADER_BYTES:])
-            self._encoding.append((index, buffer, channel.streams.mark()))
+            pack(channel.codec_for(exact=exact).encode(x), buffer[HEADER_BYTES : HEADER_BYTES + length])
+            self._encoding.append((index, buffer, HEADER_BYTES + length, channel.streams.mark()))
 
     def _finish_oldest(self) -> None:
         index, buffer, work, posted_at = self._unsent.popleft()
@@ -154,9 +172,9 @@ class Inbox:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._doing = f"expecting {channel.kind.name.lower().replace('_', ' ')}s from"
-        self._wires = channel.wires()
-        self._buffers = [_Buffers(wire, channel.streams) for wire in self._wires]
-        self._posted: list[deque[tuple[Tensor, Work, float]]] = [deque() for _ in self._wires]
+        self._wires = {exact: channel.wires(exact=exact) for exact in (False, True)}
+        self._buffers = [_Buffers(size, channel.streams) for size in channel.capacities()]
+        self._posted: list[deque[tuple[Tensor, Work, float]]] = [deque() for _ in self._buffers]
 
     def post(self) -> None:
         """Expect the next micro-batch: one message per named tensor."""
@@ -167,15 +185,15 @@ class Inbox:
             assert work is not None
             self._posted[index].append((buffer, work, posted_at))
 
-    def take(self, step: int, micro: int) -> State:
+    def take(self, step: int, micro: int, *, exact: bool = False) -> State:
         """Wait for the oldest posted micro-batch, which must be this one, and return its tensors on the device.
 
-        Raises RunError if the peer is gone or another message came.
+        exact: as it was sent. Raises RunError if the peer is gone or another message came.
         """
         channel, state = self._channel, {}
         for index, (name, spec) in enumerate(channel.tensors.items()):
             buffer, work, posted_at = self._posted[index].popleft()
-            wire = self._wires[index]
+            wire = self._wires[exact][index]
             expected = Header(channel.kind, index, channel.boundary, step, micro, wire_bytes(wire))
             with channel.with_peer(f"waiting for {expected} from", posted_at):
                 channel.meter.wait(work, posted_at)
@@ -183,7 +201,7 @@ class Inbox:
             on_host = unpack(buffer[HEADER_BYTES:], wire)
             fields = tuple(f.to(channel.streams.device, non_blocking=True, copy=True) for f in on_host)
             self._buffers[index].give_back(buffer)
-            state[name] = channel.codec.decode(fields, spec.shape, spec.dtype)
+            state[name] = channel.codec_for(exact=exact).decode(fields, spec.shape, spec.dtype)
         return state
 
 
@@ -214,8 +232,8 @@ class LinkFactory:
         """
         activations = self._channel(Kind.ACTIVATION, boundary, peer, self.forward, self.forward_meter)
         gradients = self._channel(Kind.GRADIENT, boundary, peer, self.backward, self.backward_meter)
-        _greet(activations)
-        _greet(gradients)
+        greet(activations)
+        greet(gradients)
         sending, receiving = (activations, gradients) if downstream else (gradients, activations)
         return Link(Outbox(sending), Inbox(receiving))
 
@@ -223,45 +241,12 @@ class LinkFactory:
         return Channel(kind, boundary, peer, self.group, self.tensors, codec, self.streams, meter)
 
 
-class TiedPair:
-    """The two copies of a tied weight on the first and the last rank; their gradients are summed after reduction.
-
-    Addition commutes, so both ends get the same bits, take the same step, and stay equal.
-    """
-
-    def __init__(
-        self,
-        weight: Weight,
-        *,
-        boundary: int,
-        peer: int,
-        group: dist.ProcessGroup,
-        streams: Streams,
-        meter: Meter,
-    ) -> None:
-        tensors = {"gradient": TensorSpec(tuple(weight.master.shape), weight.master.dtype)}
-        channel = Channel(Kind.TIED_GRADIENT, boundary, peer, group, tensors, Identity(), streams, meter)
-        _greet(channel)
-        self._weight = weight
-        self._outbox, self._inbox = Outbox(channel), Inbox(channel)
-
-    def sum_gradients(self, step: int) -> None:
-        """Add the other copy's gradient to this one's, in place."""
-        grad = self._weight.master.grad
-        assert grad is not None, f"{self._weight.key} took no part in the loss"
-        self._inbox.post()
-        self._outbox.send(step, 0, {"gradient": grad})
-        self._outbox.flush(wait=True)
-        grad += self._inbox.take(step, 0)["gradient"]
-        self._outbox.drain()
-
-
-def _greet(channel: Channel) -> None:
+def greet(channel: Channel) -> None:
     """Exchange what each end will send or expect, while a difference is still an error and not a crash.
 
     gloo aborts the process when a message is longer than the buffer posted for it.
     """
-    lengths = sum(wire_bytes(wire) for wire in channel.wires())
+    lengths = sum(channel.capacities())
     mine = Header(Kind.HELLO, channel.kind, channel.boundary, channel.digest(), 0, lengths)
     message = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
     theirs = torch.empty(HEADER_BYTES, dtype=torch.uint8)

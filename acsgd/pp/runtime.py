@@ -12,9 +12,10 @@ from torch import Tensor
 from acsgd.failure import RunError
 from acsgd.pp.actions import Action, Op
 from acsgd.pp.fault import Fault
-from acsgd.pp.link import Link, TiedPair
+from acsgd.pp.link import Link
 from acsgd.pp.probe import Probe
 from acsgd.pp.stage import MicroBatch, Stage
+from acsgd.pp.tied import TiedPair
 from acsgd.shards.base import State
 
 Handlers = Mapping[Op, Callable[[Action], None]]
@@ -45,7 +46,8 @@ class Pipeline:
 
     row, eval_row: its actions, lowered, of a step and of an evaluation; stages: those it holds, by index; links: the
     boundaries it shares with another rank, by the stage before the cut; tied: the pair of a weight whose other copy
-    another rank holds.
+    another rank holds. exact_steps: so many steps at the start of the run send without the links' codecs; exact_eval:
+    whether evaluations do.
     """
 
     def __init__(
@@ -55,7 +57,12 @@ class Pipeline:
         stages: Mapping[int, Stage],
         links: Mapping[int, Link],
         tied: TiedPair | None,
+        *,
+        exact_steps: int = 0,
+        exact_eval: bool = True,
     ) -> None:
+        self._exact_steps = exact_steps
+        self._exact_eval = exact_eval
         self._row = row
         self._eval_row = eval_row
         self._stages = stages
@@ -90,7 +97,7 @@ class Pipeline:
         with contextlib.ExitStack() as modes:
             for stage in self._stages.values():
                 modes.enter_context(stage.evaluating())
-            self._execute(self._eval_row, self._evaluation, batch, step)
+            self._execute(self._eval_row, self._evaluation, batch, step, exact=self._exact_eval)
         for index in self._stages:
             with self._named(Action(Op.F, index)):
                 self._drain()
@@ -122,12 +129,12 @@ class Pipeline:
         self._scale = scale
         for stage in self._stages.values():
             stage.sync.begin()
-        self._execute(self._row, handlers, batch, step)
+        self._execute(self._row, handlers, batch, step, exact=step < self._exact_steps)
         self._finish()
         return self._total_loss()
 
-    def _execute(self, row: Sequence[Action], handlers: Handlers, batch: Batch, step: int) -> None:
-        self._batch, self._step = batch, step
+    def _execute(self, row: Sequence[Action], handlers: Handlers, batch: Batch, step: int, *, exact: bool) -> None:
+        self._batch, self._step, self._exact = batch, step, exact
         self._losses: list[Tensor] = []
         self._made: dict[Action, State] = {}
         for action in row:
@@ -182,15 +189,15 @@ class Pipeline:
         for link in self._links.values():
             link.outbox.flush(wait=True)  # the peer may need these before it can make what is awaited here
         boundary = source if op is Op.F else source - 1
-        return self._links[boundary].inbox.take(self._step, micro)
+        return self._links[boundary].inbox.take(self._step, micro, exact=self._exact)
 
     def _send_activation(self, action: Action) -> None:
         made = self._made.pop(Action(Op.F, action.stage, action.micro))
-        self._links[action.stage].outbox.send(self._step, action.micro, made)
+        self._links[action.stage].outbox.send(self._step, action.micro, made, exact=self._exact)
 
     def _send_gradient(self, action: Action) -> None:
         made = self._made.pop(Action(Op.B, action.stage, action.micro))
-        self._links[action.stage - 1].outbox.send(self._step, action.micro, made)
+        self._links[action.stage - 1].outbox.send(self._step, action.micro, made, exact=self._exact)
 
     def _post_activation(self, action: Action) -> None:
         self._links[action.stage - 1].inbox.post()

@@ -1,0 +1,45 @@
+"""A weight that two ranks hold: the embedding on the first stage, and the head that is tied to it on the last."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from acsgd.codecs.identity import Identity
+from acsgd.meter import Meter
+from acsgd.pp.frame import Kind
+from acsgd.pp.link import Channel, Inbox, Outbox, TensorSpec, greet
+from acsgd.shards.base import Weight
+from acsgd.streams import Streams
+
+
+class TiedPair:
+    """The two copies of a tied weight on the first and the last rank; their gradients are summed after reduction.
+
+    Addition commutes, so both ends get the same bits, take the same step, and stay equal.
+    """
+
+    def __init__(
+        self,
+        weight: Weight,
+        *,
+        boundary: int,
+        peer: int,
+        group: dist.ProcessGroup,
+        streams: Streams,
+        meter: Meter,
+    ) -> None:
+        tensors = {"gradient": TensorSpec(tuple(weight.master.shape), weight.master.dtype)}
+        channel = Channel(Kind.TIED_GRADIENT, boundary, peer, group, tensors, Identity(), streams, meter)
+        greet(channel)
+        self._weight = weight
+        self._outbox, self._inbox = Outbox(channel), Inbox(channel)
+
+    def sum_gradients(self, step: int) -> None:
+        """Add the other copy's gradient to this one's, in place."""
+        grad = self._weight.master.grad
+        assert grad is not None, f"{self._weight.key} took no part in the loss"
+        self._inbox.post()
+        self._outbox.send(step, 0, {"gradient": grad})
+        self._outbox.flush(wait=True)
+        grad += self._inbox.take(step, 0)["gradient"]
+        self._outbox.drain()
