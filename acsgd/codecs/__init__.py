@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from acsgd.codecs.base import Codec
+from acsgd.codecs.fixpoint import FixPoint
+from acsgd.codecs.hadamard import Hadamard
 from acsgd.codecs.identity import Identity
+from acsgd.codecs.lloyd import Lloyd
 from acsgd.registry import from_spec
 
-CODECS = {"none": Identity}
+CODECS: dict[str, type] = {"none": Identity, "fixpoint": FixPoint, "lloyd": Lloyd, "hadamard": Hadamard}
 
 
 def parse(spec: str, *, key: str = "codec") -> Codec:

@@ -15,6 +15,10 @@ ALIGNMENT = 16
 """Bytes; every field of a message starts at a multiple, so that it can be viewed in its own dtype."""
 
 
+class NotFiniteError(ValueError):
+    """A tensor with NaN or inf, which a codec cannot encode."""
+
+
 class Field(NamedTuple):
     """One tensor of a message."""
 
@@ -37,7 +41,7 @@ class Codec(Protocol):
         ...
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the fields of `x`, in wire order, on its device."""
+        """Return the fields of `x`, in wire order, on its device. May raise NotFiniteError."""
         ...
 
     def decode(self, fields: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,227 @@
+"""How fast are the codecs on one core of a CPU, and how large is their error? Two tables, with one command:
+
+    .venv/bin/python benchmarks/codec.py [--json runs/benchmarks/codec.json]
+
+Speed: in every round each codec encodes and decodes one fp32 tensor, and before each of both, copy_ copies the same
+tensor; the order of the codecs changes from round to round. GB/s are bytes of fp32 input (output, for decoding) per
+second. A machine's speed drifts and other programs take their share, so what counts is the time relative to the copy
+beside it: its median and quartiles over rounds. "numpy" packs as AQ-SGD's code does: one bit per byte, then packbits.
+
+Error: norm(y - x) / norm(x) of 512 x 1024 elements, with the bits per element of everything that travels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from acsgd import codecs
+from acsgd.codecs.base import wire_bytes
+
+FAST = [
+    *(f"fixpoint:bits={bits}" for bits in range(1, 9)),
+    "fixpoint:bits=4,dims=token",
+    "fixpoint:bits=4,dims=group,group=64",
+    "fixpoint:bits=4,rounding=stochastic",
+    *(f"lloyd:bits={bits}" for bits in (2, 3, 4, 8)),
+    "hadamard",
+    "hadamard:low=4",
+]
+SMALL = [
+    *(f"{name}:bits={bits}" for bits in (1, 2, 3, 4, 6, 8) for name in ("fixpoint", "lloyd")),
+    "fixpoint:bits=2,scale=l2",
+    "fixpoint:bits=4,dims=group,group=64",
+    "lloyd:bits=4,dims=group,group=64",
+    *(f"hadamard:bits={bits},low={bits}" for bits in (2, 3, 4)),
+    "hadamard",
+    "hadamard:bits=5,low=3,share=0.5",
+]
+
+
+class Transport(Protocol):
+    """What a codec and the numpy way have in common."""
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]: ...
+
+    def decode(self, fields: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
+
+
+class NumpyWay:
+    """fixpoint with one bit per byte, as AQ-SGD's code does it (there with cupy)."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        levels = 2 ** (self.bits - 1)
+        scales = x.abs().amax(tuple(range(x.dim() - 1))).half()
+        codes = (x / scales.float() * levels).round().clamp(-levels, levels - 1).add(levels).to(torch.uint8)
+        one_bit_per_byte = np.unpackbits(codes.numpy()[..., None], axis=-1)[..., 8 - self.bits :]
+        return torch.from_numpy(np.packbits(one_bit_per_byte)), scales
+
+    def decode(self, fields: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        stream, scales = fields
+        count, levels = int(np.prod(shape)), 2 ** (self.bits - 1)
+        one_bit_per_byte = np.unpackbits(stream.numpy())[: count * self.bits].reshape(-1, self.bits)
+        padded = np.pad(one_bit_per_byte, ((0, 0), (8 - self.bits, 0)))
+        codes = torch.from_numpy(np.packbits(padded)).view(shape)
+        return ((codes.float() - levels) / levels * scales.float()).to(dtype)
+
+
+class Speed(NamedTuple):
+    """One direction of one codec."""
+
+    gb_per_s: float
+    """Median, of fp32."""
+    relative: float
+    """Median of the time relative to a copy."""
+    quartiles: tuple[float, float]
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    torch.set_num_threads(1)
+    console = Console(width=160)
+    speeds, copy_gb_per_s = measure_speed(arguments.rows, arguments.width, arguments.rounds)
+    console.print(speed_table(speeds, copy_gb_per_s))
+    errors = measure_errors()
+    console.print(error_table(errors))
+    write_json(arguments.json, arguments, speeds, copy_gb_per_s, errors)
+
+
+def measure_speed(rows: int, width: int, rounds: int) -> tuple[dict[str, dict[str, Speed]], float]:
+    """Return the speeds by name and direction, and GB/s of the copy."""
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
+    target, gigabytes = torch.empty_like(x), x.nbytes / 1e9
+    sides: dict[str, Transport] = {spec: codecs.parse(spec) for spec in FAST}
+    sides |= {f"numpy, {bits} bits": NumpyWay(bits) for bits in (2, 3, 4, 8)}
+    times: dict[str, dict[str, list[tuple[float, float]]]] = {name: {"encode": [], "decode": []} for name in sides}
+    for number in range(rounds + 1):  # the first warms up
+        for name in list(sides)[:: 1 if number % 2 else -1]:
+            copied = seconds(lambda: target.copy_(x))
+            encoded = seconds(lambda side=sides[name]: side.encode(x))  # type: ignore[misc]
+            fields = sides[name].encode(x)
+            copied_again = seconds(lambda: target.copy_(x))
+            decoded = seconds(
+                lambda side=sides[name], fields=fields: side.decode(fields, tuple(x.shape), x.dtype)  # type: ignore[misc]
+            )
+            times[name]["encode"].append((encoded, copied))
+            times[name]["decode"].append((decoded, copied_again))
+    copies = [copied for directions in times.values() for pairs in directions.values() for _, copied in pairs[1:]]
+    speeds = {
+        name: {direction: summarise(pairs[1:], gigabytes) for direction, pairs in directions.items()}
+        for name, directions in times.items()
+    }
+    return speeds, gigabytes / statistics.median(copies)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def summarise(pairs: list[tuple[float, float]], gigabytes: float) -> Speed:
+    ratios = [ours / copied for ours, copied in pairs]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return Speed(gigabytes / statistics.median(ours for ours, _ in pairs), statistics.median(ratios), (low, high))
+
+
+def data() -> dict[str, Tensor]:
+    """Return tensors [tokens, channels] of different tails and scales."""
+    draw = torch.Generator().manual_seed(0)
+
+    def gaussian(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    plain, uniform = gaussian(512, 1024), torch.rand(512, 1024, generator=draw) - 0.5
+    outliers = plain.clone()
+    outliers[:, :: 1024 // 16] *= 100
+    return {
+        "gaussian": plain,
+        "laplace": uniform.sign() * -torch.log1p(-2 * uniform.abs()),
+        "student t, 3": plain / (gaussian(3, 512, 1024).square().mean(0)).sqrt(),
+        "student t, 2": plain / (gaussian(2, 512, 1024).square().mean(0)).sqrt(),
+        "outlier channels": outliers,
+        "own scale per channel": plain * gaussian(1024).exp() + 2 * gaussian(1024),
+        "own scale per token": plain * gaussian(512, 1).exp(),
+        "rectified": plain.relu(),
+    }
+
+
+def measure_errors() -> dict[str, dict[str, float]]:
+    """Return by codec the bits per element and the relative errors by kind of data."""
+    kinds, result = data(), {}
+    for spec in SMALL:
+        codec = codecs.parse(spec)
+        shape = (512, 1024)
+        row = {"bits per element": 8 * wire_bytes(codec.wire(shape)) / (512 * 1024)}
+        for kind, x in kinds.items():
+            y = codec.decode(codec.encode(x), shape, x.dtype)
+            row[kind] = float((y - x).norm() / x.norm())
+        result[spec] = row
+    return result
+
+
+def speed_table(speeds: dict[str, dict[str, Speed]], copy_gb_per_s: float) -> Table:
+    table = Table(title=f"One core; copy_ of the same tensor: {copy_gb_per_s:.1f} GB/s")
+    for column in ("codec", "encode GB/s", "times a copy", "decode GB/s", "times a copy"):
+        table.add_column(column, justify="left" if column == "codec" else "right", no_wrap=True)
+    for name, directions in speeds.items():
+        cells = []
+        for speed in directions.values():
+            low, high = speed.quartiles
+            cells += [f"{speed.gb_per_s:.2f}", f"{speed.relative:.1f} ({low:.1f} - {high:.1f})"]
+        table.add_row(name, *cells)
+    return table
+
+
+def error_table(errors: dict[str, dict[str, float]]) -> Table:
+    columns = list(next(iter(errors.values())))
+    table = Table(title="Relative error")
+    table.add_column("codec", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
+    for spec, row in errors.items():
+        table.add_row(spec, *(f"{row[column]:.{3 if column == columns[0] else 4}f}" for column in columns))
+    return table
+
+
+def write_json(path: Path, arguments: argparse.Namespace, speeds: Any, copy_gb_per_s: float, errors: Any) -> None:
+    result = {
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "tensor": [arguments.rows, arguments.width],
+        "rounds": arguments.rounds,
+        "copy_gb_per_s": copy_gb_per_s,
+        "speed": {name: {key: speed._asdict() for key, speed in each.items()} for name, each in speeds.items()},
+        "error": errors,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rows", type=int, default=2048, help="tokens of the tensor whose speed is measured")
+    parser.add_argument("--width", type=int, default=2048, help="channels of it")
+    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/codec.json"), help="where the numbers go")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
