@@ -74,9 +74,9 @@ class PipelineConfig:
     schedule: str = "1f1b"
     """"gpipe", "1f1b" or "interleaved:chunks=2"."""
     forward: str = "none"
-    """Codec of the activations on the wire; "none:dtype=bf16" halves fp32."""
+    """Codec of the activations: "none", "none:dtype=bf16", "fixpoint:bits=8", "lloyd:bits=4" or "hadamard"."""
     backward: str = "none"
-    """Codec of the activations' gradients on the wire."""
+    """Codec of the activations' gradients."""
     exact_steps: int = 0
     """Optimizer steps at the start of the run that send without these codecs."""
     exact_eval: bool = True

@@ -191,8 +191,9 @@ def build_worker(job: Job, source: Source, groups: Groups) -> Worker:
     forward_meter, backward_meter = Meter(), Meter()
     model = skeleton(job.model_config).train()
     stages = build_stages(job, model, source, groups)
-    links = _open_links(job, groups, forward_meter, backward_meter)
-    tied = _pair_tied(job, groups, stages, backward_meter)
+    factory = _link_factory(job, groups, forward_meter, backward_meter)
+    links = _open_links(job, factory)
+    tied = _pair_tied(job, stages, factory)
     weights = [weight for stage in stages.values() for weight in stage.weights]
     return Worker(
         job=job,
@@ -241,14 +242,17 @@ def build_stages(job: Job, model: PreTrainedModel, source: Source, groups: Group
     return stages
 
 
-def _open_links(job: Job, groups: Groups, forward_meter: Meter, backward_meter: Meter) -> dict[int, Link]:
-    """Open this rank's end of every boundary, both ends in the same order: by boundary."""
-    config, topology = job.config, job.topology
-    if topology.stages == 1:
-        return {}
+def _link_factory(job: Job, groups: Groups, forward_meter: Meter, backward_meter: Meter) -> LinkFactory:
+    config = job.config
     shapes = job.family.boundary(job.model_config, config.pp.micro, config.data.sequence)
     tensors = {name: TensorSpec(shape, DTYPES[config.model.dtype]) for name, shape in shapes.items()}
-    factory = LinkFactory(groups.pp, job.streams, tensors, job.forward, job.backward, forward_meter, backward_meter)
+    return LinkFactory(groups.pp, job.streams, tensors, job.forward, job.backward, forward_meter, backward_meter)
+
+
+def _open_links(job: Job, factory: LinkFactory) -> dict[int, Link]:
+    """Open this rank's end of every boundary, both ends in the same order: by boundary."""
+    if job.topology.stages == 1:
+        return {}
     links = {}
     for boundary in range(len(job.specs) - 1):
         for stage, other in ((boundary, boundary + 1), (boundary + 1, boundary)):
@@ -257,7 +261,7 @@ def _open_links(job: Job, groups: Groups, forward_meter: Meter, backward_meter: 
     return links
 
 
-def _pair_tied(job: Job, groups: Groups, stages: dict[int, Stage], meter: Meter) -> TiedPair | None:
+def _pair_tied(job: Job, stages: dict[int, Stage], factory: LinkFactory) -> TiedPair | None:
     """Connect the two copies of a tied weight, if this rank holds one and another rank the other."""
     first, last = 0, len(job.specs) - 1
     originals = tied_keys(skeleton(job.model_config)).values()
@@ -273,7 +277,7 @@ def _pair_tied(job: Job, groups: Groups, stages: dict[int, Stage], meter: Meter)
     if weight is None or _rank_of(job, first) == _rank_of(job, last):
         return None
     peer = _rank_of(job, last if weight.copy_of is None else first)
-    return TiedPair(weight, boundary=last, peer=peer, group=groups.pp, streams=job.streams, meter=meter)
+    return TiedPair(weight, factory, boundary=last, peer=peer)
 
 
 def _rank_of(job: Job, stage: int) -> int:

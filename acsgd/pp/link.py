@@ -12,14 +12,14 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from acsgd.codecs.base import Codec, Wire, pack, unpack, wire_bytes
+from acsgd.codecs.base import Codec, NotFiniteError, Wire, pack, unpack, wire_bytes
 from acsgd.codecs.identity import Identity
 from acsgd.failure import RunError, reason
 from acsgd.meter import Meter, Work
@@ -29,6 +29,9 @@ from acsgd.streams import Mark, Streams
 
 EXACT = Identity()
 """The codec of what must arrive as it was."""
+NOT_FINITE = 0
+"""Length of the message of a tensor that a codec cannot encode. It arrives as NaN, so that the step comes to its end on
+all ranks, which then decide alike: an overflow in fp16, an update to leave out, or an end that names its origin."""
 MAX_UNSENT = 16
 """Messages that may wait for a slow peer before the sender waits too; bounds the memory of their buffers."""
 
@@ -153,10 +156,13 @@ class Outbox:
     def _encode(self, index: int, x: Tensor, step: int, micro: int, exact: bool) -> None:
         channel, length = self._channel, wire_bytes(self._wires[exact][index])
         buffer = self._buffers[index].take()
-        header = Header(channel.kind, index, channel.boundary, step, micro, length)
-        buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
         with channel.streams.beside(x):
-            pack(channel.codec_for(exact=exact).encode(x), buffer[HEADER_BYTES : HEADER_BYTES + length])
+            try:
+                pack(channel.codec_for(exact=exact).encode(x), buffer[HEADER_BYTES : HEADER_BYTES + length])
+            except NotFiniteError:
+                length = NOT_FINITE
+            header = Header(channel.kind, index, channel.boundary, step, micro, length)
+            buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
             self._encoding.append((index, buffer, HEADER_BYTES + length, channel.streams.mark()))
 
     def _finish_oldest(self) -> None:
@@ -197,11 +203,13 @@ class Inbox:
             expected = Header(channel.kind, index, channel.boundary, step, micro, wire_bytes(wire))
             with channel.with_peer(f"waiting for {expected} from", posted_at):
                 channel.meter.wait(work, posted_at)
-            _check_header(buffer, expected, channel.peer)
-            on_host = unpack(buffer[HEADER_BYTES:], wire)
-            fields = tuple(f.to(channel.streams.device, non_blocking=True, copy=True) for f in on_host)
+            if _check_header(buffer, expected, channel.peer).length == NOT_FINITE:
+                state[name] = torch.full(spec.shape, torch.nan, dtype=spec.dtype, device=channel.streams.device)
+            else:
+                on_host = unpack(buffer[HEADER_BYTES:], wire)
+                fields = tuple(f.to(channel.streams.device, non_blocking=True, copy=True) for f in on_host)
+                state[name] = channel.codec_for(exact=exact).decode(fields, spec.shape, spec.dtype)
             self._buffers[index].give_back(buffer)
-            state[name] = channel.codec_for(exact=exact).decode(fields, spec.shape, spec.dtype)
         return state
 
 
@@ -237,6 +245,18 @@ class LinkFactory:
         sending, receiving = (activations, gradients) if downstream else (gradients, activations)
         return Link(Outbox(sending), Inbox(receiving))
 
+    def open_tie(self, boundary: int, spec: TensorSpec, *, peer: int) -> tuple[Outbox, Inbox]:
+        """Return both directions of what two ranks that hold one tied weight tell each other, exactly.
+
+        spec: of the message's only tensor, "gradient". Raises RunError if the ends differ.
+        """
+        tensors = {"gradient": spec}
+        channel = replace(
+            self._channel(Kind.TIED_GRADIENT, boundary, peer, EXACT, self.backward_meter), tensors=tensors
+        )
+        greet(channel)
+        return Outbox(channel), Inbox(channel)
+
     def _channel(self, kind: Kind, boundary: int, peer: int, codec: Codec, meter: Meter) -> Channel:
         return Channel(kind, boundary, peer, self.group, self.tensors, codec, self.streams, meter)
 
@@ -261,13 +281,15 @@ def greet(channel: Channel) -> None:
     _check_header(theirs, mine, channel.peer)
 
 
-def _check_header(buffer: Tensor, expected: Header, peer: int) -> None:
+def _check_header(buffer: Tensor, expected: Header, peer: int) -> Header:
+    """Return the header of a message, which must be the expected one or say that its tensor was not finite."""
     try:
         got = Header.unpack(bytes(buffer[:HEADER_BYTES].tolist()))
     except ValueError as error:
         raise RunError(f"rank {peer} sent bytes that are no message: {error}; expected {expected}") from None
-    if got != expected:
+    if got not in (expected, expected._replace(length=NOT_FINITE)):
         raise RunError(
             f"rank {peer} sent {got}; expected {expected}: the two ranks run different programs, "
             "check that all hosts have the same acsgd, run file and flags"
         )
+    return got

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
-from acsgd.codecs.identity import Identity
-from acsgd.meter import Meter
-from acsgd.pp.frame import Kind
-from acsgd.pp.link import Channel, Inbox, Outbox, TensorSpec, greet
+from acsgd.pp.link import LinkFactory, TensorSpec
 from acsgd.shards.base import Weight
-from acsgd.streams import Streams
 
 
 class TiedPair:
@@ -18,21 +12,10 @@ class TiedPair:
     Addition commutes, so both ends get the same bits, take the same step, and stay equal.
     """
 
-    def __init__(
-        self,
-        weight: Weight,
-        *,
-        boundary: int,
-        peer: int,
-        group: dist.ProcessGroup,
-        streams: Streams,
-        meter: Meter,
-    ) -> None:
-        tensors = {"gradient": TensorSpec(tuple(weight.master.shape), weight.master.dtype)}
-        channel = Channel(Kind.TIED_GRADIENT, boundary, peer, group, tensors, Identity(), streams, meter)
-        greet(channel)
+    def __init__(self, weight: Weight, factory: LinkFactory, *, boundary: int, peer: int) -> None:
         self._weight = weight
-        self._outbox, self._inbox = Outbox(channel), Inbox(channel)
+        spec = TensorSpec(tuple(weight.master.shape), weight.master.dtype)
+        self._outbox, self._inbox = factory.open_tie(boundary, spec, peer=peer)
 
     def sum_gradients(self, step: int) -> None:
         """Add the other copy's gradient to this one's, in place."""

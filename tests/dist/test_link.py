@@ -159,3 +159,27 @@ def test_headers_read_back() -> None:
     assert Header.unpack(header.pack()) == header
     with pytest.raises(ValueError, match="instead of"):
         Header.unpack(b"HTTP" + bytes(28))
+
+
+def send_what_is_not_finite(rank: int, world_size: int, store: Path) -> None:
+    with groups_of(rank, world_size, store) as groups:
+        link, *_ = open_link(rank, groups, forward="fixpoint:bits=4")
+        if rank == 0:
+            for micro in range(3):
+                state = made(0, micro)
+                if micro == 1:
+                    state["hidden"][0, 1, 2] = torch.inf
+                link.outbox.send(0, micro, state)
+            link.outbox.drain()
+            return
+        for _ in range(3):
+            link.inbox.post()
+        for micro in range(3):
+            got = link.inbox.take(0, micro)
+            assert bool(got["hidden"].isnan().all()) == (micro == 1)
+            assert bool(got["hidden"].isfinite().all()) == (micro != 1)
+            assert bool(got["mask"].isfinite().all())
+
+
+def test_what_a_codec_cannot_encode_arrives_as_nan_and_the_next_message_as_ever(tmp_path: Path) -> None:
+    on_ranks(2, send_what_is_not_finite, tmp_path / "store")

@@ -33,7 +33,7 @@ with connect(Topology(0, 1, 1), timeout=timedelta(seconds=60)) as groups:
     print(json.dumps({
         "grown": job.streams.peak_memory_bytes() - before,
         "own": sum(w.param.nbytes for stage in stages.values() for w in stage.weights),
-        "dearest": max(sum(w.param.nbytes for w in each) for stage in stages.values() for each in stage.layers.values()),
+        "dearest": max(sum(w.param.nbytes for w in layer) for s in stages.values() for layer in s.layers.values()),
         "meta": sum(p.device.type == "meta" for s in stages.values() for p in s.model.parameters()),
     }))
 """

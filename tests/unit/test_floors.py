@@ -21,6 +21,7 @@ FLOORS = {
     "acsgd.pp.runtime": 3,
     "acsgd.pp.stage": 2,
     "acsgd.pp.link": 2,
+    "acsgd.pp.tied": 2,
     "acsgd.dp": 2,
     "acsgd.io": 2,
     "acsgd.codecs": 1,
