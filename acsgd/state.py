@@ -146,7 +146,7 @@ class Saves:
             return
         if outcome.error is None:
             self.newest = outcome.path
-            self._tell(f"saved {outcome.path}")
+            self._tell(f"saved {outcome.path}, on disk after {outcome.seconds:.1f} s")
             return
         newest = "there is no checkpoint yet" if self.newest is None else f"the newest checkpoint is {self.newest}"
         told = f"step {outcome.step} could not be saved: {outcome.error}; {newest}"

@@ -1,0 +1,116 @@
+"""Law: what replicas remember in a data-parallel mode is training state: it is saved per replica, and comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from test_resume import TIMEOUT, TinyModel, checkpoint_of, make_config, stopped_half_way
+from test_same_training import RELATIVE
+
+import train
+from acsgd.config import Config
+from acsgd.dp.base import GradSync, Mode
+from acsgd.failure import RunError
+from acsgd.inputs import open_inputs
+from acsgd.job import prepare
+from acsgd.shards.base import Weight
+from acsgd.shards.disk import Manifest, ShardDirectory, WeightState
+from acsgd.topology import Launch, connect
+
+
+@dataclasses.dataclass(frozen=True)
+class Remembering:
+    """All-reduce in which each replica also adds up its own gradients, as error feedback would."""
+
+    inner: Mode
+
+    def open(self, weights: Sequence[Weight], group: dist.ProcessGroup) -> GradSync:
+        return _RememberingSync(weights, self.inner.open(weights, group), group.rank())  # type: ignore[return-value]
+
+
+class _RememberingSync:
+    def __init__(self, weights: Sequence[Weight], inner: GradSync, replica: int) -> None:
+        self.own = {weight.key: torch.zeros_like(weight.master) for weight in weights}
+        self._weights, self._inner, self._replica = weights, inner, replica
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def grad_made(self, weight: Weight, *, complete: bool) -> None:
+        if complete:  # not yet summed over the replicas
+            self.own[weight.key] += weight.master.grad
+        self._inner.grad_made(weight, complete=complete)
+
+    def state_dict(self) -> WeightState:
+        return {"own": self.own}
+
+    def load_state_dict(self, saved: Sequence[WeightState]) -> None:
+        for key, tensor in self.own.items():
+            tensor.copy_(saved[self._replica]["own"][key])
+
+
+def train_remembering(rank: int, world_size: int, store: Path, config: Config) -> None:
+    """Run on this rank in a mode with memory."""
+    _train(rank, world_size, store, config, remembers=True)
+
+
+def train_forgetting(rank: int, world_size: int, store: Path, config: Config) -> str:
+    """Run on this rank in a mode without; return why it cannot."""
+    with pytest.raises(RunError) as error:
+        _train(rank, world_size, store, config, remembers=False)
+    return str(error.value)
+
+
+def _train(rank: int, world_size: int, store: Path, config: Config, *, remembers: bool) -> None:
+    torch.set_num_threads(1)
+    job = prepare(config, Launch(rank, rank, world_size))
+    if remembers:
+        job = dataclasses.replace(job, mode=Remembering(job.mode))
+    with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups:
+        train.train(job, open_inputs(job), groups)
+
+
+def remembered_in(checkpoint: Path) -> dict[str, list[torch.Tensor]]:
+    """Return what each replica remembers of each weight, all of them verified."""
+    shards = ShardDirectory(checkpoint)
+    states = {layer: shards.replica_states(layer) for layer in shards.manifest.layers}
+    return {
+        key: [state["own"][key] for state in of_layer] for of_layer in states.values() for key in of_layer[0]["own"]
+    }
+
+
+@pytest.fixture
+def whole(tiny_model: TinyModel, tmp_path: Path) -> Config:
+    """Return a run on 2 stages x 2 replicas that was never stopped."""
+    config = make_config(tiny_model("llama"), tmp_path / "whole" / "run", "fp32", "none")
+    config = dataclasses.replace(config, pp=dataclasses.replace(config.pp, stages=2))
+    on_ranks(4, train_remembering, tmp_path / "store", config)
+    return config
+
+
+def test_it_comes_back_bit_for_bit_and_follows_its_layer_to_another_stage(whole: Config, tmp_path: Path) -> None:
+    half = stopped_half_way(whole, tmp_path / "same")
+    on_ranks(4, train_remembering, tmp_path / "store-same", half)
+    files = [Manifest.read(checkpoint_of(config)).replicas for config in (whole, half)]
+    assert files[0] == files[1]
+    moved = stopped_half_way(whole, tmp_path / "moved", stages=1)
+    on_ranks(2, train_remembering, tmp_path / "store-moved", moved)
+    before, after = (remembered_in(checkpoint_of(config)) for config in (whole, moved))
+    assert before.keys() == after.keys()
+    for key, replicas in before.items():
+        assert not torch.equal(*replicas), "the replicas remember the same: nothing is shown"
+        for one, other in zip(replicas, after[key], strict=True):
+            assert torch.linalg.norm(one - other) <= RELATIVE * torch.linalg.norm(one), key
+
+
+def test_a_mode_without_memory_does_not_forget_it_in_silence(whole: Config, tmp_path: Path) -> None:
+    half = stopped_half_way(whole, tmp_path / "forgets")
+    for told in on_ranks(4, train_forgetting, tmp_path / "store-forgets", half):
+        assert "the checkpoint holds ['own'] of another data-parallel mode" in told
