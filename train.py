@@ -133,8 +133,9 @@ class Training:
         loss = self.worker.evaluate(held_out.batches(micros), self.progress.step - 1)
         self.progress = self.progress.evaluated(loss)
         told = f"held-out loss {loss:.4f}, perplexity {math.exp(min(loss, 700.0)):.2f}"
-        wire = "exact" if self.worker.job.config.pp.exact_eval else "as in training"
-        self.metrics.note(f"step {self.progress.step}: {told} ({len(held_out)} sequences, wire {wire})")
+        pp = self.worker.job.config.pp
+        wire = "" if pp.forward == "none" else ", sent exactly" if pp.exact_eval else f", sent as {pp.forward}"
+        self.metrics.note(f"step {self.progress.step}: {told} ({len(held_out)} sequences{wire})")
         return loss
 
     def go_back(self, loss: float) -> bool:
