@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from acsgd import codecs
 from acsgd.checks import check
 from acsgd.codecs.base import Codec
-from acsgd.config import Config, to_toml
+from acsgd.config import Config, ModelConfig, to_toml
 from acsgd.dp import MODES
 from acsgd.dp.base import Mode
 from acsgd.io.directory import CheckpointDirectory
@@ -22,7 +22,7 @@ from acsgd.io.heldout import parse_eval
 from acsgd.io.sampler import deal
 from acsgd.io.tasks import WeightedTask, parse_tasks
 from acsgd.io.wandb_log import check_installed
-from acsgd.pp.actions import Action, forwards, lower
+from acsgd.pp.actions import Action, Program, forwards, lower
 from acsgd.pp.laws import validate
 from acsgd.pp.schedules import SCHEDULES, Schedule
 from acsgd.registry import from_spec
@@ -119,17 +119,11 @@ def prepare(config: Config, launch: Launch) -> Job:
     eval_tasks = parse_eval(config.data.eval_task, config.data.eval_share, bad=config.data.bad)
     micros = _deal(config, topology)
     streams = open_streams(config.run.device, launch.local_rank)
-    model_dir = _find_model(config.model.name, scratch=config.model.init == "scratch")
-    model_config = read_config(model_dir)
+    model_dir, model_config = _open_model(config.model)
     family = family_of(model_config.model_type)
-    if config.model.init == "pretrained" and not (model_dir / MANIFEST).is_file():
-        locate(model_dir, skeleton(model_config))
     _check_sequence(config.data.sequence, family.longest(model_config))
     specs = _plan(config, family, model_config, topology.stages * schedule.chunks, streams)
-    computes = schedule.rows(topology.stages, len(micros))
-    program, evaluation = lower(computes), lower(forwards(computes))
-    validate(program)
-    validate(evaluation, forward_only=True)
+    program, evaluation = _programs(schedule, topology.stages, len(micros))
     return Job(
         config=config,
         topology=topology,
@@ -175,6 +169,24 @@ def _deal(config: Config, topology: Topology) -> range:
             f"{config.pp.micro * topology.replicas}"
         )
     return deal(num_micros, topology.replicas, topology.replica)
+
+
+def _programs(schedule: Schedule, stages: int, micros: int) -> tuple[Program, Program]:
+    """Return the programs of a step and of an evaluation, both held to the laws."""
+    computes = schedule.rows(stages, micros)
+    program, evaluation = lower(computes), lower(forwards(computes))
+    validate(program)
+    validate(evaluation, forward_only=True)
+    return program, evaluation
+
+
+def _open_model(model: ModelConfig) -> tuple[Path, PreTrainedConfig]:
+    """Return the model's directory, which has the weights unless they are drawn anew, and its config."""
+    directory = _find_model(model.name, scratch=model.init == "scratch")
+    config = read_config(directory)
+    if model.init == "pretrained" and not (directory / MANIFEST).is_file():
+        locate(directory, skeleton(config))
+    return directory, config
 
 
 def _find_model(name: str, *, scratch: bool) -> Path:

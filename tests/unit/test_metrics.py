@@ -10,25 +10,12 @@ from typing import Literal
 
 import pytest
 import torch
+from records import RECORD
 
 from acsgd.config import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
-from acsgd.io.metrics import PLAIN_LINES, Metrics, Record, Totals, totals
+from acsgd.io.metrics import PLAIN_LINES, Metrics, Totals, totals
 from acsgd.meter import Meter
 
-RECORD = Record(
-    step=1,
-    loss=2.5,
-    tokens=64,
-    tokens_per_s=32.0,
-    step_s=2.0,
-    lr=0.1,
-    grad_norm=1.0,
-    pp_forward_bytes=1,
-    pp_backward_bytes=2,
-    dp_bytes=3,
-    hidden_share=0.5,
-    peak_memory_bytes=4,
-)
 LINE = {name: value for name, value in RECORD._asdict().items() if name != "eval_loss"}
 
 

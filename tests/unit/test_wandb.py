@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from records import RECORD
 
 from acsgd.config import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
 from acsgd.io.metrics import Metrics, Record
@@ -29,20 +30,7 @@ CONFIG = Config(
 
 
 def record(step: int, loss: float | None = 2.5) -> Record:
-    return Record(
-        step=step,
-        loss=loss,
-        tokens=64 * step,
-        tokens_per_s=32.0,
-        step_s=2.0,
-        lr=0.1,
-        grad_norm=1.0,
-        pp_forward_bytes=1,
-        pp_backward_bytes=2,
-        dp_bytes=3,
-        hidden_share=0.5,
-        peak_memory_bytes=4,
-    )
+    return RECORD._replace(step=step, loss=loss, tokens=64 * step)
 
 
 def log_steps(run_dir: Path, first: int, last: int, *, resumed_at: int = 0) -> None:
