@@ -49,6 +49,11 @@ class Codec(Protocol):
         ...
 
 
+def is_squeezed(codec: Codec) -> bool:
+    """Whether a codec asks for an entropy coder behind it, by an option `squeeze`; one without it does not."""
+    return bool(getattr(codec, "squeeze", False))
+
+
 def wire_bytes(wire: Wire) -> int:
     """Length of the message that carries these fields."""
     return sum(_aligned(field.nbytes) for field in wire)

@@ -16,6 +16,9 @@ from acsgd.codecs.bits import block_codes, pack_bits, packed_bytes, stream_of, u
 
 Dims = Literal["channel", "token", "tensor", "group"]
 
+SAMPLE = 1 << 16
+"""Elements that are looked at, at least, or all there are, where a part of a tensor tells enough of it."""
+
 
 class Layout(NamedTuple):
     """Which elements share a scale."""
@@ -48,6 +51,19 @@ class Layout(NamedTuple):
         if self.by_column:
             return scales
         return scales[block.start // self.width : -(-block.stop // self.width), None]
+
+    @property
+    def sample_stride(self) -> int:
+        """Of how many rows `sample` takes one, to leave SAMPLE elements. Odd, as rows repeat in powers of two."""
+        return self.numel // SAMPLE | 1
+
+    def sample(self, flat: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
+        """Return every so-manieth whole row of a tensor [numel], fp32 [rows, width], and each of `scales` beside it."""
+        whole = slice(0, self.numel // self.width * self.width or self.numel)
+        every = self.sample_stride
+        beside = (self.beside(each, whole) for each in scales)
+        rows = self.rows(flat[whole])[::every].float()
+        return rows, *(each if self.by_column else each[::every] for each in beside)
 
 
 def layout_of(shape: tuple[int, ...], dims: Dims, group: int) -> Layout:

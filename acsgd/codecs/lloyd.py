@@ -21,8 +21,6 @@ from acsgd.codecs.scales import TINIEST, divisor, from_wire, measure, scale_fiel
 HALF = 2048
 """Cells between 0 and s: x / s is first rounded to a multiple of 1 / HALF, its cell, and a table has the code."""
 CELLS = 2 * HALF + 1
-SAMPLE = 1 << 16
-"""Elements that the levels are fitted to, at least, or all there are."""
 SMOOTHING = 65
 """Cells over which the histogram is averaged before it is cut for the first time."""
 ROUNDS = 10
@@ -116,14 +114,10 @@ def _histogram(flat: Tensor, layout: Layout, scales: Tensor) -> Tensor:
     counts = torch.zeros(CELLS, dtype=torch.int64, device=flat.device)
     if not layout.numel:
         return counts.double()
-    full = layout.numel // layout.width * layout.width or layout.numel
-    every = layout.numel // SAMPLE | 1  # odd: rows repeat in powers of two
-    rows = layout.rows(flat[:full])[::every].float()
     weights = (scales / scales.max().clamp(min=TINIEST)).square().mul(2**20).long().clamp(min=1)
-    sampled = slice(0, full)
-    beside = [layout.beside(each, sampled) for each in (divisor(scales / HALF), weights)]
-    divisors, weight = beside if layout.by_column else (each[::every] for each in beside)
+    rows, divisors, weight = layout.sample(flat, divisor(scales / HALF), weights)
     counts.index_add_(0, cells(rows, divisors).view(-1), weight.expand_as(rows).reshape(-1))
+    every = layout.sample_stride
     if every > 1:  # the largest element of every scale is known, and rare as it is, its error may be the largest
         counts[[0, -1]] += weights.sum() // (2 * every)
     return counts.double()

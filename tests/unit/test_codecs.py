@@ -26,6 +26,8 @@ SPECS = [
     *(f"fixpoint:bits={bits},rounding=stochastic,dims=token" for bits in (1, 2, 4, 8)),
     *(f"fixpoint:bits={bits},scale=l2,dims=tensor" for bits in (1, 2, 4, 8)),
     *(f"fixpoint:bits={bits},dims=group,group=12" for bits in (1, 3, 8)),
+    *(f"fixpoint:bits={bits},scale=l2,reach={reach},squeeze=true" for bits, reach in ((2, 4), (4, 20), (8, 64))),
+    *(f"fixpoint:bits={bits},means=true,dims={dims}" for bits, dims in ((2, "channel"), (3, "token"), (4, "tensor"))),
     *(f"lloyd:bits={bits}" for bits in (1, 2, 3, 8)),
     *("lloyd:dims=token", "lloyd:dims=tensor", "lloyd:dims=group,group=12"),
     *("hadamard:bits=8,low=1,share=0.3,group=2", "hadamard:share=0", "hadamard:share=1,bits=2,low=2,group=1024"),
@@ -98,9 +100,10 @@ def fixpoint_bound(codec: FixPoint, x: Tensor, dtype: torch.dtype) -> Tensor:
     if codec.bits == 1:
         mean = over_group(x, codec.dims, codec.group, "mean")
         return (x.abs() - mean).abs() + mean * UNIT_ROUNDOFF[torch.float16]
-    statistic, factor = ("max", 1) if codec.scale == "max" else ("rms", 2)
+    statistic, factor = ("max", 1) if codec.scale == "max" else ("rms", codec.reach)
     s = factor * over_group(x, codec.dims, codec.group, statistic)
-    return s * (1 / last + UNIT_ROUNDOFF[torch.float16]) + (x.abs() - s).clamp(min=0)
+    inwards = 0.5 / last if codec.means else 0.0
+    return s * (1 / last + inwards + UNIT_ROUNDOFF[torch.float16]) + (x.abs() - s).clamp(min=0)
 
 
 def lloyd_bound(codec: Lloyd, x: Tensor, dtype: torch.dtype) -> Tensor:

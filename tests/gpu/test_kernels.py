@@ -1,0 +1,65 @@
+"""The CUDA kernels equal the torch operations of the CPU bit for bit, on a GPU with CuPy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_laws import BITS, DTYPES, MEMORY_DTYPES, check_begin_anywhere, check_codec, check_update, codecs, data
+
+from acsgd.codecs.difference import decode_update, encode_update
+from acsgd.codecs.fixpoint import FixPoint
+from acsgd.codecs.kernels import Kernels, kernels_for
+from acsgd.codecs.layout import Layout
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def kernels(device: torch.device) -> Kernels:
+    found = kernels_for(Layout(8, 8, by_column=True), device, torch.float32)
+    return found or pytest.skip("no CuPy")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+def test_codes_and_values_are_those_of_torch(
+    bits: int, dtype: torch.dtype, kernels: Kernels, device: torch.device
+) -> None:
+    for codec, shape in codecs(bits):
+        check_codec(kernels, device, codec, data(shape, bits, dtype))
+    check_begin_anywhere(kernels, device, bits, dtype)
+
+
+@pytest.mark.parametrize("m_dtype", MEMORY_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+def test_updates_are_those_of_torch(
+    bits: int, dtype: torch.dtype, m_dtype: torch.dtype, kernels: Kernels, device: torch.device
+) -> None:
+    for codec, shape in codecs(bits):
+        check_update(kernels, device, codec, data(shape, bits, dtype), data(shape, bits, m_dtype, seed=1))
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_a_tensor_may_take_several_launches(bits: int, kernels: Kernels, device: torch.device) -> None:
+    check_codec(kernels, device, FixPoint(bits, dims="group", group=96), data(((1 << 27) + 5,), bits, torch.bfloat16))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_both_ends_of_a_memory_stay_equal_on_a_side_stream(bits: int, kernels: Kernels, device: torch.device) -> None:
+    """The sender is a GPU, beside its main stream, the receiver a CPU."""
+    codec, shape = FixPoint(bits), (513, 768)
+    at_sender = torch.zeros(shape, dtype=torch.float16, device=device)
+    at_receiver, side = at_sender.cpu(), torch.cuda.Stream(device)
+    for visit in range(5):
+        with torch.cuda.stream(side):
+            x = torch.randn(shape, device=device, dtype=torch.bfloat16) + visit
+            fields = encode_update(codec, x, at_sender)
+        side.synchronize()
+        decode_update(codec, tuple(field.cpu() for field in fields), at_receiver, torch.bfloat16)
+        assert torch.equal(at_sender.cpu(), at_receiver)

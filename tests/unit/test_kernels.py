@@ -1,0 +1,257 @@
+"""The CUDA kernels, compiled for the host, equal the torch operations bit for bit; and they compile for a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_laws import (
+    BITS,
+    DTYPES,
+    MEMORY_DTYPES,
+    check_begin_anywhere,
+    check_codec,
+    check_update,
+    codecs,
+    data,
+    every_kernel,
+)
+from torch import Tensor
+
+from acsgd.codecs import bits as bits_module
+from acsgd.codecs import kernels as kernels_module
+from acsgd.codecs.fixpoint import FixPoint
+from acsgd.codecs.kernels import MAX_WIDTH, THREADS, Kernels, Levels, kernels_for, source
+from acsgd.codecs.layout import Layout, layout_of
+
+CPU = torch.device("cpu")
+FLAGS = ("-std=c++17", f"-DTHREADS={THREADS}")
+
+
+class OnHost:
+    """Launches kernels of a library made of kernels_on_host.h."""
+
+    def __init__(self, library: ctypes.CDLL, *, backwards: bool = False) -> None:
+        self._library = library
+        self._backwards = backwards
+
+    def __call__(self, device: torch.device, kernel: str, blocks: int, arguments: tuple[int, ...]) -> None:
+        packed = (ctypes.c_longlong * len(arguments))(*arguments)
+        self._library[symbol(kernel)](blocks, self._backwards, packed)
+
+
+def symbol(kernel: str) -> str:
+    return re.sub(r"\W+", "_", kernel)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = shutil.which("g++") or pytest.skip("no g++")
+    place = tmp_path_factory.mktemp("kernels")
+    exports = [f"EXPORT({symbol(kernel)}, {kernel})" for kernel in every_kernel()]
+    (place / "kernels.cu").write_text(source())
+    (place / "host.cpp").write_text("\n".join(['#include "kernels_on_host.h"', *exports, ""]))
+    include = f"-I{Path(__file__).parents[1]}"
+    strict = ("-ffp-contract=off", "-fsanitize=alignment,bounds,shift", "-fsanitize-undefined-trap-on-error")
+    command = [compiler, *FLAGS, *strict, "-I.", include, "-fPIC", "-shared", "-o", "host.so", "host.cpp"]
+    subprocess.run(command, cwd=place, check=True)
+    return ctypes.CDLL(str(place / "host.so"))
+
+
+@pytest.fixture
+def on_host(library: ctypes.CDLL) -> Kernels:
+    return Kernels(OnHost(library))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+def test_codes_and_values_are_those_of_torch(bits: int, dtype: torch.dtype, on_host: Kernels) -> None:
+    for codec, shape in codecs(bits):
+        check_codec(on_host, CPU, codec, data(shape, bits, dtype))
+
+
+@pytest.mark.parametrize("m_dtype", MEMORY_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+def test_updates_are_those_of_torch(bits: int, dtype: torch.dtype, m_dtype: torch.dtype, on_host: Kernels) -> None:
+    for codec, shape in codecs(bits):
+        check_update(on_host, CPU, codec, data(shape, bits, dtype), data(shape, bits, m_dtype, seed=1))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_tensor_may_take_several_launches(bits: int, on_host: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bits_module, "BLOCK", 1 << 10)
+    for codec, shape in codecs(bits):
+        check_codec(on_host, CPU, codec, data(shape, bits, torch.float32))
+        check_update(on_host, CPU, codec, data(shape, bits, torch.bfloat16), data(shape, bits, torch.float16, seed=1))
+
+
+def test_a_million_and_three(on_host: Kernels) -> None:
+    check_codec(on_host, CPU, FixPoint(3, dims="group", group=96), data((1_000_003,), 3, torch.bfloat16))
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("m_dtype", MEMORY_DTYPES)
+def test_a_memory_saturates(bits: int, m_dtype: torch.dtype, on_host: Kernels) -> None:
+    largest = torch.finfo(m_dtype).max
+    x, m = data((64, 8), bits, torch.float32) * (largest / 8), data((64, 8), bits, torch.float32, seed=1)
+    m = (m.sign() * largest).to(m_dtype)
+    x = m.float() + x.clamp(-largest / 2, largest / 2)  # beyond what m can hold, or what fp32 can: then as far as that
+    check_update(on_host, CPU, FixPoint(bits), x.clamp(-torch.finfo().max, torch.finfo().max), m)
+
+
+@pytest.mark.parametrize("magnitude", [2.0**-149, 2.0**-126, 2.0**-110, 2.0**-60, 2.0**100, 2.0**126])
+@pytest.mark.parametrize("bits", BITS)
+def test_any_magnitude(bits: int, magnitude: float, on_host: Kernels) -> None:
+    x = data((64, 24), bits, torch.float32)
+    x[:, ::5] *= 2.0**-20
+    check_codec(on_host, CPU, FixPoint(bits), (x * 0.25).clamp(-1, 1) * magnitude)
+    check_codec(on_host, CPU, FixPoint(bits, "l2", reach=2.0**-16), (x * 0.25).clamp(-1, 1) * magnitude)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_every_quotient_near_the_middle_of_two_codes(bits: int, on_host: Kernels) -> None:
+    """A product with a reciprocal, instead of the division, gives other codes here."""
+    steps = torch.linspace(1, 2, 4096).half().float()
+    middles = (torch.arange(-(2 ** (bits - 1)) - 1, 2 ** (bits - 1) + 1) + 0.5)[:, None] * steps
+    x = torch.cat([middles, middles.nextafter(torch.tensor(9e9)), middles.nextafter(torch.tensor(-9e9))])
+    layout = layout_of(tuple(x.shape), "channel", 0)
+    expected = torch_stream(x, bits, steps)
+    assert torch.equal(on_host.encode(x.view(-1), Levels(bits, layout, steps)), expected)
+
+
+def torch_stream(x: Tensor, bits: int, steps: Tensor) -> Tensor:
+    """Return the stream that FixPoint makes of x when its steps come out as `steps`: a first row sees to that."""
+    if bits == 1:
+        return FixPoint(1).encode(x)[0]
+    peak = -steps * 2 ** (bits - 1)
+    fields = FixPoint(bits).encode(torch.cat([peak[None], x.clamp(peak, -peak)]))
+    return fields[0][len(steps) * bits // 8 :]
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_nothing_depends_on_the_order_of_threads(bits: int, library: ctypes.CDLL) -> None:
+    x, m = data((61, 71), bits, torch.float16), data((61, 71), bits, torch.float16, seed=1)
+    kernels = Kernels(OnHost(library, backwards=True))
+    check_codec(kernels, CPU, FixPoint(bits), x)
+    check_update(kernels, CPU, FixPoint(bits), x, m)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("count", [1, 8, 13, 255, 2047, 2056])
+def test_nothing_is_written_beside_a_tensor(
+    count: int, bits: int, on_host: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms: list[tuple[Tensor, int]] = []
+
+    def guarded(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        nbytes = shape[0] * dtype.itemsize
+        rooms.append((torch.full((64 + nbytes,), 165, dtype=torch.uint8), nbytes))
+        return rooms[-1][0][32 : 32 + nbytes].view(dtype)
+
+    x, steps = data((count,), bits, torch.float32), torch.ones(1)
+    memory = torch.zeros(count + 16, dtype=torch.float16)
+    levels = Levels(bits, layout_of((count,), "tensor", 0), steps)
+    monkeypatch.setattr(kernels_module.torch, "empty", guarded)
+    stream = on_host.encode(x, levels, memory[8:-8])
+    on_host.encode(x, levels)
+    on_host.decode(stream, levels, torch.bfloat16)
+    on_host.decode(stream, levels, torch.float32, memory[8:-8])
+    assert len(rooms) == 4
+    for room, nbytes in rooms:
+        assert torch.equal(torch.cat([room[:32], room[32 + nbytes :]]), torch.full((64,), 165, dtype=torch.uint8))
+    assert not torch.cat([memory[:8], memory[-8:]]).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+def test_tensors_may_begin_anywhere(bits: int, dtype: torch.dtype, on_host: Kernels) -> None:
+    """The library stops the process at an access that is not aligned as its type needs it."""
+    check_begin_anywhere(on_host, CPU, bits, dtype)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(0, 8, by_column=True),
+        Layout(3 * MAX_WIDTH, MAX_WIDTH, by_column=True),
+        Layout(MAX_WIDTH * 8 + 1, MAX_WIDTH, by_column=False),
+        Layout(1 << 33, 768, by_column=True),
+        Layout((1 << 32) + 5, 1, by_column=True),
+        Layout((1 << 32) + 5, 3, by_column=False),
+    ],
+)
+def test_launches_cover_every_element_once_and_divide_exactly(layout: Layout) -> None:
+    launches: list[tuple[int, int, int, int]] = []
+
+    def launch(device: torch.device, kernel: str, blocks: int, arguments: tuple[int, ...]) -> None:
+        numel, width, per_width = arguments[-5:-2]
+        launches.append((blocks, numel, width, per_width))
+
+    x = torch.empty(layout.numel, dtype=torch.bfloat16, device="meta")
+    Kernels(launch).encode(x, Levels(4, layout, torch.empty(layout.scales, device="meta")))
+    assert sum(numel for _, numel, _, _ in launches) == layout.numel
+    for blocks, numel, width, per_width in launches:
+        assert numel < 1 << 30
+        assert numel <= blocks * THREADS * 8 < numel + THREADS * 8
+        for place in {0, 1, width - 1, width, numel - 1, *(min(k * width, numel) - 1 for k in (2, 3, numel // width))}:
+            assert (place * 4 * per_width) >> 64 == place // width
+
+
+def test_without_cupy_torch_serves_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)  # makes its import fail
+    kernels_module._cupy.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert kernels_for(Layout(8, 8, by_column=True), torch.device("cuda", 0), torch.float16) is None
+    kernels_module._cupy.cache_clear()
+    assert len(caplog.records) == 1
+    assert "acsgd[cuda]" in caplog.text
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_other_devices_never_ask_for_cupy(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_module, "_cupy", lambda: pytest.fail("asked"))
+    assert kernels_for(Layout(8, 8, by_column=True), torch.device(device), torch.float32) is None
+    assert kernels_for(Layout(8, 8, by_column=True), torch.device("cuda", 0), torch.float64) is None
+    assert kernels_for(Layout(8, 2 * MAX_WIDTH, by_column=False), torch.device("cuda", 0), torch.float32) is None
+
+
+def test_codecs_use_the_kernels_that_there_are(on_host: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, m = data((64, 24), 4, torch.bfloat16), data((64, 24), 4, torch.float16, seed=1)
+    codec, stochastic = FixPoint(4, means=True), FixPoint(4, rounding="stochastic")
+    plain, by_torch = m.clone(), (codec.encode(x), stochastic.encode(x))
+    sent = codec.encode_update(x, plain)
+    received = codec.decode_update(sent, plain.clone(), x.dtype)
+
+    asked: list[tuple[torch.dtype, ...]] = []
+    monkeypatch.setattr("acsgd.codecs.fixpoint.kernels_for", lambda *given: asked.append(given[2:]) or on_host)
+    fields = codec.encode(x)
+    assert all(torch.equal(a, b) for a, b in zip((*fields, *stochastic.encode(x)), sum(by_torch, ()), strict=True))
+    assert torch.equal(
+        codec.decode(fields, (64, 24), torch.float32), FixPoint(4, means=True).decode(fields, (64, 24), torch.float32)
+    )
+    memory = m.clone()
+    assert all(torch.equal(a, b) for a, b in zip(codec.encode_update(x, memory), sent, strict=True))
+    assert torch.equal(memory, plain)
+    assert torch.equal(codec.decode_update(sent, memory, x.dtype), received)
+    assert asked[0] == (torch.bfloat16,)
+    assert (torch.bfloat16, torch.float16) in asked
+
+
+def test_nvcc_compiles_them(tmp_path: Path) -> None:
+    compiler = shutil.which("nvcc") or pytest.skip("no nvcc")
+    some = [kernel for kernel in every_kernel() if kernel.count("Half") + kernel.count("BFloat16") == kernel.count(",")]
+    lines = [source(), "void *kernels[] = {", *(f"    (void *)&{kernel}," for kernel in some), "};", ""]
+    (tmp_path / "all.cu").write_text("\n".join(lines))
+    subprocess.run([compiler, "--ptx", *FLAGS, "-o", "all.ptx", "all.cu"], cwd=tmp_path, check=True)
+    assert (tmp_path / "all.ptx").read_text().count(".entry") == len(some)
