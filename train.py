@@ -64,6 +64,7 @@ def train(job: Job, inputs: Inputs, groups: Groups) -> None:
     with contextlib.ExitStack() as opened:
         opened.enter_context(text_log(job, run_dir))
         begun = start(job, inputs, groups)
+        opened.callback(begun.worker.close)
         step = begun.progress.step
         metrics = opened.enter_context(Metrics.open(job.config, run_dir, resumed_at=step, speaks=speaks))
         for note in [job.describe(), *inputs.notes, *begun.told]:
@@ -133,9 +134,7 @@ class Training:
         loss = self.worker.evaluate(held_out.batches(micros), self.progress.step - 1)
         self.progress = self.progress.evaluated(loss)
         told = f"held-out loss {loss:.4f}, perplexity {math.exp(min(loss, 700.0)):.2f}"
-        pp = self.worker.job.config.pp
-        wire = "" if pp.forward == "none" else ", sent exactly" if pp.exact_eval else f", sent as {pp.forward}"
-        self.metrics.note(f"step {self.progress.step}: {told} ({len(held_out)} sequences{wire})")
+        self.metrics.note(f"step {self.progress.step}: {told} ({len(held_out)} sequences{self.worker.job.eval_form})")
         return loss
 
     def go_back(self, loss: float) -> bool:

@@ -33,6 +33,9 @@ class ModelConfig:
     """Type of weights and activations; bf16 and fp16 keep fp32 master weights and accumulate gradients in fp32."""
     recompute: Literal["none", "layers"] = "none"
     """"layers" keeps only the input of each layer for backward and computes the rest again: less memory, more time."""
+    dropout_mask: Literal["step", "sample"] = "step"
+    """"step" draws new dropout masks in every step; with "sample" a sequence has the same ones in every epoch, so its
+    activations change little between visits, as delta codecs need. It then trains one sequence at a time."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ class PipelineConfig:
     schedule: str = "1f1b"
     """"gpipe", "1f1b" or "interleaved:chunks=2"."""
     forward: str = "none"
-    """Codec of the activations: "none", "none:dtype=bf16", "fixpoint:bits=8", "lloyd:bits=4" or "hadamard"."""
+    """Codec of the activations: "none", "none:dtype=bf16", "fixpoint:bits=8", "lloyd:bits=4", "hadamard", or, for data
+    that are visited again, "delta:bits=4" or "delta:step=2"."""
     backward: str = "none"
     """Codec of the activations' gradients."""
     exact_steps: int = 0

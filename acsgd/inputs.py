@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from acsgd.io.cache import once_per_host
 from acsgd.io.data import Corpus, Reader, num_sequences
@@ -17,9 +19,12 @@ from acsgd.io.resume import Candidates, find
 from acsgd.io.sampler import Sampler, block_counts
 from acsgd.io.tasks import WeightedTask
 from acsgd.job import Job
+from acsgd.pp.delta import Delta
+from acsgd.pp.memory_plan import MemoryPlan, plan_capacity
 from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import MANIFEST, VERSION, ShardDirectory
 from acsgd.shards.load import Scratch, Source
+from acsgd.streams import available_memory_bytes
 
 
 @dataclass(frozen=True)
@@ -33,11 +38,14 @@ class Inputs:
     candidates: Candidates
     source: Source | None
     """Where the weights of a fresh run come from; None if there is something to go on from."""
+    memories: MemoryPlan | None
+    """Where links remember activations, if they do."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was left out of the texts, in sentences."""
-        return self.reader.notes + (self.held_out.notes if self.held_out else ())
+        """What was left out of the texts, and what links remember, in sentences."""
+        held_out = self.held_out.notes if self.held_out else ()
+        return self.reader.notes + held_out + ((self.memories.note,) if self.memories else ())
 
     def fingerprint(self) -> str:
         """Return what must be the same on every rank."""
@@ -66,7 +74,8 @@ def open_inputs(job: Job) -> Inputs:
     )
     candidates = find(job.checkpoints, job.config.checkpoint.resume, identity)
     fresh = not candidates.checkpoints and not candidates.refused
-    return Inputs(reader, held, identity, candidates, open_source(job) if fresh else None)
+    memories = plan_memories(job, sum(reader.sampler.sizes), kept={"run": identity.digest()}, fresh=fresh)
+    return Inputs(reader, held, identity, candidates, open_source(job) if fresh else None, memories)
 
 
 def open_data(job: Job) -> Reader:
@@ -126,6 +135,49 @@ def open_source(job: Job) -> Source:
         from_hf(job.model_dir, target)
 
     return ShardDirectory(once_per_host(job.cache_dir / "models" / name, convert))
+
+
+def plan_memories(job: Job, sequences: int, *, kept: Mapping[str, Any], fresh: bool) -> MemoryPlan | None:
+    """Return how much the links of this rank remember of `sequences`, and where; None if they do not.
+
+    kept, fresh: as of MemoryPlan. Raises ValueError if there is no room for it.
+    """
+    delta, specs = job.forward, list(job.boundary.values())
+    if not isinstance(delta, Delta) or job.topology.stages == 1:
+        return None
+    key = f'pp.forward="{job.config.pp.forward}"'
+    try:
+        capacity = plan_capacity(delta, specs, sequences=sequences, at_once=len(job.micros) * job.config.pp.micro)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+    directory = Path(job.config.log.dir) / "memory" / f"replica-{job.topology.replica:05d}"
+    per_end = capacity * sum(map(delta.entry_bytes, specs))
+    _check_room(job, delta, directory, per_end, key)
+    cuts = [job.layers[start].name for start, _ in job.specs[1:]]
+    where = "in memory" if delta.memory == "ram" else f"in {directory.parent}"
+    rest = "" if capacity == sequences else ", the others are new at each visit"
+    note = (
+        f"each end of a link remembers {capacity} of {sequences} sequences{rest}: {per_end / 2**20:,.1f} MiB {where}"
+    )
+    return MemoryPlan(capacity, directory, cuts, kept, fresh, note)
+
+
+def _check_room(job: Job, delta: Delta, directory: Path, per_end: int, key: str) -> None:
+    """Raise ValueError if what this rank's ends of links are to remember does not fit where it is to be."""
+    ends = sum((stage > 0) + (stage < len(job.specs) - 1) for stage in job.stages)
+    if delta.memory == "ram":
+        available, where = available_memory_bytes(), "this host has"
+    else:
+        existing = next(parent for parent in directory.absolute().parents if parent.exists())
+        already = sum(path.stat().st_blocks * 512 for path in directory.parent.rglob("*"))  # of an earlier start
+        available, where = shutil.disk_usage(existing).free + already, f"{existing} has"
+    if available is not None and ends * per_end > available / job.neighbours:
+        raise ValueError(
+            f"{key}: each of rank {job.topology.rank}'s {ends} ends of links is to remember {per_end / 2**30:.3g} GiB, "
+            f"but {where} {available / 2**30:.3g} GiB free for {job.neighbours} processes; give "
+            f"memory_gib={0.9 * available / job.neighbours / ends / 2**30:.2g}, fewer memory_bits"
+            + (", or memory=disk" if delta.memory == "ram" else "")
+        )
 
 
 def _tokenized(job: Job, tasks: Sequence[WeightedTask]) -> list[Corpus]:

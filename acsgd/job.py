@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from acsgd import codecs
 from acsgd.checks import check
 from acsgd.codecs.base import Codec
+from acsgd.codecs.identity import DTYPES
 from acsgd.config import Config, ModelConfig, to_toml
 from acsgd.dp import MODES
 from acsgd.dp.base import Mode
@@ -23,6 +24,8 @@ from acsgd.io.sampler import deal
 from acsgd.io.tasks import WeightedTask, parse_tasks
 from acsgd.io.wandb_log import check_installed
 from acsgd.pp.actions import Action, Program, forwards, lower
+from acsgd.pp.coder import EXACT, TensorSpec
+from acsgd.pp.delta import Delta
 from acsgd.pp.laws import validate
 from acsgd.pp.schedules import SCHEDULES, Schedule
 from acsgd.registry import from_spec
@@ -44,6 +47,8 @@ class Job:
 
     config: Config
     topology: Topology
+    neighbours: int
+    """Processes of the run on this rank's host, itself among them."""
     streams: Streams
     model_dir: Path
     """Where config.json and the tokenizer are, and the weights unless they are drawn anew."""
@@ -58,7 +63,7 @@ class Job:
     """What this rank does to evaluate as many micro-batches as a step has."""
     micros: range
     """The micro-batches of the global batch that this rank's replica trains on."""
-    forward: Codec
+    forward: Codec | Delta
     backward: Codec
     mode: Mode
     tokenizer: PreTrainedTokenizerBase
@@ -89,6 +94,21 @@ class Job:
         return list(range(self.topology.stage_rank, len(self.specs), self.topology.stages))
 
     @property
+    def eval_form(self) -> str:
+        """How activations travel when evaluated, in words that follow others; nothing without a codec."""
+        pp = self.config.pp
+        if pp.forward == "none":
+            return ""
+        form = repr(self.forward.first) if isinstance(self.forward, Delta) else pp.forward
+        return ", sent exactly" if pp.exact_eval or form == repr(EXACT) else f", sent as {form}"
+
+    @property
+    def boundary(self) -> dict[str, TensorSpec]:
+        """What travels of a micro-batch between two stages, by name."""
+        shapes = self.family.boundary(self.model_config, self.config.pp.micro, self.config.data.sequence)
+        return {name: TensorSpec(shape, DTYPES[self.config.model.dtype]) for name, shape in shapes.items()}
+
+    @property
     def cache_dir(self) -> Path:
         """Where converted models and tokenised text lie, beside the run, for the next run to find."""
         return Path(self.config.log.dir).parent / "cache"
@@ -112,8 +132,8 @@ def prepare(config: Config, launch: Launch) -> Job:
     _check_writable("checkpoint.dir", config.checkpoint.dir or str(Path(config.log.dir) / "checkpoints"))
     topology = Topology(launch.rank, launch.world_size, config.pp.stages)
     schedule: Schedule = from_spec(config.pp.schedule, SCHEDULES, key="pp.schedule")
-    forward = codecs.parse(config.pp.forward, key="pp.forward")
-    backward = codecs.parse(config.pp.backward, key="pp.backward")
+    forward = _parse_forward(config.pp.forward)
+    backward = _parse_backward(config.pp.backward)
     mode: Mode = from_spec(config.dp.mode, MODES, key="dp.mode")
     tasks = parse_tasks(config.data.task, bad=config.data.bad)
     eval_tasks = parse_eval(config.data.eval_task, config.data.eval_share, bad=config.data.bad)
@@ -127,6 +147,7 @@ def prepare(config: Config, launch: Launch) -> Job:
     return Job(
         config=config,
         topology=topology,
+        neighbours=launch.local_world_size,
         streams=streams,
         model_dir=model_dir,
         model_config=model_config,
@@ -143,6 +164,20 @@ def prepare(config: Config, launch: Launch) -> Job:
         tasks=tasks,
         eval_tasks=eval_tasks,
     )
+
+
+def _parse_forward(spec: str) -> Codec | Delta:
+    form: Codec | Delta = from_spec(spec, {**codecs.CODECS, "delta": Delta}, key="pp.forward")
+    return form
+
+
+def _parse_backward(spec: str) -> Codec:
+    if spec.partition(":")[0] == "delta":
+        raise ValueError(
+            f'pp.backward="{spec}": delta is for activations, which change little between visits of a sequence; for '
+            'their gradients use "fixpoint:bits=8", or "fixpoint:bits=4,scale=l2,reach=8,squeeze=true" for fewer bytes'
+        )
+    return codecs.parse(spec, key="pp.backward")
 
 
 def _span(shards: Sequence[LayerShard]) -> str:

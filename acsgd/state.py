@@ -48,7 +48,7 @@ def start(job: Job, inputs: Inputs, groups: Groups) -> Start:
         found.mark_best()
     source = checkpoint.shards if checkpoint else inputs.source
     assert source is not None
-    worker = build_worker(job, source, groups)
+    worker = build_worker(job, source, groups, inputs.memories)
     if checkpoint is None:
         return Start(worker, Progress(loss_scale=LossScale.of(job.config)), None, told)
     progress = restore(worker, checkpoint)

@@ -46,7 +46,7 @@ class Streams:
 
     def mark(self) -> Mark:
         """Mark the present point of the current stream."""
-        return _DONE
+        return DONE
 
     def peak_memory_bytes(self) -> int:
         """Largest memory this process has held: resident on the CPU, allocated by torch on a GPU."""
@@ -95,6 +95,15 @@ def open_streams(device: str, local_rank: int) -> Streams:
     return Streams(torch.device("cpu"))
 
 
+def available_memory_bytes() -> int | None:
+    """Return how much memory of this host a program may still take; None where the system does not tell."""
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return None
+    fields = dict(line.split(":", 1) for line in path.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
 def _peak_resident_bytes() -> int:
     status = Path("/proc/self/status")
     if status.exists():  # Linux, where ru_maxrss starts at the size of the process that forked this one
@@ -124,4 +133,4 @@ class _CudaMark:
         self._event.synchronize()
 
 
-_DONE = _Done()
+DONE = _Done()

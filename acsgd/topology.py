@@ -35,6 +35,8 @@ class Launch:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    local_world_size: int = 1
+    """Processes of the run on this host."""
     under_torchrun: bool = False
     """Whether the parent process is torchrun's agent, without which this process has no business."""
 
@@ -46,6 +48,7 @@ class Launch:
             rank=int(env.get("RANK", 0)),
             local_rank=int(env.get("LOCAL_RANK", 0)),
             world_size=int(env.get("WORLD_SIZE", 1)),
+            local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
             under_torchrun="TORCHELASTIC_RUN_ID" in env,
         )
 

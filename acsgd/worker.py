@@ -23,7 +23,8 @@ from acsgd.job import Job
 from acsgd.meter import Meter
 from acsgd.optim import Optimizer, learning_rate
 from acsgd.pp.fault import Fault, first_fault
-from acsgd.pp.link import Link, LinkFactory, TensorSpec
+from acsgd.pp.link import Link, LinkFactory
+from acsgd.pp.memory_plan import MemoryPlan
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.stage import Stage
 from acsgd.pp.tied import TiedPair
@@ -136,6 +137,10 @@ class Worker:
         sums, _ = sum_over_ranks(sums, torch.zeros(0, dtype=torch.float64), self.groups)
         return float(sums[0] / sums[1])
 
+    def close(self) -> None:
+        """Wait until what links remember beyond the run is kept."""
+        self.pipeline.close()
+
     def _agree(self, loss: Tensor, batch: Batch, asks: Asks) -> tuple[Totals, float, int]:
         """Return the sums over all ranks, the squared gradient norm, and the pipeline's peak memory."""
         topology = self.job.topology
@@ -186,12 +191,15 @@ class Worker:
         return self.job.config.data.batch * self.job.config.data.sequence
 
 
-def build_worker(job: Job, source: Source, groups: Groups) -> Worker:
-    """Load this rank's layers, and no others, and connect them with their neighbours'."""
+def build_worker(job: Job, source: Source, groups: Groups, memories: MemoryPlan | None = None) -> Worker:
+    """Load this rank's layers, and no others, and connect them with their neighbours'.
+
+    memories: where links remember, if pp.forward has them do so.
+    """
     forward_meter, backward_meter = Meter(), Meter()
     model = skeleton(job.model_config).train()
     stages = build_stages(job, model, source, groups)
-    factory = _link_factory(job, groups, forward_meter, backward_meter)
+    factory = _link_factory(job, groups, forward_meter, backward_meter, memories)
     links = _open_links(job, factory)
     tied = _pair_tied(job, stages, factory)
     weights = [weight for stage in stages.values() for weight in stage.weights]
@@ -238,15 +246,16 @@ def build_stages(job: Job, model: PreTrainedModel, source: Source, groups: Group
             targets=config.data.batch * config.data.sequence,
             seed=config.data.seed,
             recompute=config.model.recompute == "layers",
+            mask_per_sample=config.model.dropout_mask == "sample",
         )
     return stages
 
 
-def _link_factory(job: Job, groups: Groups, forward_meter: Meter, backward_meter: Meter) -> LinkFactory:
-    config = job.config
-    shapes = job.family.boundary(job.model_config, config.pp.micro, config.data.sequence)
-    tensors = {name: TensorSpec(shape, DTYPES[config.model.dtype]) for name, shape in shapes.items()}
-    return LinkFactory(groups.pp, job.streams, tensors, job.forward, job.backward, forward_meter, backward_meter)
+def _link_factory(
+    job: Job, groups: Groups, forward_meter: Meter, backward_meter: Meter, memories: MemoryPlan | None
+) -> LinkFactory:
+    meters = forward_meter, backward_meter
+    return LinkFactory(groups.pp, job.streams, job.boundary, job.forward, job.backward, *meters, memories)
 
 
 def _open_links(job: Job, factory: LinkFactory) -> dict[int, Link]:

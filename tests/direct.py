@@ -38,12 +38,16 @@ class DrawnBatch:
     tokens: Tensor
     labels: Tensor
     micro_ids: range
+    sample_ids: Tensor
+    upcoming_ids: Tensor
 
 
-def make_config(model: Path, run_dir: Path, *, dtype: Any = "fp32", recompute: Any = "none", **pp: Any) -> Config:
+def make_config(
+    model: Path, run_dir: Path, *, dtype: Any = "fp32", recompute: Any = "none", dropout_mask: Any = "step", **pp: Any
+) -> Config:
     """Return a run of 6 sequences per step: in micro-batches of 2 they are three, uneven for two replicas."""
     return Config(
-        model=ModelConfig(name=str(model), dtype=dtype, recompute=recompute),
+        model=ModelConfig(name=str(model), dtype=dtype, recompute=recompute, dropout_mask=dropout_mask),
         data=DataConfig(task="demo", sequence=SEQUENCE, batch=SEQUENCES, seed=3),
         optim=OptimConfig(lr=RATE, steps=1),
         pp=PipelineConfig(**pp),
@@ -57,9 +61,10 @@ def draw_batch(config: Config, step: int, micros: range | None = None) -> DrawnB
     shape = (SEQUENCES // config.pp.micro, config.pp.micro, SEQUENCE)
     tokens = torch.randint(VOCABULARY, shape, generator=generator)
     labels = torch.where(torch.rand(shape, generator=generator) < 1 / 3, -100, tokens.roll(-1, -1))
+    sample_ids = torch.arange(step * SEQUENCES, (step + 1) * SEQUENCES).view(shape[:2])
     micros = range(len(tokens)) if micros is None else micros
     mine = slice(micros.start, micros.stop)
-    return DrawnBatch(tokens[mine], labels[mine], micros)
+    return DrawnBatch(tokens[mine], labels[mine], micros, sample_ids[mine], sample_ids[mine] + SEQUENCES)
 
 
 @contextlib.contextmanager

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from acsgd.config import Config
@@ -61,13 +62,21 @@ def batches_of(job: Job) -> Iterator[Batch]:
     return map(reader.batch, range(job.config.optim.steps))
 
 
-def oracle_losses(config: Config, *, masked: bool = False) -> list[float]:
+Wire = Callable[[Tensor, Sequence[int]], Tensor]
+"""What an activation [B, T, H] of some samples [B] becomes on its way to the next stage."""
+
+
+def oracle_losses(config: Config, *, masked: bool = False, wires: Mapping[int, Wire] | None = None) -> list[float]:
     """Train in one process: the whole Hugging Face model, torch's AdamW and clip_grad_norm_, no acsgd below the data.
 
-    The only thing taken over is the rule that seeds dropout.
+    The only thing taken over is the rule that seeds dropout; with masks per sample, pp.micro must be 1. wires: of the
+    cuts after so many blocks.
     """
     model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32).train()
     place = _seed_dropout(model, config)
+    samples: list[int] = []
+    for blocks, wire in (wires or {}).items():
+        _cut(model, blocks, wire, samples)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     optim = config.optim
@@ -85,7 +94,8 @@ def oracle_losses(config: Config, *, masked: bool = False) -> list[float]:
         targets = int((batch.labels != -100).sum())
         total = 0.0
         for index, (tokens, labels) in enumerate(zip(batch.tokens, batch.labels, strict=True)):
-            place[:] = [step, index]
+            samples[:] = batch.sample_ids[index].tolist()
+            place[:] = [step, index] if config.model.dropout_mask == "step" else samples
             logits = model(tokens, use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / targets
             loss.backward()
@@ -114,8 +124,21 @@ def whole_batches(config: Config) -> list[Batch]:
     return list(batches_of(prepare(alone, Launch())))
 
 
+def _cut(model: torch.nn.Module, blocks: int, wire: Wire, samples: Sequence[int]) -> None:
+    """Put a wire after so many blocks; the gradient comes back through it as it is."""
+
+    def through_wire(module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
+        return output + (wire(output.detach(), samples) - output).detach()
+
+    block = family_of(model.config.model_type).layers(model.config)[blocks]  # layer 0 is the embedding
+    model.get_submodule(block.modules[0]).register_forward_hook(through_wire)
+
+
 def _seed_dropout(model: torch.nn.Module, config: Config) -> list[int]:
-    """Reseed before each layer of a Hugging Face model as acsgd does; return the [step, micro-batch] to set."""
+    """Reseed before each layer of a Hugging Face model as acsgd does.
+
+    Returns the list to set before each forward: [step, micro-batch], or [sample].
+    """
     place = [0, 0]
     layers = family_of(model.config.model_type).layers(model.config)
     for shard in layers:

@@ -13,7 +13,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -198,6 +198,8 @@ class Batch:
     """int64 [M, B], on the host: one number per sequence of the mixture, the same in every epoch."""
     micro_ids: range
     """Each micro-batch's place in the global batch."""
+    upcoming_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """int64, on the host: sample ids of the replica's next batch, for what can be read ahead."""
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch with tokens and labels on `device`."""
@@ -237,8 +239,11 @@ class Reader:
             windows = read_windows(self.corpora, self.sequence, tasks, indices)
             tokens = in_micros(windows[:, :-1], self.micro) if self.wants_tokens else None
             labels = in_micros(windows[:, 1:], self.micro) if self.wants_labels else None
-        sample_ids = torch.from_numpy(ids.copy()).view(len(self.micros), self.micro)
-        return Batch(tokens, labels, sample_ids, self.micros)
+        upcoming = self.sampler.samples(step + 1).ids[mine]
+        return Batch(tokens, labels, self._in_micros(ids), self.micros, self._in_micros(upcoming))
+
+    def _in_micros(self, ids: Ints) -> Tensor:
+        return torch.from_numpy(ids.copy()).view(len(self.micros), self.micro)
 
 
 class Dataset:

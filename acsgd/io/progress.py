@@ -98,6 +98,10 @@ class Identity:
         """Return what `from_dict` reads, for JSON."""
         return asdict(self)
 
+    def digest(self) -> str:
+        """Return a hash that changes with any of it."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Identity:
         """Read what `to_dict` gave."""

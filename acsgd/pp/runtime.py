@@ -11,6 +11,7 @@ from torch import Tensor
 
 from acsgd.failure import RunError
 from acsgd.pp.actions import Action, Op
+from acsgd.pp.coder import Visit
 from acsgd.pp.fault import Fault
 from acsgd.pp.link import Link
 from acsgd.pp.probe import Probe
@@ -36,8 +37,18 @@ class Batch(Protocol):
         ...
 
     @property
+    def upcoming_ids(self) -> Tensor:
+        """int64, on the host: sample ids of the next batch."""
+        ...
+
+    @property
     def micro_ids(self) -> Sequence[int]:
         """Each micro-batch's place in the global batch."""
+        ...
+
+    @property
+    def sample_ids(self) -> Tensor:
+        """int64 [M, B], on the host: one number per sequence of the data, the same in every epoch."""
         ...
 
 
@@ -97,7 +108,7 @@ class Pipeline:
         with contextlib.ExitStack() as modes:
             for stage in self._stages.values():
                 modes.enter_context(stage.evaluating())
-            self._execute(self._eval_row, self._evaluation, batch, step, exact=self._exact_eval)
+            self._execute(self._eval_row, self._evaluation, batch, step, exact=self._exact_eval, remember=False)
         for index in self._stages:
             with self._named(Action(Op.F, index)):
                 self._drain()
@@ -125,16 +136,28 @@ class Pipeline:
             probe.look_at_sums()
         return probe.first
 
+    def close(self) -> None:
+        """Wait until what links remember beyond the run is kept."""
+        for link in self._links.values():
+            link.agreement.close()
+
     def _train(self, batch: Batch, step: int, scale: float, handlers: Handlers) -> Tensor:
         self._scale = scale
         for stage in self._stages.values():
             stage.sync.begin()
-        self._execute(self._row, handlers, batch, step, exact=step < self._exact_steps)
+        for link in self._links.values():
+            link.agreement.begin(batch.sample_ids.flatten().tolist(), batch.upcoming_ids.flatten().tolist())
+        self._execute(self._row, handlers, batch, step, exact=step < self._exact_steps, remember=True)
         self._finish()
         return self._total_loss()
 
-    def _execute(self, row: Sequence[Action], handlers: Handlers, batch: Batch, step: int, *, exact: bool) -> None:
-        self._batch, self._step, self._exact = batch, step, exact
+    def _execute(
+        self, row: Sequence[Action], handlers: Handlers, batch: Batch, step: int, *, exact: bool, remember: bool
+    ) -> None:
+        """Do the actions of a row; remember: whether the links are to learn from what passes."""
+        self._batch, self._step = batch, step
+        samples = batch.sample_ids.tolist() if remember else [()] * len(batch.sample_ids)
+        self._visits = [Visit(step, micro, exact, tuple(ids)) for micro, ids in enumerate(samples)]
         self._losses: list[Tensor] = []
         self._made: dict[Action, State] = {}
         for action in row:
@@ -159,7 +182,8 @@ class Pipeline:
     def _inputs(self, action: Action) -> tuple[MicroBatch, State, Tensor | None]:
         """Return what a stage needs for the forward of a micro-batch."""
         stage, micro = self._stages[action.stage], action.micro
-        place = MicroBatch(self._step, micro, self._batch.micro_ids[micro])
+        sample_ids = tuple(self._batch.sample_ids[micro].tolist())
+        place = MicroBatch(self._step, micro, self._batch.micro_ids[micro], sample_ids)
         if stage.is_first:
             assert self._batch.tokens is not None
             inputs = {"tokens": self._batch.tokens[micro]}
@@ -188,16 +212,15 @@ class Pipeline:
             return self._made.pop(Action(op, source, micro))
         for link in self._links.values():
             link.outbox.flush(wait=True)  # the peer may need these before it can make what is awaited here
-        boundary = source if op is Op.F else source - 1
-        return self._links[boundary].inbox.take(self._step, micro, exact=self._exact)
+        return self._links[source if op is Op.F else source - 1].take(self._visits[micro])
 
     def _send_activation(self, action: Action) -> None:
         made = self._made.pop(Action(Op.F, action.stage, action.micro))
-        self._links[action.stage].outbox.send(self._step, action.micro, made, exact=self._exact)
+        self._links[action.stage].send(self._visits[action.micro], made)
 
     def _send_gradient(self, action: Action) -> None:
         made = self._made.pop(Action(Op.B, action.stage, action.micro))
-        self._links[action.stage - 1].outbox.send(self._step, action.micro, made, exact=self._exact)
+        self._links[action.stage - 1].send(self._visits[action.micro], made)
 
     def _post_activation(self, action: Action) -> None:
         self._links[action.stage - 1].inbox.post()

@@ -17,6 +17,8 @@ from acsgd.shards.load import mix_seed
 
 _UNASKED: Any = object()
 """In place of a context: None is one, of a model whose attention is causal by itself."""
+_OTHER_HEADS = ("summary_", "classifier_")
+"""How options of a config begin that are not those of a language model: GPT-2's summary_first_dropout is 0.1."""
 
 
 class MicroBatch(NamedTuple):
@@ -27,6 +29,8 @@ class MicroBatch(NamedTuple):
     """Among the micro-batches of this replica."""
     global_place: int
     """Among those of the global batch."""
+    sample_ids: tuple[int, ...]
+    """Of its B sequences."""
 
 
 class Stage:
@@ -35,7 +39,10 @@ class Stage:
     layers: those of the stage, loaded into `model`, with their weights; sync: how replicas agree on them;
     targets: what the summed loss is divided by. recompute: keep only the input of each layer for backward, and
     compute the rest again (Chen et al. 2016, arXiv:1604.06174); the gradients stay the same, bit for bit.
-    Reseeds torch's global generators before each layer that may draw (dropout by seed, step, micro-batch, layer).
+
+    Reseeds torch's global generators before each layer that may draw: dropout depends on (seed, step, micro-batch,
+    layer) or, with mask_per_sample, on (seed, sample, layer). Since one seed gives the masks of all that goes through a
+    layer together, training with dropout then runs sequence by sequence, as if each were a micro-batch of its own.
     """
 
     def __init__(
@@ -48,6 +55,7 @@ class Stage:
         targets: int,
         seed: int,
         recompute: bool = False,
+        mask_per_sample: bool = False,
     ) -> None:
         self.layers = layers
         self.shards = tuple(layers)
@@ -59,7 +67,8 @@ class Stage:
         self._seed = seed
         self._recompute = recompute
         self._random = has_dropout(model)
-        self._live: dict[int, tuple[State, State]] = {}
+        self._by_sequence = self._random and mask_per_sample
+        self._live: dict[int, list[_Pass]] = {}
         self._last_backward = False
         for weight in self.weights:
             weight.param.register_post_accumulate_grad_hook(self._hook(weight))
@@ -80,13 +89,9 @@ class Stage:
         inputs: {"tokens": [B, T]}, or what the previous stage gave, in tensors of its own. Returns what travels on,
         or, of the last stage, {"loss": scalar}: the summed loss over `labels` [B, T], divided by `targets`.
         """
-        for tensor in inputs.values():
-            tensor.requires_grad_(tensor.is_floating_point())
-        state = self._through_layers(micro, inputs, labels)
-        if labels is not None:
-            state = {"loss": state["loss"] / self._targets}
-        self._live[micro.place] = (inputs, state)
-        return {name: tensor.detach() for name, tensor in state.items()}
+        passes = [self._pass(part, rows, inputs, labels) for part, rows in self._parts(micro)]
+        self._live[micro.place] = passes
+        return {name: tensor.detach() for name, tensor in _join([each.outputs for each in passes]).items()}
 
     def backward(self, micro: int, grads: State | None, *, last: bool, scale: float = 1.0) -> State:
         """Run backward of a micro-batch, add to the gradients, and return those of its inputs.
@@ -94,13 +99,16 @@ class Stage:
         grads: of what forward returned; None for the last stage, whose loss gets `scale` as its gradient. last: no
         other backward follows in this step, so each gradient is complete as soon as it is made.
         """
-        inputs, outputs = self._live.pop(micro)
-        if grads is None:
-            grads = {name: torch.full_like(made, scale) for name, made in outputs.items()}
-        self._last_backward = last
-        torch.autograd.backward(list(outputs.values()), [grads[name] for name in outputs])
+        passes = self._live.pop(micro)
+        for each in passes:
+            self._last_backward = last and each is passes[-1]
+            given = [
+                torch.full_like(made, scale) if grads is None else grads[name][each.rows]
+                for name, made in each.outputs.items()
+            ]
+            torch.autograd.backward(list(each.outputs.values()), given)
         self._last_backward = False
-        return {name: x.grad for name, x in inputs.items() if x.grad is not None}
+        return _join([{name: x.grad for name, x in each.inputs.items() if x.grad is not None} for each in passes])
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -119,6 +127,22 @@ class Stage:
         Takes and returns what `forward` does, except that {"loss": scalar} is not divided by anything.
         """
         return self._through_layers(micro, inputs, labels)
+
+    def _parts(self, micro: MicroBatch) -> list[tuple[MicroBatch, slice]]:
+        """Return what of a micro-batch goes through the layers together, and in which rows of its tensors that is."""
+        if not self._by_sequence:
+            return [(micro, slice(None))]
+        return [(micro._replace(sample_ids=(id_,)), slice(row, row + 1)) for row, id_ in enumerate(micro.sample_ids)]
+
+    def _pass(self, micro: MicroBatch, rows: slice, inputs: State, labels: Tensor | None) -> _Pass:
+        """Run the layers on some rows of `inputs` and `labels`."""
+        inputs = {name: tensor[rows] for name, tensor in inputs.items()}
+        for tensor in inputs.values():
+            tensor.requires_grad_(tensor.is_floating_point())
+        if labels is None:
+            return _Pass(rows, inputs, self._through_layers(micro, inputs, None))
+        loss = self._through_layers(micro, inputs, labels[rows])["loss"]
+        return _Pass(rows, inputs, {"loss": loss / self._targets})
 
     def _through_layers(self, micro: MicroBatch, state: State, labels: Tensor | None) -> State:
         context = _UNASKED
@@ -142,13 +166,19 @@ class Stage:
 
         def run(state: State) -> State:
             if self._random and self.model.training:
-                torch.manual_seed(mix_seed(self._seed, micro.step, micro.global_place, shard.index))
+                torch.manual_seed(self._seed_of(micro, shard))
             made = self._family.call(self.model, shard, state, context)
             if shard.kind == "head" and labels is not None:
                 return {"loss": self._family.loss(made["logits"], labels)}
             return made
 
         return run
+
+    def _seed_of(self, micro: MicroBatch, shard: LayerShard) -> int:
+        if self._by_sequence:  # three numbers, so their hash is unlike that of any four
+            (sample_id,) = micro.sample_ids
+            return mix_seed(self._seed, sample_id, shard.index)
+        return mix_seed(self._seed, micro.step, micro.global_place, shard.index)
 
     def _hook(self, weight: Weight) -> Callable[[nn.Parameter], None]:
         def grad_made(param: nn.Parameter) -> None:
@@ -161,8 +191,26 @@ class Stage:
 
 def has_dropout(model: PreTrainedModel) -> bool:
     """Whether the model's config asks for dropout of any kind."""
-    options = model.config.to_dict().items()
-    return any(value for key, value in options if "drop" in key and isinstance(value, float))
+    options = {key: value for key, value in model.config.to_dict().items() if not key.startswith(_OTHER_HEADS)}
+    return any(value for key, value in options.items() if "drop" in key and isinstance(value, float))
+
+
+class _Pass(NamedTuple):
+    """What backward needs of sequences that went through the layers together."""
+
+    rows: slice
+    """Where they are in the micro-batch."""
+    inputs: State
+    """Leaves, which get the gradients."""
+    outputs: State
+
+
+def _join(parts: Sequence[State]) -> State:
+    """Put the rows of a micro-batch together again; losses are summed."""
+    if len(parts) == 1:
+        return parts[0]
+    by_name = {name: [part[name] for part in parts] for name in parts[0]}
+    return {name: torch.cat(rows) if rows[0].dim() else torch.stack(rows).sum() for name, rows in by_name.items()}
 
 
 def _accumulate_in_fp32(param: nn.Parameter, master: nn.Parameter) -> None:

@@ -83,6 +83,23 @@ def test_all_ranks_name_what_was_planted(
         assert first_fault(found) == first_fault(found[::-1]) == planted
 
 
+@pytest.mark.parametrize("recompute", ["none", "layers"])
+def test_it_is_found_where_sequences_run_one_by_one(recompute: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    options = {"micro": 2, "dropout_mask": "sample", "recompute": recompute}
+    config = make_config(tiny_model("gpt2", **DROPOUT), tmp_path, stages=2, layers=(3, 3), **options)
+    plants = [
+        Plant("output", "transformer.h.2.mlp.c_fc", 1, "forward", "output of {}"),
+        Plant("gradient", "transformer.h.4.attn.c_attn", 2, "backward", "gradient of the output of {}"),
+        Plant("weight's gradient", "transformer.h.3.mlp.c_fc.weight", 0, "backward", "gradient of {}"),
+    ]
+    by_rank = on_ranks(2, find_on_rank, tmp_path / "store", config, plants)
+    for plant, *said in zip(plants, *by_rank, strict=True):
+        planted = Fault(
+            plant.phase, _stage_of(plant.where, (3, 3)), plant.micro, plant.tensor.format(plant.where), "nan"
+        )
+        assert first_fault([Fault.from_dict(fault) for fault in said if fault is not None]) == planted
+
+
 def test_what_only_the_wire_cannot_carry_is_wrong_where_it_arrives(tiny_model: TinyModel, tmp_path: Path) -> None:
     config = make_config(tiny_model("llama"), tmp_path, stages=2, layers=(3, 3), forward="none:dtype=fp16")
     too_large = [Plant("output", "model.layers.2", 3, "forward", "", value=1e6)]
@@ -123,10 +140,13 @@ def search_on_rank(rank: int, world_size: int, store: Path, config: Config, scal
         assert digest(gradients(worker)) == grads
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_a_search_changes_nothing(world_size: int, tiny_model: TinyModel, tmp_path: Path) -> None:
-    model = tiny_model("gpt2", **DROPOUT)
-    config = make_config(model, tmp_path, stages=min(world_size, 2), dtype="bf16", recompute="layers")
+@pytest.mark.parametrize(("world_size", "micro", "dropout_mask"), [(1, 1, "step"), (4, 1, "step"), (4, 2, "sample")])
+def test_a_search_changes_nothing(
+    world_size: int, micro: int, dropout_mask: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    stages = min(world_size, 2)
+    options = {"dtype": "bf16", "recompute": "layers", "dropout_mask": dropout_mask}
+    config = make_config(tiny_model("gpt2", **DROPOUT), tmp_path, stages=stages, micro=micro, **options)
     on_ranks(world_size, search_on_rank, tmp_path / "store", config, 4.0)
 
 

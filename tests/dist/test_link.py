@@ -16,8 +16,9 @@ from acsgd import codecs
 from acsgd.codecs.base import wire_bytes
 from acsgd.failure import RunError
 from acsgd.meter import Meter
+from acsgd.pp.coder import TensorSpec, Visit
 from acsgd.pp.frame import HEADER_BYTES, Header, Kind
-from acsgd.pp.link import MAX_UNSENT, Link, LinkFactory, TensorSpec
+from acsgd.pp.link import MAX_UNSENT, Link, LinkFactory
 from acsgd.streams import Streams
 from acsgd.topology import Groups, Topology, connect
 
@@ -60,9 +61,9 @@ def send_both_ways(rank: int, world_size: int, store: Path, micros: int) -> int:
             for _ in range(micros):
                 link.inbox.post()
             for micro in range(micros):
-                link.outbox.send(step, micro, made(step, micro))
+                link.outbox.send(Visit(step, micro), made(step, micro))
             for micro in range(micros):
-                got, sent = link.inbox.take(step, micro), made(step, micro)
+                got, sent = link.inbox.take(Visit(step, micro)), made(step, micro)
                 for name, tensor in sent.items():
                     expected = tensor.bfloat16().float() if rank == 1 else tensor
                     assert torch.equal(got[name], expected)
@@ -86,7 +87,7 @@ def overlap(rank: int, world_size: int, store: Path) -> None:
     with groups_of(rank, world_size, store) as groups:
         link, *_ = open_link(rank, groups, shapes=large)
         if rank == 0:
-            link.outbox.send(0, 0, {"hidden": torch.ones(large["hidden"])})
+            link.outbox.send(Visit(0, 0), {"hidden": torch.ones(large["hidden"])})
             groups.store.set("send returned", "")
             link.outbox.drain()
             groups.store.set("all sent", "")
@@ -94,7 +95,7 @@ def overlap(rank: int, world_size: int, store: Path) -> None:
             groups.store.wait(["send returned"], timedelta(seconds=30))
             link.inbox.post()
             groups.store.wait(["all sent"], timedelta(seconds=30))
-            assert bool((link.inbox.take(0, 0)["hidden"] == 1).all())
+            assert bool((link.inbox.take(Visit(0, 0))["hidden"] == 1).all())
 
 
 def test_a_send_waits_for_nobody_and_a_posted_receive_fills_while_its_rank_computes(tmp_path: Path) -> None:
@@ -117,12 +118,12 @@ def take_another(rank: int, world_size: int, store: Path) -> str:
     with groups_of(rank, world_size, store) as groups:
         link, *_ = open_link(rank, groups)
         if rank == 0:
-            link.outbox.send(4, 1, made(4, 1))
+            link.outbox.send(Visit(4, 1), made(4, 1))
             link.outbox.drain()
             return ""
         link.inbox.post()
         with pytest.raises(RunError) as error:
-            link.inbox.take(4, 0)
+            link.inbox.take(Visit(4, 0))
         return str(error.value)
 
 
@@ -141,7 +142,7 @@ def lose_the_peer(rank: int, world_size: int, store: Path, how: str) -> str:
             return ""  # and close the connection
         link.inbox.post()
         with pytest.raises(RunError) as error:
-            link.inbox.take(0, 0)
+            link.inbox.take(Visit(0, 0))
         return str(error.value)
 
 
@@ -169,13 +170,13 @@ def send_what_is_not_finite(rank: int, world_size: int, store: Path) -> None:
                 state = made(0, micro)
                 if micro == 1:
                     state["hidden"][0, 1, 2] = torch.inf
-                link.outbox.send(0, micro, state)
+                link.outbox.send(Visit(0, micro), state)
             link.outbox.drain()
             return
         for _ in range(3):
             link.inbox.post()
         for micro in range(3):
-            got = link.inbox.take(0, micro)
+            got = link.inbox.take(Visit(0, micro))
             assert bool(got["hidden"].isnan().all()) == (micro == 1)
             assert bool(got["hidden"].isfinite().all()) == (micro != 1)
             assert bool(got["mask"].isfinite().all())

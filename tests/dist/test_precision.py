@@ -171,7 +171,7 @@ def _config(family: str) -> PreTrainedConfig:
 def _forward_and_backward(stage: Stage, micro: int, scale: float) -> None:
     generator = torch.Generator().manual_seed(micro)
     tokens = torch.randint(VOCABULARY, (2, SEQUENCE), generator=generator)
-    stage.forward(MicroBatch(0, micro, micro), {"tokens": tokens}, tokens.roll(-1, -1))
+    stage.forward(MicroBatch(0, micro, micro, (2 * micro, 2 * micro + 1)), {"tokens": tokens}, tokens.roll(-1, -1))
     stage.backward(micro, None, last=False, scale=scale)
 
 

@@ -22,7 +22,7 @@ from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.shards import FAMILIES
 
 TinyModel = Callable[..., Path]
-MICRO = MicroBatch(0, 0, 0)
+MICRO = MicroBatch(0, 0, 0, (0, 1))
 SEQUENCES = 2
 
 

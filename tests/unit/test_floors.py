@@ -20,7 +20,14 @@ FLOORS = {
     "acsgd.job": 3,  # a run decided: floor 3 for it reads the tables of all below
     "acsgd.pp.runtime": 3,
     "acsgd.pp.stage": 2,
-    "acsgd.pp.link": 2,
+    "acsgd.pp.link": 2,  # with all that it is made of
+    "acsgd.pp.channel": 2,
+    "acsgd.pp.agree": 2,
+    "acsgd.pp.coder": 2,
+    "acsgd.pp.delta": 2,
+    "acsgd.pp.memory": 2,
+    "acsgd.pp.memory_disk": 2,
+    "acsgd.pp.memory_plan": 2,
     "acsgd.pp.tied": 2,
     "acsgd.dp": 2,
     "acsgd.io": 2,
@@ -44,7 +51,14 @@ ALLOWED = {("acsgd.pp.stage", "acsgd.dp.base")}
 
 # What only some files may name.
 RESERVED = {
-    "torch.distributed": ("acsgd.topology", "acsgd.pp.link", "acsgd.dp", "acsgd.io.checkpoint"),
+    "torch.distributed": (
+        "acsgd.topology",
+        "acsgd.pp.link",
+        "acsgd.pp.channel",
+        "acsgd.pp.agree",
+        "acsgd.dp",
+        "acsgd.io.checkpoint",
+    ),
     "torch.cuda": ("acsgd.streams", "acsgd.codecs"),
     "os.environ": ("acsgd.topology",),
 }

@@ -1,0 +1,84 @@
+"""How the tensors of one wire become fields of messages and tensors again, at either of its ends."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from acsgd.codecs.base import Codec, Wire, is_squeezed, wire_bytes
+from acsgd.codecs.identity import Identity
+
+EXACT = Identity()
+"""The codec of what must arrive as it was."""
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of a tensor before encoding and after decoding."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Visit(NamedTuple):
+    """What both ends of a wire know of a message before it travels."""
+
+    step: int
+    micro: int
+    exact: bool = False
+    """Whether it is to arrive as it was."""
+    samples: tuple[int, ...] = ()
+    """Ids of the sequences of a micro-batch that is trained on; without them nothing is remembered of it."""
+
+
+class Coder(Protocol):
+    """The way of one tensor into messages, or out of them."""
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the longest message."""
+        ...
+
+    def wire(self, visit: Visit) -> Wire:
+        """Declare the fields of a message."""
+        ...
+
+    def is_squeezed(self, visit: Visit) -> bool:
+        """Whether the message then passes the entropy coder."""
+        ...
+
+    def encode(self, x: Tensor, visit: Visit) -> tuple[Tensor, ...]:
+        """Return the fields of a tensor, in wire order, on its device. May raise NotFiniteError."""
+        ...
+
+    def decode(self, fields: tuple[Tensor, ...], visit: Visit) -> Tensor:
+        """Return the tensor of the fields."""
+        ...
+
+
+class Plain:
+    """Encodes every message for itself."""
+
+    def __init__(self, codec: Codec, spec: TensorSpec) -> None:
+        self._codec = codec
+        self._spec = spec
+
+    @property
+    def capacity(self) -> int:
+        return max(wire_bytes(codec.wire(*self._spec)) for codec in (self._codec, EXACT))
+
+    def wire(self, visit: Visit) -> Wire:
+        return self._for(visit).wire(*self._spec)
+
+    def is_squeezed(self, visit: Visit) -> bool:
+        return is_squeezed(self._for(visit))
+
+    def encode(self, x: Tensor, visit: Visit) -> tuple[Tensor, ...]:
+        return self._for(visit).encode(x)
+
+    def decode(self, fields: tuple[Tensor, ...], visit: Visit) -> Tensor:
+        return self._for(visit).decode(fields, *self._spec)
+
+    def _for(self, visit: Visit) -> Codec:
+        return EXACT if visit.exact else self._codec

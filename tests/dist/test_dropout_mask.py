@@ -1,0 +1,260 @@
+"""Laws of model.dropout_mask = "sample": what a sequence drops depends on (seed, sample, layer) alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY
+from direct import (
+    SEQUENCE,
+    SEQUENCES,
+    VOCABULARY,
+    build_stages,
+    descend,
+    digest,
+    draw_batch,
+    gradients,
+    make_config,
+    worker_of,
+)
+from ranks import on_ranks
+from test_resume import checkpoint_of, losses_of, stopped_half_way, train_ranks
+from test_resume import make_config as make_long_config
+from test_same_training import DROPOUT, TOPOLOGIES, assert_same_training
+from test_same_training import make_config as make_training_config
+from torch import Tensor
+from training import oracle_losses
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from acsgd.config import Config, LogConfig, PipelineConfig
+from acsgd.pp.stage import MicroBatch
+from acsgd.shards import family_of
+from acsgd.shards.disk import Manifest
+from acsgd.shards.load import mix_seed
+
+TinyModel = Callable[..., Path]
+STEPS = 3
+SAMPLE = 7
+VISITS = [
+    MicroBatch(9, 0, 0, (SAMPLE,)),
+    MicroBatch(0, 2, 5, (SAMPLE,)),
+    MicroBatch(3, 1, 4, (2, SAMPLE)),
+    MicroBatch(11, 0, 1, (5, SAMPLE, 3, 1)),
+]
+"""Of one sample, at other steps, in other micro-batches and in other company."""
+CUTS = [[range(4)], [range(2), range(2, 4)], [range(1), range(1, 2), range(2, 4)]]
+"""Stages up to the third block."""
+
+
+def dropout_of(family: str) -> dict[str, float]:
+    return DROPOUT if family == "gpt2" else {"attention_dropout": 0.1}
+
+
+def per_sample(config: Config) -> Config:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, dropout_mask="sample"))
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_a_sample_gives_the_same_activation_at_every_visit(family: str) -> None:
+    config = _config(family, **dropout_of(family))
+    first = MicroBatch(0, 0, 0, (SAMPLE,))
+    expected = _activation(config, CUTS[0], first)[0]
+    for cuts in CUTS:
+        for visit in [first, *VISITS]:
+            row = visit.sample_ids.index(SAMPLE)
+            assert torch.equal(_activation(config, cuts, visit)[row], expected), (cuts, visit)
+    for visit in VISITS:
+        row = visit.sample_ids.index(SAMPLE)
+        new = _activation(config, CUTS[0], visit, mask_per_sample=False)[row]
+        assert not torch.equal(new, expected), "no dropout took place"
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_samples_have_masks_of_their_own(family: str) -> None:
+    config = _config(family, **dropout_of(family))
+    same_text = _tokens([0]).expand(4, SEQUENCE)
+    rows = _activation(config, CUTS[0], MicroBatch(0, 0, 0, (3, 8, 3, 9)), same_text)
+    assert torch.equal(rows[0], rows[2])
+    assert len({digest([row]) for row in rows}) == 3
+
+
+def gradients_on_rank(rank: int, world_size: int, store: Path, configs: Sequence[Config]) -> list[tuple[float, str]]:
+    """Return this rank's shares of some losses, added up, and a hash of all gradients and weights, for each config."""
+    results = []
+    for number, config in enumerate(configs):
+        with worker_of(config, rank, world_size, f"{store}-{number}") as worker:
+            loss, grads = 0.0, []
+            for step in range(STEPS):
+                loss += worker.pipeline.run(draw_batch(config, step, worker.job.micros), step).item()
+                grads.append(digest(gradients(worker)))
+                descend(worker.weights)
+            results.append((loss, f"{grads} {digest(weight.param for weight in worker.weights)}"))
+    return results
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_neither_micro_batches_nor_recomputation_change_a_bit(
+    stages: int, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """A sequence is a micro-batch of its own in all but the messages; so gradients are the same sums in one order."""
+    schedule = "interleaved:chunks=2" if stages > 1 else "gpipe"
+    cuts = [(1, "none"), (2, "none"), (2, "layers"), (6, "layers")]
+    for family, dtype in [("gpt2", "fp32"), ("llama", "bf16")]:
+        model = tiny_model(family, **dropout_of(family))
+        by_step = [
+            make_config(
+                model, tmp_path, dtype=dtype, stages=stages, schedule=schedule, micro=micro, recompute=recompute
+            )
+            for micro, recompute in cuts
+        ]
+        configs = [*map(per_sample, by_step), by_step[0]]
+        for *alike, other in on_ranks(stages, gradients_on_rank, tmp_path / f"store-{family}", configs):
+            assert len({hashed for _, hashed in alike}) == 1
+            # the losses of the sequences of a micro-batch, which are above 0, are added in fp32, all others in fp64
+            rounding = (SEQUENCES - 1) * 2.0**-24
+            assert [loss for loss, _ in alike] == pytest.approx([alike[0][0]] * len(cuts), rel=rounding)
+            assert other[1] != alike[0][1], "the masks are those of the step"
+
+
+def test_gradients_are_those_of_one_process_with_the_same_masks(tiny_model: TinyModel, tmp_path: Path) -> None:
+    for family in TINY:
+        config = per_sample(make_config(tiny_model(family, **dropout_of(family)), tmp_path, micro=3))
+        with worker_of(config, 0, 1, str(tmp_path / family)) as worker:
+            worker.pipeline.run(draw_batch(config, 0), 0)
+            found = {weight.key: weight.master.grad for weight in worker.weights}
+        expected = oracle_gradients(config)
+        assert found.keys() == expected.keys()
+        for key, grad in found.items():
+            assert torch.equal(grad, expected[key]), key
+
+
+def oracle_gradients(config: Config) -> dict[str, Tensor]:
+    """Return the gradients of the first step of the Hugging Face model, which sees one sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32).train()
+    batch, sample = draw_batch(config, 0), 0
+    for shard in family_of(model.config.model_type).layers(model.config):
+
+        def reseed(*_: object, layer: int = shard.index) -> None:
+            torch.manual_seed(mix_seed(config.data.seed, sample, layer))
+
+        model.get_submodule(shard.modules[0]).register_forward_pre_hook(reseed)
+    sequences = zip(batch.tokens.flatten(0, 1), batch.labels.flatten(0, 1), batch.sample_ids.flatten(), strict=True)
+    for tokens, labels, sample_id in sequences:
+        sample = sample_id.item()
+        logits = model(tokens[None], use_cache=False).logits[0]
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / (SEQUENCES * SEQUENCE)
+        loss.backward()
+    return {key: weight.grad for key, weight in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Config], list[float]]:
+    """Return the one-process losses of a config; runs that only differ in their cut share them."""
+    log = LogConfig(dir=str(tmp_path_factory.mktemp("oracle") / "run"))
+    known: dict[str, list[float]] = {}
+
+    def losses(config: Config) -> list[float]:
+        if config.model.name not in known:
+            known[config.model.name] = oracle_losses(dataclasses.replace(config, pp=PipelineConfig(), log=log))
+        return known[config.model.name]
+
+    return losses
+
+
+@pytest.mark.parametrize(("stages", "replicas"), TOPOLOGIES)
+def test_every_cut_is_the_same_training(
+    stages: int, replicas: int, tiny_model: TinyModel, tmp_path: Path, oracle: Callable[[Config], list[float]]
+) -> None:
+    gpt2, qwen2 = (tiny_model(family, **dropout_of(family)) for family in ("gpt2", "qwen2"))
+    cuts = [(gpt2, "1f1b", 1), (gpt2, "interleaved:chunks=2", 2), (qwen2, "gpipe", 2), (gpt2, "1f1b:lead=2", 3)]
+    configs = [
+        per_sample(make_training_config(model, tmp_path, stages=stages, schedule=schedule, micro=micro))
+        for model, schedule, micro in cuts
+    ]
+    assert_same_training(configs, stages * replicas, tmp_path, oracle)
+
+
+def test_a_model_without_dropout_does_not_notice(tiny_model: TinyModel, tmp_path: Path) -> None:
+    for family in TINY:
+        by_step = make_config(tiny_model(family), tmp_path, micro=3)
+        usual, by_sample = (
+            gradients_on_rank(0, 1, tmp_path / f"{family}-{number}", [config])
+            for number, config in enumerate([by_step, per_sample(by_step)])
+        )
+        assert by_sample == usual
+        assert _calls(_config(family)) == 1
+        assert _calls(_config(family, **dropout_of(family))) == 3
+
+
+def evaluate_on_rank(rank: int, world_size: int, store: Path, config: Config) -> tuple[float, str, str]:
+    """Return this rank's share of an evaluation's loss, and hashes of the gradients of a step before and after it."""
+    with worker_of(config, rank, world_size, str(store)) as worker:
+        batch = draw_batch(config, 0, worker.job.micros)
+        worker.pipeline.run(batch, 0)
+        before = digest(gradients(worker))
+        held_out = dataclasses.replace(batch, sample_ids=torch.zeros_like(batch.sample_ids))
+        loss = worker.pipeline.evaluate(held_out, 0).item()
+        worker.pipeline.run(batch, 0)
+        return loss, before, digest(gradients(worker))
+
+
+def test_an_evaluation_is_the_same_and_training_does_not_notice_it(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = make_config(
+        tiny_model("gpt2", **DROPOUT), tmp_path, stages=2, micro=2, schedule="interleaved:chunks=2", recompute="layers"
+    )
+    usual = on_ranks(2, evaluate_on_rank, tmp_path / "usual", config)
+    for (loss, _, _), (same_loss, before, after) in zip(
+        usual, on_ranks(2, evaluate_on_rank, tmp_path / "store", per_sample(config)), strict=True
+    ):
+        assert same_loss == loss
+        assert after == before
+
+
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (2, 2)])
+def test_a_resumed_run_goes_on_bit_for_bit(stages: int, replicas: int, tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = per_sample(make_long_config(tiny_model("gpt2", **DROPOUT), tmp_path / "whole" / "run", "fp32", "layers"))
+    config = dataclasses.replace(config, pp=dataclasses.replace(config.pp, stages=stages))
+    on_ranks(stages * replicas, train_ranks, tmp_path / "store", [config])
+    half = stopped_half_way(config, tmp_path)
+    on_ranks(stages * replicas, train_ranks, tmp_path / "half", [half])
+    assert losses_of(half) == losses_of(config)
+    assert Manifest.read(checkpoint_of(half)).layers == Manifest.read(checkpoint_of(config)).layers
+
+
+def _config(family: str, **options: Any) -> PreTrainedConfig:
+    return AutoConfig.for_model(family, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **TINY[family] | options)
+
+
+def _tokens(sample_ids: Sequence[int]) -> Tensor:
+    """Return the text of samples, [B, T], which is theirs wherever they are."""
+    generators = [torch.Generator().manual_seed(sample_id) for sample_id in sample_ids]
+    return torch.stack([torch.randint(VOCABULARY, (SEQUENCE,), generator=generator) for generator in generators])
+
+
+def _activation(
+    config: PreTrainedConfig,
+    cuts: Sequence[range],
+    micro: MicroBatch,
+    tokens: Tensor | None = None,
+    *,
+    mask_per_sample: bool = True,
+) -> Tensor:
+    """Return what leaves the last of some stages, [B, T, D]."""
+    state = {"tokens": _tokens(micro.sample_ids) if tokens is None else tokens}
+    for stage in build_stages(config, cuts, mask_per_sample=mask_per_sample):
+        state = stage.forward(micro, state)
+    return state["hidden"]
+
+
+def _calls(config: PreTrainedConfig) -> int:
+    """Return how often a block runs in the forward of a micro-batch of three sequences."""
+    (stage,) = build_stages(config, [range(2)], mask_per_sample=True)
+    calls = []
+    stage.model.get_submodule(stage.shards[1].modules[0]).register_forward_hook(lambda *_: calls.append(1))
+    stage.forward(MicroBatch(0, 0, 0, (1, 2, 3)), {"tokens": _tokens([1, 2, 3])})
+    return len(calls)
