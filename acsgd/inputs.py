@@ -156,9 +156,7 @@ def plan_memories(job: Job, sequences: int, *, kept: Mapping[str, Any], fresh: b
     cuts = [job.layers[start].name for start, _ in job.specs[1:]]
     where = "in memory" if delta.memory == "ram" else f"in {directory.parent}"
     rest = "" if capacity == sequences else ", the others are new at each visit"
-    note = (
-        f"each end of a link remembers {capacity} of {sequences} sequences{rest}: {per_end / 2**20:,.1f} MiB {where}"
-    )
+    note = f"each end of a link remembers {capacity} of {sequences} sequences{rest}: {per_end / 2**20:,.1f} MiB {where}"
     return MemoryPlan(capacity, directory, cuts, kept, fresh, note)
 
 

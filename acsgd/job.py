@@ -24,11 +24,11 @@ from acsgd.io.sampler import deal
 from acsgd.io.tasks import WeightedTask, parse_tasks
 from acsgd.io.wandb_log import check_installed
 from acsgd.pp.actions import Action, Program, forwards, lower
-from acsgd.pp.coder import EXACT, TensorSpec
+from acsgd.pp.coder import TensorSpec
 from acsgd.pp.delta import Delta
 from acsgd.pp.laws import validate
 from acsgd.pp.schedules import SCHEDULES, Schedule
-from acsgd.registry import from_spec
+from acsgd.registry import from_spec, to_spec
 from acsgd.shards import family_of
 from acsgd.shards.base import LayerShard, ModelFamily, skeleton
 from acsgd.shards.convert import locate, read_config
@@ -99,8 +99,8 @@ class Job:
         pp = self.config.pp
         if pp.forward == "none":
             return ""
-        form = repr(self.forward.first) if isinstance(self.forward, Delta) else pp.forward
-        return ", sent exactly" if pp.exact_eval or form == repr(EXACT) else f", sent as {form}"
+        form = to_spec(self.forward.first, codecs.CODECS) if isinstance(self.forward, Delta) else pp.forward
+        return ", sent exactly" if pp.exact_eval or form == "none" else f", sent as {form}"
 
     @property
     def boundary(self) -> dict[str, TensorSpec]:

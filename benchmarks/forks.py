@@ -80,10 +80,10 @@ class Started:
             if self.processes[rank].is_alive() and pid is not None:
                 os.kill(pid, number)
 
-    def join(self) -> list[int | None]:
-        """Wait until all ranks have ended; return their exit codes, None of one that does not end."""
+    def join(self, timeout: timedelta = TIMEOUT) -> list[int | None]:
+        """Wait until all ranks have ended, so long for each; return their exit codes, None of one that does not end."""
         for process in self.processes:
-            process.join(TIMEOUT.total_seconds())
+            process.join(timeout.total_seconds())
         return [process.exitcode for process in self.processes]
 
     def wait_for_training(self) -> None:
@@ -120,8 +120,9 @@ def started(config: Config, processes: int, *, fsync_s: float = 0.0, before: Bef
         yield Started(list(ranks), told)
     finally:
         for rank in ranks:
-            rank.kill()
-            rank.join()
+            if rank.pid is not None:  # else the end came before its start
+                rank.kill()
+                rank.join()
 
 
 def run_rank(rank: int, world_size: int, config: Config, told: Path, fsync_s: float, before: Before | None) -> None:

@@ -1,0 +1,247 @@
+"""What do compressed activations do to training? Fine-tunes a small GPT-2, again and again, on text that is revisited:
+
+    .venv/bin/python benchmarks/convergence.py [--rows "delta*" ...] [--pretrain a.txt --finetune b.txt]
+
+A model of 1.3 M parameters is pretrained on one text and fine-tuned on 256 sequences of another for 10 epochs, as two
+stages in two processes, with one cut in the middle (benchmarks/tuning.py). Rows differ in what travels over that cut.
+Each is compared with the uncompressed run of the same seed, which sees the same batches: its excess is the difference
+of the mean train losses of the last epoch. Bits per element are those of all bytes sent forward after the first epoch,
+which travels uncompressed in every run. By default the two texts are halves of the one that every Python carries.
+
+What has been run is kept in --dir: started again, with other rows or more seeds, only what is missing is run, and all
+if the code has changed. Several may be at work on one --dir at a time. The picture needs pip install '.[bench]'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.append(str(Path(__file__).parents[1]))  # of a script only its own directory is there
+
+from benchmarks.tuning import Outcome, Setting, Tuning, Variant, read
+
+
+class Row(NamedTuple):
+    """One way to send activations."""
+
+    family: str
+    point: str
+    """What sets it apart in its family."""
+    variant: Variant
+    goal: float | None = None
+    """Largest excess that is fine."""
+
+    @property
+    def label(self) -> str:
+        """Its name in tables and on the command line."""
+        dropout, mask = self.variant.dropout, self.variant.dropout_mask
+        return f"{self.family}, {self.point}" + (f", dropout {dropout:g} per {mask}" if dropout else "")
+
+    @property
+    def baseline(self) -> Variant:
+        """What it is compared with."""
+        return self.variant._replace(forward="none", backward="none")
+
+
+def of(family: str, point: str, forward: str, goal: float | None = None, **options: Any) -> Row:
+    """Return a row whose gradients travel in 8 bits, unless `options`, fields of Variant, say otherwise."""
+    return Row(family, point, Variant(**{"forward": forward, "backward": "fixpoint:bits=8", **options}), goal)
+
+
+def with_dropout(mask: str) -> list[Row]:
+    """Return rows that show how codecs bear dropout whose masks are drawn anew per step, or once per sample."""
+    options = {"dropout": 0.1, "dropout_mask": mask}
+    return [
+        of("none", "uncompressed", "none", backward="none", **options),
+        of("fixpoint", "2 bits", "fixpoint:bits=2", **options),
+        of("delta", "2 bits", "delta:bits=2", **options),
+    ]
+
+
+ROWS = [
+    of("none", "uncompressed", "none", backward="none"),
+    of("none", "gradients in 8 bits", "none"),
+    *(of("fixpoint", f"{bits} bits", f"fixpoint:bits={bits}") for bits in (2, 3, 4)),
+    *(of("delta", f"{bits} bits", f"delta:bits={bits}", goal) for bits, goal in ((2, 0.01), (3, None), (4, 0.002))),
+    *(of("rate-adaptive delta", f"step {step:g}", f"delta:step={step:g}") for step in (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)),
+    *with_dropout("step"),
+    *with_dropout("sample"),
+]
+
+
+class Summary(NamedTuple):
+    """What one row has come to; lists are by seed."""
+
+    row: Row
+    train: list[float]
+    """Mean train loss of the last epoch."""
+    excess: list[list[float]]
+    """By seed and epoch: mean train loss less that of the baseline."""
+    held_out: list[float]
+    """Held-out loss at the end."""
+    held_out_lowest: list[float]
+    """Held-out loss after the epoch with the lowest."""
+    held_out_excess: list[float]
+    """At the end, less that of the baseline."""
+    bits: list[float]
+    """Per element that crosses the cut, after the exact epochs."""
+    forward_bytes: list[int]
+    """Of the whole run."""
+
+    @property
+    def last_excess(self) -> list[float]:
+        """Of the last epoch, by seed."""
+        return [by_epoch[-1] for by_epoch in self.excess]
+
+
+def choose(patterns: Sequence[str]) -> list[Row]:
+    """Return the rows whose labels match a pattern, and what they are compared with."""
+    matching = [row for row in ROWS if any(fnmatchcase(row.label, pattern) for pattern in patterns)]
+    baselines = {row.baseline for row in matching}
+    return [row for row in ROWS if row in matching or row.variant in baselines]
+
+
+def measure(tuning: Tuning, rows: Sequence[Row], seeds: Sequence[int], console: Console) -> list[Summary]:
+    """Make all runs that are not there yet, one seed after the other, and put them together."""
+    outcomes: dict[Variant, list[Outcome]] = {row.variant: [] for row in rows}
+    for seed in seeds:
+        for row in rows:
+            began = time.monotonic()
+            outcome = tuning.outcome(row.variant, seed)
+            outcomes[row.variant].append(outcome)
+            loss, seconds = epoch_means(outcome, tuning.setting)[-1], time.monotonic() - began
+            console.print(f"seed {seed}, {row.label}: train loss {loss:.4f}, {seconds:.0f} s", highlight=False)
+    return [summarise(row, outcomes[row.variant], outcomes[row.baseline], tuning.setting) for row in rows]
+
+
+def summarise(row: Row, runs: Sequence[Outcome], baselines: Sequence[Outcome], setting: Setting) -> Summary:
+    """Put together a row's runs and its baseline's, of the same seeds."""
+    pairs = list(zip(runs, baselines, strict=True))
+    exact = setting.exact_epochs * setting.steps_per_epoch
+    return Summary(
+        row=row,
+        train=[epoch_means(run, setting)[-1] for run in runs],
+        excess=[[a - b for a, b in zip(*(epoch_means(run, setting) for run in pair), strict=True)] for pair in pairs],
+        held_out=[run.held_out[-1] for run in runs],
+        held_out_lowest=[min(run.held_out) for run in runs],
+        held_out_excess=[run.held_out[-1] - baseline.held_out[-1] for run, baseline in pairs],
+        bits=[8 * fmean(run.forward_bytes[exact:]) / setting.elements for run in runs],
+        forward_bytes=[sum(run.forward_bytes) for run in runs],
+    )
+
+
+def epoch_means(run: Outcome, setting: Setting) -> list[float]:
+    """Return the mean train loss of each epoch."""
+    steps = setting.steps_per_epoch
+    return [fmean(run.losses[first : first + steps]) for first in range(0, len(run.losses), steps)]
+
+
+def table(summaries: Sequence[Summary]) -> Table:
+    """Show each row's means over the seeds, and the range of its excess."""
+    shown = Table(title=f"Means of {len(summaries[0].train)} seeds; excess: over the uncompressed run of the same seed")
+    shown.add_column("activations", no_wrap=True)
+    for name in ("bits", "MB forward", "train loss", "excess", "range", "goal", "held out", "excess", "lowest"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for summary in summaries:
+        excess, goal = summary.last_excess, summary.row.goal
+        mark = "[green]met[/]" if goal is not None and fmean(excess) <= goal else "[red]missed[/]"
+        shown.add_row(
+            summary.row.label,
+            f"{fmean(summary.bits):.2f}",
+            f"{fmean(summary.forward_bytes) / 1e6:.1f}",
+            f"{fmean(summary.train):.4f}",
+            f"{fmean(excess):+.4f}",
+            f"{min(excess):+.4f} .. {max(excess):+.4f}",
+            "" if goal is None else f"<= {goal:g} {mark}",
+            f"{fmean(summary.held_out):.4f}",
+            f"{fmean(summary.held_out_excess):+.4f}",
+            f"{fmean(summary.held_out_lowest):.4f}",
+        )
+    return shown
+
+
+def to_json(summaries: Sequence[Summary], options: argparse.Namespace, setting: Setting) -> str:
+    """Return all that was measured, and with what."""
+    about = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "texts": [options.pretrain, options.finetune],
+        "seeds": options.seeds,
+        "setting": asdict(setting),
+    }
+    rows = []
+    for summary in summaries:
+        row, *measured = summary
+        head = {"activations": row.label, "goal": row.goal, **row.variant._asdict()}
+        rows.append({**head, **dict(zip(Summary._fields[1:], measured, strict=True))})
+    return json.dumps({"about": about, "rows": rows}, indent=1)
+
+
+def texts(pretrain: str | None, finetune: str | None) -> tuple[str, str]:
+    """Return the texts to pretrain and to fine-tune on: by default, the halves of the one that every Python carries."""
+    if pretrain is not None and finetune is not None:
+        return read(pretrain), read(finetune)
+    text = read("demo")
+    return text[: len(text) // 2], text[len(text) // 2 :]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--rows", nargs="+", default=["*"], help='labels, as in the table; "delta*" is each that matches'
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--pretrain", help="text, as in data.task")
+    parser.add_argument("--finetune", help="another text, as in data.task")
+    parser.add_argument("--epochs", type=int, default=Setting.epochs)
+    parser.add_argument("--lr", type=float, default=Setting.lr)
+    parser.add_argument("--dir", type=Path, default=Path("runs/benchmarks/convergence"), help="where runs are kept")
+    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/convergence.json"), help="the numbers")
+    parser.add_argument("--svg", type=Path, default=Path("runs/benchmarks/convergence.svg"), help="the picture")
+    options = parser.parse_args()
+    if (options.pretrain is None) != (options.finetune is None):
+        parser.error("give both --pretrain and --finetune, or neither")
+    return options
+
+
+def main() -> None:
+    """Measure, print, save, draw."""
+    # here: the processes of the runs, which import this file, need no matplotlib; and before them: it may be absent
+    from benchmarks.convergence_picture import draw, is_drawn
+    from benchmarks.pictures import save
+
+    options = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # else its ranks would go on
+    rows = choose(options.rows)
+    if not rows:
+        sys.exit(f"--rows matches none of: {'; '.join(row.label for row in ROWS)}")
+    setting = Setting(epochs=options.epochs, lr=options.lr)
+    console = Console(width=160)
+    pretrain, finetune = texts(options.pretrain, options.finetune)
+    tuning = Tuning.open(options.dir, setting, pretrain=pretrain, finetune=finetune)
+    summaries = measure(tuning, rows, options.seeds, console)
+    console.print(table(summaries))
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(to_json(summaries, options, setting))
+    if any(is_drawn(summary) for summary in summaries):
+        save(draw(summaries), options.svg)
+
+
+if __name__ == "__main__":
+    main()
