@@ -25,7 +25,7 @@ from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from rich.console import Console
@@ -63,7 +63,7 @@ def of(family: str, point: str, forward: str, goal: float | None = None, **optio
     return Row(family, point, Variant(**{"forward": forward, "backward": "fixpoint:bits=8", **options}), goal)
 
 
-def with_dropout(mask: str) -> list[Row]:
+def with_dropout(mask: Literal["step", "sample"]) -> list[Row]:
     """Return rows that show how codecs bear dropout whose masks are drawn anew per step, or once per sample."""
     options = {"dropout": 0.1, "dropout_mask": mask}
     return [
