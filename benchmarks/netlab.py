@@ -1,0 +1,275 @@
+"""Hosts with slow links on one machine: a network namespace of Linux each, around one switch.
+
+    with lab(hosts=2, delay_s=0.02) as network:
+        network.limit(100)                      # Mbit/s, of every host, up and down at once
+        enter(network.namespaces[1])            # in a process that is to live on host 1
+        network.cut(1)                          # its cable is out; `heal` puts it back
+
+A host has one interface, eth0, with the address 10.77.0.<host + 1>. Token buckets (tc) limit what it sends and what it
+receives. They count whole packets: of 1500 bytes TCP leaves 1448.
+
+Without delay the switch is a bridge of the kernel. With delay it is a process that holds the TUN device of every host
+and lets each packet pass a fixed time after it came: kernels are often built without netem. `switch_cpu_s` tells what
+that costs. Packets are lost only where a limit has too many of them waiting.
+
+tcp_slow_start_after_idle is off in every namespace. By default TCP forgets the rate of a connection that has been idle
+for some round trips, as one is in every step of a pipeline, and then needs as many again to find it. On hosts of your
+own: sysctl -w net.ipv4.tcp_slow_start_after_idle=0. Congestion control is reno, the only one that every kernel lets a
+namespace choose, so that results do not depend on the machine's (bbr finds a changed rate much later). Buffers are the
+kernel's, which grow with the connection: to a few MB, where 20 ms of delay at 100 Mbit/s need 0.5.
+
+Needs root, iproute2 and, with delay, /dev/net/tun. Nothing outside the namespaces changes, and they are removed at the
+end, also after an error or Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import secrets
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MTU = 1500
+BURST_S = 1 / 250
+"""What a token bucket holds, in seconds of its rate: what comes between two ticks of a slow kernel's clock."""
+QUEUE_S = 0.2
+"""What may wait at a limit, in seconds of its rate; what comes on top is lost."""
+RATE = struct.Struct("d")  # what the switch is told: bytes per second, 0 = no limit
+CLONE_NEWNET = 0x40000000
+TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+PACKETS_PER_TURN = 32
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A network that is up."""
+
+    namespaces: tuple[str, ...]
+    """By host."""
+    center: str
+    """The namespace of the bridge."""
+    switch: subprocess.Popen[bytes] | None
+    """The process that delays packets; None where the bridge is the switch."""
+
+    def limit(self, mbit: float | None) -> None:
+        """Set the rate of every host, up and down, in 10**6 bits per second; None = as fast as the machine."""
+        for host, namespace in enumerate(self.namespaces):
+            _limit(namespace, "eth0", mbit)
+            if self.switch is None:
+                _limit(self.center, f"port{host}", mbit)
+        if self.switch is not None and self.switch.stdin is not None:
+            self.switch.stdin.write(RATE.pack((mbit or 0) * 1e6 / 8))
+            self.switch.stdin.flush()
+
+    def cut(self, host: int) -> None:
+        """Take a host off the network. What is on its way is lost; its connections stay until they time out."""
+        _run(f"ip -n {self.namespaces[host]} link set eth0 down")
+
+    def heal(self, host: int) -> None:
+        """Put a host back on the network."""
+        _run(f"ip -n {self.namespaces[host]} link set eth0 up")
+
+    def switch_cpu_s(self) -> float:
+        """Return the CPU time that the switch has taken so far, in its process; 0 where the bridge is the switch."""
+        if self.switch is None:
+            return 0.0
+        nanoseconds, *_ = Path(f"/proc/{self.switch.pid}/schedstat").read_text().split()
+        return int(nanoseconds) / 1e9
+
+
+@contextlib.contextmanager
+def lab(*, hosts: int, delay_s: float = 0.0) -> Iterator[Lab]:
+    """Put a network without limits up; remove it at the end, when no process should live in it any more.
+
+    delay_s: from any host to any other, one way. Raises RuntimeError that says what is missing on this machine.
+    """
+    check(needs_tun=delay_s > 0)
+    name = f"acsgd-{secrets.token_hex(4)}"
+    namespaces, center = tuple(f"{name}-host{host}" for host in range(hosts)), f"{name}-center"
+    with contextlib.ExitStack() as cleanup:
+        for namespace in (*namespaces, center):
+            cleanup.callback(_remove, namespace)
+            _run(f"ip netns add {namespace}")
+            _run(f"ip -n {namespace} link set lo up")
+        switch = None
+        if delay_s > 0:
+            switch = cleanup.enter_context(_started_switch(namespaces, delay_s))
+        else:
+            _add_bridge(center, namespaces)
+        for host, namespace in enumerate(namespaces):
+            _configure(namespace, address(host))
+        yield Lab(namespaces, center, switch)
+
+
+def address(host: int) -> str:
+    """Return the IPv4 address of a host."""
+    return f"10.77.0.{host + 1}"
+
+
+def enter(namespace: str) -> None:
+    """Move this thread, and those it will start, into a network namespace. Sockets stay where they were opened."""
+    with open(f"/run/netns/{namespace}") as file:
+        _set_namespace(file.fileno())
+
+
+def check(*, needs_tun: bool) -> None:
+    """Raise RuntimeError that says what is missing if this machine or user cannot have a network."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        raise RuntimeError("network namespaces need Linux and root; start this as root, best in a virtual machine")
+    for program in ("ip", "tc"):
+        if shutil.which(program) is None:
+            raise RuntimeError(f"the program {program} is not here; install iproute2: apt-get install iproute2")
+    if needs_tun and not Path("/dev/net/tun").exists():
+        raise RuntimeError("/dev/net/tun is not here, without which there is no delay; try: modprobe tun")
+
+
+def _remove(namespace: str) -> None:
+    """Remove a namespace, if there is one; signals wait until that is done."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        if Path(f"/run/netns/{namespace}").exists():
+            _run(f"ip netns del {namespace}")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _add_bridge(center: str, namespaces: Sequence[str]) -> None:
+    _run(f"ip -n {center} link add bridge type bridge")
+    _run(f"ip -n {center} link set bridge up")
+    for host, namespace in enumerate(namespaces):
+        _run(f"ip -n {namespace} link add eth0 mtu {MTU} type veth peer name port{host} mtu {MTU} netns {center}")
+        _run(f"ip -n {center} link set port{host} master bridge up")
+
+
+def _configure(namespace: str, own_address: str) -> None:
+    with _inside(namespace):
+        Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle").write_text("0")
+        Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno")
+    _run(f"ip -n {namespace} address add {own_address}/24 dev eth0")
+    _run(f"ip -n {namespace} link set eth0 mtu {MTU} up")
+
+
+def _limit(namespace: str, device: str, mbit: float | None) -> None:
+    queue = "pfifo limit 1000"
+    if mbit is not None:
+        burst = max(2 * MTU, round(mbit * 1e6 / 8 * BURST_S))
+        queue = f"tbf rate {round(mbit * 1e6)}bit burst {burst} latency {QUEUE_S * 1e3:g}ms"
+    _run(f"tc -n {namespace} qdisc replace dev {device} root {queue}")
+
+
+def _run(command: str) -> None:
+    """Run a program in a session of its own, where a terminal's Ctrl-C does not reach it."""
+    done = subprocess.run(command.split(), capture_output=True, text=True, start_new_session=True)
+    if done.returncode:
+        raise RuntimeError(f"{command}: {done.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def _inside(namespace: str) -> Iterator[None]:
+    """Let this thread be in a network namespace for a while."""
+    with open("/proc/thread-self/ns/net") as home:
+        enter(namespace)
+        try:
+            yield
+        finally:
+            _set_namespace(home.fileno())
+
+
+def _set_namespace(descriptor: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)  # os.setns came with Python 3.12
+    if libc.setns(descriptor, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns: this process cannot enter a network namespace")
+
+
+@contextlib.contextmanager
+def _started_switch(namespaces: Sequence[str], delay_s: float) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the process that delays packets; it ends when its input does, so also when this process dies."""
+    command = [sys.executable, __file__, str(delay_s), *namespaces]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as switch:
+        assert switch.stdout is not None
+        if not switch.stdout.read(1):
+            raise RuntimeError("the switch of the network did not start; see its error above")
+        yield switch
+
+
+class Switch:
+    """Passes packets between the TUN devices of all hosts: delayed, and at a rate per receiving host."""
+
+    def __init__(self, namespaces: Sequence[str], delay_s: float) -> None:
+        self._delay_s = delay_s
+        self._rate = 0.0
+        self._ports = [_open_tun(namespace) for namespace in namespaces]
+        self._hosts = {socket.inet_aton(address(host)): host for host in range(len(namespaces))}
+        self._free_at = [0.0] * len(namespaces)  # when all that waits for a host will have passed
+        self._waiting: list[deque[tuple[float, bytes]]] = [deque() for _ in namespaces]  # with their time, in order
+
+    def run(self, control: int) -> None:
+        """Pass packets until the file descriptor `control` ends; a rate that comes there holds from then on."""
+        while True:
+            due = min((packets[0][0] for packets in self._waiting if packets), default=time.monotonic() + 1)
+            ready, _, _ = select.select([control, *self._ports], [], [], max(0.0, due - time.monotonic()))
+            if control in ready:
+                if len(told := os.read(control, RATE.size)) < RATE.size:
+                    return
+                (self._rate,) = RATE.unpack(told)
+            for port in ready:
+                if port != control:
+                    self._take(port)
+            self._pass_on()
+
+    def _take(self, port: int) -> None:
+        with contextlib.suppress(OSError):  # no more packets, or the host is cut off
+            for _ in range(PACKETS_PER_TURN):
+                packet = os.read(port, 2 * MTU)
+                if packet[0] >> 4 == 4 and (host := self._hosts.get(packet[16:20])) is not None:
+                    self._queue(host, packet)
+
+    def _queue(self, host: int, packet: bytes) -> None:
+        passes_at = time.monotonic() + self._delay_s
+        if self._rate:
+            if self._free_at[host] > passes_at + QUEUE_S:
+                return
+            passes_at = max(passes_at, self._free_at[host]) + len(packet) / self._rate
+            self._free_at[host] = passes_at
+        self._waiting[host].append((passes_at, packet))
+
+    def _pass_on(self) -> None:
+        now = time.monotonic()
+        for port, packets in zip(self._ports, self._waiting, strict=True):
+            while packets and packets[0][0] <= now:
+                with contextlib.suppress(OSError):  # the host is cut off
+                    os.write(port, packets.popleft()[1])
+
+
+def _open_tun(namespace: str) -> int:
+    with _inside(namespace):
+        device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", b"eth0", IFF_TUN | IFF_NO_PI))
+    return device
+
+
+def main() -> None:
+    """Be the switch: python netlab.py DELAY_S NAMESPACE..."""
+    switch = Switch(sys.argv[2:], float(sys.argv[1]))
+    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))  # a wire does not wait for a CPU
+    sys.stdout.write(".")
+    sys.stdout.close()
+    switch.run(sys.stdin.fileno())
+
+
+if __name__ == "__main__":
+    main()

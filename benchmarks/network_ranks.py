@@ -1,0 +1,184 @@
+"""The pipelines of benchmarks/network.py: processes that live on the hosts of a network and wait to make steps."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import netlab
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, models
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from acsgd.config import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig, RunConfig
+from acsgd.inputs import open_source, plan_memories
+from acsgd.io.data import Batch
+from acsgd.io.progress import Progress
+from acsgd.job import Job, prepare
+from acsgd.topology import Groups, Launch, connect
+from acsgd.worker import Worker, build_worker
+
+VOCABULARY, SEQUENCE, WIDTH, BLOCKS, HEADS = 256, 384, 256, 4, 4
+UNCOMPRESSED = "none/none"
+TIMEOUT_S = 300.0
+PRELOAD = ["acsgd.worker", "acsgd.inputs", "transformers.models.gpt2.modeling_gpt2", "rich.table"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every rank of a pipeline is told."""
+
+    model: Path
+    stages: int
+    schedule: str
+    micros: int
+    """Micro-batches in a step, of one sequence each; every step has the same."""
+    forms: tuple[str, ...]
+    """What travels: the codecs of activations and of gradients, "forward/backward"; the first is UNCOMPRESSED."""
+
+    def config(self, form: str) -> Config:
+        """Return the run whose steps are made with this form."""
+        forward, _, backward = form.partition("/")
+        blocks = (BLOCKS // self.stages,) * self.stages
+        return Config(
+            model=ModelConfig(str(self.model)),
+            data=DataConfig(task="demo", sequence=SEQUENCE, batch=self.micros),
+            optim=OptimConfig(lr=1e-4, steps=10**9),
+            pp=PipelineConfig(self.stages, 1, self.schedule, forward, backward, layers=blocks),
+            log=LogConfig(dir=str(self.model.parent / "run")),
+            run=RunConfig(timeout=TIMEOUT_S),
+        )
+
+
+class Step(NamedTuple):
+    """One optimizer step."""
+
+    seconds: float
+    forward_bytes: float
+    """Of all ranks."""
+    backward_bytes: float
+
+
+class Pipeline:
+    """A pipeline whose ranks, one per host, are ready to make steps with any form."""
+
+    def __init__(self, setting: Setting, network: netlab.Lab) -> None:
+        self.network = network
+        self._setting = setting
+        self._pipes: list[Connection] = []
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Pipeline]:
+        """Start the ranks; end them at the end."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        with contextlib.ExitStack() as started:
+            store = started.enter_context(tempfile.TemporaryDirectory()) + "/store"
+            for rank, namespace in enumerate(self.network.namespaces):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=be_rank, args=(rank, self._setting, namespace, store, theirs), daemon=True
+                )
+                process.start()
+                started.callback(process.join)
+                started.callback(process.kill)
+                theirs.close()
+                self._pipes.append(ours)
+            yield self
+
+    def step(self, form: str) -> Step:
+        """Make one step; its time is that of the slowest rank. Raises RuntimeError if a rank is gone."""
+        try:
+            for pipe in self._pipes:
+                pipe.send(form)
+            steps: list[Step] = [pipe.recv() for pipe in self._pipes]
+        except (EOFError, OSError):
+            raise RuntimeError("a rank has ended before its time; its error is above") from None
+        return max(steps)
+
+    def limit(self, mbit: float | None) -> None:
+        """Change the rate of all hosts and let TCP find it, in a step that does not count."""
+        self.network.limit(mbit)
+        self.step(self._setting.forms[-1])
+
+    def traffic_s(self, step: Step, mbit: float) -> float:
+        """Return how long the host that sends most needs for its messages of a step, headers of packets left out."""
+        boundaries = self._setting.stages - 1
+        forward, backward = step.forward_bytes / boundaries, step.backward_bytes / boundaries
+        most = forward + backward if boundaries > 1 else max(forward, backward)
+        return most * 8 / 1e6 / mbit
+
+
+def be_rank(rank: int, setting: Setting, namespace: str, store: str, pipe: Connection) -> None:
+    """Be one rank, on a host: make a step with each form that is asked for, until the other end of the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process at the other end decides
+    netlab.enter(namespace)
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()
+    jobs = {form: prepare(setting.config(form), Launch(rank, 0, setting.stages)) for form in setting.forms}
+    topology, batch = jobs[UNCOMPRESSED].topology, make_batch(rank, setting)
+    files = dist.FileStore(store, setting.stages)
+    with connect(topology, timeout=timedelta(seconds=TIMEOUT_S), store=files) as groups, contextlib.suppress(EOFError):
+        workers = {form: open_worker(job, groups) for form, job in jobs.items()}
+        progress = dict.fromkeys(setting.forms, Progress())
+        while True:
+            form = pipe.recv()
+            dist.barrier()
+            start = time.perf_counter()
+            result = workers[form].train_step(batch, progress[form])
+            seconds = time.perf_counter() - start
+            progress[form] = result.progress
+            pipe.send(Step(seconds, result.totals.pp_forward_bytes, result.totals.pp_backward_bytes))
+
+
+def make_batch(rank: int, setting: Setting) -> Batch:
+    """Return what this rank trains on in every step: the whole data set, random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCABULARY, (setting.micros, 1, SEQUENCE + 1), generator=generator)
+    return Batch(
+        tokens[..., :-1] if rank == 0 else None,
+        tokens[..., 1:] if rank == setting.stages - 1 else None,
+        sample_ids=torch.arange(setting.micros).view(-1, 1),
+        micro_ids=range(setting.micros),
+    )
+
+
+def open_worker(job: Job, groups: Groups) -> Worker:
+    """Load a rank's layers once more; what its links remember has room for the whole data set."""
+    memories = plan_memories(job, job.config.data.batch, kept={}, fresh=True)
+    return build_worker(job, open_source(job), groups, memories)
+
+
+def save_model(directory: Path) -> Path:
+    """Write a GPT-2 of 3 M parameters with new weights and an untied head, and a tokenizer nobody uses."""
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=SEQUENCE,
+        n_embd=WIDTH,
+        n_layer=BLOCKS,
+        n_head=HEADS,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    GPT2LMHeadModel(config).save_pretrained(directory)
+    words = Tokenizer(models.WordLevel({"<|endoftext|>": 0}, unk_token="<|endoftext|>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>").save_pretrained(directory)
+    return directory
