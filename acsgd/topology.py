@@ -103,6 +103,8 @@ class Groups:
     """This rank's pipeline."""
     dp: dist.ProcessGroup
     """The ranks of all replicas that hold the same stages."""
+    world: dist.ProcessGroup
+    """All ranks."""
     store: Store
 
     def are_equal(self, text: str) -> bool:
@@ -172,6 +174,8 @@ def connect(topology: Topology, *, timeout: timedelta, store: Store | None = Non
         # Every rank opens every group, in the same order, and keeps its own two.
         pipelines = [dist.new_group(topology.pipeline(r), timeout=timeout) for r in range(topology.replicas)]
         peers = [dist.new_group(topology.peers(s), timeout=timeout) for s in range(topology.stages)]
-        yield Groups(pp=pipelines[topology.replica], dp=peers[topology.stage_rank], store=store)
+        world = dist.group.WORLD
+        assert world is not None
+        yield Groups(pp=pipelines[topology.replica], dp=peers[topology.stage_rank], world=world, store=store)
     finally:
         dist.destroy_process_group()

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from acsgd.codecs.identity import DTYPES
-from acsgd.dp.clip import clip_factor, scale_gradients_, squared_norm, sum_over_ranks
+from acsgd.dp.clip import clip_factor, scale_gradients_, squared_norm
+from acsgd.dp.gather import Gather
 from acsgd.failure import RunError
 from acsgd.io.data import Batch
 from acsgd.io.metrics import Record, Totals, totals
@@ -111,8 +112,9 @@ class Worker:
         """
         batch = batch.to(self.job.streams.device)
         step, scale = progress.step, progress.loss_scale
+        gather = Gather(len(Totals._fields) + 2, self.groups.world)
         share = self.pipeline.run(batch, step, scale.value)
-        sums, squared, peak = self._agree(share, batch, asks)
+        sums, squared, peak = self._agree(gather, share, batch, asks)
         # gradients are of the summed loss over the number of targets if none is masked: now the true number is known
         correction = self._full_targets() / max(1.0, sums.targets)
         loss, norm = sums.loss * correction, squared**0.5 * correction / scale.value
@@ -128,20 +130,21 @@ class Worker:
 
     def evaluate(self, batches: Iterable[Batch], step: int) -> float:
         """Return the mean loss over the target tokens of all replicas' batches, without dropout; trains nothing."""
+        gather = Gather(2, self.groups.world)
         sums = torch.zeros(2, dtype=torch.float64)
         for batch in batches:
             sums[0] += self.pipeline.evaluate(batch.to(self.job.streams.device), step)
             if batch.labels is not None:
                 sums[1] += (batch.labels != -100).sum()
         self.forward_meter.reset()  # the bytes of a step are those of its training
-        sums, _ = sum_over_ranks(sums, torch.zeros(0, dtype=torch.float64), self.groups)
+        sums = gather.rows(sums).sum(0)
         return float(sums[0] / sums[1])
 
     def close(self) -> None:
         """Wait until what links remember beyond the run is kept."""
         self.pipeline.close()
 
-    def _agree(self, loss: Tensor, batch: Batch, asks: Asks) -> tuple[Totals, float, int]:
+    def _agree(self, gather: Gather, loss: Tensor, batch: Batch, asks: Asks) -> tuple[Totals, float, int]:
         """Return the sums over all ranks, the squared gradient norm, and the pipeline's peak memory."""
         topology = self.job.topology
         share = totals(
@@ -154,12 +157,11 @@ class Worker:
             save_wishes=asks.save,
             save_failures=asks.report,
         )
-        peaks = torch.zeros(topology.stages, dtype=torch.float64)
-        peaks[topology.stage_rank] = self.job.streams.peak_memory_bytes()
-        per_stage = torch.cat([squared_norm(self.weights), peaks])
-        sums, per_stage = sum_over_ranks(share.tensor(), per_stage, self.groups)
+        peak = torch.tensor([self.job.streams.peak_memory_bytes()], dtype=torch.float64)
+        rows = gather.rows(torch.cat([share.tensor(), squared_norm(self.weights), peak]))
+        squared, peaks = rows[topology.pipeline(topology.replica), -2:].unbind(1)
         log.info("waited %.3f s of %.3f s in which something was in flight", share.waited_s, share.in_flight_s)
-        return Totals(*sums.tolist()), float(per_stage[0]), int(per_stage[1:].max())
+        return Totals(*rows[:, :-2].sum(0).tolist()), float(squared.sum()), int(peaks.max())
 
     def _update(self, step: int, norm: float, factor: float) -> None:
         """Change the weights by the gradients times `factor`, clipped; norm: of the gradients times `factor`."""

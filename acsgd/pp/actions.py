@@ -40,6 +40,10 @@ class Action(NamedTuple):
         return f"{self.stage}{self.op.value}{self.micro if self.micro >= 0 else ''}"
 
 
+AHEAD = 8
+"""Computes by which a receive is posted before the one that needs its message. A message starts when its receive is
+known at the other end, so over a slow link there should be one waiting for all that is under way and more."""
+
 Program = list[list[Action]]
 Position = tuple[int, int]  # rank, index in its row
 
@@ -171,7 +175,7 @@ def forwards(program: Program) -> Program:
     return [[action for action in row if action.op is Op.F] for row in program]
 
 
-def lower(program: Program, ahead: int = 2) -> Program:
+def lower(program: Program, ahead: int = AHEAD) -> Program:
     """Add to a program of F and B its sends, its receives and one R per stage.
 
     A send follows the compute that makes its tensor. A receive is posted `ahead` computes before the one

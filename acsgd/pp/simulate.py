@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import NamedTuple, cast
 
 from acsgd import registry
-from acsgd.pp.actions import ROUTES, SENT_AFTER, Action, Op, Placement, Program, grid, lower, walk
+from acsgd.pp.actions import AHEAD, ROUTES, SENT_AFTER, Action, Op, Placement, Program, grid, lower, walk
 from acsgd.pp.schedules import SCHEDULES, Schedule
 
 Time = float | Fraction  # in any unit; whole numbers and fractions stay exact
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--forward", type=Fraction, default=1, help="time of one forward of one stage")
     parser.add_argument("--backward", type=Fraction, default=2, help="time of one backward of one stage")
     parser.add_argument("--message", type=Fraction, default=0, help="time of one message on the wire")
-    parser.add_argument("--ahead", type=int, default=2, help="computes by which a receive is posted ahead")
+    parser.add_argument("--ahead", type=int, default=AHEAD, help="computes by which a receive is posted ahead")
     options = parser.parse_args(arguments)
     schedule = cast(Schedule, registry.from_spec(options.schedule, SCHEDULES, key="pp.schedule"))
     cost = Cost(options.forward, options.backward, options.message)

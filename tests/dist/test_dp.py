@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from acsgd.dp import MODES
 from acsgd.dp.base import make_buckets
-from acsgd.dp.clip import clip_factor, scale_gradients_, squared_norm, sum_over_ranks
+from acsgd.dp.clip import clip_factor, scale_gradients_, squared_norm
+from acsgd.dp.gather import Gather
 from acsgd.registry import from_spec
 from acsgd.shards.base import Weight
 from acsgd.topology import Topology, connect
@@ -98,10 +99,7 @@ def clip(rank: int, world_size: int, store: Path) -> tuple[float, float]:
             weights[1] = Weight("copy", weights[1].param, weights[1].master, copy_of="w1")
         for index, weight in enumerate(weights):
             weight.master.grad = gradient(0 if index == 1 else rank, 0, index)
-        share = torch.tensor([1.0 + rank, 10.0], dtype=torch.float64)
-        totals, squared = sum_over_ranks(share, squared_norm(weights), groups)
-        assert totals.tolist() == [3.0, 20.0]
-        norm = float(squared) ** 0.5
+        norm = float(Gather(1, groups.world).rows(squared_norm(weights)).sum()) ** 0.5
         scale_gradients_(weights, clip_factor(norm, 1.0))
         return norm, float(squared_norm(weights))
 

@@ -173,7 +173,7 @@ FAULTS = {
 
 @pytest.mark.parametrize(("damage", "culprit", "text"), FAULTS.values(), ids=FAULTS)
 def test_validate_names_and_marks_the_fault(damage: Callable[[Program], None], culprit: str, text: str) -> None:
-    program = lower(OneFOneB().rows(4, 6))
+    program = lower(OneFOneB().rows(4, 6), ahead=2)
     validate(program)
     damage(program)
     with pytest.raises(ValueError, match=rf"(?m)^rank \d, action {culprit}: .*{text}") as error:
@@ -197,7 +197,7 @@ EVALUATION_FAULTS = {
 def test_validate_holds_evaluations_to_the_same_laws(
     damage: Callable[[Program], None], culprit: str, text: str
 ) -> None:
-    program = lower(forwards(OneFOneB().rows(4, 6)))
+    program = lower(forwards(OneFOneB().rows(4, 6)), ahead=2)
     validate(program, forward_only=True)
     damage(program)
     with pytest.raises(ValueError, match=rf"(?m)^rank \d, action {culprit}: .*{text}"):
