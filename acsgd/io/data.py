@@ -233,13 +233,13 @@ class Reader:
     def batch(self, step: int) -> Batch:
         """Return the batch of a step, counted from 0, as new tensors."""
         mine = slice(self.micros.start * self.micro, self.micros.stop * self.micro)
-        tasks, indices, ids = (field[mine] for field in self.sampler.samples(step))
+        tasks, indices, ids = (field[mine] for field in self.sampler.samples(step).dealt())
         tokens = labels = None
         if self.wants_tokens or self.wants_labels:
             windows = read_windows(self.corpora, self.sequence, tasks, indices)
             tokens = in_micros(windows[:, :-1], self.micro) if self.wants_tokens else None
             labels = in_micros(windows[:, 1:], self.micro) if self.wants_labels else None
-        upcoming = self.sampler.samples(step + 1).ids[mine]
+        upcoming = self.sampler.samples(step + 1).dealt().ids[mine]
         return Batch(tokens, labels, self._in_micros(ids), self.micros, self._in_micros(upcoming))
 
     def _in_micros(self, ids: Ints) -> Tensor:

@@ -1,6 +1,6 @@
 """Which samples each step trains on: a function of the seed and the step alone, in O(1).
 
-The global batch is cut into micro-batches, and these are dealt to replicas, so neither the number of ranks nor the past
+The global batch is put in order and cut into micro-batches, and these are dealt to replicas, so neither the number of ranks nor the past
 of a run changes what is learnt from.
 """
 
@@ -28,7 +28,7 @@ def deal(micros: int, replicas: int, replica: int) -> range:
 
 
 class Samples(NamedTuple):
-    """Samples of a global batch, in order; three arrays [n]."""
+    """Samples of a global batch; three arrays [n]."""
 
     tasks: Ints
     """Position of the sample's task in the mixture."""
@@ -36,6 +36,15 @@ class Samples(NamedTuple):
     """Which of the task's sequences it is."""
     ids: Ints
     """One number per sequence of the whole mixture, the same in every epoch."""
+
+    def dealt(self) -> Samples:
+        """Return the same samples in the order in which they are dealt to micro-batches and replicas.
+
+        It is that of a hash of their ids, so a sequence has about the same place in every batch it is in and mostly
+        comes back to the replica where it was, whose links may remember it.
+        """
+        order = np.argsort(_mix(self.ids.astype(np.uint64)), kind="stable")
+        return Samples(*(field[order] for field in self))
 
 
 @dataclass(frozen=True)

@@ -366,7 +366,26 @@ def test_a_step_is_the_same_for_any_number_of_replicas(replicas: int) -> None:
     assert list(itertools.chain(*(part.micro_ids for part in parts))) == list(whole.micro_ids)
     for field in ("tokens", "labels", "sample_ids"):
         assert torch.equal(torch.cat([getattr(part, field) for part in parts]), getattr(whole, field))
-    assert whole.sample_ids.flatten().tolist() == MIXTURE.samples(5).ids.tolist()
+    assert sorted(whole.sample_ids.flatten().tolist()) == sorted(MIXTURE.samples(5).ids.tolist())
+
+
+@pytest.mark.parametrize(("replicas", "batch"), [(2, 8), (2, 32), (4, 32), (8, 64)])
+def test_a_sequence_mostly_comes_back_to_its_replica(replicas: int, batch: int) -> None:
+    """Places are ranks among uniform hashes: near a border between replicas they scatter as a binomial count does.
+
+    With s = sqrt(u (1 - u) / batch) at a border u, two visits lie on different sides of it with the probability
+    2 s / sqrt(pi), the integral of 2 Phi(x / s) Phi(-x / s).
+    """
+    epochs, steps = 40, 1000 // batch
+    sampler = Sampler(seed=4, batch=batch, counts=(1,), sizes=(steps * batch,))
+    where = np.empty((epochs, steps * batch), dtype=np.int64)
+    for epoch, step in itertools.product(range(epochs), range(steps)):
+        ids = sampler.samples(epoch * steps + step).dealt().ids
+        where[epoch, ids] = np.arange(batch) * replicas // batch
+    moved = (where[1:] != where[:-1]).mean()
+    borders = np.arange(1, replicas) / replicas
+    expected = (2 * np.sqrt(borders * (1 - borders) / batch / np.pi)).sum()
+    assert 0.8 * expected < moved < 1.1 * expected
 
 
 @pytest.mark.parametrize(("wants_tokens", "wants_labels"), list(itertools.product([False, True], repeat=2)))
