@@ -6,6 +6,8 @@ Speed: in every round each codec encodes and decodes one fp32 tensor, and before
 tensor; the order of the codecs changes from round to round. GB/s are bytes of fp32 input (output, for decoding) per
 second. A machine's speed drifts and other programs take their share, so what counts is the time relative to the copy
 beside it: its median and quartiles over rounds. "numpy" packs as AQ-SGD's code does: one bit per byte, then packbits.
+"update" takes the difference to an fp16 memory, and adds to the memory what travels of it, as either end of a delta
+link does. "squeeze" is the entropy coder alone, on the message of the codec named beside it.
 
 Error: norm(y - x) / norm(x) of 512 x 1024 elements, with the bits per element of everything that travels.
 """
@@ -28,17 +30,25 @@ from rich.table import Table
 from torch import Tensor
 
 from acsgd import codecs
-from acsgd.codecs.base import wire_bytes
+from acsgd.codecs.base import Codec, is_squeezed, pack, wire_bytes
+from acsgd.codecs.difference import decode_update, encode_update
+from acsgd.codecs.squeeze import squeeze_, unsqueeze
+from acsgd.pp.delta import Delta
+from acsgd.registry import from_spec
 
 FAST = [
     *(f"fixpoint:bits={bits}" for bits in range(1, 9)),
     "fixpoint:bits=4,dims=token",
     "fixpoint:bits=4,dims=group,group=64",
     "fixpoint:bits=4,rounding=stochastic",
+    "fixpoint:bits=2,scale=l2",
+    "fixpoint:bits=4,scale=l2,reach=12",
+    "fixpoint:bits=4,scale=l2,reach=12,means=true",
     *(f"lloyd:bits={bits}" for bits in (2, 3, 4, 8)),
     "hadamard",
     "hadamard:low=4",
 ]
+DELTAS = ["delta:bits=4", "delta:bits=2", "delta:step=1.5", "delta:step=2.5"]
 SMALL = [
     *(f"{name}:bits={bits}" for bits in (1, 2, 3, 4, 6, 8) for name in ("fixpoint", "lloyd")),
     "fixpoint:bits=2,scale=l2",
@@ -80,6 +90,37 @@ class NumpyWay:
         return ((codes.float() - levels) / levels * scales.float()).to(dtype)
 
 
+class UpdateWay:
+    """What the two ends of a delta link do with a sequence that comes again."""
+
+    def __init__(self, codec: Codec, x: Tensor) -> None:
+        self.codec = codec
+        self.sender, self.receiver = torch.zeros_like(x, dtype=torch.float16), torch.zeros_like(x, dtype=torch.float16)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        return encode_update(self.codec, x, self.sender)
+
+    def decode(self, fields: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return decode_update(self.codec, fields, self.receiver, dtype)
+
+
+class SqueezeWay:
+    """The entropy coder, on what a codec has made of one tensor; a copy of that comes on top, as it works in place."""
+
+    def __init__(self, codec: Codec, x: Tensor) -> None:
+        self.body = torch.zeros(wire_bytes(codec.wire(tuple(x.shape))), dtype=torch.uint8)
+        pack(codec.encode(x), self.body)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        body = self.body.clone()
+        return (body[: squeeze_(body)],)
+
+    def decode(self, fields: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        body = torch.empty_like(self.body)
+        unsqueeze(fields[0], body)
+        return body
+
+
 class Speed(NamedTuple):
     """One direction of one codec."""
 
@@ -107,6 +148,9 @@ def measure_speed(rows: int, width: int, rounds: int) -> tuple[dict[str, dict[st
     target, gigabytes = torch.empty_like(x), x.nbytes / 1e9
     sides: dict[str, Transport] = {spec: codecs.parse(spec) for spec in FAST}
     sides |= {f"numpy, {bits} bits": NumpyWay(bits) for bits in (2, 3, 4, 8)}
+    deltas: dict[str, Codec] = {spec: from_spec(spec, {"delta": Delta}, key="codec").codec for spec in DELTAS}
+    sides |= {f"update, {spec}": UpdateWay(codec, x) for spec, codec in deltas.items()}
+    sides |= {f"squeeze, {spec}": SqueezeWay(codec, x) for spec, codec in deltas.items() if is_squeezed(codec)}
     times: dict[str, dict[str, list[tuple[float, float]]]] = {name: {"encode": [], "decode": []} for name in sides}
     for number in range(rounds + 1):  # the first warms up
         for name in list(sides)[:: 1 if number % 2 else -1]:

@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -18,20 +17,17 @@ from typing import NamedTuple
 import netlab
 import torch
 import torch.distributed as dist
+from forms import open_trainings, with_form
 from tokenizers import Tokenizer, models
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from acsgd.config import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig, RunConfig
-from acsgd.inputs import open_source, plan_memories
 from acsgd.io.data import Batch
-from acsgd.io.progress import Progress
-from acsgd.job import Job, prepare
-from acsgd.topology import Groups, Launch, connect
-from acsgd.worker import Worker, build_worker
+from acsgd.job import prepare
+from acsgd.topology import Launch
 
 VOCABULARY, SEQUENCE, WIDTH, BLOCKS, HEADS = 256, 384, 256, 4, 4
-UNCOMPRESSED = "none/none"
 TIMEOUT_S = 300.0
 PRELOAD = ["acsgd.worker", "acsgd.inputs", "transformers.models.gpt2.modeling_gpt2", "rich.table"]
 
@@ -46,20 +42,20 @@ class Setting:
     micros: int
     """Micro-batches in a step, of one sequence each; every step has the same."""
     forms: tuple[str, ...]
-    """What travels: the codecs of activations and of gradients, "forward/backward"; the first is UNCOMPRESSED."""
+    """In which messages travel (forms.py); the first is the uncompressed one."""
 
     def config(self, form: str) -> Config:
         """Return the run whose steps are made with this form."""
-        forward, _, backward = form.partition("/")
         blocks = (BLOCKS // self.stages,) * self.stages
-        return Config(
+        config = Config(
             model=ModelConfig(str(self.model)),
             data=DataConfig(task="demo", sequence=SEQUENCE, batch=self.micros),
             optim=OptimConfig(lr=1e-4, steps=10**9),
-            pp=PipelineConfig(self.stages, 1, self.schedule, forward, backward, layers=blocks),
+            pp=PipelineConfig(self.stages, 1, self.schedule, layers=blocks),
             log=LogConfig(dir=str(self.model.parent / "run")),
             run=RunConfig(timeout=TIMEOUT_S),
         )
+        return with_form(config, form)
 
 
 class Step(NamedTuple):
@@ -128,20 +124,17 @@ def be_rank(rank: int, setting: Setting, namespace: str, store: str, pipe: Conne
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
-    jobs = {form: prepare(setting.config(form), Launch(rank, 0, setting.stages)) for form in setting.forms}
-    topology, batch = jobs[UNCOMPRESSED].topology, make_batch(rank, setting)
-    files = dist.FileStore(store, setting.stages)
-    with connect(topology, timeout=timedelta(seconds=TIMEOUT_S), store=files) as groups, contextlib.suppress(EOFError):
-        workers = {form: open_worker(job, groups) for form, job in jobs.items()}
-        progress = dict.fromkeys(setting.forms, Progress())
+    jobs = [prepare(setting.config(form), Launch(rank, 0, setting.stages)) for form in setting.forms]
+    batch = make_batch(rank, setting)
+    with open_trainings(jobs, store, sequences=setting.micros) as opened, contextlib.suppress(EOFError):
+        trainings = dict(zip(setting.forms, opened, strict=True))
         while True:
             form = pipe.recv()
             dist.barrier()
             start = time.perf_counter()
-            result = workers[form].train_step(batch, progress[form])
+            totals = trainings[form].step(batch).totals
             seconds = time.perf_counter() - start
-            progress[form] = result.progress
-            pipe.send(Step(seconds, result.totals.pp_forward_bytes, result.totals.pp_backward_bytes))
+            pipe.send(Step(seconds, totals.pp_forward_bytes, totals.pp_backward_bytes))
 
 
 def make_batch(rank: int, setting: Setting) -> Batch:
@@ -154,12 +147,6 @@ def make_batch(rank: int, setting: Setting) -> Batch:
         sample_ids=torch.arange(setting.micros).view(-1, 1),
         micro_ids=range(setting.micros),
     )
-
-
-def open_worker(job: Job, groups: Groups) -> Worker:
-    """Load a rank's layers once more; what its links remember has room for the whole data set."""
-    memories = plan_memories(job, job.config.data.batch, kept={}, fresh=True)
-    return build_worker(job, open_source(job), groups, memories)
 
 
 def save_model(directory: Path) -> Path:

@@ -1,7 +1,7 @@
 """Which samples each step trains on: a function of the seed and the step alone, in O(1).
 
-The global batch is put in order and cut into micro-batches, and these are dealt to replicas, so neither the number of ranks nor the past
-of a run changes what is learnt from.
+The global batch is put in order and cut into micro-batches, and these are dealt to replicas, so neither the number of
+ranks nor the past of a run changes what is learnt from.
 """
 
 from __future__ import annotations

@@ -1,0 +1,184 @@
+"""What do codecs cost where links cost nothing? A table, with one command:
+
+    .venv/bin/python benchmarks/overhead.py [--json runs/benchmarks/overhead.json]
+
+The model, text, batch and optimizer are those of examples/demo.py, as one pipeline of 2 stages: two processes of one
+thread each, over gloo on this machine. Each form in which messages travel takes turns with uncompressed messages, in
+the same processes, step by step; step times are compared within a round. The data set is a few batches, and
+all of it has been seen before anything is timed, so what `delta` sends are differences. Bytes are those of a step, of
+all ranks. The first row compares uncompressed messages with themselves: what this cannot tell from nothing.
+
+The demo ties the head to the embedding. The gradient of that weight travels between the two stages in both directions,
+exactly and in all forms: part of every step, but left out of the bytes of gradients, of which it would be most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from compare import Comparison, RankRounds, alternate, on_ranks, summarise
+from forms import UNCOMPRESSED, Training, open_trainings, with_form
+from rich.console import Console
+from rich.table import Table
+from transformers.utils import logging as transformers_logging
+
+sys.path.append(str(Path(__file__).parents[1]))  # of a script only its own directory is there
+
+from acsgd.config import Config, parse
+from acsgd.inputs import open_data
+from acsgd.io.data import Batch
+from acsgd.job import prepare
+from acsgd.topology import Launch
+from examples.demo import make_model
+
+DEMO = Path(__file__).parents[1] / "examples" / "demo.toml"
+STAGES = 2
+BATCHES = 4
+"""All that there is to train on."""
+WARMUP, STEPS_PER_BLOCK = 2 * BATCHES, 1
+GOAL = 1.1
+"""Largest step time, relative to uncompressed, that is fine."""
+FORWARD = ("fixpoint:bits=8", "fixpoint:bits=4", "delta:bits=4", "delta:bits=2", "delta:step=1.5")
+FORMS = (UNCOMPRESSED, *(f"{forward}/fixpoint:bits=8" for forward in FORWARD))
+
+
+class Sent(NamedTuple):
+    """Bytes of all ranks in a step."""
+
+    forward: float
+    backward: float
+    """The tied weight's gradient included."""
+
+
+@dataclass
+class Side:
+    """A training as one side of a comparison."""
+
+    training: Training
+    batches: Sequence[Batch]
+    sent: list[Sent] = field(default_factory=list)
+    """By step."""
+
+    def __call__(self, number: int) -> float:
+        """Make step `number`; return this rank's share of the loss."""
+        result = self.training.step(self.batches[number % BATCHES])
+        self.sent.append(Sent(result.totals.pp_forward_bytes, result.totals.pp_backward_bytes))
+        return result.loss / STAGES
+
+    def median_sent(self) -> Sent:
+        """Return what a step sends that was timed."""
+        forward, backward = zip(*self.sent[WARMUP:], strict=True)
+        return Sent(statistics.median(forward), statistics.median(backward))
+
+
+class Compared(NamedTuple):
+    """One rank's part in comparing a form with uncompressed messages."""
+
+    rounds: RankRounds
+    sent: Sent
+    uncompressed: Sent
+
+
+class Row(NamedTuple):
+    """A form in comparison with uncompressed messages."""
+
+    form: str
+    forward_bytes: float
+    backward_bytes: float
+    """Without the tied weight's gradient."""
+    tied_bytes: float
+    """What that takes."""
+    times: Comparison
+
+
+def config_of(model: Path, form: str) -> Config:
+    """Return the demo's run as one pipeline, with a learning rate that soon stays what it is."""
+    flags = {"model.name": model, "log.dir": model.parent / "run", "pp.stages": STAGES, "optim.steps": 10**9}
+    return with_form(parse([str(DEMO), *(f"--{key}={value}" for key, value in flags.items())]), form)
+
+
+def rank_rounds(rank: int, model: Path, store: str, forms: Sequence[str], rounds: int) -> list[Compared]:
+    """Be one rank: compare one form after the other with uncompressed messages."""
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    launch = Launch(rank, rank, STAGES)
+    jobs = [prepare(config_of(model, each), launch) for form in forms for each in (form, UNCOMPRESSED)]
+    reader = open_data(jobs[0])
+    batches = [reader.batch(number) for number in range(BATCHES)]
+    result = []
+    with open_trainings(jobs, store, sequences=BATCHES * jobs[0].config.data.batch) as trainings:
+        for ours, theirs in zip(trainings[::2], trainings[1::2], strict=True):
+            sides = Side(ours, batches), Side(theirs, batches)
+            costs = alternate(*sides, warmup=WARMUP, rounds=rounds, steps=STEPS_PER_BLOCK, barrier=dist.barrier)
+            result.append(Compared(costs, *(side.median_sent() for side in sides)))
+    return result
+
+
+def measure(forms: Sequence[str], rounds: int) -> list[Row]:
+    """Compare each form with uncompressed messages."""
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory) / "model"
+        make_model(model)
+        ranks = on_ranks(STAGES, rank_rounds, model, str(Path(directory) / "store"), forms, rounds)
+    return [row(form, sides) for form, *sides in zip(forms, *ranks, strict=True)]
+
+
+def row(form: str, ranks: Sequence[Compared]) -> Row:
+    """Put together what the ranks saw of a form."""
+    sent, uncompressed = ranks[0].sent, ranks[0].uncompressed
+    tied = uncompressed.backward - uncompressed.forward  # activations and gradients have equal shapes
+    times = summarise([rank.rounds for rank in ranks], steps=STEPS_PER_BLOCK)
+    return Row(form, sent.forward, sent.backward - tied, tied, times)
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Show bytes, step times and CPU times, a form per row; green = the goal is met."""
+    shown = Table(title="Steps of the demo's model on 2 stages, unlimited links, relative to uncompressed messages")
+    shown.add_column("forward / backward", no_wrap=True)
+    for name in ("forward, kB", "backward, kB", "step, s", "uncompressed, s", "step time", "quartiles", "CPU time"):
+        shown.add_column(name, justify="right")
+    for form, forward, backward, _, times in rows:
+        low, high = times.quartiles
+        color = "green" if times.median <= GOAL else "red"
+        shown.add_row(
+            form.replace("/", " / "),
+            *(f"{count / 1e3:.1f}" for count in (forward, backward)),
+            *(f"{seconds:.3f}" for seconds in (times.ours_s, times.theirs_s)),
+            f"[{color}]{times.median:.3f}[/]",
+            f"{low:.3f} - {high:.3f}",
+            f"{times.cpu:.3f}",
+        )
+    return shown
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/overhead.json"), help="where the numbers go")
+    parser.add_argument("--rounds", type=int, default=40, help="per form; a step of each side")
+    parser.add_argument("--forms", nargs="+", default=FORMS, help="codecs of activations/gradients")
+    options = parser.parse_args()
+    rows = measure(options.forms, options.rounds)
+    console = Console(width=140)
+    console.print(table(rows))
+    console.print(f"Besides, in every step: {rows[0].tied_bytes / 1e3:.1f} kB of the tied weight's gradient")
+    about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.processor()}
+    about |= {"goal": GOAL, "rounds": options.rounds, "steps_per_block": STEPS_PER_BLOCK}
+    forms = [each._asdict() | {"times": each.times._asdict()} for each in rows]
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"about": about, "forms": forms}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
