@@ -109,8 +109,12 @@ class Outbox:
             except NotFiniteError:
                 length, is_squeezed = NOT_FINITE, False
             encoded = channel.streams.mark()
+        squeezing = None
+        if is_squeezed and encoded.ready():
+            length = squeeze_(body)  # at once, as on a CPU: else the message would leave after the next forward only
+        elif is_squeezed:
+            squeezing = self._squeezer.submit(_squeezed, body, encoded)
         header = Header(channel.kind, index, channel.boundary, visit.step, visit.micro, length)
-        squeezing = self._squeezer.submit(_squeezed, body, encoded) if is_squeezed else None
         return _Leaving(index, header, buffer, encoded, squeezing)
 
     def _hand_over(self, index: int, buffer: Tensor, nbytes: int) -> None:

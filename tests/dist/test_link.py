@@ -102,6 +102,25 @@ def test_a_send_waits_for_nobody_and_a_posted_receive_fills_while_its_rank_compu
     on_ranks(2, overlap, tmp_path / "store")
 
 
+def squeeze_before_computing(rank: int, world_size: int, store: Path) -> None:
+    """Rank 0 computes until rank 1 has what was sent before that."""
+    large = {"hidden": (2**10, 2**11)}
+    with groups_of(rank, world_size, store) as groups:
+        link, *_ = open_link(rank, groups, forward="fixpoint:bits=4,squeeze=true", shapes=large)
+        if rank == 0:
+            link.outbox.send(Visit(0, 0), {"hidden": torch.eye(*large["hidden"])})
+            groups.store.wait(["taken"], timedelta(seconds=30))
+            link.outbox.drain()
+        else:
+            link.inbox.post()
+            link.inbox.take(Visit(0, 0))
+            groups.store.set("taken", "")
+
+
+def test_a_message_behind_the_entropy_coder_leaves_before_its_rank_computes(tmp_path: Path) -> None:
+    on_ranks(2, squeeze_before_computing, tmp_path / "store")
+
+
 def open_with_other_codecs(rank: int, world_size: int, store: Path) -> str:
     with groups_of(rank, world_size, store) as groups, pytest.raises(RunError) as error:
         open_link(rank, groups, forward="none" if rank else FORWARD)
