@@ -37,6 +37,6 @@ def unsqueeze(coded: Tensor, body: Tensor) -> None:
         decoded = decoder.decompress(coded.numpy().data, len(view) + 1)
     except zlib.error as error:
         raise ValueError(f"{len(coded)} bytes are not what the entropy coder makes: {error}") from None
-    if len(decoded) != len(view) or not decoder.eof:
+    if len(decoded) != len(view) or not decoder.eof or decoder.unused_data:
         raise ValueError(f"{len(coded)} bytes decode to {len(decoded)} or more instead of {len(view)}")
     view[:] = decoded
