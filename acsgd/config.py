@@ -94,7 +94,7 @@ class ReplicaConfig:
     """How replicas of the pipeline agree."""
 
     mode: str = "allreduce"
-    """"allreduce", or "allreduce:bucket_mb=8"."""
+    """"allreduce", or how weights are exchanged where links are slow: "cocktail:random=0.1,topk=0.2,bits=4"."""
 
 
 @dataclass(frozen=True)

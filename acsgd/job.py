@@ -17,6 +17,7 @@ from acsgd.codecs.base import Codec
 from acsgd.codecs.identity import DTYPES
 from acsgd.config import Config, ModelConfig, to_toml
 from acsgd.dp import MODES
+from acsgd.dp.allreduce import AllReduce
 from acsgd.dp.base import Mode
 from acsgd.io.directory import CheckpointDirectory
 from acsgd.io.heldout import parse_eval
@@ -76,17 +77,22 @@ class Job:
         config, topology = self.config, self.topology
         parameters = sum(parameter.numel() for parameter in skeleton(self.model_config).parameters())
         layers = " | ".join(_span(self.layers[slice(*spec)]) for spec in self.specs)
+        idle = f"\ndp.mode={config.dp.mode} has nothing to do: there is one replica" if self._mode_is_idle else ""
         return (
             f"{self.model_config.model_type}, {parameters / 1e6:.1f} M parameters, {config.model.dtype}, on "
             f"{self.streams.device.type}: {topology.stages} pipeline ranks x {topology.replicas} replicas\n"
             f"stages: {layers}\n"
             f"a step: {config.data.batch} sequences of {config.data.sequence} tokens, "
-            f"{config.data.batch // config.pp.micro} micro-batches of {config.pp.micro}, {config.pp.schedule}"
+            f"{config.data.batch // config.pp.micro} micro-batches of {config.pp.micro}, {config.pp.schedule}{idle}"
         )
 
     def fingerprint(self) -> str:
         """Return what must be the same on every rank."""
         return to_toml(self.config) + self.model_config.to_json_string() + repr(self.specs)
+
+    @property
+    def _mode_is_idle(self) -> bool:
+        return self.topology.replicas == 1 and not isinstance(self.mode, AllReduce)
 
     @property
     def stages(self) -> list[int]:

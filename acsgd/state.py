@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,17 +11,23 @@ from typing import Any, NamedTuple
 
 import torch
 
+from acsgd.dp.own import OWN
 from acsgd.failure import RunError
 from acsgd.inputs import Inputs
 from acsgd.io.checkpoint import LayerState, Saver
 from acsgd.io.progress import Identity, Progress
 from acsgd.io.resume import Checkpoint
 from acsgd.job import Job
+from acsgd.optim import Optimizer
+from acsgd.pp.stage import Stage
 from acsgd.precision import LossScale
 from acsgd.shards.base import LayerShard, Weight, stored_keys
 from acsgd.shards.disk import ShardDirectory, StoredFile, WeightState
 from acsgd.topology import Groups
 from acsgd.worker import Asks, Worker, build_worker
+
+MOMENTS = "optimizer."
+"""How names begin of what the optimizer remembers of weights that each replica has of its own."""
 
 
 class Start(NamedTuple):
@@ -162,15 +168,21 @@ class Saves:
 
 def layer_states(worker: Worker) -> list[LayerState]:
     """Return the state of every layer this rank holds, not copied."""
-    states = []
-    for stage in worker.stages.values():
-        remembered = stage.sync.state_dict()
-        for shard, weights in stage.layers.items():
-            owned = [weight for weight in weights if weight.copy_of is None]
+    return [state for stage in worker.stages.values() for state in _stage_states(stage, worker.optimizer)]
+
+
+def _stage_states(stage: Stage, optimizer: Optimizer) -> Iterator[LayerState]:
+    shared, remembered = stage.sync.shared(), stage.sync.state_dict()
+    for shard, weights in stage.layers.items():
+        owned = [weight for weight in weights if weight.copy_of is None]
+        replica = _of_keys(remembered, {weight.key for weight in weights})
+        if shared is None:
             masters = {weight.key: weight.master for weight in owned}
-            replica = _of_keys(remembered, {weight.key for weight in weights})
-            states.append(LayerState(shard.name, shard.index, masters, worker.optimizer.state_of(owned), replica))
-    return states
+            yield LayerState(shard.name, shard.index, masters, optimizer.state_of(owned), replica)
+        else:  # what the optimizer remembers belongs to this replica as well
+            model = {weight.key: shared[weight.key] for weight in owned}
+            moments = {MOMENTS + name: by_key for name, by_key in optimizer.state_of(weights).items()}
+            yield LayerState(shard.name, shard.index, model, {}, replica | moments)
 
 
 @torch.no_grad()
@@ -183,7 +195,9 @@ def restore(worker: Worker, checkpoint: Checkpoint) -> Progress:
         replicas: list[WeightState] = []
         for shard, weights in stage.layers.items():
             _restore_layer(worker, checkpoint.shards, shard, weights)
-            _extend(replicas, checkpoint.shards.replica_states(shard.name))
+            states = _replica_states(worker, checkpoint.shards, shard, weights)
+            _restore_moments(worker, weights, [_popped(state, MOMENTS) for state in states])
+            _extend(replicas, states)
         stage.sync.load_state_dict(replicas)
     progress = checkpoint.progress
     return replace(progress, loss_scale=LossScale.of(worker.job.config, progress.loss_scale))
@@ -213,6 +227,42 @@ def _restore_layer(worker: Worker, checkpoint: ShardDirectory, shard: LayerShard
             worker.optimizer.load_state_of(weight, checkpoint.state(embedding), weight.copy_of)
         if weight.param is not weight.master:
             weight.param.copy_(weight.master)
+
+
+def _replica_states(
+    worker: Worker, checkpoint: ShardDirectory, shard: LayerShard, weights: Sequence[Weight]
+) -> list[WeightState]:
+    """Return what each replica remembered of a layer; of a new copy of a tied weight, what it did of the first."""
+    states = checkpoint.replica_states(shard.name)
+    for weight in weights:
+        if weight.copy_of is not None:
+            embedding = checkpoint.replica_states(worker.job.layers[0].name)
+            states += [{} for _ in embedding[len(states) :]]
+            for state, first in zip(states, embedding, strict=True):
+                for name, by_key in first.items():
+                    if name == OWN or name.startswith(MOMENTS):
+                        state.setdefault(name, {}).setdefault(weight.key, by_key[weight.copy_of])
+    return states
+
+
+def _restore_moments(worker: Worker, weights: Sequence[Weight], saved: Sequence[WeightState]) -> None:
+    """Give the optimizer what it remembered on this replica, or, of another number of replicas, in the mean."""
+    topology = worker.job.topology
+    if len(saved) == topology.replicas:
+        saved = [saved[topology.replica]]
+    for weight in weights:
+        mean = {
+            name: {weight.key: torch.stack([state[name][weight.key] for state in saved]).mean(0)}
+            for name in (saved[0] if saved else ())
+            if weight.key in saved[0][name]
+        }
+        if mean:
+            worker.optimizer.load_state_of(weight, mean, weight.key)
+
+
+def _popped(state: WeightState, prefix: str) -> WeightState:
+    """Take away, in place, what has a prefix, and return it without."""
+    return {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
 
 
 def _of_keys(state: WeightState, keys: set[str]) -> WeightState:

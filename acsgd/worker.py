@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from acsgd.codecs.identity import DTYPES
 from acsgd.dp.clip import clip_factor, scale_gradients_, squared_norm
 from acsgd.dp.gather import Gather
+from acsgd.dp.peers import Peers
 from acsgd.failure import RunError
 from acsgd.io.data import Batch
 from acsgd.io.metrics import Record, Totals, totals
@@ -56,7 +58,7 @@ class StepResult(NamedTuple):
     loss: float
     """Mean over the target tokens of the global batch, before the step."""
     grad_norm: float
-    """Global, before clipping."""
+    """Global, before clipping; the largest where each replica steps on gradients of its own."""
     lr: float
     totals: Totals
     """Sums over all ranks."""
@@ -90,6 +92,18 @@ class StepResult(NamedTuple):
         )
 
 
+class _Told(NamedTuple):
+    """What the ranks have said of a step."""
+
+    sums: Totals
+    targets: list[float]
+    """By replica."""
+    squared: list[float]
+    """Of the gradients' norms, by replica."""
+    peak_bytes: int
+    """Of memory, largest among the ranks of this pipeline."""
+
+
 @dataclass(frozen=True)
 class Worker:
     """One rank's stages, ready to train."""
@@ -114,28 +128,37 @@ class Worker:
         step, scale = progress.step, progress.loss_scale
         gather = Gather(len(Totals._fields) + 2, self.groups.world)
         share = self.pipeline.run(batch, step, scale.value)
-        sums, squared, peak = self._agree(gather, share, batch, asks)
+        told = self._agree(gather, share, batch, asks)
+        sums, replica = told.sums, self.job.topology.replica
         # gradients are of the summed loss over the number of targets if none is masked: now the true number is known
         correction = self._full_targets() / max(1.0, sums.targets)
-        loss, norm = sums.loss * correction, squared**0.5 * correction / scale.value
+        corrections = [correction] * self.job.topology.replicas
+        if self._is_local(step):  # then each replica's gradients are of its own mean
+            corrections = [self._full_targets() / max(1.0, targets) for targets in told.targets]
+        norms = [square**0.5 * each / scale.value for square, each in zip(told.squared, corrections, strict=True)]
+        loss, norm = sums.loss * correction, max(norms, key=_or_inf)
         overflowed = scale.dynamic and math.isfinite(loss) and not math.isfinite(norm)
         finite = math.isfinite(loss) and math.isfinite(norm)
         if not (finite or overflowed) and self.job.config.optim.on_nan == "stop":
             raise RunError(self._explain(batch, step, scale.value, loss, norm))
         if updated := update and finite:
-            self._update(step, norm, correction / scale.value)
+            self._update(step, norms[replica], corrections[replica] / scale.value)
         log.info("step %d: loss %.6g, gradient norm %.6g%s", step + 1, loss, norm, "" if updated else ", left out")
         done = progress.after(loss if updated else None, int(sums.targets), scale.after(overflowed=overflowed))
-        return StepResult(loss, norm, learning_rate(step, self.job.config.optim), sums, peak, updated, done)
+        return StepResult(loss, norm, learning_rate(step, self.job.config.optim), sums, told.peak_bytes, updated, done)
 
     def evaluate(self, batches: Iterable[Batch], step: int) -> float:
-        """Return the mean loss over the target tokens of all replicas' batches, without dropout; trains nothing."""
+        """Return the mean loss over the target tokens of all replicas' batches, without dropout; trains nothing.
+
+        Of the weights that all replicas share, where each has its own.
+        """
         gather = Gather(2, self.groups.world)
         sums = torch.zeros(2, dtype=torch.float64)
-        for batch in batches:
-            sums[0] += self.pipeline.evaluate(batch.to(self.job.streams.device), step)
-            if batch.labels is not None:
-                sums[1] += (batch.labels != -100).sum()
+        with shared_weights(self.stages.values()):
+            for batch in batches:
+                sums[0] += self.pipeline.evaluate(batch.to(self.job.streams.device), step)
+                if batch.labels is not None:
+                    sums[1] += (batch.labels != -100).sum()
         self.forward_meter.reset()  # the bytes of a step are those of its training
         sums = gather.rows(sums).sum(0)
         return float(sums[0] / sums[1])
@@ -144,8 +167,11 @@ class Worker:
         """Wait until what links remember beyond the run is kept."""
         self.pipeline.close()
 
-    def _agree(self, gather: Gather, loss: Tensor, batch: Batch, asks: Asks) -> tuple[Totals, float, int]:
-        """Return the sums over all ranks, the squared gradient norm, and the pipeline's peak memory."""
+    def _is_local(self, step: int) -> bool:
+        return any(stage.sync.is_local(step) for stage in self.stages.values())
+
+    def _agree(self, gather: Gather, loss: Tensor, batch: Batch, asks: Asks) -> _Told:
+        """Tell all ranks this one's part of the step, and return what they say."""
         topology = self.job.topology
         share = totals(
             loss,
@@ -159,9 +185,14 @@ class Worker:
         )
         peak = torch.tensor([self.job.streams.peak_memory_bytes()], dtype=torch.float64)
         rows = gather.rows(torch.cat([share.tensor(), squared_norm(self.weights), peak]))
-        squared, peaks = rows[topology.pipeline(topology.replica), -2:].unbind(1)
         log.info("waited %.3f s of %.3f s in which something was in flight", share.waited_s, share.in_flight_s)
-        return Totals(*rows[:, :-2].sum(0).tolist()), float(squared.sum()), int(peaks.max())
+        by_replica = rows.view(topology.replicas, topology.stages, -1)
+        return _Told(
+            sums=Totals(*rows[:, :-2].sum(0).tolist()),
+            targets=by_replica[:, :, Totals._fields.index("targets")].sum(1).tolist(),
+            squared=by_replica[:, :, -2].sum(1).tolist(),
+            peak_bytes=int(by_replica[topology.replica, :, -1].max()),
+        )
 
     def _update(self, step: int, norm: float, factor: float) -> None:
         """Change the weights by the gradients times `factor`, clipped; norm: of the gradients times `factor`."""
@@ -191,6 +222,28 @@ class Worker:
 
     def _full_targets(self) -> int:
         return self.job.config.data.batch * self.job.config.data.sequence
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def shared_weights(stages: Iterable[Stage]) -> Iterator[None]:
+    """Let the parameters of stages be, within, what all replicas have in common. All replicas call it together."""
+    kept = []
+    for stage in stages:
+        shared = stage.sync.shared()
+        if shared is not None:
+            kept += [(weight.param, weight.param.clone()) for weight in stage.weights]
+            for weight in stage.weights:
+                weight.param.copy_(shared[weight.key])
+    try:
+        yield
+    finally:
+        for param, own in kept:
+            param.copy_(own)
+
+
+def _or_inf(norm: float) -> float:
+    return math.inf if math.isnan(norm) else norm
 
 
 def build_worker(job: Job, source: Source, groups: Groups, memories: MemoryPlan | None = None) -> Worker:
@@ -230,7 +283,7 @@ def build_stages(job: Job, model: PreTrainedModel, source: Source, groups: Group
     """Load the layers of this rank's stages into `model`, one at a time; all others stay without memory."""
     config, device = job.config, job.streams.device
     job.family.rebuild_buffers(model, device)
-    stages = {}
+    stages, peers = {}, Peers(groups.dp)
     for index in job.stages:
         shards = job.layers[slice(*job.specs[index])]
         held = {
@@ -244,7 +297,7 @@ def build_stages(job: Job, model: PreTrainedModel, source: Source, groups: Group
             model,
             job.family,
             held,
-            job.mode.open(weights, groups.dp),
+            job.mode.open(weights, peers),
             targets=config.data.batch * config.data.sequence,
             seed=config.data.seed,
             recompute=config.model.recompute == "layers",

@@ -3,5 +3,9 @@
 from __future__ import annotations
 
 from acsgd.dp.allreduce import AllReduce
+from acsgd.dp.cocktail import Cocktail
+from acsgd.dp.diloco import DiLoCo
+from acsgd.dp.local import Local
+from acsgd.dp.sparseloco import SparseLoCo
 
-MODES = {"allreduce": AllReduce}
+MODES = {"allreduce": AllReduce, "local": Local, "cocktail": Cocktail, "diloco": DiLoCo, "sparseloco": SparseLoCo}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from acsgd.dp.base import Alone, Bucket, GradSync, Memoryless, make_buckets
+from acsgd.dp.peers import Peers
 from acsgd.meter import Meter, Work
 from acsgd.shards.base import Weight
 from acsgd.topology import together
@@ -25,24 +26,24 @@ class AllReduce:
         if not self.bucket_mb > 0:
             raise ValueError(f"bucket_mb={self.bucket_mb} must be greater than 0")
 
-    def open(self, weights: Sequence[Weight], group: dist.ProcessGroup) -> GradSync:
-        """Return the agreement among the ranks of `group`; a single rank has nothing to exchange."""
-        if group.size() == 1:
+    def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
+        """Return the agreement of this replica with its peers on one stage's weights."""
+        if peers.size == 1:
             return Alone(weights)
-        return _AllReduceSync(make_buckets(weights, int(self.bucket_mb * 1e6)), group)
+        return AllReduceSync(make_buckets(weights, int(self.bucket_mb * 1e6)), peers)
 
 
-class _AllReduceSync(Memoryless):
+class AllReduceSync(Memoryless):
     """Buckets leave in one fixed order on every replica, each as soon as it and those before it are full."""
 
-    def __init__(self, buckets: list[Bucket], group: dist.ProcessGroup) -> None:
+    def __init__(self, buckets: list[Bucket], peers: Peers) -> None:
         self.meter = Meter()
         self._buckets = buckets
         self._bucket_of = {weight.key: bucket for bucket in buckets for weight in bucket.weights}
-        self._group = group
+        self._group = peers.group
         self._under_way: list[tuple[Work, float]] = []
 
-    def begin(self) -> None:
+    def begin(self, step: int) -> None:
         assert not self._under_way
         for bucket in self._buckets:
             bucket.begin()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from acsgd.dp.peers import Peers
 from acsgd.failure import RunError
 from acsgd.meter import Meter
 from acsgd.shards.base import Weight
@@ -16,12 +16,19 @@ from acsgd.shards.disk import WeightState
 
 
 class GradSync(Protocol):
-    """Agreement of the replicas on one stage. Gradients are those of the masters, in fp32."""
+    """Agreement of the replicas on one stage. Gradients are those of the masters, in fp32.
+
+    They may agree on gradients, so that all make the same step, or on weights, after each has made steps of its own.
+    """
 
     meter: Meter
 
-    def begin(self) -> None:
-        """Forget the gradients of the last step."""
+    def is_local(self, step: int) -> bool:
+        """Whether each replica makes this step on its own gradients, which are then not summed."""
+        ...
+
+    def begin(self, step: int) -> None:
+        """Forget the gradients of the last step; step `step`, counted from 0, begins."""
         ...
 
     def grad_made(self, weight: Weight, *, complete: bool) -> None:
@@ -33,11 +40,18 @@ class GradSync(Protocol):
         ...
 
     def wait(self) -> None:
-        """Block until every gradient is the sum over the replicas."""
+        """Block until every gradient is the sum over the replicas, unless the step is local."""
         ...
 
     def after_step(self, step: int) -> None:
         """Take note that the optimizer has made step `step`."""
+        ...
+
+    def shared(self) -> Mapping[str, Tensor] | None:
+        """Return what all replicas have in common where each has weights of its own: fp32 by key, not copied.
+
+        It is what is evaluated and saved as the model; None = the masters are. All replicas call it together.
+        """
         ...
 
     def state_dict(self) -> WeightState:
@@ -45,23 +59,33 @@ class GradSync(Protocol):
         ...
 
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
-        """Take over what the replicas of a run remembered, one entry each; there may have been more or fewer."""
+        """Take over what the replicas of a run remembered, one entry each; there may have been more or fewer.
+
+        The masters have been set to the saved model before.
+        """
         ...
 
 
 class Mode(Protocol):
     """A data-parallel mode, chosen by spec; a frozen dataclass."""
 
-    def open(self, weights: Sequence[Weight], group: dist.ProcessGroup) -> GradSync:
-        """Return the agreement on one stage's weights among the ranks of `group`."""
+    def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
+        """Return the agreement of this replica with its peers on one stage's weights; alone, it has nothing to do."""
         ...
 
 
 class Memoryless:
     """A mode whose every step is complete in itself."""
 
+    def is_local(self, step: int) -> bool:
+        """All replicas make the same step."""
+        return False
+
     def after_step(self, step: int) -> None:
         """Nothing is left to do."""
+
+    def shared(self) -> None:
+        """All replicas have the same weights."""
 
     def state_dict(self) -> WeightState:
         """Nothing is remembered."""
@@ -83,7 +107,7 @@ class Alone(Memoryless):
         self.meter = Meter()
         self._weights = weights
 
-    def begin(self) -> None:
+    def begin(self, step: int) -> None:
         for weight in self._weights:
             weight.master.grad = None
 

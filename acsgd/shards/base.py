@@ -125,6 +125,8 @@ class Weight(NamedTuple):
     """fp32; holds the gradient and is what the optimizer updates. The same object as `param` in an fp32 run."""
     copy_of: str | None = None
     """The key of which this is a second, tied copy, held because the first lies on another rank."""
+    is_tied: bool = False
+    """Whether another rank may hold a copy of it, or it is one."""
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:

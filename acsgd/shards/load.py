@@ -81,7 +81,7 @@ def load_layer(
         master = nn.Parameter(tensor.to(device=device, dtype=torch.float32, copy=True))
         param = master if dtype == torch.float32 else nn.Parameter(tensor.to(device=device, dtype=dtype, copy=True))
         _place(model, key, param)
-        weights.append(Weight(key, param, master, copy_of=original))
+        weights.append(Weight(key, param, master, original, is_tied=original is not None or key in tied.values()))
     return weights
 
 

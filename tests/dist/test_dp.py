@@ -15,12 +15,13 @@ from acsgd.dp import MODES
 from acsgd.dp.base import make_buckets
 from acsgd.dp.clip import clip_factor, scale_gradients_, squared_norm
 from acsgd.dp.gather import Gather
+from acsgd.dp.peers import Peers
 from acsgd.registry import from_spec
 from acsgd.shards.base import Weight
 from acsgd.topology import Topology, connect
 
 SHAPES = [(7,), (3, 5), (1,), (64, 9), (2, 2, 2)]
-SPECS = [*MODES, "allreduce:bucket_mb=0.0001"]
+SPECS = ["allreduce", "allreduce:bucket_mb=0.0001"]
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -39,9 +40,9 @@ def agree(rank: int, world_size: int, store: Path, spec: str) -> None:
     file_store = dist.FileStore(str(store), world_size)
     with connect(Topology(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups:
         weights = make_weights()
-        sync = from_spec(spec, MODES, key="dp.mode").open(weights, groups.dp)
+        sync = from_spec(spec, MODES, key="dp.mode").open(weights, Peers(groups.dp))
         for step in range(3):
-            sync.begin()
+            sync.begin(step)
             for last in (False, True):
                 for index in (3, 0, 4, 1):
                     master = weights[index].master
@@ -61,7 +62,7 @@ def agree(rank: int, world_size: int, store: Path, spec: str) -> None:
                     assert grad is not None
                     assert ((grad.double() - expected).abs() <= (world_size + 2) * 2.0**-24 * bound).all()
             sync.after_step(step)
-        restored = from_spec(spec, MODES, key="dp.mode").open(make_weights(), groups.dp)
+        restored = from_spec(spec, MODES, key="dp.mode").open(make_weights(), Peers(groups.dp))
         restored.load_state_dict(sync.state_dict())
 
 

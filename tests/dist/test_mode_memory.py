@@ -17,6 +17,7 @@ from test_same_training import RELATIVE
 import train
 from acsgd.config import Config
 from acsgd.dp.base import GradSync, Mode
+from acsgd.dp.peers import Peers
 from acsgd.failure import RunError
 from acsgd.inputs import open_inputs
 from acsgd.job import prepare
@@ -31,8 +32,8 @@ class Remembering:
 
     inner: Mode
 
-    def open(self, weights: Sequence[Weight], group: dist.ProcessGroup) -> GradSync:
-        return _RememberingSync(weights, self.inner.open(weights, group), group.rank())  # type: ignore[return-value]
+    def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
+        return _RememberingSync(weights, self.inner.open(weights, peers), peers.replica)  # type: ignore[return-value]
 
 
 class _RememberingSync:

@@ -1,0 +1,201 @@
+"""Laws of the data-parallel modes in which every replica makes steps of its own and weights are exchanged."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from test_dp import TIMEOUT, gradient, make_weights
+from torch import Tensor
+
+from acsgd.dp import MODES
+from acsgd.dp.base import GradSync
+from acsgd.dp.peers import Peers
+from acsgd.registry import from_spec
+from acsgd.shards.base import Weight
+from acsgd.shards.disk import WeightState
+from acsgd.topology import Topology, connect
+
+LR = 0.1
+STEPS = 7
+SPECS = [
+    "local",
+    "cocktail",
+    "cocktail:random=0.4,topk=0.3,bits=2,bucket=16,draw=shuffled,gain=2,exact_steps=2",
+    "cocktail:random=1,topk=1,bits=8,draw=random",
+    "diloco:inner=3",
+    "diloco:inner=4,fragments=2,delay=1,mix=0.5,bits=4",
+    "sparseloco:inner=2,chunk=16,topk=0.25",
+    "sparseloco:inner=1,chunk=0,topk=0.1,bits=1,outer_lr=0.5",
+]
+LOSSLESS = {
+    "cocktail:random=1,topk=1,bits=8": 1,
+    "diloco:inner=1,outer_lr=1,momentum=0": 0,
+    "sparseloco:inner=1,topk=1,chunk=0,bits=8,outer_lr=1": 0,
+}
+"""What agrees on nearly all of every change, and so many steps later."""
+
+
+def make_step(sync: GradSync, weights: Sequence[Weight], step: int, grads: Sequence[Tensor]) -> None:
+    """Make a step of plain gradient descent, as a worker makes it."""
+    sync.begin(step)
+    for weight, grad in zip(weights, grads, strict=True):
+        weight.master.grad = grad.clone()
+        sync.grad_made(weight, complete=True)
+    sync.reduce()
+    sync.wait()
+    with torch.no_grad():
+        for weight in weights:
+            assert weight.master.grad is not None
+            scale = 1.0 if sync.is_local(step) else 1.0 / dist.get_world_size()
+            weight.master.sub_(LR * scale * weight.master.grad)
+    sync.after_step(step)
+
+
+def gradients(rank: int, step: int) -> list[Tensor]:
+    return [gradient(rank, step, index) for index in range(len(make_weights()))]
+
+
+def copied(state: WeightState) -> WeightState:
+    return {name: {key: tensor.detach().clone() for key, tensor in by_key.items()} for name, by_key in state.items()}
+
+
+class Run:
+    """A replica's training under way."""
+
+    def __init__(self, spec: str, peers: Peers) -> None:
+        self.weights = make_weights()
+        self.sync = from_spec(spec, MODES, key="dp.mode").open(self.weights, peers)
+
+    def go(self, rank: int, steps: range) -> None:
+        for step in steps:
+            make_step(self.sync, self.weights, step, gradients(rank, step))
+
+    def model(self) -> dict[str, Tensor]:
+        shared = self.sync.shared()
+        assert shared is not None
+        return {key: tensor.detach().clone() for key, tensor in shared.items()}
+
+    def restore(self, model: dict[str, Tensor], saved: Sequence[WeightState]) -> None:
+        with torch.no_grad():
+            for weight in self.weights:
+                weight.master.copy_(model[weight.key])
+        self.sync.load_state_dict(saved)
+
+
+def on_replicas(world_size: int, body: Any, store: Path, *args: Any) -> list[Any]:
+    return on_ranks(world_size, partial(_connected, body), store, *args)
+
+
+def _connected(body: Any, rank: int, world_size: int, store: Path, *args: Any) -> Any:
+    torch.set_num_threads(1)
+    file_store = dist.FileStore(str(store), world_size)
+    with connect(Topology(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups:
+        result = body(rank, Peers(groups.dp), *args)
+        dist.barrier()  # a rank that leaves while another still connects would end that one
+        return result
+
+
+def train(rank: int, peers: Peers, spec: str) -> list[dict[str, Tensor]]:
+    """Return the model after each step."""
+    run, models = Run(spec, peers), []
+    for step in range(STEPS):
+        run.go(rank, range(step, step + 1))
+        models.append(run.model())
+    return models
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_is_shared_is_equal_on_all_replicas_and_moves(spec: str, world_size: int, tmp_path: Path) -> None:
+    first, *others = on_replicas(world_size, train, tmp_path / "store", spec)
+    assert any(tensor.any() for tensor in first[-1].values())
+    for other in others:
+        for ours, theirs in zip(first, other, strict=True):
+            assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def train_alike(rank: int, peers: Peers, spec: str) -> list[dict[str, Tensor]]:
+    return train(0, peers, spec)
+
+
+@pytest.mark.parametrize(("spec", "late"), LOSSLESS.items())
+def test_with_identical_data_the_model_is_that_of_one_process(spec: str, late: int, tmp_path: Path) -> None:
+    """The mean of the changes, not their sum. 8 bits leave less than a hundredth of the norm of what is exchanged.
+
+    That stays owed, at both ends, beside the next change.
+    """
+    models = on_replicas(2, train_alike, tmp_path / "store", spec)[0]
+    expected = [torch.zeros_like(weight.master) for weight in make_weights()]
+    largest = 0.0
+    for step in range(STEPS - late):
+        change = [LR * grad for grad in gradients(0, step)]
+        largest = max(largest, norm(change))
+        expected = [value - each for value, each in zip(expected, change, strict=True)]
+        model = [models[step + late][weight.key] for weight in make_weights()]
+        missing = [ours - value for ours, value in zip(model, expected, strict=True)]
+        assert norm(missing) <= 2 * 0.01 * 1.02 * largest
+
+
+def norm(tensors: Sequence[Tensor]) -> float:
+    return float(torch.cat([tensor.flatten() for tensor in tensors]).norm())
+
+
+def train_and_resume(rank: int, peers: Peers, spec: str, at: int) -> bool:
+    """Whether a run that was stopped after `at` steps ends as one that was not."""
+    whole = Run(spec, peers)
+    whole.go(rank, range(at))
+    model, state = whole.model(), copied(whole.sync.state_dict())
+    states: list[Any] = [None] * peers.size
+    dist.all_gather_object(states, state)
+    whole.go(rank, range(at, STEPS))
+    half = Run(spec, peers)
+    half.restore(model, states)
+    half.go(rank, range(at, STEPS))
+    ends = [{**run.model(), **{f"own {w.key}": w.master.detach() for w in run.weights}} for run in (whole, half)]
+    return all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+
+
+@pytest.mark.parametrize(("spec", "at"), list(itertools.product(SPECS, [1, 4])))
+def test_a_resumed_run_is_the_undisturbed_one(spec: str, at: int, tmp_path: Path) -> None:
+    assert on_replicas(2, train_and_resume, tmp_path / "store", spec, at) == [True, True]
+
+
+def train_and_keep(rank: int, peers: Peers, spec: str) -> tuple[dict[str, Tensor], WeightState]:
+    run = Run(spec, peers)
+    run.go(rank, range(STEPS))
+    return run.model(), copied(run.sync.state_dict())
+
+
+def take_over(rank: int, peers: Peers, spec: str, model: dict[str, Tensor], saved: list[WeightState]) -> WeightState:
+    run = Run(spec, peers)
+    run.restore(model, saved)
+    return copied(run.sync.state_dict())
+
+
+def owed(model: dict[str, Tensor], states: Sequence[WeightState], name: str, *, mean: bool) -> dict[str, Tensor]:
+    """Return the sum or mean over the replicas of something remembered; of "own", what it is ahead of the model."""
+    ahead = model if name == "own" else dict.fromkeys(model, torch.zeros(()))
+    sums = {k: sum((s[name][k].double() - ahead[k].double() for s in states), torch.zeros(())) for k in model}
+    return {key: total / len(states) if mean else total for key, total in sums.items()}
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec != "local"])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_what_is_owed_outlives_a_change_of_the_number_of_replicas(spec: str, replicas: int, tmp_path: Path) -> None:
+    kept = on_replicas(3 if replicas == 2 else 2, train_and_keep, tmp_path / "before", spec)
+    model, states = kept[0][0], [state for _, state in kept]
+    after = on_replicas(replicas, take_over, tmp_path / "after", spec, model, states)
+    for name in states[0]:
+        before, now = (owed(model, each, name, mean=name != "served_error") for each in (states, after))
+        assert any(tensor.any() for tensor in before.values()) or "topk=1" in spec or name in ("own", "sent")
+        for key, total in before.items():
+            magnitude = max(float(state[name][key].abs().max()) for state in states)
+            assert (now[key] - total).abs().max() <= 4 * 2.0**-24 * magnitude, (name, key)
