@@ -107,7 +107,11 @@ class DiskStore:
     def stamps(self) -> dict[int, Stamp]:
         found = {}
         for place in range((os.fstat(self._file).st_size - HEADER_BYTES) // (self._nbytes + _TRAILER.size)):
-            raw = os.pread(self._file, _TRAILER.size, self._offset(place) + self._nbytes)
+            try:
+                raw = os.pread(self._file, _TRAILER.size, self._offset(place) + self._nbytes)
+            except OSError as error:
+                self._tell(f"cannot be read ({error.strerror})")
+                break
             sample, version, _ = _TRAILER.unpack(raw)
             if version != ABSENT:
                 found[place] = Stamp(sample, version)

@@ -215,6 +215,18 @@ def test_a_read_that_fails_is_a_warning(
     assert "cannot be read" in caplog.text
 
 
+def test_a_file_whose_entries_cannot_be_listed_is_a_warning(
+    opened: Callable[..., DiskStore], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(opened)
+    store = opened()
+    monkeypatch.setattr(os, "pread", failing(errno.EIO))
+    with caplog.at_level(logging.WARNING):
+        assert store.stamps() == {}
+    [record] = caplog.records
+    assert "cannot be read" in record.getMessage()
+
+
 def test_what_is_lost_is_forgotten_and_can_be_put_again(path: Path, opened: Callable[..., DiskStore]) -> None:
     filled(opened)
     with path.open("r+b") as file:
