@@ -34,6 +34,7 @@ from acsgd.config import (
     ModelConfig,
     OptimConfig,
     PipelineConfig,
+    ReplicaConfig,
     to_toml,
 )
 from acsgd.io.cache import once_per_host
@@ -70,7 +71,8 @@ class Setting:
     exact_epochs: int = 1
     """Epochs at the start that travel without codecs in all runs, as first visits do where sequences are remembered."""
     lr: float = 5e-4
-    """Peak; it rises to it for one epoch and falls to 0 in the others."""
+    """Peak; it rises to it over `warmup` of an epoch and falls to 0 in the rest of the run."""
+    warmup: float = 1.0
 
     @property
     def steps_per_epoch(self) -> int:
@@ -89,6 +91,16 @@ class Variant(NamedTuple):
     backward: str = "none"
     dropout: float = 0.0
     dropout_mask: Literal["step", "sample"] = "step"
+    mode: str = "allreduce"
+    """How replicas agree."""
+    replicas: int = 1
+    """With more than one, each is a single stage."""
+    rate: float = 1.0
+    """Factor of the learning rate."""
+
+    @property
+    def stages(self) -> int:
+        return PROCESSES if self.replicas == 1 else 1
 
 
 class Outcome(NamedTuple):
@@ -100,6 +112,8 @@ class Outcome(NamedTuple):
     """By epoch."""
     forward_bytes: list[int]
     """By step, headers included, evaluations not."""
+    dp_bytes: list[int]
+    """By step, of all replicas."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +147,7 @@ class Tuning:
         made_with = {"config": to_toml(config), "torch": torch.__version__, "code": self.code}
 
         def build(target: Path) -> None:
-            with finished(config) as run_dir:
+            with finished(config, variant.stages * variant.replicas) as run_dir:
                 outcome = outcome_of(run_dir)
             target.write_text(json.dumps({**outcome._asdict(), **made_with}))
 
@@ -152,14 +166,19 @@ class Tuning:
                 seed=seed,
                 eval_share=s.held_out / (s.trained + s.held_out),
             ),
-            optim=OptimConfig(lr=s.lr, steps=s.epochs * s.steps_per_epoch, warmup=s.steps_per_epoch),
+            optim=OptimConfig(
+                lr=s.lr * variant.rate,
+                steps=s.epochs * s.steps_per_epoch,
+                warmup=round(s.warmup * s.steps_per_epoch),
+            ),
+            dp=ReplicaConfig(variant.mode),
             pp=PipelineConfig(
-                stages=PROCESSES,
+                stages=variant.stages,
                 micro=s.micro,
                 forward=variant.forward,
                 backward=variant.backward,
                 exact_steps=s.exact_epochs * s.steps_per_epoch,
-                layers=(s.blocks // 2, s.blocks - s.blocks // 2),
+                layers=(s.blocks // 2, s.blocks - s.blocks // 2) if variant.stages == 2 else None,
             ),
             eval=EvalConfig(every=s.steps_per_epoch),
             checkpoint=CheckpointConfig(resume="never"),
@@ -181,7 +200,7 @@ def pretrained(directory: Path, setting: Setting, text: str) -> Path:
             pp=PipelineConfig(micro=s.batch // PROCESSES),
             log=LogConfig(dir=str(directory), to="jsonl"),
         )
-        with finished(config) as run_dir:
+        with finished(config, PROCESSES) as run_dir:
             to_hf(run_dir / "checkpoints" / f"step-{s.pretrain_steps:08d}", target)
 
     shape = (s.vocabulary, s.hidden, s.blocks, s.heads, s.sequence, s.batch, s.pretrain_steps, s.pretrain_lr)
@@ -258,19 +277,19 @@ def written(directory: Path, text: str) -> Path:
 
 
 @contextlib.contextmanager
-def finished(config: Config) -> Iterator[Path]:
+def finished(config: Config, processes: int) -> Iterator[Path]:
     """Make a run, from its first step to its last, and yield its directory: a new one in log.dir, removed at the end.
 
     Raises RuntimeError with what rank 0 said last, if a rank fails or does not come to its end.
     """
     with tempfile.TemporaryDirectory(dir=config.log.dir, prefix="run-") as run_dir:
         log = dataclasses.replace(config.log, dir=run_dir)
-        with started(dataclasses.replace(config, log=log), PROCESSES) as run:
+        with started(dataclasses.replace(config, log=log), processes) as run:
             try:
                 codes, notes = run.join(LONGEST), run.notes()
             finally:
                 shutil.rmtree(run.told)
-        if codes != [0] * PROCESSES:
+        if codes != [0] * processes:
             raise RuntimeError(f"a run ended with {codes}: {notes[-1] if notes else 'before it began'}")
         yield Path(run_dir)
 
@@ -282,6 +301,7 @@ def outcome_of(run_dir: Path) -> Outcome:
         losses=[line["loss"] for line in lines],
         held_out=[line["eval_loss"] for line in lines if line.get("eval_loss") is not None],
         forward_bytes=[line["pp_forward_bytes"] for line in lines],
+        dp_bytes=[line["dp_bytes"] for line in lines],
     )
 
 

@@ -178,3 +178,4 @@ class _CocktailSync(OwnWeights):
             step = mean * self._mode.gain
             own[index] += step - sent
             shared[index] += step
+        unit.publish()
