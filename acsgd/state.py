@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from acsgd.dp.own import OWN
+from acsgd.dp.powersgd import GRADIENT_ERROR
 from acsgd.failure import RunError
 from acsgd.inputs import Inputs
 from acsgd.io.checkpoint import LayerState, Saver
@@ -21,7 +22,7 @@ from acsgd.job import Job
 from acsgd.optim import Optimizer
 from acsgd.pp.stage import Stage
 from acsgd.precision import LossScale
-from acsgd.shards.base import LayerShard, Weight, stored_keys
+from acsgd.shards.base import LayerShard, Weight, stored_keys, tied_keys
 from acsgd.shards.disk import ShardDirectory, StoredFile, WeightState
 from acsgd.topology import Groups
 from acsgd.worker import Asks, Worker, build_worker
@@ -242,7 +243,21 @@ def _replica_states(
                 for name, by_key in first.items():
                     if name == OWN or name.startswith(MOMENTS):
                         state.setdefault(name, {}).setdefault(weight.key, by_key[weight.copy_of])
+    if shard == worker.job.layers[0] and worker.job.topology.stages == 1:
+        _add_errors_of_copies(worker, checkpoint, states)
     return states
+
+
+def _add_errors_of_copies(worker: Worker, checkpoint: ShardDirectory, states: list[WeightState]) -> None:
+    """Add, in place, to what replicas owe of tied weights what they did of the copies, which this run has not."""
+    copies = checkpoint.replica_states(worker.job.layers[-1].name)
+    states += [{} for _ in copies[len(states) :]]
+    for copy, key in tied_keys(worker.model).items():
+        for state, other in zip(states, copies, strict=False):
+            error = other.get(GRADIENT_ERROR, {}).get(copy)
+            if error is not None:
+                errors = state.setdefault(GRADIENT_ERROR, {})
+                errors[key] = errors[key] + error if key in errors else error
 
 
 def _restore_moments(worker: Worker, weights: Sequence[Weight], saved: Sequence[WeightState]) -> None:

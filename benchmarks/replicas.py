@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=MODES, help="what there is to choose from")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--rates", nargs="+", type=float, default=[0.25, 0.5, 1.0, 2.0], help="of the learning rate, 5e-4")
+    parser.add_argument("--rates", nargs="+", type=float, default=[0.25, 0.5, 1.0, 2.0], help="of 5e-4")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--pretrain", help="text, as in data.task")
     parser.add_argument("--finetune", help="another text, as in data.task")

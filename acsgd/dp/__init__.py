@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from acsgd.dp.allreduce import AllReduce
+from acsgd.dp.central_ps import CentralPS
 from acsgd.dp.cocktail import Cocktail
 from acsgd.dp.diloco import DiLoCo
 from acsgd.dp.local import Local
+from acsgd.dp.powersgd import PowerSGD
+from acsgd.dp.sharded_ps import ShardedPS
 from acsgd.dp.sparseloco import SparseLoCo
 
-MODES = {"allreduce": AllReduce, "local": Local, "cocktail": Cocktail, "diloco": DiLoCo, "sparseloco": SparseLoCo}
+MODES = {
+    "allreduce": AllReduce,
+    "sharded_ps": ShardedPS,
+    "central_ps": CentralPS,
+    "powersgd": PowerSGD,
+    "local": Local,
+    "cocktail": Cocktail,
+    "diloco": DiLoCo,
+    "sparseloco": SparseLoCo,
+}

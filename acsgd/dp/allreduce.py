@@ -3,78 +3,67 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch.distributed as dist
+from torch import Tensor
 
-from acsgd.dp.base import Alone, Bucket, GradSync, Memoryless, make_buckets
+from acsgd.codecs.identity import DTYPES
+from acsgd.dp.base import Alone, Bucket, BucketSync, GradSync, InBuckets
 from acsgd.dp.peers import Peers
-from acsgd.meter import Meter, Work
+from acsgd.meter import Meter
 from acsgd.shards.base import Weight
 from acsgd.topology import together
 
+Dtype = Literal["fp32", "bf16", "fp16"]
+"""Of gradients on their way. fp16 has more bits than bf16, but loses what is smaller than 6e-8 or larger than 65504."""
+
 
 @dataclass(frozen=True)
-class AllReduce:
-    """Sum in fp32 by ring all-reduce."""
+class AllReduce(InBuckets):
+    """Sum by ring all-reduce: of R replicas, each sends 2 (R - 1) / R numbers per parameter and step."""
 
-    bucket_mb: float = 25.0
-    """Megabytes of gradients per message. Smaller = earlier start, more messages."""
-
-    def __post_init__(self) -> None:
-        if not self.bucket_mb > 0:
-            raise ValueError(f"bucket_mb={self.bucket_mb} must be greater than 0")
+    dtype: Dtype = "fp32"
+    """What travels, and in which sums are rounded on their way; gradients and their sum are fp32."""
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the agreement of this replica with its peers on one stage's weights."""
-        if peers.size == 1:
-            return Alone(weights)
-        return AllReduceSync(make_buckets(weights, int(self.bucket_mb * 1e6)), peers)
+        return Alone(weights) if peers.size == 1 else AllReduceSync(self.buckets(weights), peers, self.dtype)
 
 
-class AllReduceSync(Memoryless):
-    """Buckets leave in one fixed order on every replica, each as soon as it and those before it are full."""
+class AllReduceSync(BucketSync):
+    """Each bucket is one message of an all-reduce."""
 
-    def __init__(self, buckets: list[Bucket], peers: Peers) -> None:
-        self.meter = Meter()
-        self._buckets = buckets
-        self._bucket_of = {weight.key: bucket for bucket in buckets for weight in bucket.weights}
+    def __init__(self, buckets: list[Bucket], peers: Peers, dtype: Dtype = "fp32") -> None:
+        super().__init__(buckets)
         self._group = peers.group
-        self._under_way: list[tuple[Work, float]] = []
+        self._dtype = DTYPES[dtype]
+        # the mean travels in fp16, so that a sum overflows no sooner than a gradient
+        self._divisor = peers.size if dtype == "fp16" else 1
 
-    def begin(self, step: int) -> None:
-        assert not self._under_way
-        for bucket in self._buckets:
-            bucket.begin()
+    def leave(self, bucket: Bucket) -> Callable[[], None]:
+        flat, divisor = bucket.flat, self._divisor
+        message = (flat / divisor if divisor > 1 else flat).to(self._dtype)
+        wait = start_sum(message, self._group, self.meter)
 
-    def grad_made(self, weight: Weight, *, complete: bool) -> None:
-        bucket = self._bucket_of[weight.key]
-        bucket.adopt(weight)
-        if complete:
-            bucket.missing -= 1
-            while self._next_is_full():
-                self._launch()
+        def finish() -> None:
+            wait()
+            if message is not flat:
+                flat.copy_(message).mul_(divisor)
 
-    def reduce(self) -> None:
-        for bucket in self._buckets[len(self._under_way) :]:  # those with a parameter that took no part
-            for weight in bucket.weights:
-                bucket.adopt(weight)
-            self._launch()
+        return finish
 
-    def wait(self) -> None:
-        for work, posted_at in self._under_way:
-            with together("summing gradients", self._group):
-                self.meter.wait(work, posted_at)
-        self._under_way.clear()
 
-    def _next_is_full(self) -> bool:
-        launched = len(self._under_way)
-        return launched < len(self._buckets) and self._buckets[launched].missing == 0
+def start_sum(message: Tensor, group: dist.ProcessGroup, meter: Meter) -> Callable[[], None]:
+    """Start to sum a tensor over the ranks of a group, in place; return what waits for it, and may raise RunError."""
+    since = time.perf_counter()
+    work = dist.all_reduce(message, group=group, async_op=True)
+    meter.sent_bytes += 2 * (group.size() - 1) * message.nbytes // group.size()  # of a ring, per rank
 
-    def _launch(self) -> None:
-        flat = self._buckets[len(self._under_way)].flat
-        work = dist.all_reduce(flat, group=self._group, async_op=True)
-        replicas = self._group.size()
-        self.meter.sent_bytes += 2 * (replicas - 1) * flat.nbytes // replicas  # of a ring, per rank
-        self._under_way.append((work, time.perf_counter()))
+    def wait() -> None:
+        with together("summing gradients", group):
+            meter.wait(work, since)
+
+    return wait

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -93,11 +94,17 @@ class Memoryless:
 
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
         """Raise RunError if there is something to remember: what the replicas owe each other would be lost."""
-        if any(saved):
-            raise RunError(
-                f"the checkpoint holds {sorted(saved[0])} of another data-parallel mode, which this one would lose; "
-                "go on in the mode that saved it (dp.mode in its config.toml)"
-            )
+        refuse_others(saved)
+
+
+def refuse_others(saved: Sequence[WeightState], known: Collection[str] = ()) -> None:
+    """Raise RunError if replicas remembered anything under a name that is not among `known`."""
+    names = {name for state in saved for name in state} - set(known)
+    if names:
+        raise RunError(
+            f"the checkpoint holds {sorted(names)} of another data-parallel mode, which this one would lose; "
+            "go on in the mode that saved it (dp.mode in its config.toml)"
+        )
 
 
 class Alone(Memoryless):
@@ -167,3 +174,67 @@ def make_buckets(weights: Sequence[Weight], nbytes: int) -> list[Bucket]:
     if members:
         buckets.append(Bucket(members))
     return buckets
+
+
+@dataclass(frozen=True)
+class InBuckets:
+    """What modes have in common that sum gradients bucket by bucket."""
+
+    bucket_mb: float = 25.0
+    """Megabytes of gradients per message. Smaller = earlier start, more messages."""
+
+    def __post_init__(self) -> None:
+        if not self.bucket_mb > 0:
+            raise ValueError(f"bucket_mb={self.bucket_mb} must be greater than 0")
+
+    def buckets(self, weights: Sequence[Weight]) -> list[Bucket]:
+        """Cut a stage's weights into buckets."""
+        return make_buckets(weights, int(self.bucket_mb * 1e6))
+
+
+class BucketSync(Memoryless):
+    """Buckets leave in one fixed order on every replica, each as soon as it and those before it are full.
+
+    A mode adds what it means to leave.
+    """
+
+    def __init__(self, buckets: list[Bucket]) -> None:
+        self.meter = Meter()
+        self._buckets = buckets
+        self._bucket_of = {weight.key: bucket for bucket in buckets for weight in bucket.weights}
+        self._under_way: list[Callable[[], None]] = []
+
+    def leave(self, bucket: Bucket) -> Callable[[], None]:
+        """Start to exchange a bucket; return what waits until it is summed, in its flat tensor."""
+        raise NotImplementedError
+
+    def begin(self, step: int) -> None:
+        assert not self._under_way
+        for bucket in self._buckets:
+            bucket.begin()
+
+    def grad_made(self, weight: Weight, *, complete: bool) -> None:
+        bucket = self._bucket_of[weight.key]
+        bucket.adopt(weight)
+        if complete:
+            bucket.missing -= 1
+            while self._next_is_full():
+                self._launch()
+
+    def reduce(self) -> None:
+        for bucket in self._buckets[len(self._under_way) :]:  # those with a parameter that took no part
+            for weight in bucket.weights:
+                bucket.adopt(weight)
+            self._launch()
+
+    def wait(self) -> None:
+        for finish in self._under_way:
+            finish()
+        self._under_way.clear()
+
+    def _next_is_full(self) -> bool:
+        launched = len(self._under_way)
+        return launched < len(self._buckets) and self._buckets[launched].missing == 0
+
+    def _launch(self) -> None:
+        self._under_way.append(self.leave(self._buckets[len(self._under_way)]))

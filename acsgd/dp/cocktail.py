@@ -20,7 +20,7 @@ from torch import Tensor
 from acsgd.codecs.base import NotFiniteError
 from acsgd.codecs.sparse import TopK
 from acsgd.dp.allreduce import AllReduce, AllReduceSync
-from acsgd.dp.base import GradSync, make_buckets
+from acsgd.dp.base import GradSync
 from acsgd.dp.masks import Draw, chosen
 from acsgd.dp.mean import Agreed, Compressor, served_mean
 from acsgd.dp.own import SERVED_ERROR, Merging, OwnWeights, Unit, parts
@@ -86,7 +86,7 @@ class _CocktailSync(OwnWeights):
         super().__init__(weights, peers)
         self._mode = mode
         self._compressor = mode.compressor()
-        self._exact = AllReduceSync(make_buckets(weights, int(AllReduce.bucket_mb * 1e6)), peers)
+        self._exact = AllReduceSync(AllReduce().buckets(weights), peers)
         self.meter = self._exact.meter
         self._errors = [torch.zeros_like(parts(unit.own, peers.size)[peers.replica]) for unit in self.units]
         self._under_way: UnderWay[list[_Change]] | None = None

@@ -78,7 +78,7 @@ def served_mean(
     asked = peers.swap({peer: messages[peer].cpu() for peer in others}, dict.fromkeys(others, longest), meter)
     mean = torch.zeros_like(mine)
     for peer in range(peers.size):  # in one order, so that a replica may take the place of another
-        mean += sent[peer] if peer == peers.replica else _decoded(compressor, asked[peer], mine, peer)
+        mean += sent[peer] if peer == peers.replica else read_message(compressor, asked[peer], mine, peer)
     owed = mean.div_(peers.size)
     if error is not None:
         owed += error
@@ -86,7 +86,7 @@ def served_mean(
     lengths = {peer: compressor.max_bytes(len(parts[peer])) for peer in others}
     answers = peers.swap(dict.fromkeys(others, answer.cpu()), lengths, meter)
     answers[peers.replica] = answer
-    means = [_decoded(compressor, answers[peer], part, peer) for peer, part in enumerate(parts)]
+    means = [read_message(compressor, answers[peer], part, peer) for peer, part in enumerate(parts)]
     return Agreed(sent, means, owed - means[peers.replica])
 
 
@@ -103,14 +103,14 @@ def told_mean(x: Tensor, compressor: Compressor, peers: Peers, meter: Meter) -> 
     told[peers.replica] = message
     mean = torch.zeros_like(x)
     for peer in range(peers.size):
-        decoded = _decoded(compressor, told[peer], x, peer)
+        decoded = read_message(compressor, told[peer], x, peer)
         mean += decoded
         if peer == peers.replica:
             sent = decoded
     return sent, mean.div_(peers.size)
 
 
-def _decoded(compressor: Compressor, message: Tensor, like: Tensor, peer: int) -> Tensor:
+def read_message(compressor: Compressor, message: Tensor, like: Tensor, peer: int) -> Tensor:
     """Return what the message of a replica stands for, as long as `like` and on its device. Raises RunError."""
     try:
         return compressor.decode(message.to(like.device), len(like))

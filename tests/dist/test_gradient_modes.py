@@ -1,0 +1,109 @@
+"""Laws of whole runs in modes that agree on gradients; PowerSGD's errors are training state, tied copies' included."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from test_own_training import make_run
+from test_resume import HALF, TIMEOUT, TinyModel, checkpoint_of, losses_of, train_ranks
+from test_same_training import DROPOUT
+from training import losses_of_rank
+
+from acsgd.config import Config, ReplicaConfig
+from acsgd.inputs import open_source
+from acsgd.io.resume import Checkpoint
+from acsgd.job import prepare
+from acsgd.shards.disk import Manifest, ShardDirectory, WeightState
+from acsgd.state import restore
+from acsgd.topology import Launch, connect
+from acsgd.worker import build_worker
+
+TIED = ("transformer.wte.weight", "lm_head.weight")
+U = 2.0**-24
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Return a run on 2 stages x 2 replicas, of a model with a tied weight, that was never stopped."""
+    directory = tmp_path_factory.mktemp("whole")
+    config = make_run(tiny_model("gpt2", **DROPOUT), directory / "run", "powersgd:rank=2,start=3", "bf16")
+    on_ranks(4, train_ranks, directory / "store", [config])
+    return config
+
+
+def test_two_replicas_train_the_same_bit_for_bit_in_every_exact_mode(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """The sum of two numbers depends on no order; and messages that leave beside backward miss nothing of it."""
+    plain = make_run(tiny_model("gpt2", **DROPOUT), tmp_path / "run", "allreduce:bucket_mb=0.01", "fp32")
+    modes = ["sharded_ps:bucket_mb=0.01", "central_ps:bucket_mb=0.001", "powersgd:start=99", "powersgd"]
+    configs = [plain, *(dataclasses.replace(plain, dp=ReplicaConfig(mode)) for mode in modes)]
+    expected, *exact, lossy = on_ranks(4, losses_of_rank, tmp_path / "store", configs)[0]
+    assert all(losses == expected for losses in exact)
+    assert lossy != expected
+
+
+def moved(config: Config, directory: Path, *, stages: int = 2) -> Config:
+    """Return a run in a new directory that finds what `config` had written when it was at its half."""
+    half = dataclasses.replace(
+        config,
+        log=dataclasses.replace(config.log, dir=str(directory / "run")),
+        pp=dataclasses.replace(config.pp, stages=stages),
+    )
+    shutil.copytree(checkpoint_of(config, HALF), checkpoint_of(half, HALF))
+    return half
+
+
+def test_a_run_is_saved_and_goes_on_bit_for_bit(whole: Config, tmp_path: Path) -> None:
+    half = moved(whole, tmp_path)
+    on_ranks(4, train_ranks, tmp_path / "store", [half])
+    ends = [Manifest.read(checkpoint_of(config)) for config in (whole, half)]
+    assert ends[0].layers == ends[1].layers
+    assert ends[0].replicas == ends[1].replicas
+    assert len(ends[0].replicas["head"]) == 2
+    losses = losses_of(whole)
+    assert losses[-1] < losses[0]
+
+
+def remembered(rank: int, world_size: int, store: Path, config: Config) -> WeightState:
+    """Return what this rank remembers that goes on from the half of a run."""
+    job = prepare(config, Launch(rank, rank, world_size))
+    with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups:
+        worker = build_worker(job, open_source(job), groups)
+        restore(worker, Checkpoint.open(checkpoint_of(config, HALF)))
+        states = [stage.sync.state_dict() for stage in worker.stages.values()]
+        dist.barrier()
+        return {"gradient_error": {key: x.clone() for state in states for key, x in state["gradient_error"].items()}}
+
+
+def errors_of(states: list[WeightState], *keys: str) -> list[torch.Tensor]:
+    """Return all that is owed of some weights, fp64."""
+    return [state["gradient_error"][key].double() for state in states for key in keys if key in _errors(state)]
+
+
+def _errors(state: WeightState) -> dict[str, torch.Tensor]:
+    return state.get("gradient_error", {})
+
+
+@pytest.mark.parametrize(("stages", "ranks"), [(1, 1), (1, 2), (2, 4), (1, 3), (2, 6), (3, 3)])
+def test_what_is_owed_of_every_weight_stays(stages: int, ranks: int, whole: Config, tmp_path: Path) -> None:
+    """Where one rank holds both ends of the model there is no copy of the tied weight: the first owes it all.
+
+    Copies' errors are rounded once where they are added, shares of another number of replicas once each.
+    """
+    config = moved(whole, tmp_path, stages=stages)
+    now = on_ranks(ranks, remembered, tmp_path / "store", config)
+    shards = ShardDirectory(checkpoint_of(whole, HALF))
+    before = [state for layer in shards.manifest.layers for state in shards.replica_states(layer)]
+    keys = {key for state in before for key in _errors(state)}
+    assert keys >= set(TIED)
+    for together in [TIED, *((key,) for key in keys - set(TIED))]:
+        saved, ours = errors_of(before, *together), errors_of(now, *together)
+        missing = torch.stack(ours).sum(0) - torch.stack(saved).sum(0)
+        assert all(error.any() for error in saved)
+        assert missing.norm() <= 2 * U * sum(error.norm() for error in saved)
+    assert any(TIED[1] in _errors(state) for state in now) == (stages > 1)
