@@ -56,6 +56,11 @@ class Optimizer:
                 torch._foreach_copy_([w.param for w in self._rounded], [w.master for w in self._rounded])
         return rate
 
+    def second_moments(self, weights: Sequence[Weight]) -> dict[str, torch.Tensor]:
+        """Return AdamW's second moments of some weights, by key, not copied; none of weights without a step yet."""
+        states = {weight.key: self._adamw.state.get(weight.master) for weight in weights}
+        return {key: state["exp_avg_sq"] for key, state in states.items() if state}
+
     def state_of(self, weights: Sequence[Weight]) -> WeightState:
         """Return what AdamW remembers of some weights, not copied; empty before the first step."""
         state: WeightState = defaultdict(dict)

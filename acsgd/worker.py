@@ -199,7 +199,7 @@ class Worker:
         scale_gradients_(self.weights, factor * clip_factor(norm, self.job.config.optim.clip))
         self.optimizer.step(step)
         for stage in self.stages.values():
-            stage.sync.after_step(step)
+            stage.sync.after_step(step, self.optimizer.second_moments(stage.weights))
 
     def _explain(self, batch: Batch, step: int, scale: float, loss: float, norm: float) -> str:
         """Make the step again, watching every layer, and say where its loss or gradients stop being finite."""

@@ -44,8 +44,11 @@ class GradSync(Protocol):
         """Block until every gradient is the sum over the replicas, unless the step is local."""
         ...
 
-    def after_step(self, step: int) -> None:
-        """Take note that the optimizer has made step `step`."""
+    def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
+        """Take note that the optimizer has made step `step`.
+
+        moments: AdamW's second moments of the stage's weights, by key; may be changed in place.
+        """
         ...
 
     def shared(self) -> Mapping[str, Tensor] | None:
@@ -82,7 +85,7 @@ class Memoryless:
         """All replicas make the same step."""
         return False
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
         """Nothing is left to do."""
 
     def shared(self) -> None:

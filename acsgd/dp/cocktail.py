@@ -9,7 +9,7 @@ n = weights of a unit, R = replicas; part j of n is what replica j serves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from acsgd.dp.allreduce import AllReduce, AllReduceSync
 from acsgd.dp.base import GradSync
 from acsgd.dp.masks import Draw, chosen
 from acsgd.dp.mean import Agreed, Compressor, served_mean
+from acsgd.dp.moments import average, is_due
 from acsgd.dp.own import SERVED_ERROR, Merging, OwnWeights, Unit, parts
 from acsgd.dp.peers import Peers, UnderWay
 from acsgd.failure import RunError
@@ -51,6 +52,8 @@ class Cocktail:
     gain: float = 1.0
     """The mean change is applied so many times. Each replica's AdamW divides by the noise of one replica's gradients,
     so the mean is up to sqrt(R) times shorter than the step of all-reduce."""
+    moments: bool = True
+    """Whether AdamW's second moments are averaged over the replicas, after 1, 2, 4, 8, ... local steps (moments.py)."""
     exact_steps: int = 0
     """So many steps at the start are made together, on gradients summed exactly."""
 
@@ -120,10 +123,13 @@ class _CocktailSync(OwnWeights):
             for unit, error, change in zip(self.units, self._errors, changes, strict=True):
                 self._apply(unit, error, change)
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
         if not self.is_local(step):
             for unit in self.units:
                 unit.shared.copy_(unit.own)
+        elif self._mode.moments and is_due(step + 1 - self._mode.exact_steps):
+            for unit in self.units:
+                self.peers.begin(partial(average, unit, moments, self.peers, self.meter)).result(self.meter)
 
     def state_dict(self) -> WeightState:
         errors: dict[str, Tensor] = {}

@@ -5,7 +5,7 @@ Sources: Douillard et al. 2023, arXiv:2311.08105, Algorithm 1; 2025, arXiv:2501.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -93,7 +93,7 @@ class _DiLoCoSync(OwnWeights):
             self._send([self._of(sent, sent_after) for sent in self._sent])
 
     @torch.no_grad()
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
         sent_after = self._mode.sent_after(step)
         if sent_after == step:
             changes = [self._of(unit.shared, step) - self._of(unit.own, step) for unit in self.units]

@@ -111,7 +111,7 @@ class OwnWeights:
     def wait(self) -> None:
         pass
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
         pass
 
     def shared(self) -> Mapping[str, Tensor] | None:

@@ -109,7 +109,7 @@ class _PowerSGDSync(BucketSync):
         for finish in self._coming_back:
             finish()
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
         self._errors, self._bases = self._next_errors, self._next_bases
 
     def state_dict(self) -> WeightState:
@@ -167,7 +167,7 @@ class _Paying(Alone):
                 owed, grad = self._owed[weight.key].view_as(weight.master), weight.master.grad
                 weight.master.grad = owed.clone() if grad is None else grad + owed
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
         self._owed = {}
 
     def state_dict(self) -> WeightState:

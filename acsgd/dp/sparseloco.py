@@ -5,7 +5,7 @@ Source: Sarfi et al. 2025, arXiv:2508.15706, Algorithm 1. n = weights of a unit,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,7 +65,7 @@ class _SparseLoCoSync(OwnWeights):
         self._errors = [torch.zeros_like(unit.own) for unit in self.units]
 
     @torch.no_grad()
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
         if (step + 1) % self._mode.inner:
             return
         for unit, error in zip(self.units, self._errors, strict=True):

@@ -102,7 +102,7 @@ def _make_step(sync: GradSync, weights: Sequence[Weight], rank: int, step: int, 
         sync.wait()
     masters = [weight.master for weight in weights]
     grads = [torch.zeros_like(m) if m.grad is None else m.grad.clone() for m in masters]
-    sync.after_step(step)
+    sync.after_step(step, {})
     return Agreed(grads, sync.meter.sent_bytes, sum(sent), len(sent))
 
 

@@ -45,7 +45,13 @@ LOSSLESS = {
 """What agrees on nearly all of every change, and so many steps later."""
 
 
-def make_step(sync: GradSync, weights: Sequence[Weight], step: int, grads: Sequence[Tensor]) -> None:
+def make_step(
+    sync: GradSync,
+    weights: Sequence[Weight],
+    step: int,
+    grads: Sequence[Tensor],
+    moments: dict[str, Tensor] | None = None,
+) -> None:
     """Make a step of plain gradient descent, as a worker makes it."""
     sync.begin(step)
     for weight, grad in zip(weights, grads, strict=True):
@@ -58,7 +64,7 @@ def make_step(sync: GradSync, weights: Sequence[Weight], step: int, grads: Seque
             assert weight.master.grad is not None
             scale = 1.0 if sync.is_local(step) else 1.0 / dist.get_world_size()
             weight.master.sub_(LR * scale * weight.master.grad)
-    sync.after_step(step)
+    sync.after_step(step, moments if moments is not None else {})
 
 
 def gradients(rank: int, step: int) -> list[Tensor]:
@@ -201,3 +207,30 @@ def test_what_is_owed_outlives_a_change_of_the_number_of_replicas(spec: str, rep
         for key, total in before.items():
             magnitude = max(float(state[name][key].abs().max()) for state in states)
             assert (now[key] - total).abs().max() <= 4 * 2.0**-24 * magnitude, (name, key)
+
+
+def average_moments(rank: int, peers: Peers) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Return the second moments before and after each step of mode "cocktail"."""
+    run, seen = Run("cocktail:exact_steps=1", peers), []
+    for step in range(STEPS):
+        squares = [10.0 ** (-4 * rank) * grad.square() for grad in gradients(rank, step)]
+        moments = {weight.key: square for weight, square in zip(run.weights, squares, strict=True)}
+        before = {key: tensor.clone() for key, tensor in moments.items()}
+        make_step(run.sync, run.weights, step, gradients(rank, step), moments)
+        seen.append((before, moments))
+    return seen
+
+
+def test_second_moments_are_averaged_after_one_two_and_four_local_steps(tmp_path: Path) -> None:
+    """Told in half octaves, there and back, so each way within a quarter of one, 2**0.25."""
+    ranks = on_replicas(3, average_moments, tmp_path / "store")
+    for step in range(STEPS):
+        for key in ranks[0][step][0]:
+            before, after = ([ranks[rank][step][i][key] for rank in range(3)] for i in (0, 1))
+            if step not in (1, 2, 4):
+                assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+                continue
+            assert all(torch.equal(after[0], other) for other in after)
+            ratio = after[0] / torch.stack(before).mean(0)
+            assert ratio.min() >= 2**-0.5 * (1 - 1e-4)
+            assert ratio.max() <= 2**0.5 * (1 + 1e-4)

@@ -73,7 +73,7 @@ class Run:
         for weight in self.weights:
             _grad(weight).mul_(0.5)  # clipping does so
         if update:
-            self.sync.after_step(step)
+            self.sync.after_step(step, {})
         return Step(before, applied, copied(self.sync.state_dict()))
 
 
