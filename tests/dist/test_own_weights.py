@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from test_dp import TIMEOUT, gradient, make_weights
+from test_dp import TIMEOUT, count_sent, gradient, make_weights
 from torch import Tensor
 
 from acsgd.dp import MODES
 from acsgd.dp.base import GradSync
 from acsgd.dp.peers import Peers
+from acsgd.failure import RunError
 from acsgd.registry import from_spec
 from acsgd.shards.base import Weight
 from acsgd.shards.disk import WeightState
@@ -234,3 +235,39 @@ def test_second_moments_are_averaged_after_one_two_and_four_local_steps(tmp_path
             ratio = after[0] / torch.stack(before).mean(0)
             assert ratio.min() >= 2**-0.5 * (1 - 1e-4)
             assert ratio.max() <= 2**0.5 * (1 + 1e-4)
+
+
+def count(rank: int, peers: Peers, spec: str) -> tuple[int, int]:
+    """Return the bytes of a run that the mode counts, and those that torch.distributed was given."""
+    with pytest.MonkeyPatch.context() as patch:
+        sent = count_sent(patch)
+        run = Run(spec, peers)
+        run.go(rank, range(STEPS))
+        return run.sync.meter.sent_bytes, sum(sent)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_is_sent_is_counted(spec: str, tmp_path: Path) -> None:
+    for counted, sent in on_replicas(3, count, tmp_path / "store", spec):
+        assert counted == sent
+        assert (sent == 0) == (spec == "local")
+
+
+def lose(rank: int, world_size: int, store: Path, spec: str) -> tuple[int, ...] | None:
+    """Train until replica 1 dies before its fourth step; return whom the others say they waited for."""
+    torch.set_num_threads(1)
+    file_store = dist.FileStore(str(store), world_size)
+    with connect(Topology(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups:
+        run = Run(spec, Peers(groups.dp))
+        run.go(rank, range(3))
+        dist.barrier()
+        if rank == 1:
+            return None  # its connections close
+        with pytest.raises(RunError, match="exchanging updates with replica 1, rank 1") as failed:
+            run.go(rank, range(3, STEPS))
+        return failed.value.awaited
+
+
+@pytest.mark.parametrize("spec", ["cocktail", "diloco:inner=4", "sparseloco:inner=4"])
+def test_a_replica_that_is_gone_is_named(spec: str, tmp_path: Path) -> None:
+    assert on_ranks(2, lose, tmp_path / "store", spec) == [(1,), None]
