@@ -87,7 +87,7 @@ def table(rows: Sequence[Row], options: argparse.Namespace, exact_bytes: float) 
     for mode, mine in by_mode.items():
         losses = [f"{fmean(row.held_out):.4f}" for row in mine]
         relative = f"{best[mode] / best[EXACT] - 1:+.2%}" if EXACT in best else ""
-        fewer = f"{exact_bytes / mine[0].sent:.0f} x" if mine[0].sent else "all"
+        fewer = f"{exact_bytes / mine[0].sent:.3g} x" if mine[0].sent else "all"
         shown.add_row(mode, *losses, relative, f"{mine[0].sent:.0f}", fewer)
     return shown
 

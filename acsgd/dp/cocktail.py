@@ -85,6 +85,8 @@ class _Change(NamedTuple):
 
 
 class _CocktailSync(OwnWeights):
+    remembers = (SERVED_ERROR,)
+
     def __init__(self, mode: Cocktail, weights: Sequence[Weight], peers: Peers) -> None:
         super().__init__(weights, peers)
         self._mode = mode
@@ -147,7 +149,8 @@ class _CocktailSync(OwnWeights):
             whole = torch.zeros_like(unit.own)
             for key, view in unit.views(whole).items():
                 for state in saved:  # each has what it served, and 0 elsewhere
-                    view += state[SERVED_ERROR][key].to(view.device)
+                    if SERVED_ERROR in state:
+                        view += state[SERVED_ERROR][key].to(view.device)
             error.copy_(parts(whole, self.peers.size)[self.peers.replica])
 
     @torch.no_grad()

@@ -76,6 +76,8 @@ class DiLoCo:
 
 
 class _DiLoCoSync(OwnWeights):
+    remembers = ("momentum", "sent")
+
     def __init__(self, mode: DiLoCo, weights: Sequence[Weight], peers: Peers) -> None:
         super().__init__(weights, peers)
         self._mode = mode
@@ -114,7 +116,7 @@ class _DiLoCoSync(OwnWeights):
         for name, flats in self._remembered().items():
             for unit, flat in zip(self.units, flats, strict=True):
                 flat.zero_()
-                if saved:
+                if any(name in state for state in saved):
                     self.load_into(unit, flat, [state[name] for state in saved])
 
     def _remembered(self) -> dict[str, list[Tensor]]:

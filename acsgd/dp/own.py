@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from acsgd.dp.base import Alone
+from acsgd.dp.base import Alone, refuse_others
 from acsgd.dp.peers import Peers
 from acsgd.meter import Meter
 from acsgd.shards.base import Weight
@@ -72,6 +72,8 @@ class Merging(Alone):
 
     @torch.no_grad()
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
+        if any(OWN not in state for state in saved):
+            refuse_others(saved)
         for weight in self._weights if saved else ():
             by_name = {name: [state[name][weight.key] for state in saved] for name in saved[0]}
             merged = _mean(by_name[OWN])
@@ -88,6 +90,9 @@ class OwnWeights:
 
     A checkpoint holds what they share as the model, and for each replica its own weights beside it.
     """
+
+    remembers: tuple[str, ...] = ()
+    """Names of what a mode saves besides; 0 where a checkpoint of a mode without it has none."""
 
     def __init__(self, weights: Sequence[Weight], peers: Peers) -> None:
         self.meter = Meter()
@@ -122,6 +127,7 @@ class OwnWeights:
 
     @torch.no_grad()
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
+        refuse_others(saved, (OWN, *self.remembers))
         for unit in self.units:
             unit.shared.copy_(unit.own)
             if saved:

@@ -59,6 +59,8 @@ class SparseLoCo:
 
 
 class _SparseLoCoSync(OwnWeights):
+    remembers = (OWN_ERROR,)
+
     def __init__(self, mode: SparseLoCo, weights: Sequence[Weight], peers: Peers) -> None:
         super().__init__(weights, peers)
         self._mode = mode
@@ -82,7 +84,7 @@ class _SparseLoCoSync(OwnWeights):
         super().load_state_dict(saved)
         for unit, error in zip(self.units, self._errors, strict=True):
             error.zero_()
-            if saved:
+            if any(OWN_ERROR in state for state in saved):
                 self.load_into(unit, error, [state[OWN_ERROR] for state in saved])
 
     def _exchange(self, unit: Unit, error: Tensor) -> None:

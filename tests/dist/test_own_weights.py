@@ -271,3 +271,35 @@ def lose(rank: int, world_size: int, store: Path, spec: str) -> tuple[int, ...] 
 @pytest.mark.parametrize("spec", ["cocktail", "diloco:inner=4", "sparseloco:inner=4"])
 def test_a_replica_that_is_gone_is_named(spec: str, tmp_path: Path) -> None:
     assert on_ranks(2, lose, tmp_path / "store", spec) == [(1,), None]
+
+
+def change_mode(rank: int, peers: Peers, before: str, after: str) -> str:
+    """Train in one mode and go on in another; return why that cannot be, or ""."""
+    run = Run(before, peers)
+    run.go(rank, range(4))
+    states: list[Any] = [None] * peers.size
+    dist.all_gather_object(states, copied(run.sync.state_dict()))
+    other = Run(after, peers)
+    try:
+        other.restore(run.model(), states)
+    except RunError as error:
+        return str(error)
+    other.go(rank, range(4, STEPS))
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("local", "cocktail", ""),
+        ("local", "sparseloco:inner=2", ""),
+        ("local", "diloco:inner=2", ""),
+        ("cocktail", "diloco:inner=2", "the checkpoint holds ['served_error'] of another data-parallel mode"),
+        ("diloco:inner=2", "local", "the checkpoint holds ['momentum'] of another data-parallel mode"),
+        ("cocktail", "allreduce", "the checkpoint holds ['own', 'served_error'] of another data-parallel mode"),
+    ],
+)
+def test_another_mode_goes_on_where_nothing_is_lost(before: str, after: str, said: str, tmp_path: Path) -> None:
+    for each in on_replicas(2, change_mode, tmp_path / "store", before, after):
+        assert each.startswith(said)
+        assert bool(each) == bool(said)
