@@ -79,12 +79,13 @@ def make_run(model: Path, run_dir: Path, mode: str, dtype: Literal["fp32", "bf16
     )
 
 
-@pytest.fixture(params=MODES.items(), ids=MODES)
-def whole(request: pytest.FixtureRequest, tiny_model: TinyModel, tmp_path: Path) -> Config:
+@pytest.fixture(scope="module", params=MODES.items(), ids=MODES)
+def whole(request: pytest.FixtureRequest, tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Return a run on 2 stages x 2 replicas, of a model with a tied weight, that was never stopped."""
     mode, dtype = request.param
-    config = make_run(tiny_model("gpt2", **DROPOUT), tmp_path / "whole" / "run", mode, dtype)
-    on_ranks(4, train_ranks, tmp_path / "store", [config])
+    runs = tmp_path_factory.mktemp("own")
+    config = make_run(tiny_model("gpt2", **DROPOUT), runs / "whole" / "run", mode, dtype)
+    on_ranks(4, train_ranks, runs / "store", [config])
     return config
 
 
