@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from acsgd.build import build_worker
 from acsgd.dp.own import OWN
 from acsgd.dp.powersgd import GRADIENT_ERROR
 from acsgd.failure import RunError
@@ -25,7 +26,7 @@ from acsgd.precision import LossScale
 from acsgd.shards.base import LayerShard, Weight, stored_keys, tied_keys
 from acsgd.shards.disk import ShardDirectory, StoredFile, WeightState
 from acsgd.topology import Groups
-from acsgd.worker import Asks, Worker, build_worker
+from acsgd.worker import Asks, Worker
 
 MOMENTS = "optimizer."
 """How names begin of what the optimizer remembers of weights that each replica has of its own."""

@@ -29,7 +29,7 @@ from acsgd.topology import Launch
 
 VOCABULARY, SEQUENCE, WIDTH, BLOCKS, HEADS = 256, 384, 256, 4, 4
 TIMEOUT_S = 300.0
-PRELOAD = ["acsgd.worker", "acsgd.inputs", "transformers.models.gpt2.modeling_gpt2", "rich.table"]
+PRELOAD = ["acsgd.build", "acsgd.inputs", "transformers.models.gpt2.modeling_gpt2", "rich.table"]
 
 
 @dataclass(frozen=True)

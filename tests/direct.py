@@ -15,6 +15,7 @@ from torch import Tensor
 from training import TIMEOUT
 from transformers import PreTrainedConfig
 
+from acsgd.build import build_worker
 from acsgd.config import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 from acsgd.dp.base import Alone
 from acsgd.inputs import open_source
@@ -24,7 +25,7 @@ from acsgd.shards import family_of
 from acsgd.shards.base import Weight, skeleton
 from acsgd.shards.load import Scratch, load_layer
 from acsgd.topology import Launch, connect
-from acsgd.worker import Worker, build_worker
+from acsgd.worker import Worker
 
 VOCABULARY = 512
 SEQUENCES, SEQUENCE = 6, 32

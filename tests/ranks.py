@@ -7,11 +7,14 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 PRELOAD = [
     "torch",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
-    "acsgd.worker",
+    "acsgd.build",
 ]
 
 
@@ -26,3 +29,15 @@ def on_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_s: f
     with ProcessPoolExecutor(world_size, mp_context=context) as pool:
         futures = [pool.submit(body, rank, world_size, *args) for rank in range(world_size)]
         return [future.result(timeout=timeout_s) for future in futures]
+
+
+def told_to_all(state: dict[str, dict[str, torch.Tensor]], group: dist.ProcessGroup) -> list[dict[str, Any]]:
+    """Return what each rank of a group remembers, in their order; all have tensors of the same names and shapes."""
+    states: list[dict[str, Any]] = [{name: {} for name in state} for _ in range(group.size())]
+    for name in sorted(state):
+        for key, tensor in sorted(state[name].items()):
+            tensors = [torch.empty_like(tensor).contiguous() for _ in states]
+            dist.all_gather(tensors, tensor.contiguous(), group=group)
+            for each, theirs in zip(states, tensors, strict=True):
+                each[name][key] = theirs
+    return states

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from acsgd.build import build_worker
 from acsgd.config import Config
 from acsgd.inputs import open_data, open_source
 from acsgd.io.data import Batch
@@ -22,7 +23,7 @@ from acsgd.precision import LossScale
 from acsgd.shards import family_of
 from acsgd.shards.load import mix_seed
 from acsgd.topology import Launch, connect
-from acsgd.worker import Worker, build_worker
+from acsgd.worker import Worker
 
 TIMEOUT = timedelta(seconds=120)
 

@@ -110,15 +110,15 @@ def refuse_others(saved: Sequence[WeightState], known: Collection[str] = ()) -> 
         )
 
 
-class Alone(Memoryless):
-    """The only replica agrees with itself."""
+class Unsummed:
+    """What agreements have in common that leave each replica its own gradients."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self.meter = Meter()
-        self._weights = weights
+        self.weights = tuple(weights)
 
     def begin(self, step: int) -> None:
-        for weight in self._weights:
+        for weight in self.weights:
             weight.master.grad = None
 
     def grad_made(self, weight: Weight, *, complete: bool) -> None:
@@ -129,6 +129,10 @@ class Alone(Memoryless):
 
     def wait(self) -> None:
         pass
+
+
+class Alone(Unsummed, Memoryless):
+    """The only replica agrees with itself."""
 
 
 class Bucket:

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from acsgd.dp.base import Alone, refuse_others
+from acsgd.dp.base import Alone, Unsummed, refuse_others
 from acsgd.dp.peers import Peers
-from acsgd.meter import Meter
 from acsgd.shards.base import Weight
 from acsgd.shards.disk import WeightState
 
@@ -74,7 +73,7 @@ class Merging(Alone):
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
         if any(OWN not in state for state in saved):
             refuse_others(saved)
-        for weight in self._weights if saved else ():
+        for weight in self.weights if saved else ():
             by_name = {name: [state[name][weight.key] for state in saved] for name in saved[0]}
             merged = _mean(by_name[OWN])
             if OWN_ERROR in by_name:
@@ -85,7 +84,7 @@ class Merging(Alone):
             weight.param.copy_(merged)
 
 
-class OwnWeights:
+class OwnWeights(Unsummed):
     """The agreement of replicas that step on their own gradients. A mode adds when and how they exchange weights.
 
     A checkpoint holds what they share as the model, and for each replica its own weights beside it.
@@ -95,26 +94,12 @@ class OwnWeights:
     """Names of what a mode saves besides; 0 where a checkpoint of a mode without it has none."""
 
     def __init__(self, weights: Sequence[Weight], peers: Peers) -> None:
-        self.meter = Meter()
+        super().__init__(weights)
         self.units = make_units(weights)
         self.peers = peers
 
     def is_local(self, step: int) -> bool:
         return True
-
-    def begin(self, step: int) -> None:
-        for unit in self.units:
-            for weight in unit.weights:
-                weight.master.grad = None
-
-    def grad_made(self, weight: Weight, *, complete: bool) -> None:
-        pass
-
-    def reduce(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
 
     def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
         pass

@@ -23,8 +23,8 @@ from acsgd.meter import Meter
 T = TypeVar("T")
 TAG = 2
 """Of messages between replicas; those of collectives have tags of their own."""
-_FRAME = struct.Struct("<IIQ")
-"""Round, 0, bytes that follow. A receiver that is out of step says so instead of taking one message for another."""
+_FRAME = struct.Struct("<QQ")
+"""Round, bytes that follow. A receiver that is out of step says so instead of taking one message for another."""
 
 
 class UnderWay(Generic[T]):
@@ -78,7 +78,7 @@ class Peers:
             with self._with(peer, since):
                 receiving[peer] = dist.irecv(buffers[peer], self._ranks[peer], self.group, TAG)
         for peer, message in outgoing.items():
-            frame = bytearray(_FRAME.pack(self._rounds, 0, len(message)))
+            frame = bytearray(_FRAME.pack(self._rounds, len(message)))
             framed = torch.cat([torch.frombuffer(frame, dtype=torch.uint8), message])
             with self._with(peer, since):
                 sending[peer] = dist.isend(framed, self._ranks[peer], self.group, TAG)
@@ -91,8 +91,8 @@ class Peers:
         return {peer: self._body(peer, buffer) for peer, buffer in buffers.items()}
 
     def _body(self, peer: int, buffer: Tensor) -> Tensor:
-        number, zero, length = _FRAME.unpack(bytes(buffer[: _FRAME.size].tolist()))
-        if number != self._rounds or zero or length > len(buffer) - _FRAME.size:
+        number, length = _FRAME.unpack(bytes(buffer[: _FRAME.size].tolist()))
+        if number != self._rounds or length > len(buffer) - _FRAME.size:
             raise RunError(
                 f"replica {peer} (rank {self._ranks[peer]}) sent message {number} of {length} bytes, not message "
                 f"{self._rounds} of at most {len(buffer) - _FRAME.size}: the two run different programs, check that "

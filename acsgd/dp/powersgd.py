@@ -162,7 +162,7 @@ class _Paying(Alone):
     _owed: Mapping[str, Tensor] = {}
 
     def reduce(self) -> None:
-        for weight in self._weights:
+        for weight in self.weights:
             if weight.key in self._owed:
                 owed, grad = self._owed[weight.key].view_as(weight.master), weight.master.grad
                 weight.master.grad = owed.clone() if grad is None else grad + owed
@@ -175,7 +175,7 @@ class _Paying(Alone):
 
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
         refuse_others(saved, (GRADIENT_ERROR, BASIS))
-        self._owed = _owed(saved, self._weights)
+        self._owed = _owed(saved, self.weights)
 
 
 def _matrix(grad: Tensor | None) -> Tensor:

@@ -14,13 +14,13 @@ from test_same_training import RELATIVE, make_config
 from torch import Tensor
 from training import TIMEOUT, oracle_losses, train
 
+from acsgd.build import build_worker
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.config import Config
 from acsgd.inputs import open_inputs
 from acsgd.io.data import Dataset
 from acsgd.job import prepare
 from acsgd.topology import Launch, connect
-from acsgd.worker import build_worker
 
 STEPS = 9
 BLOCKS = {1: (6,), 2: (3, 3), 4: (1, 2, 2, 1)}

@@ -12,6 +12,7 @@ from ranks import on_ranks
 from test_same_training import make_config
 from training import TIMEOUT, batches_of
 
+from acsgd.build import build_worker
 from acsgd.codecs.base import wire_bytes
 from acsgd.codecs.identity import Identity
 from acsgd.config import Config
@@ -20,7 +21,6 @@ from acsgd.io.progress import Progress
 from acsgd.job import prepare
 from acsgd.pp.frame import HEADER_BYTES
 from acsgd.topology import Launch, connect
-from acsgd.worker import build_worker
 
 STEPS, EXACT_STEPS = 5, 3
 NARROW = "none:dtype=bf16"

@@ -15,6 +15,7 @@ from test_resume import HALF, TIMEOUT, TinyModel, checkpoint_of, losses_of, trai
 from test_same_training import DROPOUT
 from training import losses_of_rank
 
+from acsgd.build import build_worker
 from acsgd.config import Config, ReplicaConfig
 from acsgd.inputs import open_source
 from acsgd.io.resume import Checkpoint
@@ -22,7 +23,6 @@ from acsgd.job import prepare
 from acsgd.shards.disk import Manifest, ShardDirectory, WeightState
 from acsgd.state import restore
 from acsgd.topology import Launch, connect
-from acsgd.worker import build_worker
 
 TIED = ("transformer.wte.weight", "lm_head.weight")
 U = 2.0**-24

@@ -20,7 +20,7 @@ from acsgd.job import prepare
 from acsgd.shards.convert import read_config
 from acsgd.shards.base import skeleton
 from acsgd.topology import Launch, Topology, connect
-from acsgd.worker import build_stages
+from acsgd.build import build_stages
 import transformers.models.gpt2.modeling_gpt2
 
 rank, argv = int(sys.argv[1]), sys.argv[2:]

@@ -16,13 +16,13 @@ from test_resume import HALF, TIMEOUT, TinyModel, checkpoint_of, make_config, tr
 from test_same_training import DROPOUT
 from training import batches_of, mask, train
 
+from acsgd.build import build_worker
 from acsgd.config import Config, ReplicaConfig
 from acsgd.inputs import open_source
 from acsgd.io.data import Batch
 from acsgd.job import prepare
 from acsgd.shards.disk import Manifest, ShardDirectory
 from acsgd.topology import Launch, connect
-from acsgd.worker import build_worker
 
 MODES = {
     "local": "fp32",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import on_ranks, told_to_all
 from test_dp import TIMEOUT, count_sent, gradient, make_weights
 from torch import Tensor
 
@@ -162,8 +162,7 @@ def train_and_resume(rank: int, peers: Peers, spec: str, at: int) -> bool:
     whole = Run(spec, peers)
     whole.go(rank, range(at))
     model, state = whole.model(), copied(whole.sync.state_dict())
-    states: list[Any] = [None] * peers.size
-    dist.all_gather_object(states, state)
+    states = told_to_all(state, peers.group)
     whole.go(rank, range(at, STEPS))
     half = Run(spec, peers)
     half.restore(model, states)
@@ -277,8 +276,7 @@ def change_mode(rank: int, peers: Peers, before: str, after: str) -> str:
     """Train in one mode and go on in another; return why that cannot be, or ""."""
     run = Run(before, peers)
     run.go(rank, range(4))
-    states: list[Any] = [None] * peers.size
-    dist.all_gather_object(states, copied(run.sync.state_dict()))
+    states = told_to_all(copied(run.sync.state_dict()), peers.group)
     other = Run(after, peers)
     try:
         other.restore(run.model(), states)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from ranks import told_to_all
 from test_own_weights import copied, on_replicas
 from torch import Tensor, nn
 
@@ -197,19 +198,13 @@ def train_and_resume(rank: int, peers: Peers, spec: str, at: int) -> bool:
     whole, half = Run(spec, peers), Run(spec, peers)
     for step in range(at):
         whole.make(step)
-    half.sync.load_state_dict(told_to_all(peers, copied(whole.sync.state_dict())))
+    half.sync.load_state_dict(told_to_all(copied(whole.sync.state_dict()), peers.group))
     pairs = [(whole.make(step), half.make(step)) for step in range(at, STEPS)]
     return all(
         torch.equal(one.applied[key], other.applied[key]) and torch.equal(one.error(key), other.error(key))
         for one, other in pairs
         for key in SHAPES
     )
-
-
-def told_to_all(peers: Peers, state: WeightState) -> list[WeightState]:
-    states: list[WeightState] = [{}] * peers.size
-    torch.distributed.all_gather_object(states, state, group=peers.group)
-    return states
 
 
 @pytest.mark.parametrize(("spec", "at"), list(itertools.product(SPECS, [1, 4])))
@@ -269,7 +264,7 @@ def pay(rank: int, peers: Peers) -> tuple[Step, Step]:
     """Go on in a mode that compresses nothing yet: what is owed is paid at once, to the bit as in all-reduce."""
     run = Run("powersgd:rank=2", peers)
     run.make(0)
-    states = told_to_all(peers, copied(run.sync.state_dict()))
+    states = told_to_all(copied(run.sync.state_dict()), peers.group)
     exact, plain = Run("powersgd:start=9", peers), Run("allreduce", peers)
     exact.sync.load_state_dict(states)
     return exact.make(1), plain.make(1)

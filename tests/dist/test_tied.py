@@ -13,11 +13,11 @@ from ranks import on_ranks
 from test_same_training import make_config
 from training import TIMEOUT, batches_of, train
 
+from acsgd.build import build_worker
 from acsgd.config import Config
 from acsgd.inputs import open_source
 from acsgd.job import prepare
 from acsgd.topology import Launch, connect
-from acsgd.worker import build_worker
 
 TinyModel = Callable[..., Path]
 NAMES = ("transformer.wte.weight", "lm_head.weight")

@@ -12,10 +12,11 @@ ROOT = Path(__file__).parents[2]
 
 # A file imports only from its own package or from a lower floor. Longest prefix wins.
 FLOORS = {
-    "train": 6,
-    "acsgd.cli": 6,
-    "acsgd.state": 5,  # a job at work, into checkpoints and out of them
+    "train": 7,
+    "acsgd.cli": 7,
+    "acsgd.state": 6,  # a job at work, into checkpoints and out of them
     "acsgd.inputs": 4,  # what it reads
+    "acsgd.build": 5,  # how a worker comes about
     "acsgd.worker": 4,  # a job at work
     "acsgd.job": 3,  # a run decided: floor 3 for it reads the tables of all below
     "acsgd.pp.runtime": 3,
