@@ -36,8 +36,6 @@ SPECS = [
     "sparseloco:inner=2,chunk=16,topk=0.25",
     "sparseloco:inner=1,chunk=0,topk=0.1,bits=1,outer_lr=0.5",
 ]
-OWED = {"own", "own_error", "served_error", "momentum", "sent"}
-"""Names of what is remembered that makes weights change later."""
 LOSSLESS = {
     "cocktail:random=1,topk=1,bits=8": 1,
     "diloco:inner=1,outer_lr=1,momentum=0": 0,
@@ -174,39 +172,6 @@ def train_and_resume(rank: int, peers: Peers, spec: str, at: int) -> bool:
 @pytest.mark.parametrize(("spec", "at"), list(itertools.product(SPECS, [1, 4])))
 def test_a_resumed_run_is_the_undisturbed_one(spec: str, at: int, tmp_path: Path) -> None:
     assert on_replicas(2, train_and_resume, tmp_path / "store", spec, at) == [True, True]
-
-
-def train_and_keep(rank: int, peers: Peers, spec: str) -> tuple[dict[str, Tensor], WeightState]:
-    run = Run(spec, peers)
-    run.go(rank, range(STEPS))
-    return run.model(), copied(run.sync.state_dict())
-
-
-def take_over(rank: int, peers: Peers, spec: str, model: dict[str, Tensor], saved: list[WeightState]) -> WeightState:
-    run = Run(spec, peers)
-    run.restore(model, saved)
-    return copied(run.sync.state_dict())
-
-
-def owed(model: dict[str, Tensor], states: Sequence[WeightState], name: str, *, mean: bool) -> dict[str, Tensor]:
-    """Return the sum or mean over the replicas of something remembered; of "own", what it is ahead of the model."""
-    ahead = model if name == "own" else dict.fromkeys(model, torch.zeros(()))
-    sums = {k: sum((s[name][k].double() - ahead[k].double() for s in states), torch.zeros(())) for k in model}
-    return {key: total / len(states) if mean else total for key, total in sums.items()}
-
-
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec != "local"])
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_what_is_owed_outlives_a_change_of_the_number_of_replicas(spec: str, replicas: int, tmp_path: Path) -> None:
-    kept = on_replicas(3 if replicas == 2 else 2, train_and_keep, tmp_path / "before", spec)
-    model, states = kept[0][0], [state for _, state in kept]
-    after = on_replicas(replicas, take_over, tmp_path / "after", spec, model, states)
-    for name in OWED & states[0].keys():
-        before, now = (owed(model, each, name, mean=name != "served_error") for each in (states, after))
-        assert any(tensor.any() for tensor in before.values()) or "topk=1" in spec or name in ("own", "sent")
-        for key, total in before.items():
-            magnitude = max(float(state[name][key].abs().max()) for state in states)
-            assert (now[key] - total).abs().max() <= 4 * 2.0**-24 * magnitude, (name, key)
 
 
 def average_moments(rank: int, peers: Peers) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
