@@ -45,16 +45,37 @@ class Optimizer:
             fused=True,
         )
 
-    def step(self, step: int) -> float:
-        """Update masters and parameters with the gradients there are; return the learning rate used."""
+    def step(self, step: int, *, momentum: bool = True, frozen: bool = False) -> float:
+        """Update masters and parameters with the gradients there are; return the learning rate used.
+
+        momentum: whether the first moment is used, else the gradient; frozen: whether the second moments stay what they
+        are, and with them AdamW's count of the steps that they are made of.
+        """
         rate = learning_rate(step, self._config)
         for group in self._adamw.param_groups:
             group["lr"] = rate
-        self._adamw.step()
+            group["betas"] = (self._config.betas[0] if momentum else 0.0, self._config.betas[1])
+        if frozen:
+            self._step_frozen(step, rate)
+        else:
+            self._adamw.step()
         if self._rounded:
             with torch.no_grad():
                 torch._foreach_copy_([w.param for w in self._rounded], [w.master for w in self._rounded])
         return rate
+
+    @torch.no_grad()
+    def _step_frozen(self, step: int, rate: float) -> None:
+        """Update the masters; the first moments alone go on."""
+        first, second = self._config.betas
+        for group in self._adamw.param_groups:
+            for master in group["params"]:
+                if master.grad is None or not (state := self._adamw.state.get(master)):
+                    continue
+                moment = state["exp_avg"].lerp_(master.grad, 1 - first)
+                root = (state["exp_avg_sq"] / (1 - second ** float(state["step"]))).sqrt_()
+                master.mul_(1 - rate * group["weight_decay"])
+                master.addcdiv_(moment, root.add_(self._config.eps), value=-rate / (1 - first ** (step + 1)))
 
     def second_moments(self, weights: Sequence[Weight]) -> dict[str, torch.Tensor]:
         """Return AdamW's second moments of some weights, by key, not copied; none of weights without a step yet."""

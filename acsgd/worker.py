@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from acsgd.dp.base import LocalStep
 from acsgd.dp.clip import clip_factor, scale_gradients_, squared_norm
 from acsgd.dp.gather import Gather
 from acsgd.failure import RunError
@@ -127,7 +128,7 @@ class Worker:
         # gradients are of the summed loss over the number of targets if none is masked: now the true number is known
         correction = self._full_targets() / max(1.0, sums.targets)
         corrections = [correction] * self.job.topology.replicas
-        if self._is_local(step):  # then each replica's gradients are of its own mean
+        if self._local_step(step):  # then each replica's gradients are of its own mean
             corrections = [self._full_targets() / max(1.0, targets) for targets in told.targets]
         norms = [square**0.5 * each / scale.value for square, each in zip(told.squared, corrections, strict=True)]
         loss, norm = sums.loss * correction, max(norms, key=_or_inf)
@@ -161,8 +162,9 @@ class Worker:
         """Wait until what links remember beyond the run is kept."""
         self.pipeline.close()
 
-    def _is_local(self, step: int) -> bool:
-        return any(stage.sync.is_local(step) for stage in self.stages.values())
+    def _local_step(self, step: int) -> LocalStep | None:
+        """Return how each replica makes a step on its own gradients, the same on all stages; None = it is common."""
+        return next(iter(self.stages.values())).sync.local_step(step)
 
     def _agree(self, gather: Gather, loss: Tensor, batch: Batch, asks: Asks) -> _Told:
         """Tell all ranks this one's part of the step, and return what they say."""
@@ -191,7 +193,7 @@ class Worker:
     def _update(self, step: int, norm: float, factor: float) -> None:
         """Change the weights by the gradients times `factor`, clipped; norm: of the gradients times `factor`."""
         scale_gradients_(self.weights, factor * clip_factor(norm, self.job.config.optim.clip))
-        self.optimizer.step(step)
+        self.optimizer.step(step, **(self._local_step(step) or LocalStep())._asdict())
         for stage in self.stages.values():
             stage.sync.after_step(step, self.optimizer.second_moments(stage.weights))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,15 @@ from acsgd.shards.base import Weight
 from acsgd.shards.disk import WeightState
 
 
+class LocalStep(NamedTuple):
+    """How the optimizer makes a step in which each replica has gradients of its own."""
+
+    momentum: bool = True
+    """Whether AdamW's first moment is used; else the gradient takes its place."""
+    frozen: bool = False
+    """Whether AdamW's second moment stays what it is."""
+
+
 class GradSync(Protocol):
     """Agreement of the replicas on one stage. Gradients are those of the masters, in fp32.
 
@@ -24,12 +33,12 @@ class GradSync(Protocol):
 
     meter: Meter
 
-    def is_local(self, step: int) -> bool:
-        """Whether each replica makes this step on its own gradients, which are then not summed."""
+    def local_step(self, step: int) -> LocalStep | None:
+        """Return how each replica makes this step on its own gradients; None = they are summed, the step is common."""
         ...
 
-    def begin(self, step: int) -> None:
-        """Forget the gradients of the last step; step `step`, counted from 0, begins."""
+    def begin(self, step: int, scale: float = 1.0) -> None:
+        """Forget the gradients of the last step; step `step`, counted from 0, begins. scale: of its gradients."""
         ...
 
     def grad_made(self, weight: Weight, *, complete: bool) -> None:
@@ -81,9 +90,8 @@ class Mode(Protocol):
 class Memoryless:
     """A mode whose every step is complete in itself."""
 
-    def is_local(self, step: int) -> bool:
+    def local_step(self, step: int) -> None:
         """All replicas make the same step."""
-        return False
 
     def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
         """Nothing is left to do."""
@@ -117,7 +125,7 @@ class Unsummed:
         self.meter = Meter()
         self.weights = tuple(weights)
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, scale: float = 1.0) -> None:
         for weight in self.weights:
             weight.master.grad = None
 
@@ -215,7 +223,7 @@ class BucketSync(Memoryless):
         """Start to exchange a bucket; return what waits until it is summed, in its flat tensor."""
         raise NotImplementedError
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, scale: float = 1.0) -> None:
         assert not self._under_way
         for bucket in self._buckets:
             bucket.begin()

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from acsgd.codecs.base import NotFiniteError
 from acsgd.codecs.sparse import TopK
-from acsgd.dp.allreduce import AllReduce, AllReduceSync
 from acsgd.dp.base import GradSync
 from acsgd.dp.masks import Draw, chosen
-from acsgd.dp.mean import Agreed, Compressor, served_mean
-from acsgd.dp.moments import average, is_due
-from acsgd.dp.own import SERVED_ERROR, Merging, OwnWeights, Unit, parts
+from acsgd.dp.mean import Agreed, Compressor, parts, served_mean
+from acsgd.dp.moments import is_due
+from acsgd.dp.own import SERVED_ERROR, Merging, OwnWeights, Unit, load_served, served_state
 from acsgd.dp.peers import Peers, UnderWay
 from acsgd.failure import RunError
 from acsgd.shards.base import Weight
@@ -88,70 +87,40 @@ class _CocktailSync(OwnWeights):
     remembers = (SERVED_ERROR,)
 
     def __init__(self, mode: Cocktail, weights: Sequence[Weight], peers: Peers) -> None:
-        super().__init__(weights, peers)
+        super().__init__(weights, peers, exact_steps=mode.exact_steps)
         self._mode = mode
         self._compressor = mode.compressor()
-        self._exact = AllReduceSync(AllReduce().buckets(weights), peers)
-        self.meter = self._exact.meter
         self._errors = [torch.zeros_like(parts(unit.own, peers.size)[peers.replica]) for unit in self.units]
         self._under_way: UnderWay[list[_Change]] | None = None
 
-    def is_local(self, step: int) -> bool:
-        return step >= self._mode.exact_steps
-
-    def begin(self, step: int) -> None:
-        self._is_exact = not self.is_local(step)
-        if self._is_exact:
-            self._exact.begin(step)
-            return
+    def begin(self, step: int, scale: float = 1.0) -> None:
         super().begin(step)
-        if step > self._mode.exact_steps:  # there is a local step behind
+        if step > self.exact_steps:  # there is a local step behind
             self._under_way = self.peers.begin(partial(self._exchange, step))
 
-    def grad_made(self, weight: Weight, *, complete: bool) -> None:
-        if self._is_exact:
-            self._exact.grad_made(weight, complete=complete)
-
-    def reduce(self) -> None:
-        if self._is_exact:
-            self._exact.reduce()
-
     def wait(self) -> None:
-        if self._is_exact:
-            self._exact.wait()
-        elif self._under_way is not None:
+        super().wait()
+        if self._under_way is not None:
             changes = self._under_way.result(self.meter)
             self._under_way = None
             for unit, error, change in zip(self.units, self._errors, changes, strict=True):
                 self._apply(unit, error, change)
 
     def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
-        if not self.is_local(step):
+        if step < self.exact_steps:
             for unit in self.units:
                 unit.shared.copy_(unit.own)
-        elif self._mode.moments and is_due(step + 1 - self._mode.exact_steps):
-            for unit in self.units:
-                self.peers.begin(partial(average, unit, moments, self.peers, self.meter)).result(self.meter)
+        elif self._mode.moments and is_due(step + 1 - self.exact_steps):
+            self.average_moments(moments)
 
     def state_dict(self) -> WeightState:
-        errors: dict[str, Tensor] = {}
-        for unit, error in zip(self.units, self._errors, strict=True):
-            whole = torch.zeros_like(unit.own)
-            parts(whole, self.peers.size)[self.peers.replica].copy_(error)
-            errors |= unit.views(whole)
-        return {**super().state_dict(), SERVED_ERROR: errors}
+        return {**super().state_dict(), SERVED_ERROR: served_state(self.units, self._errors, self.peers)}
 
     @torch.no_grad()
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
         self._under_way = None
         super().load_state_dict(saved)
-        for unit, error in zip(self.units, self._errors, strict=True):
-            whole = torch.zeros_like(unit.own)
-            for key, view in unit.views(whole).items():
-                for state in saved:  # each has what it served, and 0 elsewhere
-                    if SERVED_ERROR in state:
-                        view += state[SERVED_ERROR][key].to(view.device)
-            error.copy_(parts(whole, self.peers.size)[self.peers.replica])
+        load_served(self.units, self._errors, self.peers, saved)
 
     @torch.no_grad()
     def _exchange(self, step: int) -> list[_Change]:

@@ -16,8 +16,8 @@ from acsgd.codecs.base import Codec
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.identity import Identity
 from acsgd.dp.base import GradSync
-from acsgd.dp.mean import Agreed, OfCodec, served_mean
-from acsgd.dp.own import Merging, OwnWeights, parts
+from acsgd.dp.mean import Agreed, OfCodec, parts, served_mean
+from acsgd.dp.own import Merging, OwnWeights
 from acsgd.dp.peers import Peers, UnderWay
 from acsgd.shards.base import Weight
 from acsgd.shards.disk import WeightState
@@ -88,7 +88,7 @@ class _DiLoCoSync(OwnWeights):
         comes back."""
         self._under_way: UnderWay[list[Agreed]] | None = None
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, scale: float = 1.0) -> None:
         super().begin(step)
         sent_after = self._mode.sent_after(step - 1)
         if self._under_way is None and sent_after is not None and step <= sent_after + self._mode.delay:
@@ -118,6 +118,8 @@ class _DiLoCoSync(OwnWeights):
                 flat.zero_()
                 if any(name in state for state in saved):
                     self.load_into(unit, flat, [state[name] for state in saved])
+                elif name == "sent":  # what is under way, seen from a mode without delay: all of this replica's changes
+                    torch.sub(unit.shared, unit.own, out=flat)
 
     def _remembered(self) -> dict[str, list[Tensor]]:
         """Return what goes on from one exchange to the next, by the name under which it is saved."""

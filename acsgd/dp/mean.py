@@ -51,6 +51,11 @@ class OfCodec:
         return self._codec.decode(unpack(message, self._codec.wire((n,))), (n,), torch.float32)
 
 
+def parts(flat: Tensor, count: int) -> list[Tensor]:
+    """Cut a tensor [n] into `count` views of about the same length."""
+    return [flat[len(flat) * j // count : len(flat) * (j + 1) // count] for j in range(count)]
+
+
 class Agreed(NamedTuple):
     """What came of an exchange."""
 

@@ -3,20 +3,17 @@
 Early in a run a second moment is a mean over few gradients, and what one replica divides by is noisy: a large part of
 the gap between steps made apart and steps made together. Later they change slowly. So they are averaged after 1, 2, 4,
 8, ... steps, in about 5 bits each: of no weight in a long run.
-
-n = weights of a unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from acsgd.codecs.squeeze import squeeze_, unsqueeze
-from acsgd.dp.mean import served_mean
-from acsgd.dp.own import Unit, parts
+from acsgd.dp.mean import parts, served_mean
 from acsgd.dp.peers import Peers
 from acsgd.meter import Meter
 
@@ -53,12 +50,11 @@ def is_due(steps: int) -> bool:
 
 
 @torch.no_grad()
-def average(unit: Unit, moments: Mapping[str, Tensor], peers: Peers, meter: Meter) -> None:
-    """Replace the second moments of a unit's weights, by key, by their mean over the replicas: equal on all.
+def average(held: Sequence[Tensor], peers: Peers, meter: Meter) -> None:
+    """Replace second moments, the same tensors on every replica, by about their mean, equal on all.
 
     To be called in the thread of the peers, by all of them.
     """
-    held = [moments[weight.key] for weight in unit.weights if weight.key in moments]
     if not held:
         return
     flat = torch.cat([each.view(-1) for each in held])

@@ -6,11 +6,15 @@ n = parameters of a unit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from acsgd.dp.base import Alone, Unsummed, refuse_others
+from acsgd.dp.allreduce import AllReduce, AllReduceSync
+from acsgd.dp.base import Alone, LocalStep, Unsummed, refuse_others
+from acsgd.dp.mean import parts
+from acsgd.dp.moments import average
 from acsgd.dp.peers import Peers
 from acsgd.shards.base import Weight
 from acsgd.shards.disk import WeightState
@@ -51,11 +55,6 @@ class Unit:
             torch._foreach_copy_([w.param for w in self._rounded], [w.master for w in self._rounded])
 
 
-def parts(flat: Tensor, count: int) -> list[Tensor]:
-    """Cut a tensor [n] into `count` views of about the same length."""
-    return [flat[len(flat) * j // count : len(flat) * (j + 1) // count] for j in range(count)]
-
-
 def make_units(weights: Sequence[Weight]) -> list[Unit]:
     """Cut a stage's weights into units: those with a copy on another rank alone, all others together.
 
@@ -71,11 +70,11 @@ class Merging(Alone):
 
     @torch.no_grad()
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
-        if any(OWN not in state for state in saved):
+        if any(state.keys().isdisjoint((OWN, OWN_ERROR)) for state in saved):
             refuse_others(saved)
         for weight in self.weights if saved else ():
             by_name = {name: [state[name][weight.key] for state in saved] for name in saved[0]}
-            merged = _mean(by_name[OWN])
+            merged = _mean(by_name.get(OWN, [weight.master]))
             if OWN_ERROR in by_name:
                 merged += _mean(by_name[OWN_ERROR])
             if SERVED_ERROR in by_name:
@@ -93,13 +92,36 @@ class OwnWeights(Unsummed):
     remembers: tuple[str, ...] = ()
     """Names of what a mode saves besides; 0 where a checkpoint of a mode without it has none."""
 
-    def __init__(self, weights: Sequence[Weight], peers: Peers) -> None:
+    def __init__(self, weights: Sequence[Weight], peers: Peers, *, exact_steps: int = 0) -> None:
+        """exact_steps: so many at the start are made together, on gradients summed exactly."""
         super().__init__(weights)
         self.units = make_units(weights)
         self.peers = peers
+        self.exact_steps = exact_steps
+        self._exact = AllReduceSync(AllReduce().buckets(weights if exact_steps else ()), peers)
+        self.meter = self._exact.meter
+        self._is_exact = False
 
-    def is_local(self, step: int) -> bool:
-        return True
+    def local_step(self, step: int) -> LocalStep | None:
+        return LocalStep() if step >= self.exact_steps else None
+
+    def begin(self, step: int, scale: float = 1.0) -> None:
+        self._is_exact = step < self.exact_steps
+        super().begin(step)
+        if self._is_exact:
+            self._exact.begin(step)
+
+    def grad_made(self, weight: Weight, *, complete: bool) -> None:
+        if self._is_exact:
+            self._exact.grad_made(weight, complete=complete)
+
+    def reduce(self) -> None:
+        if self._is_exact:
+            self._exact.reduce()
+
+    def wait(self) -> None:
+        if self._is_exact:
+            self._exact.wait()
 
     def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
         pass
@@ -119,6 +141,12 @@ class OwnWeights(Unsummed):
                 self.load_into(unit, unit.own, [state[OWN] for state in saved])
             unit.publish()
 
+    def average_moments(self, moments: Mapping[str, Tensor]) -> None:
+        """Replace AdamW's second moments, by key, by about their mean over the replicas (moments.py)."""
+        for unit in self.units:
+            held = [moments[weight.key] for weight in unit.weights if weight.key in moments]
+            self.peers.begin(partial(average, held, self.peers, self.meter)).result(self.meter)
+
     def load_into(self, unit: Unit, flat: Tensor, saved: Sequence[Mapping[str, Tensor]]) -> None:
         """Fill `flat`, [n], with what was saved of this replica, or, if there were more or fewer, the mean of all.
 
@@ -129,6 +157,27 @@ class OwnWeights(Unsummed):
                 view.copy_(saved[self.peers.replica][key])
             else:
                 view.copy_(_mean([state[key] for state in saved]))
+
+
+def served_state(units: Sequence[Unit], served: Sequence[Tensor], peers: Peers) -> dict[str, Tensor]:
+    """Return by key the errors of the parts that this replica serves, given by unit; 0 where others serve."""
+    by_key: dict[str, Tensor] = {}
+    for unit, error in zip(units, served, strict=True):
+        whole = torch.zeros_like(unit.own)
+        parts(whole, peers.size)[peers.replica].copy_(error)
+        by_key |= unit.views(whole)
+    return by_key
+
+
+def load_served(units: Sequence[Unit], served: Sequence[Tensor], peers: Peers, saved: Sequence[WeightState]) -> None:
+    """Fill in the errors that `served_state` has given on each replica of a run; there may have been more or fewer."""
+    for unit, error in zip(units, served, strict=True):
+        whole = torch.zeros_like(unit.own)
+        for key, view in unit.views(whole).items():
+            for state in saved:
+                if SERVED_ERROR in state:
+                    view += state[SERVED_ERROR][key].to(view.device)
+        error.copy_(parts(whole, peers.size)[peers.replica])
 
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:

@@ -32,8 +32,7 @@ class PowerSGD(InBuckets):
 
     Of a matrix travel r (rows + cols) numbers in fp32 for rows cols parameters, all other gradients as they are; of R
     replicas, each sends every number 2 (R - 1) / R times per step, by ring all-reduce. Each replica makes P and P Q^T
-    itself, so they stay equal to the bit on machines of one kind. Takes memory for two more gradients. In fp16 what is
-    owed counts in the loss scale of the step that left it.
+    itself, so they stay equal to the bit on machines of one kind. Takes memory for two more gradients.
     """
 
     rank: int = 4
@@ -75,12 +74,12 @@ class _PowerSGDSync(BucketSync):
         self._peers = peers
         self._weights = weights
         self._errors: dict[str, Tensor] = {}
-        """By key, [rows, cols]; none = nothing is owed."""
+        """By key, [rows, cols], of gradients that are not scaled; none = nothing is owed."""
         self._bases: dict[str, Tensor] = {}
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, scale: float = 1.0) -> None:
         super().begin(step)
-        self._step = step
+        self._step, self._scale = step, scale
         self._next_errors: dict[str, Tensor] = {}
         self._next_bases: dict[str, Tensor] = {}
         self._coming_back: list[Callable[[], None]] = []
@@ -88,7 +87,7 @@ class _PowerSGDSync(BucketSync):
     def leave(self, bucket: Bucket) -> Callable[[], None]:
         grads = {weight.key: _matrix(weight.master.grad) for weight in bucket.weights}
         for key in grads.keys() & self._errors.keys():
-            grads[key] += self._errors[key]
+            grads[key].add_(self._errors[key], alpha=self._scale)
         matrices = {key: grad for key, grad in grads.items() if self._mode.compresses(grad, self._step)}
         if not matrices:
             return start_sum(bucket.flat, self._peers.group, self.meter)
@@ -136,7 +135,8 @@ class _PowerSGDSync(BucketSync):
         lefts = [torch.linalg.qr(left).Q for left in lefts]
         rights = [matrix.T @ left for matrix, left in zip(matrices.values(), lefts, strict=True)]
         for (key, matrix), left, right in zip(matrices.items(), lefts, rights, strict=True):
-            self._next_errors[key] = torch.addmm(matrix, left, right.T, alpha=-1)
+            error = torch.addmm(matrix, left, right.T, alpha=-1)
+            self._next_errors[key] = error.div_(self._scale)
         wait, sums = self._start_sums(rights)
 
         def finish() -> None:
@@ -161,11 +161,15 @@ class _Paying(Alone):
 
     _owed: Mapping[str, Tensor] = {}
 
+    def begin(self, step: int, scale: float = 1.0) -> None:
+        super().begin(step)
+        self._scale = scale
+
     def reduce(self) -> None:
         for weight in self.weights:
             if weight.key in self._owed:
-                owed, grad = self._owed[weight.key].view_as(weight.master), weight.master.grad
-                weight.master.grad = owed.clone() if grad is None else grad + owed
+                owed, grad = self._owed[weight.key].view_as(weight.master) * self._scale, weight.master.grad
+                weight.master.grad = owed if grad is None else grad + owed
 
     def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
         self._owed = {}

@@ -15,8 +15,7 @@ from torch import Tensor
 from acsgd.codecs.identity import Identity
 from acsgd.dp.allreduce import Dtype
 from acsgd.dp.base import Alone, Bucket, BucketSync, GradSync, InBuckets
-from acsgd.dp.mean import OfCodec, read_message
-from acsgd.dp.own import parts
+from acsgd.dp.mean import OfCodec, parts, read_message
 from acsgd.dp.peers import Peers
 from acsgd.shards.base import Weight
 

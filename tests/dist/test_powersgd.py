@@ -61,12 +61,12 @@ class Run:
         self.sync: GradSync = from_spec(spec, MODES, key="dp.mode").open(self.weights, peers)
         self._replica = peers.replica
 
-    def make(self, step: int, *, times: float = 1.0, update: bool = True) -> Step:
-        """Make a step; update: whether the optimizer makes it, too."""
+    def make(self, step: int, *, times: float = 1.0, scale: float = 1.0, update: bool = True) -> Step:
+        """Make a step; scale: of its gradients; update: whether the optimizer makes it, too."""
         before = copied(self.sync.state_dict())
-        self.sync.begin(step)
+        self.sync.begin(step, scale)
         for weight in self.weights:
-            weight.master.grad = times * gradient(self._replica, step, weight.key)
+            weight.master.grad = times * scale * gradient(self._replica, step, weight.key)
             self.sync.grad_made(weight, complete=True)
         self.sync.reduce()
         self.sync.wait()
@@ -258,6 +258,23 @@ def leave_out(rank: int, peers: Peers, spec: str) -> bool:
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_step_that_is_left_out_is_forgotten(spec: str, tmp_path: Path) -> None:
     assert on_replicas(2, leave_out, tmp_path / "store", spec) == [True, True]
+
+
+def scale_losses(rank: int, peers: Peers, spec: str) -> bool:
+    """Whether a loss scale, another power of two in each step, changes no bit of anything but the scale."""
+    plain, scaled = Run(spec, peers), Run(spec, peers)
+    same = []
+    for step, scale in enumerate([1.0, 2.0**12, 2.0**11, 0.5, 2.0**7, 1.0]):
+        expected, found = plain.make(step), scaled.make(step, scale=scale)
+        same += [torch.equal(found.applied[key], scale * expected.applied[key]) for key in SHAPES]
+        same += [torch.equal(found.error(key), expected.error(key)) for key in SHAPES]
+    return all(same)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_is_owed_does_not_depend_on_the_scale_of_losses(spec: str, replicas: int, tmp_path: Path) -> None:
+    assert on_replicas(replicas, scale_losses, tmp_path / "store", spec) == [True] * replicas
 
 
 def pay(rank: int, peers: Peers) -> tuple[Step, Step]:

@@ -49,6 +49,46 @@ def test_norms_and_biases_do_not_decay() -> None:
     assert all(torch.equal(weight.param, torch.ones_like(weight.param)) for weight in held[1:])
 
 
+def trained(config: OptimConfig, steps: range, **how: bool) -> tuple[Optimizer, list[Weight]]:
+    """Return weights after one ordinary step and some that are made as told."""
+    held = weights(torch.float32)
+    optimizer = Optimizer(held, config)
+    for step in [0, *steps]:
+        for weight in held:
+            generator = torch.Generator().manual_seed(step)
+            weight.master.grad = torch.randn(weight.master.shape, generator=generator)
+        optimizer.step(step, **(how if step else {}))
+    return optimizer, held
+
+
+def test_without_momentum_a_step_is_that_of_beta_0() -> None:
+    """Also after a step with it."""
+    config = OptimConfig(lr=0.1, steps=10)
+    _, ours = trained(config, range(1, 5), momentum=False)
+    _, other = trained(dataclasses.replace(config, betas=(0.0, config.betas[1])), range(1, 5))
+    for weight, expected in zip(ours, other, strict=True):
+        assert torch.equal(weight.master, expected.master)
+
+
+def test_frozen_second_moments_stay_and_first_moments_go_on() -> None:
+    """Against the formula in fp64. A step of fp32 rounds 8 times; weights and steps are below 2 and 1."""
+    config = OptimConfig(lr=0.1, steps=10, betas=(0.9, 0.99), weight_decay=0.1)
+    optimizer, held = trained(config, range(1, 5), frozen=True)
+    _, start = trained(config, range(0))
+    for weight, begun in zip(held, start, strict=True):
+        grads = [torch.randn(begun.master.shape, generator=torch.Generator().manual_seed(step)) for step in range(5)]
+        expected, first = begun.master.detach().double(), 0.1 * grads[0].double()
+        root = grads[0].double().abs()  # after one step its square is the second moment, corrected
+        for step in range(1, 5):
+            first = 0.9 * first + 0.1 * grads[step]
+            expected = expected * (1 - learning_rate(step, config) * (0.1 if begun.master.dim() > 1 else 0.0))
+            expected -= learning_rate(step, config) * first / (1 - 0.9 ** (step + 1)) / (root + config.eps)
+        steps = (expected - begun.master).abs().max() + 2
+        assert (weight.master - expected).abs().max() <= 4 * 16 * 2.0**-24 * steps
+        second = optimizer.second_moments([weight])[weight.key]
+        assert torch.allclose(second, 0.01 * grads[0].square(), rtol=2.0**-20)
+
+
 def test_masters_add_up_steps_too_small_for_bf16() -> None:
     held = weights(torch.bfloat16)
     config = OptimConfig(lr=1e-4, steps=10**6, weight_decay=0.0)
