@@ -57,6 +57,8 @@ def test_what_is_owed_outlives_a_change_of_the_number_of_replicas(spec: str, rep
         "cocktail",
         "cocktail:random=0.4,topk=0.3,bits=2,bucket=16,draw=shuffled",
         "sparseloco:inner=2,chunk=16,topk=0.25,decay=1",
+        "cocktail_grad:topk=0.1,gains=false",
+        "quantized:bits=2,bucket=16,exact_steps=2",
     ],
 )
 def test_nothing_of_a_change_is_lost(spec: str, replicas: int, tmp_path: Path) -> None:
@@ -64,9 +66,10 @@ def test_nothing_of_a_change_is_lost(spec: str, replicas: int, tmp_path: Path) -
 
     A step adds to each of these at most 8 times something no larger than the largest of them, rounding each time.
     """
-    states = [state for _, state in on_replicas(replicas, train_and_keep, tmp_path / "store", spec)]
-    for index, key in enumerate(states[0]["own"]):
-        own = torch.stack([state["own"][key].double() for state in states]).mean(0)
+    kept = on_replicas(replicas, train_and_keep, tmp_path / "store", spec)
+    states = [state for _, state in kept]
+    for index, key in enumerate(kept[0][0]):
+        own = torch.stack([state.get("own", model)[key].double() for model, state in kept]).mean(0)
         served = sum((state.get("served_error", {}).get(key, torch.zeros(())).double() for state in states), own * 0)
         unsaid = sum((state.get("own_error", {}).get(key, torch.zeros(())).double() for state in states), own * 0)
         made = [gradients(rank, step)[index].double() for rank in range(replicas) for step in range(STEPS)]

@@ -35,11 +35,17 @@ SPECS = [
     "diloco:inner=4,fragments=2,delay=1,mix=0.5,bits=4",
     "sparseloco:inner=2,chunk=16,topk=0.25",
     "sparseloco:inner=1,chunk=0,topk=0.1,bits=1,outer_lr=0.5",
+    "cocktail_grad:topk=0.1",
+    "cocktail_grad:topk=0.3,bits=2,bucket=16,exact_steps=2",
+    "quantized:exact_steps=2",
+    "quantized:exact_steps=1,bits=1,bucket=32",
 ]
 LOSSLESS = {
     "cocktail:random=1,topk=1,bits=8": 1,
     "diloco:inner=1,outer_lr=1,momentum=0": 0,
     "sparseloco:inner=1,topk=1,chunk=0,bits=8,outer_lr=1": 0,
+    "cocktail_grad:topk=1,bits=8,gains=false": 0,
+    "quantized:exact_steps=1,bits=8": 0,
 }
 """What agrees on nearly all of every change, and so many steps later."""
 
@@ -61,7 +67,7 @@ def make_step(
     with torch.no_grad():
         for weight in weights:
             assert weight.master.grad is not None
-            scale = 1.0 if sync.is_local(step) else 1.0 / dist.get_world_size()
+            scale = 1.0 if sync.local_step(step) else 1.0 / dist.get_world_size()
             weight.master.sub_(LR * scale * weight.master.grad)
     sync.after_step(step, moments if moments is not None else {})
 

@@ -1,0 +1,67 @@
+"""A few coordinates per step, on which all replicas agree before the next: the sparse exchange for equal replicas.
+
+Gradients with error feedback do badly under Adam where few coordinates travel: one that waited comes as a burst, which
+Adam divides by what it has seen of bursts. Here each replica divides first: its own AdamW step, without momentum,
+since what is owed takes its place, is what it owes, and made as long as a step on the mean gradient (noise.py).
+Compare Lin et al. 2018, arXiv:1712.01887 (top-k of momentum, masked once sent) and Karimireddy et al. 2019,
+arXiv:1901.09847 (error feedback after the learning rate).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from acsgd.codecs.sparse import TopK
+from acsgd.dp.base import GradSync, LocalStep
+from acsgd.dp.own import Merging
+from acsgd.dp.peers import Peers
+from acsgd.dp.update import UpdateSync
+from acsgd.shards.base import Weight
+
+
+@dataclass(frozen=True)
+class CocktailGrad:
+    """From the same weights each replica makes a step; of what it owes, the largest `topk` share travels, both ways.
+
+    The exchange takes place between two steps. AdamW runs without its first moment, whatever optim.betas says.
+    """
+
+    topk: float = 0.02
+    """Share of the weights that is sent, in (0, 1]."""
+    bits: int = 4
+    """Per value, 1 to 8."""
+    bucket: int = 128
+    """Values that share a scale."""
+    gains: bool = True
+    """Whether steps are made longer by as much as noise has made them shorter."""
+    moments: bool = True
+    """Whether AdamW's second moments are averaged over the replicas, after 1, 2, 4, 8, ... local steps (moments.py)."""
+    exact_steps: int = 0
+    """So many steps at the start are made on gradients summed exactly, with momentum."""
+
+    def __post_init__(self) -> None:
+        if self.exact_steps < 0:
+            raise ValueError(f"exact_steps={self.exact_steps} must be 0 or more")
+        self.compressor()
+
+    def compressor(self) -> TopK:
+        """Return what makes messages of what is owed. Raises ValueError."""
+        try:
+            return TopK(self.topk, self.bits, self.bucket)
+        except ValueError as error:
+            raise ValueError(str(error).replace("share=", "topk=")) from None
+
+    def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
+        """Return the agreement of this replica with its peers on one stage's weights."""
+        if peers.size == 1:
+            return Merging(weights)
+        return UpdateSync(
+            weights,
+            peers,
+            self.compressor(),
+            exact_steps=self.exact_steps,
+            how=LocalStep(momentum=False),
+            gains=self.gains,
+            moments=self.moments,
+        )
