@@ -47,9 +47,11 @@ class TopK:
     """The share is one of every `chunk` neighbours, the last of which may be fewer; 0: of the whole vector."""
 
     def __post_init__(self) -> None:
+        if self.bucket < 1:
+            raise ValueError(f"bucket={self.bucket} must be 1 or more values that share a scale; 128 is usual")
         check_dims(self.bits, "group", self.bucket)
         if not 0 < self.share <= 1:
-            raise ValueError(f"share={self.share} must lie in (0, 1]; 0.02 is usual")
+            raise ValueError(f"a share of {self.share} must lie in (0, 1]; 0.02 is usual")
         if self.chunk < 0:
             raise ValueError(f"chunk={self.chunk} must be 1 or more elements, or 0 for the whole vector")
 

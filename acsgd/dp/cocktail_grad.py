@@ -47,10 +47,7 @@ class CocktailGrad:
 
     def compressor(self) -> TopK:
         """Return what makes messages of what is owed. Raises ValueError."""
-        try:
-            return TopK(self.topk, self.bits, self.bucket)
-        except ValueError as error:
-            raise ValueError(str(error).replace("share=", "topk=")) from None
+        return TopK(self.topk, self.bits, self.bucket)
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the agreement of this replica with its peers on one stage's weights."""

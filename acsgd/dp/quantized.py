@@ -34,6 +34,8 @@ class Quantized:
     def __post_init__(self) -> None:
         if self.exact_steps < 1:
             raise ValueError(f"exact_steps={self.exact_steps} must be 1 or more: second moments come from these steps")
+        if self.bucket < 1:
+            raise ValueError(f"bucket={self.bucket} must be 1 or more values that share a scale; 512 is usual")
         self.compressor()
 
     def compressor(self) -> OfCodec:

@@ -254,23 +254,6 @@ def test_a_replica_that_is_lost_in_the_middle_is_named(spec: str, victim: int, h
     assert f"exchanging updates with replica {victim}, rank {victim}, failed after" in said
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("powersgd:rank=0", "rank=0 must be 1 or more"),
-        ("powersgd:start=-1", "start=-1 must be 0 or more steps"),
-        ("powersgd:bucket_mb=0", "bucket_mb=0.0 must be greater than 0"),
-        ("allreduce:dtype=fp8", 'dtype="fp8" is not one of fp32, bf16, fp16'),
-        ("sharded_ps:dtype=int8", 'dtype="int8" is not one of fp32, bf16, fp16'),
-        ("central_ps:bucket_mb=-1", "bucket_mb=-1.0 must be greater than 0"),
-    ],
-)
-def test_a_mode_that_cannot_be_is_refused(spec: str, message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        from_spec(spec, MODES, key="dp.mode")
-    assert f'dp.mode="{spec}": {message}' in str(error.value)
-
-
 def test_buckets_hold_every_gradient_once_last_layer_first() -> None:
     weights = make_weights()
     for nbytes in (1, 100, 10**9):

@@ -19,7 +19,9 @@ SHAPE = (64, 48)
 
 
 def draw(*seeds: int) -> Tensor:
-    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(sum(seed * 1000**place for place, seed in enumerate(seeds))))
+    return torch.randn(
+        SHAPE, generator=torch.Generator().manual_seed(sum(seed * 1000**place for place, seed in enumerate(seeds)))
+    )
 
 
 def measured(rank: int, peers: Peers) -> tuple[list[float], list[float]]:
