@@ -25,6 +25,9 @@ SERVED_ERROR = "served_error"
 """Of what replicas lack of the means that they have been told; each saves it of the part it serves, and 0 elsewhere."""
 OWN_ERROR = "own_error"
 """Of what a replica still has to tell of changes of its own."""
+LARGEST = 1 << 25
+"""Elements of a unit, if one weight does not have more. An exchange needs memory for a few times its unit; more units
+are more messages, each of which waits for the delay of the link."""
 
 
 class Unit:
@@ -55,14 +58,21 @@ class Unit:
             torch._foreach_copy_([w.param for w in self._rounded], [w.master for w in self._rounded])
 
 
-def make_units(weights: Sequence[Weight]) -> list[Unit]:
-    """Cut a stage's weights into units: those with a copy on another rank alone, all others together.
+def make_units(weights: Sequence[Weight], largest: int = LARGEST) -> list[Unit]:
+    """Cut a stage's weights into units: those with a copy on another rank alone, the others up to `largest` together.
 
     What happens to a unit depends on nothing but its own numbers, so the copies of a weight stay equal.
     """
     alone = [[weight] for weight in weights if weight.is_tied]
-    others = [weight for weight in weights if not weight.is_tied]
-    return [Unit(members) for members in [*alone, others] if members]
+    together: list[list[Weight]] = [[]]
+    size = 0
+    for weight in (weight for weight in weights if not weight.is_tied):
+        size += weight.master.numel()
+        if size > largest and together[-1]:
+            together.append([])
+            size = weight.master.numel()
+        together[-1].append(weight)
+    return [Unit(members) for members in [*alone, *together] if members]
 
 
 class Merging(Alone):

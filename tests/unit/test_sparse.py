@@ -233,7 +233,7 @@ def test_what_is_not_finite_is_refused_with_its_place(codec: TopK, bad: float) -
         ({"share": math.nan}, "share"),
         ({"share": 0.1, "bits": 0}, "bits"),
         ({"share": 0.1, "bits": 9}, "bits"),
-        ({"share": 0.1, "bucket": 0}, "group"),
+        ({"share": 0.1, "bucket": 0}, "bucket"),
         ({"share": 0.1, "chunk": -1}, "chunk"),
     ],
 )
