@@ -55,7 +55,7 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = rate
             group["betas"] = (self._config.betas[0] if momentum else 0.0, self._config.betas[1])
-        if frozen:
+        if frozen and self._adamw.state:  # not if every step so far was left out
             self._step_frozen(step, rate)
         else:
             self._adamw.step()

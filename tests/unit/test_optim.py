@@ -89,6 +89,17 @@ def test_frozen_second_moments_stay_and_first_moments_go_on() -> None:
         assert torch.allclose(second, 0.01 * grads[0].square(), rtol=2.0**-20)
 
 
+def test_there_is_nothing_to_freeze_before_the_first_step() -> None:
+    """As where every step so far was left out, for the loss scale was too large."""
+    config = OptimConfig(lr=0.1, steps=10)
+    held = weights(torch.float32)
+    optimizer = Optimizer(held, config)
+    for weight in held:
+        weight.master.grad = torch.ones_like(weight.master)
+    optimizer.step(3, frozen=True)
+    assert all((weight.master < 1 - 0.5 * learning_rate(3, config)).all() for weight in held)
+
+
 def test_masters_add_up_steps_too_small_for_bf16() -> None:
     held = weights(torch.bfloat16)
     config = OptimConfig(lr=1e-4, steps=10**6, weight_decay=0.0)
