@@ -1,0 +1,295 @@
+"""Laws of the communication hooks on plain DistributedDataParallel: the mean comes back, and nothing of it is lost."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from acsgd.dp.hooks import CocktailState, HookState, MeanState, cocktail_hook, mean_hook
+from acsgd.dp.owed import Owed
+
+STEPS = 6
+LR = 0.01
+SMALL_MB = 0.001
+"""Of a bucket, so that there are several."""
+TIMEOUT = timedelta(seconds=60)
+U = 2.0**-24
+"""Largest relative error of one operation in fp32."""
+FORMS: dict[str, tuple[Callable[..., HookState], Any]] = {
+    "few": (partial(CocktailState, topk=0.1, bits=3, bucket=16), cocktail_hook),
+    "nearly all": (partial(CocktailState, topk=1, bits=8), cocktail_hook),
+    "few bits": (partial(MeanState, bits=2), mean_hook),
+    "bf16": (partial(MeanState, bits=16), mean_hook),
+    "all": (partial(MeanState, bits=32), mean_hook),
+    "divided": (partial(CocktailState, topk=0.1, precondition=0.999), cocktail_hook),
+    "divided, all": (partial(MeanState, bits=32, precondition=0.999), mean_hook),
+}
+
+
+class Net(nn.Module):
+    """Two branches, of which each call may use any; a parameter shorter than there are replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(16, 5)
+        self.branches = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+        self.trunk = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor, branches: Sequence[int] = (0, 1)) -> Tensor:
+        hidden = self.trunk(x).tanh()
+        for branch in branches:
+            hidden = hidden + self.branches[branch](hidden).tanh()
+        return self.head(hidden * self.scale).square().sum(1).mean()
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(rank: int, number: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * number + rank))
+
+
+class Run:
+    """A model with a hook, as anybody's script has it."""
+
+    def __init__(
+        self, form: str, module: nn.Module | None = None, timeout: timedelta = TIMEOUT, **of_model: Any
+    ) -> None:
+        make, hook = FORMS[form]
+        self.model = DistributedDataParallel(module or net(), **{"bucket_cap_mb": SMALL_MB, **of_model})
+        self.state = make(self.model, timeout=timeout)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, weight_decay=0.1)
+        self.buckets: list[list[int]] = []
+        """Of each call of the hook, the parameters, by identity."""
+        buckets = self.buckets
+
+        def recording(state, bucket):  # DDP takes no annotations that are strings
+            buckets.append([id(param) for param in bucket.parameters()])
+            return hook(state, bucket)
+
+        self.model.register_comm_hook(self.state, recording)
+
+    def step(self, rank: int, number: int) -> None:
+        self.optimizer.zero_grad()
+        self.model(batch(rank, number)).backward()
+        self.optimizer.step()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: param.detach().clone() for name, param in self.model.module.named_parameters()}
+
+
+def on_plain_ranks(world_size: int, body: Callable[..., Any], store: Path, *args: Any) -> list[Any]:
+    return on_ranks(world_size, partial(_initialized, body), store, *args)
+
+
+def _initialized(body: Callable[..., Any], rank: int, world_size: int, store: Path, *args: Any) -> Any:
+    torch.set_num_threads(1)
+    file_store = dist.FileStore(str(store), world_size)
+    dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    result = body(rank, *args)
+    if dist.is_initialized():
+        dist.barrier()  # a rank that leaves while another still connects would end that one
+        dist.destroy_process_group()
+    return result
+
+
+class Sums(NamedTuple):
+    """Of one replica, over all steps, by parameter, fp64."""
+
+    made: dict[str, Tensor]
+    """Its gradients."""
+    applied: dict[str, Tensor]
+    """What came back."""
+    own: Mapping[str, Tensor]
+    """What it owes."""
+    served: Mapping[str, Tensor]
+    largest: float
+    """Magnitude of anything that was exchanged or owed."""
+    dropped: int
+    """How many gradients DDP did not give to the optimizer, since no replica has made them."""
+    buckets: list[list[int]]
+
+
+def add_up(rank: int, form: str, may_be_idle: bool) -> Sums:
+    """Make gradients of two micro-batches each, the first under no_sync; the weights stay as they are."""
+    run = Run(form, find_unused_parameters=may_be_idle, gradient_as_bucket_view=not may_be_idle)
+    alone = net()
+    made, applied = ({name: torch.zeros_like(p).double() for name, p in alone.named_parameters()} for _ in range(2))
+    dropped = 0
+    with pytest.MonkeyPatch.context() as patch:
+        magnitudes = record_magnitudes(patch)
+        for step in range(STEPS):
+            # replica 0 alone uses branch 0 in the first two steps, and then none does until the last
+            used = [1] if may_be_idle and (step >= 2 or rank) and step != STEPS - 1 else [0, 1]
+            for module in (alone, run.model):
+                module.zero_grad()
+            with run.model.no_sync():
+                run.model(batch(rank, 2 * step), used).backward()
+            run.model(batch(rank, 2 * step + 1), used).backward()
+            for micro in (2 * step, 2 * step + 1):
+                alone(batch(rank, micro), used).backward()
+            for total, module in ((made, alone), (applied, run.model.module)):
+                for name, param in module.named_parameters():
+                    total[name] += 0 if param.grad is None else param.grad.double()
+            dropped += sum(param.grad is None for param in run.model.parameters())
+    saved = run.state.state_dict()
+    order = {id(param): place for place, param in enumerate(run.model.parameters())}
+    buckets = [[order[each] for each in bucket] for bucket in run.buckets]
+    return Sums(made, applied, saved["own_error"], saved["served_error"], max(magnitudes), dropped, buckets)
+
+
+def record_magnitudes(patch: pytest.MonkeyPatch) -> list[float]:
+    exchange, magnitudes = Owed.exchange, []
+
+    def recorded(owed: Owed, *args: Any) -> Tensor:
+        magnitudes.append(float(owed.own.abs().max()))
+        mean = exchange(owed, *args)
+        magnitudes.extend(float(x.abs().max()) for x in (owed.own, owed.served, mean) if len(x))
+        return mean
+
+    patch.setattr(Owed, "exchange", recorded)
+    return magnitudes
+
+
+@pytest.mark.parametrize("may_be_idle", [False, True], ids=["rebuilt", "unused"])
+@pytest.mark.parametrize(("form", "replicas"), [("few", 2), ("few", 3), ("few bits", 3), ("bf16", 2)])
+def test_nothing_of_a_gradient_is_lost(form: str, replicas: int, may_be_idle: bool, tmp_path: Path) -> None:
+    """What came back, what replicas owe in the mean and what servers owe are the mean of what was made.
+
+    M = largest magnitude of anything. A step rounds a replica's error twice, to no more than M, and a server's sum of
+    R messages, each up to 2 M, R - 1 times, which the mean divides by R; then the mean, its sum with the error, and the
+    new error: 2 + 2 (R - 1) + 2 + 3 + 1 times u M. Where a parameter waits, its error is rounded twice more, to 2 M.
+    """
+    sums = on_plain_ranks(replicas, add_up, tmp_path / "store", form, may_be_idle)
+    bound = STEPS * (2 * replicas + 10) * U * max(each.largest for each in sums) * 1.01
+    for name, applied in sums[0].applied.items():
+        assert all(torch.equal(applied, each.applied[name]) for each in sums)
+        own = torch.stack([each.own[name].double() for each in sums]).mean(0)
+        served = torch.stack([each.served[name].double() for each in sums]).sum(0)
+        made = torch.stack([each.made[name] for each in sums]).mean(0)
+        assert (applied + own + served - made).abs().max() <= bound, name
+        assert bound < 1e-3 * made.abs().max(), "nothing is shown"
+        assert (own.any() and served.any()) or len(own) == 1
+    first, later = sums[0].buckets[0], sums[0].buckets[-len(sums[0].buckets[0]) :]
+    assert sums[0].dropped == (3 * 2 if may_be_idle else 0)
+    assert len(sums[0].buckets) > 2 * STEPS
+    if not may_be_idle:  # DDP has cut its buckets anew
+        assert len(first) == 9
+        assert first not in later
+
+
+def train(rank: int, forms: Sequence[str], same: bool) -> list[dict[str, Tensor]]:
+    """Return the weights after training with each form; with "", of plain DDP; same: all replicas' data are."""
+    weights = []
+    for form in forms:
+        run = Run(form or "all")
+        if not form:
+            run.model = DistributedDataParallel(net(), bucket_cap_mb=SMALL_MB)
+            run.optimizer = torch.optim.SGD(run.model.parameters(), lr=LR, weight_decay=0.1)
+        for step in range(3 * STEPS):
+            run.step(0 if same else rank, step)
+        weights.append(run.weights())
+    return weights
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_the_mean_comes_back(same: bool, tmp_path: Path) -> None:
+    """In fp32 that of 2 replicas is DDP's to the bit: halves are exact. In 8 bits a hundredth is owed, at both ends."""
+    forms = ["", "all", "nearly all", "few"]
+    ranks = on_plain_ranks(2, train, tmp_path / "store", forms, same)
+    plain, everything, nearly, few = ranks[0]
+    start = dict(net().named_parameters())
+    for mine, other in zip(*ranks, strict=True):
+        assert all(torch.equal(mine[name], other[name]) for name in mine), "replicas have the same weights"
+    for name in plain:
+        assert torch.equal(everything[name], plain[name])
+    moved, missed, missed_by_few = (distance(each, plain) for each in (start, nearly, few))
+    assert missed <= 2 * 0.01 * moved
+    assert 0.01 * moved < missed_by_few < 0.5 * moved
+
+
+def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    return float(torch.cat([(one[name] - other[name]).detach().flatten() for name in one]).norm())
+
+
+def test_divided_gradients_are_the_updates_of_adamw(tmp_path: Path) -> None:
+    """Of one without first moment, on the same data; each of 18 steps may round a weight's change a few times."""
+    module = net()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, betas=(0.0, 0.999), eps=1e-8, weight_decay=0.1)
+    for step in range(3 * STEPS):
+        optimizer.zero_grad()
+        module(batch(0, step)).backward()
+        optimizer.step()
+    hooked, few = on_plain_ranks(2, train, tmp_path / "store", ["divided, all", "divided"], True)[0]
+    expected = dict(module.named_parameters())
+    for name, param in expected.items():
+        torch.testing.assert_close(hooked[name], param.detach(), rtol=1e-4, atol=1e-4 * LR)
+    assert 0 < distance(few, expected) < 0.7 * distance(expected, dict(net().named_parameters()))
+
+
+def train_and_resume(rank: int, form: str, folder: Path) -> tuple[bool, bool, bool]:
+    """Return whether a run that was stopped ends as one that was not, whether with DDP's buckets cut otherwise, and
+    whether units that are cut otherwise owe as much."""
+    whole = Run(form)
+    for step in range(STEPS):
+        whole.step(rank, step)
+    module = copy.deepcopy(whole.model.module)
+    torch.save(whole.state.state_dict(), folder / f"hook-{rank}.pt")
+    saved = torch.load(folder / f"hook-{rank}.pt", weights_only=True)
+    half, other = Run(form, module), Run(form, copy.deepcopy(module), bucket_cap_mb=25)
+    half.state.load_state_dict(saved)
+    other.state.load_state_dict(saved)
+    before = len(whole.buckets)
+    for run in (whole, half):
+        for step in range(STEPS, 2 * STEPS):
+            run.step(rank, step)
+    ends = [whole.weights(), half.weights()]
+    same = all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    owed = [owed_together(each) for each in (saved, other.state.state_dict())]
+    as_much = all(torch.allclose(owed[0][name], owed[1][name], rtol=0, atol=1e-6) for name in owed[0])
+    return same, len(whole.buckets) - before > len(half.buckets), as_much and any(x.any() for x in owed[0].values())
+
+
+def owed_together(saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what all replicas owe, in the mean, by parameter."""
+    owed = {name: own / saved["replicas"] + saved["served_error"][name] for name, own in saved["own_error"].items()}
+    for tensor in owed.values():
+        dist.all_reduce(tensor)
+    return owed
+
+
+@pytest.mark.parametrize("form", ["few", "divided"])
+def test_a_resumed_run_is_the_undisturbed_one(form: str, tmp_path: Path) -> None:
+    assert on_plain_ranks(3, train_and_resume, tmp_path / "store", form, tmp_path) == [(True, True, True)] * 3
+
+
+def train_two(rank: int) -> bool:
+    """Whether two models that are trained at a time end as each alone does."""
+    alone, both = [Run("few"), Run("bf16")], [Run("few"), Run("bf16")]
+    for step in range(STEPS):
+        for run in alone:
+            run.step(rank, step)
+        for run in both:
+            run.optimizer.zero_grad()
+        torch.stack([run.model(batch(rank, step)) for run in both]).sum().backward()
+        for run in both:
+            run.optimizer.step()
+    return all(distance(*(run.weights() for run in pair)) == 0 for pair in zip(alone, both, strict=True))
+
+
+def test_two_models_do_not_meet(tmp_path: Path) -> None:
+    assert on_plain_ranks(2, train_two, tmp_path / "store") == [True, True]

@@ -1,0 +1,92 @@
+"""Communication hooks on plain DistributedDataParallel, where something is missing or wrong."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_hooks import TIMEOUT, Run, batch, net, on_plain_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+from acsgd.dp.hooks import CocktailState, MeanState
+
+
+def fail(rank: int, how: str) -> str:
+    """Train until replica 1 leaves, keeps silent or has a gradient that is not finite; return what backward says."""
+    run = Run("few", timeout=TIMEOUT if how == "gone" else timedelta(seconds=5))
+    dist.barrier()
+    for step in range(2):
+        run.step(rank, step)
+    dist.barrier()
+    said = ""
+    if how == "nan" or not rank:
+        times = float("nan") if rank else 1.0
+        with pytest.raises(RuntimeError) as failed:
+            (times * run.model(batch(rank, 2))).backward()
+        said = str(failed.value)
+    if how != "gone":
+        dist.barrier()
+    del run
+    gc.collect()
+    dist.destroy_process_group()  # the connections close
+    return said
+
+
+@pytest.mark.parametrize("how", ["gone", "silent", "nan"])
+def test_a_failure_reaches_backward_and_names_the_replica(how: str, tmp_path: Path) -> None:
+    first, second = on_plain_ranks(2, fail, tmp_path / "store", how)
+    assert "exchanging updates with replica 1, rank 1, failed after" in first
+    assert ("Timed out" in first) == (how != "gone"), "a replica that goes on living is noticed by its silence"
+    assert ("replica 1: gradients are not finite, of " in second) == (how == "nan")
+
+
+def train_alone(rank: int) -> tuple[bool, list[str]]:
+    """Return whether gradients are as they were, and what was logged."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("acsgd.dp.hooks").addHandler(handler)
+    run, alone = Run("few"), net()
+    for step in range(3):
+        run.model.zero_grad()
+        alone.zero_grad()
+        for model in (run.model, alone):
+            model(batch(rank, step)).backward()
+    pairs = zip(run.model.parameters(), alone.parameters(), strict=True)
+    return all(torch.equal(a.grad, b.grad) for a, b in pairs), said
+
+
+def test_one_process_keeps_its_gradients(tmp_path: Path) -> None:
+    alone = on_plain_ranks(1, train_alone, tmp_path / "store")[0]
+    assert alone == (True, ["one process: there is nobody to exchange gradients with"])
+
+
+def refuse(rank: int) -> list[str]:
+    model, said = DistributedDataParallel(net()), []
+    state = MeanState(model)
+    good = {**state.state_dict()}
+    for attempt in (
+        *(partial(CocktailState, model, **{key: value}) for key, value in (("topk", 0), ("topk", 1.5), ("bits", 9))),
+        *(partial(CocktailState, model, precondition=value) for value in (0.0, 1.0)),
+        partial(MeanState, model, bits=12),
+        partial(state.load_state_dict, {**good, "replicas": 2}),
+        partial(state.load_state_dict, {**good, "own_error": {}}),
+        partial(CocktailState(model, precondition=0.9).load_state_dict, good),
+    ):
+        with pytest.raises(ValueError) as failed:
+            attempt()
+        said.append(str(failed.value))
+    return said
+
+
+def test_bad_input_is_named(tmp_path: Path) -> None:
+    said = on_plain_ranks(1, refuse, tmp_path / "store")[0]
+    expected = ["must lie in (0, 1]"] * 2 + ["bits=9 ", "precondition=0.0 ", "precondition=1.0 ", "bits=12 "]
+    expected += ["what replica 0 of 2 owes", "the state that was saved is of another model", "precondition=0.9 is not"]
+    assert all(part in text for text, part in zip(said, expected, strict=True)), said
