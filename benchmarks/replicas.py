@@ -1,14 +1,19 @@
-"""What do ways in which replicas agree do to training? Fine-tunes a small GPT-2, once for each, on new text:
+"""What do ways in which replicas agree do to training? Trains a small GPT-2 again and again, once for each:
 
-    .venv/bin/python benchmarks/replicas.py [--rows "cocktail*" ...] [--pretrain a.txt --finetune b.txt]
+    .venv/bin/python benchmarks/replicas.py --task finetune [--rows "cocktail*" ...] [--pretrain a.txt --finetune b.txt]
+    .venv/bin/python benchmarks/replicas.py --task scratch ...
+    .venv/bin/python benchmarks/replicas.py --svg docs/replicas_loss.svg        # draws what both have measured
 
-A model of 1.3 M parameters is pretrained on one text and fine-tuned for one epoch on another, by replicas in processes
-of their own (benchmarks/tuning.py): the same batches in every run of a seed. What counts is the loss on held-out text
-of what is saved at the end, at each mode's best learning rate among --rates, and the bytes that a replica sends. By
-default the two texts are halves of the one that every Python carries.
+A model of 1.3 M parameters is pretrained on one text and fine-tuned for one epoch on another, or trained on that from
+scratch for two, by replicas in processes of their own (benchmarks/tuning.py): the same batches in every run of a seed,
+other batches and new weights for other seeds. Rows whose names begin with "torch:" are torch's own replicas on the same
+data (benchmarks/ddp.py). What counts is the loss on held-out text of what is saved at the end, and the bytes that a
+replica sends. With the first seed each mode runs at all --rates, and further on while the best is at an end; with the
+other seeds only at its best and at the best of all-reduce. By default the two texts are halves of the one that every
+Python carries.
 
 What has been run is kept in --dir: started again, with other rows or more seeds, only what is missing is run, and all
-if the code has changed.
+if the code has changed. The picture needs pip install '.[bench]'.
 """
 
 from __future__ import annotations
@@ -20,11 +25,11 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from rich.console import Console
@@ -35,92 +40,223 @@ sys.path.append(str(Path(__file__).parents[1]))  # of a script only its own dire
 from acsgd.shards.base import skeleton
 from acsgd.shards.convert import read_config
 from benchmarks.convergence import texts
-from benchmarks.tuning import Setting, Tuning, Variant
+from benchmarks.tuning import Outcome, Setting, Tuning, Variant
 
-EXACT = "allreduce"
+EXACT, EXACT_OF_TORCH = "allreduce", "torch:ddp"
 MODES = (
     EXACT,
-    "local",
+    EXACT_OF_TORCH,
+    "torch:fp16",
+    *(f"torch:powersgd:rank={rank}" for rank in (1, 2, 4)),
+    *(f"powersgd:rank={rank}" for rank in (1, 2, 4)),
+    *(f"quantized:bits={bits},exact_steps={{tenth}}" for bits in (1, 4)),
+    *(f"cocktail_grad:topk={topk:g},bits={bits}" for topk in (0.1, 0.02, 0.01, 0.005) for bits in (4, 2)),
     "cocktail",
-    "cocktail:gain=2",
-    "cocktail:random=0.05,topk=0.1",
+    "cocktail:moments=false",
+    "cocktail:random=0.05,topk=0.1,moments=false",
     "sparseloco:inner=15",
     "diloco:inner=15",
+    "local",
 )
+"""{tenth} = a tenth of the steps of a run."""
+FURTHER = 2
+"""Rates that are tried beyond either end."""
+
+
+class Task(NamedTuple):
+    """What is trained."""
+
+    init: Literal["pretrained", "scratch"]
+    lr: float
+    """What --rates are relative to."""
+    epochs: int
+
+    def setting(self, steps: int) -> Setting:
+        """Return what all runs have in common, of so many steps per epoch; a tenth of them are warm-up."""
+        return Setting(
+            trained=steps * Setting.batch,
+            init=self.init,
+            epochs=self.epochs,
+            exact_epochs=0,
+            lr=self.lr,
+            warmup=0.1 * self.epochs,
+        )
+
+
+TASKS = {"finetune": Task("pretrained", 5e-4, epochs=1), "scratch": Task("scratch", 2e-3, epochs=2)}
 
 
 class Row(NamedTuple):
-    """A mode at one learning rate."""
+    """What a mode has come to; lists are by seed."""
 
     mode: str
+    by_rate: dict[float, float]
+    """Held-out loss at the end with the first seed, by learning rate relative to the task's."""
     rate: float
-    """Relative to the setting's."""
+    """The best of them."""
     held_out: list[float]
-    """Loss at the end, by seed."""
+    """At the best rate."""
+    above: list[float]
+    """Relative to all-reduce at its own best rate, 0 = equal."""
+    above_at_exact: list[float]
+    """The same, at all-reduce's best rate."""
     sent: float
     """Bytes per step and replica, over the whole run."""
+    sent_late: float
+    """In the second half of it."""
 
 
-def measure(tuning: Tuning, modes: Sequence[str], options: argparse.Namespace, console: Console) -> list[Row]:
-    """Make all runs that are not there yet."""
-    rows = []
-    for mode in modes:
-        for rate in options.rates:
-            began, variant = time.monotonic(), Variant(mode=mode, replicas=options.replicas, rate=rate)
-            outcomes = [tuning.outcome(variant, seed) for seed in options.seeds]
-            sent = fmean(fmean(outcome.dp_bytes) for outcome in outcomes) / options.replicas
-            rows.append(Row(mode, rate, [outcome.held_out[-1] for outcome in outcomes], sent))
-            told = ", ".join(f"{loss:.4f}" for loss in rows[-1].held_out)
-            seconds = time.monotonic() - began
-            console.print(f"{mode}, rate x {rate:g}: held-out loss {told}, {seconds:.0f} s", highlight=False)
-    return rows
+@dataclass(frozen=True)
+class Sweep:
+    """Runs of one task, made as they are asked for."""
+
+    tuning: Tuning
+    replicas: int
+    seeds: Sequence[int]
+    rates: Sequence[float]
+    console: Console
+
+    def row(self, mode: str, exact: Row | None) -> Row:
+        """Find a mode's best rate and run it there with all seeds; exact: all-reduce's row, None = this is to be it."""
+        by_rate = self.by_rate(mode)
+        rate = min(by_rate, key=by_rate.__getitem__)
+        outcomes = [self.outcome(mode, rate, seed) for seed in self.seeds]
+        held_out = [outcome.held_out[-1] for outcome in outcomes]
+        baseline = held_out if exact is None else exact.held_out
+        exact_rate = rate if exact is None else exact.rate
+        at_exact = [self.outcome(mode, exact_rate, seed).held_out[-1] for seed in self.seeds]
+        half = len(outcomes[0].dp_bytes) // 2
+        return Row(
+            mode,
+            dict(sorted(by_rate.items())),
+            rate,
+            held_out,
+            above=[mine / loss - 1 for mine, loss in zip(held_out, baseline, strict=True)],
+            above_at_exact=[mine / loss - 1 for mine, loss in zip(at_exact, baseline, strict=True)],
+            sent=fmean(fmean(outcome.dp_bytes) for outcome in outcomes) / self.replicas,
+            sent_late=fmean(fmean(outcome.dp_bytes[half:]) for outcome in outcomes) / self.replicas,
+        )
+
+    def by_rate(self, mode: str) -> dict[float, float]:
+        """Return the first seed's held-out loss by rate; of several, at further ones while the best is at an end."""
+        losses = {rate: self.outcome(mode, rate, self.seeds[0]).held_out[-1] for rate in sorted(self.rates)}
+        for _ in range(FURTHER if len(self.rates) > 1 else 0):
+            best, ends = min(losses, key=losses.__getitem__), (min(losses), max(losses))
+            if best not in ends:
+                break
+            rate = best / 2 if best == ends[0] else best * 2
+            losses[rate] = self.outcome(mode, rate, self.seeds[0]).held_out[-1]
+        return losses
+
+    def outcome(self, mode: str, rate: float, seed: int) -> Outcome:
+        """Make a run, unless it is there."""
+        began = time.monotonic()
+        outcome = self.tuning.outcome(Variant(mode=mode, replicas=self.replicas, rate=rate), seed)
+        if (seconds := time.monotonic() - began) > 1:  # else it was there
+            told = f"held-out loss {outcome.held_out[-1]:.4f}, {seconds:.0f} s"
+            self.console.print(f"{mode}, rate x {rate:g}, seed {seed}: {told}", highlight=False)
+        return outcome
+
+    def compare_exact(self, rate: float) -> float:
+        """Return the largest difference of the train losses of torch's all-reduce from those of acsgd's."""
+        pair = [self.outcome(mode, rate, self.seeds[0]).losses for mode in (EXACT, EXACT_OF_TORCH)]
+        return max(abs(mine - other) for mine, other in zip(*pair, strict=True))
 
 
-def table(rows: Sequence[Row], options: argparse.Namespace, exact_bytes: float) -> Table:
-    """Show the mean held-out loss of a mode at each rate, and how its best compares with that of exact sums."""
-    shown = Table(title=f"{options.replicas} replicas, {options.steps} steps, {len(options.seeds)} seeds")
+def table(rows: Sequence[Row], exact_bytes: float, title: str) -> Table:
+    """Show each mode's losses by rate, how it compares with all-reduce, and what it sends."""
+    shown = Table(title=title)
     shown.add_column("dp.mode", no_wrap=True)
-    for name in (*(f"rate x {rate:g}" for rate in options.rates), "best / exact best", "bytes", "fewer than fp16"):
-        shown.add_column(name, justify="right")
-    by_mode = {mode: [row for row in rows if row.mode == mode] for mode in dict.fromkeys(row.mode for row in rows)}
-    best = {mode: min(fmean(row.held_out) for row in mine) for mode, mine in by_mode.items()}
-    for mode, mine in by_mode.items():
-        losses = [f"{fmean(row.held_out):.4f}" for row in mine]
-        relative = f"{best[mode] / best[EXACT] - 1:+.2%}" if EXACT in best else ""
-        fewer = f"{exact_bytes / mine[0].sent:.3g} x" if mine[0].sent else "all"
-        shown.add_row(mode, *losses, relative, f"{mine[0].sent:.0f}", fewer)
+    rates = sorted({rate for row in rows for rate in row.by_rate})
+    ends = ("seeds", "above all-reduce", "at its rate", "bytes", "2nd half", "fewer")
+    for name in (*(f"x {rate:g}" for rate in rates), *ends):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        losses = {rate: f"{loss:.4f}" for rate, loss in row.by_rate.items()}
+        losses[row.rate] = f"[bold]{losses[row.rate]}[/]"
+        fewer = f"{exact_bytes / row.sent:.3g} x" if row.sent else "all"
+        shown.add_row(
+            row.mode,
+            *(losses.get(rate, "") for rate in rates),
+            f"{fmean(row.held_out):.4f}",
+            percent(row.above),
+            percent(row.above_at_exact),
+            f"{row.sent:.0f}",
+            f"{row.sent_late:.0f}",
+            fewer,
+        )
     return shown
 
 
-def main() -> None:
-    """Measure, print, save."""
+def percent(shares: Sequence[float]) -> str:
+    """Return the mean and the range of some shares."""
+    return f"{fmean(shares):+.2%} ({100 * min(shares):+.2f} .. {100 * max(shares):+.2f})"
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=TASKS, default="finetune")
     parser.add_argument("--rows", nargs="+", default=["*"], help='modes; "cocktail*" is each that matches')
     parser.add_argument("--modes", nargs="+", default=MODES, help="what there is to choose from")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--rates", nargs="+", type=float, default=[0.25, 0.5, 1.0, 2.0], help="of 5e-4")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--rates", nargs="+", type=float, default=[0.5, 1.0, 2.0, 4.0], help="of the task's")
+    parser.add_argument("--steps", type=int, default=150, help="per epoch")
     parser.add_argument("--pretrain", help="text, as in data.task")
     parser.add_argument("--finetune", help="another text, as in data.task")
     parser.add_argument("--dir", type=Path, default=Path("runs/benchmarks/replicas"), help="where runs are kept")
-    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/replicas.json"), help="the numbers")
+    parser.add_argument("--json", default="runs/benchmarks/replicas_{task}.json", help="the numbers")
+    parser.add_argument("--svg", type=Path, help="draw the numbers of both tasks, measure nothing")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    setting = Setting(trained=options.steps * Setting.batch, epochs=1, exact_epochs=0, warmup=0.1)
+    if (options.pretrain is None) != (options.finetune is None):
+        parser.error("give both --pretrain and --finetune, or neither")
+    return options
+
+
+def main() -> None:
+    """Measure, print, save; or draw."""
+    options = parse_arguments()
+    if options.svg is not None:
+        # here: the processes of the runs, which import this file, need no matplotlib
+        from benchmarks.pictures import save
+        from benchmarks.replicas_picture import draw
+
+        save(draw([json.loads(Path(options.json.format(task=task)).read_text()) for task in TASKS]), options.svg)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # else its ranks would go on
+    setting = TASKS[options.task].setting(options.steps)
     options.dir.mkdir(parents=True, exist_ok=True)
     pretrain, finetune = texts(options.pretrain, options.finetune)
     tuning = Tuning.open(options.dir, setting, pretrain=pretrain, finetune=finetune)
-    chosen = [mode for mode in options.modes if any(fnmatchcase(mode, row) for row in options.rows)]
-    console = Console(width=140)
-    rows = measure(tuning, chosen, options, console)
+    measure(tuning, options)
+
+
+def measure(tuning: Tuning, options: argparse.Namespace) -> None:
+    """Make all runs that are not there yet; print and write down what they have come to."""
+    setting, console = tuning.setting, Console(width=180)
+    steps = setting.epochs * setting.steps_per_epoch
+    modes = [mode.format(tenth=steps // 10) for mode in options.modes]
+    sweep = Sweep(tuning, options.replicas, options.seeds, options.rates, console)
+    rows = [exact := sweep.row(EXACT, None)]
+    rows += [
+        sweep.row(mode, exact)
+        for mode in modes
+        if mode != EXACT and any(fnmatchcase(mode, pattern) for pattern in options.rows)
+    ]
     parameters = sum(parameter.numel() for parameter in skeleton(read_config(tuning.model)).parameters())
     exact_bytes = 2 * (options.replicas - 1) / options.replicas * 2 * parameters
-    console.print(table(rows, options, exact_bytes))
+    seeds = f"{len(options.seeds)} seeds"
+    console.print(table(rows, exact_bytes, f"{options.task}, {options.replicas} replicas, {steps} steps, {seeds}"))
     about = {"torch": torch.__version__, "python": platform.python_version(), "setting": asdict(setting)}
-    about |= {"replicas": options.replicas, "seeds": options.seeds, "fp16_ring_bytes": exact_bytes}
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"about": about, "rows": [row._asdict() for row in rows]}, indent=1))
+    about |= {"task": options.task, "replicas": options.replicas, "seeds": options.seeds}
+    about |= {"texts": [options.pretrain, options.finetune], "fp16_ring_bytes": exact_bytes}
+    if any(row.mode == EXACT_OF_TORCH for row in rows):
+        about["largest_difference_of_torch"] = difference = sweep.compare_exact(exact.rate)
+        console.print(f"train losses of {EXACT_OF_TORCH} differ from those of {EXACT} by at most {difference:.1e}")
+    path = Path(options.json.format(task=options.task))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"about": about, "rows": [row._asdict() for row in rows]}, indent=1))
 
 
 if __name__ == "__main__":

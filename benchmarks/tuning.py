@@ -1,14 +1,14 @@
-"""Pretrain a small GPT-2 once, then fine-tune it as often as wanted: real runs, whose outcomes are kept as JSON.
+"""Train a small GPT-2 as often as wanted, from scratch or once pretrained: real runs, whose outcomes are kept as JSON.
 
-Every run is the whole of `train.train`, in processes of its own over gloo. The text to fine-tune on is a few hundred
-sequences that come again in every epoch; the sequences that follow them in the text are held out.
+Every run is the whole of `train.train`, or torch's own replicas on the same batches (benchmarks/ddp.py), in processes
+of its own over gloo. The text to train on is a number of sequences that come again in every epoch; the sequences that
+follow them in the text are held out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import shutil
 import sys
@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
 
 sys.path.append(str(Path(__file__).parents[1]))  # of a script only its own directory is there
 
@@ -40,10 +38,11 @@ from acsgd.config import (
 from acsgd.io.cache import once_per_host
 from acsgd.io.tasks import parse_tasks
 from acsgd.shards.convert import to_hf
+from benchmarks import ddp
 from benchmarks.forks import started
+from benchmarks.tuning_model import cut, digest, save_blank, with_dropout, written
 
 ROOT = Path(__file__).parents[1]
-END = "<|endoftext|>"
 PROCESSES = 2
 LONGEST = timedelta(hours=1)
 """A run that takes longer hangs."""
@@ -63,8 +62,10 @@ class Setting:
     """So a scale per channel is that of 512 tokens, as in runs whose micro-batches are one longer sequence."""
     pretrain_steps: int = 1200
     pretrain_lr: float = 1e-3
+    init: Literal["pretrained", "scratch"] = "pretrained"
+    """Whether runs begin with the pretrained weights, or with new ones, others for each seed."""
     trained: int = 256
-    """Sequences to fine-tune on."""
+    """Sequences to train on."""
     held_out: int = 96
     """Sequences to evaluate on, after every epoch."""
     epochs: int = 10
@@ -92,7 +93,7 @@ class Variant(NamedTuple):
     dropout: float = 0.0
     dropout_mask: Literal["step", "sample"] = "step"
     mode: str = "allreduce"
-    """How replicas agree."""
+    """How replicas agree: as dp.mode says, or in one of torch's ways, "torch:ddp", say."""
     replicas: int = 1
     """With more than one, each is a single stage."""
     rate: float = 1.0
@@ -123,22 +124,25 @@ class Tuning:
     directory: Path
     setting: Setting
     model: Path
-    """Pretrained, a Hugging Face directory."""
+    """A Hugging Face directory, without weights if runs begin with new ones."""
     text: Path
     """As many tokens as make the sequences to train on and those held out."""
     code: str
-    """A hash of the sources of acsgd: what another version made is not taken for what this one would make."""
+    """A hash of the sources of all runs: what another version made is not taken for what this one would make."""
 
     @classmethod
     def open(cls, directory: Path, setting: Setting, *, pretrain: str, finetune: str) -> Tuning:
-        """Make what the runs need, unless it is there. pretrain, finetune: the texts.
+        """Make what the runs need, unless it is there. pretrain: the text of the tokenizer and of what is pretrained;
+        finetune: the text of the runs.
 
-        Raises ValueError if there is too little text to fine-tune on.
+        Raises ValueError if there is too little of that.
         """
-        sources = [ROOT / "train.py", *sorted((ROOT / "acsgd").rglob("*.py"))]
+        sources = [ROOT / "train.py", Path(ddp.__file__), *sorted((ROOT / "acsgd").rglob("*.py"))]
         code = digest("".join(path.read_text() for path in sources))
-        model = pretrained(directory, setting, pretrain)
-        text = written(directory, cut(finetune, model, setting))
+        make = pretrained if setting.init == "pretrained" else blank
+        model = make(directory, setting, pretrain)
+        sequences = setting.trained + setting.held_out
+        text = written(directory, cut(finetune, model, sequences=sequences, sequence=setting.sequence))
         return cls(directory, setting, model, text, code)
 
     def outcome(self, variant: Variant, seed: int) -> Outcome:
@@ -158,7 +162,9 @@ class Tuning:
     def _config(self, variant: Variant, seed: int) -> Config:
         s = self.setting
         return Config(
-            model=ModelConfig(str(with_dropout(self.model, variant.dropout)), dropout_mask=variant.dropout_mask),
+            model=ModelConfig(
+                str(with_dropout(self.model, variant.dropout)), init=s.init, dropout_mask=variant.dropout_mask
+            ),
             data=DataConfig(
                 task=str(self.text),
                 sequence=s.sequence,
@@ -186,84 +192,37 @@ class Tuning:
         )
 
 
-def pretrained(directory: Path, setting: Setting, text: str) -> Path:
-    """Return a model trained from scratch on a text, a Hugging Face directory; train it first if it is not there."""
+def blank(directory: Path, setting: Setting, text: str) -> Path:
+    """Return a model without weights, a Hugging Face directory; make it first if it is not there."""
     s = setting
+    sizes = {name: getattr(s, name) for name in ("vocabulary", "sequence", "hidden", "blocks", "heads")}
+    path = directory / f"blank-{digest(repr((sizes, text)))}"
 
     def build(target: Path) -> None:
         target.mkdir()
-        save_blank(target, text, s)
+        save_blank(target, text, **sizes)
+
+    return once_per_host(path, build)
+
+
+def pretrained(directory: Path, setting: Setting, text: str) -> Path:
+    """Return a model trained from scratch on a text, a Hugging Face directory; train it first if it is not there."""
+    s, begun = setting, blank(directory, setting, text)
+
+    def build(target: Path) -> None:
         config = Config(
-            model=ModelConfig(str(target), init="scratch"),
+            model=ModelConfig(str(begun), init="scratch"),
             data=DataConfig(task=str(written(directory, text)), sequence=s.sequence, batch=s.batch),
             optim=OptimConfig(lr=s.pretrain_lr, steps=s.pretrain_steps, warmup=s.pretrain_steps // 10),
             pp=PipelineConfig(micro=s.batch // PROCESSES),
             log=LogConfig(dir=str(directory), to="jsonl"),
         )
         with finished(config, PROCESSES) as run_dir:
+            target.mkdir()
             to_hf(run_dir / "checkpoints" / f"step-{s.pretrain_steps:08d}", target)
 
-    shape = (s.vocabulary, s.hidden, s.blocks, s.heads, s.sequence, s.batch, s.pretrain_steps, s.pretrain_lr)
-    return once_per_host(directory / f"pretrained-{digest(repr((shape, torch.__version__, text)))}", build)
-
-
-def save_blank(directory: Path, text: str, setting: Setting) -> None:
-    """Write the config of a GPT-2 without dropout, and a byte-level BPE tokenizer trained on a text."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=setting.vocabulary,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(text.splitlines(keepends=True), trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END)
-    tokenizer.save_pretrained(directory)
-    GPT2Config(
-        vocab_size=len(tokenizer),
-        n_positions=setting.sequence,
-        n_embd=setting.hidden,
-        n_layer=setting.blocks,
-        n_head=setting.heads,
-        bos_token_id=tokenizer.eos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        **dropouts(0.0),
-    ).save_pretrained(directory)
-
-
-def with_dropout(model: Path, share: float) -> Path:
-    """Return a copy of a model, beside it, whose config asks for dropout; the model itself if it is to have none."""
-    if not share:
-        return model
-
-    def build(target: Path) -> None:
-        shutil.copytree(model, target)
-        config = json.loads((target / "config.json").read_text())
-        (target / "config.json").write_text(json.dumps({**config, **dropouts(share)}, indent=2))
-
-    return once_per_host(model.with_name(f"{model.name}-dropout-{share:g}"), build)
-
-
-def dropouts(share: float) -> dict[str, float]:
-    """Return a GPT-2's keys for dropout, at all places alike."""
-    return {"resid_pdrop": share, "embd_pdrop": share, "attn_pdrop": share}
-
-
-def cut(text: str, model: Path, setting: Setting) -> str:
-    """Return the beginning of a text that is the setting's number of sequences. Raises ValueError if it has fewer."""
-    sequences = setting.trained + setting.held_out
-    # half a sequence more, which is no sequence: a cut may change a token or two
-    wanted = sequences * setting.sequence + setting.sequence // 2
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
-    if len(offsets) <= wanted:
-        raise ValueError(
-            f"the text to fine-tune on has {len(offsets)} tokens, too few for {sequences} sequences of "
-            f"{setting.sequence}; give a longer one"
-        )
-    return text[: offsets[wanted][0]]
+    made_with = (begun.name, s.batch, s.pretrain_steps, s.pretrain_lr, torch.__version__)
+    return once_per_host(directory / f"pretrained-{digest(repr(made_with))}", build)
 
 
 def read(sources: str) -> str:
@@ -271,27 +230,30 @@ def read(sources: str) -> str:
     return "\n".join(piece.text for task, _ in parse_tasks(sources) for piece in task.pieces())
 
 
-def written(directory: Path, text: str) -> Path:
-    """Return a file with a text, and nothing else, in a directory; its name follows from the text."""
-    return once_per_host(directory / f"{digest(text)}.txt", lambda path: path.write_text(text, newline=""))
-
-
 @contextlib.contextmanager
 def finished(config: Config, processes: int) -> Iterator[Path]:
     """Make a run, from its first step to its last, and yield its directory: a new one in log.dir, removed at the end.
 
-    Raises RuntimeError with what rank 0 said last, if a rank fails or does not come to its end.
+    Raises RuntimeError if a rank fails or does not come to its end.
     """
     with tempfile.TemporaryDirectory(dir=config.log.dir, prefix="run-") as run_dir:
-        log = dataclasses.replace(config.log, dir=run_dir)
-        with started(dataclasses.replace(config, log=log), processes) as run:
-            try:
-                codes, notes = run.join(LONGEST), run.notes()
-            finally:
-                shutil.rmtree(run.told)
-        if codes != [0] * processes:
-            raise RuntimeError(f"a run ended with {codes}: {notes[-1] if notes else 'before it began'}")
+        config = dataclasses.replace(config, log=dataclasses.replace(config.log, dir=run_dir))
+        if ddp.is_torch(config.dp.mode):
+            ddp.finish(config, processes, LONGEST)
+        else:
+            finish(config, processes)
         yield Path(run_dir)
+
+
+def finish(config: Config, processes: int) -> None:
+    """Make a run of acsgd. Raises RuntimeError with what rank 0 said last, if a rank fails or does not end."""
+    with started(config, processes) as run:
+        try:
+            codes, notes = run.join(LONGEST), run.notes()
+        finally:
+            shutil.rmtree(run.told)
+    if codes != [0] * processes:
+        raise RuntimeError(f"a run ended with {codes}: {notes[-1] if notes else 'before it began'}")
 
 
 def outcome_of(run_dir: Path) -> Outcome:
@@ -303,8 +265,3 @@ def outcome_of(run_dir: Path) -> Outcome:
         forward_bytes=[line["pp_forward_bytes"] for line in lines],
         dp_bytes=[line["dp_bytes"] for line in lines],
     )
-
-
-def digest(text: str) -> str:
-    """Return a short hash of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

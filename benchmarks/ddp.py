@@ -1,0 +1,224 @@
+"""Torch's own replicas, to compare with: DistributedDataParallel, plain or with one of the hooks that torch brings.
+
+A run takes everything but the way replicas agree from a run of acsgd: weights, batches and their order, AdamW with its
+options, clipping, learning rate, held-out text. It writes the same metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from acsgd.config import Config, OptimConfig, ReplicaConfig
+from acsgd.inputs import open_data, open_held_out, open_source
+from acsgd.io.data import Batch, Dataset
+from acsgd.job import Job, prepare
+from acsgd.optim import learning_rate
+from acsgd.registry import from_spec
+from acsgd.shards.base import skeleton, stored_keys
+from acsgd.topology import Launch, connect
+from benchmarks.forks import PRELOAD
+
+TORCH = "torch:"
+"""How the names of torch's ways begin, in place of a mode."""
+TIMEOUT = timedelta(seconds=60)
+BUCKET_MB = 25
+"""As by default, but said, so that the first bucket is no smaller: then the model is one. Of several, the steps of
+PowerSGD's hook follow each other in an order that may differ from rank to rank over gloo."""
+
+Sent = Callable[[], float]
+"""Says how many bytes this replica has sent for the step just made."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Gradients are summed in fp32."""
+
+    def attach(self, model: DistributedDataParallel) -> Sent:
+        return lambda: ring_bytes(4 * numbers_of(model))
+
+
+@dataclass(frozen=True)
+class Half:
+    """Gradients are rounded to fp16 and summed."""
+
+    def attach(self, model: DistributedDataParallel) -> Sent:
+        model.register_comm_hook(None, fp16_compress_hook)
+        return lambda: ring_bytes(2 * numbers_of(model))
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Of each matrix of gradients that this makes smaller by `min_compression_rate`, two thin factors are summed."""
+
+    rank: int = 1
+    start: int = 10
+    """Steps at the start whose gradients are summed as they are; torch asks for 2 or more."""
+
+    def attach(self, model: DistributedDataParallel) -> Sent:
+        state = PowerSGDState(None, matrix_approximation_rank=self.rank, start_powerSGD_iter=self.start)
+        model.register_comm_hook(state, powerSGD_hook)
+        before = 0
+
+        def sent() -> float:
+            nonlocal before
+            told, before = state.total_numel_after_compression - before, state.total_numel_after_compression
+            return ring_bytes(4 * (told or numbers_of(model)))  # the first steps are not in its count
+
+        return sent
+
+
+WAYS = {"ddp": Plain, "fp16": Half, "powersgd": PowerSGD}
+
+
+def is_torch(mode: str) -> bool:
+    """Whether a mode is one of torch's."""
+    return mode.startswith(TORCH)
+
+
+def finish(config: Config, processes: int, timeout: timedelta) -> None:
+    """Make a run from its first step to its last, in processes of its own; dp.mode names the way, "torch:ddp", say.
+
+    Raises RuntimeError if a rank fails, or does not come to its end in time.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    ranks: list[BaseProcess] = []
+    with tempfile.TemporaryDirectory(dir=config.log.dir) as directory:
+        for rank in range(processes):
+            arguments = (rank, processes, config, f"{directory}/store")
+            ranks.append(context.Process(target=run_rank, args=arguments, daemon=True))
+        try:
+            for each in ranks:
+                each.start()
+            for each in ranks:
+                each.join(timeout.total_seconds())
+            codes = [each.exitcode for each in ranks]
+        finally:
+            for each in ranks:
+                if each.pid is not None:  # else the end came before its start
+                    each.kill()
+                    each.join()
+    if codes != [0] * processes:
+        raise RuntimeError(f"a run of {config.dp.mode} ended with {codes}")
+
+
+def run_rank(rank: int, world_size: int, config: Config, store: str) -> None:
+    """Be one rank of a run."""
+    torch.set_num_threads(1)
+    way = from_spec(config.dp.mode.removeprefix(TORCH), WAYS, key="dp.mode")
+    job = prepare(replace(config, dp=ReplicaConfig()), Launch(rank, rank, world_size))
+    with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(store, world_size)):
+        model = DistributedDataParallel(make_model(job), bucket_cap_mb=BUCKET_MB)
+        train(job, model, way.attach(model))
+
+
+def make_model(job: Job) -> PreTrainedModel:
+    """Return the whole model with the weights that acsgd would begin with."""
+    source, meta = open_source(job), skeleton(job.model_config)
+    weights: dict[str, Tensor] = {}
+    for shard in job.layers:
+        weights |= source.tensors(shard.name, stored_keys(meta, shard))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(job.model_config, dtype=torch.float32)
+    told = model.load_state_dict(weights, strict=False)  # tied weights are stored once
+    assert not told.unexpected_keys, told
+    assert set(weights) >= {name for name, _ in model.named_parameters()}, told
+    return model.train()
+
+
+def train(job: Job, model: DistributedDataParallel, sent: Sent) -> None:
+    """Make all steps, evaluate as often as asked, and write it down on rank 0."""
+    optim, every, speaks = job.config.optim, job.config.eval.every, job.topology.rank == 0
+    adamw, held_out = make_adamw(model, optim), open_held_out(job)
+    lines = []
+    with Dataset(open_data(job), range(optim.steps)) as batches:
+        for step, batch in enumerate(batches):
+            loss = make_step(model, adamw, batch, step, optim)
+            line = {"step": step + 1, "loss": mean_over_ranks(loss, 1.0), "eval_loss": None, "pp_forward_bytes": 0}
+            line["dp_bytes"] = round(sent()) * job.topology.replicas
+            if held_out is not None and (step + 1 == optim.steps or (every is not None and (step + 1) % every == 0)):
+                line["eval_loss"] = evaluate(model, held_out.batches(len(job.micros)))
+            lines.append(line)
+    if speaks:
+        (Path(job.config.log.dir) / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def make_step(
+    model: DistributedDataParallel, adamw: torch.optim.AdamW, batch: Batch, step: int, optim: OptimConfig
+) -> float:
+    """Make one optimizer step; return this replica's loss, the mean over its target tokens."""
+    assert batch.tokens is not None
+    assert batch.labels is not None
+    loss = 0.0
+    for index, (tokens, labels) in enumerate(zip(batch.tokens, batch.labels, strict=True)):
+        with nullcontext() if index == len(batch.tokens) - 1 else model.no_sync():
+            share = summed_loss(model(tokens, use_cache=False).logits, labels) / batch.labels.numel()
+            share.backward()
+        loss += share.item()
+    nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
+    for group in adamw.param_groups:
+        group["lr"] = learning_rate(step, optim)
+    adamw.step()
+    adamw.zero_grad()
+    return loss
+
+
+def make_adamw(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
+    """Return torch's AdamW with the options and the decay groups of acsgd's."""
+    groups = [
+        {"params": [param for param in model.parameters() if param.dim() > 1], "weight_decay": optim.weight_decay},
+        {"params": [param for param in model.parameters() if param.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+@torch.no_grad()
+def evaluate(model: DistributedDataParallel, batches: Iterable[Batch]) -> float:
+    """Return the mean loss over the target tokens of all replicas' batches."""
+    loss, targets = 0.0, 0
+    model.eval()
+    for batch in batches:
+        assert batch.tokens is not None
+        assert batch.labels is not None
+        for tokens, labels in zip(batch.tokens, batch.labels, strict=True):
+            loss += float(summed_loss(model.module(tokens, use_cache=False).logits, labels))
+            targets += int((labels != -100).sum())
+    model.train()
+    return mean_over_ranks(loss, targets)
+
+
+def mean_over_ranks(total: float, count: float) -> float:
+    """Return the sum of all ranks' totals over that of their counts."""
+    sums = torch.tensor([total, count], dtype=torch.float64)
+    dist.all_reduce(sums)
+    return float(sums[0] / sums[1])
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross entropy, summed over the targets."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def numbers_of(model: nn.Module) -> int:
+    """Return the number of parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def ring_bytes(message: float) -> float:
+    """Return what each rank sends to sum a message of so many bytes along a ring, as gloo does."""
+    return 2 * (dist.get_world_size() - 1) / dist.get_world_size() * message
