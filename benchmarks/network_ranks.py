@@ -8,11 +8,11 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import netlab
 import torch
@@ -73,36 +73,17 @@ class Pipeline:
     def __init__(self, setting: Setting, network: netlab.Lab) -> None:
         self.network = network
         self._setting = setting
-        self._pipes: list[Connection] = []
+        self._pipes: Sequence[Connection] = ()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Pipeline]:
         """Start the ranks; end them at the end."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        with contextlib.ExitStack() as started:
-            store = started.enter_context(tempfile.TemporaryDirectory()) + "/store"
-            for rank, namespace in enumerate(self.network.namespaces):
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=be_rank, args=(rank, self._setting, namespace, store, theirs), daemon=True
-                )
-                process.start()
-                started.callback(process.join)
-                started.callback(process.kill)
-                theirs.close()
-                self._pipes.append(ours)
+        with on_hosts(self.network, be_rank, self._setting) as self._pipes:
             yield self
 
     def step(self, form: str) -> Step:
         """Make one step; its time is that of the slowest rank. Raises RuntimeError if a rank is gone."""
-        try:
-            for pipe in self._pipes:
-                pipe.send(form)
-            steps: list[Step] = [pipe.recv() for pipe in self._pipes]
-        except (EOFError, OSError):
-            raise RuntimeError("a rank has ended before its time; its error is above") from None
-        return max(steps)
+        return max(ask(self._pipes, form))
 
     def limit(self, mbit: float | None) -> None:
         """Change the rate of all hosts and let TCP find it, in a step that does not count."""
@@ -117,13 +98,50 @@ class Pipeline:
         return most * 8 / 1e6 / mbit
 
 
-def be_rank(rank: int, setting: Setting, namespace: str, store: str, pipe: Connection) -> None:
-    """Be one rank, on a host: make a step with each form that is asked for, until the other end of the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process at the other end decides
+@contextlib.contextmanager
+def on_hosts(network: netlab.Lab, body: Callable[..., None], setting: object) -> Iterator[list[Connection]]:
+    """Call body(rank, setting, store, pipe) in a process of one thread on each host; give our ends of their pipes.
+
+    store: a file that all can write, not there yet. The processes are killed at the end.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    pipes = []
+    with contextlib.ExitStack() as started:
+        store = started.enter_context(tempfile.TemporaryDirectory()) + "/store"
+        for rank, namespace in enumerate(network.namespaces):
+            ours, theirs = context.Pipe()
+            arguments = namespace, body, rank, setting, store, theirs
+            process = context.Process(target=_be_on_host, args=arguments, daemon=True)
+            process.start()
+            started.callback(process.join)
+            started.callback(process.kill)
+            theirs.close()
+            pipes.append(ours)
+        yield pipes
+
+
+def ask(pipes: Sequence[Connection], request: object) -> list[Any]:
+    """Send a request to all ranks; return what each answers, by rank. Raises RuntimeError if a rank is gone."""
+    try:
+        for pipe in pipes:
+            pipe.send(request)
+        return [pipe.recv() for pipe in pipes]
+    except (EOFError, OSError):
+        raise RuntimeError("a rank has ended before its time; its error is above") from None
+
+
+def _be_on_host(namespace: str, body: Callable[..., None], *args: object) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process at the other end of the pipe decides
     netlab.enter(namespace)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
+    body(*args)
+
+
+def be_rank(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
+    """Be one rank: make a step with each form that is asked for, until the other end of the pipe closes."""
     jobs = [prepare(setting.config(form), Launch(rank, 0, setting.stages)) for form in setting.forms]
     batch = make_batch(rank, setting)
     with open_trainings(jobs, store, sequences=setting.micros) as opened, contextlib.suppress(EOFError):

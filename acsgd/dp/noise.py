@@ -25,8 +25,8 @@ from acsgd.shards.load import mix_seed
 
 NOISE = "noise"
 """Name under which [2] numbers per weight are saved: running sums of |mean of g|^2 and of the mean of |g|^2."""
-SKETCHES = 64
-"""Numbers per weight: the ratio is off by about sqrt(2 / 64)."""
+SKETCHES = 32
+"""Numbers per weight: the ratio is off by about sqrt(2 / 32)."""
 EVERY, KEPT = 8, 0.7
 """Steps between two measurements, and what an earlier one counts for in the next."""
 

@@ -11,12 +11,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from acsgd.dp.base import LocalStep
+from acsgd.dp.base import LocalStep, refuse_others
 from acsgd.dp.mean import Compressor
 from acsgd.dp.moments import is_due
 from acsgd.dp.noise import NOISE, Noise
 from acsgd.dp.owed import Owed
-from acsgd.dp.own import OWN_ERROR, SERVED_ERROR, OwnWeights, Unit, load_served, refuse_others, served_state
+from acsgd.dp.own import OWN_ERROR, SERVED_ERROR, OwnWeights, Unit, load_served, served_state
 from acsgd.dp.peers import Peers
 from acsgd.shards.base import Weight
 from acsgd.shards.disk import WeightState

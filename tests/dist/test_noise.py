@@ -44,7 +44,7 @@ def measured(rank: int, peers: Peers) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_gain_is_what_noise_takes_away(replicas: int, tmp_path: Path) -> None:
-    """Weights .7**i count as (sum of w)**2 / sum of w**2 = 5.7 measurements, of 64 numbers; four standard deviations.
+    """Weights .7**i count as (sum of w)**2 / sum of w**2 = 5.7 measurements, of 32 numbers; four standard deviations.
 
     A gain is a power -1/2 of the ratio, so its relative deviation is half of the ratio's.
     """

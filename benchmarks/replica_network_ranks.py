@@ -1,0 +1,222 @@
+"""The replicas of benchmarks/replica_network.py: processes that live on hosts and wait to make steps in any mode."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import netlab
+import torch
+import torch.distributed as dist
+from network_ranks import SEQUENCE, TIMEOUT_S, VOCABULARY, ask, on_hosts
+from speed import BUCKET_MB, OPTIM, make_adamw, pretrained, summed_loss
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from acsgd.build import build_worker
+from acsgd.config import Config, DataConfig, LogConfig, ModelConfig, PipelineConfig, ReplicaConfig, RunConfig
+from acsgd.dp import MODES
+from acsgd.inputs import open_source
+from acsgd.io.data import Batch
+from acsgd.io.progress import Progress
+from acsgd.job import Job, prepare
+from acsgd.registry import from_spec
+from acsgd.topology import Groups, Launch, Topology, connect
+
+DDP, DDP_FP16, LOCAL = "DDP", "DDP, fp16", "local"
+FIRST_STEP = 1199
+"""Number of the first step of every mode: with all that is sent every 2, 3, 5, ... 60 steps, after it."""
+LAST_AVERAGED = 1023
+"""Number of a step after which `cocktail` averages second moments."""
+SETTLING_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every replica is told."""
+
+    model: Path
+    replicas: int
+    micros: int
+    """Micro-batches of a replica in a step, of one sequence each; every step has the same."""
+    modes: tuple[str, ...]
+
+    def config(self, mode: str) -> Config:
+        """Return the run whose steps are made in a mode."""
+        return Config(
+            model=ModelConfig(str(self.model)),
+            data=DataConfig(task="demo", sequence=SEQUENCE, batch=self.micros * self.replicas),
+            optim=OPTIM,
+            pp=PipelineConfig(stages=1, micro=1),
+            dp=ReplicaConfig(mode),
+            log=LogConfig(dir=str(self.model.parent / "run")),
+            run=RunConfig(timeout=TIMEOUT_S),
+        )
+
+
+class Request(NamedTuple):
+    """Steps to make in one mode, one after the other."""
+
+    mode: str | None
+    """None = send a message, so that TCP finds a rate that has changed."""
+    steps: int = 1
+    first: int | None = None
+    """Number of the first of them; None = go on."""
+
+
+class Block(NamedTuple):
+    """What a rank says of such steps."""
+
+    seconds: float
+    """Per step."""
+    sent_bytes: float
+    """Per step and host, all messages between replicas."""
+    loss: float
+    """This rank's share of that of the first step; shares add up to the loss."""
+
+
+class Made(NamedTuple):
+    """One step."""
+
+    loss: float
+    """This rank's share."""
+    sent_bytes: float
+    """Per host."""
+
+
+Step = Callable[[int], Made]
+"""Makes step n, together with the other replicas."""
+
+
+class Replicas:
+    """Replicas of a model, one per host, that are ready to make steps in any mode."""
+
+    def __init__(self, setting: Setting, network: netlab.Lab) -> None:
+        self.network = network
+        self._setting = setting
+        self._pipes: Sequence[Connection] = ()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Replicas]:
+        """Start the processes; end them at the end."""
+        with on_hosts(self.network, be_replica, self._setting) as self._pipes:
+            yield self
+
+    def block(self, mode: str, steps: int, *, first: int | None = None) -> Block:
+        """Make steps; their time is that of the slowest rank. Raises RuntimeError if a rank is gone."""
+        told: list[Block] = ask(self._pipes, Request(mode, steps, first))
+        return Block(max(each.seconds for each in told), told[0].sent_bytes, sum(each.loss for each in told))
+
+    def limit(self, mbit: float | None) -> None:
+        """Change the rate of all hosts and let TCP find it."""
+        self.network.limit(mbit)
+        ask(self._pipes, Request(None))
+
+
+def is_ddp(mode: str) -> bool:
+    """Whether a mode is torch's."""
+    return mode in (DDP, DDP_FP16)
+
+
+def period(mode: str) -> int:
+    """Return the number of steps after which what a mode sends repeats itself."""
+    if is_ddp(mode):
+        return 1
+    opened = from_spec(mode, MODES, key="--modes")
+    return getattr(opened, "inner", 1) // getattr(opened, "fragments", 1)
+
+
+def be_replica(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
+    """Be one replica: make the steps that are asked for, until the other end of the pipe closes."""
+    files, timeout = dist.FileStore(store, setting.replicas), timedelta(seconds=TIMEOUT_S)
+    topology = Topology(rank, setting.replicas, stages=1)
+    with connect(topology, timeout=timeout, store=files) as groups, contextlib.suppress(EOFError):
+        steps = open_steps(rank, setting, groups)
+        numbers = dict.fromkeys(steps, FIRST_STEP)
+        while True:
+            request: Request = pipe.recv()
+            if request.mode is None:
+                dist.all_reduce(torch.zeros(SETTLING_BYTES // 4), group=groups.dp)
+                pipe.send(None)
+                continue
+            first = numbers[request.mode] if request.first is None else request.first
+            pipe.send(make_block(steps[request.mode], range(first, first + request.steps)))
+            if request.first is None:
+                numbers[request.mode] += request.steps
+
+
+def open_steps(rank: int, setting: Setting, groups: Groups) -> dict[str, Step]:
+    """Return what makes a step, by mode, all over the same connections."""
+    steps: dict[str, Step] = {}
+    for mode in setting.modes:
+        job = prepare(setting.config(LOCAL if is_ddp(mode) else mode), Launch(rank, 0, setting.replicas))
+        batch = make_batch(job, setting)
+        steps[mode] = ddp(job, batch, groups, fp16=mode == DDP_FP16) if is_ddp(mode) else acsgd(job, batch, groups)
+    return steps
+
+
+def make_block(step: Step, numbers: range) -> Block:
+    """Make steps with these numbers."""
+    dist.barrier()
+    start = time.perf_counter()
+    made = [step(number) for number in numbers]
+    seconds = time.perf_counter() - start
+    return Block(seconds / len(made), sum(each.sent_bytes for each in made) / len(made), made[0].loss)
+
+
+def make_batch(job: Job, setting: Setting) -> Batch:
+    """Return what a replica trains on in every step: random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    all_tokens = torch.randint(VOCABULARY, (setting.micros * setting.replicas, 1, SEQUENCE + 1), generator=generator)
+    tokens = all_tokens[job.micros.start : job.micros.stop]
+    ids = torch.zeros(len(tokens), 1, dtype=torch.int64)
+    return Batch(tokens[..., :-1], tokens[..., 1:], sample_ids=ids, micro_ids=job.micros)
+
+
+def acsgd(job: Job, batch: Batch, groups: Groups) -> Step:
+    """Return acsgd's step in the mode of a job."""
+    worker, replicas = build_worker(job, open_source(job), groups), job.topology.replicas
+
+    def step(number: int) -> Made:
+        result = worker.train_step(batch, Progress(step=number))
+        return Made(result.loss / replicas, result.totals.dp_bytes / replicas)
+
+    return step
+
+
+def ddp(job: Job, batch: Batch, groups: Groups, *, fp16: bool) -> Step:
+    """Return a step of DistributedDataParallel; fp16: with torch's hook that sums gradients in fp16."""
+    replicas = job.topology.replicas
+    model = DistributedDataParallel(
+        pretrained(job), bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True, process_group=groups.dp
+    )
+    if fp16:
+        model.register_comm_hook(groups.dp, fp16_compress_hook)
+    adamw = make_adamw(model)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    sent_bytes = 2 * (replicas - 1) / replicas * numbers * (2 if fp16 else 4)  # gloo sums along a ring
+
+    def step(number: int) -> Made:
+        loss, tokens, labels = torch.zeros(()), batch.tokens, batch.labels
+        assert tokens is not None
+        assert labels is not None
+        for index, (micro, targets) in enumerate(zip(tokens, labels, strict=True)):
+            with nullcontext() if index == len(tokens) - 1 else model.no_sync():
+                logits = model(micro, use_cache=False).logits
+                share = summed_loss(logits, targets) / labels.numel()
+                share.backward()
+            loss += share.detach()
+        nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip)
+        adamw.step()
+        adamw.zero_grad()
+        return Made(loss.item() / replicas, sent_bytes)
+
+    return step
