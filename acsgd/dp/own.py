@@ -108,29 +108,32 @@ class OwnWeights(Unsummed):
         self.units = make_units(weights)
         self.peers = peers
         self.exact_steps = exact_steps
-        self._exact = AllReduceSync(AllReduce().buckets(weights if exact_steps else ()), peers)
-        self.meter = self._exact.meter
-        self._is_exact = False
+        self._exact: AllReduceSync | None = None
+        """In an exact step, what sums its gradients; made for the first, given up after the last."""
 
     def local_step(self, step: int) -> LocalStep | None:
         return LocalStep() if step >= self.exact_steps else None
 
     def begin(self, step: int, scale: float = 1.0) -> None:
-        self._is_exact = step < self.exact_steps
         super().begin(step)
-        if self._is_exact:
-            self._exact.begin(step)
+        if step >= self.exact_steps:
+            self._exact = None
+            return
+        if self._exact is None:
+            self._exact = AllReduceSync(AllReduce().buckets(self.weights), self.peers)
+            self._exact.meter = self.meter
+        self._exact.begin(step)
 
     def grad_made(self, weight: Weight, *, complete: bool) -> None:
-        if self._is_exact:
+        if self._exact is not None:
             self._exact.grad_made(weight, complete=complete)
 
     def reduce(self) -> None:
-        if self._is_exact:
+        if self._exact is not None:
             self._exact.reduce()
 
     def wait(self) -> None:
-        if self._is_exact:
+        if self._exact is not None:
             self._exact.wait()
 
     def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
