@@ -2,7 +2,7 @@
 
 Early in a run a second moment is a mean over few gradients, and what one replica divides by is noisy: a large part of
 the gap between steps made apart and steps made together. Later they change slowly. So they are averaged after 1, 2, 4,
-8, ... steps, in about 5 bits each: of no weight in a long run.
+8, ... steps, in about 3 bits each: of no weight in a long run.
 """
 
 from __future__ import annotations
