@@ -30,7 +30,6 @@ MODES = {
     "cocktail:random=0.5,topk=0.2,exact_steps=3": "fp32",
     "sparseloco:inner=3,chunk=256": "bf16",
     "cocktail_grad:topk=0.1,exact_steps=1": "bf16",
-    "quantized:exact_steps=3": "fp32",
 }
 """With the dtype of the parameters."""
 
