@@ -103,3 +103,36 @@ def on_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_s: f
     with ProcessPoolExecutor(world_size, mp_context=get_context("spawn")) as pool:
         futures = [pool.submit(body, rank, *args) for rank in range(world_size)]
         return [future.result(timeout=timeout_s) for future in futures]
+
+
+class OnLink:
+    """Steps over a limited link beside compute, steps that nothing limits. Lists have an entry per round."""
+
+    compute_s: list[float]
+    step_s: list[float]
+    traffic_s: float
+    """What the link needs for the bytes of a step."""
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.step_s)
+
+    @property
+    def bound_s(self) -> float:
+        return max(statistics.median(self.compute_s), self.traffic_s)
+
+    @property
+    def share(self) -> float:
+        """Of the bound that is reached: 1 = the step is as fast as it can be."""
+        pairs = zip(self.compute_s, self.step_s, strict=True)
+        return statistics.median(max(compute, self.traffic_s) / step for compute, step in pairs)
+
+    @property
+    def slowdowns(self) -> list[float]:
+        """Relative to compute, by round."""
+        return [step / compute for compute, step in zip(self.compute_s, self.step_s, strict=True)]
+
+    @property
+    def slowdown(self) -> float:
+        """Relative to compute."""
+        return statistics.median(self.slowdowns)

@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING
 import netlab
 import pictures
 import torch
+from compare import OnLink
 from forms import UNCOMPRESSED
 from network_ranks import Pipeline, Setting, save_model
 from rich.console import Console
@@ -68,7 +69,7 @@ INK, GRID, COLORS = "#1f2933", "#e4e8ec", ("#5b6672", "#b4530a", "#1f5fbf", "#0b
 
 
 @dataclass
-class Cell:
+class Cell(OnLink):
     """One form on one network. Lists have an entry per round."""
 
     stages: int
@@ -85,25 +86,6 @@ class Cell:
         self.traffic_s = pipeline.traffic_s(step, self.mbit)
         self.compute_s.append(compute_s)
         self.step_s.append(step.seconds)
-
-    @property
-    def seconds(self) -> float:
-        return statistics.median(self.step_s)
-
-    @property
-    def bound_s(self) -> float:
-        return max(statistics.median(self.compute_s), self.traffic_s)
-
-    @property
-    def share(self) -> float:
-        """Of the bound that is reached: 1 = the step is as fast as it can be."""
-        pairs = zip(self.compute_s, self.step_s, strict=True)
-        return statistics.median(max(compute, self.traffic_s) / step for compute, step in pairs)
-
-    @property
-    def slowdown(self) -> float:
-        """Relative to compute."""
-        return statistics.median(step / compute for compute, step in zip(self.compute_s, self.step_s, strict=True))
 
     def speed_up(self, uncompressed: Cell) -> float:
         """Over the uncompressed steps of the same rounds."""

@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING
 import netlab
 import pictures
 import torch
+from compare import OnLink
 from network_ranks import save_model
 from replica_network_ranks import DDP, DDP_FP16, LAST_AVERAGED, LOCAL, Replicas, Setting, is_ddp, period
 from rich.console import Console
@@ -75,7 +76,7 @@ COLORS = ("#5b6672", "#9aa5b1", "#b4530a", "#e0a458", "#1f5fbf", "#0b7a6b", "#7a
 
 
 @dataclass
-class Cell:
+class Cell(OnLink):
     """One mode on one network. Lists have an entry per round."""
 
     replicas: int
@@ -110,25 +111,6 @@ class Cell:
     @property
     def traffic_s(self) -> float:
         return self.sent_bytes * 8 / 1e6 / self.mbit
-
-    @property
-    def seconds(self) -> float:
-        return statistics.median(self.step_s)
-
-    @property
-    def bound_s(self) -> float:
-        return max(statistics.median(self.compute_s), self.traffic_s)
-
-    @property
-    def share(self) -> float:
-        """Of the bound that is reached: 1 = the step is as fast as it can be."""
-        pairs = zip(self.compute_s, self.step_s, strict=True)
-        return statistics.median(max(compute, self.traffic_s) / step for compute, step in pairs)
-
-    @property
-    def slowdowns(self) -> list[float]:
-        """Relative to compute, by round."""
-        return [step / compute for compute, step in zip(self.compute_s, self.step_s, strict=True)]
 
 
 def measure(setting: Setting, options: argparse.Namespace, console: Console) -> list[Cell]:
@@ -200,10 +182,9 @@ def table(cells: Sequence[Cell], options: argparse.Namespace) -> Table:
 
 def row(cell: Cell) -> list[str]:
     """Return what the table shows of a cell."""
-    slowdown = statistics.median(cell.slowdowns)
-    judged = [f"{cell.share:.0%}", f"{slowdown:.2f}"]
+    judged = [f"{cell.share:.0%}", f"{cell.slowdown:.2f}"]
     if cell.is_judged:
-        met = cell.share >= MIN_SHARE, slowdown <= MAX_SLOWDOWN
+        met = cell.share >= MIN_SHARE, cell.slowdown <= MAX_SLOWDOWN
         judged = [f"[{'green' if is_met else 'red'}]{text}[/]" for is_met, text in zip(met, judged, strict=True)]
     spread = f"{min(cell.slowdowns):.2f}-{max(cell.slowdowns):.2f}"
     return [cell.name, f"{cell.sent_bytes / 1e3:.1f}", f"{cell.seconds:.2f}", f"{cell.bound_s:.2f}", *judged, spread]

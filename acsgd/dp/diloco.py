@@ -118,8 +118,6 @@ class _DiLoCoSync(OwnWeights):
                 flat.zero_()
                 if any(name in state for state in saved):
                     self.load_into(unit, flat, [state[name] for state in saved])
-                elif name == "sent":  # what is under way, seen from a mode without delay: all of this replica's changes
-                    torch.sub(unit.shared, unit.own, out=flat)
 
     def _remembered(self) -> dict[str, list[Tensor]]:
         """Return what goes on from one exchange to the next, by the name under which it is saved."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,8 @@ EPS = 1e-8
 """Added to the root of a second moment, as AdamW does it."""
 SECOND_MOMENT = "second_moment"
 """Name under which is saved what gradients are divided by the root of."""
+STEPS = "steps"
+"""Of how many gradients that is made."""
 
 
 class Lane:
@@ -129,29 +130,33 @@ class Unit:
         for name, grad in grads.items():
             grad.copy_(mean[name])
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return what is remembered by parameter, in its shape, not copied; of the served error, 0 elsewhere."""
-        flats = {OWN_ERROR: self._own, SERVED_ERROR: self._split(self._owed.served_whole())}
-        if self._precondition is not None:
-            flats[SECOND_MOMENT] = self._second
-        return {
-            key: {name: piece.view(self.params[name].shape) for name, piece in pieces.items()}
-            for key, pieces in flats.items()
+    def state(self) -> dict[str, Tensor]:
+        """Return what is remembered as "kind/parameter", in its shape, not copied; of the served error, 0 elsewhere."""
+        flats = {
+            OWN_ERROR: self._own,
+            SERVED_ERROR: self._split(self._owed.served_whole()),
+            SECOND_MOMENT: self._second,
         }
+        tensors = {
+            f"{kind}/{name}": piece.view(self.params[name].shape)
+            for kind, pieces in flats.items()
+            for name, piece in pieces.items()
+        }
+        return tensors | {f"{STEPS}/{name}": torch.tensor(count) for name, count in self.steps.items()}
 
-    def load(self, saved: Mapping[str, Any]) -> None:
+    def load(self, saved: Mapping[str, Tensor]) -> None:
         """Take over what this replica remembered. What it no longer serves, for units are cut anew, is its own error.
 
         The mean divides that by R.
         """
         for name, own in self._own.items():
-            own.copy_(saved[OWN_ERROR][name].view(-1))
-            self.steps[name] = int(saved["steps"][name])
+            own.copy_(saved[f"{OWN_ERROR}/{name}"].view(-1))
+            self.steps[name] = int(saved[f"{STEPS}/{name}"])
         for name, second in self._second.items():
-            second.copy_(saved[SECOND_MOMENT][name].view(-1))
+            second.copy_(saved[f"{SECOND_MOMENT}/{name}"].view(-1))
         served = torch.zeros_like(self._owed.own)
         for name, piece in self._split(served).items():
-            piece.copy_(saved[SERVED_ERROR][name].view(-1))
+            piece.copy_(saved[f"{SERVED_ERROR}/{name}"].view(-1))
         mine = parts(served, self._peers.size)[self._peers.replica]
         self._owed.served.copy_(mine)
         mine.zero_()

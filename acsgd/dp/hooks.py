@@ -17,7 +17,6 @@ import logging
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,6 @@ from acsgd.codecs.identity import Identity
 from acsgd.codecs.sparse import TopK
 from acsgd.dp.hook_units import SECOND_MOMENT, Arrived, Lane, Unit, make_units
 from acsgd.dp.mean import Compressor, OfCodec
-from acsgd.dp.own import OWN_ERROR
 from acsgd.dp.peers import Peers
 from acsgd.meter import Meter
 
@@ -39,6 +37,8 @@ log = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(minutes=10)
 """For a replica that keeps silent; one that is gone is noticed at once."""
+REPLICA = "replica"
+"""Name under which are saved the number of a replica and how many there are, int64 [2]."""
 GROUP = 128
 """Elements that share a scale in a dense mean of few bits."""
 
@@ -94,26 +94,26 @@ class HookState:
                 unit.arrived = {}
         return arrived.future
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this replica owes, by parameter, not copied. Each replica saves its own."""
-        by_name = [unit.state() for unit in self._units]
-        tensors = {key: {name: x for each in by_name for name, x in each[key].items()} for key in by_name[0]}
-        steps = {name: count for unit in self._units for name, count in unit.steps.items()}
-        return {"replica": self._peers.replica, "replicas": self._peers.size, "steps": steps, **tensors}
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what this replica owes, by parameter, not copied: tensors alone, for safetensors' save_file.
+
+        Each replica saves its own.
+        """
+        tensors = {key: tensor for unit in self._units for key, tensor in unit.state().items()}
+        return {REPLICA: torch.tensor([self._peers.replica, self._peers.size]), **tensors}
 
     @torch.no_grad()
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Take over what this replica owed. Raises ValueError for the state of another replica, model or hook."""
-        place, here = (saved["replica"], saved["replicas"]), (self._peers.replica, self._peers.size)
+        place, here = saved[REPLICA].tolist(), [self._peers.replica, self._peers.size]
         if place != here:
             raise ValueError(
                 f"what replica {place[0]} of {place[1]} owes cannot be taken over by replica {here[0]} of {here[1]}: "
                 "each loads what it has saved, and there must be as many"
             )
-        if (SECOND_MOMENT in saved) != (self._precondition is not None):
+        if any(key.startswith(SECOND_MOMENT) for key in saved) != (self._precondition is not None):
             raise ValueError(f"precondition={self._precondition} is not that of the state that was saved")
-        names = {name for unit in self._units for name in unit.params}
-        if others := names ^ saved[OWN_ERROR].keys():
+        if others := self.state_dict().keys() ^ saved.keys():
             raise ValueError(f"the state that was saved is of another model: it differs in {sorted(others)}")
         for unit in self._units:
             unit.load(saved)
@@ -134,7 +134,8 @@ class HookState:
 class CocktailState(HookState):
     """For `cocktail_hook`.
 
-    With precondition=None the mean gradient comes back: for SGD-like optimizers, and for Adam at topk=0.1 or more. With
+    With precondition=None the mean gradient comes back: for SGD-like optimizers. Under Adam, gradients that have waited
+    come as bursts, which it divides by what it has seen of bursts. With
     precondition=0.999, an AdamW's beta2, each replica divides its gradient by the root of its own second moment before
     it is compressed, and what comes back is for torch.optim.SGD(lr, weight_decay=...): AdamW without its first moment.
 

@@ -3,108 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
-from torch import Tensor, nn
+from hooked import LR, SMALL_MB, Run, batch, net, on_plain_ranks
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from acsgd.dp.hooks import CocktailState, HookState, MeanState, cocktail_hook, mean_hook
 from acsgd.dp.owed import Owed
 
 STEPS = 6
-LR = 0.01
-SMALL_MB = 0.001
-"""Of a bucket, so that there are several."""
-TIMEOUT = timedelta(seconds=60)
 U = 2.0**-24
 """Largest relative error of one operation in fp32."""
-FORMS: dict[str, tuple[Callable[..., HookState], Any]] = {
-    "few": (partial(CocktailState, topk=0.1, bits=3, bucket=16), cocktail_hook),
-    "nearly all": (partial(CocktailState, topk=1, bits=8), cocktail_hook),
-    "few bits": (partial(MeanState, bits=2), mean_hook),
-    "bf16": (partial(MeanState, bits=16), mean_hook),
-    "all": (partial(MeanState, bits=32), mean_hook),
-    "divided": (partial(CocktailState, topk=0.1, precondition=0.999), cocktail_hook),
-    "divided, all": (partial(MeanState, bits=32, precondition=0.999), mean_hook),
-}
-
-
-class Net(nn.Module):
-    """Two branches, of which each call may use any; a parameter shorter than there are replicas."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-        self.head = nn.Linear(16, 5)
-        self.branches = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
-        self.trunk = nn.Linear(8, 16)
-
-    def forward(self, x: Tensor, branches: Sequence[int] = (0, 1)) -> Tensor:
-        hidden = self.trunk(x).tanh()
-        for branch in branches:
-            hidden = hidden + self.branches[branch](hidden).tanh()
-        return self.head(hidden * self.scale).square().sum(1).mean()
-
-
-def net() -> Net:
-    torch.manual_seed(0)
-    return Net()
-
-
-def batch(rank: int, number: int) -> Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * number + rank))
-
-
-class Run:
-    """A model with a hook, as anybody's script has it."""
-
-    def __init__(
-        self, form: str, module: nn.Module | None = None, timeout: timedelta = TIMEOUT, **of_model: Any
-    ) -> None:
-        make, hook = FORMS[form]
-        self.model = DistributedDataParallel(module or net(), **{"bucket_cap_mb": SMALL_MB, **of_model})
-        self.state = make(self.model, timeout=timeout)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, weight_decay=0.1)
-        self.buckets: list[list[int]] = []
-        """Of each call of the hook, the parameters, by identity."""
-        buckets = self.buckets
-
-        def recording(state, bucket):  # DDP takes no annotations that are strings
-            buckets.append([id(param) for param in bucket.parameters()])
-            return hook(state, bucket)
-
-        self.model.register_comm_hook(self.state, recording)
-
-    def step(self, rank: int, number: int) -> None:
-        self.optimizer.zero_grad()
-        self.model(batch(rank, number)).backward()
-        self.optimizer.step()
-
-    def weights(self) -> dict[str, Tensor]:
-        return {name: param.detach().clone() for name, param in self.model.module.named_parameters()}
-
-
-def on_plain_ranks(world_size: int, body: Callable[..., Any], store: Path, *args: Any) -> list[Any]:
-    return on_ranks(world_size, partial(_initialized, body), store, *args)
-
-
-def _initialized(body: Callable[..., Any], rank: int, world_size: int, store: Path, *args: Any) -> Any:
-    torch.set_num_threads(1)
-    file_store = dist.FileStore(str(store), world_size)
-    dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world_size, timeout=TIMEOUT)
-    result = body(rank, *args)
-    if dist.is_initialized():
-        dist.barrier()  # a rank that leaves while another still connects would end that one
-        dist.destroy_process_group()
-    return result
 
 
 class Sums(NamedTuple):
@@ -149,7 +64,8 @@ def add_up(rank: int, form: str, may_be_idle: bool) -> Sums:
     saved = run.state.state_dict()
     order = {id(param): place for place, param in enumerate(run.model.parameters())}
     buckets = [[order[each] for each in bucket] for bucket in run.buckets]
-    return Sums(made, applied, saved["own_error"], saved["served_error"], max(magnitudes), dropped, buckets)
+    own, served = (of_kind(saved, kind) for kind in ("own_error", "served_error"))
+    return Sums(made, applied, own, served, max(magnitudes), dropped, buckets)
 
 
 def record_magnitudes(patch: pytest.MonkeyPatch) -> list[float]:
@@ -248,8 +164,8 @@ def train_and_resume(rank: int, form: str, folder: Path) -> tuple[bool, bool, bo
     for step in range(STEPS):
         whole.step(rank, step)
     module = copy.deepcopy(whole.model.module)
-    torch.save(whole.state.state_dict(), folder / f"hook-{rank}.pt")
-    saved = torch.load(folder / f"hook-{rank}.pt", weights_only=True)
+    save_file(whole.state.state_dict(), folder / f"hook-{rank}.safetensors")
+    saved = load_file(folder / f"hook-{rank}.safetensors")
     half, other = Run(form, module), Run(form, copy.deepcopy(module), bucket_cap_mb=25)
     half.state.load_state_dict(saved)
     other.state.load_state_dict(saved)
@@ -264,9 +180,15 @@ def train_and_resume(rank: int, form: str, folder: Path) -> tuple[bool, bool, bo
     return same, len(whole.buckets) - before > len(half.buckets), as_much and any(x.any() for x in owed[0].values())
 
 
-def owed_together(saved: Mapping[str, Any]) -> dict[str, Tensor]:
+def of_kind(saved: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
+    """Return what is saved of one kind, by parameter."""
+    return {key.partition("/")[2]: tensor for key, tensor in saved.items() if key.startswith(f"{kind}/")}
+
+
+def owed_together(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what all replicas owe, in the mean, by parameter."""
-    owed = {name: own / saved["replicas"] + saved["served_error"][name] for name, own in saved["own_error"].items()}
+    own, served = (of_kind(saved, kind) for kind in ("own_error", "served_error"))
+    owed = {name: own[name] / dist.get_world_size() + served[name] for name in own}
     for tensor in owed.values():
         dist.all_reduce(tensor)
     return owed

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_hooks import TIMEOUT, Run, batch, net, on_plain_ranks
+from hooked import TIMEOUT, Run, batch, net, on_plain_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from acsgd.dp.hooks import CocktailState, MeanState
@@ -75,8 +75,8 @@ def refuse(rank: int) -> list[str]:
         *(partial(CocktailState, model, **{key: value}) for key, value in (("topk", 0), ("topk", 1.5), ("bits", 9))),
         *(partial(CocktailState, model, precondition=value) for value in (0.0, 1.0)),
         partial(MeanState, model, bits=12),
-        partial(state.load_state_dict, {**good, "replicas": 2}),
-        partial(state.load_state_dict, {**good, "own_error": {}}),
+        partial(state.load_state_dict, {**good, "replica": torch.tensor([0, 2])}),
+        partial(state.load_state_dict, {**good, "own_error/other": torch.zeros(1)}),
         partial(CocktailState(model, precondition=0.9).load_state_dict, good),
     ):
         with pytest.raises(ValueError) as failed:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_own_weights import on_replicas
+from test_own_weights import Run, gradients, on_replicas
 from torch import Tensor, nn
 
 from acsgd.dp.noise import SKETCHES, Noise, sketch
@@ -58,6 +58,28 @@ def test_a_gain_is_what_noise_takes_away(replicas: int, tmp_path: Path) -> None:
     assert noise == pytest.approx(math.sqrt(replicas), rel=deviation)
     assert noise <= math.sqrt(replicas) * (1 + 2.0**-22)
     assert half == pytest.approx((0.5 + 0.5 / replicas) ** -0.5, rel=deviation)
+
+
+def first_steps(rank: int, peers: Peers) -> list[dict[str, Tensor]]:
+    """Return the weights after one step with and without gains; and the gains."""
+    runs = [Run(f"cocktail_grad:topk=1,bits=8,gains={gains}", peers) for gains in ("true", "false")]
+    for run in runs:
+        run.go(rank, range(1))
+    noise = Noise(runs[0].weights, peers)
+    for weight, grad in zip(runs[0].weights, gradients(rank, 0), strict=True):
+        weight.master.grad = grad
+    peers.begin(lambda: noise.measure(0, Meter())).result(Meter())
+    gains = {weight.key: torch.tensor(noise.gain(weight.key)) for weight in runs[0].weights}
+    return [*(run.model() for run in runs), gains]
+
+
+def test_steps_become_longer_by_their_gains(tmp_path: Path) -> None:
+    """From 0, and 8 bits leave less than a hundredth of the norm of what is sent, at each of two ends."""
+    longer, plain, gains = on_replicas(2, first_steps, tmp_path / "store")[0]
+    norm = max(float(torch.cat([x.flatten() for x in each.values()]).norm()) for each in (longer, plain))
+    assert max(gains.values()) > 1.1
+    for key, gain in gains.items():
+        assert (longer[key] - gain * plain[key]).norm() <= (1 + gain) * 2 * 0.01 * 1.02 * 2 * norm
 
 
 @pytest.mark.parametrize("grad", [torch.randn(40, 30), torch.randn(1200), torch.ones(40, 30), torch.randn(5, 6, 40)])

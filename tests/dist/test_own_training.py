@@ -70,6 +70,34 @@ def test_a_replica_of_mode_local_trains_as_if_it_were_alone(tiny_model: TinyMode
         assert all(torch.equal(ours[key], alone[key]) for key in ours)
 
 
+def moments(
+    rank: int, world_size: int, store: Path, config: Config
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return AdamW's two moments of each weight after a run, and the last gradient, as it was used."""
+    torch.set_num_threads(1)
+    job = prepare(config, Launch(rank, rank, world_size))
+    with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups:
+        worker = build_worker(job, open_source(job), groups)
+        train(worker, batches_of(job))
+        states = [(weight, worker.optimizer.state_of([weight])) for weight in worker.weights]
+        return [
+            (state["exp_avg"][weight.key], state["exp_avg_sq"][weight.key], weight.master.grad.clone())
+            for weight, state in states
+        ]
+
+
+@pytest.mark.parametrize("mode", ["quantized:exact_steps=2", "cocktail_grad:moments=false", "local"])
+def test_the_optimizer_steps_as_the_mode_says(mode: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Second moments that stay are equal on all replicas; without momentum the first moment is the last gradient."""
+    config = make_config(tiny_model("llama"), tmp_path / "run", "fp32", "none")
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch=8), dp=ReplicaConfig(mode))
+    for mine, other in zip(*on_ranks(2, moments, tmp_path / "store", config), strict=True):
+        first, second, grad = mine
+        assert torch.equal(second, other[1]) == mode.startswith("quantized")
+        assert torch.equal(first, grad) == mode.startswith("cocktail_grad")
+        assert not torch.equal(first, other[0])
+
+
 def make_run(model: Path, run_dir: Path, mode: str, dtype: Literal["fp32", "bf16", "fp16"]) -> Config:
     config = make_config(model, run_dir, dtype, "none")
     return dataclasses.replace(

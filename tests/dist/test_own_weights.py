@@ -180,9 +180,9 @@ def test_a_resumed_run_is_the_undisturbed_one(spec: str, at: int, tmp_path: Path
     assert on_replicas(2, train_and_resume, tmp_path / "store", spec, at) == [True, True]
 
 
-def average_moments(rank: int, peers: Peers) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Return the second moments before and after each step of mode "cocktail"."""
-    run, seen = Run("cocktail:exact_steps=1", peers), []
+def average_moments(rank: int, peers: Peers, spec: str) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Return the second moments before and after each step of a mode."""
+    run, seen = Run(spec, peers), []
     for step in range(STEPS):
         squares = [10.0 ** (-4 * rank) * grad.square() for grad in gradients(rank, step)]
         moments = {weight.key: square for weight, square in zip(run.weights, squares, strict=True)}
@@ -192,9 +192,10 @@ def average_moments(rank: int, peers: Peers) -> list[tuple[dict[str, Tensor], di
     return seen
 
 
-def test_second_moments_are_averaged_after_one_two_and_four_local_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spec", ["cocktail:exact_steps=1", "cocktail_grad:exact_steps=1"])
+def test_second_moments_are_averaged_after_one_two_and_four_local_steps(spec: str, tmp_path: Path) -> None:
     """Told in half octaves, there and back, so each way within a quarter of one, 2**0.25."""
-    ranks = on_replicas(3, average_moments, tmp_path / "store")
+    ranks = on_replicas(3, average_moments, tmp_path / "store", spec)
     for step in range(STEPS):
         for key in ranks[0][step][0]:
             before, after = ([ranks[rank][step][i][key] for rank in range(3)] for i in (0, 1))

@@ -260,23 +260,6 @@ def test_a_step_that_is_left_out_is_forgotten(spec: str, tmp_path: Path) -> None
     assert on_replicas(2, leave_out, tmp_path / "store", spec) == [True, True]
 
 
-def scale_losses(rank: int, peers: Peers, spec: str) -> bool:
-    """Whether a loss scale, another power of two in each step, changes no bit of anything but the scale."""
-    plain, scaled = Run(spec, peers), Run(spec, peers)
-    same = []
-    for step, scale in enumerate([1.0, 2.0**12, 2.0**11, 0.5, 2.0**7, 1.0]):
-        expected, found = plain.make(step), scaled.make(step, scale=scale)
-        same += [torch.equal(found.applied[key], scale * expected.applied[key]) for key in SHAPES]
-        same += [torch.equal(found.error(key), expected.error(key)) for key in SHAPES]
-    return all(same)
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("spec", SPECS)
-def test_what_is_owed_does_not_depend_on_the_scale_of_losses(spec: str, replicas: int, tmp_path: Path) -> None:
-    assert on_replicas(replicas, scale_losses, tmp_path / "store", spec) == [True] * replicas
-
-
 def pay(rank: int, peers: Peers) -> tuple[Step, Step]:
     """Go on in a mode that compresses nothing yet: what is owed is paid at once, to the bit as in all-reduce."""
     run = Run("powersgd:rank=2", peers)

@@ -1,0 +1,101 @@
+"""A model with a communication hook on plain DistributedDataParallel, as anybody's script has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from acsgd.dp.hooks import CocktailState, HookState, MeanState, cocktail_hook, mean_hook
+
+LR = 0.01
+SMALL_MB = 0.001
+"""Of a bucket, so that there are several."""
+TIMEOUT = timedelta(seconds=60)
+FORMS: dict[str, tuple[Callable[..., HookState], Any]] = {
+    "few": (partial(CocktailState, topk=0.1, bits=3, bucket=16), cocktail_hook),
+    "nearly all": (partial(CocktailState, topk=1, bits=8), cocktail_hook),
+    "few bits": (partial(MeanState, bits=2), mean_hook),
+    "bf16": (partial(MeanState, bits=16), mean_hook),
+    "all": (partial(MeanState, bits=32), mean_hook),
+    "divided": (partial(CocktailState, topk=0.1, precondition=0.999), cocktail_hook),
+    "divided, all": (partial(MeanState, bits=32, precondition=0.999), mean_hook),
+}
+
+
+class Net(nn.Module):
+    """Two branches, of which each call may use any; a parameter shorter than there are replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(16, 5)
+        self.branches = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+        self.trunk = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor, branches: Sequence[int] = (0, 1)) -> Tensor:
+        hidden = self.trunk(x).tanh()
+        for branch in branches:
+            hidden = hidden + self.branches[branch](hidden).tanh()
+        return self.head(hidden * self.scale).square().sum(1).mean()
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(rank: int, number: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * number + rank))
+
+
+class Run:
+    """A model with a hook, as anybody's script has it."""
+
+    def __init__(
+        self, form: str, module: nn.Module | None = None, timeout: timedelta = TIMEOUT, **of_model: Any
+    ) -> None:
+        make, hook = FORMS[form]
+        self.model = DistributedDataParallel(module or net(), **{"bucket_cap_mb": SMALL_MB, **of_model})
+        self.state = make(self.model, timeout=timeout)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, weight_decay=0.1)
+        self.buckets: list[list[int]] = []
+        """Of each call of the hook, the parameters, by identity."""
+        buckets = self.buckets
+
+        def recording(state, bucket):  # DDP takes no annotations that are strings
+            buckets.append([id(param) for param in bucket.parameters()])
+            return hook(state, bucket)
+
+        self.model.register_comm_hook(self.state, recording)
+
+    def step(self, rank: int, number: int) -> None:
+        self.optimizer.zero_grad()
+        self.model(batch(rank, number)).backward()
+        self.optimizer.step()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: param.detach().clone() for name, param in self.model.module.named_parameters()}
+
+
+def on_plain_ranks(world_size: int, body: Callable[..., Any], store: Path, *args: Any) -> list[Any]:
+    return on_ranks(world_size, partial(_initialized, body), store, *args)
+
+
+def _initialized(body: Callable[..., Any], rank: int, world_size: int, store: Path, *args: Any) -> Any:
+    torch.set_num_threads(1)
+    file_store = dist.FileStore(str(store), world_size)
+    dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    result = body(rank, *args)
+    if dist.is_initialized():
+        dist.barrier()  # a rank that leaves while another still connects would end that one
+        dist.destroy_process_group()
+    return result
