@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
 from acsgd.config import OptimConfig
+from acsgd.dp.base import SecondMoments
 from acsgd.shards.base import Weight
 from acsgd.shards.disk import WeightState
 
@@ -30,6 +32,7 @@ class Optimizer:
 
     def __init__(self, weights: Sequence[Weight], config: OptimConfig) -> None:
         self._config = config
+        self._keys = {weight.master: weight.key for weight in weights}
         self._rounded = [weight for weight in weights if weight.master is not weight.param]
         matrices = [weight.master for weight in weights if weight.master.dim() > 1]
         vectors = [weight.master for weight in weights if weight.master.dim() <= 1]  # norms and biases
@@ -45,11 +48,19 @@ class Optimizer:
             fused=True,
         )
 
-    def step(self, step: int, *, momentum: bool = True, frozen: bool = False) -> float:
+    def step(
+        self,
+        step: int,
+        *,
+        momentum: bool = True,
+        frozen: bool = False,
+        shares: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> float:
         """Update masters and parameters with the gradients there are; return the learning rate used.
 
         momentum: whether the first moment is used, else the gradient; frozen: whether the second moments stay what they
-        are, and with them AdamW's count of the steps that they are made of.
+        are, and with them AdamW's count of the steps that they are made of; shares: by key, [rows], how much of the
+        squares of gradients is added to second moments; empty = all.
         """
         rate = learning_rate(step, self._config)
         for group in self._adamw.param_groups:
@@ -57,6 +68,8 @@ class Optimizer:
             group["betas"] = (self._config.betas[0] if momentum else 0.0, self._config.betas[1])
         if frozen and self._adamw.state:  # not if every step so far was left out
             self._step_frozen(step, rate)
+        elif shares:
+            self._step_sharing(rate, shares)
         else:
             self._adamw.step()
         if self._rounded:
@@ -77,10 +90,34 @@ class Optimizer:
                 master.mul_(1 - rate * group["weight_decay"])
                 master.addcdiv_(moment, root.add_(self._config.eps), value=-rate / (1 - first ** (step + 1)))
 
-    def second_moments(self, weights: Sequence[Weight]) -> dict[str, torch.Tensor]:
-        """Return AdamW's second moments of some weights, by key, not copied; none of weights without a step yet."""
+    @torch.no_grad()
+    def _step_sharing(self, rate: float, shares: Mapping[str, torch.Tensor]) -> None:
+        """Update the masters; to second moments a share of the squares is added, by rows."""
+        for group in self._adamw.param_groups:
+            first, second = group["betas"]
+            for master in group["params"]:
+                if master.grad is None:
+                    continue
+                state = self._adamw.state[master]
+                if not state:
+                    state["step"] = torch.zeros((), device=master.device)
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+                state["step"] += 1
+                share = shares[self._keys[master]]
+                by_rows = master.grad.view(len(share), -1)
+                squares = (by_rows * share.unsqueeze(1)).mul_(by_rows).view_as(master)
+                moment = state["exp_avg"].lerp_(master.grad, 1 - first)
+                second_moment = state["exp_avg_sq"].lerp_(squares, 1 - second)
+                count = float(state["step"])
+                root = torch.div(second_moment, 1 - second**count, out=squares).sqrt_()
+                master.mul_(1 - rate * group["weight_decay"])
+                master.addcdiv_(moment, root.add_(self._config.eps), value=-rate / (1 - first**count))
+
+    def second_moments(self, weights: Sequence[Weight]) -> SecondMoments:
+        """Return AdamW's second moments of some weights, not copied."""
         states = {weight.key: self._adamw.state.get(weight.master) for weight in weights}
-        return {key: state["exp_avg_sq"] for key, state in states.items() if state}
+        by_key = {key: state["exp_avg_sq"] for key, state in states.items() if state}
+        return SecondMoments(by_key, self._config.betas[1])
 
     def state_of(self, weights: Sequence[Weight]) -> WeightState:
         """Return what AdamW remembers of some weights, not copied; empty before the first step."""

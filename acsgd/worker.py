@@ -164,7 +164,10 @@ class Worker:
 
     def _local_step(self, step: int) -> LocalStep | None:
         """Return how each replica makes a step on its own gradients, the same on all stages; None = it is common."""
-        return next(iter(self.stages.values())).sync.local_step(step)
+        steps = [stage.sync.local_step(step) for stage in self.stages.values()]
+        if (first := steps[0]) is None:
+            return None
+        return first._replace(shares={key: share for each in steps if each for key, share in each.shares.items()})
 
     def _agree(self, gather: Gather, loss: Tensor, batch: Batch, asks: Asks) -> _Told:
         """Tell all ranks this one's part of the step, and return what they say."""

@@ -6,8 +6,8 @@ Time: replicas are processes of one thread over gloo on this machine. Each holds
 gradients and makes steps as a worker does, without a model. CPU time is that of all threads of a rank, the kernel's
 copies to and from sockets included; waiting is none of it. What is left of it without the gradients and AdamW is the
 mode's. All modes live in the same processes and take turns; a round is a whole period of a mode that exchanges every H
-steps, or measures noise every 8. The yardstick is AdamW on the same weights in the same steps. "averaging" is a step
-after which moments are averaged: 1, 2, 4, 8, ... of all, and such steps are left out of the mode's own row.
+steps, or looks at second moments every 16. The yardstick is AdamW in steps of `local`; what a mode has
+it do besides, as with `moments`, is the mode's.
 
 Memory: bytes that are allocated and not freed, more than those of a run with one replica: weights, gradients, moments.
 glibc counts them, exactly; what is allocated and never touched counts, as a GPU would hold it. Peaks are of a whole
@@ -38,13 +38,13 @@ from rich.table import Table
 sys.path.append(str(Path(__file__).parents[1]))  # of a script only its own directory is there
 
 from acsgd.dp import MODES
-from acsgd.dp.noise import EVERY
+from acsgd.dp.moments import EVERY
 from acsgd.registry import from_spec
 from benchmarks.replica_cost_ranks import Cost, Memory, Way, costs, make_weights, memories
 from benchmarks.replica_encoders import Encoded, Spread, measure
 
+YARDSTICK = "local"
 SPECS = (
-    "local",
     "allreduce",
     "allreduce:dtype=fp16",
     "sharded_ps",
@@ -83,43 +83,47 @@ class Row(NamedTuple):
 
 
 def ways_of(specs: Sequence[str]) -> list[Way]:
-    """Return what is to be measured of modes: a period each, and steps after which moments are averaged."""
-    ways = []
-    for spec in specs:
-        mode = from_spec(spec, MODES, key="--modes")
-        ways.append(Way(spec, EVERY if getattr(mode, "gains", False) else getattr(mode, "inner", 1)))
-        if getattr(mode, "moments", False):
-            ways.append(Way(spec, is_averaging=True))
-    return ways
+    """Return what is to be measured of modes: a period each."""
+    modes = [from_spec(spec, MODES, key="--modes") for spec in specs]
+    periods = [EVERY if getattr(mode, "moments", False) else getattr(mode, "inner", 1) for mode in modes]
+    return [Way(spec, period) for spec, period in zip(specs, periods, strict=True)]
 
 
 def measure_modes(options: argparse.Namespace, directory: Path) -> tuple[list[Row], Memory]:
     """Measure time, then memory; return a row for each way, and what the only replica of a run takes."""
-    ways, replicas = ways_of(options.modes), options.replicas
+    ways = ways_of([YARDSTICK, *(spec for spec in options.modes if spec != YARDSTICK)])
+    replicas = options.replicas
     parameters = count(options.width, options.blocks)
     timed = options.width, options.blocks, options.rounds
     taken = on_ranks(replicas, costs, replicas, str(directory / "costs"), ways, *timed)
     weighed = options.width, options.memory_blocks
     held = on_ranks(replicas, memories, replicas, str(directory / "memories"), ways, *weighed)
     largest = [Memory(*map(max, zip(*ranks, strict=True))) for ranks in zip(*(more for _, more in held), strict=True)]
-    by_way = zip(ways, zip(*taken, strict=True), largest, strict=True)
-    return [row(way, ranks, parameters, memory) for way, ranks, memory in by_way], held[0][0]
+    seen = [per_parameter(ranks, parameters) for ranks in zip(*taken, strict=True)]
+    plain = [cost.adamw_s for cost in mean_of_ranks(seen[0])]
+    by_way = zip(ways, seen, largest, strict=True)
+    return [row(way, ranks, plain, memory) for way, ranks, memory in by_way], held[0][0]
 
 
-def row(way: Way, ranks: Sequence[Sequence[Cost]], parameters: int, memory: Memory) -> Row:
-    """Put together what the ranks saw of a way."""
+def per_parameter(ranks: Sequence[Sequence[Cost]], parameters: int) -> list[list[Cost]]:
+    return [[Cost(*(number / parameters for number in cost)) for cost in rank] for rank in ranks]
 
-    def mean(field: str) -> list[float]:
-        """Return by round, per parameter."""
-        rounds = zip(*ranks, strict=True)
-        return [statistics.fmean(getattr(cost, field) for cost in each) / parameters for each in rounds]
 
+def mean_of_ranks(ranks: Sequence[Sequence[Cost]]) -> list[Cost]:
+    """Return by round."""
+    return [Cost(*map(statistics.fmean, zip(*costs, strict=True))) for costs in zip(*ranks, strict=True)]
+
+
+def row(way: Way, ranks: Sequence[Sequence[Cost]], plain: Sequence[float], memory: Memory) -> Row:
+    """Put together what the ranks saw of a way, per parameter. plain: seconds of AdamW where it does nothing else."""
+    costs = mean_of_ranks(ranks)
+    dearest = max(statistics.median(cost.mode_s + cost.adamw_s for cost in rank) for rank in ranks)
     return Row(
-        name=f"{way.spec}, averaging" if way.is_averaging else way.spec,
-        mode_ns=[seconds * 1e9 for seconds in mean("mode_s")],
-        adamw_ns=[seconds * 1e9 for seconds in mean("adamw_s")],
-        dearest_ns=max(statistics.median(cost.mode_s for cost in rank) for rank in ranks) / parameters * 1e9,
-        sent_bytes=statistics.fmean(mean("sent_bytes")),
+        name=way.spec,
+        mode_ns=[1e9 * (cost.mode_s + cost.adamw_s - adamw) for cost, adamw in zip(costs, plain, strict=True)],
+        adamw_ns=[1e9 * adamw for adamw in plain],
+        dearest_ns=1e9 * (dearest - statistics.median(plain)),
+        sent_bytes=statistics.fmean(cost.sent_bytes for cost in costs),
         memory=memory,
     )
 

@@ -28,8 +28,7 @@ from acsgd.shards.base import Weight
 from acsgd.topology import Topology, connect
 
 FIRST = 3000
-"""Number of the first step that is made, or a few more, so that a period begins. None from here to 4094 is one after
-which moments are averaged, as they are after 1, 2, 4, 8, ... steps."""
+"""Number of the first step that is made, or a few more, so that a period begins."""
 POLL_S = 2e-4
 TIMEOUT = timedelta(minutes=5)
 
@@ -40,13 +39,9 @@ class Way(NamedTuple):
     spec: str
     period: int = 1
     """Of these steps, one exchanges; they make a round."""
-    is_averaging: bool = False
-    """Whether each is a step after which moments are averaged."""
 
     def numbers(self, index: int) -> range:
         """Return the steps of a round."""
-        if self.is_averaging:
-            return range(2 ** (index + 4) - 1, 2 ** (index + 4))
         first = -(-FIRST // self.period) + index
         return range(first * self.period, (first + 1) * self.period)
 

@@ -16,10 +16,8 @@ bound       max(compute, traffic). A step cannot be faster. It is slower by the 
             by the work of compression, and, with delay, by the loss and norm that all ranks tell each other
 no limit    what a mode costs where bytes are free: of the step, not of the link
 
-Of modes that exchange weights every few steps, a step is the mean of so many. Steps are those after step 1200 of a run.
-The second moments that `cocktail` averages after 1, 2, 4, 8, ... steps do not travel in them: "with moments" is the
-mean of step 1024, in which they do, and of step 1025; they do in 11 of the first 1024 steps. What takes the link longer
-than 4 s is measured in the first round only.
+Of modes that exchange something every few steps, a step is the mean of so many. Steps are those after step 1200 of a
+run. What takes the link longer than 4 s is measured in the first round only.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ import pictures
 import torch
 from compare import OnLink
 from network_ranks import save_model
-from replica_network_ranks import DDP, DDP_FP16, LAST_AVERAGED, LOCAL, Replicas, Setting, is_ddp, period
+from replica_network_ranks import DDP, DDP_FP16, LOCAL, Replicas, Setting, is_ddp, period
 from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
@@ -68,7 +66,6 @@ MODES = (
 MIN_SHARE, MAX_SLOWDOWN = 0.9, 1.2
 """Goals of modes that compress: of the bound, relative to compute."""
 LOSS_TOLERANCE = 1e-4
-COCKTAIL = "cocktail"
 ONCE_S = 4.0
 """A step whose traffic takes longer is made in the first round only: it is that of the link."""
 INK, GRID = "#1f2933", "#e4e8ec"
@@ -88,20 +85,14 @@ class Cell(OnLink):
     """Per step and host."""
     steps: int
     """In a block."""
-    first: int | None = None
-    """Number of the first of them, where it matters."""
     compute_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.mode if self.first is None else f"{self.mode}, with moments"
 
     @property
     def is_judged(self) -> bool:
         """Whether the goals are meant for it."""
         is_exact = is_ddp(self.mode) or self.mode.startswith("allreduce") or self.mode == LOCAL
-        return not is_exact and self.first is None
+        return not is_exact
 
     @property
     def is_slow(self) -> bool:
@@ -146,8 +137,6 @@ def make_cells(setting: Setting, options: argparse.Namespace, sent: dict[str, fl
     for delay_ms, mbit in networks:
         where = setting.replicas, delay_ms / 1e3, mbit
         cells += [Cell(*where, mode, sent[mode], steps=period(mode)) for mode in setting.modes]
-        if COCKTAIL in setting.modes:
-            cells.append(Cell(*where, COCKTAIL, sent[COCKTAIL], steps=2, first=LAST_AVERAGED))
     return cells
 
 
@@ -158,7 +147,7 @@ def one_round(by_delay: dict[float, Replicas], cells: Sequence[Cell]) -> None:
     fastest = by_delay[min(by_delay)]
     before_s = fastest.block(LOCAL, 1).seconds
     for cell in cells:
-        block = by_delay[cell.delay_s].block(cell.mode, cell.steps, first=cell.first)
+        block = by_delay[cell.delay_s].block(cell.mode, cell.steps)
         after_s = fastest.block(LOCAL, 1).seconds
         cell.sent_bytes = block.sent_bytes
         cell.step_s.append(block.seconds)
@@ -176,7 +165,7 @@ def table(cells: Sequence[Cell], options: argparse.Namespace) -> Table:
     for cell in cells:
         limit = "no limit" if math.isinf(cell.mbit) else f"{cell.mbit:g} Mbit/s"
         where = f"{cell.replicas}, {cell.delay_s * 1e3:g} ms, {limit}" if cell.mode == LOCAL else ""
-        shown.add_row(where, *row(cell), end_section=cell.name == cells[-1].name)
+        shown.add_row(where, *row(cell), end_section=cell.mode == cells[-1].mode)
     return shown
 
 
@@ -187,14 +176,14 @@ def row(cell: Cell) -> list[str]:
         met = cell.share >= MIN_SHARE, cell.slowdown <= MAX_SLOWDOWN
         judged = [f"[{'green' if is_met else 'red'}]{text}[/]" for is_met, text in zip(met, judged, strict=True)]
     spread = f"{min(cell.slowdowns):.2f}-{max(cell.slowdowns):.2f}"
-    return [cell.name, f"{cell.sent_bytes / 1e3:.1f}", f"{cell.seconds:.2f}", f"{cell.bound_s:.2f}", *judged, spread]
+    return [cell.mode, f"{cell.sent_bytes / 1e3:.1f}", f"{cell.seconds:.2f}", f"{cell.bound_s:.2f}", *judged, spread]
 
 
 def draw(cells: Sequence[Cell]) -> Figure:
     """Draw step time against rate, a panel per delay. cells: of one number of replicas."""
     from matplotlib.figure import Figure
 
-    cells = [cell for cell in cells if cell.mode != LOCAL and cell.first is None and math.isfinite(cell.mbit)]
+    cells = [cell for cell in cells if cell.mode != LOCAL and math.isfinite(cell.mbit)]
     delays_s = list(dict.fromkeys(cell.delay_s for cell in cells))
     figure = Figure(figsize=(10.4, 5.2), layout="constrained")
     panels: Sequence[Axes] = figure.subplots(1, len(delays_s), sharey=True, squeeze=False)[0]

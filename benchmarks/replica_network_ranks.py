@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from acsgd.build import build_worker
 from acsgd.config import Config, DataConfig, LogConfig, ModelConfig, PipelineConfig, ReplicaConfig, RunConfig
 from acsgd.dp import MODES
+from acsgd.dp.moments import EVERY
 from acsgd.inputs import open_source
 from acsgd.io.data import Batch
 from acsgd.io.progress import Progress
@@ -34,8 +35,6 @@ from acsgd.topology import Groups, Launch, Topology, connect
 DDP, DDP_FP16, LOCAL = "DDP", "DDP, fp16", "local"
 FIRST_STEP = 1199
 """Number of the first step of every mode: with all that is sent every 2, 3, 5, ... 60 steps, after it."""
-LAST_AVERAGED = 1023
-"""Number of a step after which `cocktail` averages second moments."""
 SETTLING_BYTES = 1 << 20
 
 
@@ -68,8 +67,6 @@ class Request(NamedTuple):
     mode: str | None
     """None = send a message, so that TCP finds a rate that has changed."""
     steps: int = 1
-    first: int | None = None
-    """Number of the first of them; None = go on."""
 
 
 class Block(NamedTuple):
@@ -110,9 +107,9 @@ class Replicas:
         with on_hosts(self.network, be_replica, self._setting) as self._pipes:
             yield self
 
-    def block(self, mode: str, steps: int, *, first: int | None = None) -> Block:
+    def block(self, mode: str, steps: int) -> Block:
         """Make steps; their time is that of the slowest rank. Raises RuntimeError if a rank is gone."""
-        told: list[Block] = ask(self._pipes, Request(mode, steps, first))
+        told: list[Block] = ask(self._pipes, Request(mode, steps))
         return Block(max(each.seconds for each in told), told[0].sent_bytes, sum(each.loss for each in told))
 
     def limit(self, mbit: float | None) -> None:
@@ -131,7 +128,9 @@ def period(mode: str) -> int:
     if is_ddp(mode):
         return 1
     opened = from_spec(mode, MODES, key="--modes")
-    return getattr(opened, "inner", 1) // getattr(opened, "fragments", 1)
+    return (
+        EVERY if getattr(opened, "moments", False) else getattr(opened, "inner", 1) // getattr(opened, "fragments", 1)
+    )
 
 
 def be_replica(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
@@ -147,10 +146,9 @@ def be_replica(rank: int, setting: Setting, store: str, pipe: Connection) -> Non
                 dist.all_reduce(torch.zeros(SETTLING_BYTES // 4), group=groups.dp)
                 pipe.send(None)
                 continue
-            first = numbers[request.mode] if request.first is None else request.first
+            first = numbers[request.mode]
             pipe.send(make_block(steps[request.mode], range(first, first + request.steps)))
-            if request.first is None:
-                numbers[request.mode] += request.steps
+            numbers[request.mode] += request.steps
 
 
 def open_steps(rank: int, setting: Setting, groups: Groups) -> dict[str, Step]:

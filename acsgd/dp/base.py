@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,6 +24,17 @@ class LocalStep(NamedTuple):
     """Whether AdamW's first moment is used; else the gradient takes its place."""
     frozen: bool = False
     """Whether AdamW's second moment stays what it is."""
+    shares: Mapping[str, Tensor] = MappingProxyType({})
+    """By key, [rows], how much of the squares of gradients AdamW's second moments are made of; empty = all of all."""
+
+
+class SecondMoments(NamedTuple):
+    """AdamW's, of some weights; to be changed in place."""
+
+    by_key: Mapping[str, Tensor]
+    """None of weights without a step yet."""
+    decay: float
+    """What one step leaves of them, beta_2."""
 
 
 class GradSync(Protocol):
@@ -53,11 +65,8 @@ class GradSync(Protocol):
         """Block until every gradient is the sum over the replicas, unless the step is local."""
         ...
 
-    def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
-        """Take note that the optimizer has made step `step`.
-
-        moments: AdamW's second moments of the stage's weights, by key; may be changed in place.
-        """
+    def after_step(self, step: int, moments: SecondMoments) -> None:
+        """Take note that the optimizer has made step `step`; moments: of the stage's weights, may be changed."""
         ...
 
     def shared(self) -> Mapping[str, Tensor] | None:
@@ -93,7 +102,7 @@ class Memoryless:
     def local_step(self, step: int) -> None:
         """All replicas make the same step."""
 
-    def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
+    def after_step(self, step: int, moments: SecondMoments) -> None:
         """Nothing is left to do."""
 
     def shared(self) -> None:

@@ -9,7 +9,7 @@ n = weights of a unit, R = replicas; part j of n is what replica j serves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -19,10 +19,9 @@ from torch import Tensor
 
 from acsgd.codecs.base import NotFiniteError
 from acsgd.codecs.sparse import TopK
-from acsgd.dp.base import GradSync
+from acsgd.dp.base import GradSync, SecondMoments
 from acsgd.dp.masks import Draw, chosen
 from acsgd.dp.mean import Agreed, Compressor, parts, served_mean
-from acsgd.dp.moments import is_due
 from acsgd.dp.own import SERVED_ERROR, Merging, OwnWeights, Unit, load_served, served_state
 from acsgd.dp.peers import Peers, UnderWay
 from acsgd.failure import RunError
@@ -49,10 +48,10 @@ class Cocktail:
     draw: Draw = "rolling"
     """How the coordinates are drawn."""
     gain: float = 1.0
-    """The mean change is applied so many times. Each replica's AdamW divides by the noise of one replica's gradients,
-    so the mean is up to sqrt(R) times shorter than the step of all-reduce."""
+    """The mean change is applied so many times."""
     moments: bool = True
-    """Whether AdamW's second moments are averaged over the replicas, after 1, 2, 4, 8, ... local steps (moments.py)."""
+    """Whether AdamW's second moments are kept at the size that they have for mean gradients, row by row (moments.py);
+    else each replica divides by the noise of its own, and the mean step is up to sqrt(R) times shorter."""
     exact_steps: int = 0
     """So many steps at the start are made together, on gradients summed exactly."""
 
@@ -87,7 +86,7 @@ class _CocktailSync(OwnWeights):
     remembers = (SERVED_ERROR,)
 
     def __init__(self, mode: Cocktail, weights: Sequence[Weight], peers: Peers) -> None:
-        super().__init__(weights, peers, exact_steps=mode.exact_steps)
+        super().__init__(weights, peers, exact_steps=mode.exact_steps, moments=mode.moments)
         self._mode = mode
         self._compressor = mode.compressor()
         self._errors = [torch.zeros_like(parts(unit.own, peers.size)[peers.replica]) for unit in self.units]
@@ -106,12 +105,11 @@ class _CocktailSync(OwnWeights):
             for unit, error, change in zip(self.units, self._errors, changes, strict=True):
                 self._apply(unit, error, change)
 
-    def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
+    def after_step(self, step: int, moments: SecondMoments) -> None:
         if step < self.exact_steps:
             for unit in self.units:
                 unit.shared.copy_(unit.own)
-        elif self._mode.moments and is_due(step + 1 - self.exact_steps):
-            self.average_moments(moments)
+        super().after_step(step, moments)
 
     def state_dict(self) -> WeightState:
         return {**super().state_dict(), SERVED_ERROR: served_state(self.units, self._errors, self.peers)}

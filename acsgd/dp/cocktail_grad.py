@@ -1,8 +1,8 @@
 """A few coordinates per step, on which all replicas agree before the next: the sparse exchange for equal replicas.
 
 Gradients with error feedback do badly under Adam where few coordinates travel: one that waited comes as a burst, which
-Adam divides by what it has seen of bursts. Here each replica divides first: its own AdamW step, without momentum,
-since what is owed takes its place, is what it owes, and made as long as a step on the mean gradient (noise.py).
+Adam divides by what it has seen of bursts. Here each replica divides first: its own AdamW step is what it owes, without
+momentum, since what is owed takes its place, and with second moments as large as those of mean gradients (moments.py).
 Compare Lin et al. 2018, arXiv:1712.01887 (top-k of momentum, masked once sent) and Karimireddy et al. 2019,
 arXiv:1901.09847 (error feedback after the learning rate).
 """
@@ -33,10 +33,8 @@ class CocktailGrad:
     """Per value, 1 to 8."""
     bucket: int = 128
     """Values that share a scale."""
-    gains: bool = True
-    """Whether steps are made longer by as much as noise has made them shorter."""
     moments: bool = True
-    """Whether AdamW's second moments are averaged over the replicas, after 1, 2, 4, 8, ... local steps (moments.py)."""
+    """Whether AdamW's second moments are kept at the size that they have for mean gradients, by row (moments.py)."""
     exact_steps: int = 0
     """So many steps at the start are made on gradients summed exactly, with momentum."""
 
@@ -59,6 +57,5 @@ class CocktailGrad:
             self.compressor(),
             exact_steps=self.exact_steps,
             how=LocalStep(momentum=False),
-            gains=self.gains,
             moments=self.moments,
         )

@@ -5,7 +5,7 @@ Sources: Douillard et al. 2023, arXiv:2311.08105, Algorithm 1; 2025, arXiv:2501.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from acsgd.codecs.base import Codec
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.identity import Identity
-from acsgd.dp.base import GradSync
+from acsgd.dp.base import GradSync, SecondMoments
 from acsgd.dp.mean import Agreed, OfCodec, parts, served_mean
 from acsgd.dp.own import Merging, OwnWeights
 from acsgd.dp.peers import Peers, UnderWay
@@ -95,7 +95,7 @@ class _DiLoCoSync(OwnWeights):
             self._send([self._of(sent, sent_after) for sent in self._sent])
 
     @torch.no_grad()
-    def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
+    def after_step(self, step: int, moments: SecondMoments) -> None:
         sent_after = self._mode.sent_after(step)
         if sent_after == step:
             changes = [self._of(unit.shared, step) - self._of(unit.own, step) for unit in self.units]

@@ -1,38 +1,59 @@
-"""AdamW's second moments, averaged over replicas that step on their own gradients.
+"""AdamW's second moments on replicas that step apart: row by row as large as they would be for the mean gradient.
 
-Early in a run a second moment is a mean over few gradients, and what one replica divides by is noisy: a large part of
-the gap between steps made apart and steps made together. Later they change slowly. So they are averaged after 1, 2, 4,
-8, ... steps, in about 3 bits each: of no weight in a long run.
+AdamW divides by the root of the mean square of the gradients that it sees. On one of R replicas that is signal + noise,
+of their mean it is signal + noise / R: up to R times less, so a step on the mean is up to sqrt(R) times longer. By how
+much differs most between rows, the row of a rare token, say, which one replica has a gradient for and the others have
+not. So a row keeps its form, which is that of a replica's own gradients, and gets its size from all: now and then three
+numbers per row travel, of which one, a random projection of g, tells the square of the mean g without exchanging g.
+
+R replicas; N = rows of all weights of a stage; g = a row of a gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from acsgd.codecs.squeeze import squeeze_, unsqueeze
+from acsgd.dp.base import SecondMoments
 from acsgd.dp.mean import parts, served_mean
 from acsgd.dp.peers import Peers
 from acsgd.meter import Meter
+from acsgd.shards.base import Weight
+from acsgd.shards.disk import WeightState
+from acsgd.shards.load import mix_seed
 
-LOWEST = -100
-"""Power of two of the smallest moment that is told from 0; moments are squares of gradients."""
-PER_OCTAVE = 2
+ROWS = "moment_rows"
+"""Name under which [rows, 4] per weight is saved: the fields of _Rows."""
+NARROWEST = 8
+"""Elements of a row at least, where a weight can be cut so; what travels per row is not worth it for fewer."""
+EVERY, KEPT = 16, 0.7
+"""Steps between two measurements, and what an earlier one counts for in the next."""
+PRIOR = 2.0
+"""Measurements of a row that its weight as a whole counts for: of two replicas one projection says little."""
+BLOCK = 128
+"""Rows that share two draws of signs."""
 
 
 class LogLevels:
-    """Numbers from 0 on, rounded to powers of the square root of 2: wrong by at most 19 %, of whatever size they are.
+    """Numbers rounded to a sign and a power of the square root of 2: wrong by at most 19 %, a byte each before Huffman.
 
-    A byte each, before the entropy coder.
+    What a number becomes depends on no other, so copies of a weight stay equal in different company.
     """
+
+    LOWEST, HIGHEST = 2.0**-56, 2.0**7
+    """Absolute values: what rounds to less is 0, what is larger becomes the highest."""
 
     def max_bytes(self, n: int) -> int:
         return n
 
     def encode(self, x: Tensor) -> Tensor:
-        codes = x.log2().sub_(LOWEST).mul_(PER_OCTAVE).round_().clamp_(0, 255).to(torch.uint8).cpu()
+        """Not finite becomes 0: the exchange of the weights says so."""
+        levels = x.abs().div_(self.LOWEST).log2_().mul_(2).round_().nan_to_num_(-1, -1, -1).clamp_(max=126)
+        codes = torch.where(levels < 0, 0, 2 * levels + 1 + (x < 0)).to(torch.uint8).cpu()
         return codes[: squeeze_(codes)] if len(codes) else codes
 
     def decode(self, message: Tensor, n: int) -> Tensor:
@@ -40,24 +61,138 @@ class LogLevels:
         if len(codes) < n:
             codes = torch.empty(n, dtype=torch.uint8)
             unsqueeze(message.cpu(), codes)
-        values = codes.to(message.device).float().div_(PER_OCTAVE).add_(LOWEST).exp2_()
-        return values.masked_fill_(codes.to(message.device) == 0, 0.0)
+        levels = torch.arange(127).div(2).exp2().mul_(self.LOWEST)
+        values = torch.cat([torch.zeros(1), torch.stack([levels, -levels], 1).view(-1), torch.zeros(1)])
+        return values[codes.long()].to(message.device)
 
 
-def is_due(steps: int) -> bool:
-    """Whether moments are averaged after so many local steps: after each power of two."""
-    return steps > 0 and steps & (steps - 1) == 0
+class _Rows(NamedTuple):
+    """What is known of each row of a stage, fp32 [N] each."""
+
+    agreed: Tensor
+    """Of its second moments, what is left of the mean on which replicas have agreed; NaN = not known yet."""
+    of_mean: Tensor
+    """Sum over the measurements of (mean of p)^2, p a replica's projection of g; earlier ones count for less."""
+    of_each: Tensor
+    """The same of the mean of p^2."""
+    measured: Tensor
+    """How many measurements that are: those in which the row had a gradient."""
 
 
-@torch.no_grad()
-def average(held: Sequence[Tensor], peers: Peers, meter: Meter) -> None:
-    """Replace second moments, the same tensors on every replica, by about their mean, equal on all.
+class RowMoments:
+    """Keeps the second moments of a stage, together with the same stage of all other replicas."""
 
-    To be called in the thread of the peers, by all of them.
+    def __init__(self, weights: Sequence[Weight], peers: Peers) -> None:
+        self._weights = tuple(weights)
+        self._peers = peers
+        self._lengths = [len(by_rows(weight.master)) for weight in weights]
+        self._rows = _Rows(*torch.zeros(4, sum(self._lengths), device=weights[0].master.device))
+        self._rows.agreed.fill_(torch.nan)
+        self._share = torch.ones_like(self._rows.agreed)
+        """How much of the squares of a replica's gradients is to be added to second moments, [N], in [1 / R, 1]."""
+
+    def is_due(self, steps: int) -> bool:
+        """Whether to measure after so many steps apart: more often at the start."""
+        return steps % EVERY == 0 or steps in (1, 2, 4, 8)
+
+    def shares(self) -> dict[str, Tensor]:
+        """Return by key, [rows], what shares of the squares of gradients AdamW is to add."""
+        return {w.key: share for w, share in zip(self._weights, self._share.split(self._lengths), strict=True)}
+
+    def note(self, step: int, moments: SecondMoments) -> None:
+        """Take note that a step has been made apart."""
+        agreed = self._rows.agreed
+        if step == 0:
+            agreed.zero_()
+        agreed.mul_(moments.decay)
+
+    @torch.no_grad()
+    def measure(self, step: int, moments: SecondMoments, meter: Meter) -> None:
+        """Look at the gradients of a step and its second moments; agree on shares, and on the means of rows.
+
+        To be called in the thread of the peers, by all of them, after `note`.
+        """
+        agreed, *sums = self._rows
+        now = self._means(moments)
+        agreed.copy_(torch.where(agreed.isnan(), now, agreed))
+        grads = [by_rows(torch.zeros_like(w.master) if w.master.grad is None else w.master.grad) for w in self._weights]
+        projected = torch.cat([project(grad, step) for grad in grads])
+        levels = LogLevels()
+        projected = levels.decode(levels.encode(projected), len(projected))  # so that its square is told exactly
+        told = torch.cat([(now - agreed).clamp_min_(0) / self._share, projected.square(), projected])
+        means = served_mean(parts(told, self._peers.size), None, levels, self._peers, meter).mean
+        added, squares, projected = torch.cat(means).split(len(now))
+        for total, latest in zip(sums, (projected.square(), squares, torch.ones_like(squares)), strict=True):
+            total.copy_(torch.where(squares > 0, KEPT * total + latest, total))
+        self._find_shares()
+        agreed.add_(self._share * added)
+        self._resize(moments, now)
+
+    def state_dict(self) -> WeightState:
+        """Return what is known of the rows, by key, [rows, 4]."""
+        pieces = torch.stack(self._rows, 1).split(self._lengths)
+        return {ROWS: {weight.key: piece for weight, piece in zip(self._weights, pieces, strict=True)}}
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: Sequence[WeightState]) -> None:
+        """Take over what as many replicas knew; of more or fewer the sizes alone hold, in the mean."""
+        for total in self._rows:
+            total.zero_()
+        self._rows.agreed.fill_(torch.nan)
+        if all(ROWS in state for state in saved):
+            known = [torch.cat([state[ROWS][weight.key] for weight in self._weights]) for state in saved]
+            if len(saved) == self._peers.size:
+                for total, column in zip(self._rows, known[self._peers.replica].unbind(1), strict=True):
+                    total.copy_(column)
+            elif saved:
+                self._rows.agreed.copy_(torch.stack(known).mean(0)[:, 0])
+        self._find_shares()
+
+    def _means(self, moments: SecondMoments) -> Tensor:
+        means = [
+            by_rows(moments.by_key[weight.key]).mean(1) if weight.key in moments.by_key else self._share.new_zeros(n)
+            for weight, n in zip(self._weights, self._lengths, strict=True)
+        ]
+        return torch.cat(means)
+
+    def _find_shares(self) -> None:
+        _, of_mean, of_each, measured = self._rows
+        own = (of_mean / of_each).nan_to_num(1.0)
+        sums = zip(of_mean.split(self._lengths), of_each.split(self._lengths), strict=True)
+        whole = torch.cat([(mean.sum() / each.sum()).nan_to_num(1.0).expand(len(mean)) for mean, each in sums])
+        shares = (measured * own + PRIOR * whole) / (measured + PRIOR)
+        self._share = shares.clamp_(1 / self._peers.size, 1.0)
+
+    def _resize(self, moments: SecondMoments, now: Tensor) -> None:
+        """Multiply rows, whose means are now those, so that they are what is agreed; a row of zeros is filled."""
+        agreed = self._rows.agreed
+        factors = torch.where(now > 0, agreed / now, 1.0).split(self._lengths)
+        fills = torch.where(now > 0, 0.0, agreed).split(self._lengths)
+        for weight, factor, fill in zip(self._weights, factors, fills, strict=True):
+            if weight.key in moments.by_key:
+                by_rows(moments.by_key[weight.key]).mul_(factor.unsqueeze(1)).add_(fill.unsqueeze(1))
+
+
+def by_rows(x: Tensor) -> Tensor:
+    """Return a view [rows, elements] of a weight, cut by its first dimension unless that makes rows too short."""
+    elements = x.numel() // len(x) if x.dim() > 1 else 1
+    if elements < NARROWEST:
+        elements = NARROWEST if x.numel() % NARROWEST == 0 else x.numel()
+    return x.view(-1, elements)
+
+
+def project(grad: Tensor, step: int) -> Tensor:
+    """Return random projections [rows] of the rows of a gradient, [rows, n]; the mean of a square is that of g^2.
+
+    On signs drawn anew in each step, the same on all replicas and for copies of a weight. Rows of a gradient are often
+    alike, so each is projected on others: else what a weight as a whole is taken to have would be that of one number.
     """
-    if not held:
-        return
-    flat = torch.cat([each.view(-1) for each in held])
-    mean = torch.cat(served_mean(parts(flat, peers.size), None, LogLevels(), peers, meter).mean)
-    for each, piece in zip(held, mean.split([each.numel() for each in held]), strict=True):
-        each.copy_(piece.view(each.shape))
+    n, count = grad.shape[1], min(BLOCK, grad.shape[1])
+    generator = torch.Generator().manual_seed(mix_seed(step, grad.numel()))
+    pieces = []
+    for rows in grad.split(count):
+        one, other = torch.randint(0, 2, (2, n), generator=generator).mul_(2).sub_(1).to(grad.device, grad.dtype)
+        # one, turned by a place per row, times the other, turned the other way
+        signs = one.repeat(2).unfold(0, n, 1)[:count] * other.repeat(2).unfold(0, n, 1)[:count].flip(0)
+        pieces.append((rows * signs[: len(rows)]).sum(1))
+    return torch.cat(pieces) / n**0.5

@@ -5,16 +5,16 @@ n = parameters of a unit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from acsgd.dp.allreduce import AllReduce, AllReduceSync
-from acsgd.dp.base import Alone, LocalStep, Unsummed, refuse_others
+from acsgd.dp.base import Alone, LocalStep, SecondMoments, Unsummed, refuse_others
 from acsgd.dp.mean import parts
-from acsgd.dp.moments import average
+from acsgd.dp.moments import ROWS, RowMoments
 from acsgd.dp.peers import Peers
 from acsgd.shards.base import Weight
 from acsgd.shards.disk import WeightState
@@ -102,17 +102,30 @@ class OwnWeights(Unsummed):
     remembers: tuple[str, ...] = ()
     """Names of what a mode saves besides; 0 where a checkpoint of a mode without it has none."""
 
-    def __init__(self, weights: Sequence[Weight], peers: Peers, *, exact_steps: int = 0) -> None:
-        """exact_steps: so many at the start are made together, on gradients summed exactly."""
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        peers: Peers,
+        *,
+        exact_steps: int = 0,
+        how: LocalStep = LocalStep(),  # noqa: B008 -- a tuple
+        moments: bool = False,
+    ) -> None:
+        """exact_steps: so many at the start are made together, on gradients summed exactly; moments: whether AdamW's
+        second ones are kept, in the others, at the size that they have for mean gradients (moments.py)."""
         super().__init__(weights)
         self.units = make_units(weights)
         self.peers = peers
         self.exact_steps = exact_steps
+        self.how = how
         self._exact: AllReduceSync | None = None
         """In an exact step, what sums its gradients; made for the first, given up after the last."""
+        self._rows = RowMoments(weights, peers) if moments else None
 
     def local_step(self, step: int) -> LocalStep | None:
-        return LocalStep() if step >= self.exact_steps else None
+        if step < self.exact_steps:
+            return None
+        return self.how._replace(shares=self._rows.shares()) if self._rows is not None else self.how
 
     def begin(self, step: int, scale: float = 1.0) -> None:
         super().begin(step)
@@ -136,29 +149,38 @@ class OwnWeights(Unsummed):
         if self._exact is not None:
             self._exact.wait()
 
-    def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
-        pass
+    def after_step(self, step: int, moments: SecondMoments) -> None:
+        if self._rows is None or step < self.exact_steps:
+            return
+        self._rows.note(step, moments)
+        if self._rows.is_due(step - self.exact_steps):
+            self.peers.begin(partial(self._rows.measure, step, moments, self.meter)).result(self.meter)
 
     def shared(self) -> Mapping[str, Tensor] | None:
         return {key: view for unit in self.units for key, view in unit.views(unit.shared).items()}
 
     def state_dict(self) -> WeightState:
-        return {OWN: {key: view for unit in self.units for key, view in unit.views(unit.own).items()}}
+        own = {OWN: {key: view for unit in self.units for key, view in unit.views(unit.own).items()}}
+        return own | self.rows_state()
 
     @torch.no_grad()
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
-        refuse_others(saved, (OWN, *self.remembers))
+        self.load_rows(saved, (OWN, *self.remembers))
         for unit in self.units:
             unit.shared.copy_(unit.own)
             if saved:
                 self.load_into(unit, unit.own, [state[OWN] for state in saved])
             unit.publish()
 
-    def average_moments(self, moments: Mapping[str, Tensor]) -> None:
-        """Replace AdamW's second moments, by key, by about their mean over the replicas (moments.py)."""
-        for unit in self.units:
-            held = [moments[weight.key] for weight in unit.weights if weight.key in moments]
-            self.peers.begin(partial(average, held, self.peers, self.meter)).result(self.meter)
+    def rows_state(self) -> WeightState:
+        """Return what is remembered of second moments."""
+        return self._rows.state_dict() if self._rows is not None else {}
+
+    def load_rows(self, saved: Sequence[WeightState], known: Collection[str]) -> None:
+        """Take that over. Raises RunError if there is anything else under a name that is not among `known`."""
+        refuse_others(saved, (*known, ROWS))
+        if self._rows is not None:
+            self._rows.load_state_dict(saved)
 
     def load_into(self, unit: Unit, flat: Tensor, saved: Sequence[Mapping[str, Tensor]]) -> None:
         """Fill `flat`, [n], with what was saved of this replica, or, if there were more or fewer, the mean of all.

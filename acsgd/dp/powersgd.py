@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from acsgd.dp.allreduce import start_sum
-from acsgd.dp.base import Alone, Bucket, BucketSync, GradSync, InBuckets, refuse_others
+from acsgd.dp.base import Alone, Bucket, BucketSync, GradSync, InBuckets, SecondMoments, refuse_others
 from acsgd.dp.peers import Peers
 from acsgd.shards.base import Weight
 from acsgd.shards.disk import WeightState
@@ -108,7 +108,7 @@ class _PowerSGDSync(BucketSync):
         for finish in self._coming_back:
             finish()
 
-    def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
+    def after_step(self, step: int, moments: SecondMoments) -> None:
         self._errors, self._bases = self._next_errors, self._next_bases
 
     def state_dict(self) -> WeightState:
@@ -171,7 +171,7 @@ class _Paying(Alone):
                 owed, grad = self._owed[weight.key].view_as(weight.master) * self._scale, weight.master.grad
                 weight.master.grad = owed if grad is None else grad + owed
 
-    def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
+    def after_step(self, step: int, moments: SecondMoments) -> None:
         self._owed = {}
 
     def state_dict(self) -> WeightState:

@@ -5,7 +5,7 @@ Source: Sarfi et al. 2025, arXiv:2508.15706, Algorithm 1. n = weights of a unit,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.sparse import TopK
-from acsgd.dp.base import GradSync
+from acsgd.dp.base import GradSync, SecondMoments
 from acsgd.dp.mean import told_mean
 from acsgd.dp.own import OWN_ERROR, Merging, OwnWeights, Unit
 from acsgd.dp.peers import Peers
@@ -67,7 +67,7 @@ class _SparseLoCoSync(OwnWeights):
         self._errors = [torch.zeros_like(unit.own) for unit in self.units]
 
     @torch.no_grad()
-    def after_step(self, step: int, moments: Mapping[str, Tensor]) -> None:
+    def after_step(self, step: int, moments: SecondMoments) -> None:
         if (step + 1) % self._mode.inner:
             return
         for unit, error in zip(self.units, self._errors, strict=True):

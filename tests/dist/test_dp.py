@@ -18,7 +18,7 @@ from ranks import PRELOAD, on_ranks
 from torch import Tensor, nn
 
 from acsgd.dp import MODES
-from acsgd.dp.base import GradSync, make_buckets
+from acsgd.dp.base import GradSync, SecondMoments, make_buckets
 from acsgd.dp.clip import clip_factor, scale_gradients_, squared_norm
 from acsgd.dp.gather import Gather
 from acsgd.dp.peers import Peers
@@ -102,7 +102,7 @@ def _make_step(sync: GradSync, weights: Sequence[Weight], rank: int, step: int, 
         sync.wait()
     masters = [weight.master for weight in weights]
     grads = [torch.zeros_like(m) if m.grad is None else m.grad.clone() for m in masters]
-    sync.after_step(step, {})
+    sync.after_step(step, SecondMoments({}, 0.999))
     return Agreed(grads, sync.meter.sent_bytes, sum(sent), len(sent))
 
 

@@ -57,7 +57,7 @@ def test_what_is_owed_outlives_a_change_of_the_number_of_replicas(spec: str, rep
         "cocktail",
         "cocktail:random=0.4,topk=0.3,bits=2,bucket=16,draw=shuffled",
         "sparseloco:inner=2,chunk=16,topk=0.25,decay=1",
-        "cocktail_grad:topk=0.1,gains=false",
+        "cocktail_grad:topk=0.1",
         "quantized:bits=2,bucket=16,exact_steps=2",
     ],
 )

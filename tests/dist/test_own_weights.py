@@ -16,7 +16,7 @@ from test_dp import TIMEOUT, count_sent, gradient, make_weights
 from torch import Tensor
 
 from acsgd.dp import MODES
-from acsgd.dp.base import GradSync
+from acsgd.dp.base import GradSync, SecondMoments
 from acsgd.dp.peers import Peers
 from acsgd.failure import RunError
 from acsgd.registry import from_spec
@@ -44,7 +44,7 @@ LOSSLESS = {
     "cocktail:random=1,topk=1,bits=8": 1,
     "diloco:inner=1,outer_lr=1,momentum=0": 0,
     "sparseloco:inner=1,topk=1,chunk=0,bits=8,outer_lr=1": 0,
-    "cocktail_grad:topk=1,bits=8,gains=false": 0,
+    "cocktail_grad:topk=1,bits=8": 0,
     "quantized:exact_steps=1,bits=8": 0,
 }
 """What agrees on nearly all of every change, and so many steps later."""
@@ -55,7 +55,6 @@ def make_step(
     weights: Sequence[Weight],
     step: int,
     grads: Sequence[Tensor],
-    moments: dict[str, Tensor] | None = None,
 ) -> None:
     """Make a step of plain gradient descent, as a worker makes it."""
     sync.begin(step)
@@ -69,7 +68,7 @@ def make_step(
             assert weight.master.grad is not None
             scale = 1.0 if sync.local_step(step) else 1.0 / dist.get_world_size()
             weight.master.sub_(LR * scale * weight.master.grad)
-    sync.after_step(step, moments if moments is not None else {})
+    sync.after_step(step, SecondMoments({}, 0.999))
 
 
 def gradients(rank: int, step: int) -> list[Tensor]:
@@ -180,34 +179,6 @@ def test_a_resumed_run_is_the_undisturbed_one(spec: str, at: int, tmp_path: Path
     assert on_replicas(2, train_and_resume, tmp_path / "store", spec, at) == [True, True]
 
 
-def average_moments(rank: int, peers: Peers, spec: str) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Return the second moments before and after each step of a mode."""
-    run, seen = Run(spec, peers), []
-    for step in range(STEPS):
-        squares = [10.0 ** (-4 * rank) * grad.square() for grad in gradients(rank, step)]
-        moments = {weight.key: square for weight, square in zip(run.weights, squares, strict=True)}
-        before = {key: tensor.clone() for key, tensor in moments.items()}
-        make_step(run.sync, run.weights, step, gradients(rank, step), moments)
-        seen.append((before, moments))
-    return seen
-
-
-@pytest.mark.parametrize("spec", ["cocktail:exact_steps=1", "cocktail_grad:exact_steps=1"])
-def test_second_moments_are_averaged_after_one_two_and_four_local_steps(spec: str, tmp_path: Path) -> None:
-    """Told in half octaves, there and back, so each way within a quarter of one, 2**0.25."""
-    ranks = on_replicas(3, average_moments, tmp_path / "store", spec)
-    for step in range(STEPS):
-        for key in ranks[0][step][0]:
-            before, after = ([ranks[rank][step][i][key] for rank in range(3)] for i in (0, 1))
-            if step not in (1, 2, 4):
-                assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-                continue
-            assert all(torch.equal(after[0], other) for other in after)
-            ratio = after[0] / torch.stack(before).mean(0)
-            assert ratio.min() >= 2**-0.5 * (1 - 1e-4)
-            assert ratio.max() <= 2**0.5 * (1 + 1e-4)
-
-
 def count(rank: int, peers: Peers, spec: str) -> tuple[int, int]:
     """Return the bytes of a run that the mode counts, and those that torch.distributed was given."""
     with pytest.MonkeyPatch.context() as patch:
@@ -266,7 +237,11 @@ def change_mode(rank: int, peers: Peers, before: str, after: str) -> str:
         ("local", "diloco:inner=2", ""),
         ("cocktail", "diloco:inner=2", "the checkpoint holds ['served_error'] of another data-parallel mode"),
         ("diloco:inner=2", "local", "the checkpoint holds ['momentum'] of another data-parallel mode"),
-        ("cocktail", "allreduce", "the checkpoint holds ['own', 'served_error'] of another data-parallel mode"),
+        (
+            "cocktail",
+            "allreduce",
+            "the checkpoint holds ['moment_rows', 'own', 'served_error'] of another data-parallel mode",
+        ),
     ],
 )
 def test_another_mode_goes_on_where_nothing_is_lost(before: str, after: str, said: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from test_own_weights import copied, on_replicas
 from torch import Tensor, nn
 
 from acsgd.dp import MODES
-from acsgd.dp.base import GradSync
+from acsgd.dp.base import GradSync, SecondMoments
 from acsgd.dp.peers import Peers
 from acsgd.dp.powersgd import PowerSGD
 from acsgd.failure import RunError
@@ -74,7 +74,7 @@ class Run:
         for weight in self.weights:
             _grad(weight).mul_(0.5)  # clipping does so
         if update:
-            self.sync.after_step(step, {})
+            self.sync.after_step(step, SecondMoments({}, 0.999))
         return Step(before, applied, copied(self.sync.state_dict()))
 
 

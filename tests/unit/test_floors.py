@@ -34,7 +34,7 @@ FLOORS = {
     "acsgd.io": 2,
     "acsgd.codecs": 1,
     "acsgd.shards": 1,
-    "acsgd.optim": 2,
+    "acsgd.optim": 3,  # AdamW, and what replicas keep of it
     "acsgd.pp": 1,  # actions, laws, schedules, simulate, frame
     "acsgd.config": 0,
     "acsgd.checks": 0,

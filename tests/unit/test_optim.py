@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_norms_and_biases_do_not_decay() -> None:
     assert all(torch.equal(weight.param, torch.ones_like(weight.param)) for weight in held[1:])
 
 
-def trained(config: OptimConfig, steps: range, **how: bool) -> tuple[Optimizer, list[Weight]]:
+def trained(config: OptimConfig, steps: range, **how: Any) -> tuple[Optimizer, list[Weight]]:
     """Return weights after one ordinary step and some that are made as told."""
     held = weights(torch.float32)
     optimizer = Optimizer(held, config)
@@ -85,8 +86,40 @@ def test_frozen_second_moments_stay_and_first_moments_go_on() -> None:
             expected -= learning_rate(step, config) * first / (1 - 0.9 ** (step + 1)) / (root + config.eps)
         steps = (expected - begun.master).abs().max() + 2
         assert (weight.master - expected).abs().max() <= 4 * 16 * 2.0**-24 * steps
-        second = optimizer.second_moments([weight])[weight.key]
+        second = optimizer.second_moments([weight]).by_key[weight.key]
         assert torch.allclose(second, 0.01 * grads[0].square(), rtol=2.0**-20)
+
+
+def test_second_moments_are_made_of_shares_of_squares() -> None:
+    """Against the formula in fp64. A step of fp32 rounds 12 times; weights and steps are below 2 and 1."""
+    config = OptimConfig(lr=0.1, steps=10, betas=(0.9, 0.99), weight_decay=0.1)
+    shares = {"matrix": torch.tensor([1.0, 0.5, 0.25, 0.75]), "norm": torch.tensor([0.5]), "bias": torch.tensor([1.0])}
+    optimizer, held = trained(config, range(1, 5), shares=shares)
+    _, start = trained(config, range(0))
+    for weight, begun in zip(held, start, strict=True):
+        share = shares[weight.key].view(-1, *[1] * (begun.master.dim() - 1)).double()
+        grads = [torch.randn(begun.master.shape, generator=torch.Generator().manual_seed(step)) for step in range(5)]
+        expected = begun.master.detach().double()
+        first, second = 0.1 * grads[0].double(), 0.01 * grads[0].double().square()
+        for step in range(1, 5):
+            rate, grad = learning_rate(step, config), grads[step].double()
+            first, second = 0.9 * first + 0.1 * grad, 0.99 * second + 0.01 * share * grad.square()
+            root = (second / (1 - 0.99 ** (step + 1))).sqrt() + config.eps
+            expected = expected * (1 - rate * (0.1 if begun.master.dim() > 1 else 0.0))
+            expected -= rate * first / (1 - 0.9 ** (step + 1)) / root
+        steps = (expected - begun.master).abs().max() + 2
+        assert (weight.master - expected).abs().max() <= 4 * 16 * 2.0**-24 * steps
+        assert torch.allclose(optimizer.second_moments([weight]).by_key[weight.key].double(), second, rtol=2.0**-18)
+
+
+def test_the_first_step_may_already_share() -> None:
+    """After one step of a share s, AdamW's is 1 / sqrt(s) long."""
+    config = OptimConfig(lr=0.1, steps=10, weight_decay=0.0)
+    held = weights(torch.float32)
+    for weight in held:
+        weight.master.grad = torch.ones_like(weight.master)
+    Optimizer(held, config).step(0, shares={weight.key: torch.tensor([0.25]) for weight in held})
+    assert all(torch.allclose(1 - weight.master, torch.tensor(0.2), rtol=1e-5) for weight in held)
 
 
 def test_there_is_nothing_to_freeze_before_the_first_step() -> None:
