@@ -50,10 +50,10 @@ MODES = (
     *(f"torch:powersgd:rank={rank}" for rank in (1, 2, 4)),
     *(f"powersgd:rank={rank}" for rank in (1, 2, 4)),
     *(f"quantized:bits={bits},exact_steps={{tenth}}" for bits in (1, 4)),
-    *(f"cocktail_grad:topk={topk:g},bits={bits}" for topk in (0.1, 0.02, 0.01, 0.005) for bits in (4, 2)),
+    *(f"cocktail_grad:topk={topk:g},bits={bits}" for topk in (0.1, 0.02, 0.015, 0.01) for bits in (4, 2)),
     "cocktail",
     "cocktail:moments=false",
-    "cocktail:random=0.05,topk=0.1,moments=false",
+    "cocktail:random=0.05,topk=0.1",
     "sparseloco:inner=15",
     "diloco:inner=15",
     "local",
@@ -206,7 +206,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pretrain", help="text, as in data.task")
     parser.add_argument("--finetune", help="another text, as in data.task")
     parser.add_argument("--dir", type=Path, default=Path("runs/benchmarks/replicas"), help="where runs are kept")
-    parser.add_argument("--json", default="runs/benchmarks/replicas_{task}.json", help="the numbers")
+    parser.add_argument("--json", default="runs/benchmarks/replicas_{task}_{replicas}.json", help="the numbers")
     parser.add_argument("--svg", type=Path, help="draw the numbers of both tasks, measure nothing")
     options = parser.parse_args()
     if (options.pretrain is None) != (options.finetune is None):
@@ -222,7 +222,8 @@ def main() -> None:
         from benchmarks.pictures import save
         from benchmarks.replicas_picture import draw
 
-        save(draw([json.loads(Path(options.json.format(task=task)).read_text()) for task in TASKS]), options.svg)
+        paths = [Path(options.json.format(task=task, replicas=options.replicas)) for task in TASKS]
+        save(draw([json.loads(path.read_text()) for path in paths]), options.svg)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # else its ranks would go on
     setting = TASKS[options.task].setting(options.steps)
@@ -238,23 +239,27 @@ def measure(tuning: Tuning, options: argparse.Namespace) -> None:
     steps = setting.epochs * setting.steps_per_epoch
     modes = [mode.format(tenth=steps // 10) for mode in options.modes]
     sweep = Sweep(tuning, options.replicas, options.seeds, options.rates, console)
-    rows = [exact := sweep.row(EXACT, None)]
-    rows += [
-        sweep.row(mode, exact)
-        for mode in modes
-        if mode != EXACT and any(fnmatchcase(mode, pattern) for pattern in options.rows)
-    ]
-    parameters = sum(parameter.numel() for parameter in skeleton(read_config(tuning.model)).parameters())
-    exact_bytes = 2 * (options.replicas - 1) / options.replicas * 2 * parameters
-    seeds = f"{len(options.seeds)} seeds"
-    console.print(table(rows, exact_bytes, f"{options.task}, {options.replicas} replicas, {steps} steps, {seeds}"))
     about = {"torch": torch.__version__, "python": platform.python_version(), "setting": asdict(setting)}
     about |= {"task": options.task, "replicas": options.replicas, "seeds": options.seeds}
-    about |= {"texts": [options.pretrain, options.finetune], "fp16_ring_bytes": exact_bytes}
+    about |= {"texts": [options.pretrain, options.finetune]}
+    parameters = sum(parameter.numel() for parameter in skeleton(read_config(tuning.model)).parameters())
+    about["fp16_ring_bytes"] = exact_bytes = 2 * (options.replicas - 1) / options.replicas * 2 * parameters
+    path = Path(options.json.format(task=options.task, replicas=options.replicas))
+    rows = [exact := sweep.row(EXACT, None)]
+    for mode in modes:
+        if mode != EXACT and any(fnmatchcase(mode, pattern) for pattern in options.rows):
+            rows.append(sweep.row(mode, exact))
+            write(path, about, rows)
+    seeds = f"{len(options.seeds)} seeds"
+    console.print(table(rows, exact_bytes, f"{options.task}, {options.replicas} replicas, {steps} steps, {seeds}"))
     if any(row.mode == EXACT_OF_TORCH for row in rows):
         about["largest_difference_of_torch"] = difference = sweep.compare_exact(exact.rate)
         console.print(f"train losses of {EXACT_OF_TORCH} differ from those of {EXACT} by at most {difference:.1e}")
-    path = Path(options.json.format(task=options.task))
+    write(path, about, rows)
+
+
+def write(path: Path, about: dict[str, object], rows: Sequence[Row]) -> None:
+    """Write down the numbers that there are."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"about": about, "rows": [row._asdict() for row in rows]}, indent=1))
 
