@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -80,15 +81,13 @@ class Optimizer:
     @torch.no_grad()
     def _step_frozen(self, step: int, rate: float) -> None:
         """Update the masters; the first moments alone go on."""
-        first, second = self._config.betas
         for group in self._adamw.param_groups:
+            first, _ = group["betas"]
             for master in group["params"]:
                 if master.grad is None or not (state := self._adamw.state.get(master)):
                     continue
-                moment = state["exp_avg"].lerp_(master.grad, 1 - first)
-                root = (state["exp_avg_sq"] / (1 - second ** float(state["step"]))).sqrt_()
-                master.mul_(1 - rate * group["weight_decay"])
-                master.addcdiv_(moment, root.add_(self._config.eps), value=-rate / (1 - first ** (step + 1)))
+                state["exp_avg"].lerp_(master.grad, 1 - first)
+                self._move(master, state, step + 1, rate, group)
 
     @torch.no_grad()
     def _step_sharing(self, rate: float, shares: Mapping[str, torch.Tensor]) -> None:
@@ -106,12 +105,24 @@ class Optimizer:
                 share = shares[self._keys[master]]
                 by_rows = master.grad.view(len(share), -1)
                 squares = (by_rows * share.unsqueeze(1)).mul_(by_rows).view_as(master)
-                moment = state["exp_avg"].lerp_(master.grad, 1 - first)
-                second_moment = state["exp_avg_sq"].lerp_(squares, 1 - second)
-                count = float(state["step"])
-                root = torch.div(second_moment, 1 - second**count, out=squares).sqrt_()
-                master.mul_(1 - rate * group["weight_decay"])
-                master.addcdiv_(moment, root.add_(self._config.eps), value=-rate / (1 - first**count))
+                state["exp_avg"].lerp_(master.grad, 1 - first)
+                state["exp_avg_sq"].lerp_(squares, 1 - second)
+                self._move(master, state, state["step"].double(), rate, group)
+
+    def _move(
+        self,
+        master: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        made_of: int | torch.Tensor,
+        rate: float,
+        group: Mapping[str, Any],
+    ) -> None:
+        """Make the step that moments ask for; made_of: so many steps is the first of them made of."""
+        first, second = group["betas"]
+        # counts stay where they are, so that nothing waits for a device; 1 - .999 needs more than fp32
+        root = (state["exp_avg_sq"] / (1 - second ** state["step"].double())).sqrt_().add_(self._config.eps)
+        master.mul_(1 - rate * group["weight_decay"])
+        master.addcdiv_(state["exp_avg"], root.mul_(1 - first**made_of), value=-rate)
 
     def second_moments(self, weights: Sequence[Weight]) -> SecondMoments:
         """Return AdamW's second moments of some weights, not copied."""

@@ -33,7 +33,7 @@ NARROWEST = 8
 EVERY, KEPT = 16, 0.7
 """Steps between two measurements, and what an earlier one counts for in the next."""
 PRIOR = 2.0
-"""Measurements of a row that its weight as a whole counts for: of two replicas one projection says little."""
+"""Measurements of a row that its weight as a whole counts for: one projection says little."""
 BLOCK = 128
 """Rows that share two draws of signs."""
 
@@ -54,7 +54,7 @@ class LogLevels:
         """Not finite becomes 0: the exchange of the weights says so."""
         levels = x.abs().div_(self.LOWEST).log2_().mul_(2).round_().nan_to_num_(-1, -1, -1).clamp_(max=126)
         codes = torch.where(levels < 0, 0, 2 * levels + 1 + (x < 0)).to(torch.uint8).cpu()
-        return codes[: squeeze_(codes)] if len(codes) else codes
+        return (codes[: squeeze_(codes)] if len(codes) else codes).to(x.device)
 
     def decode(self, message: Tensor, n: int) -> Tensor:
         codes = message.cpu()

@@ -111,8 +111,8 @@ class OwnWeights(Unsummed):
         how: LocalStep = LocalStep(),  # noqa: B008 -- a tuple
         moments: bool = False,
     ) -> None:
-        """exact_steps: so many at the start are made together, on gradients summed exactly; moments: whether AdamW's
-        second ones are kept, in the others, at the size that they have for mean gradients (moments.py)."""
+        """exact_steps: so many at the start are made together, on gradients summed exactly; how: AdamW makes the
+        others; moments: whether it keeps the second ones at the size that they have for mean gradients (moments.py)."""
         super().__init__(weights)
         self.units = make_units(weights)
         self.peers = peers

@@ -34,7 +34,6 @@ class UpdateSync(OwnWeights):
         how: LocalStep,
         moments: bool = False,
     ) -> None:
-        """how: the optimizer makes local steps."""
         super().__init__(weights, peers, exact_steps=exact_steps, how=how, moments=moments)
         self._compressor = compressor
         self._owed = [Owed(torch.zeros_like(unit.own), peers) for unit in self.units]
