@@ -72,13 +72,19 @@ def layer_costs(family: ModelFamily, config: PreTrainedConfig, *, sequence: int,
 
     The layers are run on the meta device, which touches no memory: matrix products count their operations, and
     everything that is made counts its bytes, weighed by what the kind of device, "cpu" or "cuda", moves meanwhile.
+    Layers made of the same modules cost the same; one of them is run.
     """
     model = skeleton(config)
     family.rebuild_buffers(model, torch.device("meta"))
     state = {"tokens": torch.empty(1, sequence, dtype=torch.long, device="meta")}
     context: Any = None
+    known: dict[str, float] = {}
     costs = []
     for shard in family.layers(config):
+        made_of = repr([model.get_submodule(path) for path in shard.modules])
+        if made_of in known:
+            costs.append(known[made_of])  # and its output has the shape of the state that there is
+            continue
         with FlopCounterMode(display=False) as flops, _BytesMade() as moved:
             if shard.kind == "block" and context is None:
                 context = family.context(model, state)
@@ -86,7 +92,8 @@ def layer_costs(family: ModelFamily, config: PreTrainedConfig, *, sequence: int,
             total = sum(_scalar(family, shard, tensor) for tensor in out.values())
             assert isinstance(total, Tensor)
             total.backward()
-        costs.append(flops.get_total_flops() + FLOPS_PER_BYTE[device] * moved.bytes)
+        known[made_of] = flops.get_total_flops() + FLOPS_PER_BYTE[device] * moved.bytes
+        costs.append(known[made_of])
         state = out
     return costs
 
