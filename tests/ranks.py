@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 PRELOAD = [
+    "pytest",
     "torch",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
-    "acsgd.build",
+    "train",
 ]
 
 

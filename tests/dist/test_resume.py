@@ -26,7 +26,7 @@ from acsgd.shards.disk import Manifest, ShardDirectory
 from acsgd.topology import Launch, connect
 from acsgd.worker import StepResult, Worker
 
-STEPS, HALF = 20, 10
+STEPS, HALF = 10, 5
 TIMEOUT = timedelta(seconds=120)
 ROUNDED = 2.0**-8
 """A sum in another order may round a bf16 weight otherwise, by half of 2**-8; fp16's 2**-11 is less."""
@@ -39,7 +39,7 @@ Trained = list[tuple[int, list[int]]]
 def make_config(
     model: Path, run_dir: Path, dtype: Literal["fp32", "bf16", "fp16"], recompute: Literal["none", "layers"]
 ) -> Config:
-    """Return a run of 20 steps that is saved in the middle."""
+    """Return a run of ten steps that is saved in the middle."""
     return Config(
         model=ModelConfig(str(model), dtype=dtype, recompute=recompute),
         data=DataConfig(task="demo", sequence=32, batch=6, seed=3, eval_share=0.001),
@@ -124,7 +124,7 @@ def stopped_half_way(config: Config, run_dir: Path, **pp: Any) -> Config:
     # a run that was killed may have logged steps that its checkpoint knows nothing of, the last one in half
     text = (Path(config.log.dir) / "metrics.jsonl").read_text()
     lines = text.splitlines(keepends=True)[: HALF + 3]
-    (run / "metrics.jsonl").write_text("".join(lines) + '{"step": 14, "lo')
+    (run / "metrics.jsonl").write_text("".join(lines) + f'{{"step": {HALF + 4}, "lo')
     return dataclasses.replace(
         config,
         pp=dataclasses.replace(config.pp, **pp),
