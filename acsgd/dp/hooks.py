@@ -57,9 +57,9 @@ class HookState:
     """What replicas owe each other, from backward to backward. It belongs to one wrapped model.
 
     All replicas make it together, since it opens a group of its own over gloo, whatever the backend of the model. An
-    error of an exchange is raised by backward; the state is of no use afterwards. Gradients accumulate under the
-    model's no_sync(). Not for gradients that are scaled in their turn (torch.amp.GradScaler): those may be infinite,
-    and what is owed would count in another step's scale.
+    error of an exchange is raised by backward, on all replicas; the state is of no use afterwards. Gradients accumulate
+    under the model's no_sync(). Not for gradients that are scaled in their turn (torch.amp.GradScaler): those may be
+    infinite, and what is owed would count in another step's scale.
     """
 
     def __init__(
@@ -126,6 +126,8 @@ class HookState:
                     raise self._failure
                 unit.agree({name: grad.view(-1) for name, (grad, _) in arrived.items()}, self.meter)
             except Exception as error:
+                if self._failure is None:
+                    self._peers.give_up()
                 self._failure = error
             for _, bucket in arrived.values():
                 bucket.count_down(self._failure)

@@ -25,6 +25,8 @@ TAG = 2
 """Of messages between replicas; those of collectives have tags of their own."""
 _FRAME = struct.Struct("<QQ")
 """Round, bytes that follow. A receiver that is out of step says so instead of taking one message for another."""
+_GAVE_UP = 2**64 - 1
+"""In place of the bytes that follow: nothing will, now or later."""
 
 
 class UnderWay(Generic[T]):
@@ -60,6 +62,8 @@ class Peers:
         self._ranks = dist.get_process_group_ranks(group)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replicas")
         self._rounds = 0
+        self._last_words: list[dist.Work] = []
+        """Kept, since what is on its way needs its buffer."""
 
     def begin(self, work: Callable[[], T]) -> UnderWay[T]:
         """Do something in the thread."""
@@ -76,22 +80,39 @@ class Peers:
         for peer, nbytes in longest.items():
             buffers[peer] = torch.empty(_FRAME.size + nbytes, dtype=torch.uint8)
             with self._with(peer, since):
-                receiving[peer] = dist.irecv(buffers[peer], self._ranks[peer], self.group, TAG)
+                receiving[peer] = _begun(dist.irecv(buffers[peer], self._ranks[peer], self.group, TAG))
         for peer, message in outgoing.items():
             frame = bytearray(_FRAME.pack(self._rounds, len(message)))
             framed = torch.cat([torch.frombuffer(frame, dtype=torch.uint8), message])
             with self._with(peer, since):
-                sending[peer] = dist.isend(framed, self._ranks[peer], self.group, TAG)
+                sending[peer] = _begun(dist.isend(framed, self._ranks[peer], self.group, TAG))
             meter.sent_bytes += len(framed)
-        for works in (receiving, sending):
-            for peer, work in works.items():
-                with self._with(peer, since):
-                    assert work is not None
-                    work.wait()
-        return {peer: self._body(peer, buffer) for peer, buffer in buffers.items()}
+        told = {}
+        for peer, buffer in buffers.items():
+            with self._with(peer, since):
+                receiving[peer].wait()
+            told[peer] = self._body(peer, buffer)  # before what this one would no longer receive is waited for
+        for peer, sent in sending.items():
+            with self._with(peer, since):
+                sent.wait()
+        return told
+
+    def give_up(self) -> None:
+        """Tell all others that nothing will follow, so that none waits for it until the timeout.
+
+        To be called in the thread, after a failure; their next `swap` fails.
+        """
+        frame = torch.frombuffer(bytearray(_FRAME.pack(self._rounds, _GAVE_UP)), dtype=torch.uint8)
+        for peer, rank in enumerate(self._ranks):
+            if peer != self.replica:
+                with contextlib.suppress(RuntimeError):  # it is gone itself
+                    self._last_words.append(_begun(dist.isend(frame, rank, self.group, TAG)))
 
     def _body(self, peer: int, buffer: Tensor) -> Tensor:
         number, length = _FRAME.unpack(bytes(buffer[: _FRAME.size].tolist()))
+        if length == _GAVE_UP:
+            rank = self._ranks[peer]
+            raise RunError(f"replica {peer}, rank {rank}, has given up; its own error says why", awaited=[rank])
         if number != self._rounds or length > len(buffer) - _FRAME.size:
             raise RunError(
                 f"replica {peer} (rank {self._ranks[peer]}) sent message {number} of {length} bytes, not message "
@@ -112,3 +133,8 @@ class Peers:
                 f"{rank}, failed after {time.perf_counter() - since:.1f} s ({reason(error)})",
                 awaited=[rank],
             ) from error
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "only ranks outside of the group get none"
+    return work
