@@ -130,7 +130,9 @@ def _write_labels(axes: Axes, lines: Mapping[Family, Sequence[Point]]) -> None:
     assert figure is not None
     figure.draw_without_rendering()  # so that the panel's size is known
     points = [point for family in lines.values() for point in family]
-    taken = [_box(axes, point, (-4, -4), 8, 8) for point in points]
+    panel, zero = axes.get_window_extent(), axes.transData.transform((1.0, 0.0))[1]
+    taken = [Bbox.from_extents(panel.x0, zero - 1, panel.x1, zero + 1)]  # the line of all-reduce
+    taken += [_box(axes, point, (-4, -4), 8, 8) for point in points]
     for family, own in lines.items():
         texts = [(own[0], family.name, 9.5)] if own else []
         texts += [(point, point.label, 8.0) for point in own if point.label]
