@@ -32,7 +32,7 @@ demo: setup
 # Files side by side, those that take longest first; but whole runs, whose ends are timed, one after the other.
 test: lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
-		--no-loadscope-reorder tests/dist tests/gpu tests/unit
+		--no-loadscope-reorder --ignore tests/run
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/run
 
 lint: setup

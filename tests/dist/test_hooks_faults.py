@@ -41,12 +41,11 @@ def fail(rank: int, how: str) -> str:
 @pytest.mark.parametrize("how", ["gone", "silent", "nan"])
 def test_a_failure_reaches_backward_and_names_the_replica(how: str, tmp_path: Path) -> None:
     first, second = on_plain_ranks(2, fail, tmp_path / "store", how)
-    expected = {
-        "gone": "exchanging updates with replica 1, rank 1, failed after 0.",
-        "silent": "exchanging updates with replica 1, rank 1, failed after 5.",
-        "nan": "replica 1, rank 1, has given up; its own error says why",
-    }
-    assert expected[how] in first
+    if how == "nan":
+        assert "replica 1, rank 1, has given up; its own error says why" in first
+    else:
+        assert "exchanging updates with replica 1, rank 1, failed after" in first
+    assert ("Timed out" in first) == (how == "silent"), "only silence is noticed by the timeout"
     assert ("replica 1: gradients are not finite, of " in second) == (how == "nan")
 
 
