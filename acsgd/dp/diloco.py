@@ -45,6 +45,8 @@ class DiLoCo:
     """How much of a replica's own weights stays when what is shared is applied."""
     bits: int = 32
     """Per element: 32, 16, or 1 to 8 with a scale per 128 elements."""
+    moments: bool = False
+    """Whether AdamW's second moments are kept at the size that they have for mean gradients, by row (moments.py)."""
 
     def __post_init__(self) -> None:
         if self.inner < 1 or self.fragments < 1 or self.inner % self.fragments:
@@ -79,7 +81,7 @@ class _DiLoCoSync(OwnWeights):
     remembers = ("momentum", "sent")
 
     def __init__(self, mode: DiLoCo, weights: Sequence[Weight], peers: Peers) -> None:
-        super().__init__(weights, peers)
+        super().__init__(weights, peers, moments=mode.moments)
         self._mode = mode
         self._compressor = OfCodec(mode.codec())
         self._momentum = [torch.zeros_like(unit.own) for unit in self.units]
@@ -104,6 +106,7 @@ class _DiLoCoSync(OwnWeights):
             self._send(changes)
         if sent_after is not None and sent_after + self._mode.delay == step:
             self._receive(sent_after)
+        super().after_step(step, moments)
 
     def state_dict(self) -> WeightState:
         remembered = {name: self._views(flats) for name, flats in self._remembered().items()}

@@ -39,6 +39,8 @@ class SparseLoCo:
     decay: float = 0.95
     """Of what is owed, from one exchange to the next, in [0, 1]."""
     outer_lr: float = 1.0
+    moments: bool = False
+    """Whether AdamW's second moments are kept at the size that they have for mean gradients, by row (moments.py)."""
 
     def __post_init__(self) -> None:
         if self.inner < 1:
@@ -62,16 +64,16 @@ class _SparseLoCoSync(OwnWeights):
     remembers = (OWN_ERROR,)
 
     def __init__(self, mode: SparseLoCo, weights: Sequence[Weight], peers: Peers) -> None:
-        super().__init__(weights, peers)
+        super().__init__(weights, peers, moments=mode.moments)
         self._mode = mode
         self._errors = [torch.zeros_like(unit.own) for unit in self.units]
 
     @torch.no_grad()
     def after_step(self, step: int, moments: SecondMoments) -> None:
-        if (step + 1) % self._mode.inner:
-            return
-        for unit, error in zip(self.units, self._errors, strict=True):
-            self._exchange(unit, error)
+        if (step + 1) % self._mode.inner == 0:
+            for unit, error in zip(self.units, self._errors, strict=True):
+                self._exchange(unit, error)
+        super().after_step(step, moments)
 
     def state_dict(self) -> WeightState:
         pairs = zip(self.units, self._errors, strict=True)

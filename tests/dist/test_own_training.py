@@ -26,9 +26,9 @@ from acsgd.topology import Launch, connect
 
 MODES = {
     "local": "fp32",
-    "diloco:inner=4,fragments=2,delay=1": "bf16",
+    "diloco:inner=4,fragments=2,delay=1,moments=true": "bf16",
     "cocktail:random=0.5,topk=0.2,exact_steps=3": "fp32",
-    "sparseloco:inner=3,chunk=256": "bf16",
+    "sparseloco:inner=3,chunk=256,moments=true": "bf16",
     "cocktail_grad:topk=0.1,exact_steps=1": "bf16",
 }
 """With the dtype of the parameters."""
