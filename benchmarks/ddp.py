@@ -1,4 +1,4 @@
-"""Torch's own replicas, to compare with: DistributedDataParallel, plain or with one of the hooks that torch brings.
+"""Torch's own replicas, to compare with: DistributedDataParallel, plain or with a hook, torch's or ours.
 
 A run takes everything but the way replicas agree from a run of acsgd: weights, batches and their order, AdamW with its
 options, clipping, learning rate, held-out text. It writes the same metrics.jsonl.
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from acsgd.config import Config, OptimConfig, ReplicaConfig
+from acsgd.dp.hooks import CocktailState, cocktail_hook
 from acsgd.inputs import open_data, open_held_out, open_source
 from acsgd.io.data import Batch, Dataset
 from acsgd.job import Job, prepare
@@ -49,7 +52,7 @@ Sent = Callable[[], float]
 class Plain:
     """Gradients are summed in fp32."""
 
-    def attach(self, model: DistributedDataParallel) -> Sent:
+    def attach(self, model: DistributedDataParallel, optim: OptimConfig) -> Sent:
         return lambda: ring_bytes(4 * numbers_of(model))
 
 
@@ -57,7 +60,7 @@ class Plain:
 class Half:
     """Gradients are rounded to fp16 and summed."""
 
-    def attach(self, model: DistributedDataParallel) -> Sent:
+    def attach(self, model: DistributedDataParallel, optim: OptimConfig) -> Sent:
         model.register_comm_hook(None, fp16_compress_hook)
         return lambda: ring_bytes(2 * numbers_of(model))
 
@@ -70,7 +73,7 @@ class PowerSGD:
     start: int = 10
     """Steps at the start whose gradients are summed as they are; torch asks for 2 or more."""
 
-    def attach(self, model: DistributedDataParallel) -> Sent:
+    def attach(self, model: DistributedDataParallel, optim: OptimConfig) -> Sent:
         state = PowerSGDState(None, matrix_approximation_rank=self.rank, start_powerSGD_iter=self.start)
         model.register_comm_hook(state, powerSGD_hook)
         before = 0
@@ -83,7 +86,27 @@ class PowerSGD:
         return sent
 
 
-WAYS = {"ddp": Plain, "fp16": Half, "powersgd": PowerSGD}
+@dataclass(frozen=True)
+class CocktailHook:
+    """Gradients are divided by the roots of their replica's second moments, and the largest few are told."""
+
+    topk: float = 0.02
+    bits: int = 4
+
+    def attach(self, model: DistributedDataParallel, optim: OptimConfig) -> Sent:
+        state = CocktailState(model, topk=self.topk, bits=self.bits, precondition=optim.betas[1])
+        model.register_comm_hook(state, cocktail_hook)
+        before = 0
+
+        def sent() -> float:
+            nonlocal before
+            told, before = state.meter.sent_bytes - before, state.meter.sent_bytes
+            return told
+
+        return sent
+
+
+WAYS = {"ddp": Plain, "fp16": Half, "powersgd": PowerSGD, "cocktail_hook": CocktailHook}
 
 
 def is_torch(mode: str) -> bool:
@@ -125,7 +148,8 @@ def run_rank(rank: int, world_size: int, config: Config, store: str) -> None:
     job = prepare(replace(config, dp=ReplicaConfig()), Launch(rank, rank, world_size))
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(store, world_size)):
         model = DistributedDataParallel(make_model(job), bucket_cap_mb=BUCKET_MB)
-        train(job, model, way.attach(model))
+        make = make_sgd if isinstance(way, CocktailHook) else make_adamw
+        train(job, model, make(model, job.config.optim), way.attach(model, job.config.optim))
 
 
 def make_model(job: Job) -> PreTrainedModel:
@@ -141,14 +165,14 @@ def make_model(job: Job) -> PreTrainedModel:
     return model.train()
 
 
-def train(job: Job, model: DistributedDataParallel, sent: Sent) -> None:
+def train(job: Job, model: DistributedDataParallel, optimizer: Optimizer, sent: Sent) -> None:
     """Make all steps, evaluate as often as asked, and write it down on rank 0."""
     optim, every, speaks = job.config.optim, job.config.eval.every, job.topology.rank == 0
-    adamw, held_out = make_adamw(model, optim), open_held_out(job)
+    held_out = open_held_out(job)
     lines = []
     with Dataset(open_data(job), range(optim.steps)) as batches:
         for step, batch in enumerate(batches):
-            loss = make_step(model, adamw, batch, step, optim)
+            loss = make_step(model, optimizer, batch, step, optim)
             line = {"step": step + 1, "loss": mean_over_ranks(loss, 1.0), "eval_loss": None, "pp_forward_bytes": 0}
             line["dp_bytes"] = round(sent()) * job.topology.replicas
             if held_out is not None and (step + 1 == optim.steps or (every is not None and (step + 1) % every == 0)):
@@ -159,7 +183,7 @@ def train(job: Job, model: DistributedDataParallel, sent: Sent) -> None:
 
 
 def make_step(
-    model: DistributedDataParallel, adamw: torch.optim.AdamW, batch: Batch, step: int, optim: OptimConfig
+    model: DistributedDataParallel, optimizer: Optimizer, batch: Batch, step: int, optim: OptimConfig
 ) -> float:
     """Make one optimizer step; return this replica's loss, the mean over its target tokens."""
     assert batch.tokens is not None
@@ -170,21 +194,31 @@ def make_step(
             share = summed_loss(model(tokens, use_cache=False).logits, labels) / batch.labels.numel()
             share.backward()
         loss += share.item()
-    nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
-    for group in adamw.param_groups:
+    if isinstance(optimizer, torch.optim.AdamW):  # else they have been divided, and are no longer as large as gradients
+        nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
+    for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, optim)
-    adamw.step()
-    adamw.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
     return loss
 
 
-def make_adamw(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
+def make_adamw(model: nn.Module, optim: OptimConfig) -> Optimizer:
     """Return torch's AdamW with the options and the decay groups of acsgd's."""
-    groups = [
+    return torch.optim.AdamW(groups_of(model, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+def make_sgd(model: nn.Module, optim: OptimConfig) -> Optimizer:
+    """Return what makes AdamW's step, but for its first moment, of gradients that have been divided."""
+    return torch.optim.SGD(groups_of(model, optim), lr=optim.lr)
+
+
+def groups_of(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
+    """Return the parameters with and without weight decay."""
+    return [
         {"params": [param for param in model.parameters() if param.dim() > 1], "weight_decay": optim.weight_decay},
         {"params": [param for param in model.parameters() if param.dim() <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
 @torch.no_grad()
