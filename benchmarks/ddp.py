@@ -96,11 +96,10 @@ class CocktailHook:
     def attach(self, model: DistributedDataParallel, optim: OptimConfig) -> Sent:
         state = CocktailState(model, topk=self.topk, bits=self.bits, precondition=optim.betas[1])
         model.register_comm_hook(state, cocktail_hook)
-        before = 0
 
         def sent() -> float:
-            nonlocal before
-            told, before = state.meter.sent_bytes - before, state.meter.sent_bytes
+            told = state.meter.sent_bytes
+            state.meter.reset()
             return told
 
         return sent
