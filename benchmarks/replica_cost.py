@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -85,7 +86,7 @@ class Row(NamedTuple):
 def ways_of(specs: Sequence[str]) -> list[Way]:
     """Return what is to be measured of modes: a period each."""
     modes = [from_spec(spec, MODES, key="--modes") for spec in specs]
-    periods = [EVERY if getattr(mode, "moments", False) else getattr(mode, "inner", 1) for mode in modes]
+    periods = [math.lcm(getattr(mode, "inner", 1), EVERY if getattr(mode, "moments", False) else 1) for mode in modes]
     return [Way(spec, period) for spec, period in zip(specs, periods, strict=True)]
 
 

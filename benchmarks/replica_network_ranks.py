@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -128,9 +129,8 @@ def period(mode: str) -> int:
     if is_ddp(mode):
         return 1
     opened = from_spec(mode, MODES, key="--modes")
-    return (
-        EVERY if getattr(opened, "moments", False) else getattr(opened, "inner", 1) // getattr(opened, "fragments", 1)
-    )
+    between_exchanges = getattr(opened, "inner", 1) // getattr(opened, "fragments", 1)
+    return math.lcm(between_exchanges, EVERY if getattr(opened, "moments", False) else 1)
 
 
 def be_replica(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
