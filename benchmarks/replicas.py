@@ -51,12 +51,14 @@ MODES = (
     "torch:cocktail_hook:topk=0.02,bits=4",
     *(f"powersgd:rank={rank}" for rank in (1, 2, 4)),
     *(f"quantized:bits={bits},exact_steps={{tenth}}" for bits in (1, 4)),
-    *(f"cocktail_grad:topk={topk:g},bits={bits}" for topk in (0.1, 0.02, 0.015, 0.01) for bits in (4, 2)),
+    *(f"cocktail_grad:topk={topk:g},bits={bits}" for topk in (0.1, 0.02, 0.015, 0.005) for bits in (4, 2)),
     "cocktail",
     "cocktail:moments=false",
     "cocktail:random=0.05,topk=0.1",
     "sparseloco:inner=15",
+    "sparseloco:inner=15,moments=true",
     "diloco:inner=15",
+    "diloco:inner=15,outer_lr=1,momentum=0,bits=4,moments=true",
     "local",
 )
 """{tenth} = a tenth of the steps of a run."""
@@ -236,7 +238,7 @@ def main() -> None:
 
 def measure(tuning: Tuning, options: argparse.Namespace) -> None:
     """Make all runs that are not there yet; print and write down what they have come to."""
-    setting, console = tuning.setting, Console(width=180)
+    setting, console = tuning.setting, Console(width=210)
     steps = setting.epochs * setting.steps_per_epoch
     modes = [mode.format(tenth=steps // 10) for mode in options.modes]
     sweep = Sweep(tuning, options.replicas, options.seeds, options.rates, console)

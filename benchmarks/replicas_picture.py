@@ -58,8 +58,8 @@ FAMILIES = (
 class Point(NamedTuple):
     """A mode in a panel."""
 
-    label: str
-    """What sets it apart in its family."""
+    options: tuple[str, ...]
+    """That set it apart in its family: "topk 0.1"."""
     fewer: float
     above: float
     """Percent: mean over the seeds, and the range."""
@@ -76,6 +76,7 @@ def draw(measured: Sequence[Mapping[str, Any]]) -> Figure:
         _prepare(axes, panel, [point for points in lines.values() for point in points])
         for family, points in lines.items():
             _draw_family(axes, family, points)
+        _draw_local(axes, of_task)
         _write_labels(axes, lines)
     return figure
 
@@ -87,8 +88,8 @@ def _points(family: Family, measured: Mapping[str, Any]) -> Iterator[Point]:
     common = set.intersection(*options) if len(options) > 1 else set().union(*options)
     for row, of_row in sorted(zip(rows, options, strict=True), key=lambda pair: pair[0]["sent"]):
         above = [100 * share for share in row["above"]]
-        label = ", ".join(each.replace("=", " ") for each in sorted(of_row - common))
-        yield Point(label, measured["about"]["fp16_ring_bytes"] / row["sent"], fmean(above), min(above), max(above))
+        apart = tuple(each.replace("=", " ") for each in sorted(of_row - common - {""}))
+        yield Point(apart, measured["about"]["fp16_ring_bytes"] / row["sent"], fmean(above), min(above), max(above))
 
 
 def _prepare(axes: Axes, panel: Panel, points: Sequence[Point]) -> None:
@@ -118,11 +119,21 @@ def _prepare(axes: Axes, panel: Panel, points: Sequence[Point]) -> None:
 
 
 def _draw_family(axes: Axes, family: Family, points: Sequence[Point]) -> None:
-    """Draw means, ranges over the seeds, and a line through the means."""
-    axes.plot([each.fewer for each in points], [each.above for each in points], color=family.color, linewidth=0.8)
+    """Draw means, ranges over the seeds, and a line through the means if what sets them apart is one option."""
+    if len({option.split()[0] for each in points for option in each.options}) == 1:
+        axes.plot([each.fewer for each in points], [each.above for each in points], color=family.color, linewidth=0.8)
     for each in points:
         axes.plot(each.fewer, each.above, "o", color=family.color, markersize=5)
         axes.plot([each.fewer] * 2, [each.lowest, each.highest], color=family.color, linewidth=1.4)
+
+
+def _draw_local(axes: Axes, measured: Mapping[str, Any]) -> None:
+    """Draw how far replicas are behind that are averaged once, at the end: no bytes, so no point."""
+    for row in (row for row in measured["rows"] if row["mode"] == "local"):
+        above = 100 * fmean(row["above"])
+        axes.axhline(above, color=GREY, linewidth=0.8, linestyle=":")
+        where = axes.get_xlim()[0], above
+        axes.annotate("local", where, (4, 3), textcoords="offset points", color=GREY, fontsize=9)
 
 
 def _write_labels(axes: Axes, lines: Mapping[Family, Sequence[Point]]) -> None:
@@ -136,7 +147,7 @@ def _write_labels(axes: Axes, lines: Mapping[Family, Sequence[Point]]) -> None:
     taken += [_box(axes, point, (-4, -4), 8, 8) for point in points]
     for family, own in lines.items():
         texts = [(own[0], family.name, 9.5)] if own else []
-        texts += [(point, point.label, 8.0) for point in own if point.label]
+        texts += [(point, ", ".join(point.options), 8.0) for point in own if point.options]
         for point, text, size in texts:
             by, box = _free_place(axes, point, 0.6 * size * len(text), 1.2 * size, taken)
             taken.append(box)
