@@ -37,9 +37,16 @@ from rich.table import Table
 
 sys.path.append(str(Path(__file__).parents[1]))  # of a script only its own directory is there
 
+from acsgd.dp import MODES as MODES_OF_ACSGD
+from acsgd.dp.cocktail_grad import CocktailGrad
+from acsgd.dp.diloco import DiLoCo
+from acsgd.dp.quantized import Quantized
+from acsgd.dp.sparseloco import SparseLoCo
+from acsgd.registry import from_spec
 from acsgd.shards.base import skeleton
 from acsgd.shards.convert import read_config
 from benchmarks.convergence import texts
+from benchmarks.ddp import is_torch
 from benchmarks.tuning import Outcome, Setting, Tuning, Variant
 
 EXACT, EXACT_OF_TORCH = "allreduce", "torch:ddp"
@@ -58,10 +65,12 @@ MODES = (
     "sparseloco:inner=15",
     "sparseloco:inner=15,moments=true",
     "diloco:inner=15",
-    "diloco:inner=15,outer_lr=1,momentum=0,bits=4,moments=true",
+    *(f"diloco:inner={inner},outer_lr=1,momentum=0,bits=4,moments=true" for inner in (15, 75)),
     "local",
 )
 """{tenth} = a tenth of the steps of a run."""
+AFTER_UPDATE = (CocktailGrad, DiLoCo, Quantized, SparseLoCo)
+"""Modes that exchange between the update of a step and the next step."""
 FURTHER = 2
 """Rates that are tried beyond either end."""
 
@@ -128,7 +137,8 @@ class Sweep:
         baseline = held_out if exact is None else exact.held_out
         exact_rate = rate if exact is None else exact.rate
         at_exact = [self.outcome(mode, exact_rate, seed).held_out[-1] for seed in self.seeds]
-        half = len(outcomes[0].dp_bytes) // 2
+        sent = [sent_by_step(mode, outcome) for outcome in outcomes]
+        half = len(sent[0]) // 2
         return Row(
             mode,
             dict(sorted(by_rate.items())),
@@ -136,8 +146,8 @@ class Sweep:
             held_out,
             above=[mine / loss - 1 for mine, loss in zip(held_out, baseline, strict=True)],
             above_at_exact=[mine / loss - 1 for mine, loss in zip(at_exact, baseline, strict=True)],
-            sent=fmean(fmean(outcome.dp_bytes) for outcome in outcomes) / self.replicas,
-            sent_late=fmean(fmean(outcome.dp_bytes[half:]) for outcome in outcomes) / self.replicas,
+            sent=fmean(map(fmean, sent)) / self.replicas,
+            sent_late=fmean(fmean(each[half:]) for each in sent) / self.replicas,
         )
 
     def by_rate(self, mode: str) -> dict[float, float]:
@@ -164,6 +174,21 @@ class Sweep:
         """Return the largest difference of the train losses of torch's all-reduce from those of acsgd's."""
         pair = [self.outcome(mode, rate, self.seeds[0]).losses for mode in (EXACT, EXACT_OF_TORCH)]
         return max(abs(mine - other) for mine, other in zip(*pair, strict=True))
+
+
+def sent_by_step(mode: str, outcome: Outcome) -> list[int]:
+    """Return the bytes that all replicas have sent for each step.
+
+    What travels after the update is in the metrics of the next step, and what travels after the last update in none: it
+    is taken to be what has travelled a period before.
+    """
+    opened = None if is_torch(mode) else from_spec(mode, MODES_OF_ACSGD, key="--modes")
+    if not isinstance(opened, AFTER_UPDATE):
+        return outcome.dp_bytes
+    period = getattr(opened, "inner", 1) // getattr(opened, "fragments", 1)
+    first, *others = outcome.dp_bytes
+    others[0] += first  # of an exact step, which exchanges before its update
+    return [*others, outcome.dp_bytes[-period]]
 
 
 def table(rows: Sequence[Row], exact_bytes: float, title: str) -> Table:

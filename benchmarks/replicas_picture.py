@@ -51,7 +51,8 @@ FAMILIES = (
     Family("cocktail_hook of DDP", "#0f8fb3", ("torch:cocktail_hook*",)),
     Family("cocktail", "#8a3ab9", ("cocktail", "cocktail:*")),
     Family("sparseloco", "#a61e4d", ("sparseloco*",)),
-    Family("diloco", "#3f7d20", ("diloco*",)),
+    Family("diloco", "#9a8a1c", ("diloco:inner=??",)),
+    Family("diloco, no momentum", "#3f7d20", ("diloco*momentum=0*",)),
 )
 
 
