@@ -133,8 +133,8 @@ def _draw_local(axes: Axes, measured: Mapping[str, Any]) -> None:
     for row in (row for row in measured["rows"] if row["mode"] == "local"):
         above = 100 * fmean(row["above"])
         axes.axhline(above, color=GREY, linewidth=0.8, linestyle=":")
-        where = axes.get_xlim()[0], above
-        axes.annotate("local", where, (4, 3), textcoords="offset points", color=GREY, fontsize=9)
+        where = axes.get_xlim()[1], above
+        axes.annotate("local", where, (-4, 3), textcoords="offset points", ha="right", color=GREY, fontsize=9)
 
 
 def _write_labels(axes: Axes, lines: Mapping[Family, Sequence[Point]]) -> None:
