@@ -18,6 +18,7 @@ from training import batches_of, mask, train
 
 from acsgd.build import build_worker
 from acsgd.config import Config, ReplicaConfig
+from acsgd.dp.moments import by_rows
 from acsgd.inputs import open_source
 from acsgd.io.data import Batch
 from acsgd.job import prepare
@@ -96,6 +97,27 @@ def test_the_optimizer_steps_as_the_mode_says(mode: str, tiny_model: TinyModel, 
         assert torch.equal(second, other[1]) == mode.startswith("quantized")
         assert torch.equal(first, grad) == mode.startswith("cocktail_grad")
         assert not torch.equal(first, other[0])
+
+
+MEASURED = 8
+"""A step after which second moments are measured."""
+
+
+@pytest.mark.parametrize(
+    "mode", ["cocktail", "cocktail_grad", "sparseloco:inner=3,moments=true", "diloco:inner=4,moments=true"]
+)
+def test_second_moments_are_as_large_on_all_replicas(mode: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """By row, once they have been measured; each replica keeps the form of its own."""
+    config = make_config(tiny_model("llama"), tmp_path / "run", "fp32", "none")
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, batch=8),
+        optim=dataclasses.replace(config.optim, steps=MEASURED + 1),
+        dp=ReplicaConfig(mode),
+    )
+    for (_, mine, _), (_, other, _) in zip(*on_ranks(2, moments, tmp_path / "store", config), strict=True):
+        assert torch.allclose(by_rows(mine).mean(1), by_rows(other).mean(1), rtol=1e-5, atol=0)
+        assert not torch.equal(mine, other)
 
 
 def make_run(model: Path, run_dir: Path, mode: str, dtype: Literal["fp32", "bf16", "fp16"]) -> Config:
