@@ -147,11 +147,11 @@ class Tuning:
 
     def outcome(self, variant: Variant, seed: int) -> Outcome:
         """Return the outcome of a run, which is made now if it is not there. Raises RuntimeError if it fails."""
-        config = self._config(variant, seed)
-        made_with = {"config": to_toml(config), "torch": torch.__version__, "code": self.code}
+        config, processes = self._config(variant, seed), variant.stages * variant.replicas
+        made_with = {"config": to_toml(config), "processes": processes, "torch": torch.__version__, "code": self.code}
 
         def build(target: Path) -> None:
-            with finished(config, variant.stages * variant.replicas) as run_dir:
+            with finished(config, processes) as run_dir:
                 outcome = outcome_of(run_dir)
             target.write_text(json.dumps({**outcome._asdict(), **made_with}))
 
