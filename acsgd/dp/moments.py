@@ -11,7 +11,7 @@ R replicas; N = rows of all weights of a stage; g = a row of a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ from acsgd.dp.base import SecondMoments
 from acsgd.dp.mean import parts, served_mean
 from acsgd.dp.peers import Peers
 from acsgd.meter import Meter
-from acsgd.shards.base import Weight
 from acsgd.shards.disk import WeightState
 from acsgd.shards.load import mix_seed
 
@@ -82,11 +81,12 @@ class _Rows(NamedTuple):
 class RowMoments:
     """Keeps the second moments of a stage, together with the same stage of all other replicas."""
 
-    def __init__(self, weights: Sequence[Weight], peers: Peers) -> None:
-        self._weights = tuple(weights)
+    def __init__(self, weights: Mapping[str, Tensor], peers: Peers) -> None:
+        """weights: by key; their shapes count, and the device that they are on."""
         self._peers = peers
-        self._lengths = [len(by_rows(weight.master)) for weight in weights]
-        self._rows = _Rows(*torch.zeros(4, sum(self._lengths), device=weights[0].master.device))
+        self._lengths = {key: len(by_rows(weight)) for key, weight in weights.items()}
+        device = next(iter(weights.values())).device
+        self._rows = _Rows(*torch.zeros(4, sum(self._lengths.values()), device=device))
         self._rows.agreed.fill_(torch.nan)
         self._share = torch.ones_like(self._rows.agreed)
         """How much of the squares of a replica's gradients is to be added to second moments, [N], in [1 / R, 1]."""
@@ -97,26 +97,30 @@ class RowMoments:
 
     def shares(self) -> dict[str, Tensor]:
         """Return by key, [rows], what shares of the squares of gradients AdamW is to add."""
-        return {w.key: share for w, share in zip(self._weights, self._share.split(self._lengths), strict=True)}
+        return self._split(self._share)
 
     def note(self, step: int, moments: SecondMoments) -> None:
-        """Take note that a step has been made apart."""
-        agreed = self._rows.agreed
+        """Take note that step `step`, counted from 0, has been made apart, by the weights that `moments` are of."""
         if step == 0:
-            agreed.zero_()
-        agreed.mul_(moments.decay)
+            self._rows.agreed.zero_()
+        for key, agreed in self._split(self._rows.agreed).items():
+            if key in moments.by_key:
+                agreed.mul_(moments.decay)
 
     @torch.no_grad()
-    def measure(self, step: int, moments: SecondMoments, meter: Meter) -> None:
-        """Look at the gradients of a step and its second moments; agree on shares, and on the means of rows.
+    def measure(self, step: int, grads: Mapping[str, Tensor], moments: SecondMoments, meter: Meter) -> None:
+        """Look at the gradients of a step and its second moments, by key; agree on shares, and on the means of rows.
 
-        To be called in the thread of the peers, by all of them, after `note`.
+        A weight that has no gradient here has one of zeros. Changes the second moments. To be called in the thread of
+        the peers, by all of them, after `note`.
         """
         agreed, *sums = self._rows
         now = self._means(moments)
         agreed.copy_(torch.where(agreed.isnan(), now, agreed))
-        grads = [by_rows(torch.zeros_like(w.master) if w.master.grad is None else w.master.grad) for w in self._weights]
-        projected = torch.cat([project(grad, step) for grad in grads])
+        projected = torch.zeros_like(now)
+        for key, piece in self._split(projected).items():
+            if key in grads:
+                piece.copy_(project(by_rows(grads[key]), step))
         levels = LogLevels()
         projected = levels.decode(levels.encode(projected), len(projected))  # so that its square is told exactly
         told = torch.cat([(now - agreed).clamp_min_(0) / self._share, projected.square(), projected])
@@ -130,8 +134,7 @@ class RowMoments:
 
     def state_dict(self) -> WeightState:
         """Return what is known of the rows, by key, [rows, 4]."""
-        pieces = torch.stack(self._rows, 1).split(self._lengths)
-        return {ROWS: {weight.key: piece for weight, piece in zip(self._weights, pieces, strict=True)}}
+        return {ROWS: self._split(torch.stack(self._rows, 1))}
 
     @torch.no_grad()
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
@@ -140,7 +143,7 @@ class RowMoments:
             total.zero_()
         self._rows.agreed.fill_(torch.nan)
         if all(ROWS in state for state in saved):
-            known = [torch.cat([state[ROWS][weight.key] for weight in self._weights]) for state in saved]
+            known = [torch.cat([state[ROWS][key] for key in self._lengths]) for state in saved]
             if len(saved) == self._peers.size:
                 for total, column in zip(self._rows, known[self._peers.replica].unbind(1), strict=True):
                     total.copy_(column)
@@ -148,17 +151,22 @@ class RowMoments:
                 self._rows.agreed.copy_(torch.stack(known).mean(0)[:, 0])
         self._find_shares()
 
+    def _split(self, rows: Tensor) -> dict[str, Tensor]:
+        """View [N, ...] as what belongs to each weight, by key."""
+        return dict(zip(self._lengths, rows.split(list(self._lengths.values())), strict=True))
+
     def _means(self, moments: SecondMoments) -> Tensor:
-        means = [
-            by_rows(moments.by_key[weight.key]).mean(1) if weight.key in moments.by_key else self._share.new_zeros(n)
-            for weight, n in zip(self._weights, self._lengths, strict=True)
-        ]
-        return torch.cat(means)
+        """Return the means of the rows of second moments, [N]; 0 where there are none."""
+        means = torch.zeros_like(self._share)
+        for key, piece in self._split(means).items():
+            if key in moments.by_key:
+                piece.copy_(by_rows(moments.by_key[key]).mean(1))
+        return means
 
     def _find_shares(self) -> None:
         _, of_mean, of_each, measured = self._rows
         own = (of_mean / of_each).nan_to_num(1.0)
-        sums = zip(of_mean.split(self._lengths), of_each.split(self._lengths), strict=True)
+        sums = zip(self._split(of_mean).values(), self._split(of_each).values(), strict=True)
         whole = torch.cat([(mean.sum() / each.sum()).nan_to_num(1.0).expand(len(mean)) for mean, each in sums])
         shares = (measured * own + PRIOR * whole) / (measured + PRIOR)
         self._share = shares.clamp_(1 / self._peers.size, 1.0)
@@ -166,11 +174,11 @@ class RowMoments:
     def _resize(self, moments: SecondMoments, now: Tensor) -> None:
         """Multiply rows, whose means are now those, so that they are what is agreed; a row of zeros is filled."""
         agreed = self._rows.agreed
-        factors = torch.where(now > 0, agreed / now, 1.0).split(self._lengths)
-        fills = torch.where(now > 0, 0.0, agreed).split(self._lengths)
-        for weight, factor, fill in zip(self._weights, factors, fills, strict=True):
-            if weight.key in moments.by_key:
-                by_rows(moments.by_key[weight.key]).mul_(factor.unsqueeze(1)).add_(fill.unsqueeze(1))
+        factors = self._split(torch.where(now > 0, agreed / now, 1.0))
+        fills = self._split(torch.where(now > 0, 0.0, agreed))
+        for key, factor in factors.items():
+            if key in moments.by_key:
+                by_rows(moments.by_key[key]).mul_(factor.unsqueeze(1)).add_(fills[key].unsqueeze(1))
 
 
 def by_rows(x: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ class OwnWeights(Unsummed):
         self.how = how
         self._exact: AllReduceSync | None = None
         """In an exact step, what sums its gradients; made for the first, given up after the last."""
-        self._rows = RowMoments(weights, peers) if moments else None
+        self._rows = RowMoments({weight.key: weight.master for weight in weights}, peers) if moments else None
 
     def local_step(self, step: int) -> LocalStep | None:
         if step < self.exact_steps:
@@ -154,7 +154,8 @@ class OwnWeights(Unsummed):
             return
         self._rows.note(step, moments)
         if self._rows.is_due(step - self.exact_steps):
-            self.peers.begin(partial(self._rows.measure, step, moments, self.meter)).result(self.meter)
+            grads = {weight.key: weight.master.grad for weight in self.weights if weight.master.grad is not None}
+            self.peers.begin(partial(self._rows.measure, step, grads, moments, self.meter)).result(self.meter)
 
     def shared(self) -> Mapping[str, Tensor] | None:
         return {key: view for unit in self.units for key, view in unit.views(unit.shared).items()}

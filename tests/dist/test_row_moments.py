@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ class Replica:
 
     def __init__(self, peers: Peers) -> None:
         self.weights = [Weight(key, param, param) for key in GRADS for param in [nn.Parameter(torch.zeros(SHAPE))]]
-        self.peers, self.optimizer, self.rows = peers, Optimizer(self.weights, CONFIG), RowMoments(self.weights, peers)
+        self.peers, self.optimizer = peers, Optimizer(self.weights, CONFIG)
+        self.rows = RowMoments({weight.key: weight.master for weight in self.weights}, peers)
 
     def go(self, rank: int, steps: range) -> None:
         for step in steps:
@@ -64,7 +66,8 @@ class Replica:
             moments = self.optimizer.second_moments(self.weights)
             self.rows.note(step, moments)
             if self.rows.is_due(step):
-                self.peers.begin(lambda at=step, of=moments: self.rows.measure(at, of, Meter())).result(Meter())  # type: ignore[misc]
+                grads = {weight.key: weight.master.grad for weight in self.weights if weight.master.grad is not None}
+                self.peers.begin(partial(self.rows.measure, step, grads, moments, Meter())).result(Meter())
 
     def moments(self) -> dict[str, Tensor]:
         return dict(self.optimizer.second_moments(self.weights).by_key)
@@ -131,7 +134,7 @@ def test_what_is_known_can_be_taken_over(at: int, tmp_path: Path) -> None:
 
 def regroup(rank: int, peers: Peers) -> tuple[Any, Any]:
     """Return shares and state of a replica that takes over from three, which had agreed on 1, 2 and 3."""
-    rows = RowMoments([Weight("w", param, param) for param in [nn.Parameter(torch.zeros(SHAPE))]], peers)
+    rows = RowMoments({"w": torch.zeros(SHAPE)}, peers)
     saved = [{name: {"w": torch.full((64, 4), float(i))} for name in rows.state_dict()} for i in (1, 2, 3)]
     rows.load_state_dict(saved)
     return rows.shares()["w"], rows.state_dict()
