@@ -27,7 +27,9 @@ FORMS: dict[str, tuple[Callable[..., HookState], Any]] = {
     "bf16": (partial(MeanState, bits=16), mean_hook),
     "all": (partial(MeanState, bits=32), mean_hook),
     "divided": (partial(CocktailState, topk=0.1, precondition=0.999), cocktail_hook),
-    "divided, all": (partial(MeanState, bits=32, precondition=0.999), mean_hook),
+    "divided, all": (partial(MeanState, bits=32, precondition=0.999, moments=False), mean_hook),
+    "sized": (partial(MeanState, bits=32, precondition=0.97), mean_hook),
+    "unsized": (partial(MeanState, bits=32, precondition=0.97, moments=False), mean_hook),
 }
 
 

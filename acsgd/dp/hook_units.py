@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from acsgd.dp.base import SecondMoments
 from acsgd.dp.mean import Compressor, parts
+from acsgd.dp.moments import ROWS, RowMoments
 from acsgd.dp.owed import Owed
 from acsgd.dp.own import OWN_ERROR, SERVED_ERROR
 from acsgd.dp.peers import Peers
@@ -92,9 +94,11 @@ class Unit:
         compressor: Compressor,
         *,
         precondition: float | None,
+        moments: bool,
         may_be_idle: bool,
     ) -> None:
-        """precondition: decay of second moments; may_be_idle: whether a step may leave parameters out."""
+        """precondition: decay of second moments; moments: whether these get the size that they have for mean gradients
+        (moments.py); may_be_idle: whether a step may leave parameters out."""
         self.params = params
         self.arrived: dict[str, tuple[Tensor, Arrived]] = {}
         """Gradients that wait for the others, with the bucket that each lies in."""
@@ -108,6 +112,8 @@ class Unit:
         self._owed = Owed(torch.zeros(sum(param.numel() for param in params.values()), device=self.device), peers)
         self._own = self._split(self._owed.own)
         self._second = {} if precondition is None else self._split(torch.zeros_like(self._owed.own))
+        follows = moments and precondition is not None and peers.size > 1
+        self._rows = RowMoments(params, peers) if follows else None
 
     @torch.no_grad()
     def agree(self, grads: Mapping[str, Tensor], meter: Meter) -> None:
@@ -117,8 +123,10 @@ class Unit:
         replica has used the parameter; what is owed of it waits.
         """
         idle = self._idle(grads, meter) if self._may_be_idle else ()
-        for name in grads.keys() - idle:
-            self._own[name] += self._update(name, grads[name].float())
+        made = {name: grad.float() for name, grad in grads.items() if name not in idle}
+        shares = self._rows.shares() if self._rows is not None else {}
+        for name, grad in made.items():
+            self._own[name] += self._update(name, grad, shares.get(name))
         self._refuse_non_finite()
         waiting = {name: self._own[name].clone() for name in idle}
         for name in idle:
@@ -127,6 +135,8 @@ class Unit:
         for name in idle:  # the servers may still have told of it
             self._own[name] += mean[name].add_(waiting[name])
             mean[name].zero_()
+        if self._rows is not None and made:
+            self._follow(self._rows, made, meter)
         for name, grad in grads.items():
             grad.copy_(mean[name])
 
@@ -142,6 +152,8 @@ class Unit:
             for kind, pieces in flats.items()
             for name, piece in pieces.items()
         }
+        if self._rows is not None:
+            tensors |= {f"{ROWS}/{name}": rows for name, rows in self._rows.state_dict()[ROWS].items()}
         return tensors | {f"{STEPS}/{name}": torch.tensor(count) for name, count in self.steps.items()}
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
@@ -154,6 +166,8 @@ class Unit:
             self.steps[name] = int(saved[f"{STEPS}/{name}"])
         for name, second in self._second.items():
             second.copy_(saved[f"{SECOND_MOMENT}/{name}"].view(-1))
+        if self._rows is not None:
+            self._rows.load({name: saved[f"{ROWS}/{name}"] for name in self.params})
         served = torch.zeros_like(self._owed.own)
         for name, piece in self._split(served).items():
             piece.copy_(saved[f"{SERVED_ERROR}/{name}"].view(-1))
@@ -171,14 +185,28 @@ class Unit:
             used = used | theirs
         return [name for name, is_used in zip(self.params, used.tolist(), strict=True) if not is_used]
 
-    def _update(self, name: str, grad: Tensor) -> Tensor:
-        """Return what a gradient adds to what is owed."""
+    def _update(self, name: str, grad: Tensor, share: Tensor | None) -> Tensor:
+        """Return what a gradient adds to what is owed; share: of its squares that count, [rows], None = all."""
         if self._precondition is None:
             return grad
         self.steps[name] += 1
-        second = self._second[name].mul_(self._precondition).addcmul_(grad, grad, value=1 - self._precondition)
+        squares = grad.square()
+        if share is not None:
+            squares.view(len(share), -1).mul_(share.unsqueeze(1))
+        second = self._second[name].lerp_(squares, 1 - self._precondition)
         root = (second / (1 - self._precondition ** self.steps[name])).sqrt_()
         return grad / root.add_(EPS)
+
+    def _follow(self, rows: RowMoments, grads: Mapping[str, Tensor], meter: Meter) -> None:
+        """Let second moments be as large as for the mean gradient, after a step with these gradients, by parameter."""
+        assert self._precondition is not None
+        step = max(self.steps.values()) - 1
+        second = {name: x.view(self.params[name].shape) for name, x in self._second.items()}
+        moments = SecondMoments(second, self._precondition)
+        rows.note(step, moments)
+        if rows.is_due(step):
+            shaped = {name: grad.view(self.params[name].shape) for name, grad in grads.items()}
+            rows.measure(step, shaped, moments, meter)
 
     def _exchange(self, meter: Meter) -> Tensor:
         if self._peers.size > 1:
@@ -201,7 +229,7 @@ class Unit:
 
 
 def make_units(
-    model: DistributedDataParallel, peers: Peers, compressor: Compressor, precondition: float | None
+    model: DistributedDataParallel, peers: Peers, compressor: Compressor, *, precondition: float | None, moments: bool
 ) -> list[Unit]:
     """Cut what a wrapped model exchanges into units about as large as its buckets, last parameter first.
 
@@ -221,5 +249,5 @@ def make_units(
                 size = 0
             cuts[-1][name] = param
             size += param.numel() * torch.float32.itemsize
-    may_be_idle = model.find_unused_parameters
-    return [Unit(cut, peers, compressor, precondition=precondition, may_be_idle=may_be_idle) for cut in cuts]
+    idle = model.find_unused_parameters
+    return [Unit(cut, peers, compressor, precondition=precondition, moments=moments, may_be_idle=idle) for cut in cuts]

@@ -63,7 +63,13 @@ class HookState:
     """
 
     def __init__(
-        self, model: DistributedDataParallel, compressor: Compressor, precondition: float | None, timeout: timedelta
+        self,
+        model: DistributedDataParallel,
+        compressor: Compressor,
+        *,
+        precondition: float | None,
+        moments: bool,
+        timeout: timedelta,
     ) -> None:
         if precondition is not None and not 0 < precondition < 1:
             raise ValueError(f"precondition={precondition} must lie between 0 and 1, or be None; 0.999 is usual")
@@ -73,7 +79,7 @@ class HookState:
         """Of the bytes that this replica has sent; `meter.reset()` begins anew."""
         self._precondition = precondition
         self._peers = Peers(_own_group(model, timeout))
-        self._units = make_units(model, self._peers, compressor, precondition)
+        self._units = make_units(model, self._peers, compressor, precondition=precondition, moments=moments)
         self._lanes = {unit.device: Lane(unit.device) for unit in self._units}
         self._unit_of = {id(param): (unit, name) for unit in self._units for name, param in unit.params.items()}
         self._failure: Exception | None = None
@@ -114,7 +120,9 @@ class HookState:
         if any(key.startswith(SECOND_MOMENT) for key in saved) != (self._precondition is not None):
             raise ValueError(f"precondition={self._precondition} is not that of the state that was saved")
         if others := self.state_dict().keys() ^ saved.keys():
-            raise ValueError(f"the state that was saved is of another model: it differs in {sorted(others)}")
+            raise ValueError(
+                f"the state that was saved is of another model or moments=: it differs in {sorted(others)}"
+            )
         for unit in self._units:
             unit.load(saved)
 
@@ -138,8 +146,10 @@ class CocktailState(HookState):
 
     With precondition=None the mean gradient comes back: for SGD-like optimizers. Under Adam, gradients that have waited
     come as bursts, which it divides by what it has seen of bursts. With
-    precondition=0.999, an AdamW's beta2, each replica divides its gradient by the root of its own second moment before
-    it is compressed, and what comes back is for torch.optim.SGD(lr, weight_decay=...): AdamW without its first moment.
+    precondition=0.999, an AdamW's beta2, each replica divides its gradient by the root of its second moment before it
+    is compressed, and what comes back is for torch.optim.SGD(lr, weight_decay=...): AdamW without its first moment.
+    With `moments`, every 16 steps three numbers per row of a parameter travel, in a byte each, and keep second moments
+    as large as those of the mean gradient (moments.py); without, each replica divides by the noise of one.
 
     topk: share that is told, in (0, 1]; bits: per value, 1 to 8; bucket: values that share a scale; timeout: how long a
     replica waits for another.
@@ -153,9 +163,11 @@ class CocktailState(HookState):
         bits: int = 4,
         bucket: int = 128,
         precondition: float | None = None,
+        moments: bool = True,
         timeout: timedelta = TIMEOUT,
     ) -> None:
-        super().__init__(model, TopK(topk, bits, bucket), precondition, timeout)
+        compressor = TopK(topk, bits, bucket)
+        super().__init__(model, compressor, precondition=precondition, moments=moments, timeout=timeout)
 
 
 class MeanState(HookState):
@@ -167,11 +179,12 @@ class MeanState(HookState):
         *,
         bits: int = 8,
         precondition: float | None = None,
+        moments: bool = True,
         timeout: timedelta = TIMEOUT,
     ) -> None:
         whole: dict[int, Codec] = {32: Identity("fp32"), 16: Identity("bf16")}
         codec = whole.get(bits) or FixPoint(bits, dims="group", group=GROUP)
-        super().__init__(model, OfCodec(codec), precondition, timeout)
+        super().__init__(model, OfCodec(codec), precondition=precondition, moments=moments, timeout=timeout)
 
 
 def _own_group(model: DistributedDataParallel, timeout: timedelta) -> dist.ProcessGroup:

@@ -100,12 +100,14 @@ class RowMoments:
         return self._split(self._share)
 
     def note(self, step: int, moments: SecondMoments) -> None:
-        """Take note that step `step`, counted from 0, has been made apart, by the weights that `moments` are of."""
+        """Take note that step `step`, counted from 0, has been made apart.
+
+        A weight that took no part in it has lost nothing; that counts as gained, when it is measured.
+        """
+        agreed = self._rows.agreed
         if step == 0:
-            self._rows.agreed.zero_()
-        for key, agreed in self._split(self._rows.agreed).items():
-            if key in moments.by_key:
-                agreed.mul_(moments.decay)
+            agreed.zero_()
+        agreed.mul_(moments.decay)
 
     @torch.no_grad()
     def measure(self, step: int, grads: Mapping[str, Tensor], moments: SecondMoments, meter: Meter) -> None:
@@ -136,19 +138,24 @@ class RowMoments:
         """Return what is known of the rows, by key, [rows, 4]."""
         return {ROWS: self._split(torch.stack(self._rows, 1))}
 
-    @torch.no_grad()
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
         """Take over what as many replicas knew; of more or fewer the sizes alone hold, in the mean."""
-        for total in self._rows:
-            total.zero_()
-        self._rows.agreed.fill_(torch.nan)
-        if all(ROWS in state for state in saved):
-            known = [torch.cat([state[ROWS][key] for key in self._lengths]) for state in saved]
-            if len(saved) == self._peers.size:
-                for total, column in zip(self._rows, known[self._peers.replica].unbind(1), strict=True):
-                    total.copy_(column)
-            elif saved:
-                self._rows.agreed.copy_(torch.stack(known).mean(0)[:, 0])
+        known = [state[ROWS] for state in saved if ROWS in state]
+        if known and len(known) == len(saved) == self._peers.size:
+            self.load(known[self._peers.replica])
+            return
+        rows = torch.zeros(sum(self._lengths.values()), 4)
+        rows[:, 0] = torch.nan
+        if known and len(known) == len(saved):
+            rows[:, 0] = torch.stack([torch.cat([each[key][:, 0] for key in self._lengths]) for each in known]).mean(0)
+        self.load(self._split(rows))
+
+    @torch.no_grad()
+    def load(self, rows: Mapping[str, Tensor]) -> None:
+        """Take over what this replica itself knew, by key, [rows, 4]."""
+        whole = torch.cat([rows[key] for key in self._lengths])
+        for total, column in zip(self._rows, whole.unbind(1), strict=True):
+            total.copy_(column)
         self._find_shares()
 
     def _split(self, rows: Tensor) -> dict[str, Tensor]:

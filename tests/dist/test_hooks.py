@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from acsgd.dp.moments import by_rows
 from acsgd.dp.owed import Owed
 
 STEPS = 6
@@ -155,6 +156,38 @@ def test_divided_gradients_are_the_updates_of_adamw(tmp_path: Path) -> None:
     for name, param in expected.items():
         torch.testing.assert_close(hooked[name], param.detach(), rtol=1e-4, atol=1e-4 * LR)
     assert 0 < distance(few, expected) < 0.7 * distance(expected, dict(net().named_parameters()))
+
+
+def second_moments(rank: int, form: str, may_be_idle: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return those that a hook keeps, and those of the replicas' mean gradients; the weights stay as they are."""
+    run, alone, decay = Run(form, find_unused_parameters=may_be_idle), net(), 0.97
+    expected = {name: torch.zeros_like(param) for name, param in alone.named_parameters()}
+    for step in range(97):
+        # branch 0 rests in 16 of the steps, which changes nothing of it; in the others replica 0 alone uses it
+        used = [0, 1] if not may_be_idle or (step % 6 != 1 and not rank) else [1]
+        run.model.zero_grad()
+        run.model(batch(rank, step), used).backward()
+        alone.zero_grad()
+        alone(batch(rank, step), used).backward()
+        for name, param in alone.named_parameters():
+            mean = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(mean)
+            if mean.any():
+                expected[name].lerp_((mean / dist.get_world_size()).square(), 1 - decay)
+    return of_kind(run.state.state_dict(), "second_moment"), expected
+
+
+@pytest.mark.parametrize("may_be_idle", [False, True], ids=["all", "unused"])
+def test_second_moments_are_of_the_mean_gradient(may_be_idle: bool, tmp_path: Path) -> None:
+    """Told to 19 %, there and back, and alike on all replicas; without `moments` they are of each replica's own."""
+    ranks = on_plain_ranks(3, second_moments, tmp_path / "sized", "sized", may_be_idle)
+    unsized, expected = on_plain_ranks(3, second_moments, tmp_path / "unsized", "unsized", may_be_idle)[0]
+    sized = ranks[0][0]
+    for name in expected:
+        assert abs((sized[name].mean() / expected[name].mean()).log2()) <= 0.5, name
+        assert expected[name].dim() == 1 or (unsized[name].mean() / expected[name].mean()).log2() > 0.5
+        for kept, _ in ranks[1:]:
+            torch.testing.assert_close(by_rows(kept[name]).mean(1), by_rows(sized[name]).mean(1), rtol=1e-5, atol=0)
 
 
 def train_and_resume(rank: int, form: str, folder: Path) -> tuple[bool, bool, bool]:
