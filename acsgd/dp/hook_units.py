@@ -112,8 +112,9 @@ class Unit:
         self._owed = Owed(torch.zeros(sum(param.numel() for param in params.values()), device=self.device), peers)
         self._own = self._split(self._owed.own)
         self._second = {} if precondition is None else self._split(torch.zeros_like(self._owed.own))
-        follows = moments and precondition is not None and peers.size > 1
-        self._rows = RowMoments(params, peers) if follows else None
+        self._shaped = {name: x.view(params[name].shape) for name, x in self._second.items() if len(x)}
+        """Second moments of parameters with elements, in their shapes; contiguous, however these lie in memory."""
+        self._rows = RowMoments(self._shaped, peers) if moments and self._shaped and peers.size > 1 else None
 
     @torch.no_grad()
     def agree(self, grads: Mapping[str, Tensor], meter: Meter) -> None:
@@ -167,7 +168,7 @@ class Unit:
         for name, second in self._second.items():
             second.copy_(saved[f"{SECOND_MOMENT}/{name}"].view(-1))
         if self._rows is not None:
-            self._rows.load({name: saved[f"{ROWS}/{name}"] for name in self.params})
+            self._rows.load({name: saved[f"{ROWS}/{name}"] for name in self._shaped})
         served = torch.zeros_like(self._owed.own)
         for name, piece in self._split(served).items():
             piece.copy_(saved[f"{SERVED_ERROR}/{name}"].view(-1))
@@ -200,9 +201,7 @@ class Unit:
     def _follow(self, rows: RowMoments, grads: Mapping[str, Tensor], meter: Meter) -> None:
         """Let second moments be as large as for the mean gradient, after a step with these gradients, by parameter."""
         assert self._precondition is not None
-        step = max(self.steps.values()) - 1
-        second = {name: x.view(self.params[name].shape) for name, x in self._second.items()}
-        moments = SecondMoments(second, self._precondition)
+        step, moments = max(self.steps.values()) - 1, SecondMoments(self._shaped, self._precondition)
         rows.note(step, moments)
         if rows.is_due(step):
             shaped = {name: grad.view(self.params[name].shape) for name, grad in grads.items()}
@@ -217,7 +216,7 @@ class Unit:
 
     def _refuse_non_finite(self) -> None:
         """Raise RunError, before anything is sent, if something cannot be: NaN would stay owed for ever."""
-        if torch.linalg.vector_norm(self._owed.own, torch.inf).isfinite():
+        if not len(self._owed.own) or torch.linalg.vector_norm(self._owed.own, torch.inf).isfinite():
             return
         names = [name for name, own in self._own.items() if not own.isfinite().all()]
         raise RunError(f"replica {self._peers.replica}: gradients are not finite, of {', '.join(names)}")

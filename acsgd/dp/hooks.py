@@ -145,9 +145,10 @@ class CocktailState(HookState):
     """For `cocktail_hook`.
 
     With precondition=None the mean gradient comes back: for SGD-like optimizers. Under Adam, gradients that have waited
-    come as bursts, which it divides by what it has seen of bursts. With
-    precondition=0.999, an AdamW's beta2, each replica divides its gradient by the root of its second moment before it
-    is compressed, and what comes back is for torch.optim.SGD(lr, weight_decay=...): AdamW without its first moment.
+    come as bursts, which it divides by what it has seen of bursts.
+
+    With precondition=0.999, an AdamW's beta2, each replica divides its gradient by the root of its second moment before
+    it is compressed, and what comes back is for torch.optim.SGD(lr, weight_decay=...): AdamW without its first moment.
     With `moments`, every 16 steps three numbers per row of a parameter travel, in a byte each, and keep second moments
     as large as those of the mean gradient (moments.py); without, each replica divides by the noise of one.
 

@@ -103,8 +103,7 @@ class Record(NamedTuple):
     pp_backward_bytes: int
     """With the gradients of tied weights, where the two copies lie on different ranks."""
     dp_bytes: int
-    """Since the line before. So what replicas exchange after the update of a step is in the next step's line, and what
-    they exchange after the last update in none."""
+    """Since the line before: what replicas exchange after an update is in the next line, after the last one in none."""
     hidden_share: float
     peak_memory_bytes: int
     """Of the rank that has held most so far, among those of the first replica."""

@@ -190,6 +190,32 @@ def test_second_moments_are_of_the_mean_gradient(may_be_idle: bool, tmp_path: Pa
             torch.testing.assert_close(by_rows(kept[name]).mean(1), by_rows(sized[name]).mean(1), rtol=1e-5, atol=0)
 
 
+def train_images(rank: int, last: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights of a model of images and what its hook keeps; last: its channels are, in memory."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(32, 4))
+    module.register_parameter("empty", torch.nn.Parameter(torch.zeros(4, 0)))
+    module.register_forward_hook(lambda module, _, out: out + module.empty.sum())
+    run = Run("sized", module.to(memory_format=torch.channels_last) if last else module)
+    for step in range(9):
+        run.optimizer.zero_grad()
+        image = torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(2 * step + rank))
+        run.model(image).square().mean().backward()
+        run.optimizer.step()
+    return run.weights(), dict(run.state.state_dict())
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+def test_any_layout_and_a_parameter_without_elements(last: bool, tmp_path: Path) -> None:
+    """Replicas have the same weights, and by row the same second moments, once these have been measured."""
+    (weights, mine), (others, theirs) = on_plain_ranks(2, train_images, tmp_path / "store", last)
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    second, other = (of_kind(saved, "second_moment") for saved in (mine, theirs))
+    assert not torch.equal(second["0.weight"], other["0.weight"])
+    for name in ("0.weight", "2.weight"):
+        torch.testing.assert_close(by_rows(second[name]).mean(1), by_rows(other[name]).mean(1), rtol=1e-5, atol=0)
+
+
 def train_and_resume(rank: int, form: str, folder: Path) -> tuple[bool, bool, bool]:
     """Return whether a run that was stopped ends as one that was not, whether with DDP's buckets cut otherwise, and
     whether units that are cut otherwise owe as much."""
