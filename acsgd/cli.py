@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from acsgd.io.inspect import as_tables, inspect
+from acsgd.io.checkpoint.inspect import as_tables, inspect
 from acsgd.shards.convert import from_hf, to_hf
 
 

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from acsgd.failure import RunError, publish_host, reason
+from acsgd.errors import RunError, reason
+from acsgd.run.failures import publish_host
 
 POLL_S = 0.01
 """Seconds between looks into the store; a look costs about 0.1 ms."""

@@ -26,14 +26,16 @@ from compare import on_ranks
 from rich.console import Console
 from rich.table import Table
 
-from acsgd.config import Config, parse
-from acsgd.inputs import open_inputs
-from acsgd.io.data import Batch
-from acsgd.io.progress import Progress
-from acsgd.job import prepare
-from acsgd.state import Saves, start
+from acsgd.config.options import Config
+from acsgd.config.run_file import parse
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.sampling.batches import Batch
+from acsgd.run.checkpointing import Saves
+from acsgd.run.inputs import open_inputs
+from acsgd.run.job import prepare
+from acsgd.run.session import Worker
+from acsgd.run.state import start
 from acsgd.topology import Launch, connect
-from acsgd.worker import Worker
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RANKS, STEPS_PER_BLOCK, ROUNDS, WARMUP = 4, 12, 15, 6

@@ -31,10 +31,10 @@ from torch import Tensor
 
 from acsgd import codecs
 from acsgd.codecs.base import Codec, is_squeezed, pack, wire_bytes
-from acsgd.codecs.difference import decode_update, encode_update
-from acsgd.codecs.squeeze import squeeze_, unsqueeze
-from acsgd.pp.delta import Delta
-from acsgd.registry import from_spec
+from acsgd.codecs.cache_update import decode_update, encode_update
+from acsgd.codecs.entropy import squeeze_, unsqueeze
+from acsgd.config.spec import from_spec
+from acsgd.pp.wire.delta import Delta
 
 FAST = [
     *(f"fixpoint:bits={bits}" for bits in range(1, 9)),

@@ -29,7 +29,7 @@ from rich.table import Table
 
 sys.path.append(str(Path(__file__).parents[1]))  # of a script only its own directory is there
 
-from acsgd.config import CheckpointConfig
+from acsgd.config.options import CheckpointConfig
 from benchmarks.forks import Started, checkpoints_of, finish, make_config, result_of, save_model, started
 
 STEPS = 150

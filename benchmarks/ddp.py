@@ -26,14 +26,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from acsgd.config import Config, OptimConfig, ReplicaConfig
+from acsgd.config.options import Config, OptimConfig, ReplicaConfig
+from acsgd.config.spec import from_spec
 from acsgd.dp.hooks import CocktailState, cocktail_hook
-from acsgd.inputs import open_data, open_held_out, open_source
-from acsgd.io.data import Batch, Dataset
-from acsgd.job import Job, prepare
-from acsgd.optim import learning_rate
-from acsgd.registry import from_spec
-from acsgd.shards.base import skeleton, stored_keys
+from acsgd.io.sampling.batches import Batch, Dataset
+from acsgd.optim.schedule import learning_rate
+from acsgd.run.inputs import open_data, open_held_out, open_source
+from acsgd.run.job import Job, prepare
+from acsgd.shards.layers import skeleton, stored_keys
 from acsgd.topology import Launch, connect
 from benchmarks.forks import PRELOAD
 

@@ -27,8 +27,8 @@ from transformers.utils import logging as transformers_logging
 
 sys.path.append(str(Path(__file__).parents[1]))  # of a script only its own directory is there
 
-import train
-from acsgd.config import (
+from acsgd import train
+from acsgd.config.options import (
     CheckpointConfig,
     Config,
     DataConfig,
@@ -38,14 +38,14 @@ from acsgd.config import (
     OptimConfig,
     PipelineConfig,
 )
-from acsgd.inputs import open_inputs
-from acsgd.io.directory import CheckpointDirectory
-from acsgd.io.metrics import Metrics
-from acsgd.job import prepare
+from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.telemetry.metrics import Metrics
+from acsgd.run.inputs import open_inputs
+from acsgd.run.job import prepare
 from acsgd.shards.disk import Manifest, StoredFile
 from acsgd.topology import Launch, connect
 
-PRELOAD = ["acsgd.state", "acsgd.signals", "transformers.models.gpt2.modeling_gpt2", "rich.progress"]
+PRELOAD = ["acsgd.run.state", "acsgd.run.signals", "transformers.models.gpt2.modeling_gpt2", "rich.progress"]
 TIMEOUT = timedelta(seconds=60)
 POLL_S = 0.002
 

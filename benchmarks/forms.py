@@ -12,14 +12,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from acsgd.build import build_worker
-from acsgd.config import Config
-from acsgd.inputs import open_source, plan_memories
-from acsgd.io.data import Batch
-from acsgd.io.progress import Progress
-from acsgd.job import Job
+from acsgd.config.options import Config
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.sampling.batches import Batch
+from acsgd.run.build import build_worker
+from acsgd.run.inputs import open_source, plan_memories
+from acsgd.run.job import Job
+from acsgd.run.session import StepResult, Worker
 from acsgd.topology import Groups, connect
-from acsgd.worker import StepResult, Worker
 
 UNCOMPRESSED = "none/none"
 

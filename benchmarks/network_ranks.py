@@ -22,14 +22,14 @@ from tokenizers import Tokenizer, models
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from acsgd.config import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig, RunConfig
-from acsgd.io.data import Batch
-from acsgd.job import prepare
+from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig, RunConfig
+from acsgd.io.sampling.batches import Batch
+from acsgd.run.job import prepare
 from acsgd.topology import Launch
 
 VOCABULARY, SEQUENCE, WIDTH, BLOCKS, HEADS = 256, 384, 256, 4, 4
 TIMEOUT_S = 300.0
-PRELOAD = ["acsgd.build", "acsgd.inputs", "transformers.models.gpt2.modeling_gpt2", "rich.table"]
+PRELOAD = ["acsgd.run.build", "acsgd.run.inputs", "transformers.models.gpt2.modeling_gpt2", "rich.table"]
 
 
 @dataclass(frozen=True)

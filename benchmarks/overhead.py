@@ -35,10 +35,11 @@ from transformers.utils import logging as transformers_logging
 
 sys.path.append(str(Path(__file__).parents[1]))  # of a script only its own directory is there
 
-from acsgd.config import Config, parse
-from acsgd.inputs import open_data
-from acsgd.io.data import Batch
-from acsgd.job import prepare
+from acsgd.config.options import Config
+from acsgd.config.run_file import parse
+from acsgd.io.sampling.batches import Batch
+from acsgd.run.inputs import open_data
+from acsgd.run.job import prepare
 from acsgd.topology import Launch
 from examples.demo import make_model
 

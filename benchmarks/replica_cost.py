@@ -38,9 +38,9 @@ from rich.table import Table
 
 sys.path.append(str(Path(__file__).parents[1]))  # of a script only its own directory is there
 
+from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
-from acsgd.dp.moments import EVERY
-from acsgd.registry import from_spec
+from acsgd.dp.exchange.second_moments import EVERY
 from benchmarks.replica_cost_ranks import Cost, Memory, Way, costs, make_weights, memories
 from benchmarks.replica_encoders import Encoded, Spread, measure
 

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from acsgd.config import OptimConfig
+from acsgd.config.options import OptimConfig
+from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
-from acsgd.dp.base import Alone, GradSync, LocalStep
-from acsgd.dp.peers import Peers
+from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.sync import Alone, GradSync, LocalStep
 from acsgd.meter import Meter
-from acsgd.optim import Optimizer
-from acsgd.registry import from_spec
-from acsgd.shards.base import Weight
+from acsgd.optim.adamw import Optimizer
+from acsgd.shards.weights import Weight
 from acsgd.topology import Topology, connect
 
 FIRST = 3000

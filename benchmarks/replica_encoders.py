@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
-from acsgd.dp.mean import Compressor
-from acsgd.registry import from_spec
+from acsgd.dp.exchange.averaging import Compressor
 
 FRAME_BYTES = 16
-"""Of every message between replicas, before its body (acsgd.dp.peers)."""
+"""Of every message between replicas, before its body (acsgd.dp.exchange.peers)."""
 
 
 class Spread(NamedTuple):

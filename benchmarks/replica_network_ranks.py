@@ -22,15 +22,15 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from acsgd.build import build_worker
-from acsgd.config import Config, DataConfig, LogConfig, ModelConfig, PipelineConfig, ReplicaConfig, RunConfig
+from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, PipelineConfig, ReplicaConfig, RunConfig
+from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
-from acsgd.dp.moments import EVERY
-from acsgd.inputs import open_source
-from acsgd.io.data import Batch
-from acsgd.io.progress import Progress
-from acsgd.job import Job, prepare
-from acsgd.registry import from_spec
+from acsgd.dp.exchange.second_moments import EVERY
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.sampling.batches import Batch
+from acsgd.run.build import build_worker
+from acsgd.run.inputs import open_source
+from acsgd.run.job import Job, prepare
 from acsgd.topology import Groups, Launch, Topology, connect
 
 DDP, DDP_FP16, LOCAL = "DDP", "DDP, fp16", "local"

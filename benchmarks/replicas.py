@@ -37,14 +37,14 @@ from rich.table import Table
 
 sys.path.append(str(Path(__file__).parents[1]))  # of a script only its own directory is there
 
+from acsgd.config.spec import from_spec
 from acsgd.dp import MODES as MODES_OF_ACSGD
-from acsgd.dp.cocktail_grad import CocktailGrad
-from acsgd.dp.diloco import DiLoCo
-from acsgd.dp.quantized import Quantized
-from acsgd.dp.sparseloco import SparseLoCo
-from acsgd.registry import from_spec
-from acsgd.shards.base import skeleton
+from acsgd.dp.modes.cocktail_grad import CocktailGrad
+from acsgd.dp.modes.diloco import DiLoCo
+from acsgd.dp.modes.quantized import Quantized
+from acsgd.dp.modes.sparseloco import SparseLoCo
 from acsgd.shards.convert import read_config
+from acsgd.shards.layers import skeleton
 from benchmarks.convergence import texts
 from benchmarks.ddp import is_torch
 from benchmarks.tuning import Outcome, Setting, Tuning, Variant

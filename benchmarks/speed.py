@@ -38,14 +38,14 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from acsgd.build import build_worker
-from acsgd.config import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig, ReplicaConfig
-from acsgd.inputs import open_source
-from acsgd.io.data import Batch
-from acsgd.io.progress import Progress
-from acsgd.job import Job, prepare
+from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig, ReplicaConfig
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.sampling.batches import Batch
+from acsgd.run.build import build_worker
+from acsgd.run.inputs import open_source
+from acsgd.run.job import Job, prepare
+from acsgd.run.session import Worker
 from acsgd.topology import Launch, connect
-from acsgd.worker import Worker
 
 VOCABULARY, SEQUENCE, MICRO, NUM_MICROS = 4096, 128, 2, 8  # sequences per micro-batch, micro-batches per step
 BUCKET_MB = 5  # of 2**20 bytes, as DistributedDataParallel counts; its default, 25, is most of this model: no overlap

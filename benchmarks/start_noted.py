@@ -28,7 +28,7 @@ note("import torch")
 from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: F401
 
 note("import transformers")
-import train
+from acsgd import train
 
 note("import acsgd")
 

@@ -23,7 +23,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1]))  # of a script only its own directory is there
 
-from acsgd.config import (
+from acsgd.config.options import (
     CheckpointConfig,
     Config,
     DataConfig,
@@ -33,10 +33,10 @@ from acsgd.config import (
     OptimConfig,
     PipelineConfig,
     ReplicaConfig,
-    to_toml,
 )
+from acsgd.config.run_file import to_toml
 from acsgd.io.cache import once_per_host
-from acsgd.io.tasks import parse_tasks
+from acsgd.io.sources.sources import parse_tasks
 from acsgd.shards.convert import to_hf
 from benchmarks import ddp
 from benchmarks.forks import started
@@ -137,7 +137,7 @@ class Tuning:
 
         Raises ValueError if there is too little of that.
         """
-        sources = [ROOT / "train.py", Path(ddp.__file__), *sorted((ROOT / "acsgd").rglob("*.py"))]
+        sources = [Path(ddp.__file__), *sorted((ROOT / "acsgd").rglob("*.py"))]
         code = digest("".join(path.read_text() for path in sources))
         make = pretrained if setting.init == "pretrained" else blank
         model = make(directory, setting, pretrain)

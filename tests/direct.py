@@ -15,17 +15,18 @@ from torch import Tensor
 from training import TIMEOUT
 from transformers import PreTrainedConfig
 
-from acsgd.build import build_worker
-from acsgd.config import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
-from acsgd.dp.base import Alone
-from acsgd.inputs import open_source
-from acsgd.job import prepare
+from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
+from acsgd.dp.sync import Alone
 from acsgd.pp.stage import Stage
+from acsgd.run.build import build_worker
+from acsgd.run.inputs import open_source
+from acsgd.run.job import prepare
+from acsgd.run.session import Worker
 from acsgd.shards import family_of
-from acsgd.shards.base import Weight, skeleton
+from acsgd.shards.layers import skeleton
 from acsgd.shards.load import Scratch, load_layer
+from acsgd.shards.weights import Weight
 from acsgd.topology import Launch, connect
-from acsgd.worker import Worker
 
 VOCABULARY = 512
 SEQUENCES, SEQUENCE = 6, 32

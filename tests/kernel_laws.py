@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from acsgd.codecs.difference import add_saturated
+from acsgd.codecs.cache_update import add_saturated
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.kernels import Kernels, Levels
 from acsgd.codecs.layout import layout_of

@@ -15,7 +15,7 @@ PRELOAD = [
     "torch",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
-    "train",
+    "acsgd.train",
 ]
 
 

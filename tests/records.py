@@ -1,6 +1,6 @@
 """A step's record, as sinks are told it."""
 
-from acsgd.io.metrics import Record
+from acsgd.io.telemetry.record import Record
 
 RECORD = Record(
     step=1,

@@ -8,10 +8,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-import train
-from acsgd.config import CheckpointConfig, Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
-from acsgd.inputs import open_inputs
-from acsgd.job import prepare
+from acsgd import train
+from acsgd.config.options import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    PipelineConfig,
+)
+from acsgd.run.inputs import open_inputs
+from acsgd.run.job import prepare
 from acsgd.topology import Launch, connect
 
 SMALL = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 32}

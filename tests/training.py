@@ -12,18 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from acsgd.build import build_worker
-from acsgd.config import Config
-from acsgd.inputs import open_data, open_source
-from acsgd.io.data import Batch
-from acsgd.io.progress import Progress
-from acsgd.job import Job, prepare
-from acsgd.optim import learning_rate
-from acsgd.precision import LossScale
+from acsgd.config.options import Config
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.sampling.batches import Batch
+from acsgd.optim.loss_scale import LossScale
+from acsgd.optim.schedule import learning_rate
+from acsgd.run.build import build_worker
+from acsgd.run.inputs import open_data, open_source
+from acsgd.run.job import Job, prepare
+from acsgd.run.session import Worker
+from acsgd.seeds import mix_seed
 from acsgd.shards import family_of
-from acsgd.shards.load import mix_seed
 from acsgd.topology import Launch, connect
-from acsgd.worker import Worker
 
 TIMEOUT = timedelta(seconds=120)
 

@@ -7,7 +7,7 @@ from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.hadamard import Hadamard
 from acsgd.codecs.identity import Identity
 from acsgd.codecs.lloyd import Lloyd
-from acsgd.registry import from_spec
+from acsgd.config.spec import from_spec
 
 CODECS: dict[str, type] = {"none": Identity, "fixpoint": FixPoint, "lloyd": Lloyd, "hadamard": Hadamard}
 

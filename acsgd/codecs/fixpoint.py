@@ -16,7 +16,7 @@ from torch import Tensor
 
 from acsgd.codecs.base import Field, Wire
 from acsgd.codecs.bits import pack_bits, packed_bytes, stream_of, unpack_bits
-from acsgd.codecs.difference import add_saturated
+from acsgd.codecs.cache_update import add_saturated
 from acsgd.codecs.kernels import Levels, kernels_for
 from acsgd.codecs.layout import Dims, Layout, check_dims, decode_blocks, encode_blocks, layout_of
 from acsgd.codecs.scales import TINIEST, Measure, divisor, from_wire, measure, scale_fields, to_wire

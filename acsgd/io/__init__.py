@@ -1,5 +1,5 @@
 """What a run reads and writes: sources of text, token caches, checkpoints, metrics."""
 
-from acsgd.io.tasks import TASKS
+from acsgd.io.sources.sources import TASKS
 
 __all__ = ["TASKS"]

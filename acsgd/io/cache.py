@@ -13,7 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from acsgd.failure import RunError
+from acsgd.errors import RunError
 
 PATIENCE_S = 4 * 3600.0
 """Seconds that a process waits for another to build. A builder that dies frees the lock at once."""

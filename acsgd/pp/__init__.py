@@ -3,8 +3,9 @@
 Only what needs no torch is named here; `simulate` stays in its module, which is also a command.
 """
 
-from acsgd.pp.actions import Action, Op, Program, draw, forwards, lower, parse_action
-from acsgd.pp.laws import validate
-from acsgd.pp.schedules import SCHEDULES, Schedule
+from acsgd.pp.schedules.actions import Action, Op, Program, draw, forwards, parse_action
+from acsgd.pp.schedules.lowering import lower
+from acsgd.pp.schedules.schedules import SCHEDULES, Schedule
+from acsgd.pp.schedules.validation import validate
 
 __all__ = ["SCHEDULES", "Action", "Op", "Program", "Schedule", "draw", "forwards", "lower", "parse_action", "validate"]

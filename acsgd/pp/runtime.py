@@ -9,15 +9,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from acsgd.failure import RunError
-from acsgd.pp.actions import Action, Op
-from acsgd.pp.coder import Visit
-from acsgd.pp.fault import Fault
-from acsgd.pp.link import Link
-from acsgd.pp.probe import Probe
+from acsgd.errors import RunError
+from acsgd.pp.nan_probe import Probe
+from acsgd.pp.nonfinite import Fault
+from acsgd.pp.schedules.actions import Action, Op
 from acsgd.pp.stage import MicroBatch, Stage
-from acsgd.pp.tied import TiedPair
-from acsgd.shards.base import State
+from acsgd.pp.tied_weights import TiedPair
+from acsgd.pp.wire.coder import Visit
+from acsgd.pp.wire.link import Link
+from acsgd.shards.layers import State
 
 Handlers = Mapping[Op, Callable[[Action], None]]
 """What to do at each kind of action."""

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from acsgd.dp.base import GradSync
-from acsgd.shards.base import LayerShard, ModelFamily, State, Weight
-from acsgd.shards.load import mix_seed
+from acsgd.dp.sync import GradSync
+from acsgd.seeds import mix_seed
+from acsgd.shards.layers import LayerShard, ModelFamily, State
+from acsgd.shards.weights import Weight
 
 _UNASKED: Any = object()
 """In place of a context: None is one, of a model whose attention is causal by itself."""

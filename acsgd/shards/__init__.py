@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from acsgd.registry import suggest
-from acsgd.shards.base import ModelFamily
+from acsgd.config.spec import suggest
 from acsgd.shards.gpt2 import GPT2
+from acsgd.shards.layers import ModelFamily
 from acsgd.shards.llama import Llama
 
 FAMILIES: dict[str, ModelFamily] = {

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from acsgd.shards import family_of
-from acsgd.shards.base import skeleton, stored_keys, tied_keys
 from acsgd.shards.disk import Manifest, ShardDirectory, copy_companions, write_layer
+from acsgd.shards.layers import skeleton, stored_keys, tied_keys
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 INDEX = "model.safetensors.index.json"

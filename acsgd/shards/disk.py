@@ -26,7 +26,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from acsgd.failure import RunError
+from acsgd.errors import RunError
+from acsgd.shards.weights import WeightState
 
 MANIFEST = "manifest.json"
 FORMAT = "acsgd-shards"
@@ -46,10 +47,6 @@ COMPANIONS = (
     "*.model",
 )
 """Files that make weights a usable Hugging Face model."""
-
-
-WeightState = dict[str, dict[str, Tensor]]
-"""What is remembered of parameters between steps: name -> key of the parameter -> tensor."""
 
 
 class DamagedError(RunError):

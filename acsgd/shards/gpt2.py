@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
-from acsgd.shards.base import Decoder, State
+from acsgd.shards.layers import Decoder, State
 
 
 class GPT2(Decoder):

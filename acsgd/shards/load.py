@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
@@ -11,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from acsgd.failure import RunError
-from acsgd.shards.base import LayerShard, Weight, parameter_keys, skeleton, stored_keys, tied_keys
+from acsgd.errors import RunError
+from acsgd.seeds import mix_seed
+from acsgd.shards.layers import LayerShard, parameter_keys, skeleton, stored_keys, tied_keys
+from acsgd.shards.weights import Weight
 
 
 class Source(Protocol):
@@ -83,12 +83,6 @@ def load_layer(
         _place(model, key, param)
         weights.append(Weight(key, param, master, original, is_tied=original is not None or key in tied.values()))
     return weights
-
-
-def mix_seed(*parts: int) -> int:
-    """Hash integers into one 63-bit seed, so that neighbouring (seed, step, ...) give unrelated streams."""
-    packed = struct.pack(f"<{len(parts)}q", *parts)
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
 def _place(model: PreTrainedModel, key: str, param: nn.Parameter) -> None:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedConfig
 
-from acsgd.shards.base import LayerShard, ModelFamily, skeleton
+from acsgd.shards.layers import LayerShard, ModelFamily, skeleton
 
 FLOPS_PER_BYTE = {"cpu": 8.0, "cuda": 200.0}
 """Arithmetic a device does while it moves one byte that an operation gives; from timings of single blocks on a

@@ -12,7 +12,7 @@ from ranks import on_ranks
 from test_rollback import Plan, checkpoints_of, end_of, make_config, run_ranks
 from test_same_training import DROPOUT
 
-from acsgd.config import Config
+from acsgd.config.options import Config
 
 TinyModel = Callable[..., Path]
 STEPS = 4

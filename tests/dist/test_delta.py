@@ -18,14 +18,14 @@ from acsgd.codecs.base import wire_bytes
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.identity import Identity
 from acsgd.meter import Meter
-from acsgd.pp.coder import TensorSpec, Visit
-from acsgd.pp.delta import Delta
-from acsgd.pp.frame import HEADER_BYTES
-from acsgd.pp.link import Link, LinkFactory
-from acsgd.pp.memory import Memory
-from acsgd.pp.memory_disk import HEADER_BYTES as FILE_HEADER
-from acsgd.pp.memory_disk import DiskStore
-from acsgd.pp.memory_plan import MemoryPlan
+from acsgd.pp.wire.cache import Memory
+from acsgd.pp.wire.cache_disk import HEADER_BYTES as FILE_HEADER
+from acsgd.pp.wire.cache_disk import DiskStore
+from acsgd.pp.wire.cache_plan import MemoryPlan
+from acsgd.pp.wire.coder import TensorSpec, Visit
+from acsgd.pp.wire.delta import Delta
+from acsgd.pp.wire.frame import HEADER_BYTES
+from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.streams import Streams
 
 MICRO, TOKENS, WIDTH = 2, 5, 6

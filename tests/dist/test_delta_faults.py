@@ -20,10 +20,10 @@ from ranks import on_ranks
 from test_delta import ENTRY, FILE_HEADER, MICRO, Sabotage, Seen, Start, Step, both, run_starts
 from torch import Tensor
 
-from acsgd.failure import RunError
-from acsgd.pp.delta import Delta
-from acsgd.pp.memory import Memory, Stamp
-from acsgd.pp.memory_disk import DiskStore
+from acsgd.errors import RunError
+from acsgd.pp.wire.cache import Memory, Stamp
+from acsgd.pp.wire.cache_disk import DiskStore
+from acsgd.pp.wire.delta import Delta
 from acsgd.streams import Mark
 
 DISK = Delta(memory="disk")

@@ -14,12 +14,12 @@ from test_same_training import RELATIVE, make_config
 from torch import Tensor
 from training import TIMEOUT, oracle_losses, train
 
-from acsgd.build import build_worker
 from acsgd.codecs.fixpoint import FixPoint
-from acsgd.config import Config
-from acsgd.inputs import open_inputs
-from acsgd.io.data import Dataset
-from acsgd.job import prepare
+from acsgd.config.options import Config
+from acsgd.io.sampling.batches import Dataset
+from acsgd.run.build import build_worker
+from acsgd.run.inputs import open_inputs
+from acsgd.run.job import prepare
 from acsgd.topology import Launch, connect
 
 STEPS = 9

@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 import pytest
 
-import train
-from acsgd.config import CheckpointConfig, Config
-from acsgd.failure import RunError
-from acsgd.io import checkpoint
-from acsgd.io.checkpoint import Saver
-from acsgd.io.directory import CheckpointDirectory
-from acsgd.io.metrics import Metrics
+from acsgd import train
+from acsgd.config.options import CheckpointConfig, Config
+from acsgd.errors import RunError
+from acsgd.io.checkpoint import saver as checkpoint
+from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.checkpoint.saver import Saver
+from acsgd.io.telemetry.metrics import Metrics
 from acsgd.shards.disk import Manifest, ShardDirectory, StoredFile
 from benchmarks.forks import Result, checkpoints_of, finish, make_config, result_of, save_model, started
 

@@ -17,15 +17,16 @@ import torch.distributed as dist
 from ranks import PRELOAD, on_ranks
 from torch import Tensor, nn
 
+from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
-from acsgd.dp.base import GradSync, SecondMoments, make_buckets
-from acsgd.dp.clip import clip_factor, scale_gradients_, squared_norm
-from acsgd.dp.gather import Gather
-from acsgd.dp.peers import Peers
-from acsgd.dp.powersgd import PowerSGD
-from acsgd.failure import RunError
-from acsgd.registry import from_spec
-from acsgd.shards.base import Weight
+from acsgd.dp.exchange.buckets import make_buckets
+from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.modes.powersgd import PowerSGD
+from acsgd.dp.sync import GradSync, SecondMoments
+from acsgd.errors import RunError
+from acsgd.optim.clipping import clip_factor, scale_gradients_, squared_norm
+from acsgd.run.control import Gather
+from acsgd.shards.weights import Weight
 from acsgd.topology import Topology, connect
 
 SHAPES = [(7,), (3, 5), (1,), (64, 9), (2, 2, 2)]

@@ -31,11 +31,11 @@ from torch import Tensor
 from training import oracle_losses
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from acsgd.config import Config, LogConfig, PipelineConfig
+from acsgd.config.options import Config, LogConfig, PipelineConfig
 from acsgd.pp.stage import MicroBatch
+from acsgd.seeds import mix_seed
 from acsgd.shards import family_of
 from acsgd.shards.disk import Manifest
-from acsgd.shards.load import mix_seed
 
 TinyModel = Callable[..., Path]
 STEPS = 3

@@ -13,7 +13,7 @@ from ranks import on_ranks
 from test_same_training import DROPOUT, RELATIVE, SCHEDULES, TOPOLOGIES
 from transformers import AutoModelForCausalLM
 
-from acsgd.config import Config
+from acsgd.config.options import Config
 
 TinyModel = Callable[..., Path]
 

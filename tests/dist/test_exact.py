@@ -12,14 +12,14 @@ from ranks import on_ranks
 from test_same_training import make_config
 from training import TIMEOUT, batches_of
 
-from acsgd.build import build_worker
 from acsgd.codecs.base import wire_bytes
 from acsgd.codecs.identity import Identity
-from acsgd.config import Config
-from acsgd.inputs import open_source
-from acsgd.io.progress import Progress
-from acsgd.job import prepare
-from acsgd.pp.frame import HEADER_BYTES
+from acsgd.config.options import Config
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.pp.wire.frame import HEADER_BYTES
+from acsgd.run.build import build_worker
+from acsgd.run.inputs import open_source
+from acsgd.run.job import prepare
 from acsgd.topology import Launch, connect
 
 STEPS, EXACT_STEPS = 5, 3

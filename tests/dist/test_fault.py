@@ -15,10 +15,10 @@ from ranks import on_ranks
 from test_same_training import DROPOUT
 from torch import Tensor, nn
 
-from acsgd.config import Config
-from acsgd.pp.fault import Fault, first_fault
+from acsgd.config.options import Config
+from acsgd.pp.nonfinite import Fault, first_fault
 from acsgd.pp.stage import MicroBatch, Stage
-from acsgd.worker import Worker
+from acsgd.run.session import Worker
 
 TinyModel = Callable[..., Path]
 

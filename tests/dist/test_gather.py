@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 
-from acsgd.dp.gather import Gather
-from acsgd.failure import RunError
+from acsgd.errors import RunError
+from acsgd.run.control import Gather
 from acsgd.topology import Topology, connect
 
 TIMEOUT = timedelta(seconds=60)

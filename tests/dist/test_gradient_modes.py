@@ -15,13 +15,14 @@ from test_resume import HALF, TIMEOUT, TinyModel, checkpoint_of, losses_of, trai
 from test_same_training import DROPOUT
 from training import losses_of_rank
 
-from acsgd.build import build_worker
-from acsgd.config import Config, ReplicaConfig
-from acsgd.inputs import open_source
-from acsgd.io.resume import Checkpoint
-from acsgd.job import prepare
-from acsgd.shards.disk import Manifest, ShardDirectory, WeightState
-from acsgd.state import restore
+from acsgd.config.options import Config, ReplicaConfig
+from acsgd.io.checkpoint.resume import Checkpoint
+from acsgd.run.build import build_worker
+from acsgd.run.inputs import open_source
+from acsgd.run.job import prepare
+from acsgd.run.state import restore
+from acsgd.shards.disk import Manifest, ShardDirectory
+from acsgd.shards.weights import WeightState
 from acsgd.topology import Launch, connect
 
 TIED = ("transformer.wte.weight", "lm_head.weight")

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from acsgd.dp.moments import by_rows
-from acsgd.dp.owed import Owed
+from acsgd.dp.exchange.error_feedback import Owed
+from acsgd.dp.exchange.second_moments import by_rows
 
 STEPS = 6
 U = 2.0**-24

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from acsgd import codecs
 from acsgd.codecs.base import wire_bytes
-from acsgd.failure import RunError
+from acsgd.errors import RunError
 from acsgd.meter import Meter
-from acsgd.pp.coder import TensorSpec, Visit
-from acsgd.pp.frame import HEADER_BYTES, Header, Kind
-from acsgd.pp.link import MAX_UNSENT, Link, LinkFactory
+from acsgd.pp.wire.coder import TensorSpec, Visit
+from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
+from acsgd.pp.wire.link import MAX_UNSENT, Link, LinkFactory
 from acsgd.streams import Streams
 from acsgd.topology import Groups, Topology, connect
 

@@ -15,12 +15,12 @@ MEASURE = """
 import json, sys
 from datetime import timedelta
 from acsgd.config import parse
-from acsgd.inputs import open_source
-from acsgd.job import prepare
+from acsgd.run.inputs import open_source
+from acsgd.run.job import prepare
 from acsgd.shards.convert import read_config
-from acsgd.shards.base import skeleton
+from acsgd.shards.layers import skeleton
 from acsgd.topology import Launch, Topology, connect
-from acsgd.build import build_stages
+from acsgd.run.build import build_stages
 import transformers.models.gpt2.modeling_gpt2
 
 rank, argv = int(sys.argv[1]), sys.argv[2:]
@@ -72,7 +72,7 @@ CONVERT = """
 import json, sys, torch
 from pathlib import Path
 from acsgd.shards.convert import from_hf, to_hf, read_config
-from acsgd.shards.base import skeleton
+from acsgd.shards.layers import skeleton
 from acsgd.streams import Streams
 source, shards, back = map(Path, sys.argv[1:])
 skeleton(read_config(source))  # what transformers imports and keeps is no layer

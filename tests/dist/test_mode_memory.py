@@ -14,15 +14,15 @@ from ranks import on_ranks
 from test_resume import TIMEOUT, TinyModel, checkpoint_of, make_config, stopped_half_way
 from test_same_training import RELATIVE
 
-import train
-from acsgd.config import Config
-from acsgd.dp.base import GradSync, Mode
-from acsgd.dp.peers import Peers
-from acsgd.failure import RunError
-from acsgd.inputs import open_inputs
-from acsgd.job import prepare
-from acsgd.shards.base import Weight
-from acsgd.shards.disk import Manifest, ShardDirectory, WeightState
+from acsgd import train
+from acsgd.config.options import Config
+from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.sync import GradSync, Mode
+from acsgd.errors import RunError
+from acsgd.run.inputs import open_inputs
+from acsgd.run.job import prepare
+from acsgd.shards.disk import Manifest, ShardDirectory
+from acsgd.shards.weights import Weight, WeightState
 from acsgd.topology import Launch, connect
 
 

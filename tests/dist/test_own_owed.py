@@ -10,8 +10,8 @@ import torch
 from test_own_weights import LR, SPECS, STEPS, Run, copied, gradients, on_replicas
 from torch import Tensor
 
-from acsgd.dp.peers import Peers
-from acsgd.shards.disk import WeightState
+from acsgd.dp.exchange.peers import Peers
+from acsgd.shards.weights import WeightState
 
 OWED = {"own", "own_error", "served_error", "momentum", "sent"}
 """Names of what is remembered that makes weights change later."""

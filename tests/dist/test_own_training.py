@@ -16,12 +16,12 @@ from test_resume import HALF, TIMEOUT, TinyModel, checkpoint_of, make_config, tr
 from test_same_training import DROPOUT
 from training import batches_of, mask, train
 
-from acsgd.build import build_worker
-from acsgd.config import Config, ReplicaConfig
-from acsgd.dp.moments import by_rows
-from acsgd.inputs import open_source
-from acsgd.io.data import Batch
-from acsgd.job import prepare
+from acsgd.config.options import Config, ReplicaConfig
+from acsgd.dp.exchange.second_moments import by_rows
+from acsgd.io.sampling.batches import Batch
+from acsgd.run.build import build_worker
+from acsgd.run.inputs import open_source
+from acsgd.run.job import prepare
 from acsgd.shards.disk import Manifest, ShardDirectory
 from acsgd.topology import Launch, connect
 

@@ -15,13 +15,12 @@ from ranks import on_ranks, told_to_all
 from test_dp import TIMEOUT, count_sent, gradient, make_weights
 from torch import Tensor
 
+from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
-from acsgd.dp.base import GradSync, SecondMoments
-from acsgd.dp.peers import Peers
-from acsgd.failure import RunError
-from acsgd.registry import from_spec
-from acsgd.shards.base import Weight
-from acsgd.shards.disk import WeightState
+from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.sync import GradSync, SecondMoments
+from acsgd.errors import RunError
+from acsgd.shards.weights import Weight, WeightState
 from acsgd.topology import Topology, connect
 
 LR = 0.1

@@ -14,14 +14,13 @@ from ranks import told_to_all
 from test_own_weights import copied, on_replicas
 from torch import Tensor, nn
 
+from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
-from acsgd.dp.base import GradSync, SecondMoments
-from acsgd.dp.peers import Peers
-from acsgd.dp.powersgd import PowerSGD
-from acsgd.failure import RunError
-from acsgd.registry import from_spec
-from acsgd.shards.base import Weight
-from acsgd.shards.disk import WeightState
+from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.modes.powersgd import PowerSGD
+from acsgd.dp.sync import GradSync, SecondMoments
+from acsgd.errors import RunError
+from acsgd.shards.weights import Weight, WeightState
 
 SHAPES = {"exact": (40,), "wide": (12, 50), "tall": (64, 9), "cube": (6, 5, 4), "narrow": (2, 2)}
 """Of weights; "exact" has no matrix, and of "narrow" a product of rank 1 would be no shorter."""

@@ -9,7 +9,7 @@ import torch
 from test_own_weights import on_replicas
 from test_powersgd import SHAPES, SPECS, Run
 
-from acsgd.dp.peers import Peers
+from acsgd.dp.exchange.peers import Peers
 
 
 def scale_losses(rank: int, peers: Peers, spec: str) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from acsgd.config import Config
+from acsgd.config.options import Config
 from acsgd.pp.stage import MicroBatch, Stage
 
 TinyModel = Callable[..., Path]

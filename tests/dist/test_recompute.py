@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PreTrainedConfig
 
-from acsgd.config import Config
+from acsgd.config.options import Config
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.shards import FAMILIES
 

@@ -16,15 +16,23 @@ import torch.distributed as dist
 from ranks import on_ranks
 from test_same_training import DROPOUT, RELATIVE, TOPOLOGIES
 
-import train
-from acsgd.config import CheckpointConfig, Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
-from acsgd.inputs import open_inputs
-from acsgd.io.data import Batch
-from acsgd.io.progress import Progress
-from acsgd.job import prepare
+from acsgd import train
+from acsgd.config.options import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    PipelineConfig,
+)
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.sampling.batches import Batch
+from acsgd.run.inputs import open_inputs
+from acsgd.run.job import prepare
+from acsgd.run.session import StepResult, Worker
 from acsgd.shards.disk import Manifest, ShardDirectory
 from acsgd.topology import Launch, connect
-from acsgd.worker import StepResult, Worker
 
 STEPS, HALF = 10, 5
 TIMEOUT = timedelta(seconds=120)

@@ -16,19 +16,27 @@ import torch.distributed as dist
 from ranks import on_ranks
 from test_same_training import DROPOUT
 
-import train
-from acsgd.config import CheckpointConfig, Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
-from acsgd.failure import RunError
-from acsgd.inputs import open_inputs
-from acsgd.io.data import Batch, Reader
-from acsgd.io.directory import CheckpointDirectory
-from acsgd.io.progress import RECENT, Progress
-from acsgd.job import prepare
+from acsgd import train
+from acsgd.config.options import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    PipelineConfig,
+)
+from acsgd.errors import RunError
+from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.checkpoint.progress import RECENT, Progress
+from acsgd.io.sampling.batches import Batch, Reader
+from acsgd.optim.loss_scale import LossScale
 from acsgd.pp.stage import MicroBatch, Stage
-from acsgd.precision import LossScale
+from acsgd.run.inputs import open_inputs
+from acsgd.run.job import prepare
+from acsgd.run.session import StepResult, Worker
 from acsgd.shards.disk import Manifest, ShardDirectory
 from acsgd.topology import Launch, connect
-from acsgd.worker import StepResult, Worker
 
 TIMEOUT = timedelta(seconds=120)
 STEPS = 24
@@ -86,7 +94,7 @@ def run_ranks(rank: int, world_size: int, store: Path, plans: Sequence[Plan]) ->
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Worker, "train_step", _noting(plan, steps))
             patch.setattr(Reader, "batch", _garbling(plan.garbled))
-            patch.setattr("acsgd.io.metrics.Metrics.note", lambda _, text, notes=notes: notes.append(text))
+            patch.setattr("acsgd.io.telemetry.metrics.Metrics.note", lambda _, text, notes=notes: notes.append(text))
             if plan.nan is not None and plan.nan[1] == rank:
                 patch.setattr(Stage, "forward", _spoiling(plan.nan[0], plan.nan[2]))
             job = prepare(plan.config, Launch(rank, rank, world_size))

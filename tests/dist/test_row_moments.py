@@ -13,12 +13,12 @@ from ranks import told_to_all
 from test_own_weights import copied, on_replicas
 from torch import Tensor, nn
 
-from acsgd.config import OptimConfig
-from acsgd.dp.moments import RowMoments, by_rows
-from acsgd.dp.peers import Peers
+from acsgd.config.options import OptimConfig
+from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.exchange.second_moments import RowMoments, by_rows
 from acsgd.meter import Meter
-from acsgd.optim import Optimizer
-from acsgd.shards.base import Weight
+from acsgd.optim.adamw import Optimizer
+from acsgd.shards.weights import Weight
 
 SHAPE = (64, 48)
 STEPS = 97

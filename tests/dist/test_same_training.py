@@ -11,7 +11,7 @@ import pytest
 from ranks import on_ranks
 from training import losses_of_rank, oracle_losses
 
-from acsgd.config import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
+from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 
 STEPS = 10
 RELATIVE = 1e-5

@@ -17,14 +17,15 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-import train
-from acsgd.config import CheckpointConfig, Config
-from acsgd.io import checkpoint
-from acsgd.io.checkpoint import Saver
-from acsgd.io.directory import CheckpointDirectory
-from acsgd.io.metrics import Metrics, Record
+from acsgd import train
+from acsgd.config.options import CheckpointConfig, Config
+from acsgd.io.checkpoint import saver as checkpoint
+from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.checkpoint.saver import Saver
+from acsgd.io.telemetry.metrics import Metrics
+from acsgd.io.telemetry.record import Record
+from acsgd.run.session import StepResult, Worker
 from acsgd.shards.disk import Manifest, StoredFile
-from acsgd.worker import StepResult, Worker
 from benchmarks.forks import checkpoints_of, finish, make_config, save_model, started
 
 PROCESSES = 2

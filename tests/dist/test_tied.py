@@ -13,10 +13,10 @@ from ranks import on_ranks
 from test_same_training import make_config
 from training import TIMEOUT, batches_of, train
 
-from acsgd.build import build_worker
-from acsgd.config import Config
-from acsgd.inputs import open_source
-from acsgd.job import prepare
+from acsgd.config.options import Config
+from acsgd.run.build import build_worker
+from acsgd.run.inputs import open_source
+from acsgd.run.job import prepare
 from acsgd.topology import Launch, connect
 
 TinyModel = Callable[..., Path]

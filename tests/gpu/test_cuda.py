@@ -12,7 +12,7 @@ from ranks import on_ranks
 from test_same_training import STEPS, make_config
 from training import losses_of_rank, oracle_losses
 
-from acsgd.config import Config, RunConfig
+from acsgd.config.options import Config, RunConfig
 from acsgd.streams import open_streams
 
 TinyModel = Callable[..., Path]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_laws import BITS, DTYPES, MEMORY_DTYPES, check_begin_anywhere, check_codec, check_update, codecs, data
 
-from acsgd.codecs.difference import decode_update, encode_update
+from acsgd.codecs.cache_update import decode_update, encode_update
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.kernels import Kernels, kernels_for
 from acsgd.codecs.layout import Layout

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from test_ends import Run, running
 
-from acsgd.config import CheckpointConfig, Config, to_toml
+from acsgd.config.options import CheckpointConfig, Config
+from acsgd.config.run_file import to_toml
 from benchmarks.crash import Campaign, summary
 from benchmarks.forks import Result, checkpoints_of, finish, make_config, save_model
 
@@ -146,9 +147,9 @@ def test_in_one_process_asked_to_end_it_is_the_same_run(
 
 FAILING = """
 import runpy, sys, threading, torch.distributed as dist
-from acsgd.failure import RunError
+from acsgd.run.failures import RunError
 from acsgd.io import checkpoint
-from acsgd.worker import Worker
+from acsgd.run.session import Worker
 writing, train_step = threading.Event(), Worker.train_step
 def busy(*args):
     writing.set()

@@ -14,7 +14,7 @@ import test_crash
 from test_crash import Started
 from test_ends import Run
 
-from acsgd.config import CheckpointConfig, EvalConfig
+from acsgd.config.options import CheckpointConfig, EvalConfig
 from benchmarks.forks import make_config, save_model
 
 STEPS = 100

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from acsgd.failure import GRACE_S
-from acsgd.signals import ONE_INTERRUPT_S, WATCH_S
+from acsgd.run.failures import GRACE_S
+from acsgd.run.signals import ONE_INTERRUPT_S, WATCH_S
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "train.py")
@@ -223,7 +223,7 @@ def test_a_signal_before_training_starts_ends_at_once_without_a_traceback(
 
 CHILD = """
 import os, subprocess, sys, time
-from acsgd.signals import end_with_torchrun
+from acsgd.run.signals import end_with_torchrun
 if sys.argv[1] == "parent":
     subprocess.Popen([sys.executable, __file__, "child", *sys.argv[2:]])
 else:

@@ -12,9 +12,10 @@ import pytest
 from saved import SMALL, small_run, train_alone
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from acsgd.config import Config, parse
-from acsgd.inputs import open_inputs
-from acsgd.job import prepare
+from acsgd.config.options import Config
+from acsgd.config.run_file import parse
+from acsgd.run.inputs import open_inputs
+from acsgd.run.job import prepare
 from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import MANIFEST, VERSION, Manifest
 from acsgd.topology import Launch

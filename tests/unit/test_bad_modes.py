@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
-from acsgd.registry import from_spec
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from acsgd.io.directory import CheckpointDirectory
+from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.shards.disk import MANIFEST, Manifest, ShardDirectory, StoredFile, copy_companions
 
 

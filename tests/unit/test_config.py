@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from acsgd import config as config_module
-from acsgd.checks import check
-from acsgd.config import Config, parse, to_toml
+from acsgd.config import options as config_module
+from acsgd.config.checks import check
+from acsgd.config.options import Config
+from acsgd.config.run_file import parse, to_toml
 
 RUN = """
 [model]

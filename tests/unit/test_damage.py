@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from saved import SMALL, small_run, train_alone
 
-from acsgd.io.inspect import inspect
-from acsgd.io.resume import Checkpoint
+from acsgd.io.checkpoint.inspect import inspect
+from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.shards import disk
 from acsgd.shards.disk import MANIFEST, DamagedError, Manifest, ShardDirectory
 

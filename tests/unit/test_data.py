@@ -13,18 +13,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from acsgd.io import data
-from acsgd.io.data import (
-    Batch,
-    Dataset,
-    Reader,
-    fingerprint,
-    num_sequences,
-    prepare,
-    tokenize,
-)
-from acsgd.io.sampler import Sampler, block_counts, deal, shuffled
-from acsgd.io.tasks import Task, parse_tasks
+from acsgd.io.sampling import tokens as data
+from acsgd.io.sampling.batches import Batch, Dataset, Reader
+from acsgd.io.sampling.sampler import Sampler, block_counts, deal, shuffled
+from acsgd.io.sampling.tokens import fingerprint, num_sequences, prepare, tokenize
+from acsgd.io.sources.sources import Task, parse_tasks
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 MIXTURE = Sampler(seed=7, batch=12, counts=(3, 7), sizes=(11, 40))

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.base import NotFiniteError, pack, unpack, wire_bytes
-from acsgd.pp.coder import TensorSpec, Visit
-from acsgd.pp.delta import Delta, DeltaCoder
-from acsgd.pp.memory import Memory, RamStore
-from acsgd.pp.memory_plan import MemoryPlan, plan_capacity
-from acsgd.registry import from_spec
+from acsgd.config.spec import from_spec
+from acsgd.pp.wire.cache import Memory, RamStore
+from acsgd.pp.wire.cache_plan import MemoryPlan, plan_capacity
+from acsgd.pp.wire.coder import TensorSpec, Visit
+from acsgd.pp.wire.delta import Delta, DeltaCoder
 from acsgd.streams import Streams
 
 SHAPE = (3, 5, 8)

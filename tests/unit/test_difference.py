@@ -12,7 +12,7 @@ from torch import Tensor
 from acsgd import codecs
 from acsgd.codecs import bits as bits_module
 from acsgd.codecs.base import Codec, NotFiniteError, Wire
-from acsgd.codecs.difference import decode_update, encode_update
+from acsgd.codecs.cache_update import decode_update, encode_update
 from acsgd.codecs.fixpoint import FixPoint
 
 SHAPE = (3, 21, 40)

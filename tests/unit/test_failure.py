@@ -11,9 +11,10 @@ from dataclasses import asdict
 
 import pytest
 
-from acsgd import failure
-from acsgd.failure import Report, RunError, publish_host, reason, told_by_first, told_once, verdict
-from acsgd.signals import WATCH_S
+from acsgd.errors import RunError, reason
+from acsgd.run import failures as failure
+from acsgd.run.failures import Report, publish_host, told_by_first, told_once, verdict
+from acsgd.run.signals import WATCH_S
 
 HOST = socket.gethostname()
 

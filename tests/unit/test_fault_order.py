@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from acsgd.pp.fault import Fault, first_fault
+from acsgd.pp.nonfinite import Fault, first_fault
 
 IN_ORDER = [
     Fault("weight", 1, None, "weight a", "inf"),

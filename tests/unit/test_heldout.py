@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from acsgd.config import parse
-from acsgd.inputs import open_data, open_held_out
-from acsgd.io.data import Batch, Corpus, Reader, num_sequences, prepare
-from acsgd.io.heldout import HeldOut, held_out, parse_eval, split
-from acsgd.io.sampler import Sampler
-from acsgd.io.tasks import parse_tasks
-from acsgd.job import prepare as decide
+from acsgd.config.run_file import parse
+from acsgd.io.sampling.batches import Batch, Reader
+from acsgd.io.sampling.held_out import HeldOut, held_out, parse_eval, split
+from acsgd.io.sampling.sampler import Sampler
+from acsgd.io.sampling.tokens import Corpus, num_sequences, prepare
+from acsgd.io.sources.sources import parse_tasks
+from acsgd.run.inputs import open_data, open_held_out
+from acsgd.run.job import prepare as decide
 from acsgd.topology import Launch
 
 T = 5

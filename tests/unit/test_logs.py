@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from acsgd.io.textlog import open_text_log
+from acsgd.io.telemetry.text_log import open_text_log
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} \| (\w+) *\| (rank [^|]*) \| ([\w.]+):(\w+):(\d+) - (.*)")
 
@@ -20,13 +20,13 @@ def text(run_dir: Path, rank: int) -> list[str]:
 
 def test_a_line_says_when_how_urgent_who_where_and_what(tmp_path: Path) -> None:
     with open_text_log(tmp_path, rank=3, stages=[1], replica=1):
-        logging.getLogger("acsgd.worker").info("step %d", 7)
-        logging.getLogger("acsgd.worker").warning("slow")
+        logging.getLogger("acsgd.run.session").info("step %d", 7)
+        logging.getLogger("acsgd.run.session").warning("slow")
     informed, warned = (LINE.fullmatch(line) for line in text(tmp_path, 3))
     assert informed
     assert warned
     level, who, module, function, line, message = informed.groups()
-    assert (level, who, module, message) == ("INFO", "rank 3, stage 1, replica 1", "acsgd.worker", "step 7")
+    assert (level, who, module, message) == ("INFO", "rank 3, stage 1, replica 1", "acsgd.run.session", "step 7")
     assert function == "test_a_line_says_when_how_urgent_who_where_and_what"
     assert 'info("step %d", 7)' in Path(__file__).read_text().splitlines()[int(line) - 1]
     assert warned.group(1) == "WARNING"
@@ -68,12 +68,12 @@ def test_a_text_log_takes_the_lines_of_the_package_alone_and_prints_nothing(
     monkeypatch.setattr(package, "propagate", True)
     before = list(package.handlers), package.level, package.propagate, list(logging.getLogger().handlers)
     with open_text_log(tmp_path, rank=0, stages=[0], replica=0):
-        logging.getLogger("acsgd.worker").info("ours")
-        logging.getLogger("acsgd.worker").error("ours, urgent")
+        logging.getLogger("acsgd.run.session").info("ours")
+        logging.getLogger("acsgd.run.session").error("ours, urgent")
         logging.getLogger("transformers").error("theirs")
     assert (package.handlers, package.level, package.propagate, logging.getLogger().handlers) == before
-    logging.getLogger("acsgd.worker").info("too little")
-    logging.getLogger("acsgd.worker").error("later")
+    logging.getLogger("acsgd.run.session").info("too little")
+    logging.getLogger("acsgd.run.session").error("later")
     assert [line.rpartition(" - ")[2] for line in text(tmp_path, 0)] == ["ours", "ours, urgent"]
     assert caplog.messages == ["theirs", "later"]
     assert "ours" not in "".join(capsys.readouterr())

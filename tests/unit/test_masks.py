@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from acsgd.dp.masks import Draw, chosen
+from acsgd.dp.exchange.masks import Draw, chosen
 
 CPU = torch.device("cpu")
 SHARES = [1.0, 0.5, 0.4, 0.1, 1 / 3, 0.15, 0.7, 1e-3]

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from acsgd.failure import RunError
-from acsgd.pp.memory import Memory, Stamp
-from acsgd.pp.memory_disk import HEADER_BYTES, DiskStore
+from acsgd.errors import RunError
+from acsgd.pp.wire.cache import Memory, Stamp
+from acsgd.pp.wire.cache_disk import HEADER_BYTES, DiskStore
 from acsgd.streams import DONE, Streams
 
 N = 24

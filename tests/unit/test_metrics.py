@@ -12,8 +12,8 @@ import pytest
 import torch
 from records import RECORD
 
-from acsgd.config import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
-from acsgd.io.metrics import PLAIN_LINES, Metrics, Totals, totals
+from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
+from acsgd.io.telemetry.metrics import PLAIN_LINES, Metrics, Totals, totals
 from acsgd.meter import Meter
 
 LINE = {name: value for name, value in RECORD._asdict().items() if name != "eval_loss"}

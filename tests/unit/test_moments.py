@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from acsgd.dp.moments import LogLevels, by_rows, project
+from acsgd.codecs.log_levels import LogLevels
+from acsgd.dp.exchange.second_moments import by_rows, project
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 1000, 100_000])

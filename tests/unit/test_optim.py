@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from acsgd.config import OptimConfig
-from acsgd.optim import Optimizer, learning_rate
-from acsgd.shards.base import Weight
+from acsgd.config.options import OptimConfig
+from acsgd.optim.adamw import Optimizer
+from acsgd.optim.schedule import learning_rate
+from acsgd.shards.weights import Weight
 
 CONFIG = OptimConfig(lr=1.0, steps=100, warmup=10)
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from acsgd.shards import FAMILIES
-from acsgd.shards.base import skeleton
+from acsgd.shards.layers import skeleton
 from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
 
 

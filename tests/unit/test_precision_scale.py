@@ -8,9 +8,9 @@ from typing import Literal
 
 import pytest
 
-from acsgd.config import Config, DataConfig, ModelConfig, OptimConfig
-from acsgd.failure import RunError
-from acsgd.precision import GROWTH_STEPS, LARGEST_SCALE, SMALLEST_SCALE, LossScale
+from acsgd.config.options import Config, DataConfig, ModelConfig, OptimConfig
+from acsgd.errors import RunError
+from acsgd.optim.loss_scale import GROWTH_STEPS, LARGEST_SCALE, SMALLEST_SCALE, LossScale
 
 
 def config(dtype: Literal["fp32", "bf16", "fp16"], loss_scale: float = 65536.0) -> Config:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
-from acsgd.io.progress import RECENT, Identity, Progress
-from acsgd.precision import LossScale
+from acsgd.io.checkpoint.progress import RECENT, Identity, Progress
+from acsgd.optim.loss_scale import LossScale
 
 DATA = {"data.sequence": 32, "data.batch": 4, "data.seed": 0, "weights of data.task": [1, 3]}
 FULL = tuple([2.0] * RECENT)

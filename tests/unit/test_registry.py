@@ -8,9 +8,9 @@ from typing import Any, Literal
 import pytest
 
 from acsgd.codecs import CODECS
+from acsgd.config.spec import from_spec, to_spec
 from acsgd.dp import MODES
-from acsgd.pp.schedules import SCHEDULES
-from acsgd.registry import from_spec, to_spec
+from acsgd.pp.schedules.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from saved import SMALL, small_run, train_alone
 
-from acsgd.config import Config
-from acsgd.failure import RunError
-from acsgd.io.directory import CheckpointDirectory
+from acsgd.config.options import Config
+from acsgd.errors import RunError
+from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.shards.disk import MANIFEST, Manifest
 
 TinyModel = Callable[..., Path]

@@ -10,11 +10,11 @@ from math import ceil
 
 import pytest
 
+from acsgd.config.spec import from_spec, to_spec
 from acsgd.pp import SCHEDULES, Action, Op, Program, Schedule, draw, forwards, lower, parse_action, validate
-from acsgd.pp.actions import Placement
-from acsgd.pp.schedules import GPipe, Interleaved, OneFOneB
-from acsgd.pp.simulate import Cost, main, simulate
-from acsgd.registry import from_spec, to_spec
+from acsgd.pp.schedules.actions import Placement
+from acsgd.pp.schedules.schedules import GPipe, Interleaved, OneFOneB
+from acsgd.pp.schedules.simulate import Cost, main, simulate
 
 SPECS = [*SCHEDULES, "1f1b:lead=2", "interleaved:chunks=1,lead=1", "interleaved:chunks=3"]
 SIZES = [(ranks, micros) for ranks in range(1, 9) for micros in range(1, 17)]
@@ -266,7 +266,7 @@ def test_command_draws_the_time_axis(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_schedules_need_no_torch() -> None:
-    code = "import sys, acsgd.pp, acsgd.pp.simulate; sys.exit('torch' in sys.modules)"
+    code = "import sys, acsgd.pp, acsgd.pp.schedules.simulate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

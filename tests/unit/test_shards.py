@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from acsgd.failure import RunError
+from acsgd.errors import RunError
 from acsgd.shards import FAMILIES
-from acsgd.shards.base import State, Weight, skeleton, stored_keys, tied_keys
 from acsgd.shards.convert import from_hf, read_config, to_hf
 from acsgd.shards.disk import MANIFEST, Manifest, ShardDirectory
+from acsgd.shards.layers import State, skeleton, stored_keys, tied_keys
 from acsgd.shards.load import Scratch, Source, load_layer
+from acsgd.shards.weights import Weight
 
 TinyModel = Callable[..., Path]
 Convert = Callable[[Path], Path]

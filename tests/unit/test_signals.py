@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from acsgd import signals
-from acsgd.signals import ONE_INTERRUPT_S, STOPPING, StopSignals
+from acsgd.run import signals
+from acsgd.run.signals import ONE_INTERRUPT_S, STOPPING, StopSignals
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 

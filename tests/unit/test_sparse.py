@@ -13,7 +13,7 @@ from acsgd.codecs.base import ALIGNMENT, NotFiniteError, wire_bytes
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.layout import SAMPLE
 from acsgd.codecs.lloyd import Lloyd
-from acsgd.codecs.sparse import TopK
+from acsgd.codecs.topk import TopK
 
 WORST = 1.0423
 """Bits of positions beside their entropy, at most (test_positions.py)."""

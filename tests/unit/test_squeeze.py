@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.bits import pack_bits
-from acsgd.codecs.squeeze import squeeze_, unsqueeze
+from acsgd.codecs.entropy import squeeze_, unsqueeze
 
 SIZES = [0, 1, 2, 3, 16, 255, 4096, 32768, 100_003]
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from acsgd.io import TASKS, tasks
-from acsgd.io.tasks import OnBad, Piece, Tally, Task, parse_tasks
+from acsgd.io import TASKS
+from acsgd.io.sources import sources as tasks
+from acsgd.io.sources.sources import OnBad, Piece, Tally, Task, parse_tasks
 
 LINES = '{"text": "one\\ntwo"}\n\n  \n{"meta": 1, "text": "zwölf"}\r\n{"text": ""}'
 DATA = Path(__file__).parents[2].parent / "shared" / "data"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from acsgd.dp.own import make_units
-from acsgd.shards.base import Weight
+from acsgd.dp.exchange.local_weights import make_units
+from acsgd.shards.weights import Weight
 
 
 def weight(key: str, n: int) -> Weight:

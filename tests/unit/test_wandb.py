@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from records import RECORD
 
-from acsgd.config import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
-from acsgd.io.metrics import Metrics, Record
-from acsgd.io.wandb_log import check_installed
+from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
+from acsgd.io.telemetry.metrics import Metrics
+from acsgd.io.telemetry.record import Record
+from acsgd.io.telemetry.wandb_log import check_installed
 
 SECRET = "0123456789secret" * 4  # as long as wandb wants a key to be
 CONFIG = Config(

@@ -1,0 +1,1 @@
+"""What data-parallel modes are made of: messages between replicas, averaging, error feedback, buckets."""

@@ -1,0 +1,27 @@
+"""How replicas agree. To add a mode, write its file and one line in the table; that also gets it tested."""
+
+from __future__ import annotations
+
+from acsgd.dp.modes.allreduce import AllReduce
+from acsgd.dp.modes.central_ps import CentralPS
+from acsgd.dp.modes.cocktail import Cocktail
+from acsgd.dp.modes.cocktail_grad import CocktailGrad
+from acsgd.dp.modes.diloco import DiLoCo
+from acsgd.dp.modes.local import Local
+from acsgd.dp.modes.powersgd import PowerSGD
+from acsgd.dp.modes.quantized import Quantized
+from acsgd.dp.modes.sharded_ps import ShardedPS
+from acsgd.dp.modes.sparseloco import SparseLoCo
+
+MODES = {
+    "allreduce": AllReduce,
+    "sharded_ps": ShardedPS,
+    "central_ps": CentralPS,
+    "powersgd": PowerSGD,
+    "quantized": Quantized,
+    "cocktail_grad": CocktailGrad,
+    "local": Local,
+    "cocktail": Cocktail,
+    "diloco": DiLoCo,
+    "sparseloco": SparseLoCo,
+}

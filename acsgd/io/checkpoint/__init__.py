@@ -1,0 +1,1 @@
+"""Checkpoints on disk: saving, finding, verifying, resuming from."""

@@ -1,0 +1,179 @@
+"""Say what a checkpoint holds, and whether every byte of it is as it was written."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+from safetensors import safe_open
+
+from acsgd.io.checkpoint.directory import CheckpointDirectory, step_of
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.shards.disk import MANIFEST, DamagedError, ShardDirectory
+
+DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+"""What safetensors calls a type -> what model.dtype does."""
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer of a checkpoint."""
+
+    layer: str
+    file: str
+    bytes: int
+    parameters: int
+    dtype: str
+    """Of the weights."""
+    remembers: list[str]
+    """What the optimizer remembers of each parameter."""
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """One checkpoint."""
+
+    path: str
+    step: int | None
+    """Optimizer steps; None if the manifest is damaged."""
+    tokens: int | None = None
+    """Trained on; None of a model that no run has saved."""
+    loss: float | None = None
+    eval_loss: float | None = None
+    bytes: int = 0
+    layers: list[LayerReport] = field(default_factory=list)
+    """Those whose files are sound."""
+    damages: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return asdict(self)
+
+
+def inspect(path: Path) -> list[CheckpointReport]:
+    """Look at a checkpoint or a layer-shard directory, or at all checkpoints of a run, oldest first.
+
+    Reads and verifies every byte. Raises ValueError if `path` is none of these.
+    """
+    if path.is_symlink():  # "best"
+        path = path.parent / path.readlink()
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory; give a checkpoint, a layer-shard directory or a run directory")
+    for directory in (CheckpointDirectory(path), CheckpointDirectory(path / "checkpoints")):
+        if steps := directory.steps():
+            return [_report(directory.of(step)) for step in steps]
+    if step_of(path) is None and not (path / MANIFEST).is_file():
+        raise ValueError(
+            f"{path} holds no checkpoint, and no {MANIFEST} of one; "
+            "give a checkpoint, a layer-shard directory or a run directory"
+        )
+    return [_report(path)]
+
+
+def _report(path: Path) -> CheckpointReport:
+    if not (path / MANIFEST).is_file():
+        why = f"{path / MANIFEST} is missing: {path.name} is half-written, or a part of it was not copied"
+        return CheckpointReport(str(path), step=None, damages=[why])
+    try:
+        shards = ShardDirectory(path)
+    except DamagedError as damage:
+        return CheckpointReport(str(path), step=None, damages=[str(damage)])
+    damages = {damage.file: str(damage) for damage in shards.damages()}
+    manifest = shards.manifest
+    progress = Progress.from_dict(manifest.run["progress"]) if manifest.run else None
+    return CheckpointReport(
+        path=str(path),
+        step=manifest.step,
+        tokens=progress.tokens if progress else None,
+        loss=progress.loss if progress else None,
+        eval_loss=progress.eval_loss if progress else None,
+        bytes=sum(file.bytes for file in manifest.files),
+        layers=[_layer(path, layer, file.file) for layer, file in manifest.layers.items() if file.file not in damages],
+        damages=list(damages.values()),
+    )
+
+
+def _layer(directory: Path, layer: str, name: str) -> LayerReport:
+    path = directory / name
+    with safe_open(path, framework="pt") as file:
+        keys = list(file.keys())
+        weights = [file.get_slice(key) for key in keys if "/" not in key]
+        return LayerReport(
+            layer=layer,
+            file=name,
+            bytes=path.stat().st_size,
+            parameters=sum(prod(weight.get_shape()) for weight in weights),
+            dtype=", ".join(sorted({DTYPES.get(weight.get_dtype(), weight.get_dtype()) for weight in weights})),
+            remembers=sorted({key.partition("/")[0] for key in keys if "/" in key}),
+        )
+
+
+def as_tables(reports: list[CheckpointReport]) -> Group:
+    """Return what a terminal shows: of one checkpoint its layers, of several one line each; then what is damaged."""
+    damages = [Text(f"DAMAGED: {damage}") for report in reports for damage in report.damages]
+    verdict = damages or [Text("every file is as it was written")]
+    if len(reports) > 1:
+        return Group(_checkpoints_table(reports), *verdict)
+    report = reports[0]
+    if report.step is None:
+        return Group(*verdict)
+    return Group(Text(report.path), Text(_headline(report)), _layers_table(report), *verdict)
+
+
+def _headline(report: CheckpointReport) -> str:
+    size = f"{_megabytes(report.bytes)} MB"
+    if report.tokens is None:
+        return f"a model that no run has saved, {size}"
+    return (
+        f"step {report.step}: {report.tokens:,} tokens, loss {_loss(report.loss)}, "
+        f"held-out loss {_loss(report.eval_loss)}, {size}"
+    )
+
+
+def _checkpoints_table(reports: list[CheckpointReport]) -> Table:
+    table = _table("checkpoint", "tokens", "loss", "held-out loss", "MB", text=["files"])
+    for report in reports:
+        table.add_row(
+            Path(report.path).name,
+            "-" if report.tokens is None else f"{report.tokens:,}",
+            _loss(report.loss),
+            _loss(report.eval_loss),
+            "-" if report.step is None else _megabytes(report.bytes),
+            "DAMAGED" if report.damages else "sound",
+        )
+    return table
+
+
+def _layers_table(report: CheckpointReport) -> Table:
+    table = _table("layer", "parameters", "MB", text=["dtype", "optimizer remembers"])
+    for layer in report.layers:
+        remembers = ", ".join(layer.remembers) or "nothing"
+        table.add_row(layer.layer, f"{layer.parameters:,}", _megabytes(layer.bytes), layer.dtype, remembers)
+    table.add_section()
+    parameters = sum(layer.parameters for layer in report.layers)
+    table.add_row(f"{len(report.layers)} layers", f"{parameters:,}", _megabytes(sum(x.bytes for x in report.layers)))
+    return table
+
+
+def _table(first: str, *numbers: str, text: list[str]) -> Table:
+    """Return a table without rows: a name, numbers flush right, text."""
+    table = Table(first, box=box.SIMPLE_HEAD, pad_edge=False)
+    for header in numbers:
+        table.add_column(header, justify="right")
+    for header in text:
+        table.add_column(header)
+    return table
+
+
+def _loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.2f}"

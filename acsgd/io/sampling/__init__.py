@@ -1,0 +1,1 @@
+"""From tokenized sources to the batches of one replica."""

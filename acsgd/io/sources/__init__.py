@@ -1,0 +1,1 @@
+"""Sources of text: what a run trains on."""

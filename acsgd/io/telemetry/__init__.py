@@ -1,0 +1,1 @@
+"""What a run reports: metrics, text logs, Weights & Biases."""

@@ -1,0 +1,19 @@
+"""The learning rate as a function of the optimizer step."""
+
+from __future__ import annotations
+
+import math
+
+from acsgd.config.options import OptimConfig
+
+
+def learning_rate(step: int, config: OptimConfig) -> float:
+    """Return the rate of optimizer step `step`, counted from 0.
+
+    It rises linearly over `warmup` steps to the peak, which step `warmup` has, and falls to 0 after the last.
+    """
+    if step < config.warmup:
+        return config.lr * (step + 1) / (config.warmup + 1)
+    rest = (step - config.warmup) / max(1, config.steps - config.warmup)
+    shape = 1 - rest if config.schedule == "linear" else (1 + math.cos(math.pi * rest)) / 2
+    return config.lr * shape

@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: actions, lowering, validation, simulation. No torch."""

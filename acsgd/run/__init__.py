@@ -1,0 +1,1 @@
+"""One rank's run, from the configuration to its end: deciding, building, training, saving, failing."""

@@ -1,0 +1,123 @@
+"""Make a worker: load this rank's layers, and no others, and connect them with their neighbours'."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from acsgd.codecs.identity import DTYPES
+from acsgd.dp.exchange.peers import Peers
+from acsgd.meter import Meter
+from acsgd.optim.adamw import Optimizer
+from acsgd.pp.runtime import Pipeline
+from acsgd.pp.stage import Stage
+from acsgd.pp.tied_weights import TiedPair
+from acsgd.pp.wire.cache_plan import MemoryPlan
+from acsgd.pp.wire.link import Link, LinkFactory
+from acsgd.run.job import Job
+from acsgd.run.session import Worker
+from acsgd.shards.layers import skeleton, tied_keys
+from acsgd.shards.load import Source, load_layer
+from acsgd.topology import Groups
+
+
+def build_worker(job: Job, source: Source, groups: Groups, memories: MemoryPlan | None = None) -> Worker:
+    """Load this rank's layers, and no others, and connect them with their neighbours'.
+
+    memories: where links remember, if pp.forward has them do so.
+    """
+    forward_meter, backward_meter = Meter(), Meter()
+    model = skeleton(job.model_config).train()
+    stages = build_stages(job, model, source, groups)
+    factory = _link_factory(job, groups, forward_meter, backward_meter, memories)
+    links = _open_links(job, factory)
+    tied = _pair_tied(job, stages, factory)
+    weights = [weight for stage in stages.values() for weight in stage.weights]
+    return Worker(
+        job=job,
+        groups=groups,
+        model=model,
+        stages=stages,
+        weights=weights,
+        pipeline=Pipeline(
+            job.row,
+            job.eval_row,
+            stages,
+            links,
+            tied,
+            exact_steps=job.config.pp.exact_steps,
+            exact_eval=job.config.pp.exact_eval,
+        ),
+        optimizer=Optimizer(weights, job.config.optim),
+        forward_meter=forward_meter,
+        backward_meter=backward_meter,
+    )
+
+
+def build_stages(job: Job, model: PreTrainedModel, source: Source, groups: Groups) -> dict[int, Stage]:
+    """Load the layers of this rank's stages into `model`, one at a time; all others stay without memory."""
+    config, device = job.config, job.streams.device
+    job.family.rebuild_buffers(model, device)
+    stages, peers = {}, Peers(groups.dp)
+    for index in job.stages:
+        shards = job.layers[slice(*job.specs[index])]
+        held = {
+            shard: load_layer(
+                model, shard, source, device=device, dtype=DTYPES[config.model.dtype], embedding=job.layers[0]
+            )
+            for shard in shards
+        }
+        weights = [weight for layer in held.values() for weight in layer]
+        stages[index] = Stage(
+            model,
+            job.family,
+            held,
+            job.mode.open(weights, peers),
+            targets=config.data.batch * config.data.sequence,
+            seed=config.data.seed,
+            recompute=config.model.recompute == "layers",
+            mask_per_sample=config.model.dropout_mask == "sample",
+        )
+    return stages
+
+
+def _link_factory(
+    job: Job, groups: Groups, forward_meter: Meter, backward_meter: Meter, memories: MemoryPlan | None
+) -> LinkFactory:
+    meters = forward_meter, backward_meter
+    return LinkFactory(groups.pp, job.streams, job.boundary, job.forward, job.backward, *meters, memories)
+
+
+def _open_links(job: Job, factory: LinkFactory) -> dict[int, Link]:
+    """Open this rank's end of every boundary, both ends in the same order: by boundary."""
+    if job.topology.stages == 1:
+        return {}
+    links = {}
+    for boundary in range(len(job.specs) - 1):
+        for stage, other in ((boundary, boundary + 1), (boundary + 1, boundary)):
+            if stage in job.stages:
+                links[boundary] = factory.open(boundary, peer=_rank_of(job, other), downstream=stage == boundary)
+    return links
+
+
+def _pair_tied(job: Job, stages: dict[int, Stage], factory: LinkFactory) -> TiedPair | None:
+    """Connect the two copies of a tied weight, if this rank holds one and another rank the other."""
+    first, last = 0, len(job.specs) - 1
+    originals = tied_keys(skeleton(job.model_config)).values()
+    weight = next(
+        (
+            weight
+            for index, stage in stages.items()
+            for weight in stage.weights
+            if weight.copy_of is not None or (index == first and weight.key in originals)
+        ),
+        None,
+    )
+    if weight is None or _rank_of(job, first) == _rank_of(job, last):
+        return None
+    peer = _rank_of(job, last if weight.copy_of is None else first)
+    return TiedPair(weight, factory, boundary=last, peer=peer)
+
+
+def _rank_of(job: Job, stage: int) -> int:
+    """Return the rank of this pipeline that holds a stage."""
+    return job.topology.pipeline(job.topology.replica)[stage % job.topology.stages]

@@ -1,0 +1,183 @@
+"""What a job reads: text to train and to evaluate on, weights, and the checkpoints of an earlier start."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from acsgd.io.cache import once_per_host
+from acsgd.io.checkpoint.progress import Identity
+from acsgd.io.checkpoint.resume import Candidates, find
+from acsgd.io.sampling.batches import Reader
+from acsgd.io.sampling.held_out import HeldOut, held_out, split
+from acsgd.io.sampling.sampler import Sampler, block_counts
+from acsgd.io.sampling.tokens import Corpus, num_sequences
+from acsgd.io.sampling.tokens import fingerprint as tokenizer_fingerprint
+from acsgd.io.sampling.tokens import prepare as tokenize_all
+from acsgd.io.sources.sources import WeightedTask
+from acsgd.pp.wire.cache_plan import MemoryPlan, plan_capacity
+from acsgd.pp.wire.delta import Delta
+from acsgd.run.job import Job
+from acsgd.shards.convert import from_hf
+from acsgd.shards.disk import MANIFEST, VERSION, ShardDirectory
+from acsgd.shards.load import Scratch, Source
+from acsgd.streams import available_memory_bytes
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All that a job reads, found and checked; no layer has been read yet."""
+
+    reader: Reader
+    held_out: HeldOut | None
+    identity: Identity
+    """What a checkpoint must have been made with."""
+    candidates: Candidates
+    source: Source | None
+    """Where the weights of a fresh run come from; None if there is something to go on from."""
+    memories: MemoryPlan | None
+    """Where links remember activations, if they do."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was left out of the texts, and what links remember, in sentences."""
+        held_out = self.held_out.notes if self.held_out else ()
+        return self.reader.notes + held_out + ((self.memories.note,) if self.memories else ())
+
+    def fingerprint(self) -> str:
+        """Return what must be the same on every rank."""
+        steps = [checkpoint.progress.step for checkpoint in self.candidates.checkpoints]
+        return self.reader.fingerprint() + repr((self.held_out and self.held_out.fingerprint(), steps))
+
+
+def open_inputs(job: Job) -> Inputs:
+    """Find and check all that a job reads, tokenising and converting into the cache what is not there yet.
+
+    Writes nothing else. Raises ValueError if something is missing, broken, or belongs to another training.
+    """
+    reader, held = open_data(job), open_held_out(job)
+    data = job.config.data
+    identity = Identity.of(
+        job.model_config,
+        tokenizer=tokenizer_fingerprint(job.tokenizer),
+        texts=reader.fingerprint(),
+        data={
+            "data.sequence": data.sequence,
+            "data.batch": data.batch,
+            "data.seed": data.seed,
+            "data.eval_share": data.eval_share,
+            "weights of data.task": list(reader.sampler.counts),
+        },
+    )
+    candidates = find(job.checkpoints, job.config.checkpoint.resume, identity)
+    fresh = not candidates.checkpoints and not candidates.refused
+    memories = plan_memories(job, sum(reader.sampler.sizes), kept={"run": identity.digest()}, fresh=fresh)
+    return Inputs(reader, held, identity, candidates, open_source(job) if fresh else None, memories)
+
+
+def open_data(job: Job) -> Reader:
+    """Return what makes this replica's batch of any step, tokenising into the cache first what is not there yet.
+
+    Raises ValueError if a text cannot be read or is too short.
+    """
+    config, topology = job.config, job.topology
+    corpora = _tokenized(job, job.tasks)
+    sizes = [num_sequences(tokens, config.data.sequence) for tokens, _ in corpora]
+    sampler = Sampler(
+        seed=config.data.seed,
+        batch=config.data.batch,
+        counts=block_counts([weight for _, weight in job.tasks]),
+        sizes=tuple(split(size, config.data.eval_share) for size in sizes),
+    )
+    return Reader(
+        [tokens for tokens, _ in corpora],
+        sampler,
+        sequence=config.data.sequence,
+        micro=config.pp.micro,
+        micros=job.micros,
+        wants_tokens=topology.stage_rank == 0,
+        wants_labels=topology.stage_rank == topology.stages - 1,
+        notes=tuple(skipped for _, skipped in corpora if skipped),
+    )
+
+
+def open_held_out(job: Job) -> HeldOut | None:
+    """Return this replica's batches to evaluate on, tokenising as `open_data` does; None if nothing is held out."""
+    config, topology = job.config, job.topology
+    return held_out(
+        _tokenized(job, job.tasks),
+        _tokenized(job, job.eval_tasks),
+        config.data.eval_share,
+        sequence=config.data.sequence,
+        micro=config.pp.micro,
+        replicas=topology.replicas,
+        replica=topology.replica,
+        wants_tokens=topology.stage_rank == 0,
+        wants_labels=topology.stage_rank == topology.stages - 1,
+    )
+
+
+def open_source(job: Job) -> Source:
+    """Return where the weights come from, converting a Hugging Face directory into the cache first."""
+    if job.config.model.init == "scratch":
+        return Scratch(job.model_config, job.layers, seed=job.config.data.seed)
+    if (job.model_dir / MANIFEST).is_file():
+        return ShardDirectory(job.model_dir)
+    files = sorted(path for path in job.model_dir.iterdir() if path.suffix in (".safetensors", ".json"))
+    state = repr([(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+    name = f"{job.model_dir.name}-{VERSION}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+
+    def convert(target: Path) -> None:
+        target.mkdir()
+        from_hf(job.model_dir, target)
+
+    return ShardDirectory(once_per_host(job.cache_dir / "models" / name, convert))
+
+
+def plan_memories(job: Job, sequences: int, *, kept: Mapping[str, Any], fresh: bool) -> MemoryPlan | None:
+    """Return how much the links of this rank remember of `sequences`, and where; None if they do not.
+
+    kept, fresh: as of MemoryPlan. Raises ValueError if there is no room for it.
+    """
+    delta, specs = job.forward, list(job.boundary.values())
+    if not isinstance(delta, Delta) or job.topology.stages == 1:
+        return None
+    key = f'pp.forward="{job.config.pp.forward}"'
+    try:
+        capacity = plan_capacity(delta, specs, sequences=sequences, at_once=len(job.micros) * job.config.pp.micro)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+    directory = Path(job.config.log.dir) / "memory" / f"replica-{job.topology.replica:05d}"
+    per_end = capacity * sum(map(delta.entry_bytes, specs))
+    _check_room(job, delta, directory, per_end, key)
+    cuts = [job.layers[start].name for start, _ in job.specs[1:]]
+    where = "in memory" if delta.memory == "ram" else f"in {directory.parent}"
+    rest = "" if capacity == sequences else ", the others are new at each visit"
+    note = f"each end of a link remembers {capacity} of {sequences} sequences{rest}: {per_end / 2**20:,.1f} MiB {where}"
+    return MemoryPlan(capacity, directory, cuts, kept, fresh, note)
+
+
+def _check_room(job: Job, delta: Delta, directory: Path, per_end: int, key: str) -> None:
+    """Raise ValueError if what this rank's ends of links are to remember does not fit where it is to be."""
+    ends = sum((stage > 0) + (stage < len(job.specs) - 1) for stage in job.stages)
+    if delta.memory == "ram":
+        available, where = available_memory_bytes(), "this host has"
+    else:
+        existing = next(parent for parent in directory.absolute().parents if parent.exists())
+        already = sum(path.stat().st_blocks * 512 for path in directory.parent.rglob("*"))  # of an earlier start
+        available, where = shutil.disk_usage(existing).free + already, f"{existing} has"
+    if available is not None and ends * per_end > available / job.neighbours:
+        raise ValueError(
+            f"{key}: each of rank {job.topology.rank}'s {ends} ends of links is to remember {per_end / 2**30:.3g} GiB, "
+            f"but {where} {available / 2**30:.3g} GiB free for {job.neighbours} processes; give "
+            f"memory_gib={0.9 * available / job.neighbours / ends / 2**30:.2g}, fewer memory_bits"
+            + (", or memory=disk" if delta.memory == "ram" else "")
+        )
+
+
+def _tokenized(job: Job, tasks: Sequence[WeightedTask]) -> list[Corpus]:
+    return tokenize_all(tasks, job.tokenizer, job.config.data.sequence, job.cache_dir / "tokens")

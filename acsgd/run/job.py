@@ -1,0 +1,241 @@
+"""A run, fully decided before any process group exists: everything derived from the configuration, torchrun's
+environment and the model's config.json, and every mistake in them found.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from acsgd import codecs
+from acsgd.codecs.base import Codec
+from acsgd.codecs.identity import DTYPES
+from acsgd.config.checks import check
+from acsgd.config.options import Config
+from acsgd.config.run_file import to_toml
+from acsgd.config.spec import from_spec, to_spec
+from acsgd.dp import MODES
+from acsgd.dp.modes.allreduce import AllReduce
+from acsgd.dp.sync import Mode
+from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.sampling.held_out import parse_eval
+from acsgd.io.sampling.sampler import deal
+from acsgd.io.sources.sources import WeightedTask, parse_tasks
+from acsgd.io.telemetry.wandb_log import check_installed
+from acsgd.pp.schedules.actions import Action, Program, forwards
+from acsgd.pp.schedules.lowering import lower
+from acsgd.pp.schedules.schedules import SCHEDULES, Schedule
+from acsgd.pp.schedules.validation import validate
+from acsgd.pp.wire.coder import TensorSpec
+from acsgd.pp.wire.delta import Delta
+from acsgd.run.model_files import _load_tokenizer, _open_model
+from acsgd.shards import family_of
+from acsgd.shards.layers import LayerShard, ModelFamily, skeleton
+from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
+from acsgd.streams import Streams, open_streams
+from acsgd.topology import Launch, Topology
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's view of a decided run."""
+
+    config: Config
+    topology: Topology
+    neighbours: int
+    """Processes of the run on this rank's host, itself among them."""
+    streams: Streams
+    model_dir: Path
+    """Where config.json and the tokenizer are, and the weights unless they are drawn anew."""
+    model_config: PreTrainedConfig
+    family: ModelFamily
+    layers: tuple[LayerShard, ...]
+    specs: tuple[StageSpec, ...]
+    """The layers of each stage."""
+    row: tuple[Action, ...]
+    """What this rank does in a step."""
+    eval_row: tuple[Action, ...]
+    """What this rank does to evaluate as many micro-batches as a step has."""
+    micros: range
+    """The micro-batches of the global batch that this rank's replica trains on."""
+    forward: Codec | Delta
+    backward: Codec
+    mode: Mode
+    tokenizer: PreTrainedTokenizerBase
+    tasks: tuple[WeightedTask, ...]
+    eval_tasks: tuple[WeightedTask, ...]
+    """The sources of data.eval_task, if any."""
+
+    def describe(self) -> str:
+        """Say in a few words what will run where."""
+        config, topology = self.config, self.topology
+        parameters = sum(parameter.numel() for parameter in skeleton(self.model_config).parameters())
+        layers = " | ".join(_span(self.layers[slice(*spec)]) for spec in self.specs)
+        idle = f"\ndp.mode={config.dp.mode} has nothing to do: there is one replica" if self._mode_is_idle else ""
+        return (
+            f"{self.model_config.model_type}, {parameters / 1e6:.1f} M parameters, {config.model.dtype}, on "
+            f"{self.streams.device.type}: {topology.stages} pipeline ranks x {topology.replicas} replicas\n"
+            f"stages: {layers}\n"
+            f"a step: {config.data.batch} sequences of {config.data.sequence} tokens, "
+            f"{config.data.batch // config.pp.micro} micro-batches of {config.pp.micro}, {config.pp.schedule}{idle}"
+        )
+
+    def fingerprint(self) -> str:
+        """Return what must be the same on every rank."""
+        return to_toml(self.config) + self.model_config.to_json_string() + repr(self.specs)
+
+    @property
+    def _mode_is_idle(self) -> bool:
+        return self.topology.replicas == 1 and not isinstance(self.mode, AllReduce)
+
+    @property
+    def stages(self) -> list[int]:
+        """Indices of the stages this rank holds."""
+        return list(range(self.topology.stage_rank, len(self.specs), self.topology.stages))
+
+    @property
+    def eval_form(self) -> str:
+        """How activations travel when evaluated, in words that follow others; nothing without a codec."""
+        pp = self.config.pp
+        if pp.forward == "none":
+            return ""
+        form = to_spec(self.forward.first, codecs.CODECS) if isinstance(self.forward, Delta) else pp.forward
+        return ", sent exactly" if pp.exact_eval or form == "none" else f", sent as {form}"
+
+    @property
+    def boundary(self) -> dict[str, TensorSpec]:
+        """What travels of a micro-batch between two stages, by name."""
+        shapes = self.family.boundary(self.model_config, self.config.pp.micro, self.config.data.sequence)
+        return {name: TensorSpec(shape, DTYPES[self.config.model.dtype]) for name, shape in shapes.items()}
+
+    @property
+    def cache_dir(self) -> Path:
+        """Where converted models and tokenised text lie, beside the run, for the next run to find."""
+        return Path(self.config.log.dir).parent / "cache"
+
+    @property
+    def checkpoints(self) -> CheckpointDirectory:
+        """Where the state of the run is saved."""
+        return CheckpointDirectory(Path(self.config.checkpoint.dir or Path(self.config.log.dir) / "checkpoints"))
+
+    @property
+    def disk_timeout_s(self) -> float:
+        """How long a rank waits for others that read or write files, which may take longer than a message."""
+        return 10 * self.config.run.timeout
+
+
+def prepare(config: Config, launch: Launch) -> Job:
+    """Decide a run. Writes nothing. Raises ValueError that names the key and says what to type."""
+    check(config)
+    check_installed(config.log.to)
+    _check_writable("log.dir", config.log.dir)
+    _check_writable("checkpoint.dir", config.checkpoint.dir or str(Path(config.log.dir) / "checkpoints"))
+    topology = Topology(launch.rank, launch.world_size, config.pp.stages)
+    schedule: Schedule = from_spec(config.pp.schedule, SCHEDULES, key="pp.schedule")
+    forward = _parse_forward(config.pp.forward)
+    backward = _parse_backward(config.pp.backward)
+    mode: Mode = from_spec(config.dp.mode, MODES, key="dp.mode")
+    tasks = parse_tasks(config.data.task, bad=config.data.bad)
+    eval_tasks = parse_eval(config.data.eval_task, config.data.eval_share, bad=config.data.bad)
+    micros = _deal(config, topology)
+    streams = open_streams(config.run.device, launch.local_rank)
+    model_dir, model_config = _open_model(config.model)
+    family = family_of(model_config.model_type)
+    _check_sequence(config.data.sequence, family.longest(model_config))
+    specs = _plan(config, family, model_config, topology.stages * schedule.chunks, streams)
+    program, evaluation = _programs(schedule, topology.stages, len(micros))
+    return Job(
+        config=config,
+        topology=topology,
+        neighbours=launch.local_world_size,
+        streams=streams,
+        model_dir=model_dir,
+        model_config=model_config,
+        family=family,
+        layers=tuple(family.layers(model_config)),
+        specs=tuple(specs),
+        row=tuple(program[topology.stage_rank]),
+        eval_row=tuple(evaluation[topology.stage_rank]),
+        micros=micros,
+        forward=forward,
+        backward=backward,
+        mode=mode,
+        tokenizer=_load_tokenizer(model_dir, model_config),
+        tasks=tasks,
+        eval_tasks=eval_tasks,
+    )
+
+
+def _parse_forward(spec: str) -> Codec | Delta:
+    form: Codec | Delta = from_spec(spec, {**codecs.CODECS, "delta": Delta}, key="pp.forward")
+    return form
+
+
+def _parse_backward(spec: str) -> Codec:
+    if spec.partition(":")[0] == "delta":
+        raise ValueError(
+            f'pp.backward="{spec}": delta is for activations, which change little between visits of a sequence; for '
+            'their gradients use "fixpoint:bits=8", or "fixpoint:bits=4,scale=l2,reach=8,squeeze=true" for fewer bytes'
+        )
+    return codecs.parse(spec, key="pp.backward")
+
+
+def _span(shards: Sequence[LayerShard]) -> str:
+    """Name the layers of a stage: "embed .. block-00002"."""
+    return shards[0].name if len(shards) == 1 else f"{shards[0].name} .. {shards[-1].name}"
+
+
+def _check_writable(key: str, directory: str) -> None:
+    """Raise ValueError if a directory could not be made or written to, as far as can be told without trying."""
+    path = Path(directory).absolute()
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{key}={directory}: {existing} is a file; give a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{key}={directory}: this user may not write to {existing}; give another directory")
+
+
+def _deal(config: Config, topology: Topology) -> range:
+    num_micros = config.data.batch // config.pp.micro
+    if num_micros < topology.replicas:
+        raise ValueError(
+            f"pp.micro={config.pp.micro} cuts data.batch={config.data.batch} into {num_micros} micro-batches, too few "
+            f"for {topology.replicas} replicas; use a smaller pp.micro, or data.batch of at least "
+            f"{config.pp.micro * topology.replicas}"
+        )
+    return deal(num_micros, topology.replicas, topology.replica)
+
+
+def _programs(schedule: Schedule, stages: int, micros: int) -> tuple[Program, Program]:
+    """Return the programs of a step and of an evaluation, both held to the laws."""
+    computes = schedule.rows(stages, micros)
+    program, evaluation = lower(computes), lower(forwards(computes))
+    validate(program)
+    validate(evaluation, forward_only=True)
+    return program, evaluation
+
+
+def _check_sequence(sequence: int, longest: int) -> None:
+    if sequence > longest:
+        raise ValueError(
+            f"data.sequence={sequence} is longer than the model allows; use data.sequence={longest} or less"
+        )
+
+
+def _plan(
+    config: Config, family: ModelFamily, model_config: PreTrainedConfig, stages: int, streams: Streams
+) -> list[StageSpec]:
+    num_layers = len(family.layers(model_config))
+    if stages > num_layers:
+        raise ValueError(
+            f"pp.stages={config.pp.stages} with pp.schedule={config.pp.schedule} needs {stages} stages, but the model "
+            f"has {num_layers} layers (an embedding, {num_layers - 2} blocks, a head); use fewer stages or chunks"
+        )
+    if config.pp.layers is not None:
+        return plan_blocks(config.pp.layers, num_layers - 2, stages)
+    costs = layer_costs(family, model_config, sequence=config.data.sequence, device=streams.device.type)
+    return plan(costs, stages)

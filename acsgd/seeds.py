@@ -1,0 +1,12 @@
+"""Seeds of everything that is random in a run."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+
+def mix_seed(*parts: int) -> int:
+    """Hash integers into one 63-bit seed, so that neighbouring (seed, step, ...) give unrelated streams."""
+    packed = struct.pack(f"<{len(parts)}q", *parts)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
