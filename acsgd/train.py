@@ -29,7 +29,7 @@ from acsgd.run.checkpointing import Saves
 from acsgd.run.failures import told_by_first, told_once
 from acsgd.run.inputs import Inputs, open_inputs
 from acsgd.run.job import Job, prepare
-from acsgd.run.session import Worker
+from acsgd.run.session import Session
 from acsgd.run.signals import StopSignals, end_with_torchrun
 from acsgd.run.state import restore, start
 from acsgd.topology import Groups, Launch, connect
@@ -83,7 +83,7 @@ def text_log(job: Job, run_dir: Path) -> contextlib.AbstractContextManager[None]
 class Training:
     """A run under way, as this rank sees it. What decides on what comes next is equal on all ranks."""
 
-    worker: Worker
+    worker: Session
     inputs: Inputs
     metrics: Metrics
     saves: Saves

@@ -33,7 +33,7 @@ from acsgd.io.sampling.batches import Batch
 from acsgd.run.checkpointing import Saves
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
-from acsgd.run.session import Worker
+from acsgd.run.session import Session
 from acsgd.run.state import start
 from acsgd.topology import Launch, connect
 
@@ -79,7 +79,7 @@ def rank_rounds(rank: int, directory: Path) -> list[Round]:
         return rounds
 
 
-def _round(worker: Worker, saves: Saves, batch: Batch, progress: Progress) -> tuple[Progress, Round]:
+def _round(worker: Session, saves: Saves, batch: Batch, progress: Progress) -> tuple[Progress, Round]:
     dist.barrier()
     progress, times = _steps(worker, batch, progress, STEPS_PER_BLOCK)
     dist.barrier()
@@ -96,7 +96,7 @@ def _round(worker: Worker, saves: Saves, batch: Batch, progress: Progress) -> tu
     return progress, Round(statistics.median(times), stall_s, with_save_s - sum(times), alone_s)
 
 
-def _steps(worker: Worker, batch: Batch, progress: Progress, count: int) -> tuple[Progress, list[float]]:
+def _steps(worker: Session, batch: Batch, progress: Progress, count: int) -> tuple[Progress, list[float]]:
     times = []
     for _ in range(count):
         began = time.perf_counter()

@@ -209,8 +209,8 @@ def parse_arguments() -> argparse.Namespace:
         "--rows", nargs="+", default=["*"], help='labels, as in the table; "delta*" is each that matches'
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--pretrain", help="text, as in data.task")
-    parser.add_argument("--finetune", help="another text, as in data.task")
+    parser.add_argument("--pretrain", help="text, as in data.sources")
+    parser.add_argument("--finetune", help="another text, as in data.sources")
     parser.add_argument("--epochs", type=int, default=Setting.epochs)
     parser.add_argument("--lr", type=float, default=Setting.lr)
     parser.add_argument("--dir", type=Path, default=Path("runs/benchmarks/convergence"), help="where runs are kept")

@@ -169,7 +169,7 @@ def make_config(model: Path, run_dir: Path, *, processes: int, steps: int, check
     """Return a run with dropout, evaluations and, of four processes, two replicas of two stages."""
     return Config(
         model=ModelConfig(str(model)),
-        data=DataConfig(task="demo", sequence=16, batch=4, seed=3, eval_share=0.0001),
+        data=DataConfig(sources="demo", sequence=16, batch=4, seed=3, eval_fraction=0.0001),
         optim=OptimConfig(lr=1e-3, steps=steps, warmup=3, clip=0.5, weight_decay=0.1),
         pp=PipelineConfig(stages=min(2, processes), micro=2, layers=(2,) if processes == 1 else (1, 1)),
         eval=EvalConfig(every=3),

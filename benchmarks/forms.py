@@ -15,10 +15,10 @@ import torch.distributed as dist
 from acsgd.config.options import Config
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
-from acsgd.run.build import build_worker
+from acsgd.run.build import build_session
 from acsgd.run.inputs import open_source, plan_memories
 from acsgd.run.job import Job
-from acsgd.run.session import StepResult, Worker
+from acsgd.run.session import Session, StepResult
 from acsgd.topology import Groups, connect
 
 UNCOMPRESSED = "none/none"
@@ -27,7 +27,7 @@ UNCOMPRESSED = "none/none"
 class Training:
     """A worker, and how far it has come."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Session) -> None:
         self._worker = worker
         self._progress = Progress()
 
@@ -57,7 +57,7 @@ def open_trainings(jobs: Sequence[Job], store: str, *, sequences: int) -> Iterat
         yield [Training(_open_worker(job, groups, sequences)) for job in jobs]
 
 
-def _open_worker(job: Job, groups: Groups, sequences: int) -> Worker:
+def _open_worker(job: Job, groups: Groups, sequences: int) -> Session:
     """Load a rank's layers once more."""
     memories = plan_memories(job, sequences, kept={}, fresh=True)
-    return build_worker(job, open_source(job), groups, memories)
+    return build_session(job, open_source(job), groups, memories)

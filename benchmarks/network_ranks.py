@@ -49,7 +49,7 @@ class Setting:
         blocks = (BLOCKS // self.stages,) * self.stages
         config = Config(
             model=ModelConfig(str(self.model)),
-            data=DataConfig(task="demo", sequence=SEQUENCE, batch=self.micros),
+            data=DataConfig(sources="demo", sequence=SEQUENCE, batch=self.micros),
             optim=OptimConfig(lr=1e-4, steps=10**9),
             pp=PipelineConfig(self.stages, 1, self.schedule, layers=blocks),
             log=LogConfig(dir=str(self.model.parent / "run")),

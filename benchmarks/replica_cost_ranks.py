@@ -21,9 +21,10 @@ from acsgd.config.options import OptimConfig
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.exchange.peers import Peers
-from acsgd.dp.sync import Alone, GradSync, LocalStep
+from acsgd.dp.sync import Alone, GradSync
 from acsgd.meter import Meter
 from acsgd.optim.adamw import Optimizer
+from acsgd.optim.base import LocalStep
 from acsgd.shards.weights import Weight
 from acsgd.topology import Topology, connect
 

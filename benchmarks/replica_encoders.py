@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from acsgd.codecs.message import MessageCodec
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
-from acsgd.dp.exchange.averaging import Compressor
 
 FRAME_BYTES = 16
 """Of every message between replicas, before its body (acsgd.dp.exchange.peers)."""
@@ -59,14 +59,14 @@ class Chosen(NamedTuple):
     """A compressor, of a mode."""
 
     spec: str
-    compressor: Compressor
+    compressor: MessageCodec
     looked_at: float
     """Share of the parameters that are encoded."""
 
 
 def chosen_of(specs: Sequence[str]) -> list[Chosen]:
     """Return the compressors of modes that have one, each once."""
-    found: dict[Compressor, Chosen] = {}
+    found: dict[MessageCodec, Chosen] = {}
     for spec in specs:
         mode = from_spec(spec, MODES, key="--modes")
         if hasattr(mode, "compressor"):

@@ -28,7 +28,7 @@ from acsgd.dp import MODES
 from acsgd.dp.exchange.second_moments import EVERY
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
-from acsgd.run.build import build_worker
+from acsgd.run.build import build_session
 from acsgd.run.inputs import open_source
 from acsgd.run.job import Job, prepare
 from acsgd.topology import Groups, Launch, Topology, connect
@@ -53,7 +53,7 @@ class Setting:
         """Return the run whose steps are made in a mode."""
         return Config(
             model=ModelConfig(str(self.model)),
-            data=DataConfig(task="demo", sequence=SEQUENCE, batch=self.micros * self.replicas),
+            data=DataConfig(sources="demo", sequence=SEQUENCE, batch=self.micros * self.replicas),
             optim=OPTIM,
             pp=PipelineConfig(stages=1, micro=1),
             dp=ReplicaConfig(mode),
@@ -181,7 +181,7 @@ def make_batch(job: Job, setting: Setting) -> Batch:
 
 def acsgd(job: Job, batch: Batch, groups: Groups) -> Step:
     """Return acsgd's step in the mode of a job."""
-    worker, replicas = build_worker(job, open_source(job), groups), job.topology.replicas
+    worker, replicas = build_session(job, open_source(job), groups), job.topology.replicas
 
     def step(number: int) -> Made:
         result = worker.train_step(batch, Progress(step=number))

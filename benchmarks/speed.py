@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/speed.py [--json runs/benchmarks/speed.json]
 
-    1 process     Worker.train_step against a loop over the Hugging Face model as one would write it by hand
+    1 process     Session.train_step against a loop over the Hugging Face model as one would write it by hand
     2 stages      against torch.distributed.pipelining: the same cut, the same blocks, GPipe and 1F1B
     2 replicas    against DistributedDataParallel: buckets of the same size, no_sync before the last micro-batch
 
@@ -41,10 +41,10 @@ from transformers.utils import logging as transformers_logging
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig, ReplicaConfig
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
-from acsgd.run.build import build_worker
+from acsgd.run.build import build_session
 from acsgd.run.inputs import open_source
 from acsgd.run.job import Job, prepare
-from acsgd.run.session import Worker
+from acsgd.run.session import Session
 from acsgd.topology import Launch, connect
 
 VOCABULARY, SEQUENCE, MICRO, NUM_MICROS = 4096, 128, 2, 8  # sequences per micro-batch, micro-batches per step
@@ -74,7 +74,7 @@ class Case:
         """Return acsgd's run."""
         return Config(
             model=ModelConfig(name=str(model)),
-            data=DataConfig(task="demo", sequence=SEQUENCE, batch=MICRO * NUM_MICROS),
+            data=DataConfig(sources="demo", sequence=SEQUENCE, batch=MICRO * NUM_MICROS),
             optim=OPTIM,
             pp=PipelineConfig(stages=self.stages, micro=MICRO, schedule=self.schedule),
             dp=ReplicaConfig(mode=f"allreduce:bucket_mb={BUCKET_MB * 2**20 / 1e6}"),
@@ -88,7 +88,7 @@ def tokens_of(step: int) -> Tensor:
     return torch.randint(VOCABULARY, (NUM_MICROS, MICRO, SEQUENCE + 1), generator=generator)
 
 
-def acsgd(worker: Worker) -> Step:
+def acsgd(worker: Session) -> Step:
     """Return acsgd's step."""
     job = worker.job
     rows = slice(job.micros.start, job.micros.stop)
@@ -222,7 +222,7 @@ def rank_rounds(rank: int, index: int, model: Path, store: str, rounds: int) -> 
     world_size = case.stages * case.replicas
     job = prepare(case.config(model), Launch(rank, rank, world_size))
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(store, world_size)) as groups:
-        ours, theirs = acsgd(build_worker(job, open_source(job), groups)), case.baseline(job)
+        ours, theirs = acsgd(build_session(job, open_source(job), groups)), case.baseline(job)
         return alternate(ours, theirs, warmup=WARMUP, rounds=rounds, steps=STEPS_PER_BLOCK, barrier=dist.barrier)
 
 

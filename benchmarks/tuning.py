@@ -166,11 +166,11 @@ class Tuning:
                 str(with_dropout(self.model, variant.dropout)), init=s.init, dropout_mask=variant.dropout_mask
             ),
             data=DataConfig(
-                task=str(self.text),
+                sources=str(self.text),
                 sequence=s.sequence,
                 batch=s.batch,
                 seed=seed,
-                eval_share=s.held_out / (s.trained + s.held_out),
+                eval_fraction=s.held_out / (s.trained + s.held_out),
             ),
             optim=OptimConfig(
                 lr=s.lr * variant.rate,
@@ -212,7 +212,7 @@ def pretrained(directory: Path, setting: Setting, text: str) -> Path:
     def build(target: Path) -> None:
         config = Config(
             model=ModelConfig(str(begun), init="scratch"),
-            data=DataConfig(task=str(written(directory, text)), sequence=s.sequence, batch=s.batch),
+            data=DataConfig(sources=str(written(directory, text)), sequence=s.sequence, batch=s.batch),
             optim=OptimConfig(lr=s.pretrain_lr, steps=s.pretrain_steps, warmup=s.pretrain_steps // 10),
             pp=PipelineConfig(micro=s.batch // PROCESSES),
             log=LogConfig(dir=str(directory), to="jsonl"),
@@ -226,7 +226,7 @@ def pretrained(directory: Path, setting: Setting, text: str) -> Path:
 
 
 def read(sources: str) -> str:
-    """Return the text of some sources, which are named as in data.task. Raises ValueError if one cannot be read."""
+    """Return the text of some sources, which are named as in data.sources. Raises ValueError if one cannot be read."""
     return "\n".join(piece.text for task, _ in parse_tasks(sources) for piece in task.pieces())
 
 

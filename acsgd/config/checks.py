@@ -90,8 +90,10 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
 def _check_evaluation(config: Config) -> None:
     asking = [f"eval.every={config.eval.every}"] if config.eval.every is not None else []
     asking += ["checkpoint.best"] if config.checkpoint.best else []
-    if asking and config.data.eval_task is None and not config.data.eval_share:
-        raise ValueError(f"{asking[0]} has nothing to evaluate on; give data.eval_task, or data.eval_share=0.05, say")
+    if asking and config.data.eval_sources is None and not config.data.eval_fraction:
+        raise ValueError(
+            f"{asking[0]} has nothing to evaluate on; give data.eval_sources, or data.eval_fraction=0.05, say"
+        )
 
 
 def _check_log(log: LogConfig) -> None:

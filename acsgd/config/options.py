@@ -1,8 +1,8 @@
-"""Every option of a run: its type, unit, default and the arithmetic that must hold between options.
+"""Every option of a run: its type, unit, range and default.
 
-A run is described by a TOML file and command-line flags of the same names; flags > file > defaults.
-Plug-ins (schedule, codecs, data-parallel mode, tasks) are spec strings, parsed against their own tables in
-`acsgd.run.job`: this file lies below them and knows none of them.
+A TOML file and command-line flags of the same names describe a run; flags > file > defaults. Plug-ins (schedule,
+codecs, data-parallel mode, sources) are spec strings, "name:key=value,...", which `acsgd.run.job` parses against the
+tables of the plug-ins. This file imports none of them.
 """
 
 from __future__ import annotations
@@ -10,165 +10,177 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+RENAMED = {
+    "data.task": "data.sources",
+    "data.eval_task": "data.eval_sources",
+    "data.eval_share": "data.eval_fraction",
+    "data.bad": "data.on_error",
+}
+"""Former name of an option -> its name. A former name is refused, with the new one in the message."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model is trained, from which weights, in which precision."""
+    """The model, its initial weights and its precision."""
 
     name: str
-    """Hugging Face id, Hugging Face directory, or layer-shard directory."""
+    """Hugging Face id, Hugging Face model directory, or layer-shard directory."""
     init: Literal["pretrained", "scratch"] = "pretrained"
-    """"scratch" draws new weights and needs only the model's config.json."""
+    """Initial weights: "pretrained" loads them; "scratch" initializes new ones and needs only config.json."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Type of weights and activations; bf16 and fp16 keep fp32 master weights and accumulate gradients in fp32."""
+    """Type of parameters and activations. bf16 and fp16 keep fp32 master weights and accumulate gradients in fp32."""
     recompute: Literal["none", "layers"] = "none"
-    """"layers" keeps only the input of each layer for backward and computes the rest again: less memory, more time."""
+    """Activation recomputation: "layers" keeps only each layer's input for backward. Less memory, more time."""
     dropout_mask: Literal["step", "sample"] = "step"
-    """"step" draws new dropout masks in every step; with "sample" a sequence has the same ones in every epoch, so its
-    activations change little between visits, as delta codecs need. It then trains one sequence at a time."""
+    """What a dropout mask depends on: "step" draws new masks in every step; "sample" gives a sequence the same masks in
+    every epoch, so that its activations change little between epochs, as delta codecs need. "sample" computes one
+    sequence at a time."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is read, and how much of it makes one optimizer step."""
+    """The sources and the size of a batch."""
 
-    task: str
-    """Sources with optional weights: "a.jsonl:0.3,b.txt:0.7", *.jsonl, *.jsonl.zst, *.txt or "demo"."""
+    sources: str
+    """Sources with optional weights, "a.jsonl:0.3,b.txt:0.7": *.jsonl, *.jsonl.zst, *.txt, or "demo"."""
     sequence: int
-    """Tokens per sequence."""
+    """Sequence length, tokens."""
     batch: int
-    """Sequences per optimizer step, over all replicas; it does not change with the number of ranks."""
+    """Global batch size, sequences per optimizer step over all replicas. Independent of the number of ranks."""
     seed: int = 0
-    """Seed of the data order, of dropout and of new weights."""
-    bad: Literal["stop", "skip"] = "stop"
-    """What a line that cannot be read does: end the run, naming it, or be left out, counted and reported."""
-    eval_task: str | None = None
-    """Sources to evaluate on, as in data.task, without weights: each of their sequences once."""
-    eval_share: float = 0.0
-    """Part of each source of data.task, its end, that is held out to evaluate on; 0.05 = 5 %."""
+    """Seed of the sample order, of dropout and of new weights; 0 to 2**63 - 1."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What an unreadable record does: "stop" ends the run and names it; "skip" leaves it out and reports the count."""
+    eval_sources: str | None = None
+    """Sources to evaluate on, as in data.sources but without weights; every sequence is read once. Default: none."""
+    eval_fraction: float = 0.0
+    """Fraction of each source that is held out for evaluation, taken from its end, in [0, 1); 0.05 = 5 %."""
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """When the model is evaluated on data.eval_task or data.eval_share."""
+    """When the model is evaluated."""
 
     every: int | None = None
-    """Optimizer steps between evaluations; the end of the run always evaluates. Default: only then."""
+    """Interval between evaluations, optimizer steps. The last step always evaluates. Default: only then."""
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """How the model is cut into stages and how micro-batches flow through them."""
+    """Pipeline parallelism: the stages, the schedule, and the codecs of what travels between stages."""
 
     stages: int = 1
-    """Ranks per pipeline; must divide the number of processes. The rest are replicas."""
+    """Ranks per pipeline. Must divide the number of processes; the quotient is the number of replicas."""
     micro: int = 1
-    """Sequences per micro-batch; must divide data.batch. Larger = fewer, longer messages and a larger bubble."""
+    """Micro-batch size, sequences; must divide data.batch. Larger = fewer, longer messages and a larger bubble."""
     schedule: str = "1f1b"
-    """"gpipe", "1f1b" or "interleaved:chunks=2"."""
+    """Pipeline schedule: "gpipe", "1f1b", "1f1b:lead=2" or "interleaved:chunks=2"."""
     forward: str = "none"
-    """Codec of the activations: "none", "none:dtype=bf16", "fixpoint:bits=8", "lloyd:bits=4", "hadamard", or, for data
-    that are visited again, "delta:bits=4" or "delta:step=2"."""
+    """Codec of activations: "none", "none:dtype=bf16", "fixpoint:bits=8", "lloyd:bits=4", "hadamard", or, for sequences
+    that are trained on more than once, "delta:bits=4" or "delta:step=2"."""
     backward: str = "none"
-    """Codec of the activations' gradients."""
+    """Codec of activation gradients: the same except delta."""
     exact_steps: int = 0
-    """Optimizer steps at the start of the run that send without these codecs."""
+    """Number of initial steps that send activations and gradients without codecs; 0 = none."""
     exact_eval: bool = True
-    """Whether evaluations send without them."""
+    """Whether evaluations send activations without codecs."""
     layers: tuple[int, ...] | None = None
-    """Blocks per stage, first to last; overrides the plan by cost. The embedding and head come on top."""
+    """Transformer blocks per stage, first to last, without the embedding and the head. Default: balanced by cost."""
 
 
 @dataclass(frozen=True)
 class ReplicaConfig:
-    """How replicas of the pipeline agree."""
+    """Data parallelism: how replicas of the pipeline synchronize."""
 
     mode: str = "allreduce"
-    """"allreduce", or how weights are exchanged where links are slow: "cocktail:random=0.1,topk=0.2,bits=4"."""
+    """Data-parallel mode: "allreduce", or a compressed one such as "cocktail:random=0.1,topk=0.2,bits=4"."""
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The optimizer and its learning rate, counted in optimizer steps."""
+    """The optimizer and its learning-rate schedule."""
 
     lr: float
-    """Peak learning rate."""
+    """Peak learning rate, greater than 0."""
     steps: int
-    """Optimizer steps of the whole run."""
-    name: Literal["adamw"] = "adamw"
-    """AdamW, in fp32 on the master weights."""
+    """Number of optimizer steps of the whole run."""
+    name: str = "adamw"
+    """Optimizer: "adamw", in fp32 on the master weights."""
     warmup: int = 0
-    """Optimizer steps over which the rate rises linearly to its peak."""
+    """Number of steps over which the learning rate rises linearly to its peak."""
     schedule: Literal["linear", "cosine"] = "linear"
-    """How the rate falls to 0 after the warm-up."""
+    """Learning-rate decay from the peak to 0 at the last step."""
     clip: float = 1.0
-    """Largest global gradient norm; "inf" = no clipping."""
+    """Maximum global gradient norm; inf = no clipping."""
     weight_decay: float = 0.01
-    """Decoupled decay per step, of matrices and embeddings only: never of norms and biases."""
+    """Decoupled weight decay, of matrices and embeddings only (not of norms and biases)."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of AdamW's first and second moments."""
+    """Decay rates of AdamW's first and second moments, each in [0, 1)."""
     eps: float = 1e-8
-    """Added to AdamW's denominator."""
+    """Term added to AdamW's denominator, greater than 0."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """What NaN or inf in the loss or the gradients does: end the run, naming its origin, or leave the update out."""
+    """What NaN or inf in the loss or the gradients does: "stop" ends the run and names its origin; "skip" skips the
+    update."""
     spike: float | None = None
-    """A loss of more than this many times the mean of the last 16 sends the run back to its last checkpoint and
-    past the batch. Default: never."""
+    """Loss spike threshold, a multiple of the mean loss of the last 16 updates, greater than 1. A spike restores the
+    last checkpoint and skips the batch. Default: never."""
     loss_scale: float = 65536.0
-    """What fp16 multiplies the loss by at first; halved when gradients overflow, doubled after 2000 good steps."""
+    """Initial loss scale of fp16 runs, a power of 2. Halved when gradients overflow, doubled after 2000 steps
+    without overflow."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When the state of the run is saved, which saves are kept, and from which one it goes on."""
+    """When the run is saved, which checkpoints are kept, and which one a run resumes from."""
 
     dir: str | None = None
-    """Directory of step-XXXXXXXX directories; default: "checkpoints" inside log.dir."""
+    """Directory of the checkpoints, step-XXXXXXXX each. Default: "checkpoints" inside log.dir."""
     every: str | None = None
-    """Time between saves: optimizer steps, "500", or minutes, "10min". The end always saves. Default: only then."""
+    """Interval between checkpoints: optimizer steps, "500", or minutes, "10min". The last step is always saved.
+    Default: only that."""
     keep: int = 10
-    """Newest checkpoints that are kept; older ones are removed when a new one is complete."""
+    """Number of most recent checkpoints to keep; older ones are removed when a new one is complete."""
     keep_every: int | None = None
-    """Checkpoints at multiples of this many steps are kept for ever, besides the newest."""
+    """Also keep, forever, the checkpoints of steps that are multiples of this number. Default: none."""
     best: bool = False
-    """Save when an evaluation is the best so far, and keep that checkpoint, to which the link "best" leads."""
+    """Whether to save after each evaluation with the lowest loss so far; the link "best" points to that checkpoint."""
     resume: str = "auto"
-    """"auto" = go on from the newest complete checkpoint in dir, if any; "never"; or a checkpoint's path."""
+    """Checkpoint to resume from: "auto" = the newest valid one in the directory, if any; "never"; or a path."""
     on_error: Literal["stop", "continue"] = "stop"
-    """What a save that fails (a full disk) does to the run. Earlier checkpoints stay as they are."""
+    """What a failed save (such as a full disk) does to the run. Earlier checkpoints are not affected."""
 
     @property
     def every_steps(self) -> int | None:
-        """Optimizer steps between saves, if told in steps."""
+        """Interval in optimizer steps, if it is given in steps."""
         return int(self.every) if self.every is not None and not self.every.endswith("min") else None
 
     @property
     def every_s(self) -> float | None:
-        """Seconds between saves, if told in minutes."""
+        """Interval in seconds, if it is given in minutes."""
         return 60 * float(self.every.removesuffix("min")) if self.every and self.every.endswith("min") else None
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is written about the run."""
+    """Where metrics and logs are written."""
 
     dir: str = "runs/default"
-    """The run directory: config.toml, metrics.jsonl, logs/, checkpoints/. Caches lie beside it."""
+    """Run directory: config.toml, metrics.jsonl, logs/, checkpoints/. The caches lie beside it, in ../cache."""
     to: str = "print,jsonl,text"
-    """Comma-separated: "print" (a progress line), "jsonl" (metrics.jsonl), "text" (logs/, one file per rank),
-    "wandb" (offline where it is not logged in or has no network)."""
+    """Sinks, comma-separated: "print" (progress line), "jsonl" (metrics.jsonl), "text" (logs/, one file per rank),
+    "wandb" (offline without login or network)."""
     name: str | None = None
-    """The run's name in wandb; default: the last part of log.dir."""
+    """Name of the run in wandb. Default: the last component of log.dir."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How the processes of the run treat each other."""
+    """Timeouts and devices."""
 
     timeout: float = 600.0
-    """Seconds without an awaited message after which a rank gives its peer up and the run ends."""
+    """Maximum time a rank waits for a message of a peer, seconds; then the run ends."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """"auto" = a GPU per local rank where there is one, else the CPU."""
+    """Device: "auto" = one GPU per local rank if the host has any, else the CPU."""
 
 
 @dataclass(frozen=True)

@@ -12,20 +12,21 @@ from typing import Any
 
 import tyro
 
-from acsgd.config.options import Config
+from acsgd.config.options import RENAMED, Config
 from acsgd.config.spec import suggest
 
 
 def parse(argv: list[str], *, speak: bool = True) -> Config:
     """Read `RUN.toml [--section.key value ...]`; flags > file > defaults.
 
-    speak: whether this process may print help and usage errors. Raises ValueError for what the file gets wrong,
-    SystemExit (as tyro does) for --help and malformed flags. What the values must fulfil, `check` tells.
+    speak: whether this process may print help and usage errors. Raises ValueError for a bad file or a renamed option,
+    SystemExit (as tyro does) for --help and malformed flags. Does not check values; see `acsgd.config.checks`.
     """
     argv = list(argv)
     arguments: list[str] = []
     if argv and not argv[0].startswith("-"):
         arguments = _as_flags(_read(Path(argv.pop(0))))
+    _refuse_renamed(argv)
     with contextlib.nullcontext() if speak else contextlib.redirect_stderr(io.StringIO()):
         return tyro.cli(
             Config,
@@ -62,9 +63,18 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
             raise ValueError(f"{path}: unknown section [{name}]{suggest(name, sections)}")
         keys = {key.name: key for key in dataclasses.fields(sections[name])}
         for key in values:
+            if f"{name}.{key}" in RENAMED:
+                raise ValueError(f"{path}: {name}.{key} is now called {RENAMED[f'{name}.{key}']}")
             if key not in keys:
                 raise ValueError(f"{path}: unknown key {name}.{key}{suggest(key, keys)}")
     return table
+
+
+def _refuse_renamed(argv: list[str]) -> None:
+    for argument in argv:
+        key = argument.removeprefix("--").partition("=")[0]
+        if argument.startswith("--") and key in RENAMED:
+            raise ValueError(f"--{key} is now called --{RENAMED[key]}")
 
 
 def _as_flags(table: dict[str, dict[str, Any]]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from acsgd.config.options import OptimConfig
-from acsgd.dp.sync import SecondMoments
+from acsgd.optim.base import SecondMoments
 from acsgd.optim.schedule import learning_rate
 from acsgd.shards.weights import Weight, WeightState
 

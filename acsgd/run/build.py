@@ -14,13 +14,13 @@ from acsgd.pp.tied_weights import TiedPair
 from acsgd.pp.wire.cache_plan import MemoryPlan
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.run.job import Job
-from acsgd.run.session import Worker
+from acsgd.run.session import Session
 from acsgd.shards.layers import skeleton, tied_keys
 from acsgd.shards.load import Source, load_layer
 from acsgd.topology import Groups
 
 
-def build_worker(job: Job, source: Source, groups: Groups, memories: MemoryPlan | None = None) -> Worker:
+def build_session(job: Job, source: Source, groups: Groups, memories: MemoryPlan | None = None) -> Session:
     """Load this rank's layers, and no others, and connect them with their neighbours'.
 
     memories: where links remember, if pp.forward has them do so.
@@ -32,7 +32,7 @@ def build_worker(job: Job, source: Source, groups: Groups, memories: MemoryPlan 
     links = _open_links(job, factory)
     tied = _pair_tied(job, stages, factory)
     weights = [weight for stage in stages.values() for weight in stage.weights]
-    return Worker(
+    return Session(
         job=job,
         groups=groups,
         model=model,

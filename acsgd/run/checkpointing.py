@@ -11,7 +11,7 @@ from acsgd.errors import RunError
 from acsgd.io.checkpoint.progress import Identity, Progress
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.io.checkpoint.saver import Saver
-from acsgd.run.session import Asks, Worker
+from acsgd.run.session import Asks, Session
 from acsgd.run.state import Start, layer_states
 from acsgd.topology import Groups
 
@@ -23,7 +23,7 @@ class Saves:
     """
 
     def __init__(
-        self, worker: Worker, saver: Saver, identity: Identity, newest: Path | None, tell: Callable[[str], None]
+        self, worker: Session, saver: Saver, identity: Identity, newest: Path | None, tell: Callable[[str], None]
     ) -> None:
         self.newest = newest
         """The newest complete checkpoint, as far as this rank has heard."""

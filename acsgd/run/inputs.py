@@ -69,8 +69,8 @@ def open_inputs(job: Job) -> Inputs:
             "data.sequence": data.sequence,
             "data.batch": data.batch,
             "data.seed": data.seed,
-            "data.eval_share": data.eval_share,
-            "weights of data.task": list(reader.sampler.counts),
+            "data.eval_fraction": data.eval_fraction,
+            "weights of data.sources": list(reader.sampler.counts),
         },
     )
     candidates = find(job.checkpoints, job.config.checkpoint.resume, identity)
@@ -91,7 +91,7 @@ def open_data(job: Job) -> Reader:
         seed=config.data.seed,
         batch=config.data.batch,
         counts=block_counts([weight for _, weight in job.tasks]),
-        sizes=tuple(split(size, config.data.eval_share) for size in sizes),
+        sizes=tuple(split(size, config.data.eval_fraction) for size in sizes),
     )
     return Reader(
         [tokens for tokens, _ in corpora],
@@ -111,7 +111,7 @@ def open_held_out(job: Job) -> HeldOut | None:
     return held_out(
         _tokenized(job, job.tasks),
         _tokenized(job, job.eval_tasks),
-        config.data.eval_share,
+        config.data.eval_fraction,
         sequence=config.data.sequence,
         micro=config.pp.micro,
         replicas=topology.replicas,

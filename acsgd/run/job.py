@@ -68,7 +68,7 @@ class Job:
     tokenizer: PreTrainedTokenizerBase
     tasks: tuple[WeightedTask, ...]
     eval_tasks: tuple[WeightedTask, ...]
-    """The sources of data.eval_task, if any."""
+    """The sources of data.eval_sources, if any."""
 
     def describe(self) -> str:
         """Say in a few words what will run where."""
@@ -139,8 +139,8 @@ def prepare(config: Config, launch: Launch) -> Job:
     forward = _parse_forward(config.pp.forward)
     backward = _parse_backward(config.pp.backward)
     mode: Mode = from_spec(config.dp.mode, MODES, key="dp.mode")
-    tasks = parse_tasks(config.data.task, bad=config.data.bad)
-    eval_tasks = parse_eval(config.data.eval_task, config.data.eval_share, bad=config.data.bad)
+    tasks = parse_tasks(config.data.sources, bad=config.data.on_error)
+    eval_tasks = parse_eval(config.data.eval_sources, config.data.eval_fraction, bad=config.data.on_error)
     micros = _deal(config, topology)
     streams = open_streams(config.run.device, launch.local_rank)
     model_dir, model_config = _open_model(config.model)

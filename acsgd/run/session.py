@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from acsgd.dp.sync import LocalStep
 from acsgd.errors import RunError
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
@@ -22,6 +21,7 @@ from acsgd.io.telemetry.metrics import Totals, totals
 from acsgd.io.telemetry.record import Record
 from acsgd.meter import Meter
 from acsgd.optim.adamw import Optimizer
+from acsgd.optim.base import LocalStep
 from acsgd.optim.clipping import clip_factor, scale_gradients_, squared_norm
 from acsgd.optim.schedule import learning_rate
 from acsgd.pp.nonfinite import Fault, first_fault
@@ -102,7 +102,7 @@ class _Told(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Worker:
+class Session:
     """One rank's stages, ready to train."""
 
     job: Job

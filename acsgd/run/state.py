@@ -18,10 +18,10 @@ from acsgd.io.checkpoint.saver import LayerState
 from acsgd.optim.adamw import Optimizer
 from acsgd.optim.loss_scale import LossScale
 from acsgd.pp.stage import Stage
-from acsgd.run.build import build_worker
+from acsgd.run.build import build_session
 from acsgd.run.inputs import Inputs
 from acsgd.run.job import Job
-from acsgd.run.session import Worker
+from acsgd.run.session import Session
 from acsgd.shards.disk import ShardDirectory, StoredFile
 from acsgd.shards.layers import LayerShard, stored_keys, tied_keys
 from acsgd.shards.weights import Weight, WeightState
@@ -34,7 +34,7 @@ MOMENTS = "optimizer."
 class Start(NamedTuple):
     """Where a run begins, or goes on."""
 
-    worker: Worker
+    worker: Session
     progress: Progress
     newest: Path | None
     """The checkpoint it goes on from."""
@@ -55,7 +55,7 @@ def start(job: Job, inputs: Inputs, groups: Groups) -> Start:
         found.mark_best()
     source = checkpoint.shards if checkpoint else inputs.source
     assert source is not None
-    worker = build_worker(job, source, groups, inputs.memories)
+    worker = build_session(job, source, groups, inputs.memories)
     if checkpoint is None:
         return Start(worker, Progress(loss_scale=LossScale.of(job.config)), None, told)
     progress = restore(worker, checkpoint)
@@ -63,7 +63,7 @@ def start(job: Job, inputs: Inputs, groups: Groups) -> Start:
     return Start(worker, progress, checkpoint.path, told)
 
 
-def layer_states(worker: Worker) -> list[LayerState]:
+def layer_states(worker: Session) -> list[LayerState]:
     """Return the state of every layer this rank holds, not copied."""
     return [state for stage in worker.stages.values() for state in _stage_states(stage, worker.optimizer)]
 
@@ -83,7 +83,7 @@ def _stage_states(stage: Stage, optimizer: Optimizer) -> Iterator[LayerState]:
 
 
 @torch.no_grad()
-def restore(worker: Worker, checkpoint: Checkpoint) -> Progress:
+def restore(worker: Session, checkpoint: Checkpoint) -> Progress:
     """Give a worker the weights, and all that is remembered of them, of a run of any number of ranks.
 
     Returns how far that run had come.
@@ -111,7 +111,7 @@ def files_to_read(job: Job, checkpoint: Checkpoint) -> list[StoredFile]:
     return files + (manifest.companions if job.topology.rank == 0 else [])
 
 
-def _restore_layer(worker: Worker, checkpoint: ShardDirectory, shard: LayerShard, weights: Sequence[Weight]) -> None:
+def _restore_layer(worker: Session, checkpoint: ShardDirectory, shard: LayerShard, weights: Sequence[Weight]) -> None:
     tensors = checkpoint.tensors(shard.name, stored_keys(worker.model, shard))
     state = checkpoint.state(shard.name)
     embedding = worker.job.layers[0].name
@@ -127,7 +127,7 @@ def _restore_layer(worker: Worker, checkpoint: ShardDirectory, shard: LayerShard
 
 
 def _replica_states(
-    worker: Worker, checkpoint: ShardDirectory, shard: LayerShard, weights: Sequence[Weight]
+    worker: Session, checkpoint: ShardDirectory, shard: LayerShard, weights: Sequence[Weight]
 ) -> list[WeightState]:
     """Return what each replica remembered of a layer; of a new copy of a tied weight, what it did of the first."""
     states = checkpoint.replica_states(shard.name)
@@ -144,7 +144,7 @@ def _replica_states(
     return states
 
 
-def _add_errors_of_copies(worker: Worker, checkpoint: ShardDirectory, states: list[WeightState]) -> None:
+def _add_errors_of_copies(worker: Session, checkpoint: ShardDirectory, states: list[WeightState]) -> None:
     """Add, in place, to what replicas owe of tied weights what they did of the copies, which this run has not."""
     copies = checkpoint.replica_states(worker.job.layers[-1].name)
     states += [{} for _ in copies[len(states) :]]
@@ -156,7 +156,7 @@ def _add_errors_of_copies(worker: Worker, checkpoint: ShardDirectory, states: li
                 errors[key] = errors[key] + error if key in errors else error
 
 
-def _restore_moments(worker: Worker, weights: Sequence[Weight], saved: Sequence[WeightState]) -> None:
+def _restore_moments(worker: Session, weights: Sequence[Weight], saved: Sequence[WeightState]) -> None:
     """Give the optimizer what it remembered on this replica, or, of another number of replicas, in the mean."""
     topology = worker.job.topology
     if len(saved) == topology.replicas:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ranks import on_ranks
+from lib.ranks import on_ranks
 from test_rollback import Plan, checkpoints_of, end_of, make_config, run_ranks
 from test_same_training import DROPOUT
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_ranks
+from lib.ranks import on_ranks
 from test_link import groups_of
 from torch import Tensor
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import test_delta
 import torch
-from ranks import on_ranks
+from lib.ranks import on_ranks
 from test_delta import ENTRY, FILE_HEADER, MICRO, Sabotage, Seen, Start, Step, both, run_starts
 from torch import Tensor
 

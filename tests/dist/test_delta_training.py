@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from lib.ranks import on_ranks
+from lib.training import TIMEOUT, oracle_losses, train
 from test_same_training import RELATIVE, make_config
 from torch import Tensor
-from training import TIMEOUT, oracle_losses, train
 
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.config.options import Config
 from acsgd.io.sampling.batches import Dataset
-from acsgd.run.build import build_worker
+from acsgd.run.build import build_session
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.topology import Launch, connect
@@ -49,7 +49,7 @@ def little_text(config: Config, tmp_path: Path) -> Config:
     """Let a run of 6 sequences per step have 15 of them, so that a step starts and ends in the middle of an epoch."""
     path = tmp_path / "little.txt"
     path.write_text("the quick brown fox jumps over the lazy dog, again and again and " * 23)
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, task=str(path)))
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, sources=str(path)))
 
 
 def losses_and_bytes(rank: int, world_size: int, store: Path, configs: Sequence[Config]) -> list[list[float]]:
@@ -60,7 +60,7 @@ def losses_and_bytes(rank: int, world_size: int, store: Path, configs: Sequence[
         inputs = open_inputs(job)
         with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(f"{store}-{number}", world_size)) as groups:
             assert inputs.source is not None
-            worker = build_worker(job, inputs.source, groups, inputs.memories)
+            worker = build_session(job, inputs.source, groups, inputs.memories)
             with Dataset(inputs.reader, range(config.optim.steps)) as batches:
                 runs.append(train(worker, batches))
             worker.close()

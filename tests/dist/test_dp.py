@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import PRELOAD, on_ranks
+from lib.ranks import PRELOAD, on_ranks
 from torch import Tensor, nn
 
 from acsgd.config.spec import from_spec
@@ -22,8 +22,9 @@ from acsgd.dp import MODES
 from acsgd.dp.exchange.buckets import make_buckets
 from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.modes.powersgd import PowerSGD
-from acsgd.dp.sync import GradSync, SecondMoments
+from acsgd.dp.sync import GradSync
 from acsgd.errors import RunError
+from acsgd.optim.base import SecondMoments
 from acsgd.optim.clipping import clip_factor, scale_gradients_, squared_norm
 from acsgd.run.control import Gather
 from acsgd.shards.weights import Weight

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY
-from direct import (
+from lib.direct import (
     SEQUENCE,
     SEQUENCES,
     VOCABULARY,
@@ -22,13 +22,13 @@ from direct import (
     make_config,
     worker_of,
 )
-from ranks import on_ranks
+from lib.ranks import on_ranks
+from lib.training import oracle_losses
 from test_resume import checkpoint_of, losses_of, stopped_half_way, train_ranks
 from test_resume import make_config as make_long_config
 from test_same_training import DROPOUT, TOPOLOGIES, assert_same_training
 from test_same_training import make_config as make_training_config
 from torch import Tensor
-from training import oracle_losses
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from acsgd.config.options import Config, LogConfig, PipelineConfig

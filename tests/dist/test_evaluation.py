@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from direct import descend, digest, draw_batch, gradients, make_config, worker_of
-from ranks import on_ranks
+from lib.direct import descend, digest, draw_batch, gradients, make_config, worker_of
+from lib.ranks import on_ranks
 from test_same_training import DROPOUT, RELATIVE, SCHEDULES, TOPOLOGIES
 from transformers import AutoModelForCausalLM
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from lib.ranks import on_ranks
+from lib.training import TIMEOUT, batches_of
 from test_same_training import make_config
-from training import TIMEOUT, batches_of
 
 from acsgd.codecs.base import wire_bytes
 from acsgd.codecs.identity import Identity
 from acsgd.config.options import Config
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.pp.wire.frame import HEADER_BYTES
-from acsgd.run.build import build_worker
+from acsgd.run.build import build_session
 from acsgd.run.inputs import open_source
 from acsgd.run.job import prepare
 from acsgd.topology import Launch, connect
@@ -36,7 +36,7 @@ def steps_and_evaluations(
         job = prepare(config, Launch(rank, rank, world_size))
         file_store = dist.FileStore(f"{store}-{number}", world_size)
         with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
-            worker, progress, run = build_worker(job, open_source(job), groups), Progress(), []
+            worker, progress, run = build_session(job, open_source(job), groups), Progress(), []
             for batch in batches_of(job):
                 evaluated = worker.evaluate([batch], progress.step)
                 result = worker.train_step(batch, progress)

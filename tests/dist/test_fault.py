@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from direct import digest, draw_batch, gradients, make_config, worker_of
-from ranks import on_ranks
+from lib.direct import digest, draw_batch, gradients, make_config, worker_of
+from lib.ranks import on_ranks
 from test_same_training import DROPOUT
 from torch import Tensor, nn
 
 from acsgd.config.options import Config
 from acsgd.pp.nonfinite import Fault, first_fault
 from acsgd.pp.stage import MicroBatch, Stage
-from acsgd.run.session import Worker
+from acsgd.run.session import Session
 
 TinyModel = Callable[..., Path]
 
@@ -156,7 +156,7 @@ def _stage_of(name: str, blocks: Sequence[int]) -> int:
     return sum(end <= int(name.split(".")[2]) for end in accumulate(blocks))
 
 
-def _plant(plant: Plant, worker: Worker, patch: pytest.MonkeyPatch) -> None:
+def _plant(plant: Plant, worker: Session, patch: pytest.MonkeyPatch) -> None:
     """Make something wrong on the ranks that hold it; a weight or a sum on the first replica only."""
     for stage in worker.stages.values():
         paths = [path for shard in stage.shards for path in shard.modules]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from lib.ranks import on_ranks
 
 from acsgd.errors import RunError
 from acsgd.run.control import Gather

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hooked import LR, SMALL_MB, Run, batch, net, on_plain_ranks
+from lib.hooked import LR, SMALL_MB, Run, batch, net, on_plain_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel

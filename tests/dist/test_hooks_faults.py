@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hooked import TIMEOUT, Run, batch, net, on_plain_ranks
+from lib.hooked import TIMEOUT, Run, batch, net, on_plain_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from acsgd.dp.hooks import CocktailState, MeanState

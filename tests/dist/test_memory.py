@@ -56,7 +56,7 @@ def test_a_stage_takes_the_memory_of_its_own_layers(
     rank: int, large_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     run_dir = tmp_path_factory.getbasetemp() / "memory" / "run"  # the ranks share its cache
-    flags = f"--model.name {large_model} --data.task demo --data.sequence 32 --data.batch 4 --optim.lr 1e-3 "
+    flags = f"--model.name {large_model} --data.sources demo --data.sequence 32 --data.batch 4 --optim.lr 1e-3 "
     flags += f"--optim.steps 1 --pp.stages 4 --log.dir {run_dir} --run.device cpu"
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(rank), *flags.split()], capture_output=True, text=True, check=True

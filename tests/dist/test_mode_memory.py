@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from lib.ranks import on_ranks
 from test_resume import TIMEOUT, TinyModel, checkpoint_of, make_config, stopped_half_way
 from test_same_training import RELATIVE
 

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks, told_to_all
+from lib.ranks import on_ranks, told_to_all
 from test_dp import TIMEOUT, count_sent, gradient, make_weights
 from torch import Tensor
 
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.exchange.peers import Peers
-from acsgd.dp.sync import GradSync, SecondMoments
+from acsgd.dp.sync import GradSync
 from acsgd.errors import RunError
+from acsgd.optim.base import SecondMoments
 from acsgd.shards.weights import Weight, WeightState
 from acsgd.topology import Topology, connect
 

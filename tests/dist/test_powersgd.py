@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from ranks import told_to_all
+from lib.ranks import told_to_all
 from test_own_weights import copied, on_replicas
 from torch import Tensor, nn
 
@@ -18,8 +18,9 @@ from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.modes.powersgd import PowerSGD
-from acsgd.dp.sync import GradSync, SecondMoments
+from acsgd.dp.sync import GradSync
 from acsgd.errors import RunError
+from acsgd.optim.base import SecondMoments
 from acsgd.shards.weights import Weight, WeightState
 
 SHAPES = {"exact": (40,), "wide": (12, 50), "tall": (64, 9), "cube": (6, 5, 4), "narrow": (2, 2)}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY
-from direct import (
+from lib.direct import (
     RATE,
     SEQUENCE,
     SEQUENCES,
@@ -22,7 +22,7 @@ from direct import (
     make_config,
     worker_of,
 )
-from ranks import on_ranks
+from lib.ranks import on_ranks
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig

@@ -9,8 +9,18 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY
-from direct import SEQUENCE, VOCABULARY, build_stages, descend, digest, draw_batch, gradients, make_config, worker_of
-from ranks import on_ranks
+from lib.direct import (
+    SEQUENCE,
+    VOCABULARY,
+    build_stages,
+    descend,
+    digest,
+    draw_batch,
+    gradients,
+    make_config,
+    worker_of,
+)
+from lib.ranks import on_ranks
 from test_same_training import DROPOUT
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from lib.ranks import on_ranks
 from test_same_training import DROPOUT, RELATIVE, TOPOLOGIES
 
 from acsgd import train
@@ -30,7 +30,7 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
-from acsgd.run.session import StepResult, Worker
+from acsgd.run.session import Session, StepResult
 from acsgd.shards.disk import Manifest, ShardDirectory
 from acsgd.topology import Launch, connect
 
@@ -50,7 +50,7 @@ def make_config(
     """Return a run of ten steps that is saved in the middle."""
     return Config(
         model=ModelConfig(str(model), dtype=dtype, recompute=recompute),
-        data=DataConfig(task="demo", sequence=32, batch=6, seed=3, eval_share=0.001),
+        data=DataConfig(sources="demo", sequence=32, batch=6, seed=3, eval_fraction=0.001),
         optim=OptimConfig(lr=1e-3, steps=STEPS, warmup=3, clip=0.5, weight_decay=0.1, loss_scale=2.0**15),
         pp=PipelineConfig(micro=2),
         checkpoint=CheckpointConfig(every=str(HALF)),
@@ -65,7 +65,7 @@ def train_ranks(rank: int, world_size: int, store: Path, configs: Sequence[Confi
     for number, config in enumerate(configs):
         trained: Trained = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Worker, "train_step", _noting(trained))
+            patch.setattr(Session, "train_step", _noting(trained))
             job = prepare(config, Launch(rank, rank, world_size))
             inputs = open_inputs(job)
             file_store = dist.FileStore(f"{store}-{number}", world_size)
@@ -76,9 +76,9 @@ def train_ranks(rank: int, world_size: int, store: Path, configs: Sequence[Confi
 
 
 def _noting(trained: Trained) -> Callable[..., StepResult]:
-    train_step = Worker.train_step
+    train_step = Session.train_step
 
-    def noted(worker: Worker, batch: Batch, progress: Progress, *args: Any, **options: Any) -> StepResult:
+    def noted(worker: Session, batch: Batch, progress: Progress, *args: Any, **options: Any) -> StepResult:
         trained.append((progress.step, batch.sample_ids.flatten().tolist()))
         return train_step(worker, batch, progress, *args, **options)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from lib.ranks import on_ranks
 from test_same_training import DROPOUT
 
 from acsgd import train
@@ -34,7 +34,7 @@ from acsgd.optim.loss_scale import LossScale
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
-from acsgd.run.session import StepResult, Worker
+from acsgd.run.session import Session, StepResult
 from acsgd.shards.disk import Manifest, ShardDirectory
 from acsgd.topology import Launch, connect
 
@@ -92,7 +92,7 @@ def run_ranks(rank: int, world_size: int, store: Path, plans: Sequence[Plan]) ->
         notes: list[str] = []
         error = None
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Worker, "train_step", _noting(plan, steps))
+            patch.setattr(Session, "train_step", _noting(plan, steps))
             patch.setattr(Reader, "batch", _garbling(plan.garbled))
             patch.setattr("acsgd.io.telemetry.metrics.Metrics.note", lambda _, text, notes=notes: notes.append(text))
             if plan.nan is not None and plan.nan[1] == rank:
@@ -111,9 +111,9 @@ def run_ranks(rank: int, world_size: int, store: Path, plans: Sequence[Plan]) ->
 
 def _noting(plan: Plan, made: list[Step]) -> Callable[..., StepResult]:
     """Return a step that is noted, and whose update is left out where the plan says so."""
-    train_step = Worker.train_step
+    train_step = Session.train_step
 
-    def noted(worker: Worker, batch: Batch, progress: Progress, *args: Any, update: bool = True) -> StepResult:
+    def noted(worker: Session, batch: Batch, progress: Progress, *args: Any, update: bool = True) -> StepResult:
         step = progress.step
         if plan.scale is not None and plan.scale[0] == step:
             progress = dataclasses.replace(progress, loss_scale=LossScale(plan.scale[1], dynamic=True))
@@ -165,7 +165,7 @@ def make_config(
 ) -> Config:
     return Config(
         model=ModelConfig(str(model), dtype=dtype),
-        data=DataConfig(task="demo", sequence=32, batch=4, seed=3),
+        data=DataConfig(sources="demo", sequence=32, batch=4, seed=3),
         optim=OptimConfig(**{"lr": 3e-2, "steps": STEPS, "clip": 0.5} | optim),
         pp=PipelineConfig(stages=stages, micro=1),
         checkpoint=CheckpointConfig(every=every),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import told_to_all
+from lib.ranks import told_to_all
 from test_own_weights import copied, on_replicas
 from torch import Tensor, nn
 

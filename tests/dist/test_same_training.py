@@ -8,8 +8,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from ranks import on_ranks
-from training import losses_of_rank, oracle_losses
+from lib.ranks import on_ranks
+from lib.training import losses_of_rank, oracle_losses
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 
@@ -27,7 +27,7 @@ def make_config(model: Path, run_dir: Path, *, steps: int = STEPS, **pp: object)
     """Return a run of 6 sequences per step: in micro-batches of 2 they are three, uneven for two replicas."""
     return Config(
         model=ModelConfig(name=str(model)),
-        data=DataConfig(task="demo", sequence=32, batch=6, seed=3),
+        data=DataConfig(sources="demo", sequence=32, batch=6, seed=3),
         optim=OptimConfig(lr=1e-3, steps=steps, warmup=3, clip=0.5, weight_decay=0.1),
         pp=PipelineConfig(**pp),  # type: ignore[arg-type]
         log=LogConfig(dir=str(run_dir / "run")),

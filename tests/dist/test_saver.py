@@ -24,7 +24,7 @@ from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.saver import Saver
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.record import Record
-from acsgd.run.session import StepResult, Worker
+from acsgd.run.session import Session, StepResult
 from acsgd.shards.disk import Manifest, StoredFile
 from benchmarks.forks import checkpoints_of, finish, make_config, save_model, started
 
@@ -66,9 +66,9 @@ def assert_same(config: Config, calm: Config) -> None:
 def written_late(rank: int, *, save: int, until: int, told: Path) -> None:
     """Write nothing of a save before training has made step `until`; note which step that was after."""
     trained = threading.Event()
-    train_step, write_layer = Worker.train_step, checkpoint.write_layer
+    train_step, write_layer = Session.train_step, checkpoint.write_layer
 
-    def step_made(worker: Worker, *args: Any, **options: Any) -> StepResult:
+    def step_made(worker: Session, *args: Any, **options: Any) -> StepResult:
         result = train_step(worker, *args, **options)
         if result.progress.step == until:
             trained.set()
@@ -80,7 +80,7 @@ def written_late(rank: int, *, save: int, until: int, told: Path) -> None:
             (told / f"late-{rank}").touch()
         return write_layer(directory, *args)
 
-    Worker.train_step = step_made  # type: ignore[method-assign]
+    Session.train_step = step_made  # type: ignore[method-assign]
     checkpoint.write_layer = write
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_ranks
+from lib.ranks import on_ranks
+from lib.training import losses_of_rank, oracle_losses
 from test_same_training import STEPS, make_config
-from training import losses_of_rank, oracle_losses
 
 from acsgd.config.options import Config, RunConfig
 from acsgd.streams import open_streams

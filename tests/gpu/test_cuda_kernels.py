@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_laws import BITS, DTYPES, MEMORY_DTYPES, check_begin_anywhere, check_codec, check_update, codecs, data
+from lib.kernel_laws import BITS, DTYPES, MEMORY_DTYPES, check_begin_anywhere, check_codec, check_update, codecs, data
 
 from acsgd.codecs.cache_update import decode_update, encode_update
 from acsgd.codecs.fixpoint import FixPoint

@@ -149,8 +149,8 @@ FAILING = """
 import runpy, sys, threading, torch.distributed as dist
 from acsgd.run.failures import RunError
 from acsgd.io import checkpoint
-from acsgd.run.session import Worker
-writing, train_step = threading.Event(), Worker.train_step
+from acsgd.run.session import Session
+writing, train_step = threading.Event(), Session.train_step
 def busy(*args):
     writing.set()
     store = dist.HashStore()
@@ -161,7 +161,7 @@ def failing(self, batch, progress, *args, **options):
         writing.wait()
         raise RunError("the world failed the run")
     return train_step(self, batch, progress, *args, **options)
-checkpoint.write_layer, Worker.train_step = busy, failing
+checkpoint.write_layer, Session.train_step = busy, failing
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

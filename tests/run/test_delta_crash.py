@@ -35,7 +35,7 @@ def test_a_run_with_memory_on_disk_that_loses_a_rank_goes_on(tmp_path: Path, mon
     config = dataclasses.replace(
         config,
         eval=EvalConfig(),
-        data=dataclasses.replace(config.data, task=str(text), eval_share=0.1),
+        data=dataclasses.replace(config.data, sources=str(text), eval_fraction=0.1),
         pp=dataclasses.replace(config.pp, forward="delta:bits=4,memory=disk"),
     )
     starts = Started(config, 2, tmp_path)

@@ -119,7 +119,7 @@ def command(tiny_model: TinyModel, tmp_path: Path) -> Callable[..., list[str]]:
     (tmp_path / "faulty.py").write_text(FAULTY)
     settings = {
         "model.name": tiny_model(),
-        "data.task": "demo",
+        "data.sources": "demo",
         "data.sequence": 32,
         "data.batch": 8,
         "pp.micro": 2,

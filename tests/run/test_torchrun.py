@@ -39,7 +39,7 @@ def run_file(cwd: Path, model: Path) -> Path:
         [model]
         name = "{model}"
         [data]
-        task = "demo"
+        sources = "demo"
         sequence = 32
         batch = 6
         [pp]

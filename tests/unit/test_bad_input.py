@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from saved import SMALL, small_run, train_alone
+from lib.saved import SMALL, small_run, train_alone
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from acsgd.config.options import Config
@@ -29,7 +29,7 @@ def refuse(tmp_path: Path, flags: str, *, world_size: int = 1) -> str:
     before = contents(tmp_path)
     given = flags.split()
     defaults = {
-        "--data.task": "demo",
+        "--data.sources": "demo",
         "--data.sequence": "32",
         "--data.batch": "4",
         "--optim.lr": "1e-3",
@@ -82,12 +82,12 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--pp.stages 2 --pp.layers 3 2", 2, "pp.layers=[3, 2] adds up to 5, but the model has 6 blocks"),
         ("--pp.stages 2 --pp.layers 6", 2, "pp.layers=[6] has 1 entries, but there are 2 stages"),
         ("--data.sequence 65", 1, "data.sequence=65 is longer than the model allows; use data.sequence=64 or less"),
-        ("--data.task no.jsonl", 1, "no.jsonl does not exist"),
-        ("--data.task empty.jsonl", 1, "empty.jsonl is empty"),
-        ("--data.task blank.jsonl", 1, "blank.jsonl gives no token"),
-        ("--data.task short.txt", 1, "fewer than one sequence"),
-        ("--data.task broken.jsonl", 1, "broken.jsonl, line 2"),
-        ("--data.task text.csv", 1, 'unknown source "text.csv"'),
+        ("--data.sources no.jsonl", 1, "no.jsonl does not exist"),
+        ("--data.sources empty.jsonl", 1, "empty.jsonl is empty"),
+        ("--data.sources blank.jsonl", 1, "blank.jsonl gives no token"),
+        ("--data.sources short.txt", 1, "fewer than one sequence"),
+        ("--data.sources broken.jsonl", 1, "broken.jsonl, line 2"),
+        ("--data.sources text.csv", 1, 'unknown source "text.csv"'),
         ("--log.dir empty.jsonl/run", 1, "empty.jsonl is a file; give a directory"),
         ("--checkpoint.dir empty.jsonl", 1, "checkpoint.dir=empty.jsonl"),
         (
@@ -181,7 +181,7 @@ def refuse_to_go_on(tmp_path: Path, model: Path, flags: str, run_dir: str = "run
         "--model.name": str(model),
         "--data.sequence": "16",
         "--data.batch": "2",
-        "--data.eval_share": "0.001",
+        "--data.eval_fraction": "0.001",
         "--log.dir": run_dir,
     }
     given = [f"{flag} {value}" for flag, value in as_trained.items() if flag not in flags.split()]
@@ -200,11 +200,11 @@ ANOTHER = "give what it was made with, or train a new run from its weights: --mo
         ("--data.batch 4", "its batches were others: data.batch is 2 there and 4 here"),
         ("--data.sequence 8", "its batches were others: data.sequence is 16 there and 8 here"),
         ("--data.seed 7", "its batches were others: data.seed is 0 there and 7 here"),
-        ("--data.eval_share 0.01", "its batches were others: data.eval_share is 0.001 there and 0.01 here"),
-        ("--data.task other.txt", "the texts of data.task are not those it was trained on"),
+        ("--data.eval_fraction 0.01", "its batches were others: data.eval_fraction is 0.001 there and 0.01 here"),
+        ("--data.sources other.txt", "the texts of data.sources are not those it was trained on"),
         (
-            "--data.task demo:0.5,other.txt:0.5",
-            "its batches were others: weights of data.task is [1] there and [1, 1] here",
+            "--data.sources demo:0.5,other.txt:0.5",
+            "its batches were others: weights of data.sources is [1] there and [1, 1] here",
         ),
     ],
 )

@@ -10,14 +10,14 @@ import pytest
 
 from acsgd.config import options as config_module
 from acsgd.config.checks import check
-from acsgd.config.options import Config
+from acsgd.config.options import RENAMED, Config
 from acsgd.config.run_file import parse, to_toml
 
 RUN = """
 [model]
 name = "some/model"
 [data]
-task = "demo"
+sources = "demo"
 sequence = 64
 batch = 8
 [pp]
@@ -54,7 +54,7 @@ def test_the_written_configuration_reads_back_equal(run_file: Path, tmp_path: Pa
 
 
 def test_no_file_is_needed() -> None:
-    flags = "--model.name m --data.task demo --data.sequence 8 --data.batch 2 --optim.lr 1 --optim.steps 3"
+    flags = "--model.name m --data.sources demo --data.sequence 8 --data.batch 2 --optim.lr 1 --optim.steps 3"
     assert parse(flags.split()).model.name == "m"
 
 
@@ -76,8 +76,8 @@ def test_every_option_is_a_field_with_a_docstring() -> None:
         ("[modle]\nname = 'x'", 'unknown section [modle]; use "model"'),
         (
             "[data]\nbtach = 3",
-            'unknown key data.btach; use "task", "sequence", "batch", "seed", "bad", "eval_task" or "eval_share" '
-            '(did you mean "batch"?)',
+            'unknown key data.btach; use "sources", "sequence", "batch", "seed", "on_error", '
+            '"eval_sources" or "eval_fraction" (did you mean "batch"?)',
         ),
         ("name = 'x'", "unknown section [name]"),
         ("[model", "is not TOML"),
@@ -125,11 +125,11 @@ def test_a_missing_file_is_named() -> None:
         ),
         (
             "--eval.every 5",
-            "eval.every=5 has nothing to evaluate on; give data.eval_task, or data.eval_share=0.05, say",
+            "eval.every=5 has nothing to evaluate on; give data.eval_sources, or data.eval_fraction=0.05, say",
         ),
         (
             "--checkpoint.best",
-            "checkpoint.best has nothing to evaluate on; give data.eval_task, or data.eval_share=0.05, say",
+            "checkpoint.best has nothing to evaluate on; give data.eval_sources, or data.eval_fraction=0.05, say",
         ),
         ("--log.to print,wandbb", 'log.to="print,wandbb": unknown wandbb; use "print", "jsonl", "text", "wandb"'),
     ],
@@ -175,3 +175,14 @@ def test_a_rank_that_may_not_speak_says_nothing(flags: str, run_file: Path, caps
     with pytest.raises(SystemExit):
         parse([str(run_file), *flags.split()], speak=False)
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("former", RENAMED)
+def test_a_renamed_option_is_refused_with_its_name(former: str, tmp_path: Path) -> None:
+    section, _, key = former.partition(".")
+    path = tmp_path / "run.toml"
+    path.write_text(f'[{section}]\n{key} = "x"\n')
+    with pytest.raises(ValueError, match=rf"{former} is now called {RENAMED[former]}$"):
+        parse([str(path)])
+    with pytest.raises(ValueError, match=rf"^--{former} is now called --{RENAMED[former]}$"):
+        parse([f"--{former}=x"])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saved import SMALL, small_run, train_alone
+from lib.saved import SMALL, small_run, train_alone
 
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.io.checkpoint.resume import Checkpoint

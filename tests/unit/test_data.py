@@ -128,7 +128,7 @@ def test_skipping_leaves_the_tokens_of_the_good_lines_and_tells(
     if suffix == ".txt":
         reason = r'5, is not UTF-8 (byte 0xff): {"text": "\xff"}'
     count = len(bad) + 1
-    assert told == f"data.task: {broken}: left out {count} of 8 lines, the first of which, line {reason}"
+    assert told == f"data.sources: {broken}: left out {count} of 8 lines, the first of which, line {reason}"
     monkeypatch.setattr(data, "tokenize", lambda *_: pytest.fail("tokenised again"))
     assert prepare(tasks, tokenizer, 2, tmp_path / "cache")[0].skipped == told
 
@@ -148,8 +148,8 @@ def test_a_text_of_bad_lines_alone_is_refused_though_they_are_skipped(
     path = tmp_path / f"a.{suffix}"
     path.write_text(lines, errors="surrogateescape")
     with pytest.raises(ValueError) as caught:
-        prepare(parse_tasks(str(path), bad="skip", key="data.eval_task"), tokenizer, 1, tmp_path / "cache")
-    assert str(caught.value).startswith(f"data.eval_task: {path} gives no token with the tokenizer")
+        prepare(parse_tasks(str(path), bad="skip", key="data.eval_sources"), tokenizer, 1, tmp_path / "cache")
+    assert str(caught.value).startswith(f"data.eval_sources: {path} gives no token with the tokenizer")
     assert "left out 4 of 4 lines, the first of which, line 1, is not" in str(caught.value)
     assert not (tmp_path / "cache").exists()
 
@@ -179,10 +179,10 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(tokenizer: PreTrained
     [
         (
             '{"text": ""}',
-            "data.task: .*a.jsonl gives no token with the tokenizer .* of 512 tokens; give a text that is not blank",
+            "data.sources: .*a.jsonl gives no token with the tokenizer .* of 512 tokens; give a text that is not blank",
         ),
-        ("\n", "data.task: .*a.jsonl gives no token"),
-        ('{"text": "good"}\nbad', "data.task: .*a.jsonl, line 2 is not JSON"),
+        ("\n", "data.sources: .*a.jsonl gives no token"),
+        ('{"text": "good"}\nbad', "data.sources: .*a.jsonl, line 2 is not JSON"),
     ],
 )
 def test_text_that_cannot_be_used_leaves_no_cache(

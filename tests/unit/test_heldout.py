@@ -154,7 +154,7 @@ def test_no_share_holds_out_nothing(sequences: int) -> None:
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, 5.0, float("nan"), float("inf")])
 def test_what_is_no_share_is_refused(share: float) -> None:
-    message = rf"^data\.eval_share={share} is not a share of the text; use 0\.05, say"
+    message = rf"^data\.eval_fraction={share} is not a share of the text; use 0\.05, say"
     with pytest.raises(ValueError, match=message):
         split(10, share)
     with pytest.raises(ValueError, match=message):
@@ -163,12 +163,12 @@ def test_what_is_no_share_is_refused(share: float) -> None:
 
 @pytest.mark.parametrize("sequences", [0, 1])
 def test_a_source_that_is_too_short_to_share_is_refused(sequences: int) -> None:
-    with pytest.raises(ValueError, match=rf"^data\.eval_share=0\.5 needs two .* but one has {sequences}; use a"):
+    with pytest.raises(ValueError, match=rf"^data\.eval_fraction=0\.5 needs two .* but one has {sequences}; use a"):
         split(sequences, 0.5)
 
 
 def test_both_ways_at_once_are_refused() -> None:
-    message = r"^data\.eval_share=0\.1 and data\.eval_task are both given; leave one of them out$"
+    message = r"^data\.eval_fraction=0\.1 and data\.eval_sources are both given; leave one of them out$"
     with pytest.raises(ValueError, match=message):
         parse_eval("demo", 0.1)
     with pytest.raises(ValueError, match=message):
@@ -177,10 +177,10 @@ def test_both_ways_at_once_are_refused() -> None:
 
 def test_sources_to_evaluate_on_are_checked_and_have_no_weights() -> None:
     assert parse_eval(None, 0.1) == ()
-    assert [task.key for task, _ in parse_eval("demo,demo", 0.0)] == ["data.eval_task"] * 2
-    with pytest.raises(ValueError, match=r'^data\.eval_task="demo:3,demo": every .*; leave out weights$'):
+    assert [task.key for task, _ in parse_eval("demo,demo", 0.0)] == ["data.eval_sources"] * 2
+    with pytest.raises(ValueError, match=r'^data\.eval_sources="demo:3,demo": every .*; leave out weights$'):
         parse_eval("demo:3,demo", 0.0)
-    with pytest.raises(ValueError, match=r'^data\.eval_task="demi": unknown source'):
+    with pytest.raises(ValueError, match=r'^data\.eval_sources="demi": unknown source'):
         parse_eval("demi", 0.0)
 
 
@@ -203,7 +203,7 @@ def test_notes_tell_of_what_only_evaluation_reads(tokenizer: PreTrainedTokenizer
     held = held_out(trained, own, 0.0, **layout)
     assert held is not None
     assert held.notes == (own[0].skipped,)
-    assert held.notes[0].startswith(f"data.eval_task: {tmp_path / 'a.jsonl'}: left out 1 of 2 lines")
+    assert held.notes[0].startswith(f"data.eval_sources: {tmp_path / 'a.jsonl'}: left out 1 of 2 lines")
     shared = held_out(own + trained, [], 0.5, **layout)
     assert shared is not None
     assert shared.notes == ()  # Reader.notes has it
@@ -211,8 +211,10 @@ def test_notes_tell_of_what_only_evaluation_reads(tokenizer: PreTrainedTokenizer
 
 def test_a_run_holds_out_what_it_does_not_train_on(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"some words in a line\n" * 200 + b"\xff\n")
-    flags = f"--model.name {tiny_model()} --data.task {tmp_path / 'a.txt'} --log.dir {tmp_path / 'runs' / 'a'}"
-    rest = "--data.sequence 16 --data.batch 4 --data.bad skip --pp.stages 2 --pp.micro 2 --optim.lr 1 --optim.steps 2"
+    flags = f"--model.name {tiny_model()} --data.sources {tmp_path / 'a.txt'} --log.dir {tmp_path / 'runs' / 'a'}"
+    rest = (
+        "--data.sequence 16 --data.batch 4 --data.on_error skip --pp.stages 2 --pp.micro 2 --optim.lr 1 --optim.steps 2"
+    )
 
     def opened(rank: int, options: str) -> tuple[Reader, HeldOut | None]:
         job = decide(parse([*flags.split(), *rest.split(), *options.split()]), Launch(rank, rank, 4))
@@ -223,12 +225,12 @@ def test_a_run_holds_out_what_it_does_not_train_on(tiny_model: Callable[..., Pat
     [size] = reader.sampler.sizes
     assert "left out 1 of 201 lines" in reader.notes[0]
     for rank in range(4):
-        reader, held = opened(rank, "--data.eval_share 0.25")
+        reader, held = opened(rank, "--data.eval_fraction 0.25")
         assert held is not None
         assert reader.sampler.sizes == (held.ranges[0].start,) == (size - round(size / 4),)
         assert (held.replicas, held.micro, held.wants_tokens, held.wants_labels) == (2, 2, rank % 2 == 0, rank % 2 == 1)
         assert held.replica == rank // 2
-    reader, held = opened(0, "--data.eval_task demo")
+    reader, held = opened(0, "--data.eval_sources demo")
     assert held is not None
     assert reader.sampler.sizes == (size,)
     assert len(held) == num_sequences(held.corpora[0], 16) > 1000

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lib.saved import SMALL, small_run, train_alone
 from safetensors.torch import load_file
-from saved import SMALL, small_run, train_alone
 
 from acsgd import cli
 from acsgd.shards.convert import from_hf

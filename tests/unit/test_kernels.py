@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_laws import (
+from lib.kernel_laws import (
     BITS,
     DTYPES,
     MEMORY_DTYPES,
@@ -59,7 +59,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     exports = [f"EXPORT({symbol(kernel)}, {kernel})" for kernel in every_kernel()]
     (place / "kernels.cu").write_text(source())
     (place / "host.cpp").write_text("\n".join(['#include "kernels_on_host.h"', *exports, ""]))
-    include = f"-I{Path(__file__).parents[1]}"
+    include = f"-I{Path(__file__).parents[1] / 'lib'}"
     strict = ("-ffp-contract=off", "-fsanitize=alignment,bounds,shift", "-fsanitize-undefined-trap-on-error")
     command = [compiler, *FLAGS, *strict, "-I.", include, "-fPIC", "-shared", "-o", "host.so", "host.cpp"]
     subprocess.run(command, cwd=place, check=True)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 import torch
-from records import RECORD
+from lib.records import RECORD
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
 from acsgd.io.telemetry.metrics import PLAIN_LINES, Metrics, Totals, totals
@@ -22,7 +22,7 @@ LINE = {name: value for name, value in RECORD._asdict().items() if name != "eval
 def configure(to: str, *, steps: int = 1000, dtype: Literal["fp32", "fp16"] = "fp32") -> Config:
     return Config(
         model=ModelConfig(name="m", dtype=dtype),
-        data=DataConfig(task="demo", sequence=8, batch=2),
+        data=DataConfig(sources="demo", sequence=8, batch=2),
         optim=OptimConfig(lr=1.0, steps=steps),
         log=LogConfig(to=to),
     )

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from acsgd.io.checkpoint.progress import RECENT, Identity, Progress
 from acsgd.optim.loss_scale import LossScale
 
-DATA = {"data.sequence": 32, "data.batch": 4, "data.seed": 0, "weights of data.task": [1, 3]}
+DATA = {"data.sequence": 32, "data.batch": 4, "data.seed": 0, "weights of data.sources": [1, 3]}
 FULL = tuple([2.0] * RECENT)
 
 
@@ -122,10 +122,10 @@ def test_what_does_not_change_training_is_no_difference() -> None:
         (identity(data={"data.batch": 8}), "its batches were others: data.batch is 8 there and 4 here"),
         (identity(data={"data.seed": 1}), "its batches were others: data.seed is 1 there and 0 here"),
         (
-            identity(data={"weights of data.task": [3, 1]}),
-            "its batches were others: weights of data.task is [3, 1] there and [1, 3] here",
+            identity(data={"weights of data.sources": [3, 1]}),
+            "its batches were others: weights of data.sources is [3, 1] there and [1, 3] here",
         ),
-        (identity(texts="another"), "the texts of data.task are not those it was trained on"),
+        (identity(texts="another"), "the texts of data.sources are not those it was trained on"),
     ],
 )
 def test_another_training_is_named(saved: Identity, message: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from saved import SMALL, small_run, train_alone
+from lib.saved import SMALL, small_run, train_alone
 
 from acsgd.config.options import Config
 from acsgd.errors import RunError

@@ -157,7 +157,7 @@ def test_what_is_wrong_with_a_spec_is_said_before_anything_is_read(
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(ValueError) as caught:
         parse_tasks(spec)
-    assert str(caught.value).startswith(f'data.task="{spec}": {message.format(cwd=tmp_path)}')
+    assert str(caught.value).startswith(f'data.sources="{spec}": {message.format(cwd=tmp_path)}')
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -169,10 +169,10 @@ def test_a_file_one_may_not_read_is_named(tmp_path: Path) -> None:
 
 
 def test_the_key_is_named_that_the_task_was_typed_for(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r'^data\.eval_task="none\.txt": none\.txt does not exist'):
-        parse_tasks("none.txt", key="data.eval_task")
-    [part] = parse_tasks(write(tmp_path / "a.jsonl", "bad"), key="data.eval_task")
-    with pytest.raises(ValueError, match=r"^data\.eval_task: .*a\.jsonl, line 1 is not JSON"):
+    with pytest.raises(ValueError, match=r'^data\.eval_sources="none\.txt": none\.txt does not exist'):
+        parse_tasks("none.txt", key="data.eval_sources")
+    [part] = parse_tasks(write(tmp_path / "a.jsonl", "bad"), key="data.eval_sources")
+    with pytest.raises(ValueError, match=r"^data\.eval_sources: .*a\.jsonl, line 1 is not JSON"):
         list(part.task.pieces())
 
 
@@ -225,8 +225,8 @@ def test_a_bad_line_is_named_in_one_sentence(tmp_path: Path, name: str, line: by
     with pytest.raises(ValueError) as caught:
         list(only(path).pieces())
     told = str(caught.value)
-    assert told.startswith(f"data.task: {path}, line 6 {reason}; ")
-    assert told.endswith(", or leave such lines out with --data.bad skip")
+    assert told.startswith(f"data.sources: {path}, line 6 {reason}; ")
+    assert told.endswith(", or leave such lines out with --data.on_error skip")
     assert told.isprintable()
     assert len(told) < len(path) + 300
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from records import RECORD
+from lib.records import RECORD
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
 from acsgd.io.telemetry.metrics import Metrics
@@ -24,7 +24,7 @@ from acsgd.io.telemetry.wandb_log import check_installed
 SECRET = "0123456789secret" * 4  # as long as wandb wants a key to be
 CONFIG = Config(
     model=ModelConfig(name="some/model"),
-    data=DataConfig(task="demo", sequence=8, batch=2),
+    data=DataConfig(sources="demo", sequence=8, batch=2),
     optim=OptimConfig(lr=0.25, steps=4, clip=float("inf")),
     log=LogConfig(to="print,wandb", name="my run"),
 )

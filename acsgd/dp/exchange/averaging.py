@@ -6,49 +6,15 @@ R replicas; n = elements of a vector, on any device, fp32; messages are uint8 in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from acsgd.codecs.base import Codec, pack, unpack, wire_bytes
+from acsgd.codecs.message import MessageCodec
 from acsgd.dp.exchange.peers import Peers
 from acsgd.errors import RunError
 from acsgd.meter import Meter
-
-
-class Compressor(Protocol):
-    """Turns a vector into a message, and back."""
-
-    def max_bytes(self, n: int) -> int:
-        """Return the length of the longest message of a vector [n]."""
-        ...
-
-    def encode(self, x: Tensor) -> Tensor:
-        """Return the message uint8[m] of x, fp32 [n], on its device. Raises NotFiniteError."""
-        ...
-
-    def decode(self, message: Tensor, n: int) -> Tensor:
-        """Return the vector that a message stands for, fp32 [n], on the message's device."""
-        ...
-
-
-class OfCodec:
-    """A codec as a compressor."""
-
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
-
-    def max_bytes(self, n: int) -> int:
-        return wire_bytes(self._codec.wire((n,)))
-
-    def encode(self, x: Tensor) -> Tensor:
-        message = x.new_empty(self.max_bytes(len(x)), dtype=torch.uint8)
-        pack(self._codec.encode(x), message)
-        return message
-
-    def decode(self, message: Tensor, n: int) -> Tensor:
-        return self._codec.decode(unpack(message, self._codec.wire((n,))), (n,), torch.float32)
 
 
 def parts(flat: Tensor, count: int) -> list[Tensor]:
@@ -68,7 +34,7 @@ class Agreed(NamedTuple):
 
 
 def served_mean(
-    parts: Sequence[Tensor], error: Tensor | None, compressor: Compressor, peers: Peers, meter: Meter
+    parts: Sequence[Tensor], error: Tensor | None, compressor: MessageCodec, peers: Peers, meter: Meter
 ) -> Agreed:
     """Exchange vectors that are cut into R parts, part j of which replica j collects, averages and tells.
 
@@ -95,7 +61,7 @@ def served_mean(
     return Agreed(sent, means, owed - means[peers.replica])
 
 
-def told_mean(x: Tensor, compressor: Compressor, peers: Peers, meter: Meter) -> tuple[Tensor, Tensor]:
+def told_mean(x: Tensor, compressor: MessageCodec, peers: Peers, meter: Meter) -> tuple[Tensor, Tensor]:
     """Exchange vectors [n], each of which every replica decodes; return what this one's stands for, and the mean.
 
     Compressed once, so nothing is lost on the way back; each replica receives R - 1 messages of the whole. To be called
@@ -115,7 +81,7 @@ def told_mean(x: Tensor, compressor: Compressor, peers: Peers, meter: Meter) -> 
     return sent, mean.div_(peers.size)
 
 
-def read_message(compressor: Compressor, message: Tensor, like: Tensor, peer: int) -> Tensor:
+def read_message(compressor: MessageCodec, message: Tensor, like: Tensor, peer: int) -> Tensor:
     """Return what the message of a replica stands for, as long as `like` and on its device. Raises RunError."""
     try:
         return compressor.decode(message.to(like.device), len(like))

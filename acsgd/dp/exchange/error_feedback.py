@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.base import NotFiniteError
-from acsgd.dp.exchange.averaging import Compressor, parts, served_mean
+from acsgd.codecs.message import MessageCodec
+from acsgd.dp.exchange.averaging import parts, served_mean
 from acsgd.dp.exchange.peers import Peers
 from acsgd.errors import RunError
 from acsgd.meter import Meter
@@ -27,7 +28,7 @@ class Owed:
         self._peers = peers
 
     @torch.no_grad()
-    def exchange(self, compressor: Compressor, meter: Meter) -> Tensor:
+    def exchange(self, compressor: MessageCodec, meter: Meter) -> Tensor:
         """Send what is owed, as far as messages go; return the mean of what was sent, [n], equal on all replicas.
 
         To be called in the thread of the peers. Raises RunError.

@@ -10,11 +10,11 @@ from functools import partial
 
 import torch
 
-from acsgd.dp.exchange.averaging import Compressor
+from acsgd.codecs.message import MessageCodec
 from acsgd.dp.exchange.error_feedback import Owed
 from acsgd.dp.exchange.local_weights import OWN_ERROR, SERVED_ERROR, OwnWeights, Unit, load_served, served_state
 from acsgd.dp.exchange.peers import Peers
-from acsgd.dp.sync import LocalStep, SecondMoments
+from acsgd.optim.base import LocalStep, SecondMoments
 from acsgd.shards.weights import Weight, WeightState
 
 
@@ -27,7 +27,7 @@ class UpdateSync(OwnWeights):
         self,
         weights: Sequence[Weight],
         peers: Peers,
-        compressor: Compressor,
+        compressor: MessageCodec,
         *,
         exact_steps: int,
         how: LocalStep,

@@ -15,7 +15,8 @@ from acsgd.dp.exchange.averaging import parts
 from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.exchange.second_moments import ROWS, RowMoments
 from acsgd.dp.modes.allreduce import AllReduce, AllReduceSync
-from acsgd.dp.sync import Alone, LocalStep, SecondMoments, Unsummed, refuse_others
+from acsgd.dp.sync import Alone, Unsummed, refuse_others
+from acsgd.optim.base import LocalStep, SecondMoments
 from acsgd.shards.weights import Weight, WeightState
 
 OWN = "own"

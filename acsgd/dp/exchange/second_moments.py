@@ -20,8 +20,8 @@ from torch import Tensor
 from acsgd.codecs.log_levels import LogLevels
 from acsgd.dp.exchange.averaging import parts, served_mean
 from acsgd.dp.exchange.peers import Peers
-from acsgd.dp.sync import SecondMoments
 from acsgd.meter import Meter
+from acsgd.optim.base import SecondMoments
 from acsgd.seeds import mix_seed
 from acsgd.shards.weights import WeightState
 

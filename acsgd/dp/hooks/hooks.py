@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from acsgd.codecs.base import Codec
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.identity import Identity
+from acsgd.codecs.message import MessageCodec, PackedCodec
 from acsgd.codecs.topk import TopK
-from acsgd.dp.exchange.averaging import Compressor, OfCodec
 from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.hooks.units import SECOND_MOMENT, Arrived, Lane, Unit, make_units
 from acsgd.meter import Meter
@@ -65,7 +65,7 @@ class HookState:
     def __init__(
         self,
         model: DistributedDataParallel,
-        compressor: Compressor,
+        compressor: MessageCodec,
         *,
         precondition: float | None,
         moments: bool,
@@ -185,7 +185,7 @@ class MeanState(HookState):
     ) -> None:
         whole: dict[int, Codec] = {32: Identity("fp32"), 16: Identity("bf16")}
         codec = whole.get(bits) or FixPoint(bits, dims="group", group=GROUP)
-        super().__init__(model, OfCodec(codec), precondition=precondition, moments=moments, timeout=timeout)
+        super().__init__(model, PackedCodec(codec), precondition=precondition, moments=moments, timeout=timeout)
 
 
 def _own_group(model: DistributedDataParallel, timeout: timedelta) -> dist.ProcessGroup:

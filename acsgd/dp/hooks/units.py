@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from acsgd.dp.exchange.averaging import Compressor, parts
+from acsgd.codecs.message import MessageCodec
+from acsgd.dp.exchange.averaging import parts
 from acsgd.dp.exchange.error_feedback import Owed
 from acsgd.dp.exchange.local_weights import OWN_ERROR, SERVED_ERROR
 from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.exchange.second_moments import ROWS, RowMoments
-from acsgd.dp.sync import SecondMoments
 from acsgd.errors import RunError
 from acsgd.meter import Meter
+from acsgd.optim.base import SecondMoments
 
 EPS = 1e-8
 """Added to the root of a second moment, as AdamW does it."""
@@ -91,7 +92,7 @@ class Unit:
         self,
         params: Mapping[str, nn.Parameter],
         peers: Peers,
-        compressor: Compressor,
+        compressor: MessageCodec,
         *,
         precondition: float | None,
         moments: bool,
@@ -228,7 +229,7 @@ class Unit:
 
 
 def make_units(
-    model: DistributedDataParallel, peers: Peers, compressor: Compressor, *, precondition: float | None, moments: bool
+    model: DistributedDataParallel, peers: Peers, compressor: MessageCodec, *, precondition: float | None, moments: bool
 ) -> list[Unit]:
     """Cut what a wrapped model exchanges into units about as large as its buckets, last parameter first.
 

@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.base import NotFiniteError
+from acsgd.codecs.message import MessageCodec
 from acsgd.codecs.topk import TopK
-from acsgd.dp.exchange.averaging import Agreed, Compressor, parts, served_mean
+from acsgd.dp.exchange.averaging import Agreed, parts, served_mean
 from acsgd.dp.exchange.local_weights import SERVED_ERROR, Merging, OwnWeights, Unit, load_served, served_state
 from acsgd.dp.exchange.masks import Draw, chosen
 from acsgd.dp.exchange.peers import Peers, UnderWay
-from acsgd.dp.sync import GradSync, SecondMoments
+from acsgd.dp.sync import GradSync
 from acsgd.errors import RunError
+from acsgd.optim.base import SecondMoments
 from acsgd.shards.weights import Weight, WeightState
 
 
@@ -64,7 +66,7 @@ class Cocktail:
             raise ValueError(f"exact_steps={self.exact_steps} must be 0 or more")
         self.compressor()
 
-    def compressor(self) -> Compressor:
+    def compressor(self) -> MessageCodec:
         """Return what makes messages of what is looked at."""
         return TopK(self.topk, self.bits, self.bucket)
 

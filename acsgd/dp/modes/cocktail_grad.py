@@ -16,7 +16,8 @@ from acsgd.codecs.topk import TopK
 from acsgd.dp.exchange.local_updates import UpdateSync
 from acsgd.dp.exchange.local_weights import Merging
 from acsgd.dp.exchange.peers import Peers
-from acsgd.dp.sync import GradSync, LocalStep
+from acsgd.dp.sync import GradSync
+from acsgd.optim.base import LocalStep
 from acsgd.shards.weights import Weight
 
 

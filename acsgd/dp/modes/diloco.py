@@ -15,10 +15,12 @@ from torch import Tensor
 from acsgd.codecs.base import Codec
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.identity import Identity
-from acsgd.dp.exchange.averaging import Agreed, OfCodec, parts, served_mean
+from acsgd.codecs.message import PackedCodec
+from acsgd.dp.exchange.averaging import Agreed, parts, served_mean
 from acsgd.dp.exchange.local_weights import Merging, OwnWeights
 from acsgd.dp.exchange.peers import Peers, UnderWay
-from acsgd.dp.sync import GradSync, SecondMoments
+from acsgd.dp.sync import GradSync
+from acsgd.optim.base import SecondMoments
 from acsgd.shards.weights import Weight, WeightState
 
 GROUP = 128
@@ -82,7 +84,7 @@ class _DiLoCoSync(OwnWeights):
     def __init__(self, mode: DiLoCo, weights: Sequence[Weight], peers: Peers) -> None:
         super().__init__(weights, peers, moments=mode.moments)
         self._mode = mode
-        self._compressor = OfCodec(mode.codec())
+        self._compressor = PackedCodec(mode.codec())
         self._momentum = [torch.zeros_like(unit.own) for unit in self.units]
         self._sent = [torch.zeros_like(unit.own) for unit in self.units] if mode.delay else []
         """shared - own of this replica, as it was when a fragment was sent; kept for a run that is resumed before it

@@ -16,7 +16,8 @@ from torch import Tensor
 from acsgd.dp.exchange.buckets import Bucket, BucketSync, InBuckets
 from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.modes.allreduce import start_sum
-from acsgd.dp.sync import Alone, GradSync, SecondMoments, refuse_others
+from acsgd.dp.sync import Alone, GradSync, refuse_others
+from acsgd.optim.base import SecondMoments
 from acsgd.seeds import mix_seed
 from acsgd.shards.weights import Weight, WeightState
 

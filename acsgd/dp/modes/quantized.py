@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.lloyd import Lloyd
-from acsgd.dp.exchange.averaging import OfCodec
+from acsgd.codecs.message import PackedCodec
 from acsgd.dp.exchange.local_updates import UpdateSync
 from acsgd.dp.exchange.local_weights import Merging
 from acsgd.dp.exchange.peers import Peers
-from acsgd.dp.sync import GradSync, LocalStep
+from acsgd.dp.sync import GradSync
+from acsgd.optim.base import LocalStep
 from acsgd.shards.weights import Weight
 
 
@@ -38,11 +39,11 @@ class Quantized:
             raise ValueError(f"bucket={self.bucket} must be 1 or more values that share a scale; 512 is usual")
         self.compressor()
 
-    def compressor(self) -> OfCodec:
+    def compressor(self) -> PackedCodec:
         """Return what makes messages of what is owed."""
         if self.bits == 1:
-            return OfCodec(FixPoint(1, dims="group", group=self.bucket))
-        return OfCodec(Lloyd(self.bits, "group", self.bucket))
+            return PackedCodec(FixPoint(1, dims="group", group=self.bucket))
+        return PackedCodec(Lloyd(self.bits, "group", self.bucket))
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the agreement of this replica with its peers on one stage's weights."""

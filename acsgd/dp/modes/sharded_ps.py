@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.identity import Identity
-from acsgd.dp.exchange.averaging import OfCodec, parts, read_message
+from acsgd.codecs.message import PackedCodec
+from acsgd.dp.exchange.averaging import parts, read_message
 from acsgd.dp.exchange.buckets import Bucket, BucketSync, InBuckets
 from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.modes.allreduce import Dtype
@@ -45,7 +46,7 @@ class ServedSync(BucketSync):
         super().__init__(buckets)
         self._peers = peers
         self._servers = servers
-        self._compressor = OfCodec(Identity(dtype))
+        self._compressor = PackedCodec(Identity(dtype))
         # the mean is told in fp16, so that a sum overflows no sooner than a gradient
         self._divisor = peers.size if dtype == "fp16" else 1
 

@@ -16,7 +16,8 @@ from acsgd.codecs.topk import TopK
 from acsgd.dp.exchange.averaging import told_mean
 from acsgd.dp.exchange.local_weights import OWN_ERROR, Merging, OwnWeights, Unit
 from acsgd.dp.exchange.peers import Peers
-from acsgd.dp.sync import GradSync, SecondMoments
+from acsgd.dp.sync import GradSync
+from acsgd.optim.base import SecondMoments
 from acsgd.shards.weights import Weight, WeightState
 
 

@@ -119,7 +119,7 @@ class Identity:
         if differing := _differing(self.data, saved.data):
             return f"its batches were others: {differing}"
         if self.texts != saved.texts:
-            return "the texts of data.task are not those it was trained on"
+            return "the texts of data.sources are not those it was trained on"
         return None
 
 

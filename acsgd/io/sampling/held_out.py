@@ -1,6 +1,6 @@
 """Sequences to evaluate on: the end of each training text, or texts of their own. Each is read once, by one replica.
 
-Which sequences are held out depends on the texts, data.sequence and data.eval_share alone, not on the number of ranks.
+Which sequences are held out depends on the sources, data.sequence and data.eval_fraction, not on the number of ranks.
 """
 
 # M micro-batches of a batch, B sequences of a micro-batch, T tokens of a sequence
@@ -23,14 +23,16 @@ NO_TARGET = -100
 
 
 def parse_eval(task: str | None, share: float, *, bad: OnBad = "stop") -> tuple[WeightedTask, ...]:
-    """Return the sources of data.eval_task, none if it is None, checked as `parse_tasks` does. Reads no text.
+    """Return the sources of data.eval_sources, none if it is None, checked as `parse_tasks` does. Reads no text.
 
     Raises ValueError, too, if `share` is no share, both are asked for, or sources have weights.
     """
     _check(share, separate=task is not None)
-    tasks = () if task is None else parse_tasks(task, key="data.eval_task", bad=bad)
+    tasks = () if task is None else parse_tasks(task, key="data.eval_sources", bad=bad)
     if len({weight for _, weight in tasks}) > 1:
-        raise ValueError(f'data.eval_task="{task}": every sequence of every source is evaluated on; leave out weights')
+        raise ValueError(
+            f'data.eval_sources="{task}": every sequence of every source is evaluated on; leave out weights'
+        )
     return tasks
 
 
@@ -46,8 +48,8 @@ def split(sequences: int, share: float) -> int:
         return sequences
     if sequences < 2:
         raise ValueError(
-            f"data.eval_share={share} needs two sequences or more of each source, but one has {sequences}; use a "
-            "shorter data.sequence, a longer text, or data.eval_task"
+            f"data.eval_fraction={share} needs two sequences or more of each source, but one has {sequences}; use a "
+            "shorter data.sequence, a longer text, or data.eval_sources"
         )
     return min(max(1, sequences - round(sequences * share)), sequences - 1)
 
@@ -66,7 +68,7 @@ def held_out(
 ) -> HeldOut | None:
     """Return the ends of the training texts, or all of separate texts, to evaluate on; None if neither is asked for.
 
-    trained: the sources of data.task; separate: those of data.eval_task, if any; share: data.eval_share.
+    trained: the sources of data.sources; separate: those of data.eval_sources, if any; share: data.eval_fraction.
     Raises ValueError if both are asked for, or a source is too short.
     """
     _check(share, separate=bool(separate))
@@ -152,6 +154,8 @@ class HeldOut:
 def _check(share: float, *, separate: bool = False) -> None:
     """Raise ValueError unless the held-out sequences are asked for in one way, or not at all."""
     if not 0 <= share < 1:
-        raise ValueError(f"data.eval_share={share} is not a share of the text; use 0.05, say, or 0 to hold out nothing")
+        raise ValueError(
+            f"data.eval_fraction={share} is not a share of the text; use 0.05, say, or 0 to hold out nothing"
+        )
     if share and separate:
-        raise ValueError(f"data.eval_share={share} and data.eval_task are both given; leave one of them out")
+        raise ValueError(f"data.eval_fraction={share} and data.eval_sources are both given; leave one of them out")

@@ -103,7 +103,7 @@ class _Source:
     """A task as the user asked for it."""
 
     name: str
-    key: str = "data.task"
+    key: str = "data.sources"
     bad: OnBad = "stop"
 
 
@@ -159,7 +159,7 @@ class _File(_Source):
         if self.bad == "stop":
             raise ValueError(
                 f"{self.key}: {self.name}, line {line} {bad.reason}; {bad.remedy}, or leave such lines out with "
-                "--data.bad skip"
+                "--data.on_error skip"
             )
         tally.skip(line, bad.reason)
 
@@ -210,7 +210,7 @@ TASKS: dict[str, Callable[[str, str, OnBad], Task]] = {
 """Pattern of a source's name -> its class, made from the name, the key it was typed for, and what bad lines do."""
 
 
-def parse_tasks(spec: str, *, key: str = "data.task", bad: OnBad = "stop") -> tuple[WeightedTask, ...]:
+def parse_tasks(spec: str, *, key: str = "data.sources", bad: OnBad = "stop") -> tuple[WeightedTask, ...]:
     """Return the sources of a task string, checked to exist, with weights that sum to 1. Reads no text.
 
     spec: comma-separated "name" or "name:weight"; a weight left out is 1. key: the configuration key it came from,

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from acsgd.dp.hooks import CocktailState, HookState, MeanState, cocktail_hook, mean_hook
+from lib.ranks import on_ranks
 
 LR = 0.01
 SMALL_MB = 0.001

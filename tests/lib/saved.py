@@ -30,7 +30,7 @@ def small_run(model: Path, run_dir: Path, *, steps: int = 2, every: str | None =
     """Return a run of a few steps, saved after each."""
     return Config(
         model=ModelConfig(str(model)),
-        data=DataConfig(task="demo", sequence=16, batch=2, eval_share=0.001),
+        data=DataConfig(sources="demo", sequence=16, batch=2, eval_fraction=0.001),
         optim=OptimConfig(lr=1e-3, steps=steps),
         pp=PipelineConfig(micro=2),
         checkpoint=CheckpointConfig(every=every, **checkpoint),

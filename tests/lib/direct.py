@@ -12,21 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from training import TIMEOUT
 from transformers import PreTrainedConfig
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 from acsgd.dp.sync import Alone
 from acsgd.pp.stage import Stage
-from acsgd.run.build import build_worker
+from acsgd.run.build import build_session
 from acsgd.run.inputs import open_source
 from acsgd.run.job import prepare
-from acsgd.run.session import Worker
+from acsgd.run.session import Session
 from acsgd.shards import family_of
 from acsgd.shards.layers import skeleton
 from acsgd.shards.load import Scratch, load_layer
 from acsgd.shards.weights import Weight
 from acsgd.topology import Launch, connect
+from lib.training import TIMEOUT
 
 VOCABULARY = 512
 SEQUENCES, SEQUENCE = 6, 32
@@ -50,7 +50,7 @@ def make_config(
     """Return a run of 6 sequences per step: in micro-batches of 2 they are three, uneven for two replicas."""
     return Config(
         model=ModelConfig(name=str(model), dtype=dtype, recompute=recompute, dropout_mask=dropout_mask),
-        data=DataConfig(task="demo", sequence=SEQUENCE, batch=SEQUENCES, seed=3),
+        data=DataConfig(sources="demo", sequence=SEQUENCE, batch=SEQUENCES, seed=3),
         optim=OptimConfig(lr=RATE, steps=1),
         pp=PipelineConfig(**pp),
         log=LogConfig(dir=str(run_dir / "run")),
@@ -70,12 +70,12 @@ def draw_batch(config: Config, step: int, micros: range | None = None) -> DrawnB
 
 
 @contextlib.contextmanager
-def worker_of(config: Config, rank: int, world_size: int, store: str) -> Iterator[Worker]:
+def worker_of(config: Config, rank: int, world_size: int, store: str) -> Iterator[Session]:
     """Yield one rank of a run; store: a file that only these ranks share, and only for this."""
     torch.set_num_threads(1)
     job = prepare(config, Launch(rank, rank, world_size))
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(store, world_size)) as groups:
-        yield build_worker(job, open_source(job), groups)
+        yield build_session(job, open_source(job), groups)
 
 
 @torch.no_grad()
@@ -96,7 +96,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
     return sha.hexdigest()
 
 
-def gradients(worker: Worker) -> list[Tensor]:
+def gradients(worker: Session) -> list[Tensor]:
     """Return those of all weights of a rank."""
     grads = [weight.master.grad for weight in worker.weights]
     return [grad for grad in grads if grad is not None]

@@ -17,10 +17,10 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
 from acsgd.optim.loss_scale import LossScale
 from acsgd.optim.schedule import learning_rate
-from acsgd.run.build import build_worker
+from acsgd.run.build import build_session
 from acsgd.run.inputs import open_data, open_source
 from acsgd.run.job import Job, prepare
-from acsgd.run.session import Worker
+from acsgd.run.session import Session
 from acsgd.seeds import mix_seed
 from acsgd.shards import family_of
 from acsgd.topology import Launch, connect
@@ -41,13 +41,13 @@ def losses_of_rank(
         job = prepare(config, Launch(rank, rank, world_size))
         file_store = dist.FileStore(f"{store}-{number}", world_size)
         with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
-            worker = build_worker(job, open_source(job), groups)
+            worker = build_session(job, open_source(job), groups)
             batches = batches_of(job)
             all_losses.append(train(worker, map(mask, batches) if masked else batches))
     return all_losses
 
 
-def train(worker: Worker, batches: Iterable[Batch]) -> list[float]:
+def train(worker: Session, batches: Iterable[Batch]) -> list[float]:
     """Make one step per batch from the start of a run; return the losses."""
     progress, losses = Progress(loss_scale=LossScale.of(worker.job.config)), []
     for batch in batches:
