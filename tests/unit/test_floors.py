@@ -11,8 +11,122 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 # The order in which the package is read: a file imports only files above it.
-ORDER = ["errors", "seeds", "meter", "streams", "config.spec", "config.options", "config.checks", "config.run_file", "codecs.base", "codecs.bits", "codecs.entropy", "codecs.identity", "codecs.layout", "codecs.positions", "codecs.cache_update", "codecs.message", "codecs.log_levels", "codecs.scales", "codecs.kernels", "codecs.fixpoint", "codecs.lloyd", "codecs.hadamard", "codecs.topk", "codecs", "shards.weights", "shards.layers", "shards.gpt2", "shards.llama", "shards", "shards.disk", "shards.load", "shards.plan", "shards.convert", "optim.base", "optim.schedule", "optim.clipping", "optim.loss_scale", "optim.adamw", "run.signals", "run.failures", "topology", "pp.schedules.actions", "pp.schedules.lowering", "pp.schedules.validation", "pp.schedules.schedules", "pp.schedules.simulate", "pp", "pp.wire.frame", "pp.wire.coder", "pp.wire.channel", "pp.wire.cache", "pp.wire.cache_disk", "pp.wire.cache_sync", "pp.wire.delta", "pp.wire.cache_plan", "pp.wire.link", "dp.sync", "dp.exchange.peers", "dp.exchange.averaging", "dp.exchange.masks", "dp.exchange.buckets", "dp.exchange.error_feedback", "dp.exchange.second_moments", "dp.modes.allreduce", "dp.exchange.local_weights", "dp.exchange.local_updates", "dp.modes.sharded_ps", "dp.modes.central_ps", "dp.modes.powersgd", "dp.modes.local", "dp.modes.cocktail", "dp.modes.diloco", "dp.modes.sparseloco", "dp.modes.quantized", "dp.modes.cocktail_grad", "dp.modes", "dp", "dp.hooks.units", "dp.hooks.hooks", "dp.hooks", "pp.nonfinite", "pp.tied_weights", "pp.stage", "pp.nan_probe", "pp.runtime", "io.cache", "io.sources.text", "io.sources.sources", "io", "io.sampling.sampler", "io.sampling.tokens", "io.sampling.batches", "io.sampling.held_out", "io.checkpoint.progress", "io.checkpoint.directory", "io.checkpoint.saver", "io.checkpoint.resume", "io.checkpoint.inspect", "io.telemetry.text_log", "io.telemetry.record", "io.telemetry.wandb_log", "io.telemetry.metrics", "run.control", "run.model_files", "run.job", "run.inputs", "run.session", "run.build", "run.state", "run.checkpointing", "train", "cli", "__main__"]
-PLACE = {f"acsgd.{name}": place for place, name in enumerate(ORDER)}
+ORDER = """
+    errors
+    seeds
+    meter
+    streams
+    config.spec
+    config.options
+    config.checks
+    config.run_file
+    codecs.base
+    codecs.bits
+    codecs.entropy
+    codecs.identity
+    codecs.layout
+    codecs.positions
+    codecs.cache_update
+    codecs.message
+    codecs.log_levels
+    codecs.scales
+    codecs.kernels
+    codecs.fixpoint
+    codecs.lloyd
+    codecs.hadamard
+    codecs.topk
+    codecs
+    shards.weights
+    shards.layers
+    shards.gpt2
+    shards.llama
+    shards
+    shards.disk
+    shards.load
+    shards.plan
+    shards.convert
+    optim.base
+    optim.schedule
+    optim.clipping
+    optim.loss_scale
+    optim.adamw
+    run.signals
+    run.failures
+    topology
+    pp.schedules.actions
+    pp.schedules.lowering
+    pp.schedules.validation
+    pp.schedules.schedules
+    pp.schedules.simulate
+    pp
+    pp.wire.frame
+    pp.wire.coder
+    pp.wire.channel
+    pp.wire.cache
+    pp.wire.cache_disk
+    pp.wire.cache_sync
+    pp.wire.delta
+    pp.wire.cache_plan
+    pp.wire.link
+    dp.exchange.peers
+    dp.sync
+    dp.exchange.averaging
+    dp.exchange.masks
+    dp.exchange.buckets
+    dp.exchange.error_feedback
+    dp.exchange.second_moments
+    dp.modes.allreduce
+    dp.exchange.local_weights
+    dp.exchange.local_updates
+    dp.modes.sharded_ps
+    dp.modes.central_ps
+    dp.modes.powersgd
+    dp.modes.local
+    dp.modes.cocktail
+    dp.modes.diloco
+    dp.modes.sparseloco
+    dp.modes.quantized
+    dp.modes.cocktail_grad
+    dp.modes
+    dp
+    dp.hooks.units
+    dp.hooks.hooks
+    dp.hooks
+    pp.nonfinite
+    pp.tied_weights
+    pp.stage
+    pp.nan_probe
+    pp.runtime
+    io.cache
+    io.sources.text
+    io.sources.sources
+    io
+    io.sampling.sampler
+    io.sampling.tokens
+    io.sampling.batches
+    io.sampling.held_out
+    io.checkpoint.progress
+    io.checkpoint.directory
+    io.checkpoint.saver
+    io.checkpoint.resume
+    io.checkpoint.inspect
+    io.telemetry.text_log
+    io.telemetry.record
+    io.telemetry.wandb_log
+    io.telemetry.metrics
+    run.control
+    run.model_files
+    run.job
+    run.inputs
+    run.session
+    run.build
+    run.state
+    run.checkpointing
+    train
+    cli
+    __main__
+"""
+PLACE = {f"acsgd.{name}": place for place, name in enumerate(ORDER.split())}
 
 # What only some files may name.
 RESERVED = {
