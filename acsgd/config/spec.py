@@ -1,6 +1,7 @@
-"""Plug-ins chosen by a spec string: "name:key=value,..." <-> the plug-in's own frozen dataclass.
+"""Spec strings, "name:option=value,..." <-> instances of the frozen dataclass that `name` selects from a table.
 
-A plug-in's parameters never enter the configuration tree, so a new plug-in adds no command-line flag.
+The options of a plug-in are the fields of its dataclass; they add no command-line flags. A class that renames an
+option lists it in `RENAMED: ClassVar[dict[str, str]]` (former name -> present name), so that errors give the new name.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ from typing import Any
 
 
 def from_spec(spec: str, table: Mapping[str, type], *, key: str) -> Any:
-    """Return the plug-in that `spec` describes; Any, because each table has its own protocol.
+    """Parse a spec string into an instance of the class it selects. Returns Any: each table has its own protocol.
 
-    spec: "name" or "name:key=value,key=value"; table: name -> frozen dataclass;
-    key: the configuration key the spec came from, for the error text. Raises ValueError.
+    Args:
+        spec: "name" or "name:option=value,option=value".
+        table: Name -> frozen dataclass.
+        key: Configuration key that holds the spec; named in errors.
+
+    Raises:
+        ValueError: The name, an option or a value is invalid.
     """
     name, _, rest = spec.strip().partition(":")
     if name not in table:
@@ -28,7 +34,9 @@ def from_spec(spec: str, table: Mapping[str, type], *, key: str) -> Any:
     for part in filter(None, rest.split(",")):
         option, equals, text = (piece.strip() for piece in part.partition("="))
         if option not in fields:
-            known = f"{_one_of(fields)}{_nearest(option, fields)}" if fields else "no options at all"
+            if present := getattr(plugin, "RENAMED", {}).get(option):
+                raise ValueError(f'{key}="{spec}": option "{option}" is now called "{present}"')
+            known = f"{_one_of(fields)}{_nearest(option, fields)}" if fields else "no options"
             raise ValueError(f'{key}="{spec}": "{name}" has no option "{option}"; it takes {known}')
         if not equals or not text:
             raise ValueError(f'{key}="{spec}": "{part}" has no value; write {option}=VALUE')
@@ -42,7 +50,7 @@ def from_spec(spec: str, table: Mapping[str, type], *, key: str) -> Any:
 
 
 def to_spec(plugin: Any, table: Mapping[str, type]) -> str:
-    """Return the shortest spec that `from_spec` turns into an equal plug-in (defaults are left out)."""
+    """Return the shortest spec string of a plug-in: options at their defaults are left out."""
     name = next(name for name, kind in table.items() if type(plugin) is kind)
     options = [
         f"{field.name}={_text(getattr(plugin, field.name))}"
@@ -53,12 +61,12 @@ def to_spec(plugin: Any, table: Mapping[str, type]) -> str:
 
 
 def suggest(name: str, known: Mapping[str, Any]) -> str:
-    """Return "; use a, b or c (did you mean b?)", the end of every message about an unknown name."""
+    """Return "; use a, b or c (did you mean b?)", the end of an error message about an unknown name."""
     return f"; use {_one_of(known)}{_nearest(name, known)}"
 
 
 def _convert(text: str, kind: Any, *, where: str) -> Any:
-    """Turn text into a bool, int, float or one of a Literal's strings."""
+    """Convert the text of an option to its type: bool, int, float or a Literal of strings. Raises ValueError."""
     if typing.get_origin(kind) is typing.Literal:
         choices = typing.get_args(kind)
         if text not in choices:

@@ -1,9 +1,9 @@
-"""Spec strings: what is written is what is meant, and mistakes say what to type."""
+"""Spec strings: parsing, round trips and error messages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 
@@ -15,7 +15,9 @@ from acsgd.pp.schedules.schedules import SCHEDULES
 
 @dataclass(frozen=True)
 class Plugin:
-    share: float = 0.5
+    RENAMED: ClassVar[dict[str, str]] = {"share": "fraction"}
+
+    fraction: float = 0.5
     bits: int = 8
     signed: bool = True
     kind: Literal["max", "l2"] = "max"
@@ -32,17 +34,17 @@ TABLE = {"plain": Plugin, "other": Plugin}
     ("spec", "plugin"),
     [
         ("plain", Plugin()),
-        ("plain:share=0.25,bits=4", Plugin(share=0.25, bits=4)),
+        ("plain:fraction=0.25,bits=4", Plugin(fraction=0.25, bits=4)),
         (" plain: signed=false , kind=l2 ", Plugin(signed=False, kind="l2")),
     ],
 )
-def test_a_spec_gives_the_plugin_it_describes(spec: str, plugin: Plugin) -> None:
+def test_round_trip(spec: str, plugin: Plugin) -> None:
     assert from_spec(spec, TABLE, key="k") == plugin
     assert from_spec(to_spec(plugin, TABLE), TABLE, key="k") == plugin
 
 
 @pytest.mark.parametrize("table", [CODECS, MODES, SCHEDULES])
-def test_every_plugin_has_defaults_and_survives_its_spec(table: dict[str, type[Any]]) -> None:
+def test_every_plugin_has_defaults_and_round_trips(table: dict[str, type[Any]]) -> None:
     for name in table:
         plugin = from_spec(name, table, key="k")
         assert from_spec(to_spec(plugin, table), table, key="k") == plugin
@@ -52,7 +54,8 @@ def test_every_plugin_has_defaults_and_survives_its_spec(table: dict[str, type[A
     ("spec", "message"),
     [
         ("plian", 'k="plian": unknown name "plian"; use "plain" or "other" (did you mean "plain"?)'),
-        ("plain:bit=4", '"plain" has no option "bit"; it takes "share", "bits", "signed" or "kind"'),
+        ("plain:bit=4", '"plain" has no option "bit"; it takes "fraction", "bits", "signed" or "kind"'),
+        ("plain:share=0.5", 'k="plain:share=0.5": option "share" is now called "fraction"'),
         ("plain:bits", '"bits" has no value; write bits=VALUE'),
         ("plain:bits=x", 'bits="x" is not of type int'),
         ("plain:bits=4,bits=2", "bits is given twice"),
@@ -61,7 +64,7 @@ def test_every_plugin_has_defaults_and_survives_its_spec(table: dict[str, type[A
         ("plain:kind=min", 'kind="min" is not one of max, l2'),
     ],
 )
-def test_a_mistake_is_named(spec: str, message: str) -> None:
+def test_error_messages(spec: str, message: str) -> None:
     with pytest.raises(ValueError, match=r"^k=") as error:
         from_spec(spec, TABLE, key="k")
     assert message in str(error.value)
