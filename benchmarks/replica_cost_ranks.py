@@ -97,7 +97,7 @@ class Replica:
 
     def _backward(self, number: int) -> float:
         """Begin a step and make its gradients, last layer first; return the CPU seconds that making them took."""
-        self.sync.begin(number)
+        self.sync.begin_step(number)
         drawing_s, spare = 0.0, len(self._noise) // 9
         start = number * 7919 % spare
         for weight in reversed(self._weights):
@@ -107,7 +107,7 @@ class Replica:
             drawing_s += time.thread_time() - before
             weight.master.grad, start = grad, end
             del grad  # as autograd, which hands it over
-            self.sync.grad_made(weight, complete=True)
+            self.sync.grad_ready(weight, is_final=True)
         return drawing_s
 
 

@@ -1,4 +1,4 @@
-"""How replicas agree: the protocol of a data-parallel mode, and gradients gathered into buckets."""
+"""Interface between the training loop and data-parallel modes."""
 
 from __future__ import annotations
 
@@ -15,61 +15,62 @@ from acsgd.shards.weights import Weight, WeightState
 
 
 class GradSync(Protocol):
-    """Agreement of the replicas on one stage. Gradients are those of the masters, in fp32.
+    """Synchronization of one stage over its replicas. Gradients are those of the fp32 master weights.
 
-    They may agree on gradients, so that all make the same step, or on weights, after each has made steps of its own.
+    A mode either reduces gradients, so that all replicas apply the same update, or lets each replica make local steps
+    and synchronizes the weights afterwards.
     """
 
     meter: Meter
 
     def local_step(self, step: int) -> LocalStep | None:
-        """Return how each replica makes this step on its own gradients; None = they are summed, the step is common."""
+        """Return how the optimizer makes step `step` on local gradients; None = gradients are all-reduced."""
         ...
 
-    def begin(self, step: int, scale: float = 1.0) -> None:
-        """Forget the gradients of the last step; step `step`, counted from 0, begins. scale: of its gradients."""
+    def begin_step(self, step: int, scale: float = 1.0) -> None:
+        """Clear the gradients and start step `step`, counted from 0. scale: loss scale of its gradients."""
         ...
 
-    def grad_made(self, weight: Weight, *, complete: bool) -> None:
-        """Take note that a backward has added to one gradient; complete: for the last time in this step."""
+    def grad_ready(self, weight: Weight, *, is_final: bool) -> None:
+        """Handle a gradient that a backward pass has accumulated into; is_final: no other backward pass follows."""
         ...
 
     def reduce(self) -> None:
-        """Start what is left to exchange: every gradient of the stage is complete."""
+        """Start the remaining exchanges. Called once all gradients of the stage are final."""
         ...
 
     def wait(self) -> None:
-        """Block until every gradient is the sum over the replicas, unless the step is local."""
+        """Wait for the gradient reduction. No-op in local steps."""
         ...
 
     def after_step(self, step: int, moments: SecondMoments) -> None:
-        """Take note that the optimizer has made step `step`; moments: of the stage's weights, may be changed."""
+        """Handle the end of optimizer step `step`. moments: those of the stage's weights; may be changed in place."""
         ...
 
-    def shared(self) -> Mapping[str, Tensor] | None:
-        """Return what all replicas have in common where each has weights of its own: fp32 by key, not copied.
+    def global_weights(self) -> Mapping[str, Tensor] | None:
+        """Return the weights to evaluate and save where replicas have local weights: fp32 by key, not copied.
 
-        It is what is evaluated and saved as the model; None = the masters are. All replicas call it together.
+        None = the master weights are equal on all replicas. Collective: all replicas call it together.
         """
         ...
 
     def state_dict(self) -> WeightState:
-        """Return what this replica remembers between steps (error feedback is training state), not copied."""
+        """Return this replica's state, such as residuals, not copied."""
         ...
 
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
-        """Take over what the replicas of a run remembered, one entry each; there may have been more or fewer.
+        """Restore from the saved states of all replicas. The number of replicas may have changed.
 
-        The masters have been set to the saved model before.
+        The master weights must have been restored before.
         """
         ...
 
 
 class Mode(Protocol):
-    """A data-parallel mode, chosen by spec; a frozen dataclass."""
+    """A data-parallel mode, chosen by a spec string; a frozen dataclass."""
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
-        """Return the agreement of this replica with its peers on one stage's weights; alone, it has nothing to do."""
+        """Return the synchronization of one stage's weights with the other replicas."""
         ...
 
 
@@ -82,7 +83,7 @@ class Memoryless:
     def after_step(self, step: int, moments: SecondMoments) -> None:
         """Nothing is left to do."""
 
-    def shared(self) -> None:
+    def global_weights(self) -> None:
         """All replicas have the same weights."""
 
     def state_dict(self) -> WeightState:
@@ -111,11 +112,11 @@ class Unsummed:
         self.meter = Meter()
         self.weights = tuple(weights)
 
-    def begin(self, step: int, scale: float = 1.0) -> None:
+    def begin_step(self, step: int, scale: float = 1.0) -> None:
         for weight in self.weights:
             weight.master.grad = None
 
-    def grad_made(self, weight: Weight, *, complete: bool) -> None:
+    def grad_ready(self, weight: Weight, *, is_final: bool) -> None:
         pass
 
     def reduce(self) -> None:

@@ -144,7 +144,7 @@ class Pipeline:
     def _train(self, batch: Batch, step: int, scale: float, handlers: Handlers) -> Tensor:
         self._scale = scale
         for stage in self._stages.values():
-            stage.sync.begin(step, scale)
+            stage.sync.begin_step(step, scale)
         for link in self._links.values():
             link.agreement.begin(batch.sample_ids.flatten().tolist(), batch.upcoming_ids.flatten().tolist())
         self._execute(self._row, handlers, batch, step, exact=step < self._exact_steps, remember=True)

@@ -182,12 +182,12 @@ class Stage:
         return mix_seed(self._seed, micro.step, micro.global_place, shard.index)
 
     def _hook(self, weight: Weight) -> Callable[[nn.Parameter], None]:
-        def grad_made(param: nn.Parameter) -> None:
+        def grad_ready(param: nn.Parameter) -> None:
             if weight.master is not param:
                 _accumulate_in_fp32(param, weight.master)
-            self.sync.grad_made(weight, complete=self._last_backward)
+            self.sync.grad_ready(weight, is_final=self._last_backward)
 
-        return grad_made
+        return grad_ready
 
 
 def has_dropout(model: PreTrainedModel) -> bool:

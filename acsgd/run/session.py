@@ -231,7 +231,7 @@ def shared_weights(stages: Iterable[Stage]) -> Iterator[None]:
     """Let the parameters of stages be, within, what all replicas have in common. All replicas call it together."""
     kept = []
     for stage in stages:
-        shared = stage.sync.shared()
+        shared = stage.sync.global_weights()
         if shared is not None:
             kept += [(weight.param, weight.param.clone()) for weight in stage.weights]
             for weight in stage.weights:

@@ -69,7 +69,7 @@ def layer_states(worker: Session) -> list[LayerState]:
 
 
 def _stage_states(stage: Stage, optimizer: Optimizer) -> Iterator[LayerState]:
-    shared, remembered = stage.sync.shared(), stage.sync.state_dict()
+    shared, remembered = stage.sync.global_weights(), stage.sync.state_dict()
     for shard, weights in stage.layers.items():
         owned = [weight for weight in weights if weight.copy_of is None]
         replica = _of_keys(remembered, {weight.key for weight in weights})

@@ -93,13 +93,13 @@ def _make_step(sync: GradSync, weights: Sequence[Weight], rank: int, step: int, 
     sync.meter.reset()
     with pytest.MonkeyPatch.context() as patch:
         sent = count_sent(patch)
-        sync.begin(step)
+        sync.begin_step(step)
         for last in (False, True):
             for index in MADE:
                 master = weights[index].master
                 half = gradient(rank, step, index) * size / 2
                 master.grad = half if master.grad is None else master.grad.add_(half)
-                sync.grad_made(weights[index], complete=last)
+                sync.grad_ready(weights[index], is_final=last)
         sync.reduce()
         sync.wait()
     masters = [weight.master for weight in weights]

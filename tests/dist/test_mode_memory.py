@@ -44,10 +44,10 @@ class _RememberingSync:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def grad_made(self, weight: Weight, *, complete: bool) -> None:
-        if complete:  # not yet summed over the replicas
+    def grad_ready(self, weight: Weight, *, is_final: bool) -> None:
+        if is_final:  # not yet summed over the replicas
             self.own[weight.key] += weight.master.grad
-        self._inner.grad_made(weight, complete=complete)
+        self._inner.grad_ready(weight, is_final=is_final)
 
     def state_dict(self) -> WeightState:
         return {"own": self.own}

@@ -57,10 +57,10 @@ def make_step(
     grads: Sequence[Tensor],
 ) -> None:
     """Make a step of plain gradient descent, as a worker makes it."""
-    sync.begin(step)
+    sync.begin_step(step)
     for weight, grad in zip(weights, grads, strict=True):
         weight.master.grad = grad.clone()
-        sync.grad_made(weight, complete=True)
+        sync.grad_ready(weight, is_final=True)
     sync.reduce()
     sync.wait()
     with torch.no_grad():
@@ -91,7 +91,7 @@ class Run:
             make_step(self.sync, self.weights, step, gradients(rank, step))
 
     def model(self) -> dict[str, Tensor]:
-        shared = self.sync.shared()
+        shared = self.sync.global_weights()
         assert shared is not None
         return {key: tensor.detach().clone() for key, tensor in shared.items()}
 

@@ -64,10 +64,10 @@ class Run:
     def make(self, step: int, *, times: float = 1.0, scale: float = 1.0, update: bool = True) -> Step:
         """Make a step; scale: of its gradients; update: whether the optimizer makes it, too."""
         before = copied(self.sync.state_dict())
-        self.sync.begin(step, scale)
+        self.sync.begin_step(step, scale)
         for weight in self.weights:
             weight.master.grad = times * scale * gradient(self._replica, step, weight.key)
-            self.sync.grad_made(weight, complete=True)
+            self.sync.grad_ready(weight, is_final=True)
         self.sync.reduce()
         self.sync.wait()
         applied = {weight.key: _grad(weight).clone() for weight in self.weights}
@@ -162,10 +162,10 @@ def test_each_step_is_the_published_one(trained: tuple[PowerSGD, list[list[Step]
 def apply_low_rank(rank: int, peers: Peers, ranks: int) -> dict[str, Tensor]:
     """Apply gradients which are, summed over the replicas, of rank `ranks`."""
     run = Run("powersgd:rank=2", peers)
-    run.sync.begin(0)
+    run.sync.begin_step(0)
     for weight in run.weights:
         weight.master.grad = low_rank(rank, weight.key, ranks)
-        run.sync.grad_made(weight, complete=True)
+        run.sync.grad_ready(weight, is_final=True)
     run.sync.reduce()
     run.sync.wait()
     return {weight.key: _grad(weight) for weight in run.weights}

@@ -152,10 +152,10 @@ def test_gradients_of_micro_batches_are_summed_in_fp32() -> None:
     (stage,) = build_stages(_config("llama"), [range(8)], dtype=torch.float16)
     each = []
     for micro in range(3):
-        stage.sync.begin(0)
+        stage.sync.begin_step(0)
         _forward_and_backward(stage, micro, SCALE)
         each.append([grad.clone() for grad in _masters_gradients(stage)])
-    stage.sync.begin(0)
+    stage.sync.begin_step(0)
     for micro in range(3):
         _forward_and_backward(stage, micro, SCALE)
     assert all(weight.param.dtype == torch.float16 and weight.param.grad is None for weight in stage.weights)

@@ -93,15 +93,15 @@ class BucketSync(Memoryless):
         """Start to exchange a bucket; return what waits until it is summed, in its flat tensor."""
         raise NotImplementedError
 
-    def begin(self, step: int, scale: float = 1.0) -> None:
+    def begin_step(self, step: int, scale: float = 1.0) -> None:
         assert not self._under_way
         for bucket in self._buckets:
             bucket.begin()
 
-    def grad_made(self, weight: Weight, *, complete: bool) -> None:
+    def grad_ready(self, weight: Weight, *, is_final: bool) -> None:
         bucket = self._bucket_of[weight.key]
         bucket.adopt(weight)
-        if complete:
+        if is_final:
             bucket.missing -= 1
             while self._next_is_full():
                 self._launch()

@@ -127,19 +127,19 @@ class OwnWeights(Unsummed):
             return None
         return self.how._replace(shares=self._rows.shares()) if self._rows is not None else self.how
 
-    def begin(self, step: int, scale: float = 1.0) -> None:
-        super().begin(step)
+    def begin_step(self, step: int, scale: float = 1.0) -> None:
+        super().begin_step(step)
         if step >= self.exact_steps:
             self._exact = None
             return
         if self._exact is None:
             self._exact = AllReduceSync(AllReduce().buckets(self.weights), self.peers)
             self._exact.meter = self.meter
-        self._exact.begin(step)
+        self._exact.begin_step(step)
 
-    def grad_made(self, weight: Weight, *, complete: bool) -> None:
+    def grad_ready(self, weight: Weight, *, is_final: bool) -> None:
         if self._exact is not None:
-            self._exact.grad_made(weight, complete=complete)
+            self._exact.grad_ready(weight, is_final=is_final)
 
     def reduce(self) -> None:
         if self._exact is not None:
@@ -157,7 +157,7 @@ class OwnWeights(Unsummed):
             grads = {weight.key: weight.master.grad for weight in self.weights if weight.master.grad is not None}
             self.peers.begin(partial(self._rows.measure, step, grads, moments, self.meter)).result(self.meter)
 
-    def shared(self) -> Mapping[str, Tensor] | None:
+    def global_weights(self) -> Mapping[str, Tensor] | None:
         return {key: view for unit in self.units for key, view in unit.views(unit.shared).items()}
 
     def state_dict(self) -> WeightState:

@@ -93,8 +93,8 @@ class _CocktailSync(OwnWeights):
         self._errors = [torch.zeros_like(parts(unit.own, peers.size)[peers.replica]) for unit in self.units]
         self._under_way: UnderWay[list[_Change]] | None = None
 
-    def begin(self, step: int, scale: float = 1.0) -> None:
-        super().begin(step)
+    def begin_step(self, step: int, scale: float = 1.0) -> None:
+        super().begin_step(step)
         if step > self.exact_steps:  # there is a local step behind
             self._under_way = self.peers.begin(partial(self._exchange, step))
 

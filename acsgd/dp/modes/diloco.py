@@ -91,8 +91,8 @@ class _DiLoCoSync(OwnWeights):
         comes back."""
         self._under_way: UnderWay[list[Agreed]] | None = None
 
-    def begin(self, step: int, scale: float = 1.0) -> None:
-        super().begin(step)
+    def begin_step(self, step: int, scale: float = 1.0) -> None:
+        super().begin_step(step)
         sent_after = self._mode.sent_after(step - 1)
         if self._under_way is None and sent_after is not None and step <= sent_after + self._mode.delay:
             self._send([self._of(sent, sent_after) for sent in self._sent])

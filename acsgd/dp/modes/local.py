@@ -27,10 +27,10 @@ class Local:
 
 class _LocalSync(OwnWeights):
     @torch.no_grad()
-    def shared(self) -> Mapping[str, Tensor] | None:
+    def global_weights(self) -> Mapping[str, Tensor] | None:
         for unit in self.units:
             unit.shared.copy_(unit.own)
             with together("averaging weights", self.peers.group):
                 dist.all_reduce(unit.shared, group=self.peers.group)
             unit.shared /= self.peers.size
-        return super().shared()
+        return super().global_weights()

@@ -78,8 +78,8 @@ class _PowerSGDSync(BucketSync):
         """By key, [rows, cols], of gradients that are not scaled; none = nothing is owed."""
         self._bases: dict[str, Tensor] = {}
 
-    def begin(self, step: int, scale: float = 1.0) -> None:
-        super().begin(step)
+    def begin_step(self, step: int, scale: float = 1.0) -> None:
+        super().begin_step(step)
         self._step, self._scale = step, scale
         self._next_errors: dict[str, Tensor] = {}
         self._next_bases: dict[str, Tensor] = {}
@@ -162,8 +162,8 @@ class _Paying(Alone):
 
     _owed: Mapping[str, Tensor] = {}
 
-    def begin(self, step: int, scale: float = 1.0) -> None:
-        super().begin(step)
+    def begin_step(self, step: int, scale: float = 1.0) -> None:
+        super().begin_step(step)
         self._scale = scale
 
     def reduce(self) -> None:
