@@ -1,4 +1,4 @@
-"""The error that ends a run, and what it says."""
+"""The error that ends a run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 
 class RunError(RuntimeError):
-    """The world failed the run (a peer gone, a file torn); the message says where and what to do.
+    """A failure outside this process (a lost peer, a corrupt file). The message says what to do.
 
-    awaited: the ranks that this one waited for in vain; none if the failure is known at first hand.
+    awaited: ranks that this rank waited for in vain; empty if the cause itself is known.
     """
 
     def __init__(self, message: str, *, awaited: Iterable[int] = ()) -> None:
@@ -18,5 +18,5 @@ class RunError(RuntimeError):
 
 
 def reason(error: Exception) -> str:
-    """Return what an error of gloo says, without the place in gloo's source before it and the advice behind it."""
+    """Return the message of a gloo error without its source location and its advice."""
     return re.sub(r"^\[\S+\] ", "", str(error)).partition(". This is typically")[0]

@@ -26,7 +26,7 @@ from acsgd.io.sampling.batches import Batch, Dataset
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.text_log import open_text_log
 from acsgd.run.checkpointing import Saves
-from acsgd.run.failures import told_by_first, told_once
+from acsgd.run.failures import report_failure, report_startup_error
 from acsgd.run.inputs import Inputs, open_inputs
 from acsgd.run.job import Job, prepare
 from acsgd.run.session import Session
@@ -39,14 +39,14 @@ def main(argv: list[str]) -> None:
     """Run a job from its command line: decide it, connect, train."""
     launch = Launch.from_env()
     if launch.under_torchrun:
-        end_with_torchrun(speaks=launch.local_rank == 0)
+        end_with_torchrun(is_main=launch.local_rank == 0)
     with contextlib.ExitStack() as opened:
-        with told_once(launch.rank, launch.local_rank):
+        with report_startup_error(launch.rank, launch.local_rank):
             job = prepare(parse(argv, speak=launch.rank == 0), launch)
             inputs = open_inputs(job)
             timeout_s = job.config.run.timeout
             groups = opened.enter_context(connect(job.topology, timeout=timedelta(seconds=timeout_s)))
-        with told_by_first(groups.store, rank=launch.rank, world_size=launch.world_size, timeout_s=timeout_s):
+        with report_failure(groups.store, rank=launch.rank, world_size=launch.world_size, timeout_s=timeout_s):
             train(job, inputs, groups)
 
 
@@ -56,7 +56,7 @@ def train(job: Job, inputs: Inputs, groups: Groups) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     if speaks:
         (run_dir / "config.toml").write_text(to_toml(job.config))
-    if not groups.are_equal(job.fingerprint() + inputs.fingerprint()):
+    if not groups.all_equal(job.fingerprint() + inputs.fingerprint()):
         raise RunError("not all ranks run the same: compare run files, flags, model configs and texts of all hosts")
     with contextlib.ExitStack() as opened:
         opened.enter_context(text_log(job, run_dir))

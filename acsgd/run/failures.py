@@ -13,26 +13,17 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 from acsgd.errors import RunError
 from acsgd.run.signals import WATCH_S
+from acsgd.topology import Store, published_host
 
 GRACE_S = 5.0
 """Longest time for which a failure waits for what other ranks say of it. torchrun kills after 30 s, so stay below."""
 
 
-class Store(Protocol):
-    """Of torch.distributed's stores, what is used here. Any call raises RuntimeError once the store's host is gone."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def add(self, key: str, value: int, /) -> int: ...
-    def check(self, keys: list[str], /) -> bool: ...
-
-
 @contextlib.contextmanager
-def told_once(rank: int, local_rank: int) -> Iterator[None]:
+def report_startup_error(rank: int, local_rank: int) -> Iterator[None]:
     """Report what keeps a run from starting, from one rank; exit with code 2.
 
     All ranks see the same mistake. Rank 0 tells it and exits, upon which torchrun ends the others while they
@@ -51,7 +42,7 @@ def told_once(rank: int, local_rank: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def told_by_first(store: Store, *, rank: int, world_size: int, timeout_s: float) -> Iterator[None]:
+def report_failure(store: Store, *, rank: int, world_size: int, timeout_s: float) -> Iterator[None]:
     """Report a failure of the running job, once, from the rank that is the first to see it; all end, with code 1.
 
     A rank that waited for another knows only that one, which may itself wait for a third. So each rank reports for
@@ -59,7 +50,7 @@ def told_by_first(store: Store, *, rank: int, world_size: int, timeout_s: float)
     if a rank has a fault of its own, that fault, with its traceback unless it is a RunError.
     timeout_s: how long ranks wait for each other (run.timeout); bounds the time for the others' reports and answers.
     """
-    board = _Board(store, rank, world_size)
+    board = FailureBoard(store, rank, world_size)
     grace_s = min(GRACE_S, timeout_s / 4)
     try:
         with _answering(board, grace_s):
@@ -74,11 +65,6 @@ def told_by_first(store: Store, *, rank: int, world_size: int, timeout_s: float)
             _within(grace_s, board.mark_told, None)
         sys.stdout.flush()
         os._exit(1)  # gloo's destructors would wait for collectives under way, until run.timeout
-
-
-def publish_host(store: Store, rank: int) -> None:
-    """Let a failure of this rank be told with the name of its host."""
-    store.set(_key("host", rank), socket.gethostname())
 
 
 @dataclass(frozen=True)
@@ -98,7 +84,9 @@ class Report:
         return cls(f"rank {rank} on {socket.gethostname()}: {summary}\n{traceback.format_exc().rstrip()}", ())
 
 
-def verdict(reports: Mapping[int, Report], silent: Collection[int], first: int, host: Callable[[int], str]) -> str:
+def attribute_failure(
+    reports: Mapping[int, Report], silent: Collection[int], first: int, host: Callable[[int], str]
+) -> str:
     """Return the message that names the culprit.
 
     reports: by rank; silent: ranks that neither report nor answer; first: the rank that reported first; host: gives
@@ -121,7 +109,7 @@ def verdict(reports: Mapping[int, Report], silent: Collection[int], first: int, 
     return f"{reports[witness].text}; {named} {'is' if len(culprits) == 1 else 'are'} {fate}; see its log"
 
 
-class _Board:
+class FailureBoard:
     """What the ranks of a failing run tell each other, in its store."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -160,8 +148,7 @@ class _Board:
         return [rank for rank in quiet if not self._store.check([_key("failure", rank)])]
 
     def host(self, rank: int) -> str:
-        key = _key("host", rank)
-        return self._store.get(key).decode() if self._store.check([key]) else "an unknown host"
+        return published_host(self._store, rank)
 
     def mark_told(self) -> None:
         with contextlib.suppress(RuntimeError):
@@ -172,7 +159,7 @@ class _Board:
 
 
 @contextlib.contextmanager
-def _answering(board: _Board, grace_s: float) -> Iterator[None]:
+def _answering(board: FailureBoard, grace_s: float) -> Iterator[None]:
     """Answer in a thread when another rank fails, since the main thread may be waiting inside gloo."""
     left = threading.Event()
 
@@ -191,7 +178,7 @@ def _answering(board: _Board, grace_s: float) -> Iterator[None]:
         thread.join(grace_s)  # inside the store when Python ends, it would abort the process
 
 
-def _settle(board: _Board, report: Report, grace_s: float) -> str | None:
+def _settle(board: FailureBoard, report: Report, grace_s: float) -> str | None:
     """Return what this rank has to tell: None where another does."""
     try:
         if not board.report(report):
@@ -199,7 +186,7 @@ def _settle(board: _Board, report: Report, grace_s: float) -> str | None:
             return None if _wait_for(board.is_told, 2 * grace_s) else report.text
         if report.awaited:
             _wait_for(board.all_reported, grace_s)
-        return verdict(board.reports(), board.silent(), board.rank, board.host)
+        return attribute_failure(board.reports(), board.silent(), board.rank, board.host)
     except RuntimeError:  # the store died with its host, or with the torchrun of this process, which then tells that
         time.sleep(2 * WATCH_S)
         return report.text

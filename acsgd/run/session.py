@@ -210,7 +210,7 @@ class Session:
             micro = None if fault.micro is None else fault.micro - self.job.micros.start
             ids = batch.sample_ids if micro is None else batch.sample_ids[micro]
             found = {"fault": fault.to_dict(), "ids": ids.flatten().tolist()}
-        said = self.groups.exchange(f"fault {step}", json.dumps(found), timeout_s=self.job.config.run.timeout)
+        said = self.groups.all_gather_text(f"fault {step}", json.dumps(found), timeout_s=self.job.config.run.timeout)
         found_by = {Fault.from_dict(each["fault"]): each["ids"] for each in map(json.loads, said) if each}
         what = f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}"
         if not found_by:

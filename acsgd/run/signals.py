@@ -76,10 +76,10 @@ class StopSignals:
         self.wished = self.wished or signal.Signals(number).name
 
 
-def end_with_torchrun(*, speaks: bool) -> None:
+def end_with_torchrun(*, is_main: bool) -> None:
     """End this process with code 1 within a second of the death of torchrun, its parent, which nobody else notices.
 
-    speaks: whether this process says so; one per host.
+    is_main: whether this process says so; one per host.
     """
     torchrun = os.getppid()
     gone = torchrun == 1 and not _may_be_torchrun(torchrun)  # it died before this process could look
@@ -87,7 +87,7 @@ def end_with_torchrun(*, speaks: bool) -> None:
     def watch() -> None:
         while not gone and os.getppid() == torchrun:
             time.sleep(WATCH_S)
-        if speaks:
+        if is_main:
             told = "that started this run" if gone else f"process {torchrun},"
             print(f"\nerror: torchrun, {told} is gone; this host's ranks end with it", file=sys.stderr, flush=True)
         os._exit(1)

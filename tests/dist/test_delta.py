@@ -80,7 +80,7 @@ def run_starts(
         for start in starts:
             if start.sabotage is not None:
                 start.sabotage(rank, directory)
-            groups.exchange(f"start {step}", "", timeout_s=30.0)
+            groups.all_gather_text(f"start {step}", "", timeout_s=30.0)
             meter = Meter()
             plan = MemoryPlan(start.capacity, directory, [start.cut], {"run": "test"}, start.fresh)
             factory = LinkFactory(

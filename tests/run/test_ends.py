@@ -228,7 +228,7 @@ if sys.argv[1] == "parent":
     subprocess.Popen([sys.executable, __file__, "child", *sys.argv[2:]])
 else:
     if "watch" in sys.argv:
-        end_with_torchrun(speaks="speak" in sys.argv)
+        end_with_torchrun(is_main="speak" in sys.argv)
     print("started", flush=True)
 time.sleep(600)
 """

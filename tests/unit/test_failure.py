@@ -13,8 +13,9 @@ import pytest
 
 from acsgd.errors import RunError, reason
 from acsgd.run import failures as failure
-from acsgd.run.failures import Report, publish_host, told_by_first, told_once, verdict
+from acsgd.run.failures import Report, attribute_failure, report_failure, report_startup_error
 from acsgd.run.signals import WATCH_S
+from acsgd.topology import publish_host
 
 HOST = socket.gethostname()
 
@@ -81,7 +82,7 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_rank_0_tells_a_mistake_at_once(slept: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended, told_once(0, 0):
+    with pytest.raises(SystemExit) as ended, report_startup_error(0, 0):
         raise ValueError("a=1 must be 2")
     assert ended.value.code == 2
     assert capsys.readouterr().err == "\nerror: a=1 must be 2\n"
@@ -90,20 +91,20 @@ def test_rank_0_tells_a_mistake_at_once(slept: list[float], capsys: pytest.Captu
 
 @pytest.mark.parametrize(("rank", "local_rank"), [(4, 0), (5, 1)])
 def test_others_wait_to_be_ended_before_they_tell(rank: int, local_rank: int, slept: list[float]) -> None:
-    with pytest.raises(SystemExit), told_once(rank, local_rank):
+    with pytest.raises(SystemExit), report_startup_error(rank, local_rank):
         raise RunError("a file that only this host lacks")
     assert slept == [10.0 * (1 + local_rank)]
 
 
 def test_help_is_no_failure(slept: list[float]) -> None:
-    with pytest.raises(SystemExit) as ended, told_once(3, 1):
+    with pytest.raises(SystemExit) as ended, report_startup_error(3, 1):
         raise SystemExit(0)
     assert ended.value.code == 0
     assert slept == []
 
 
 def fail(error: Exception, store: DictStore, *, rank: int = 0, world_size: int = 2) -> None:
-    with pytest.raises(Ended) as ended, told_by_first(store, rank=rank, world_size=world_size, timeout_s=0.4):
+    with pytest.raises(Ended) as ended, report_failure(store, rank=rank, world_size=world_size, timeout_s=0.4):
         raise error
     assert ended.value.args == (1,)
 
@@ -149,7 +150,7 @@ def test_the_silent_rank_is_told_with_its_host(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("left_well", [True, False])
 def test_a_rank_answers_when_another_fails_and_when_it_has_ended(left_well: bool) -> None:
     store = DictStore()
-    with told_by_first(store, rank=1, world_size=2, timeout_s=0.4):
+    with report_failure(store, rank=1, world_size=2, timeout_s=0.4):
         if not left_well:
             store.add("acsgd/failures", 1)
     assert store.check(["acsgd/answer/1"])
@@ -171,7 +172,7 @@ def test_a_store_that_never_answers_keeps_no_rank_from_telling(capsys: pytest.Ca
 
 def told(reports: dict[int, tuple[int, ...]], silent: tuple[int, ...], first: int) -> str:
     texts = {rank: Report(f"{rank} waited", awaited) for rank, awaited in reports.items()}
-    return verdict(texts, silent, first, lambda rank: f"host-{rank}")
+    return attribute_failure(texts, silent, first, lambda rank: f"host-{rank}")
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,9 @@ ORDER = """
     optim.clipping
     optim.loss_scale
     optim.adamw
+    topology
     run.signals
     run.failures
-    topology
     pp.schedules.actions
     pp.schedules.lowering
     pp.schedules.validation

@@ -16,7 +16,7 @@ from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.sync import Alone, GradSync
 from acsgd.meter import Meter
 from acsgd.shards.weights import Weight
-from acsgd.topology import together
+from acsgd.topology import collective_errors
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 """Of gradients on their way. fp16 has more bits than bf16, but loses what is smaller than 6e-8 or larger than 65504."""
@@ -64,7 +64,7 @@ def start_sum(message: Tensor, group: dist.ProcessGroup, meter: Meter) -> Callab
     meter.sent_bytes += 2 * (group.size() - 1) * message.nbytes // group.size()  # of a ring, per rank
 
     def wait() -> None:
-        with together("summing gradients", group):
+        with collective_errors("summing gradients", group):
             meter.wait(work, since)
 
     return wait

@@ -13,7 +13,7 @@ from acsgd.dp.exchange.local_weights import Merging, OwnWeights
 from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.sync import GradSync
 from acsgd.shards.weights import Weight
-from acsgd.topology import together
+from acsgd.topology import collective_errors
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class _LocalSync(OwnWeights):
     def global_weights(self) -> Mapping[str, Tensor] | None:
         for unit in self.units:
             unit.shared.copy_(unit.own)
-            with together("averaging weights", self.peers.group):
+            with collective_errors("averaging weights", self.peers.group):
                 dist.all_reduce(unit.shared, group=self.peers.group)
             unit.shared /= self.peers.size
         return super().global_weights()

@@ -202,5 +202,5 @@ def _damage(groups: Groups, checkpoint: Checkpoint, needed: Iterable[StoredFile]
             checkpoint.shards.verify(file)
     except DamagedError as error:
         damage = str(error)
-    said = groups.exchange(f"verify {checkpoint.path.name}", damage, timeout_s=timeout_s)
+    said = groups.all_gather_text(f"verify {checkpoint.path.name}", damage, timeout_s=timeout_s)
     return next(filter(None, said), None)

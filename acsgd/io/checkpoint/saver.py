@@ -228,7 +228,7 @@ class Saver:
 
     def _say(self, what: str, said: dict[str, Any]) -> list[dict[str, Any]]:
         """Tell all ranks, and return what each says."""
-        texts = self._groups.exchange(f"save {self._saves} {what}", json.dumps(said), timeout_s=self._timeout_s)
+        texts = self._groups.all_gather_text(f"save {self._saves} {what}", json.dumps(said), timeout_s=self._timeout_s)
         return [json.loads(text) for text in texts]
 
     def _attempt(self, work: Callable[[], None]) -> str | None:
