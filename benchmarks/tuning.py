@@ -36,7 +36,7 @@ from acsgd.config.options import (
 )
 from acsgd.config.run_file import to_toml
 from acsgd.io.cache import once_per_host
-from acsgd.io.sources.sources import parse_tasks
+from acsgd.io.sources.sources import parse_sources
 from acsgd.shards.convert import to_hf
 from benchmarks import ddp
 from benchmarks.forks import started
@@ -227,7 +227,7 @@ def pretrained(directory: Path, setting: Setting, text: str) -> Path:
 
 def read(sources: str) -> str:
     """Return the text of some sources, which are named as in data.sources. Raises ValueError if one cannot be read."""
-    return "\n".join(piece.text for task, _ in parse_tasks(sources) for piece in task.pieces())
+    return "\n".join(piece.text for source, _ in parse_sources(sources) for piece in source.pieces())
 
 
 @contextlib.contextmanager

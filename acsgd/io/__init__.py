@@ -1,5 +1,5 @@
 """What a run reads and writes: sources of text, token caches, checkpoints, metrics."""
 
-from acsgd.io.sources.sources import TASKS
+from acsgd.io.sources.sources import SOURCES
 
-__all__ = ["TASKS"]
+__all__ = ["SOURCES"]

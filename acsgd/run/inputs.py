@@ -18,7 +18,7 @@ from acsgd.io.sampling.sampler import Sampler, block_counts
 from acsgd.io.sampling.tokens import Corpus, num_sequences
 from acsgd.io.sampling.tokens import fingerprint as tokenizer_fingerprint
 from acsgd.io.sampling.tokens import prepare as tokenize_all
-from acsgd.io.sources.sources import WeightedTask
+from acsgd.io.sources.sources import WeightedSource
 from acsgd.pp.wire.cache_plan import MemoryPlan, plan_capacity
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.job import Job
@@ -85,12 +85,12 @@ def open_data(job: Job) -> Reader:
     Raises ValueError if a text cannot be read or is too short.
     """
     config, topology = job.config, job.topology
-    corpora = _tokenized(job, job.tasks)
+    corpora = _tokenized(job, job.sources)
     sizes = [num_sequences(tokens, config.data.sequence) for tokens, _ in corpora]
     sampler = Sampler(
         seed=config.data.seed,
         batch=config.data.batch,
-        counts=block_counts([weight for _, weight in job.tasks]),
+        counts=block_counts([weight for _, weight in job.sources]),
         sizes=tuple(split(size, config.data.eval_fraction) for size in sizes),
     )
     return Reader(
@@ -109,8 +109,8 @@ def open_held_out(job: Job) -> HeldOut | None:
     """Return this replica's batches to evaluate on, tokenising as `open_data` does; None if nothing is held out."""
     config, topology = job.config, job.topology
     return held_out(
-        _tokenized(job, job.tasks),
-        _tokenized(job, job.eval_tasks),
+        _tokenized(job, job.sources),
+        _tokenized(job, job.eval_sources),
         config.data.eval_fraction,
         sequence=config.data.sequence,
         micro=config.pp.micro,
@@ -179,5 +179,5 @@ def _check_room(job: Job, delta: Delta, directory: Path, per_end: int, key: str)
         )
 
 
-def _tokenized(job: Job, tasks: Sequence[WeightedTask]) -> list[Corpus]:
-    return tokenize_all(tasks, job.tokenizer, job.config.data.sequence, job.cache_dir / "tokens")
+def _tokenized(job: Job, sources: Sequence[WeightedSource]) -> list[Corpus]:
+    return tokenize_all(sources, job.tokenizer, job.config.data.sequence, job.cache_dir / "tokens")

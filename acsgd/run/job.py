@@ -24,7 +24,7 @@ from acsgd.dp.sync import Mode
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.sampling.held_out import parse_eval
 from acsgd.io.sampling.sampler import deal
-from acsgd.io.sources.sources import WeightedTask, parse_tasks
+from acsgd.io.sources.sources import WeightedSource, parse_sources
 from acsgd.io.telemetry.wandb_log import check_installed
 from acsgd.pp.schedules.actions import Action, Program, forwards
 from acsgd.pp.schedules.lowering import lower
@@ -66,8 +66,8 @@ class Job:
     backward: Codec
     mode: Mode
     tokenizer: PreTrainedTokenizerBase
-    tasks: tuple[WeightedTask, ...]
-    eval_tasks: tuple[WeightedTask, ...]
+    sources: tuple[WeightedSource, ...]
+    eval_sources: tuple[WeightedSource, ...]
     """The sources of data.eval_sources, if any."""
 
     def describe(self) -> str:
@@ -139,8 +139,8 @@ def prepare(config: Config, launch: Launch) -> Job:
     forward = _parse_forward(config.pp.forward)
     backward = _parse_backward(config.pp.backward)
     mode: Mode = from_spec(config.dp.mode, MODES, key="dp.mode")
-    tasks = parse_tasks(config.data.sources, bad=config.data.on_error)
-    eval_tasks = parse_eval(config.data.eval_sources, config.data.eval_fraction, bad=config.data.on_error)
+    sources = parse_sources(config.data.sources, bad=config.data.on_error)
+    eval_sources = parse_eval(config.data.eval_sources, config.data.eval_fraction, bad=config.data.on_error)
     micros = _deal(config, topology)
     streams = open_streams(config.run.device, launch.local_rank)
     model_dir, model_config = _open_model(config.model)
@@ -165,8 +165,8 @@ def prepare(config: Config, launch: Launch) -> Job:
         backward=backward,
         mode=mode,
         tokenizer=_load_tokenizer(model_dir, model_config),
-        tasks=tasks,
-        eval_tasks=eval_tasks,
+        sources=sources,
+        eval_sources=eval_sources,
     )
 
 

@@ -17,17 +17,17 @@ from acsgd.io.sampling import tokens as data
 from acsgd.io.sampling.batches import Batch, Dataset, Reader
 from acsgd.io.sampling.sampler import Sampler, block_counts, deal, shuffled
 from acsgd.io.sampling.tokens import fingerprint, num_sequences, prepare, tokenize
-from acsgd.io.sources.sources import Task, parse_tasks
+from acsgd.io.sources.sources import Source, parse_sources
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 MIXTURE = Sampler(seed=7, batch=12, counts=(3, 7), sizes=(11, 40))
 CORPORA = [np.arange(11 * 5 + 3, dtype="<u2"), np.arange(1000, 1000 + 40 * 5 + 1, dtype="<u4")]
 
 
-def task_of(path: Path, text: str) -> Task:
-    """Write a text and return it as a task."""
+def source_of(path: Path, text: str) -> Source:
+    """Write a text and return it as a source."""
     path.write_text(text)
-    return parse_tasks(str(path))[0].task
+    return parse_sources(str(path))[0].source
 
 
 def reader(micros: range, **options: bool) -> Reader:
@@ -44,8 +44,8 @@ def keys(number: int, count: int) -> np.ndarray:
 
 
 def test_every_document_is_followed_by_its_end(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    task = task_of(tmp_path / "a.jsonl", '{"text": "one two"}\n{"text": ""}\n{"text": "three"}')
-    tokenize(task, tokenizer, tmp_path / "a.npy")
+    source = source_of(tmp_path / "a.jsonl", '{"text": "one two"}\n{"text": ""}\n{"text": "three"}')
+    tokenize(source, tokenizer, tmp_path / "a.npy")
     tokens = np.load(tmp_path / "a.npy", mmap_mode="r")
     assert tokens.dtype == np.dtype("<u2")
     assert tokenizer.decode(tokens.tolist()) == "one two<|endoftext|><|endoftext|>three<|endoftext|>"
@@ -57,7 +57,7 @@ def test_a_larger_vocabulary_gets_wider_tokens(tmp_path: Path) -> None:
     words = Tokenizer(models.WordLevel({"<end>": 0, "low": 1, "high": 2**16}, unk_token="<end>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     wide = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
-    tokenize(task_of(tmp_path / "a.txt", "high low"), wide, tmp_path / "a.npy")
+    tokenize(source_of(tmp_path / "a.txt", "high low"), wide, tmp_path / "a.npy")
     tokens = np.load(tmp_path / "a.npy")
     assert tokens.dtype == np.dtype("<u4")
     assert tokens.tolist() == [2**16, 1, 0]
@@ -68,12 +68,12 @@ def test_the_tokens_do_not_depend_on_the_batching(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chars: int
 ) -> None:
     lines = [f'{{"text": "document {n} {"word " * n}"}}\n' for n in range(40)]
-    task = task_of(tmp_path / "a.jsonl", "".join(lines))
+    source = source_of(tmp_path / "a.jsonl", "".join(lines))
     monkeypatch.setattr(data, "BATCH_CHARS", chars)
-    tokenize(task, tokenizer, tmp_path / "a.npy")
+    tokenize(source, tokenizer, tmp_path / "a.npy")
     oracle = [
         [*tokenizer(piece.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        for piece in task.pieces()
+        for piece in source.pieces()
     ]
     assert np.load(tmp_path / "a.npy").tolist() == list(itertools.chain(*oracle))
 
@@ -86,7 +86,7 @@ def test_long_documents_cause_no_warning(
     )
     logging.getLogger("transformers").addHandler(caplog.handler)
     try:
-        tokenize(task_of(tmp_path / "a.txt", "word " * 100), short, tmp_path / "a.npy")
+        tokenize(source_of(tmp_path / "a.txt", "word " * 100), short, tmp_path / "a.npy")
     finally:
         logging.getLogger("transformers").removeHandler(caplog.handler)
     assert not caplog.records
@@ -97,11 +97,11 @@ def test_prepare_tokenises_once_and_maps_the_file(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.txt").write_text("some words " * 30)
-    tasks = parse_tasks(f"demo,{tmp_path / 'a.txt'},demo")
-    first = prepare(tasks, tokenizer, 16, tmp_path / "cache")
+    sources = parse_sources(f"demo,{tmp_path / 'a.txt'},demo")
+    first = prepare(sources, tokenizer, 16, tmp_path / "cache")
     assert len(list((tmp_path / "cache").iterdir())) == 2
     monkeypatch.setattr(data, "tokenize", lambda *_: pytest.fail("tokenised again"))
-    again = prepare(tasks, tokenizer, 32, tmp_path / "cache")
+    again = prepare(sources, tokenizer, 32, tmp_path / "cache")
     assert all(isinstance(tokens, np.memmap) for tokens, _ in again)
     assert [tokens.tobytes() for tokens, _ in again] == [tokens.tobytes() for tokens, _ in first]
     assert not any(skipped for _, skipped in first + again)
@@ -120,9 +120,9 @@ def test_skipping_leaves_the_tokens_of_the_good_lines_and_tells(
     broken, mended = (tmp_path / f"{name}{suffix}" for name in ("broken", "mended"))
     broken.write_text("\n".join(lines), errors="surrogateescape")
     mended.write_text("".join(f"{line}\n" for line in lines if line not in bad))
-    tasks = parse_tasks(str(broken), bad="skip")
-    [(tokens, told)] = prepare(tasks, tokenizer, 2, tmp_path / "cache")
-    [(wanted, _)] = prepare(parse_tasks(str(mended)), tokenizer, 2, tmp_path / "cache")
+    sources = parse_sources(str(broken), bad="skip")
+    [(tokens, told)] = prepare(sources, tokenizer, 2, tmp_path / "cache")
+    [(wanted, _)] = prepare(parse_sources(str(mended)), tokenizer, 2, tmp_path / "cache")
     assert tokens.tolist() == wanted.tolist()
     reason = "2, is not JSON (Expecting value at column 1): bad"
     if suffix == ".txt":
@@ -130,15 +130,15 @@ def test_skipping_leaves_the_tokens_of_the_good_lines_and_tells(
     count = len(bad) + 1
     assert told == f"data.sources: {broken}: left out {count} of 8 lines, the first of which, line {reason}"
     monkeypatch.setattr(data, "tokenize", lambda *_: pytest.fail("tokenised again"))
-    assert prepare(tasks, tokenizer, 2, tmp_path / "cache")[0].skipped == told
+    assert prepare(sources, tokenizer, 2, tmp_path / "cache")[0].skipped == told
 
 
 def test_what_was_skipped_does_not_pass_for_sound_later(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one two three"}\nbad')
-    prepare(parse_tasks(str(path), bad="skip"), tokenizer, 1, tmp_path / "cache")
+    prepare(parse_sources(str(path), bad="skip"), tokenizer, 1, tmp_path / "cache")
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2 is not JSON"):
-        prepare(parse_tasks(str(path)), tokenizer, 1, tmp_path / "cache")
+        prepare(parse_sources(str(path)), tokenizer, 1, tmp_path / "cache")
 
 
 @pytest.mark.parametrize(("suffix", "lines"), [("jsonl", "\n".join(BAD)), ("txt", "\udcff\n" * 4)])
@@ -148,7 +148,7 @@ def test_a_text_of_bad_lines_alone_is_refused_though_they_are_skipped(
     path = tmp_path / f"a.{suffix}"
     path.write_text(lines, errors="surrogateescape")
     with pytest.raises(ValueError) as caught:
-        prepare(parse_tasks(str(path), bad="skip", key="data.eval_sources"), tokenizer, 1, tmp_path / "cache")
+        prepare(parse_sources(str(path), bad="skip", key="data.eval_sources"), tokenizer, 1, tmp_path / "cache")
     assert str(caught.value).startswith(f"data.eval_sources: {path} gives no token with the tokenizer")
     assert "left out 4 of 4 lines, the first of which, line 1, is not" in str(caught.value)
     assert not (tmp_path / "cache").exists()
@@ -163,14 +163,14 @@ def test_what_would_change_the_tokens_changes_the_cache(tokenizer: PreTrainedTok
     path = tmp_path / "a.txt"
     for text in ("some words", "other words now"):
         path.write_text(text)
-        prepare(parse_tasks(str(path)), tokenizer, 2, tmp_path / "cache")
+        prepare(parse_sources(str(path)), tokenizer, 2, tmp_path / "cache")
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
 def test_a_tokenizer_without_an_end_of_document_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     endless = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match=r'no eos_token .* set "eos_token" in its tokenizer_config\.json'):
-        prepare(parse_tasks("demo"), endless, 8, tmp_path / "cache")
+        prepare(parse_sources("demo"), endless, 8, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
@@ -190,26 +190,26 @@ def test_text_that_cannot_be_used_leaves_no_cache(
 ) -> None:
     (tmp_path / "a.jsonl").write_text(lines)
     with pytest.raises(ValueError, match=message):
-        prepare(parse_tasks(str(tmp_path / "a.jsonl")), tokenizer, 8, tmp_path / "cache")
+        prepare(parse_sources(str(tmp_path / "a.jsonl")), tokenizer, 8, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
 def test_a_short_text_says_which_sequence_fits(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("zq" * 5)
-    tasks = parse_tasks(str(tmp_path / "a.txt"))
-    [(tokens, _)] = prepare(tasks, tokenizer, 1, tmp_path)
+    sources = parse_sources(str(tmp_path / "a.txt"))
+    [(tokens, _)] = prepare(sources, tokenizer, 1, tmp_path)
     fits = len(tokens) - 1
-    prepare(tasks, tokenizer, fits, tmp_path)
+    prepare(sources, tokenizer, fits, tmp_path)
     message = f"data.sequence={fits + 1}: .*a.txt has {len(tokens)} tokens, .*use data.sequence={fits} or less"
     with pytest.raises(ValueError, match=message):
-        prepare(tasks, tokenizer, fits + 1, tmp_path)
+        prepare(sources, tokenizer, fits + 1, tmp_path)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"no {SHARED}")
 def test_real_text_comes_back_from_its_tokens(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """In pieces: 1.3 MB are cut ten times."""
     path = SHARED / "wikitext-2" / "test.txt"
-    [(tokens, _)] = prepare(parse_tasks(str(path)), tokenizer, 64, tmp_path)
+    [(tokens, _)] = prepare(parse_sources(str(path)), tokenizer, 64, tmp_path)
     assert tokenizer.decode(tokens.tolist()) == path.read_text() + "<|endoftext|>"
 
 
@@ -269,9 +269,9 @@ def test_all_orders_of_three_are_drawn_equally_often() -> None:
 
 
 def test_every_sequence_comes_once_per_epoch_and_each_epoch_in_a_new_order() -> None:
-    tasks, indices, _ = (np.concatenate(f) for f in zip(*map(MIXTURE.samples, range(200)), strict=True))
-    for task, size in enumerate(MIXTURE.sizes):
-        visits = indices[tasks == task]
+    sources, indices, _ = (np.concatenate(f) for f in zip(*map(MIXTURE.samples, range(200)), strict=True))
+    for source, size in enumerate(MIXTURE.sizes):
+        visits = indices[sources == source]
         epochs = visits[: len(visits) // size * size].reshape(-1, size)
         assert len(epochs) > 10
         assert (np.sort(epochs, axis=1) == np.arange(size)).all()
@@ -294,9 +294,9 @@ def test_weights_hold_exactly_over_each_block(weights: list[float], counts: tupl
     sampler = Sampler(seed=1, batch=sum(counts), counts=counts, sizes=(5,) * len(counts))
     orders = []
     for block in range(6):
-        tasks = sampler.samples(block).tasks
-        assert tuple(np.bincount(tasks, minlength=len(counts))) == counts
-        orders.append(tuple(tasks))
+        sources = sampler.samples(block).sources
+        assert tuple(np.bincount(sources, minlength=len(counts))) == counts
+        orders.append(tuple(sources))
     assert len(counts) == 1 or len(set(orders)) > 1
 
 
@@ -318,17 +318,17 @@ def test_the_stream_of_samples_does_not_depend_on_the_batch(batch: int) -> None:
 
 def test_a_step_far_ahead_costs_no_more() -> None:
     large = Sampler(seed=2**63 - 1, batch=4, counts=(400, 600), sizes=(10**9, 3))
-    tasks, indices, ids = large.samples(10**12)
-    assert len(tasks) == 4
-    assert (indices < np.array(large.sizes)[tasks]).all()
-    assert (ids == indices + np.array([0, 10**9])[tasks]).all()
+    sources, indices, ids = large.samples(10**12)
+    assert len(sources) == 4
+    assert (indices < np.array(large.sizes)[sources]).all()
+    assert (ids == indices + np.array([0, 10**9])[sources]).all()
 
 
 def test_ids_tell_the_sequences_of_a_mixture_apart() -> None:
     seen: dict[int, tuple[int, int]] = {}
     for step in range(50):
-        for task, index, sample in zip(*MIXTURE.samples(step), strict=True):
-            assert seen.setdefault(int(sample), (task, index)) == (task, index)
+        for source, index, sample in zip(*MIXTURE.samples(step), strict=True):
+            assert seen.setdefault(int(sample), (source, index)) == (source, index)
     assert sorted(seen) == list(range(sum(MIXTURE.sizes)))
 
 

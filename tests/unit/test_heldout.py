@@ -17,7 +17,7 @@ from acsgd.io.sampling.batches import Batch, Reader
 from acsgd.io.sampling.held_out import HeldOut, held_out, parse_eval, split
 from acsgd.io.sampling.sampler import Sampler
 from acsgd.io.sampling.tokens import Corpus, num_sequences, prepare
-from acsgd.io.sources.sources import parse_tasks
+from acsgd.io.sources.sources import parse_sources
 from acsgd.run.inputs import open_data, open_held_out
 from acsgd.run.job import prepare as decide
 from acsgd.topology import Launch
@@ -66,9 +66,9 @@ def windows(corpora: list[Corpus]) -> list[list[int]]:
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 7, 40])
 @pytest.mark.parametrize(("micro", "micros"), list(itertools.product([1, 2, 3, 8, 50], [1, 2, 5])))
-@pytest.mark.parametrize("tasks", [1, 2, 4])
-def test_every_sequence_is_read_once_by_one_replica(replicas: int, micro: int, micros: int, tasks: int) -> None:
-    corpora = CORPORA[:tasks]
+@pytest.mark.parametrize("sources", [1, 2, 4])
+def test_every_sequence_is_read_once_by_one_replica(replicas: int, micro: int, micros: int, sources: int) -> None:
+    corpora = CORPORA[:sources]
     parts = [separate(corpora, micro=micro, replicas=replicas, replica=replica) for replica in range(replicas)]
     assert {len(part) for part in parts} == {len(windows(corpora))}
     shares = [targets(part.batches(micros)) for part in parts]
@@ -123,7 +123,7 @@ def test_a_stage_gets_what_it_wants(wants_tokens: bool, wants_labels: bool) -> N
 def test_trained_and_held_out_targets_are_disjoint_and_together_complete(share: float) -> None:
     sizes = [num_sequences(tokens, T) for tokens, _ in LONG]
     kept = tuple(split(size, share) for size in sizes)
-    epoch = sum(kept)  # weights in proportion to the sizes make one epoch of each task in as many samples
+    epoch = sum(kept)  # weights in proportion to the sizes make one epoch of each source in as many samples
     sampler = Sampler(seed=3, batch=epoch, counts=kept, sizes=kept)
     batch = Reader([tokens for tokens, _ in LONG], sampler, T, 1, range(epoch)).batch(0)
     trained = targets(iter([batch]))
@@ -177,7 +177,7 @@ def test_both_ways_at_once_are_refused() -> None:
 
 def test_sources_to_evaluate_on_are_checked_and_have_no_weights() -> None:
     assert parse_eval(None, 0.1) == ()
-    assert [task.key for task, _ in parse_eval("demo,demo", 0.0)] == ["data.eval_sources"] * 2
+    assert [source.key for source, _ in parse_eval("demo,demo", 0.0)] == ["data.eval_sources"] * 2
     with pytest.raises(ValueError, match=r'^data\.eval_sources="demo:3,demo": every .*; leave out weights$'):
         parse_eval("demo:3,demo", 0.0)
     with pytest.raises(ValueError, match=r'^data\.eval_sources="demi": unknown source'):
@@ -196,9 +196,9 @@ def test_hosts_with_other_texts_or_shares_are_told_apart() -> None:
 
 def test_notes_tell_of_what_only_evaluation_reads(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one two three four five"}\nbad\n')
-    tasks = parse_eval(str(tmp_path / "a.jsonl"), 0.0, bad="skip")
-    own = prepare(tasks, tokenizer, T, tmp_path / "cache")
-    trained = prepare(parse_tasks("demo"), tokenizer, T, tmp_path / "cache")
+    sources = parse_eval(str(tmp_path / "a.jsonl"), 0.0, bad="skip")
+    own = prepare(sources, tokenizer, T, tmp_path / "cache")
+    trained = prepare(parse_sources("demo"), tokenizer, T, tmp_path / "cache")
     layout = {"sequence": T, "micro": 1, "replicas": 1, "replica": 0}
     held = held_out(trained, own, 0.0, **layout)
     assert held is not None

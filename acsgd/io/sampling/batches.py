@@ -54,7 +54,7 @@ class Reader:
     """Makes one replica's batch of any step."""
 
     corpora: Sequence[Tokens]
-    """Each task's tokens, in the order of the mixture."""
+    """Each source's tokens, in the order of the mixture."""
     sampler: Sampler
     sequence: int
     """T."""
@@ -74,10 +74,10 @@ class Reader:
     def batch(self, step: int) -> Batch:
         """Return the batch of a step, counted from 0, as new tensors."""
         mine = slice(self.micros.start * self.micro, self.micros.stop * self.micro)
-        tasks, indices, ids = (field[mine] for field in self.sampler.samples(step).dealt())
+        sources, indices, ids = (field[mine] for field in self.sampler.samples(step).dealt())
         tokens = labels = None
         if self.wants_tokens or self.wants_labels:
-            windows = read_windows(self.corpora, self.sequence, tasks, indices)
+            windows = read_windows(self.corpora, self.sequence, sources, indices)
             tokens = in_micros(windows[:, :-1], self.micro) if self.wants_tokens else None
             labels = in_micros(windows[:, 1:], self.micro) if self.wants_labels else None
         upcoming = self.sampler.samples(step + 1).dealt().ids[mine]

@@ -16,24 +16,24 @@ import torch
 from acsgd.io.sampling.batches import Batch
 from acsgd.io.sampling.sampler import Ints, deal
 from acsgd.io.sampling.tokens import Corpus, Tokens, in_micros, num_sequences, read_windows, sampled
-from acsgd.io.sources.sources import OnBad, WeightedTask, parse_tasks
+from acsgd.io.sources.sources import OnBad, WeightedSource, parse_sources
 
 NO_TARGET = -100
 """The label of a token that no loss is taken of."""
 
 
-def parse_eval(task: str | None, share: float, *, bad: OnBad = "stop") -> tuple[WeightedTask, ...]:
-    """Return the sources of data.eval_sources, none if it is None, checked as `parse_tasks` does. Reads no text.
+def parse_eval(spec: str | None, share: float, *, bad: OnBad = "stop") -> tuple[WeightedSource, ...]:
+    """Return the sources of data.eval_sources, none if it is None, checked as `parse_sources` does. Reads no text.
 
     Raises ValueError, too, if `share` is no share, both are asked for, or sources have weights.
     """
-    _check(share, separate=task is not None)
-    tasks = () if task is None else parse_tasks(task, key="data.eval_sources", bad=bad)
-    if len({weight for _, weight in tasks}) > 1:
+    _check(share, separate=spec is not None)
+    sources = () if spec is None else parse_sources(spec, key="data.eval_sources", bad=bad)
+    if len({weight for _, weight in sources}) > 1:
         raise ValueError(
-            f'data.eval_sources="{task}": every sequence of every source is evaluated on; leave out weights'
+            f'data.eval_sources="{spec}": every sequence of every source is evaluated on; leave out weights'
         )
-    return tasks
+    return sources
 
 
 def split(sequences: int, share: float) -> int:
@@ -95,9 +95,9 @@ class HeldOut:
     """Makes one replica's batches of the sequences to evaluate on, the same ones whenever asked."""
 
     corpora: Sequence[Tokens]
-    """Each task's tokens."""
+    """Each source's tokens."""
     ranges: Sequence[range]
-    """Which sequences of each task are held out, in steps of 1."""
+    """Which sequences of each source are held out, in steps of 1."""
     sequence: int
     """T."""
     micro: int
@@ -143,12 +143,12 @@ class HeldOut:
         return Batch(tokens, labels, sample_ids, micro_ids)
 
     def _places(self, positions: Ints) -> tuple[Ints, Ints]:
-        """Return the task of each position in the held-out set, and the sequence's index in it."""
+        """Return the source of each position in the held-out set, and the sequence's index in it."""
         sizes = np.array([len(indices) for indices in self.ranges])
         starts = np.array([indices.start for indices in self.ranges])
         ends = np.cumsum(sizes)
-        tasks = np.searchsorted(ends, positions, side="right")
-        return tasks, positions - (ends - sizes)[tasks] + starts[tasks]
+        sources = np.searchsorted(ends, positions, side="right")
+        return sources, positions - (ends - sizes)[sources] + starts[sources]
 
 
 def _check(share: float, *, separate: bool = False) -> None:

@@ -30,10 +30,10 @@ def deal(micros: int, replicas: int, replica: int) -> range:
 class Samples(NamedTuple):
     """Samples of a global batch; three arrays [n]."""
 
-    tasks: Ints
-    """Position of the sample's task in the mixture."""
+    sources: Ints
+    """Position of the sample's source in the mixture."""
     indices: Ints
-    """Which of the task's sequences it is."""
+    """Which of the source's sequences it is."""
     ids: Ints
     """One number per sequence of the whole mixture, the same in every epoch."""
 
@@ -51,49 +51,49 @@ class Samples(NamedTuple):
 class Sampler:
     """Which samples each step trains on: a pure function of these numbers and the step.
 
-    The mixture comes in blocks, in each of which every task has its fixed number of places, in an order drawn
-    per block. A task's places take its sequences, each once per epoch, in an order drawn per epoch.
+    The mixture comes in blocks, in each of which every source has its fixed number of places, in an order drawn
+    per block. A source's places take its sequences, each once per epoch, in an order drawn per epoch.
     """
 
     seed: int
     batch: int
     """Sequences per step, over all replicas."""
     counts: tuple[int, ...]
-    """Places of each task in a block, as `block_counts` gives them."""
+    """Places of each source in a block, as `block_counts` gives them."""
     sizes: tuple[int, ...]
-    """Sequences of each task."""
+    """Sequences of each source."""
 
     def samples(self, step: int) -> Samples:
         """Return the global batch of a step, counted from 0, at a cost that does not depend on the step."""
-        tasks, visits = self._places(step)
+        sources, visits = self._places(step)
         indices = np.empty_like(visits)
-        for task, size in enumerate(self.sizes):
-            mine = tasks == task
+        for source, size in enumerate(self.sizes):
+            mine = sources == source
             epochs, positions = np.divmod(visits[mine], size)
-            indices[mine] = shuffled(positions, size, _key(self.seed, 1 + task, epochs))
+            indices[mine] = shuffled(positions, size, _key(self.seed, 1 + source, epochs))
         offsets = np.cumsum([0, *self.sizes[:-1]])
-        return Samples(tasks, indices, offsets[tasks] + indices)
+        return Samples(sources, indices, offsets[sources] + indices)
 
     def _places(self, step: int) -> tuple[Ints, Ints]:
-        """Return the task of each sample, and how many samples of that task came before it in the run."""
+        """Return the source of each sample, and how many samples of that source came before it in the run."""
         size, first = sum(self.counts), step * self.batch
         blocks = np.arange(first // size, (first + self.batch - 1) // size + 1)
         slots = np.tile(np.arange(size), len(blocks))
         drawn = shuffled(slots, size, _key(self.seed, 0, np.repeat(blocks, size)))
-        tasks = np.searchsorted(np.cumsum(self.counts), drawn, side="right").reshape(len(blocks), size)
-        visits = np.empty_like(tasks)
-        for task, count in enumerate(self.counts):
-            mine = tasks == task
+        sources = np.searchsorted(np.cumsum(self.counts), drawn, side="right").reshape(len(blocks), size)
+        visits = np.empty_like(sources)
+        for source, count in enumerate(self.counts):
+            mine = sources == source
             visits[mine] = (np.cumsum(mine, axis=1) - 1 + count * blocks[:, None])[mine]
         here = slice(first % size, first % size + self.batch)
-        return tasks.ravel()[here], visits.ravel()[here]
+        return sources.ravel()[here], visits.ravel()[here]
 
 
 def block_counts(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return how often each task appears in a block, for weights that sum to 1.
+    """Return how often each source appears in a block, for weights that sum to 1.
 
     The shares are exact where a block of at most BLOCK samples makes them so, else to within about 1 / BLOCK.
-    Every task appears.
+    Every source appears.
     """
     for size in range(1, BLOCK + 1):
         counts = [round(weight * size) for weight in weights]

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from acsgd.io.cache import once_per_host
 from acsgd.io.sampling.sampler import Ints
-from acsgd.io.sources.sources import Piece, Tally, Task, WeightedTask
+from acsgd.io.sources.sources import Piece, Source, Tally, WeightedSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
-"""One task's tokens, [n], all documents in a row, each followed by the end-of-document token."""
+"""One source's tokens, [n], all documents in a row, each followed by the end-of-document token."""
 
 
 FORMAT = 2
@@ -36,7 +36,7 @@ BATCH_CHARS = 2**20
 
 
 class Corpus(NamedTuple):
-    """One task, tokenised."""
+    """One source, tokenised."""
 
     tokens: Tokens
     skipped: str | None
@@ -44,41 +44,41 @@ class Corpus(NamedTuple):
 
 
 def prepare(
-    tasks: Sequence[WeightedTask], tokenizer: PreTrainedTokenizerBase, sequence: int, cache_dir: Path
+    sources: Sequence[WeightedSource], tokenizer: PreTrainedTokenizerBase, sequence: int, cache_dir: Path
 ) -> list[Corpus]:
-    """Return each task's tokens, memory-mapped, tokenising into `cache_dir` what is not there yet.
+    """Return each source's tokens, memory-mapped, tokenising into `cache_dir` what is not there yet.
 
     Every process of a host calls it, and one of them tokenises. Raises ValueError if the tokenizer has no
     end-of-document token, a text cannot be read, or one is shorter than `sequence` + 1 tokens.
     """
     end_of_document(tokenizer)
     suffix = f"{FORMAT} {fingerprint(tokenizer)}"  # now: a tokenizer's state may change while it is used
-    return [_prepare(task, tokenizer, sequence, cache_dir, suffix) for task, _ in tasks]
+    return [_prepare(source, tokenizer, sequence, cache_dir, suffix) for source, _ in sources]
 
 
-def _prepare(task: Task, tokenizer: PreTrainedTokenizerBase, sequence: int, cache_dir: Path, suffix: str) -> Corpus:
-    key = hashlib.sha256(f"{task.fingerprint} {suffix}".encode()).hexdigest()[:16]
-    entry = cache_dir / f"{Path(task.name).name}-{key}"
+def _prepare(source: Source, tokenizer: PreTrainedTokenizerBase, sequence: int, cache_dir: Path, suffix: str) -> Corpus:
+    key = hashlib.sha256(f"{source.fingerprint} {suffix}".encode()).hexdigest()[:16]
+    entry = cache_dir / f"{Path(source.name).name}-{key}"
 
     def build(unfinished: Path) -> None:
         unfinished.mkdir()
-        tally = tokenize(task, tokenizer, unfinished / "tokens.npy")
+        tally = tokenize(source, tokenizer, unfinished / "tokens.npy")
         (unfinished / "lines.json").write_text(json.dumps(asdict(tally)))
-        _load(unfinished, task, sequence)
+        _load(unfinished, source, sequence)
 
-    return _load(once_per_host(entry, build), task, sequence)
+    return _load(once_per_host(entry, build), source, sequence)
 
 
-def _load(entry: Path, task: Task, sequence: int) -> Corpus:
-    """Map a task's tokens. Raises ValueError if they do not make one sequence."""
+def _load(entry: Path, source: Source, sequence: int) -> Corpus:
+    """Map a source's tokens. Raises ValueError if they do not make one sequence."""
     tokens: Tokens = np.load(entry / "tokens.npy", mmap_mode="r")
     if not num_sequences(tokens, sequence):
         raise ValueError(
-            f"data.sequence={sequence}: {task.name} has {len(tokens)} tokens, fewer than one sequence of "
+            f"data.sequence={sequence}: {source.name} has {len(tokens)} tokens, fewer than one sequence of "
             f"{sequence} + 1; use data.sequence={len(tokens) - 1} or less, or a longer text"
         )
     told = Tally(**json.loads((entry / "lines.json").read_text())).told()
-    return Corpus(tokens, told and f"{task.key}: {task.name}: {told}")
+    return Corpus(tokens, told and f"{source.key}: {source.name}: {told}")
 
 
 def end_of_document(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -98,8 +98,8 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(f"{type(tokenizer).__name__} {tokenizer.eos_token_id} {rules}".encode()).hexdigest()
 
 
-def tokenize(task: Task, tokenizer: PreTrainedTokenizerBase, path: Path) -> Tally:
-    """Write a task's tokens as a flat .npy of uint16, or uint32 for larger vocabularies, in bounded memory.
+def tokenize(source: Source, tokenizer: PreTrainedTokenizerBase, path: Path) -> Tally:
+    """Write a source's tokens as a flat .npy of uint16, or uint32 for larger vocabularies, in bounded memory.
 
     Cutting a long document into pieces may change the tokens at the cuts, one in some ten thousand.
     Returns which lines were left out. Raises ValueError if the text cannot be read or has no token.
@@ -110,7 +110,7 @@ def tokenize(task: Task, tokenizer: PreTrainedTokenizerBase, path: Path) -> Tall
     num_tokens = num_ends = 0
     with path.open("wb") as file:
         _write_header(file, dtype, 0)
-        for pieces in _in_batches(task.pieces(tally)):
+        for pieces in _in_batches(source.pieces(tally)):
             texts = [piece.text for piece in pieces]
             # verbose=False: a document may well be longer than the model's longest sequence
             encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
@@ -125,8 +125,8 @@ def tokenize(task: Task, tokenizer: PreTrainedTokenizerBase, path: Path) -> Tall
     if num_tokens == num_ends:
         told = f" ({tally.told()})" if tally.skipped else ""
         raise ValueError(
-            f"{task.key}: {task.name} gives no token with the tokenizer {tokenizer.name_or_path} of {len(tokenizer)} "
-            f"tokens{told}; give a text that is not blank, or a model with all its tokenizer files"
+            f"{source.key}: {source.name} gives no token with the tokenizer {tokenizer.name_or_path} of "
+            f"{len(tokenizer)} tokens{told}; give a text that is not blank, or a model with all its tokenizer files"
         )
     return tally
 
@@ -158,15 +158,15 @@ def num_sequences(tokens: Tokens, sequence: int) -> int:
     return max(0, len(tokens) - 1) // sequence
 
 
-def read_windows(corpora: Sequence[Tokens], sequence: int, tasks: Ints, indices: Ints) -> Ints:
-    """Read sequences, given by task and index [n], off the disk: [n, T + 1], the inputs and the last label.
+def read_windows(corpora: Sequence[Tokens], sequence: int, sources: Ints, indices: Ints) -> Ints:
+    """Read sequences, given by source and index [n], off the disk: [n, T + 1], the inputs and the last label.
 
     Sequence i of a text is its tokens i T .. (i + 1) T: neighbours share one token, which only the first of them
     has as a target.
     """
-    windows = np.empty((len(tasks), sequence + 1), dtype=np.int64)
-    for window, task, index in zip(windows, tasks, indices, strict=True):
-        window[:] = corpora[task][index * sequence : (index + 1) * sequence + 1]
+    windows = np.empty((len(sources), sequence + 1), dtype=np.int64)
+    for window, source, index in zip(windows, sources, indices, strict=True):
+        window[:] = corpora[source][index * sequence : (index + 1) * sequence + 1]
     return windows
 
 

@@ -1,6 +1,6 @@
-"""The sources of text a run trains on. To add one, write its class and one line in TASKS.
+"""The sources of text a run trains on. To add one, write its class and one line in SOURCES.
 
-A task string lists sources with optional weights: "demo:0.3,path/a.jsonl:0.7". A weight is a share of the
+A source string lists sources with optional weights: "demo:0.3,path/a.jsonl:0.7". A weight is a share of the
 sequences, and so of the tokens. Parsing is cheap and finds every mistake that can be seen without reading.
 """
 
@@ -61,7 +61,7 @@ class Tally:
         return f"left out {self.skipped} of {self.lines} lines, the first of which, line {self.first}, {self.reason}"
 
 
-class Task(Protocol):
+class Source(Protocol):
     """One source of text. Made from the name the user typed, without reading anything."""
 
     @property
@@ -91,16 +91,16 @@ class Task(Protocol):
         ...
 
 
-class WeightedTask(NamedTuple):
+class WeightedSource(NamedTuple):
     """A source, and its share of the sequences; the shares of a mixture sum to 1."""
 
-    task: Task
+    source: Source
     weight: float
 
 
 @dataclass(frozen=True)
-class _Source:
-    """A task as the user asked for it."""
+class _NamedSource:
+    """A source as the user asked for it."""
 
     name: str
     key: str = "data.sources"
@@ -108,7 +108,7 @@ class _Source:
 
 
 @dataclass(frozen=True)
-class Demo(_Source):
+class Demo(_NamedSource):
     """The reference texts of Python's own help(), which every CPython carries: 450 KB of English or more."""
 
     @property
@@ -122,15 +122,15 @@ class Demo(_Source):
 
     def pieces(self, tally: Tally | None = None) -> Iterator[Piece]:
         """Yield one document per topic, in alphabetical order of the topics."""
-        from pydoc_data.topics import topics  # large, and only this task needs it
+        from pydoc_data.topics import topics  # large, and only this source needs it
 
         for _, text in sorted(topics.items()):
             yield Piece(text, ends_document=True)
 
 
 @dataclass(frozen=True)
-class _File(_Source):
-    """A task that is one file. A relative name is relative to the current working directory."""
+class _File(_NamedSource):
+    """A source that is one file. A relative name is relative to the current working directory."""
 
     @property
     def path(self) -> Path:
@@ -201,7 +201,7 @@ class PlainText(_File):
         return found
 
 
-TASKS: dict[str, Callable[[str, str, OnBad], Task]] = {
+SOURCES: dict[str, Callable[[str, str, OnBad], Source]] = {
     "demo": Demo,
     "*.jsonl": JsonLines,
     "*.jsonl.zst": JsonLines,
@@ -210,8 +210,8 @@ TASKS: dict[str, Callable[[str, str, OnBad], Task]] = {
 """Pattern of a source's name -> its class, made from the name, the key it was typed for, and what bad lines do."""
 
 
-def parse_tasks(spec: str, *, key: str = "data.sources", bad: OnBad = "stop") -> tuple[WeightedTask, ...]:
-    """Return the sources of a task string, checked to exist, with weights that sum to 1. Reads no text.
+def parse_sources(spec: str, *, key: str = "data.sources", bad: OnBad = "stop") -> tuple[WeightedSource, ...]:
+    """Return the sources of a source string, checked to exist, with weights that sum to 1. Reads no text.
 
     spec: comma-separated "name" or "name:weight"; a weight left out is 1. key: the configuration key it came from,
     for messages; bad: what a line that cannot be read does. Raises ValueError.
@@ -221,24 +221,24 @@ def parse_tasks(spec: str, *, key: str = "data.sources", bad: OnBad = "stop") ->
     except ValueError as error:
         raise ValueError(f'{key}="{spec}": {error}') from None
     total = math.fsum(part.weight for part in parts)
-    return tuple(WeightedTask(part.task, part.weight / total) for part in parts)
+    return tuple(WeightedSource(part.source, part.weight / total) for part in parts)
 
 
-def _parse(part: str, key: str, bad: OnBad) -> WeightedTask:
+def _parse(part: str, key: str, bad: OnBad) -> WeightedSource:
     name, weight = part, "1"
     if ":" in part and _kind(part) is None:
         name, _, weight = (text.strip() for text in part.rpartition(":"))
     kind = _kind(name)
     if kind is None:
         ending = "*" + "".join(Path(name).suffixes) if "." in name else name
-        raise ValueError(f'unknown source "{name}"{suggest(ending, TASKS)}')
-    task = kind(name, key, bad)
-    task.check()
-    return WeightedTask(task, _weight(weight, name))
+        raise ValueError(f'unknown source "{name}"{suggest(ending, SOURCES)}')
+    source = kind(name, key, bad)
+    source.check()
+    return WeightedSource(source, _weight(weight, name))
 
 
-def _kind(name: str) -> Callable[[str, str, OnBad], Task] | None:
-    return next((kind for pattern, kind in TASKS.items() if fnmatchcase(name, pattern)), None)
+def _kind(name: str) -> Callable[[str, str, OnBad], Source] | None:
+    return next((kind for pattern, kind in SOURCES.items() if fnmatchcase(name, pattern)), None)
 
 
 def _weight(text: str, name: str) -> float:

@@ -1,4 +1,4 @@
-"""Task strings, and what each source of text yields."""
+"""Source strings, and what each source of text yields."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from acsgd.io import TASKS
-from acsgd.io.sources import sources as tasks
-from acsgd.io.sources.sources import OnBad, Piece, Tally, Task, parse_tasks
+from acsgd.io import SOURCES
+from acsgd.io.sources import sources as module
+from acsgd.io.sources.sources import OnBad, Piece, Source, Tally, parse_sources
 
 LINES = '{"text": "one\\ntwo"}\n\n  \n{"meta": 1, "text": "zwölf"}\r\n{"text": ""}'
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
@@ -23,11 +23,11 @@ def write(path: Path, data: str | bytes) -> str:
     return str(path)
 
 
-def only(spec: str, bad: OnBad = "stop") -> Task:
-    """Return the task of a spec of one."""
-    [part] = parse_tasks(spec, bad=bad)
+def only(spec: str, bad: OnBad = "stop") -> Source:
+    """Return the source of a spec of one."""
+    [part] = parse_sources(spec, bad=bad)
     assert part.weight == 1
-    return part.task
+    return part.source
 
 
 def read(name: str) -> list[str]:
@@ -39,7 +39,7 @@ def read(name: str) -> list[str]:
 
 @pytest.fixture
 def sample(tmp_path: Path) -> dict[str, str]:
-    """One readable source per entry of TASKS."""
+    """One readable source per entry of SOURCES."""
     compressed = zstandard.compress(LINES.encode())
     return {
         "demo": "demo",
@@ -49,22 +49,22 @@ def sample(tmp_path: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("pattern", TASKS)
+@pytest.mark.parametrize("pattern", SOURCES)
 def test_every_source_yields_the_same_again_and_ends_its_last_document(sample: dict[str, str], pattern: str) -> None:
-    task = only(sample[pattern])
-    pieces = list(task.pieces())
-    assert pieces == list(task.pieces())
+    source = only(sample[pattern])
+    pieces = list(source.pieces())
+    assert pieces == list(source.pieces())
     assert pieces[-1].ends_document
     assert any(piece.text for piece in pieces)
-    assert only(sample[pattern]).fingerprint == task.fingerprint
+    assert only(sample[pattern]).fingerprint == source.fingerprint
 
 
-@pytest.mark.parametrize("pattern", [pattern for pattern in TASKS if pattern != "demo"])
+@pytest.mark.parametrize("pattern", [pattern for pattern in SOURCES if pattern != "demo"])
 def test_a_changed_file_changes_its_fingerprint(sample: dict[str, str], pattern: str) -> None:
-    task = only(sample[pattern])
-    before = task.fingerprint
+    source = only(sample[pattern])
+    before = source.fingerprint
     os.utime(sample[pattern], ns=(0, 1))
-    assert task.fingerprint != before
+    assert source.fingerprint != before
 
 
 def test_demo_is_english_that_python_carries() -> None:
@@ -93,7 +93,7 @@ TEXTS = ["a\nb", "line\n" * 50, "x" * 1000, "x" * 16, "\n" * 40, "ab\ncdefghijkl
 def test_a_text_file_is_one_document_in_pieces_that_end_at_newlines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setattr(tasks, "PIECE_CHARS", 16)
+    monkeypatch.setattr(module, "PIECE_CHARS", 16)
     pieces = list(only(write(tmp_path / "a.txt", text)).pieces())
     assert "".join(piece.text for piece in pieces) == text
     assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
@@ -109,14 +109,14 @@ def test_lines_may_end_in_any_way(tmp_path: Path) -> None:
 
 
 def test_weights_are_normalised_and_default_to_one(sample: dict[str, str]) -> None:
-    parts = parse_tasks(f"demo:6, {sample['*.jsonl']} ,demo : 1e0")
-    assert [part.task.name for part in parts] == ["demo", sample["*.jsonl"], "demo"]
+    parts = parse_sources(f"demo:6, {sample['*.jsonl']} ,demo : 1e0")
+    assert [part.source.name for part in parts] == ["demo", sample["*.jsonl"], "demo"]
     assert [part.weight for part in parts] == [6 / 8, 1 / 8, 1 / 8]
 
 
 def test_a_name_may_hold_a_colon(tmp_path: Path) -> None:
     name = write(tmp_path / "12:30.txt", "text")
-    assert [part.task.name for part in parse_tasks(f"{name},{name}:3")] == [name, name]
+    assert [part.source.name for part in parse_sources(f"{name},{name}:3")] == [name, name]
 
 
 def test_a_relative_path_starts_at_the_working_directory(
@@ -156,7 +156,7 @@ def test_what_is_wrong_with_a_spec_is_said_before_anything_is_read(
     (tmp_path / "dir.txt").mkdir()
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(ValueError) as caught:
-        parse_tasks(spec)
+        parse_sources(spec)
     assert str(caught.value).startswith(f'data.sources="{spec}": {message.format(cwd=tmp_path)}')
 
 
@@ -165,15 +165,15 @@ def test_a_file_one_may_not_read_is_named(tmp_path: Path) -> None:
     name = write(tmp_path / "a.txt", "text")
     os.chmod(name, 0)
     with pytest.raises(ValueError, match=f"type: chmod \\+r {name}"):
-        parse_tasks(name)
+        parse_sources(name)
 
 
 def test_the_key_is_named_that_the_task_was_typed_for(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r'^data\.eval_sources="none\.txt": none\.txt does not exist'):
-        parse_tasks("none.txt", key="data.eval_sources")
-    [part] = parse_tasks(write(tmp_path / "a.jsonl", "bad"), key="data.eval_sources")
+        parse_sources("none.txt", key="data.eval_sources")
+    [part] = parse_sources(write(tmp_path / "a.jsonl", "bad"), key="data.eval_sources")
     with pytest.raises(ValueError, match=r"^data\.eval_sources: .*a\.jsonl, line 1 is not JSON"):
-        list(part.task.pieces())
+        list(part.source.pieces())
 
 
 BAD_LINES: list[tuple[bytes, str]] = [
@@ -237,7 +237,7 @@ def test_skipping_leaves_exactly_what_a_file_without_the_bad_lines_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, line: bytes, reason: str, places: list[int]
 ) -> None:
     """Pieces and all, so that the tokens are the same too."""
-    monkeypatch.setattr(tasks, "PIECE_CHARS", 16)
+    monkeypatch.setattr(module, "PIECE_CHARS", 16)
     mended, broken = GOOD[name], list(GOOD[name])
     for place in sorted(places, reverse=True):
         broken.insert(place, line)
