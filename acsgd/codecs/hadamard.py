@@ -34,7 +34,7 @@ class Hadamard:
     rounding differs between devices: two ends that must agree to the last bit need the same kind of device.
 
     With bits=4,low=4 (4.13 bits per element) the relative error is .089 to .097 on normal, Laplace, Student t and
-    rectified data, also where every token or channel has a scale of its own (benchmarks/codec.py). A scale per
+    rectified data, also where every token or channel has a scale of its own (benchmarks/codecs/speed.py). A scale per
     channel cannot follow tokens: there, and on Student t with 3 degrees, `lloyd` has .14 and `fixpoint` .26 to .31.
     On normal and rectified data `lloyd` is as good or better; with dims=group,group=64 (4.25 bits) it is about as
     robust. Fewer bits for small groups pay only where groups differ: where tokens do, bits=5,low=3,share=0.5 turns .097

@@ -34,7 +34,7 @@ class Lloyd:
     The levels travel with it, as fp16, 2**(bits + 1) bytes. They make the error of the whole tensor small, so where
     scales differ, those that are large count for more. Zero is a level only if the data ask for one.
 
-    Relative errors, with fixpoint's for as many bits (benchmarks/codec.py, 512 x 1024, a scale per channel):
+    Relative errors, with fixpoint's for as many bits (benchmarks/codecs/speed.py, 512 x 1024, a scale per channel):
 
         bits     normal        Laplace       Student t, 3    rectified normal
         2        .347 .481     .426 .607     .575 .720       .209 .471

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 MEASURE = """
 import json, sys
 from datetime import timedelta
-from acsgd.config import parse
+from acsgd.config.run_file import parse
 from acsgd.run.inputs import open_source
 from acsgd.run.job import prepare
 from acsgd.shards.convert import read_config

@@ -1,6 +1,6 @@
 """What a save costs: how long training stands still, what it slows down, and how soon the state is on disk.
 
-    .venv/bin/python benchmarks/checkpoint.py            about 3 minutes
+    .venv/bin/python -m benchmarks.runs.checkpoint            about 3 minutes
 
 The model and the run are those of `make demo`: 4 processes, 2 stages x 2 replicas. Blocks of steps with a save at
 their beginning alternate with blocks without. The time until a save is on disk is compared with `cp` of the same files
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from compare import on_ranks
+from benchmarks.common.compare import on_ranks
 from rich.console import Console
 from rich.table import Table
 
@@ -37,7 +37,7 @@ from acsgd.run.session import Session
 from acsgd.run.state import start
 from acsgd.topology import Launch, connect
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 RANKS, STEPS_PER_BLOCK, ROUNDS, WARMUP = 4, 12, 15, 6
 TIMEOUT = timedelta(seconds=120)
 

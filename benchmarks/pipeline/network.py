@@ -1,6 +1,6 @@
 """How fast is a training step where links are slow? A table and a picture, with one command, as root:
 
-    .venv/bin/python benchmarks/network.py [--json runs/benchmarks/network.json] [--svg docs/network.svg]
+    .venv/bin/python -m benchmarks.pipeline.network [--json runs/benchmarks/network.json] [--svg docs/network.svg]
 
 A pipeline of 2, then of 4 stages trains a GPT-2 of 3 M parameters in fp32, with a process of one thread per host. The
 hosts are network namespaces (netlab.py), without delay and with 20 ms from one to another. The head is untied: a tied
@@ -39,15 +39,15 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import netlab
-import pictures
 import torch
-from compare import OnLink
-from forms import UNCOMPRESSED
-from network_ranks import Pipeline, Setting, save_model
 from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
+
+from benchmarks.common import netlab, pictures
+from benchmarks.common.compare import OnLink
+from benchmarks.pipeline.forms import UNCOMPRESSED
+from benchmarks.pipeline.network_ranks import Pipeline, Setting, save_model
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -249,9 +249,11 @@ def main() -> None:
     try:
         netlab.check(needs_tun=True)
     except RuntimeError as error:
-        sys.exit(f"benchmarks/network.py: {error}")
+        sys.exit(f"benchmarks/pipeline/network.py: {error}")
     if not options.no_picture and find_spec("matplotlib") is None:
-        sys.exit("benchmarks/network.py: the picture needs matplotlib: pip install '.[bench]', or give --no-picture")
+        sys.exit(
+            "benchmarks/pipeline/network.py: the picture needs matplotlib: pip install '.[bench]', or give --no-picture"
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # else namespaces would stay
     transformers_logging.disable_progress_bar()
     console, results = Console(width=140), []

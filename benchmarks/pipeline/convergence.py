@@ -1,9 +1,9 @@
 """What do compressed activations do to training? Fine-tunes a small GPT-2, again and again, on text that is revisited:
 
-    .venv/bin/python benchmarks/convergence.py [--rows "delta*" ...] [--pretrain a.txt --finetune b.txt]
+    .venv/bin/python -m benchmarks.pipeline.convergence [--rows "delta*" ...] [--pretrain a.txt --finetune b.txt]
 
 A model of 1.3 M parameters is pretrained on one text and fine-tuned on 256 sequences of another for 10 epochs, as two
-stages in two processes, with one cut in the middle (benchmarks/tuning.py). Rows differ in what travels over that cut.
+stages in two processes, with one cut in the middle (common/tuning.py). Rows differ in what travels over that cut.
 Each is compared with the uncompressed run of the same seed, which sees the same batches: its excess is the difference
 of the mean train losses of the last epoch. Bits per element are those of all bytes sent forward after the first epoch,
 which travels uncompressed in every run. By default the two texts are halves of the one that every Python carries.
@@ -31,9 +31,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-sys.path.append(str(Path(__file__).parents[1]))  # of a script only its own directory is there
-
-from benchmarks.tuning import Outcome, Setting, Tuning, Variant, read
+from benchmarks.common.tuning import Outcome, Setting, Tuning, Variant, read
 
 
 class Row(NamedTuple):
@@ -225,8 +223,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, save, draw."""
     # here: the processes of the runs, which import this file, need no matplotlib; and before them: it may be absent
-    from benchmarks.convergence_picture import draw, is_drawn
-    from benchmarks.pictures import save
+    from benchmarks.common.pictures import save
+    from benchmarks.pipeline.convergence_picture import draw, is_drawn
 
     options = parse_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # else its ranks would go on

@@ -1,4 +1,4 @@
-"""The replicas of benchmarks/replica_network.py: processes that live on hosts and wait to make steps in any mode."""
+"""The replicas of benchmarks/replicas/network.py: processes that live on hosts and wait to make steps in any mode."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-import netlab
 import torch
 import torch.distributed as dist
-from network_ranks import SEQUENCE, TIMEOUT_S, VOCABULARY, ask, on_hosts
-from speed import BUCKET_MB, OPTIM, make_adamw, pretrained, summed_loss
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -32,6 +29,9 @@ from acsgd.run.build import build_session
 from acsgd.run.inputs import open_source
 from acsgd.run.job import Job, prepare
 from acsgd.topology import Groups, Launch, Topology, connect
+from benchmarks.common import netlab
+from benchmarks.pipeline.network_ranks import SEQUENCE, TIMEOUT_S, VOCABULARY, ask, on_hosts
+from benchmarks.runs.speed import BUCKET_MB, OPTIM, make_adamw, pretrained, summed_loss
 
 DDP, DDP_FP16, LOCAL = "DDP", "DDP, fp16", "local"
 FIRST_STEP = 1199

@@ -1,6 +1,6 @@
 """How fast are the codecs on one core of a CPU, and how large is their error? Two tables, with one command:
 
-    .venv/bin/python benchmarks/codec.py [--json runs/benchmarks/codec.json]
+    .venv/bin/python -m benchmarks.codecs.speed [--json runs/benchmarks/codec.json]
 
 Speed: in every round each codec encodes and decodes one fp32 tensor, and before each of both, copy_ copies the same
 tensor; the order of the codecs changes from round to round. GB/s are bytes of fp32 input (output, for decoding) per

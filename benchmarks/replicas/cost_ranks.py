@@ -1,4 +1,4 @@
-"""What one replica does for benchmarks/replica_cost.py: steps on drawn gradients, without a model, as a worker makes
+"""What one replica does for benchmarks/replicas/cost.py: steps on drawn gradients, without a model, as a worker makes
 them, and the CPU time and the memory that they take.
 """
 

@@ -1,13 +1,13 @@
 """What do ways in which replicas agree do to training? Trains a small GPT-2 again and again, once for each:
 
-    .venv/bin/python benchmarks/replicas.py --task finetune [--rows "cocktail*" ...] [--pretrain a.txt --finetune b.txt]
-    .venv/bin/python benchmarks/replicas.py --task scratch ...
-    .venv/bin/python benchmarks/replicas.py --svg docs/replicas_loss.svg        # draws what both have measured
+    python -m benchmarks.replicas.loss --task finetune [--rows "cocktail*" ...] [--pretrain a.txt --finetune b.txt]
+    python -m benchmarks.replicas.loss --task scratch ...
+    python -m benchmarks.replicas.loss --svg docs/replicas_loss.svg        # draws what both have measured
 
 A model of 1.3 M parameters is pretrained on one text and fine-tuned for one epoch on another, or trained on that from
-scratch for two, by replicas in processes of their own (benchmarks/tuning.py): the same batches in every run of a seed,
+scratch for two, by replicas in processes of their own (common/tuning.py): the same batches in every run of a seed,
 other batches and new weights for other seeds. Rows whose names begin with "torch:" are torch's own replicas on the same
-data (benchmarks/ddp.py). What counts is the loss on held-out text of what is saved at the end, and the bytes that a
+data (ddp.py). What counts is the loss on held-out text of what is saved at the end, and the bytes that a
 replica sends. With the first seed each mode runs at all --rates, and further on while the best is at an end; with the
 other seeds only at its best and at the best of all-reduce. By default the two texts are halves of the one that every
 Python carries.
@@ -35,8 +35,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-sys.path.append(str(Path(__file__).parents[1]))  # of a script only its own directory is there
-
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES as MODES_OF_ACSGD
 from acsgd.dp.modes.cocktail_grad import CocktailGrad
@@ -45,9 +43,9 @@ from acsgd.dp.modes.quantized import Quantized
 from acsgd.dp.modes.sparseloco import SparseLoCo
 from acsgd.shards.convert import read_config
 from acsgd.shards.layers import skeleton
-from benchmarks.convergence import texts
-from benchmarks.ddp import is_torch
-from benchmarks.tuning import Outcome, Setting, Tuning, Variant
+from benchmarks.common.tuning import Outcome, Setting, Tuning, Variant
+from benchmarks.pipeline.convergence import texts
+from benchmarks.replicas.ddp import is_torch
 
 EXACT, EXACT_OF_TORCH = "allreduce", "torch:ddp"
 MODES = (

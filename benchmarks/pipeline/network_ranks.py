@@ -1,4 +1,4 @@
-"""The pipelines of benchmarks/network.py: processes that live on the hosts of a network and wait to make steps."""
+"""The pipelines of network.py: processes that live on the hosts of a network and wait to make steps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import netlab
 import torch
 import torch.distributed as dist
-from forms import open_trainings, with_form
 from tokenizers import Tokenizer, models
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
@@ -26,6 +24,8 @@ from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, Opt
 from acsgd.io.sampling.batches import Batch
 from acsgd.run.job import prepare
 from acsgd.topology import Launch
+from benchmarks.common import netlab
+from benchmarks.pipeline.forms import open_trainings, with_form
 
 VOCABULARY, SEQUENCE, WIDTH, BLOCKS, HEADS = 256, 384, 256, 4, 4
 TIMEOUT_S = 300.0

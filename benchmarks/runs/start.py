@@ -1,6 +1,6 @@
 """From torchrun to the first step of a run that goes on from a checkpoint: which part takes how long.
 
-    .venv/bin/python benchmarks/start.py            about 2 minutes
+    .venv/bin/python -m benchmarks.runs.start            about 2 minutes
 
 The model is that of `make demo`, on 2 stages x 2 replicas. Each start is a real one, under torchrun; every rank notes
 the time when it has come to the end of a part. Of each part the slowest rank counts.
@@ -21,14 +21,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RANKS, STARTS = 4, 7
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
 
 
 def launch(directory: Path, *flags: str) -> float:
     """Start the demo's run under torchrun, to its end; return the time.time() at which it was launched."""
-    run = [str(ROOT / "benchmarks/start_noted.py"), str(directory / "notes"), str(ROOT / "examples/demo.toml")]
+    run = [str(ROOT / "benchmarks/runs/start_timed.py"), str(directory / "notes"), str(ROOT / "examples/demo.toml")]
     options = [
         "--model.name",
         str(directory / "model"),

@@ -1,6 +1,6 @@
 """Which share of a GPU's memory bandwidth do the fused kernels reach? A table, with one command:
 
-    .venv/bin/python benchmarks/codec_gpu.py [--json runs/benchmarks/codec_gpu.json]
+    .venv/bin/python -m benchmarks.codecs.gpu [--json runs/benchmarks/codec_gpu.json]
 
 The bytes that must move are each input, read once, and each output, written once, without the scales. The share is how
 many of them a kernel moves per second, relative to torch's copy_ of as many elements of fp32, which is measured in turn

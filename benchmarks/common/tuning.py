@@ -1,6 +1,6 @@
 """Train a small GPT-2 as often as wanted, from scratch or once pretrained: real runs, whose outcomes are kept as JSON.
 
-Every run is the whole of `train.train`, or torch's own replicas on the same batches (benchmarks/ddp.py), in processes
+Every run is the whole of `train.train`, or torch's own replicas on the same batches (replicas/ddp.py), in processes
 of its own over gloo. The text to train on is a number of sequences that come again in every epoch; the sequences that
 follow them in the text are held out.
 """
@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-
-sys.path.append(str(Path(__file__).parents[1]))  # of a script only its own directory is there
 
 from acsgd.config.options import (
     CheckpointConfig,
@@ -38,11 +35,11 @@ from acsgd.config.run_file import to_toml
 from acsgd.io.cache import once_per_host
 from acsgd.io.sources.sources import parse_sources
 from acsgd.shards.convert import to_hf
-from benchmarks import ddp
+from benchmarks.common.small_model import cut, digest, save_blank, with_dropout, written
 from benchmarks.forks import started
-from benchmarks.tuning_model import cut, digest, save_blank, with_dropout, written
+from benchmarks.replicas import ddp
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROCESSES = 2
 LONGEST = timedelta(hours=1)
 """A run that takes longer hangs."""

@@ -1,6 +1,6 @@
 """How fast is a training step where links between replicas are slow? A table and a picture, with one command, as root:
 
-    .venv/bin/python benchmarks/replica_network.py [--replicas 2 4] [--json runs/benchmarks/replica_network.json]
+    .venv/bin/python -m benchmarks.replicas.network [--replicas 2 4] [--json runs/benchmarks/replica_network.json]
 
 Replicas of a GPT-2 of 3 M parameters train in fp32, with a process of one thread per host. The hosts are network
 namespaces (netlab.py), without delay and with 20 ms from one to another. All modes live in the same processes, over the
@@ -39,15 +39,15 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import netlab
-import pictures
 import torch
-from compare import OnLink
-from network_ranks import save_model
-from replica_network_ranks import DDP, DDP_FP16, LOCAL, Replicas, Setting, is_ddp, period
 from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
+
+from benchmarks.common import netlab, pictures
+from benchmarks.common.compare import OnLink
+from benchmarks.pipeline.network_ranks import save_model
+from benchmarks.replicas.network_ranks import DDP, DDP_FP16, LOCAL, Replicas, Setting, is_ddp, period
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -249,9 +249,11 @@ def main() -> None:
     try:
         netlab.check(needs_tun=max(options.delays) > 0)
     except RuntimeError as error:
-        sys.exit(f"benchmarks/replica_network.py: {error}")
+        sys.exit(f"benchmarks/replicas/network.py: {error}")
     if not options.no_picture and find_spec("matplotlib") is None:
-        sys.exit("benchmarks/replica_network.py: the picture needs matplotlib: pip install '.[bench]', or --no-picture")
+        sys.exit(
+            "benchmarks/replicas/network.py: the picture needs matplotlib: pip install '.[bench]', or --no-picture"
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # else namespaces would stay
     transformers_logging.disable_progress_bar()
     console, cells = Console(width=160), []

@@ -1,4 +1,4 @@
-"""The picture of benchmarks/replicas.py: how far each mode is behind all-reduce, over how many fewer bytes it sends."""
+"""The picture of loss.py: how far each mode is behind all-reduce, over how many fewer bytes it sends."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Point(NamedTuple):
 
 
 def draw(measured: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw a panel for each task; measured: what benchmarks/replicas.py has written down of it."""
+    """Draw a panel for each task; measured: what loss.py has written down of it."""
     figure = Figure(figsize=(11.6, 5.2), layout="constrained")
     for axes, of_task in zip(figure.subplots(1, len(measured), squeeze=False)[0], measured, strict=True):
         lines = {family: list(_points(family, of_task)) for family in FAMILIES}

@@ -1,4 +1,4 @@
-"""The picture of benchmarks/convergence.py: how far codecs are behind the uncompressed run, by epoch and by bytes."""
+"""The picture of convergence.py: how far codecs are behind the uncompressed run, by epoch and by bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 if TYPE_CHECKING:
-    from benchmarks.convergence import Summary
+    from benchmarks.pipeline.convergence import Summary
 
 COLORS = {"fixpoint": "#b4530a", "delta": "#1f5fbf", "rate-adaptive delta": "#0b7a6b"}
 """By family; of others there is nothing to see."""

@@ -1,6 +1,6 @@
 """Is acsgd as fast as plain PyTorch? Three comparisons on the CPU, one thread per process, with one command:
 
-    .venv/bin/python benchmarks/speed.py [--json runs/benchmarks/speed.json]
+    .venv/bin/python -m benchmarks.runs.speed [--json runs/benchmarks/speed.json]
 
     1 process     Session.train_step against a loop over the Hugging Face model as one would write it by hand
     2 stages      against torch.distributed.pipelining: the same cut, the same blocks, GPipe and 1F1B
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from compare import Comparison, RankRounds, Step, alternate, on_ranks, summarise
+from benchmarks.common.compare import Comparison, RankRounds, Step, alternate, on_ranks, summarise
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, models

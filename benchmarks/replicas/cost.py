@@ -1,6 +1,6 @@
 """What does it cost a replica to agree, besides the bytes? Three tables, with one command:
 
-    .venv/bin/python benchmarks/replica_cost.py [--json runs/benchmarks/replica_cost.json]
+    .venv/bin/python -m benchmarks.replicas.cost [--json runs/benchmarks/replica_cost.json]
 
 Time: replicas are processes of one thread over gloo on this machine. Each holds the weights of blocks of a GPT-2, draws
 gradients and makes steps as a worker does, without a model. CPU time is that of all threads of a rank, the kernel's
@@ -25,24 +25,21 @@ import math
 import os
 import platform
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from compare import on_ranks
 from rich.console import Console
 from rich.table import Table
-
-sys.path.append(str(Path(__file__).parents[1]))  # of a script only its own directory is there
 
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.exchange.second_moments import EVERY
-from benchmarks.replica_cost_ranks import Cost, Memory, Way, costs, make_weights, memories
-from benchmarks.replica_encoders import Encoded, Spread, measure
+from benchmarks.common.compare import on_ranks
+from benchmarks.replicas.cost_ranks import Cost, Memory, Way, costs, make_weights, memories
+from benchmarks.replicas.encoders import Encoded, Spread, measure
 
 YARDSTICK = "local"
 SPECS = (

@@ -1,5 +1,5 @@
 """How long compressors of data-parallel modes take alone, and how short messages are: a part of
-benchmarks/replica_cost.py.
+benchmarks/replicas/cost.py.
 """
 
 from __future__ import annotations

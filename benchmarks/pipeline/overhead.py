@@ -1,6 +1,6 @@
 """What do codecs cost where links cost nothing? A table, with one command:
 
-    .venv/bin/python benchmarks/overhead.py [--json runs/benchmarks/overhead.json]
+    .venv/bin/python -m benchmarks.pipeline.overhead [--json runs/benchmarks/overhead.json]
 
 The model, text, batch and optimizer are those of examples/demo.py, as one pipeline of 2 stages: two processes of one
 thread each, over gloo on this machine. Each form in which messages travel takes turns with uncompressed messages, in
@@ -18,7 +18,6 @@ import argparse
 import json
 import platform
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,13 +26,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from compare import Comparison, RankRounds, alternate, on_ranks, summarise
-from forms import UNCOMPRESSED, Training, open_trainings, with_form
 from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
-
-sys.path.append(str(Path(__file__).parents[1]))  # of a script only its own directory is there
 
 from acsgd.config.options import Config
 from acsgd.config.run_file import parse
@@ -41,9 +36,11 @@ from acsgd.io.sampling.batches import Batch
 from acsgd.run.inputs import open_data
 from acsgd.run.job import prepare
 from acsgd.topology import Launch
+from benchmarks.common.compare import Comparison, RankRounds, alternate, on_ranks, summarise
+from benchmarks.pipeline.forms import UNCOMPRESSED, Training, open_trainings, with_form
 from examples.demo import make_model
 
-DEMO = Path(__file__).parents[1] / "examples" / "demo.toml"
+DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 STAGES = 2
 BATCHES = 4
 """All that there is to train on."""

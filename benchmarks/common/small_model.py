@@ -1,4 +1,4 @@
-"""The model and the texts of benchmarks/tuning.py: a small GPT-2, a tokenizer of its own, and text cut to length."""
+"""The model and the texts of tuning.py: a small GPT-2, a tokenizer of its own, and text cut to length."""
 
 from __future__ import annotations
 
