@@ -245,8 +245,8 @@ def main() -> None:
     options = parse_arguments()
     if options.svg is not None:
         # here: the processes of the runs, which import this file, need no matplotlib
-        from benchmarks.pictures import save
-        from benchmarks.replicas_picture import draw
+        from benchmarks.common.pictures import save
+        from benchmarks.replicas.loss_picture import draw
 
         paths = [Path(options.json.format(task=task, replicas=options.replicas)) for task in TASKS]
         save(draw([json.loads(path.read_text()) for path in paths]), options.svg)
