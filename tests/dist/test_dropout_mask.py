@@ -23,9 +23,9 @@ from lib.direct import (
     worker_of,
 )
 from lib.ranks import on_ranks
+from lib.resume import checkpoint_of, losses_of, stopped_half_way, train_ranks
+from lib.resume import make_config as make_long_config
 from lib.training import oracle_losses
-from test_resume import checkpoint_of, losses_of, stopped_half_way, train_ranks
-from test_resume import make_config as make_long_config
 from test_same_training import DROPOUT, TOPOLOGIES, assert_same_training
 from test_same_training import make_config as make_training_config
 from torch import Tensor

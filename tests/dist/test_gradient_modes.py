@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lib.ranks import on_ranks
+from lib.resume import HALF, TIMEOUT, TinyModel, checkpoint_of, losses_of, train_ranks
 from lib.training import losses_of_rank
 from test_own_training import make_run
-from test_resume import HALF, TIMEOUT, TinyModel, checkpoint_of, losses_of, train_ranks
 from test_same_training import DROPOUT
 
 from acsgd.config.options import Config, ReplicaConfig

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lib.ranks import on_ranks
-from test_resume import TIMEOUT, TinyModel, checkpoint_of, make_config, stopped_half_way
+from lib.resume import TIMEOUT, TinyModel, checkpoint_of, make_config, stopped_half_way
 from test_same_training import RELATIVE
 
 from acsgd import train

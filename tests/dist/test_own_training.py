@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lib.ranks import on_ranks
+from lib.resume import HALF, TIMEOUT, TinyModel, checkpoint_of, make_config, train_ranks
 from lib.training import batches_of, mask, train
 from safetensors.torch import load_file
-from test_resume import HALF, TIMEOUT, TinyModel, checkpoint_of, make_config, train_ranks
 from test_same_training import DROPOUT
 
 from acsgd.config.options import Config, ReplicaConfig
