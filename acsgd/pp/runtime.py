@@ -15,7 +15,7 @@ from acsgd.pp.nonfinite import Fault
 from acsgd.pp.schedules.actions import Action, Op
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.pp.tied_weights import TiedPair
-from acsgd.pp.wire.coder import Visit
+from acsgd.pp.wire.coder import TransferInfo
 from acsgd.pp.wire.link import Link
 from acsgd.shards.layers import State
 
@@ -139,14 +139,14 @@ class Pipeline:
     def close(self) -> None:
         """Wait until what links remember beyond the run is kept."""
         for link in self._links.values():
-            link.agreement.close()
+            link.cache_sync.close()
 
     def _train(self, batch: Batch, step: int, scale: float, handlers: Handlers) -> Tensor:
         self._scale = scale
         for stage in self._stages.values():
             stage.sync.begin_step(step, scale)
         for link in self._links.values():
-            link.agreement.begin(batch.sample_ids.flatten().tolist(), batch.upcoming_ids.flatten().tolist())
+            link.cache_sync.begin_step(batch.sample_ids.flatten().tolist(), batch.upcoming_ids.flatten().tolist())
         self._execute(self._row, handlers, batch, step, exact=step < self._exact_steps, remember=True)
         self._finish()
         return self._total_loss()
@@ -157,7 +157,7 @@ class Pipeline:
         """Do the actions of a row; remember: whether the links are to learn from what passes."""
         self._batch, self._step = batch, step
         samples = batch.sample_ids.tolist() if remember else [()] * len(batch.sample_ids)
-        self._visits = [Visit(step, micro, exact, tuple(ids)) for micro, ids in enumerate(samples)]
+        self._transfers = [TransferInfo(step, micro, exact, tuple(ids)) for micro, ids in enumerate(samples)]
         self._losses: list[Tensor] = []
         self._made: dict[Action, State] = {}
         for action in row:
@@ -212,15 +212,15 @@ class Pipeline:
             return self._made.pop(Action(op, source, micro))
         for link in self._links.values():
             link.outbox.flush(wait=True)  # the peer may need these before it can make what is awaited here
-        return self._links[source if op is Op.F else source - 1].take(self._visits[micro])
+        return self._links[source if op is Op.F else source - 1].take(self._transfers[micro])
 
     def _send_activation(self, action: Action) -> None:
         made = self._made.pop(Action(Op.F, action.stage, action.micro))
-        self._links[action.stage].send(self._visits[action.micro], made)
+        self._links[action.stage].send(self._transfers[action.micro], made)
 
     def _send_gradient(self, action: Action) -> None:
         made = self._made.pop(Action(Op.B, action.stage, action.micro))
-        self._links[action.stage - 1].send(self._visits[action.micro], made)
+        self._links[action.stage - 1].send(self._transfers[action.micro], made)
 
     def _post_activation(self, action: Action) -> None:
         self._links[action.stage - 1].inbox.post()

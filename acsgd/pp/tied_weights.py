@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from acsgd.pp.wire.coder import TensorSpec, Visit
+from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.link import LinkFactory
 from acsgd.shards.weights import Weight
 
@@ -23,7 +23,7 @@ class TiedPair:
         grad = self._weight.master.grad
         assert grad is not None, f"{self._weight.key} took no part in the loss"
         self._inbox.post()
-        self._outbox.send(Visit(step, 0), {"gradient": grad})
+        self._outbox.send(TransferInfo(step, 0), {"gradient": grad})
         self._outbox.flush(wait=True)
-        grad += self._inbox.take(Visit(step, 0))["gradient"]
+        grad += self._inbox.take(TransferInfo(step, 0))["gradient"]
         self._outbox.drain()

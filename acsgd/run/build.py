@@ -11,7 +11,7 @@ from acsgd.optim.adamw import Optimizer
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.stage import Stage
 from acsgd.pp.tied_weights import TiedPair
-from acsgd.pp.wire.cache_plan import MemoryPlan
+from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.run.job import Job
 from acsgd.run.session import Session
@@ -20,15 +20,15 @@ from acsgd.shards.load import Source, load_layer
 from acsgd.topology import Groups
 
 
-def build_session(job: Job, source: Source, groups: Groups, memories: MemoryPlan | None = None) -> Session:
+def build_session(job: Job, source: Source, groups: Groups, cache_plan: CachePlan | None = None) -> Session:
     """Load this rank's layers, and no others, and connect them with their neighbours'.
 
-    memories: where links remember, if pp.forward has them do so.
+    cache_plan: size and place of the activation caches; needed if pp.forward is delta.
     """
     forward_meter, backward_meter = Meter(), Meter()
     model = skeleton(job.model_config).train()
     stages = build_stages(job, model, source, groups)
-    factory = _link_factory(job, groups, forward_meter, backward_meter, memories)
+    factory = _link_factory(job, groups, forward_meter, backward_meter, cache_plan)
     links = _open_links(job, factory)
     tied = _pair_tied(job, stages, factory)
     weights = [weight for stage in stages.values() for weight in stage.weights]
@@ -81,10 +81,10 @@ def build_stages(job: Job, model: PreTrainedModel, source: Source, groups: Group
 
 
 def _link_factory(
-    job: Job, groups: Groups, forward_meter: Meter, backward_meter: Meter, memories: MemoryPlan | None
+    job: Job, groups: Groups, forward_meter: Meter, backward_meter: Meter, cache_plan: CachePlan | None
 ) -> LinkFactory:
     meters = forward_meter, backward_meter
-    return LinkFactory(groups.pp, job.streams, job.boundary, job.forward, job.backward, *meters, memories)
+    return LinkFactory(groups.pp, job.streams, job.boundary, job.forward, job.backward, *meters, cache_plan)
 
 
 def _open_links(job: Job, factory: LinkFactory) -> dict[int, Link]:

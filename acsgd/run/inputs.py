@@ -19,7 +19,7 @@ from acsgd.io.sampling.tokens import Corpus, num_sequences
 from acsgd.io.sampling.tokens import fingerprint as tokenizer_fingerprint
 from acsgd.io.sampling.tokens import prepare as tokenize_all
 from acsgd.io.sources.sources import WeightedSource
-from acsgd.pp.wire.cache_plan import MemoryPlan, plan_capacity
+from acsgd.pp.wire.cache_plan import CachePlan, plan_capacity
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.job import Job
 from acsgd.shards.convert import from_hf
@@ -39,14 +39,14 @@ class Inputs:
     candidates: Candidates
     source: Source | None
     """Where the weights of a fresh run come from; None if there is something to go on from."""
-    memories: MemoryPlan | None
+    cache_plan: CachePlan | None
     """Where links remember activations, if they do."""
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What was left out of the texts, and what links remember, in sentences."""
         held_out = self.held_out.notes if self.held_out else ()
-        return self.reader.notes + held_out + ((self.memories.note,) if self.memories else ())
+        return self.reader.notes + held_out + ((self.cache_plan.note,) if self.cache_plan else ())
 
     def fingerprint(self) -> str:
         """Return what must be the same on every rank."""
@@ -75,8 +75,8 @@ def open_inputs(job: Job) -> Inputs:
     )
     candidates = find(job.checkpoints, job.config.checkpoint.resume, identity)
     fresh = not candidates.checkpoints and not candidates.refused
-    memories = plan_memories(job, sum(reader.sampler.sizes), kept={"run": identity.digest()}, fresh=fresh)
-    return Inputs(reader, held, identity, candidates, open_source(job) if fresh else None, memories)
+    cache_plan = plan_caches(job, sum(reader.sampler.sizes), kept={"run": identity.digest()}, fresh=fresh)
+    return Inputs(reader, held, identity, candidates, open_source(job) if fresh else None, cache_plan)
 
 
 def open_data(job: Job) -> Reader:
@@ -138,10 +138,10 @@ def open_source(job: Job) -> Source:
     return ShardDirectory(once_per_host(job.cache_dir / "models" / name, convert))
 
 
-def plan_memories(job: Job, sequences: int, *, kept: Mapping[str, Any], fresh: bool) -> MemoryPlan | None:
+def plan_caches(job: Job, sequences: int, *, kept: Mapping[str, Any], fresh: bool) -> CachePlan | None:
     """Return how much the links of this rank remember of `sequences`, and where; None if they do not.
 
-    kept, fresh: as of MemoryPlan. Raises ValueError if there is no room for it.
+    kept, fresh: as of CachePlan. Raises ValueError if there is no room for it.
     """
     delta, specs = job.forward, list(job.boundary.values())
     if not isinstance(delta, Delta) or job.topology.stages == 1:
@@ -151,20 +151,20 @@ def plan_memories(job: Job, sequences: int, *, kept: Mapping[str, Any], fresh: b
         capacity = plan_capacity(delta, specs, sequences=sequences, at_once=len(job.micros) * job.config.pp.micro)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
-    directory = Path(job.config.log.dir) / "memory" / f"replica-{job.topology.replica:05d}"
+    directory = Path(job.config.log.dir) / "activation-cache" / f"replica-{job.topology.replica:05d}"
     per_end = capacity * sum(map(delta.entry_bytes, specs))
     _check_room(job, delta, directory, per_end, key)
     cuts = [job.layers[start].name for start, _ in job.specs[1:]]
-    where = "in memory" if delta.memory == "ram" else f"in {directory.parent}"
+    where = "in memory" if delta.cache == "ram" else f"in {directory.parent}"
     rest = "" if capacity == sequences else ", the others are new at each visit"
     note = f"each end of a link remembers {capacity} of {sequences} sequences{rest}: {per_end / 2**20:,.1f} MiB {where}"
-    return MemoryPlan(capacity, directory, cuts, kept, fresh, note)
+    return CachePlan(capacity, directory, cuts, kept, fresh, note)
 
 
 def _check_room(job: Job, delta: Delta, directory: Path, per_end: int, key: str) -> None:
     """Raise ValueError if what this rank's ends of links are to remember does not fit where it is to be."""
     ends = sum((stage > 0) + (stage < len(job.specs) - 1) for stage in job.stages)
-    if delta.memory == "ram":
+    if delta.cache == "ram":
         available, where = available_memory_bytes(), "this host has"
     else:
         existing = next(parent for parent in directory.absolute().parents if parent.exists())
@@ -174,8 +174,8 @@ def _check_room(job: Job, delta: Delta, directory: Path, per_end: int, key: str)
         raise ValueError(
             f"{key}: each of rank {job.topology.rank}'s {ends} ends of links is to remember {per_end / 2**30:.3g} GiB, "
             f"but {where} {available / 2**30:.3g} GiB free for {job.neighbours} processes; give "
-            f"memory_gib={0.9 * available / job.neighbours / ends / 2**30:.2g}, fewer memory_bits"
-            + (", or memory=disk" if delta.memory == "ram" else "")
+            f"cache_gib={0.9 * available / job.neighbours / ends / 2**30:.2g}, fewer cache_bits"
+            + (", or cache=disk" if delta.cache == "ram" else "")
         )
 
 

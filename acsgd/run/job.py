@@ -103,7 +103,7 @@ class Job:
         pp = self.config.pp
         if pp.forward == "none":
             return ""
-        form = to_spec(self.forward.first, codecs.CODECS) if isinstance(self.forward, Delta) else pp.forward
+        form = to_spec(self.forward.first_codec, codecs.CODECS) if isinstance(self.forward, Delta) else pp.forward
         return ", sent exactly" if pp.exact_eval or form == "none" else f", sent as {form}"
 
     @property

@@ -55,7 +55,7 @@ def start(job: Job, inputs: Inputs, groups: Groups) -> Start:
         found.mark_best()
     source = checkpoint.shards if checkpoint else inputs.source
     assert source is not None
-    worker = build_session(job, source, groups, inputs.memories)
+    worker = build_session(job, source, groups, inputs.cache_plan)
     if checkpoint is None:
         return Start(worker, Progress(loss_scale=LossScale.of(job.config)), None, told)
     progress = restore(worker, checkpoint)

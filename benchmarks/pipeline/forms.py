@@ -16,7 +16,7 @@ from acsgd.config.options import Config
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
 from acsgd.run.build import build_session
-from acsgd.run.inputs import open_source, plan_memories
+from acsgd.run.inputs import open_source, plan_caches
 from acsgd.run.job import Job
 from acsgd.run.session import Session, StepResult
 from acsgd.topology import Groups, connect
@@ -59,5 +59,5 @@ def open_trainings(jobs: Sequence[Job], store: str, *, sequences: int) -> Iterat
 
 def _open_worker(job: Job, groups: Groups, sequences: int) -> Session:
     """Load a rank's layers once more."""
-    memories = plan_memories(job, sequences, kept={}, fresh=True)
-    return build_session(job, open_source(job), groups, memories)
+    cache_plan = plan_caches(job, sequences, kept={}, fresh=True)
+    return build_session(job, open_source(job), groups, cache_plan)

@@ -18,11 +18,11 @@ from acsgd.codecs.base import wire_bytes
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.identity import Identity
 from acsgd.meter import Meter
-from acsgd.pp.wire.cache import Memory
+from acsgd.pp.wire.cache import ActivationCache
 from acsgd.pp.wire.cache_disk import HEADER_BYTES as FILE_HEADER
 from acsgd.pp.wire.cache_disk import DiskStore
-from acsgd.pp.wire.cache_plan import MemoryPlan
-from acsgd.pp.wire.coder import TensorSpec, Visit
+from acsgd.pp.wire.cache_plan import CachePlan
+from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.pp.wire.link import Link, LinkFactory
@@ -82,7 +82,7 @@ def run_starts(
                 start.sabotage(rank, directory)
             groups.all_gather_text(f"start {step}", "", timeout_s=30.0)
             meter = Meter()
-            plan = MemoryPlan(start.capacity, directory, [start.cut], {"run": "test"}, start.fresh)
+            plan = CachePlan(start.capacity, directory, [start.cut], {"run": "test"}, start.fresh)
             factory = LinkFactory(
                 *(groups.pp, Streams(torch.device("cpu")), {"hidden": SPEC}, delta, Identity(), meter, Meter(), plan)
             )
@@ -94,16 +94,16 @@ def run_starts(
                 step += 1
             if rank == 1:
                 lose_writes(memory_of(link), start.lost_writes)
-            link.agreement.close()
+            link.cache_sync.close()
     return seen
 
 
 def one_step(rank: int, link: Link, meter: Meter, step: int, micros: Step, upcoming: Step, *, exact: bool) -> Seen:
     meter.reset()
-    link.agreement.begin([i for ids in micros for i in ids], [i for ids in upcoming for i in ids])
+    link.cache_sync.begin_step([i for ids in micros for i in ids], [i for ids in upcoming for i in ids])
     received = []
     for micro, ids in enumerate(micros):
-        visit = Visit(step, micro, exact, tuple(ids))
+        visit = TransferInfo(step, micro, exact, tuple(ids))
         if rank == 0:
             link.send(visit, {"hidden": activations(step, ids)})
         else:
@@ -114,16 +114,16 @@ def one_step(rank: int, link: Link, meter: Meter, step: int, micros: Step, upcom
     return Seen(contents(memory), received, meter.sent_bytes)
 
 
-def memory_of(link: Link) -> Memory:
-    (memory,) = link.agreement._memories
+def memory_of(link: Link) -> ActivationCache:
+    (memory,) = link.cache_sync._memories
     return memory
 
 
-def contents(memory: Memory) -> dict[int, tuple[int, bytes]]:
+def contents(memory: ActivationCache) -> dict[int, tuple[int, bytes]]:
     return {sample: (version, memory.read(sample).numpy().tobytes()) for sample, version in memory.versions().items()}
 
 
-def lose_writes(memory: Memory, count: int) -> None:
+def lose_writes(memory: ActivationCache, count: int) -> None:
     """Undo the last writes of a store, as if its process had been killed before them."""
     if count:
         store = memory._store
@@ -142,7 +142,7 @@ def shuffled_steps(seed: int, samples: int, steps: int, micros: int = 3) -> list
 
 
 def both(tmp_path: Path, delta: Delta, starts: Sequence[Start]) -> tuple[list[list[Seen]], list[list[Seen]]]:
-    sender, receiver = on_ranks(2, run_starts, tmp_path / "store", delta, tmp_path / "memory", starts)
+    sender, receiver = on_ranks(2, run_starts, tmp_path / "store", delta, tmp_path / "activation-cache", starts)
     for one, other in zip(chain(*sender), chain(*receiver), strict=True):
         assert one.remembered == other.remembered
         assert one.remembered
@@ -151,12 +151,12 @@ def both(tmp_path: Path, delta: Delta, starts: Sequence[Start]) -> tuple[list[li
 
 FORMS = [
     Delta(bits=4),
-    Delta(bits=2, dims="token", memory="disk"),
-    Delta(bits=3, memory_bits=8, memory="disk"),
-    Delta(bits=4, memory_bits=4),
-    Delta(bits=1, memory_bits=2, memory="disk"),
-    Delta(step=1.0, first_bits=8, memory="disk"),
-    Delta(bits=2, squeeze=True),
+    Delta(bits=2, dims="token", cache="disk"),
+    Delta(bits=3, cache_bits=8, cache="disk"),
+    Delta(bits=4, cache_bits=4),
+    Delta(bits=1, cache_bits=2, cache="disk"),
+    Delta(step=1.0, first_bits=8, cache="disk"),
+    Delta(bits=2, entropy_coding=True),
 ]
 
 
@@ -165,9 +165,9 @@ def test_both_ends_remember_the_same_after_every_step(delta: Delta, tmp_path: Pa
     both(tmp_path, delta, [Start(shuffled_steps(0, 12, 12), exact_steps=2)])
 
 
-@pytest.mark.parametrize("memory", ["ram", "disk"])
-def test_the_receiver_gets_what_plain_arithmetic_says(memory: str, tmp_path: Path) -> None:
-    delta = Delta(bits=4, memory=memory)  # type: ignore[arg-type]
+@pytest.mark.parametrize("cache", ["ram", "disk"])
+def test_the_receiver_gets_what_plain_arithmetic_says(cache: str, tmp_path: Path) -> None:
+    delta = Delta(bits=4, cache=cache)  # type: ignore[arg-type]
     steps = [[[(2 * micro + row + 3 * step) % 8 for row in range(MICRO)] for micro in range(3)] for step in range(8)]
     _, (receiver,) = both(tmp_path, delta, [Start(steps)])
     codec, remembered = FixPoint(4), dict[int, Tensor]()
@@ -194,12 +194,12 @@ def test_what_is_sent_is_what_is_declared(tmp_path: Path) -> None:
     assert [seen.sent_bytes for seen in sender[0]] == [2 * HEADER_BYTES + 4 * 8 + n for n in (first, mixed)]
 
 
-@pytest.mark.parametrize("memory", ["ram", "disk"])
+@pytest.mark.parametrize("cache", ["ram", "disk"])
 @pytest.mark.parametrize("capacity", [1, 5, 11])
 def test_a_full_memory_keeps_the_same_samples_at_both_ends_whatever_the_order(
-    memory: str, capacity: int, tmp_path: Path
+    cache: str, capacity: int, tmp_path: Path
 ) -> None:
-    delta = Delta(memory=memory)  # type: ignore[arg-type]
+    delta = Delta(cache=cache)  # type: ignore[arg-type]
     kept = []
     for seed in range(2):
         path = tmp_path / str(seed)
@@ -212,7 +212,7 @@ def test_a_full_memory_keeps_the_same_samples_at_both_ends_whatever_the_order(
 
 def test_a_later_start_goes_on_with_what_is_on_disk(tmp_path: Path) -> None:
     steps = shuffled_steps(1, 10, 8)
-    delta = Delta(memory="disk")
+    delta = Delta(cache="disk")
     sender, _ = both(tmp_path, delta, [Start(steps), Start(steps)])
     again = sender[1][0]
     assert again.sent_bytes == 3 * (HEADER_BYTES + wire_bytes(delta.codec.wire(SPEC.shape))) + 6 * 8
@@ -228,7 +228,7 @@ def test_a_later_start_goes_on_with_what_is_on_disk(tmp_path: Path) -> None:
 )
 def test_what_is_of_something_else_is_not_used(first: dict, second: dict, tmp_path: Path) -> None:  # type: ignore[type-arg]
     steps = [[[0, 1], [2, 3]]]
-    sender, _ = both(tmp_path, Delta(memory="disk"), [Start(steps, **first), Start(steps, **second)])
+    sender, _ = both(tmp_path, Delta(cache="disk"), [Start(steps, **first), Start(steps, **second)])
     assert sender[1][0].sent_bytes == sender[0][0].sent_bytes
 
 
@@ -265,7 +265,7 @@ def spoil_header(rank: int, directory: Path) -> None:
     ids=["one file is gone", "two entries are damaged", "a file is cut short", "a header is damaged"],
 )
 def test_what_one_end_has_lost_travels_whole_once(sabotage: Sabotage, lost: int, tmp_path: Path) -> None:
-    delta, steps = Delta(memory="disk"), [[[0, 1], [2, 3], [4, 5]]]
+    delta, steps = Delta(cache="disk"), [[[0, 1], [2, 3], [4, 5]]]
     sender, receiver = both(tmp_path, delta, [Start(steps * 2), Start(steps * 2, sabotage=sabotage)])
     normal = sender[0][1].sent_bytes
     assert sender[1][0].sent_bytes > normal
@@ -280,7 +280,7 @@ def test_what_one_end_has_lost_travels_whole_once(sabotage: Sabotage, lost: int,
 
 
 def test_a_crash_between_decoding_and_writing_costs_one_whole_visit(tmp_path: Path) -> None:
-    delta, steps = Delta(memory="disk"), [[[0, 1], [2, 3], [4, 5]]]
+    delta, steps = Delta(cache="disk"), [[[0, 1], [2, 3], [4, 5]]]
     sender, _ = both(tmp_path, delta, [Start(steps * 2, lost_writes=2), Start(steps * 2)])
     normal, after = sender[0][1].sent_bytes, sender[1][0].sent_bytes
     assert normal < after < sender[0][0].sent_bytes

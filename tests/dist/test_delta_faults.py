@@ -21,12 +21,12 @@ from test_delta import ENTRY, FILE_HEADER, MICRO, Sabotage, Seen, Start, Step, b
 from torch import Tensor
 
 from acsgd.errors import RunError
-from acsgd.pp.wire.cache import Memory, Stamp
+from acsgd.pp.wire.cache import ActivationCache, EntryKey
 from acsgd.pp.wire.cache_disk import DiskStore
 from acsgd.pp.wire.delta import Delta
 from acsgd.streams import Mark
 
-DISK = Delta(memory="disk")
+DISK = Delta(cache="disk")
 PLACE_BYTES = 2 * ENTRY + 4 + 20  # fp16, padded to 16 bytes; sample, version and checksum
 STEPS: list[Step] = [[[0, 1], [2, 3], [4, 5]]]
 ENDS = "sender", "receiver"
@@ -203,11 +203,11 @@ def on_a_full_disk(rank: int, world_size: int, full_at: int, wrote: int, *args: 
     return run_starts(rank, world_size, *args)
 
 
-def readable(memory: Memory) -> dict[int, tuple[int, bytes]]:
+def readable(memory: ActivationCache) -> dict[int, tuple[int, bytes]]:
     """Return what a memory has, but for what is lost and not found out yet, as that has not been asked for."""
     found = {}
     for sample, (place, version) in memory._table.items():
-        entry = memory._store.read(place, Stamp(sample, version))
+        entry = memory._store.read(place, EntryKey(sample, version))
         if entry is not None:
             found[sample] = version, entry.numpy().tobytes()
     return found
@@ -231,7 +231,7 @@ def until_killed(rank: int, at_put: int, *args: Any) -> None:
     """Run starts of which rank 1 does not survive what it has decoded for the `at_put`-th time."""
     put, puts = DiskStore.put, 0
 
-    def last(store: DiskStore, place: int, entry: Tensor, stamp: Stamp, mark: Mark) -> None:
+    def last(store: DiskStore, place: int, entry: Tensor, stamp: EntryKey, mark: Mark) -> None:
         nonlocal puts
         puts += 1
         if rank == 1 and puts == at_put:

@@ -60,7 +60,7 @@ def losses_and_bytes(rank: int, world_size: int, store: Path, configs: Sequence[
         inputs = open_inputs(job)
         with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(f"{store}-{number}", world_size)) as groups:
             assert inputs.source is not None
-            worker = build_session(job, inputs.source, groups, inputs.memories)
+            worker = build_session(job, inputs.source, groups, inputs.cache_plan)
             with Dataset(inputs.reader, range(config.optim.steps)) as batches:
                 runs.append(train(worker, batches))
             worker.close()
@@ -77,7 +77,7 @@ def test_it_learns_what_one_process_learns_with_the_same_arithmetic(
     )
     specs = {
         "delta:bits=4": FixPoint(4),
-        "delta:bits=2,dims=token,memory=disk": FixPoint(2, dims="token"),
+        "delta:bits=2,dims=token,cache=disk": FixPoint(2, dims="token"),
         "delta:step=2": FixPoint(4, scale="l2", reach=16.0, means=True),
     }
     configs = [_with(plain, forward=spec, micro=micro) for spec, micro in zip(specs, (3, 2, 2), strict=True)]

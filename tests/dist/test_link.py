@@ -16,7 +16,7 @@ from acsgd import codecs
 from acsgd.codecs.base import wire_bytes
 from acsgd.errors import RunError
 from acsgd.meter import Meter
-from acsgd.pp.wire.coder import TensorSpec, Visit
+from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
 from acsgd.pp.wire.link import MAX_UNSENT, Link, LinkFactory
 from acsgd.streams import Streams
@@ -61,9 +61,9 @@ def send_both_ways(rank: int, world_size: int, store: Path, micros: int) -> int:
             for _ in range(micros):
                 link.inbox.post()
             for micro in range(micros):
-                link.outbox.send(Visit(step, micro), made(step, micro))
+                link.outbox.send(TransferInfo(step, micro), made(step, micro))
             for micro in range(micros):
-                got, sent = link.inbox.take(Visit(step, micro)), made(step, micro)
+                got, sent = link.inbox.take(TransferInfo(step, micro)), made(step, micro)
                 for name, tensor in sent.items():
                     expected = tensor.bfloat16().float() if rank == 1 else tensor
                     assert torch.equal(got[name], expected)
@@ -87,7 +87,7 @@ def overlap(rank: int, world_size: int, store: Path) -> None:
     with groups_of(rank, world_size, store) as groups:
         link, *_ = open_link(rank, groups, shapes=large)
         if rank == 0:
-            link.outbox.send(Visit(0, 0), {"hidden": torch.ones(large["hidden"])})
+            link.outbox.send(TransferInfo(0, 0), {"hidden": torch.ones(large["hidden"])})
             groups.store.set("send returned", "")
             link.outbox.drain()
             groups.store.set("all sent", "")
@@ -95,7 +95,7 @@ def overlap(rank: int, world_size: int, store: Path) -> None:
             groups.store.wait(["send returned"], timedelta(seconds=30))
             link.inbox.post()
             groups.store.wait(["all sent"], timedelta(seconds=30))
-            assert bool((link.inbox.take(Visit(0, 0))["hidden"] == 1).all())
+            assert bool((link.inbox.take(TransferInfo(0, 0))["hidden"] == 1).all())
 
 
 def test_a_send_waits_for_nobody_and_a_posted_receive_fills_while_its_rank_computes(tmp_path: Path) -> None:
@@ -108,12 +108,12 @@ def squeeze_before_computing(rank: int, world_size: int, store: Path) -> None:
     with groups_of(rank, world_size, store) as groups:
         link, *_ = open_link(rank, groups, forward="fixpoint:bits=4,squeeze=true", shapes=large)
         if rank == 0:
-            link.outbox.send(Visit(0, 0), {"hidden": torch.eye(*large["hidden"])})
+            link.outbox.send(TransferInfo(0, 0), {"hidden": torch.eye(*large["hidden"])})
             groups.store.wait(["taken"], timedelta(seconds=30))
             link.outbox.drain()
         else:
             link.inbox.post()
-            link.inbox.take(Visit(0, 0))
+            link.inbox.take(TransferInfo(0, 0))
             groups.store.set("taken", "")
 
 
@@ -137,12 +137,12 @@ def take_another(rank: int, world_size: int, store: Path) -> str:
     with groups_of(rank, world_size, store) as groups:
         link, *_ = open_link(rank, groups)
         if rank == 0:
-            link.outbox.send(Visit(4, 1), made(4, 1))
+            link.outbox.send(TransferInfo(4, 1), made(4, 1))
             link.outbox.drain()
             return ""
         link.inbox.post()
         with pytest.raises(RunError) as error:
-            link.inbox.take(Visit(4, 0))
+            link.inbox.take(TransferInfo(4, 0))
         return str(error.value)
 
 
@@ -161,7 +161,7 @@ def lose_the_peer(rank: int, world_size: int, store: Path, how: str) -> str:
             return ""  # and close the connection
         link.inbox.post()
         with pytest.raises(RunError) as error:
-            link.inbox.take(Visit(0, 0))
+            link.inbox.take(TransferInfo(0, 0))
         return str(error.value)
 
 
@@ -189,13 +189,13 @@ def send_what_is_not_finite(rank: int, world_size: int, store: Path) -> None:
                 state = made(0, micro)
                 if micro == 1:
                     state["hidden"][0, 1, 2] = torch.inf
-                link.outbox.send(Visit(0, micro), state)
+                link.outbox.send(TransferInfo(0, micro), state)
             link.outbox.drain()
             return
         for _ in range(3):
             link.inbox.post()
         for micro in range(3):
-            got = link.inbox.take(Visit(0, micro))
+            got = link.inbox.take(TransferInfo(0, micro))
             assert bool(got["hidden"].isnan().all()) == (micro == 1)
             assert bool(got["hidden"].isfinite().all()) == (micro != 1)
             assert bool(got["mask"].isfinite().all())

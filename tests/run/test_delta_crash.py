@@ -36,7 +36,7 @@ def test_a_run_with_memory_on_disk_that_loses_a_rank_goes_on(tmp_path: Path, mon
         config,
         eval=EvalConfig(),
         data=dataclasses.replace(config.data, sources=str(text), eval_fraction=0.1),
-        pp=dataclasses.replace(config.pp, forward="delta:bits=4,memory=disk"),
+        pp=dataclasses.replace(config.pp, forward="delta:bits=4,cache=disk"),
     )
     starts = Started(config, 2, tmp_path)
     epoch = math.ceil(len(text.read_bytes()) / config.data.sequence / config.data.batch)  # or less, in steps
@@ -48,7 +48,7 @@ def test_a_run_with_memory_on_disk_that_loses_a_rank_goes_on(tmp_path: Path, mon
     code, out, err = starts.end(lambda run: run.process.wait(60))
     assert code == 0, err
     assert "Traceback" not in out + err
-    files = sorted(path.name.split(".", 1)[1] for path in (tmp_path / "run" / "memory").rglob("block-*"))
+    files = sorted(path.name.split(".", 1)[1] for path in (tmp_path / "run" / "activation-cache").rglob("block-*"))
     assert files == ["receiver.hidden", "sender.hidden"]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from acsgd.codecs.base import NotFiniteError, pack, unpack, wire_bytes
 from acsgd.config.spec import from_spec
-from acsgd.pp.wire.cache import Memory, RamStore
-from acsgd.pp.wire.cache_plan import MemoryPlan, plan_capacity
-from acsgd.pp.wire.coder import TensorSpec, Visit
+from acsgd.pp.wire.cache import ActivationCache, HostMemoryStore
+from acsgd.pp.wire.cache_plan import CachePlan, plan_capacity
+from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta, DeltaCoder
 from acsgd.streams import Streams
 
@@ -33,8 +33,8 @@ def parse(spec: str) -> Delta:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("delta:bit=4", ['"bits"', '"step"', '"memory_gib"', 'did you mean "bits"?']),
-        ("delta:rounding=stochastic", ['no option "rounding"', '"first_bits"', '"memory_bits"']),
+        ("delta:bit=4", ['"bits"', '"step"', '"cache_gib"', 'did you mean "bits"?']),
+        ("delta:rounding=stochastic", ['no option "rounding"', '"first_bits"', '"cache_bits"']),
         ("delta:bits=0", ["bits=0 is outside 1 to 8"]),
         ("delta:bits=9", ["bits=9 is outside 1 to 8"]),
         ("delta:bits=-1", ["bits=-1 is outside 1 to 8"]),
@@ -46,12 +46,12 @@ def parse(spec: str) -> Delta:
         ("delta:step=1,bits=1", ["bits=2 or more"]),
         ("delta:first_bits=9", ["first_bits=9 is outside 0 to 8"]),
         ("delta:first_bits=-1", ["first_bits=-1 is outside 0 to 8"]),
-        ("delta:memory_bits=3", ["memory_bits=3 is none of 2, 4, 8 and 16"]),
-        ("delta:memory_bits=32", ["memory_bits=32 is none of 2, 4, 8 and 16"]),
-        ("delta:memory=tape", ["ram, disk"]),
-        ("delta:memory_gib=-1", ["memory_gib=-1", "must be 0 (room for all) or more"]),
-        ("delta:memory_gib=inf", ["memory_gib=inf"]),
-        ("delta:memory_gib=nan", ["memory_gib=nan"]),
+        ("delta:cache_bits=3", ["cache_bits=3 is none of 2, 4, 8 and 16"]),
+        ("delta:cache_bits=32", ["cache_bits=32 is none of 2, 4, 8 and 16"]),
+        ("delta:cache=tape", ["ram, disk"]),
+        ("delta:cache_gib=-1", ["cache_gib=-1", "must be 0 (room for all) or more"]),
+        ("delta:cache_gib=inf", ["cache_gib=inf"]),
+        ("delta:cache_gib=nan", ["cache_gib=nan"]),
         ("delta:dims=group", ["group=0", "for example group=128"]),
         ("delta:group=16", ["group=16 has no meaning"]),
         ("delta:scale=l3", ["max, l2"]),
@@ -71,16 +71,14 @@ def test_the_ends_of_what_is_allowed_work(spec: str) -> None:
         ends.visit(step, [0, 1, 2], activations(step))
 
 
-@pytest.mark.parametrize("memory_bits", [16, 8, 2])
+@pytest.mark.parametrize("cache_bits", [16, 8, 2])
 @pytest.mark.parametrize("at_once", [1, 6, 1000])
-def test_a_memory_that_has_no_room_for_a_step_is_refused_and_what_is_advised_has(
-    at_once: int, memory_bits: int
-) -> None:
+def test_a_memory_that_has_no_room_for_a_step_is_refused_and_what_is_advised_has(at_once: int, cache_bits: int) -> None:
     specs = [TensorSpec(SHAPE, torch.float32), TensorSpec((3, 7), torch.float32)]
-    of_one = sum(map(parse(f"delta:memory_bits={memory_bits}").entry_bytes, specs))
+    of_one = sum(map(parse(f"delta:cache_bits={cache_bits}").entry_bytes, specs))
 
     def capacity(gib: float, sequences: int = 5000) -> int:
-        delta = Delta(memory_bits=memory_bits, memory_gib=gib)  # type: ignore[arg-type]
+        delta = Delta(cache_bits=cache_bits, cache_gib=gib)  # type: ignore[arg-type]
         return plan_capacity(delta, specs, sequences=sequences, at_once=at_once)
 
     assert capacity(at_once * of_one / 2**30) == at_once
@@ -89,16 +87,16 @@ def test_a_memory_that_has_no_room_for_a_step_is_refused_and_what_is_advised_has
     with pytest.raises(ValueError) as error:
         capacity((at_once - 0.5) * of_one / 2**30)
     assert f"room for {at_once - 1} sequences of {of_one} bytes" in str(error.value)
-    advised = re.search(r"give memory_gib=(\S+) or more", str(error.value))
+    advised = re.search(r"give cache_gib=(\S+) or more", str(error.value))
     assert advised
     assert at_once <= capacity(float(advised[1])) <= 1.2 * at_once + 1
 
 
 def test_what_a_file_is_of_is_what_makes_entries_differ(tmp_path: Path) -> None:
     """Forms that encode the same sequence to other bytes, of as many bytes or not, do not read each other's files."""
-    plan = MemoryPlan(9, tmp_path, ["block-00001"], {"run": "a"}, fresh=False)
+    plan = CachePlan(9, tmp_path, ["block-00001"], {"run": "a"}, fresh=False)
     forms = [
-        (Delta(memory="disk", memory_bits=bits), TensorSpec(shape, dtype))  # type: ignore[arg-type]
+        (Delta(cache="disk", cache_bits=bits), TensorSpec(shape, dtype))  # type: ignore[arg-type]
         for bits in (8, 16)
         for shape in ((3, 4, 8), (3, 8, 4))
         for dtype in (torch.float32, torch.bfloat16)
@@ -119,12 +117,12 @@ class Ends:
 
     def __init__(self, delta: Delta, dtype: torch.dtype = torch.float32, capacity: int = 100) -> None:
         self.spec = TensorSpec(SHAPE, dtype)
-        self.memories = [Memory(capacity, RamStore(delta.entry_bytes(self.spec), CPU)) for _ in range(2)]
-        self._sender, self._receiver = (DeltaCoder(delta, self.spec, memory, CPU) for memory in self.memories)
+        self.caches = [ActivationCache(capacity, HostMemoryStore(delta.entry_bytes(self.spec), CPU)) for _ in range(2)]
+        self._sender, self._receiver = (DeltaCoder(delta, self.spec, memory, CPU) for memory in self.caches)
 
     def visit(self, step: int, samples: Sequence[int], x: Tensor) -> Tensor:
         """Send a micro-batch; return what arrives. Raises NotFiniteError, and then the receiver gets nothing."""
-        visit = Visit(step, 0, samples=tuple(samples))
+        visit = TransferInfo(step, 0, samples=tuple(samples))
         wire = self._sender.wire(visit)
         assert self._receiver.wire(visit) == wire
         assert wire_bytes(wire) <= self._sender.capacity
@@ -138,12 +136,12 @@ class Ends:
     def contents(self) -> list[dict[int, tuple[int, bytes]]]:
         return [
             {sample: (version, memory.read(sample).numpy().tobytes()) for sample, version in memory.versions().items()}
-            for memory in self.memories
+            for memory in self.caches
         ]
 
     def remembered(self, sample: int) -> Tensor:
         """Return what is remembered of a sample in 16 bits."""
-        return self.memories[0].read(sample).view(torch.float16)[: SHAPE[1] * SHAPE[2]].view(SHAPE[1:]).float()
+        return self.caches[0].read(sample).view(torch.float16)[: SHAPE[1] * SHAPE[2]].view(SHAPE[1:]).float()
 
 
 def activations(step: int, size: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -151,7 +149,7 @@ def activations(step: int, size: float = 1.0, dtype: torch.dtype = torch.float32
     return (size * (base + 0.1 * drift)).to(dtype)
 
 
-FORMS = [Delta(), Delta(bits=1), Delta(step=1.0, first_bits=8), Delta(memory_bits=4), Delta(dims="token", scale="l2")]
+FORMS = [Delta(), Delta(bits=1), Delta(step=1.0, first_bits=8), Delta(cache_bits=4), Delta(dims="token", scale="l2")]
 
 
 @pytest.mark.parametrize("value", [nan, inf, -inf])
@@ -218,7 +216,7 @@ def test_a_sequence_may_come_twice_in_a_micro_batch(delta: Delta, capacity: int)
         seen |= set(samples)
         assert set(ends.contents()[0]) <= seen
         assert len(ends.contents()[0]) == min(capacity, len(seen))
-    versions = ends.memories[0].versions().values()
+    versions = ends.caches[0].versions().values()
     assert len(set(versions)) == len(versions)
 
 

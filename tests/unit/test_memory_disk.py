@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from acsgd.errors import RunError
-from acsgd.pp.wire.cache import Memory, Stamp
+from acsgd.pp.wire.cache import ActivationCache, EntryKey
 from acsgd.pp.wire.cache_disk import HEADER_BYTES, DiskStore
 from acsgd.streams import DONE, Streams
 
@@ -52,21 +52,21 @@ def entry_of(number: int, n: int = N) -> Tensor:
     return torch.randint(256, (n,), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
 
 
-def put(store: DiskStore, place: int, stamp: Stamp) -> None:
+def put(store: DiskStore, place: int, stamp: EntryKey) -> None:
     """Put an entry that follows from its stamp."""
     room = store.buffer(place)
     assert room.shape == (N,)
     store.put(place, room.copy_(entry_of(hash(stamp) % 2**31)), stamp, DONE)
 
 
-def holds(store: DiskStore, place: int, stamp: Stamp) -> bool:
+def holds(store: DiskStore, place: int, stamp: EntryKey) -> bool:
     """Whether a place gives the entry of a stamp; if it gives anything, it must be that."""
     found = store.read(place, stamp)
     assert found is None or torch.equal(found, entry_of(hash(stamp) % 2**31))
     return found is not None
 
 
-STAMPS = {0: Stamp(7, 100), 1: Stamp(3, 2**63 - 1), 4: Stamp(2**40, 1)}
+STAMPS = {0: EntryKey(7, 100), 1: EntryKey(3, 2**63 - 1), 4: EntryKey(2**40, 1)}
 
 
 def filled(opened: Callable[..., DiskStore]) -> None:
@@ -81,10 +81,10 @@ def test_what_was_put_is_there_after_a_new_start(opened: Callable[..., DiskStore
     store = opened()
     assert store.stamps() == STAMPS
     assert all(holds(store, place, stamp) for place, stamp in STAMPS.items())
-    assert not holds(store, 0, Stamp(7, 101)), "another state"
-    assert not holds(store, 0, Stamp(8, 100)), "another sequence"
-    assert not holds(store, 2, Stamp(0, 0)), "never put"
-    assert not holds(store, 9, Stamp(7, 100)), "beyond the end"
+    assert not holds(store, 0, EntryKey(7, 101)), "another state"
+    assert not holds(store, 0, EntryKey(8, 100)), "another sequence"
+    assert not holds(store, 2, EntryKey(0, 0)), "never put"
+    assert not holds(store, 9, EntryKey(7, 100)), "beyond the end"
 
 
 @pytest.mark.parametrize("other", [{"nbytes": N + 16}, {"kept": {**KEPT, "run": "c"}}, {"kept": {}}, {"fresh": True}])
@@ -151,7 +151,7 @@ def test_a_file_that_cannot_be_begun_ends_the_run_with_what_to_do(
         monkeypatch.setattr(os, "pwrite" if obstacle == "full" else "open", failing(number))
     with pytest.raises(RunError) as error:
         DiskStore(path, N, KEPT, STREAMS, fresh=False)
-    for said in (str(path), "cannot be written", "log.dir", "memory=ram"):
+    for said in (str(path), "cannot be written", "log.dir", "cache=ram"):
         assert said in str(error.value)
     assert error.value.__cause__ is None
 
@@ -181,7 +181,7 @@ def test_on_a_full_disk_nothing_wrong_is_read_and_one_warning_says_so(
 ) -> None:
     filled(opened)
     store = opened()
-    newer = {place: Stamp(stamp.sample, stamp.version // 2 + 7) for place, stamp in STAMPS.items()}
+    newer = {place: EntryKey(stamp.sample, stamp.version // 2 + 7) for place, stamp in STAMPS.items()}
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(os, "pwritev", full(wrote))
         for place, stamp in newer.items():
@@ -194,9 +194,9 @@ def test_on_a_full_disk_nothing_wrong_is_read_and_one_warning_says_so(
         assert "travel whole once more" in caplog.text
         assert "full" in caplog.text or "No space left" in caplog.text
     store.begin([])
-    put(store, 0, Stamp(7, 555))  # there is room again
+    put(store, 0, EntryKey(7, 555))  # there is room again
     store = opened()
-    assert holds(store, 0, Stamp(7, 555))
+    assert holds(store, 0, EntryKey(7, 555))
     for place in (1, 4):
         told = store.stamps().get(place)
         assert not holds(store, place, newer[place])
@@ -232,16 +232,16 @@ def test_what_is_lost_is_forgotten_and_can_be_put_again(path: Path, opened: Call
     with path.open("r+b") as file:
         file.seek(HEADER_BYTES)
         file.write(b"\x55\xaa")
-    memory = Memory(5, opened())
-    assert memory.begin([7, 3, 7, 9], []) == [0, STAMPS[1].version, 0, 0]
+    memory = ActivationCache(5, opened())
+    assert memory.begin_step([7, 3, 7, 9], []) == [0, STAMPS[1].version, 0, 0]
     assert not memory.knows(7)
     room = memory.buffer(7)
     assert room is not None
     memory.put(7, room.copy_(entry_of(1)), step=0, micro=0)
-    (version,) = memory.begin([7], [])
+    (version,) = memory.begin_step([7], [])
     assert version == memory.versions()[7] != 0
     assert torch.equal(memory.read(7), entry_of(1))
-    assert Memory(5, opened()).versions()[7] == version
+    assert ActivationCache(5, opened()).versions()[7] == version
 
 
 class SlowDisk:
@@ -266,19 +266,19 @@ def test_what_is_not_written_yet_is_read_as_it_will_be(
     store.begin([1, 0])
     store.ahead([4])
     for version in (5, 6, 7):
-        put(store, 0, Stamp(7, version))
-        put(store, 1, Stamp(3, version))
-        assert holds(store, 0, Stamp(7, version))
-        assert holds(store, 1, Stamp(3, version))
+        put(store, 0, EntryKey(7, version))
+        put(store, 1, EntryKey(3, version))
+        assert holds(store, 0, EntryKey(7, version))
+        assert holds(store, 1, EntryKey(3, version))
     store.begin([4])  # of the second step: the writes of the first are still under way
-    assert holds(store, 0, Stamp(7, 7))
-    put(store, 4, Stamp(2**40, 9))
+    assert holds(store, 0, EntryKey(7, 7))
+    put(store, 4, EntryKey(2**40, 9))
     assert slow.order == []
     slow.go_on.set()
     store = opened()  # closing waits
     assert slow.order == [0, 1, 0, 1, 0, 1, 4]
-    assert store.stamps() == {0: Stamp(7, 7), 1: Stamp(3, 7), 4: Stamp(2**40, 9)}
-    assert holds(store, 0, Stamp(7, 7))
+    assert store.stamps() == {0: EntryKey(7, 7), 1: EntryKey(3, 7), 4: EntryKey(2**40, 9)}
+    assert holds(store, 0, EntryKey(7, 7))
 
 
 def test_no_more_than_two_steps_of_writes_wait_for_a_slow_disk(
@@ -288,7 +288,7 @@ def test_no_more_than_two_steps_of_writes_wait_for_a_slow_disk(
     monkeypatch.setattr(os, "pwritev", slow)
     for step in range(2):
         store.begin([])
-        put(store, step, Stamp(step, 1))
+        put(store, step, EntryKey(step, 1))
     third = threading.Thread(target=store.begin, args=([],))
     third.start()
     third.join(0.2)
@@ -311,7 +311,7 @@ def test_whatever_is_asked_in_whatever_order_is_as_a_dict_says(
         return pwritev(file, parts, offset)
 
     monkeypatch.setattr(os, "pwritev", sometimes_slow)
-    store, expected = opened(), dict[int, Stamp]()
+    store, expected = opened(), dict[int, EntryKey]()
     upcoming = draw.sample(range(12), 5)
     for step in range(60):
         places, upcoming = upcoming, draw.sample(range(12), 5)
@@ -322,6 +322,6 @@ def test_whatever_is_asked_in_whatever_order_is_as_a_dict_says(
         store.ahead([place for place in upcoming if place in expected])
         for place in places + draw.sample(places, 2):
             assert place not in expected or holds(store, place, expected[place])
-            expected[place] = Stamp(place, 100 * step + draw.randrange(1, 100))
+            expected[place] = EntryKey(place, 100 * step + draw.randrange(1, 100))
             put(store, place, expected[place])
     assert opened().stamps() == expected

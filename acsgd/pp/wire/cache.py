@@ -23,7 +23,7 @@ ABSENT = 0
 """The version of what is not remembered."""
 
 
-class Stamp(NamedTuple):
+class EntryKey(NamedTuple):
     """Of what an entry is, and which of its states."""
 
     sample: int
@@ -45,15 +45,15 @@ class Store(Protocol):
         """Return room for a new entry, which `put` then takes; what `read` gave before may be in it, or zeros."""
         ...
 
-    def put(self, place: int, entry: Tensor, stamp: Stamp, mark: Mark) -> None:
+    def put(self, place: int, entry: Tensor, stamp: EntryKey, mark: Mark) -> None:
         """Keep an entry, all of which is there once `mark` is done."""
         ...
 
-    def read(self, place: int, stamp: Stamp) -> Tensor | None:
+    def read(self, place: int, stamp: EntryKey) -> Tensor | None:
         """Return an entry, not copied; None if what is there is not what was put with this stamp."""
         ...
 
-    def stamps(self) -> dict[int, Stamp]:
+    def stamps(self) -> dict[int, EntryKey]:
         """Return what an earlier run has left, by place."""
         ...
 
@@ -62,7 +62,7 @@ class Store(Protocol):
         ...
 
 
-class RamStore:
+class HostMemoryStore:
     """Entries in host memory; they end with the process."""
 
     def __init__(self, nbytes: int, streams: Streams) -> None:
@@ -80,13 +80,13 @@ class RamStore:
         # An entry is overwritten in place: work on it is in the order of one stream, on a GPU too.
         return self._entries[place] if place in self._entries else self._streams.host_buffer(self._nbytes).zero_()
 
-    def put(self, place: int, entry: Tensor, stamp: Stamp, mark: Mark) -> None:
+    def put(self, place: int, entry: Tensor, stamp: EntryKey, mark: Mark) -> None:
         self._entries[place] = entry
 
-    def read(self, place: int, stamp: Stamp) -> Tensor | None:
+    def read(self, place: int, stamp: EntryKey) -> Tensor | None:
         return self._entries[place]
 
-    def stamps(self) -> dict[int, Stamp]:
+    def stamps(self) -> dict[int, EntryKey]:
         return {}
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class _Entry(NamedTuple):
 _NOTHING = _Entry(-1, ABSENT)
 
 
-class Memory:
+class ActivationCache:
     """The entries of up to `capacity` sequences, each under its sample id.
 
     When it is full, it keeps the sequences whose ids have the smallest hashes: which ones depends on the ids alone, not
@@ -132,7 +132,7 @@ class Memory:
         """Return the version of everything that is remembered, by sample."""
         return {sample: entry.version for sample, entry in self._table.items()}
 
-    def begin(self, samples: Sequence[int], upcoming: Sequence[int]) -> list[int]:
+    def begin_step(self, samples: Sequence[int], upcoming: Sequence[int]) -> list[int]:
         """Get the entries of a step's sequences ready, and start to read those of the next; return their versions.
 
         An entry that turns out to be lost is forgotten: the other end may have lost the same, and would then agree.
@@ -155,7 +155,7 @@ class Memory:
     def read(self, sample: int) -> Tensor:
         """Return what is remembered of a sequence that is known: uint8[n] in host memory, not copied."""
         entry = self._table[sample]
-        found = self._store.read(entry.place, Stamp(sample, entry.version))
+        found = self._store.read(entry.place, EntryKey(sample, entry.version))
         assert found is not None, f"sample {sample} was not made ready by begin"
         return found
 
@@ -178,7 +178,7 @@ class Memory:
         old = self._table[sample]
         version = self._next_version(old.version, step, micro)
         self._table[sample] = _Entry(old.place, version)
-        self._store.put(old.place, entry, Stamp(sample, version), mark)
+        self._store.put(old.place, entry, EntryKey(sample, version), mark)
 
     def close(self) -> None:
         """Wait until all that can outlive the process is kept."""
@@ -189,7 +189,7 @@ class Memory:
 
     def _sound_version(self, sample: int) -> int:
         place, version = self._table.get(sample, _NOTHING)
-        if version != ABSENT and self._store.read(place, Stamp(sample, version)) is None:
+        if version != ABSENT and self._store.read(place, EntryKey(sample, version)) is None:
             self.forget(sample)
             return ABSENT
         return version

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from acsgd.errors import RunError
-from acsgd.pp.wire.cache import ABSENT, Stamp
+from acsgd.pp.wire.cache import ABSENT, EntryKey
 from acsgd.streams import Mark, Streams
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class _Found(NamedTuple):
     """An entry, and of what it is."""
 
     entry: Tensor
-    stamp: Stamp
+    stamp: EntryKey
 
 
 class DiskStore:
@@ -65,7 +65,7 @@ class DiskStore:
             self._file = _open(path, header, fresh=fresh)
         except OSError as error:
             raise RunError(
-                f"{path} cannot be written ({error.strerror}); give another log.dir, or memory=ram in pp.forward"
+                f"{path} cannot be written ({error.strerror}); give another log.dir, or cache=ram in pp.forward"
             ) from None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"memory {path.name}")
 
@@ -91,7 +91,7 @@ class DiskStore:
             return self._spare.pop()
         return self._streams.host_buffer(self._nbytes).zero_()  # what lies between fields must not be of others
 
-    def put(self, place: int, entry: Tensor, stamp: Stamp, mark: Mark) -> None:
+    def put(self, place: int, entry: Tensor, stamp: EntryKey, mark: Mark) -> None:
         if place in self._at_hand and place not in self._writes:
             self._retire(self._at_hand[place])
         present: Future[_Found | None] = Future()
@@ -99,12 +99,12 @@ class DiskStore:
         self._at_hand[place] = present
         self._writes[place] = self._thread.submit(self._write, place, entry, stamp, mark)
 
-    def read(self, place: int, stamp: Stamp) -> Tensor | None:
+    def read(self, place: int, stamp: EntryKey) -> Tensor | None:
         self.ahead([place])
         found = self._at_hand[place].result()
         return found.entry if found is not None and found.stamp == stamp else None
 
-    def stamps(self) -> dict[int, Stamp]:
+    def stamps(self) -> dict[int, EntryKey]:
         found = {}
         for place in range((os.fstat(self._file).st_size - HEADER_BYTES) // (self._nbytes + _TRAILER.size)):
             try:
@@ -114,7 +114,7 @@ class DiskStore:
                 break
             sample, version, _ = _TRAILER.unpack(raw)
             if version != ABSENT:
-                found[place] = Stamp(sample, version)
+                found[place] = EntryKey(sample, version)
         return found
 
     def close(self) -> None:
@@ -139,13 +139,13 @@ class DiskStore:
             self._tell(f"cannot be read ({error.strerror})")
             return None
         sample, version, checksum = _TRAILER.unpack(trailer)
-        stamp = Stamp(sample, version)
+        stamp = EntryKey(sample, version)
         if got < self._nbytes + _TRAILER.size or checksum != _checksum(entry, stamp):
             self._tell("is damaged")
             return None
         return _Found(entry, stamp)
 
-    def _write(self, place: int, entry: Tensor, stamp: Stamp, mark: Mark) -> None:
+    def _write(self, place: int, entry: Tensor, stamp: EntryKey, mark: Mark) -> None:
         mark.wait()
         trailer = _TRAILER.pack(*stamp, _checksum(entry, stamp))
         try:
@@ -176,5 +176,5 @@ def _open(path: Path, header: bytes, *, fresh: bool) -> int:
     return file
 
 
-def _checksum(entry: Tensor, stamp: Stamp) -> int:
+def _checksum(entry: Tensor, stamp: EntryKey) -> int:
     return zlib.crc32(entry.numpy().data, zlib.crc32(_TRAILER.pack(*stamp, 0)))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from acsgd.pp.wire.cache import Memory
+from acsgd.pp.wire.cache import ActivationCache
 from acsgd.pp.wire.channel import Channel, Exchange
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 TAG = 14
 
 
-class Agreement:
+class CacheSync:
     """One end's side of it. memories: one per tensor of the wire; empty where nothing is remembered.
 
     What the ends remember differently, or one of them not at all, both forget. Opening it compares everything.
@@ -28,7 +28,7 @@ class Agreement:
     computed.
     """
 
-    def __init__(self, channel: Channel, memories: Sequence[Memory]) -> None:
+    def __init__(self, channel: Channel, memories: Sequence[ActivationCache]) -> None:
         self._channel = channel
         self._memories = memories
         self._begun: tuple[Exchange, Tensor, list[int]] | None = None
@@ -38,10 +38,10 @@ class Agreement:
                 memory.start(nonce)
                 self._compare_all(memory)
 
-    def begin(self, samples: Sequence[int], upcoming: Sequence[int]) -> None:
+    def begin_step(self, samples: Sequence[int], upcoming: Sequence[int]) -> None:
         """Tell the other end what this one remembers of a step's sequences [S]; upcoming: ids of the next step's."""
         if self._memories:
-            mine = torch.tensor([memory.begin(samples, upcoming) for memory in self._memories])
+            mine = torch.tensor([memory.begin_step(samples, upcoming) for memory in self._memories])
             self._begun = self._exchange(mine), mine, list(samples)
             self._channel.meter.sent_bytes += mine.nbytes
 
@@ -63,7 +63,7 @@ class Agreement:
         mine = torch.tensor([secrets.randbits(62)])
         return int(mine ^ _as_ints(self._exchange(mine)))
 
-    def _compare_all(self, memory: Memory) -> None:
+    def _compare_all(self, memory: ActivationCache) -> None:
         """Forget what the ends have kept from an earlier start and do not both have."""
         table = sorted(memory.versions().items())
         digest = hashlib.blake2b(repr(table).encode(), digest_size=7).digest()
@@ -76,7 +76,7 @@ class Agreement:
         theirs = {(sample, version) for sample, version in _as_ints(self._exchange(padded)).view(-1, 2).tolist()}
         self._forget(memory, [sample for sample, version in table if (sample, version) not in theirs])
 
-    def _forget(self, memory: Memory, samples: Sequence[int]) -> None:
+    def _forget(self, memory: ActivationCache, samples: Sequence[int]) -> None:
         known = [sample for sample in samples if memory.knows(sample)]
         for sample in known:
             memory.forget(sample)

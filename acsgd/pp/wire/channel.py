@@ -97,7 +97,7 @@ class Exchange:
         return self._theirs
 
 
-def greet(channel: Channel) -> None:
+def handshake(channel: Channel) -> None:
     """Exchange what each end will send or expect, while a difference is still an error and not a crash.
 
     gloo aborts the process when a message is longer than the buffer posted for it.

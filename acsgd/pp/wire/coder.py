@@ -21,7 +21,7 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
 
 
-class Visit(NamedTuple):
+class TransferInfo(NamedTuple):
     """What both ends of a wire know of a message before it travels."""
 
     step: int
@@ -40,24 +40,24 @@ class Coder(Protocol):
         """Bytes of the longest message."""
         ...
 
-    def wire(self, visit: Visit) -> Wire:
+    def wire(self, visit: TransferInfo) -> Wire:
         """Declare the fields of a message."""
         ...
 
-    def is_squeezed(self, visit: Visit) -> bool:
+    def is_squeezed(self, visit: TransferInfo) -> bool:
         """Whether the message then passes the entropy coder."""
         ...
 
-    def encode(self, x: Tensor, visit: Visit) -> tuple[Tensor, ...]:
+    def encode(self, x: Tensor, visit: TransferInfo) -> tuple[Tensor, ...]:
         """Return the fields of a tensor, in wire order, on its device. May raise NotFiniteError."""
         ...
 
-    def decode(self, fields: tuple[Tensor, ...], visit: Visit) -> Tensor:
+    def decode(self, fields: tuple[Tensor, ...], visit: TransferInfo) -> Tensor:
         """Return the tensor of the fields."""
         ...
 
 
-class Plain:
+class StatelessCoder:
     """Encodes every message for itself."""
 
     def __init__(self, codec: Codec, spec: TensorSpec) -> None:
@@ -68,17 +68,17 @@ class Plain:
     def capacity(self) -> int:
         return max(wire_bytes(codec.wire(*self._spec)) for codec in (self._codec, EXACT))
 
-    def wire(self, visit: Visit) -> Wire:
+    def wire(self, visit: TransferInfo) -> Wire:
         return self._for(visit).wire(*self._spec)
 
-    def is_squeezed(self, visit: Visit) -> bool:
+    def is_squeezed(self, visit: TransferInfo) -> bool:
         return is_squeezed(self._for(visit))
 
-    def encode(self, x: Tensor, visit: Visit) -> tuple[Tensor, ...]:
+    def encode(self, x: Tensor, visit: TransferInfo) -> tuple[Tensor, ...]:
         return self._for(visit).encode(x)
 
-    def decode(self, fields: tuple[Tensor, ...], visit: Visit) -> Tensor:
+    def decode(self, fields: tuple[Tensor, ...], visit: TransferInfo) -> Tensor:
         return self._for(visit).decode(fields, *self._spec)
 
-    def _for(self, visit: Visit) -> Codec:
+    def _for(self, visit: TransferInfo) -> Codec:
         return EXACT if visit.exact else self._codec

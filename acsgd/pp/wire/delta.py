@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,11 +22,11 @@ from acsgd.codecs.cache_update import decode_update, encode_update
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.identity import Identity
 from acsgd.codecs.layout import Dims, check_dims
-from acsgd.pp.wire.cache import Memory
-from acsgd.pp.wire.coder import EXACT, TensorSpec, Visit
+from acsgd.pp.wire.cache import ActivationCache
+from acsgd.pp.wire.coder import EXACT, TensorSpec, TransferInfo
 from acsgd.streams import Streams
 
-MEMORY_BITS = (2, 4, 8, 16)
+CACHE_BITS = (2, 4, 8, 16)
 MAX_STEP = 512
 """Root mean squares; with 8 bits, levels then reach as far as `fixpoint` allows."""
 
@@ -42,6 +42,14 @@ class Delta:
     step moves them more than the training does (model.dropout_mask).
     """
 
+    RENAMED: ClassVar[dict[str, str]] = {
+        "memory": "cache",
+        "memory_bits": "cache_bits",
+        "memory_gib": "cache_gib",
+        "squeeze": "entropy_coding",
+    }
+    """Former names of options, for the error message of a spec that still uses them."""
+
     bits: int = 4
     """Per element, 1 to 8; with `step`, what the codes have before they are entropy-coded."""
     step: float = 0.0
@@ -52,15 +60,15 @@ class Delta:
     """Which elements share a scale, as of `fixpoint`."""
     group: int = 0
     """Elements that share a scale, where dims is "group"."""
-    squeeze: bool = False
+    entropy_coding: bool = False
     """Whether the codes are entropy-coded without `step`, too."""
     first_bits: int = 0
     """Bits per element of what is not remembered, by `fixpoint`; 0 = it travels as it is."""
-    memory: Literal["ram", "disk"] = "ram"
+    cache: Literal["ram", "disk"] = "ram"
     """Where both ends remember: in memory, or in a file in the run directory, which a later start goes on with."""
-    memory_bits: int = 16
+    cache_bits: int = 16
     """Bits per element of what is remembered: 16, or 8, 4 or 2, quantised anew at each visit."""
-    memory_gib: float = 0.0
+    cache_gib: float = 0.0
     """Largest size of what one end of a link remembers, GiB; 0 = room for all sequences. The rest is always new."""
 
     def __post_init__(self) -> None:
@@ -73,10 +81,10 @@ class Delta:
             )
         if not 0 <= self.first_bits <= 8:
             raise ValueError(f"first_bits={self.first_bits} is outside 0 to 8; 0 sends as it is what is not remembered")
-        if self.memory_bits not in MEMORY_BITS:
-            raise ValueError(f"memory_bits={self.memory_bits} is none of 2, 4, 8 and 16")
-        if not 0 <= self.memory_gib < math.inf:
-            raise ValueError(f"memory_gib={self.memory_gib} must be 0 (room for all) or more")
+        if self.cache_bits not in CACHE_BITS:
+            raise ValueError(f"cache_bits={self.cache_bits} is none of 2, 4, 8 and 16")
+        if not 0 <= self.cache_gib < math.inf:
+            raise ValueError(f"cache_gib={self.cache_gib} must be 0 (room for all) or more")
 
     @property
     def codec(self) -> FixPoint:
@@ -84,26 +92,26 @@ class Delta:
         if self.step:
             reach = self.step * 2 ** (self.bits - 1)
             return FixPoint(self.bits, "l2", reach, dims=self.dims, group=self.group, means=True, squeeze=True)
-        return FixPoint(self.bits, self.scale, dims=self.dims, group=self.group, squeeze=self.squeeze)
+        return FixPoint(self.bits, self.scale, dims=self.dims, group=self.group, squeeze=self.entropy_coding)
 
     @property
-    def first(self) -> Codec:
+    def first_codec(self) -> Codec:
         """Of sequences that are not remembered."""
-        return FixPoint(self.first_bits, squeeze=self.squeeze) if self.first_bits else EXACT
+        return FixPoint(self.first_bits, squeeze=self.entropy_coding) if self.first_bits else EXACT
 
     @property
     def remembered(self) -> Codec:
         """Of what is remembered."""
-        return Identity("fp16") if self.memory_bits == 16 else FixPoint(self.memory_bits)
+        return Identity("fp16") if self.cache_bits == 16 else FixPoint(self.cache_bits)
 
     def entry_bytes(self, spec: TensorSpec) -> int:
         """Return the bytes of what is remembered of one sequence of a micro-batch."""
-        return wire_bytes(self.remembered.wire(spec.shape[1:], self.memory_dtype))
+        return wire_bytes(self.remembered.wire(spec.shape[1:], self.cache_dtype))
 
     @property
-    def memory_dtype(self) -> torch.dtype:
+    def cache_dtype(self) -> torch.dtype:
         """In which a memory is worked on."""
-        return torch.float16 if self.memory_bits == 16 else torch.float32
+        return torch.float16 if self.cache_bits == 16 else torch.float32
 
 
 class DeltaCoder:
@@ -112,14 +120,14 @@ class DeltaCoder:
     Encoding and decoding change the memory, in the same way at both ends: micro-batches must come in the same order.
     """
 
-    def __init__(self, delta: Delta, spec: TensorSpec, memory: Memory, streams: Streams) -> None:
+    def __init__(self, delta: Delta, spec: TensorSpec, memory: ActivationCache, streams: Streams) -> None:
         self._delta = delta
         self._spec = spec
         self._memory = memory
         self._streams = streams
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> ActivationCache:
         """What this end remembers."""
         return self._memory
 
@@ -129,15 +137,15 @@ class DeltaCoder:
         mixed = (self._mixed_wire(known, batch - known) for known in range(batch + 1))
         return max(map(wire_bytes, (EXACT.wire(*self._spec), *mixed)))
 
-    def wire(self, visit: Visit) -> Wire:
+    def wire(self, visit: TransferInfo) -> Wire:
         known, new = self._split(visit)
         return self._mixed_wire(len(known), len(new), exact=visit.exact)
 
-    def is_squeezed(self, visit: Visit) -> bool:
+    def is_squeezed(self, visit: TransferInfo) -> bool:
         _, new = self._split(visit)
         return is_squeezed(self._delta.codec) and (not new or is_squeezed(self._first(visit)))
 
-    def encode(self, x: Tensor, visit: Visit) -> tuple[Tensor, ...]:
+    def encode(self, x: Tensor, visit: TransferInfo) -> tuple[Tensor, ...]:
         """Return the fields of what is new, then those of what is known. Raises NotFiniteError, and learns nothing."""
         known, new = self._split(visit)
         codec, whole = self._first(visit), _rows(x, new)
@@ -149,7 +157,7 @@ class DeltaCoder:
         self._remember(visit, known, m)
         return *first, *rest
 
-    def decode(self, fields: tuple[Tensor, ...], visit: Visit) -> Tensor:
+    def decode(self, fields: tuple[Tensor, ...], visit: TransferInfo) -> Tensor:
         known, new = self._split(visit)
         codec, dtype = self._first(visit), self._spec.dtype
         count = len(fields) - len(self._mixed_wire(len(known), 0))
@@ -163,40 +171,40 @@ class DeltaCoder:
             self._remember(visit, known, m)
         return parts[0] if len(parts) == 1 else torch.cat(parts)[_inverse(new + known)]
 
-    def _split(self, visit: Visit) -> tuple[list[int], list[int]]:
+    def _split(self, visit: TransferInfo) -> tuple[list[int], list[int]]:
         """Return the places in the micro-batch of what is known, and of what is sent as if it were new."""
         places = range(self._spec.shape[0])
         known = [i for i in places if visit.samples and not visit.exact and self._memory.knows(visit.samples[i])]
         return known, [i for i in places if i not in known]
 
-    def _first(self, visit: Visit) -> Codec:
-        return EXACT if visit.exact else self._delta.first
+    def _first(self, visit: TransferInfo) -> Codec:
+        return EXACT if visit.exact else self._delta.first_codec
 
     def _shape(self, rows: int) -> tuple[int, ...]:
         return rows, *self._spec.shape[1:]
 
     def _mixed_wire(self, known: int, new: int, *, exact: bool = False) -> Wire:
         """Declare the fields of a message with so many rows of both kinds."""
-        first = (EXACT if exact else self._delta.first).wire(self._shape(new), self._spec.dtype) if new else ()
+        first = (EXACT if exact else self._delta.first_codec).wire(self._shape(new), self._spec.dtype) if new else ()
         return first + (self._delta.codec.wire(self._shape(known)) if known else ())
 
-    def _recall(self, visit: Visit, rows: Sequence[int]) -> Tensor:
+    def _recall(self, visit: TransferInfo, rows: Sequence[int]) -> Tensor:
         """Return what is remembered of some rows, [K, ...], as a copy."""
-        codec, dtype, shape = self._delta.remembered, self._delta.memory_dtype, self._spec.shape[1:]
+        codec, dtype, shape = self._delta.remembered, self._delta.cache_dtype, self._spec.shape[1:]
         m = torch.empty(self._shape(len(rows)), dtype=dtype, device=self._streams.device)
         for row, i in zip(m, rows, strict=True):
             entry = self._memory.read(visit.samples[i]).to(self._streams.device, non_blocking=True)
             row.copy_(codec.decode(unpack(entry, codec.wire(shape, dtype)), shape, dtype))
         return m
 
-    def _learn(self, visit: Visit, rows: Sequence[int], values: Tensor) -> None:
+    def _learn(self, visit: TransferInfo, rows: Sequence[int], values: Tensor) -> None:
         """Remember what came whole, [K, ...], in training; of what is not finite both ends keep what they had."""
         if visit.samples and values.isfinite().all():
-            dtype = self._delta.memory_dtype
+            dtype = self._delta.cache_dtype
             largest = torch.finfo(dtype).max
             self._remember(visit, rows, values.float().clamp(-largest, largest).to(dtype))  # bf16 has no 65504
 
-    def _remember(self, visit: Visit, rows: Sequence[int], m: Tensor) -> None:
+    def _remember(self, visit: TransferInfo, rows: Sequence[int], m: Tensor) -> None:
         """Remember some rows, m [K, ...], if the memory has room."""
         for row, i in zip(m, rows, strict=True):
             room = self._memory.buffer(visit.samples[i])

@@ -17,11 +17,11 @@ from acsgd.codecs.base import Codec, NotFiniteError, pack, unpack, wire_bytes
 from acsgd.codecs.entropy import squeeze_, unsqueeze
 from acsgd.errors import RunError
 from acsgd.meter import Meter, Work
-from acsgd.pp.wire.cache import Memory
-from acsgd.pp.wire.cache_plan import MemoryPlan
-from acsgd.pp.wire.cache_sync import Agreement
-from acsgd.pp.wire.channel import NOT_FINITE, Channel, check_header, greet
-from acsgd.pp.wire.coder import EXACT, Coder, Plain, TensorSpec, Visit
+from acsgd.pp.wire.cache import ActivationCache
+from acsgd.pp.wire.cache_plan import CachePlan
+from acsgd.pp.wire.cache_sync import CacheSync
+from acsgd.pp.wire.channel import NOT_FINITE, Channel, check_header, handshake
+from acsgd.pp.wire.coder import EXACT, Coder, StatelessCoder, TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta, DeltaCoder
 from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
 from acsgd.shards.layers import State
@@ -75,7 +75,7 @@ class Outbox:
         self._leaving: deque[_Leaving] = deque()
         self._unsent: deque[tuple[int, Tensor, Work, float]] = deque()
 
-    def send(self, visit: Visit, state: State) -> None:
+    def send(self, visit: TransferInfo, state: State) -> None:
         """Encode each tensor into a message and let it leave; the tensors may be reused at once."""
         for index, (name, coder) in enumerate(self._channel.coders.items()):
             self._leaving.append(self._encode(index, coder, state[name], visit))
@@ -99,7 +99,7 @@ class Outbox:
         while self._unsent:
             self._finish_oldest()
 
-    def _encode(self, index: int, coder: Coder, x: Tensor, visit: Visit) -> _Leaving:
+    def _encode(self, index: int, coder: Coder, x: Tensor, visit: TransferInfo) -> _Leaving:
         channel, length, is_squeezed = self._channel, wire_bytes(coder.wire(visit)), coder.is_squeezed(visit)
         buffer = self._buffers[index].take()
         body = buffer[HEADER_BYTES : HEADER_BYTES + length]
@@ -150,7 +150,7 @@ class Inbox:
             assert work is not None
             self._posted[index].append((buffer, work, posted_at))
 
-    def take(self, visit: Visit) -> State:
+    def take(self, visit: TransferInfo) -> State:
         """Wait for the oldest posted micro-batch, which must be this one, and return its tensors on the device.
 
         Raises RunError if the peer is gone or another message came.
@@ -158,7 +158,7 @@ class Inbox:
         coders = self._channel.coders
         return {name: self._take(index, name, coder, visit) for index, (name, coder) in enumerate(coders.items())}
 
-    def _take(self, index: int, name: str, coder: Coder, visit: Visit) -> Tensor:
+    def _take(self, index: int, name: str, coder: Coder, visit: TransferInfo) -> Tensor:
         channel, wire, buffers = self._channel, coder.wire(visit), self._buffers[index]
         buffer, work, posted_at = self._posted[index].popleft()
         expected = Header(channel.kind, index, channel.boundary, visit.step, visit.micro, wire_bytes(wire))
@@ -190,19 +190,19 @@ class Inbox:
 class Link:
     """One boundary between two stages, seen from one end: activations go downstream, gradients come back."""
 
-    def __init__(self, outbox: Outbox, inbox: Inbox, agreement: Agreement) -> None:
+    def __init__(self, outbox: Outbox, inbox: Inbox, agreement: CacheSync) -> None:
         self.outbox = outbox
         self.inbox = inbox
-        self.agreement = agreement
+        self.cache_sync = agreement
 
-    def send(self, visit: Visit, state: State) -> None:
+    def send(self, visit: TransferInfo, state: State) -> None:
         """Encode the tensors of a micro-batch and let them leave."""
-        self.agreement.settle()
+        self.cache_sync.settle()
         self.outbox.send(visit, state)
 
-    def take(self, visit: Visit) -> State:
+    def take(self, visit: TransferInfo) -> State:
         """Wait for the tensors of a micro-batch, the reception of which was posted."""
-        self.agreement.settle()
+        self.cache_sync.settle()
         return self.inbox.take(visit)
 
 
@@ -217,7 +217,7 @@ class LinkFactory:
     backward: Codec
     forward_meter: Meter
     backward_meter: Meter
-    memories: MemoryPlan | None = None
+    cache_plan: CachePlan | None = None
     """Where the ends of links remember; needed if `forward` is a Delta."""
 
     def open(self, boundary: int, *, peer: int, downstream: bool) -> Link:
@@ -227,11 +227,11 @@ class LinkFactory:
         """
         coders, remembered = self._activation_coders(boundary, "sender" if downstream else "receiver")
         activations = self._channel(Kind.ACTIVATION, boundary, peer, self.forward, coders, self.forward_meter)
-        plain = {name: Plain(self.backward, spec) for name, spec in self.tensors.items()}
+        plain = {name: StatelessCoder(self.backward, spec) for name, spec in self.tensors.items()}
         gradients = self._channel(Kind.GRADIENT, boundary, peer, self.backward, plain, self.backward_meter)
-        greet(activations)
-        greet(gradients)
-        agreement = Agreement(activations, remembered)
+        handshake(activations)
+        handshake(gradients)
+        agreement = CacheSync(activations, remembered)
         sending, receiving = (activations, gradients) if downstream else (gradients, activations)
         return Link(Outbox(sending), Inbox(receiving), agreement)
 
@@ -240,19 +240,19 @@ class LinkFactory:
 
         spec: of the message's only tensor, "gradient". Raises RunError if the ends differ.
         """
-        coders = {"gradient": Plain(EXACT, spec)}
+        coders = {"gradient": StatelessCoder(EXACT, spec)}
         channel = self._channel(Kind.TIED_GRADIENT, boundary, peer, EXACT, coders, self.backward_meter)
         channel = replace(channel, tensors={"gradient": spec})
-        greet(channel)
+        handshake(channel)
         return Outbox(channel), Inbox(channel)
 
-    def _activation_coders(self, boundary: int, side: str) -> tuple[Mapping[str, Coder], list[Memory]]:
+    def _activation_coders(self, boundary: int, side: str) -> tuple[Mapping[str, Coder], list[ActivationCache]]:
         """Return the coders of a boundary's activations, and what they remember."""
         if not isinstance(self.forward, Delta):
-            return {name: Plain(self.forward, spec) for name, spec in self.tensors.items()}, []
-        assert self.memories is not None, "a delta link needs a place to remember"
+            return {name: StatelessCoder(self.forward, spec) for name, spec in self.tensors.items()}, []
+        assert self.cache_plan is not None, "a delta link needs a place to remember"
         memories = {
-            name: self.memories.open(boundary, f"{side}.{name}", self.forward, spec, self.streams)
+            name: self.cache_plan.open(boundary, f"{side}.{name}", self.forward, spec, self.streams)
             for name, spec in self.tensors.items()
         }
         coders = {
