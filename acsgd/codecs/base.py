@@ -36,6 +36,11 @@ Wire = tuple[Field, ...]
 class Codec(Protocol):
     """Turns a tensor into the fields that travel, and back. Implemented by frozen dataclasses."""
 
+    @property
+    def entropy_coding(self) -> bool:
+        """Whether messages are entropy-coded after packing."""
+        ...
+
     def wire(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Wire:
         """Declare what travels for a tensor of this shape and dtype."""
         ...
@@ -47,11 +52,6 @@ class Codec(Protocol):
     def decode(self, fields: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the tensor that the fields stand for. May alias the fields."""
         ...
-
-
-def is_squeezed(codec: Codec) -> bool:
-    """Whether a codec asks for an entropy coder behind it, by an option `squeeze`; one without it does not."""
-    return bool(getattr(codec, "squeeze", False))
 
 
 def wire_bytes(wire: Wire) -> int:

@@ -16,7 +16,7 @@ _RAW = -zlib.MAX_WBITS
 """Without header and checksum: the frame of the message has its length, and the network its own checksums."""
 
 
-def squeeze_(body: Tensor) -> int:
+def compress_(body: Tensor) -> int:
     """Make the bytes of a message, uint8[n] in host memory, shorter in place; return how many they are now.
 
     n, if they do not get shorter; they are then as they were.
@@ -30,8 +30,8 @@ def squeeze_(body: Tensor) -> int:
     return len(coded)
 
 
-def unsqueeze(coded: Tensor, body: Tensor) -> None:
-    """Fill `body`, uint8[n], with what `squeeze_` made shorter; both in host memory. Raises ValueError if it is not."""
+def decompress(coded: Tensor, body: Tensor) -> None:
+    """Decode an entropy-coded message into `body`, uint8[n]; both in host memory. Raises ValueError if corrupt."""
     view, decoder = body.numpy().data, zlib.decompressobj(_RAW)
     try:
         decoded = decoder.decompress(coded.numpy().data, len(view) + 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -38,14 +38,16 @@ class FixPoint:
     The fastest codec, and the one of AQ-SGD. At 2 bits and more, `lloyd` has a smaller error in as many bytes.
     """
 
+    RENAMED: ClassVar[dict[str, str]] = {"reach": "clip", "means": "centroids", "squeeze": "entropy_coding"}
+
     bits: int = 8
     """Per element, 1 to 8."""
     scale: Literal["max", "l2"] = "max"
-    """s = the largest magnitude, or `reach` times the root mean square, which clips what is larger: better for 2 and 3
+    """s = the largest magnitude, or `clip` times the root mean square, which clips what is larger: better for 2 and 3
     bits on bell-shaped data, very bad where there are outliers. No difference at 1 bit."""
-    reach: float = 2.0
+    clip: float = 2.0
     """With scale=l2: s in root mean squares. Large, beside many levels, it makes the levels equally far apart whatever
-    the range of the data; most codes are then the same few, which `squeeze` makes short."""
+    the range of the data; most codes are then the same few, which `entropy_coding` makes short."""
     dims: Dims = "channel"
     """Which elements share a scale: an index of the last dimension, a vector along it, all, or `group` neighbours."""
     group: int = 0
@@ -53,25 +55,27 @@ class FixPoint:
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """"stochastic": up or down at random, so that the expectation is x. Larger errors than nearest, but they average
     out over time. The randomness comes from the data: the same x always gives the same bytes, another x others."""
-    means: bool = False
+    centroids: bool = False
     """Whether what is not 0 decodes to about the mean of what was rounded to its code, which lies nearer to 0 than the
     level: a share of a step, fitted to the tensor, 2 bytes. With wide levels a third of the error goes."""
-    squeeze: bool = False
-    """Whether messages pass an entropy coder (codecs/squeeze.py): shorter where levels are not equally frequent."""
+    entropy_coding: bool = False
+    """Whether messages pass an entropy coder (codecs/entropy.py): shorter where levels are not equally frequent."""
 
     def __post_init__(self) -> None:
         check_dims(self.bits, self.dims, self.group)
-        if not 0 < self.reach <= 2**16:
-            raise ValueError(f"reach={self.reach} must lie between 0 and 65536 root mean squares; 2 is usual")
+        if not 0 < self.clip <= 2**16:
+            raise ValueError(f"clip={self.clip} must lie between 0 and 65536 root mean squares; 2 is usual")
         if self.rounding == "stochastic" and self.scale != "max":
             raise ValueError("rounding=stochastic is unbiased only with scale=max, since scale=l2 clips")
-        if self.means and (self.rounding == "stochastic" or self.bits == 1):
-            raise ValueError("means=true has no meaning with rounding=stochastic, and 1 bit decodes to means anyway")
+        if self.centroids and (self.rounding == "stochastic" or self.bits == 1):
+            raise ValueError(
+                "centroids=true needs rounding=nearest and bits=2 or more; 1 bit always decodes to the mean"
+            )
 
     def wire(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Wire:
         layout = self._layout(shape)
         stream = Field(torch.uint8, (packed_bytes(layout.numel, self.bits),))
-        return stream, *scale_fields(layout), *([Field(torch.float16, (1,))] if self.means else [])
+        return stream, *scale_fields(layout), *([Field(torch.float16, (1,))] if self.centroids else [])
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         """Raises NotFiniteError."""
@@ -131,7 +135,7 @@ class FixPoint:
         stochastic = self.rounding == "stochastic"
         codes_of = partial(self._draw_codes, draw=_randomness(size)) if stochastic else self._nearest_codes
         fields = [*to_wire(self._scale(size), up=stochastic)]
-        if self.means:
+        if self.centroids:
             fields.append(self._inwards(flat, layout, self._steps(*fields)))
         return self._levels(layout, *fields), codes_of, fields
 
@@ -164,7 +168,7 @@ class FixPoint:
             return size
         if self.rounding == "stochastic":
             return size * (self._zero / (self._zero - 1))
-        return size if self.scale == "max" else self.reach * size
+        return size if self.scale == "max" else self.clip * size
 
     def _steps(self, half: Tensor, exponent: Tensor) -> Tensor:
         """Return the distance between neighbouring levels, fp32[scales]."""

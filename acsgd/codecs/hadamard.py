@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,15 +38,18 @@ class Hadamard:
     rectified data, also where every token or channel has a scale of its own (benchmarks/codecs/speed.py). A scale per
     channel cannot follow tokens: there, and on Student t with 3 degrees, `lloyd` has .14 and `fixpoint` .26 to .31.
     On normal and rectified data `lloyd` is as good or better; with dims=group,group=64 (4.25 bits) it is about as
-    robust. Fewer bits for small groups pay only where groups differ: where tokens do, bits=5,low=3,share=0.5 turns .097
-    into .059 in the same bytes; elsewhere it costs. The slowest codec, a quarter of the speed of `fixpoint`.
+    robust. Fewer bits for small groups pay only where groups differ: where tokens do, bits=5,low=3,fraction=0.5 turns
+    .097 into .059 in the same bytes; elsewhere it costs. The slowest codec, a quarter of the speed of `fixpoint`.
     """
+
+    entropy_coding: ClassVar[bool] = False
+    RENAMED: ClassVar[dict[str, str]] = {"share": "fraction"}
 
     bits: int = 4
     """Per element of the groups with the larger scales, 1 to 8."""
     low: int = 3
     """Per element of the other groups, 1 to bits."""
-    share: float = 0.8
+    fraction: float = 0.8
     """Of groups that have `bits` bits, 0 to 1."""
     group: int = 64
     """Neighbours that are rotated together, a power of two from 2 to 1024; each group costs one byte more."""
@@ -53,8 +57,8 @@ class Hadamard:
     def __post_init__(self) -> None:
         if not 1 <= self.low <= self.bits <= 8:
             raise ValueError(f"bits={self.bits} and low={self.low} are not 1 <= low <= bits <= 8; use bits=4,low=3")
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share={self.share} is outside 0 to 1; use 0.8 if in doubt")
+        if not 0 <= self.fraction <= 1:
+            raise ValueError(f"fraction={self.fraction} is outside 0 to 1; use 0.8 if in doubt")
         if self.group not in (1 << power for power in range(1, 11)):
             raise ValueError(f"group={self.group} is not a power of two from 2 to 1024; use 64 if in doubt")
 
@@ -97,13 +101,13 @@ class Hadamard:
 
     def _parts(self, groups: int) -> tuple[tuple[Layout, int], tuple[Layout, int]]:
         """Return the layout and the bits of the groups with the larger scales, and of the rest."""
-        large = round(self.share * groups)
+        large = round(self.fraction * groups)
         return (self._whole(large), self.bits), (self._whole(groups - large), self.low)
 
     def _choose(self, octaves: Tensor) -> tuple[Tensor, Tensor]:
         """Return the groups of both parts, from what both ends know."""
         order = torch.sort(octaves, descending=True, stable=True).indices
-        large = round(self.share * len(octaves))
+        large = round(self.fraction * len(octaves))
         return order[:large], order[large:]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 @dataclass(frozen=True)
 class Identity:
     """Send the tensor as it is, or rounded to nearest in another dtype."""
+
+    entropy_coding: ClassVar[bool] = False
 
     dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
     """Type on the wire; "same" = the tensor's own, without loss. fp16 overflows beyond 65504."""

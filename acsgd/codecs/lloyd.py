@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ class Lloyd:
     At 1 bit `fixpoint` is as good, except where most elements have the same sign. It is 1.7 times as fast, in both
     directions. The levels cost little beside thousands of elements, and too much beside a few.
     """
+
+    entropy_coding: ClassVar[bool] = False
 
     bits: int = 4
     """Per element, 1 to 8."""

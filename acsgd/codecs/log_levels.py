@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from acsgd.codecs.entropy import squeeze_, unsqueeze
+from acsgd.codecs.entropy import compress_, decompress
 
 
 class LogLevels:
@@ -24,13 +24,13 @@ class LogLevels:
         """Not finite becomes 0: the exchange of the weights says so."""
         levels = x.abs().div_(self.LOWEST).log2_().mul_(2).round_().nan_to_num_(-1, -1, -1).clamp_(max=126)
         codes = torch.where(levels < 0, 0, 2 * levels + 1 + (x < 0)).to(torch.uint8).cpu()
-        return (codes[: squeeze_(codes)] if len(codes) else codes).to(x.device)
+        return (codes[: compress_(codes)] if len(codes) else codes).to(x.device)
 
     def decode(self, message: Tensor, n: int) -> Tensor:
         codes = message.cpu()
         if len(codes) < n:
             codes = torch.empty(n, dtype=torch.uint8)
-            unsqueeze(message.cpu(), codes)
+            decompress(message.cpu(), codes)
         levels = torch.arange(127).div(2).exp2().mul_(self.LOWEST)
         values = torch.cat([torch.zeros(1), torch.stack([levels, -levels], 1).view(-1), torch.zeros(1)])
         return values[codes.long()].to(message.device)

@@ -37,21 +37,21 @@ class TopK:
         8        .0014 .0034   .0024 .0043   .0065 .0148
     """
 
-    share: float
+    fraction: float
     """Of the elements, in (0, 1]; at least one is kept. Positions take about log2(2.72 / share) bits each."""
     bits: int = 4
     """Per value, 1 to 8."""
-    bucket: int = 128
+    group: int = 128
     """Values that share a scale, neighbours among the kept; each scale is 2 bytes."""
     chunk: int = 0
     """The share is one of every `chunk` neighbours, the last of which may be fewer; 0: of the whole vector."""
 
     def __post_init__(self) -> None:
-        if self.bucket < 1:
-            raise ValueError(f"bucket={self.bucket} must be 1 or more values that share a scale; 128 is usual")
-        check_dims(self.bits, "group", self.bucket)
-        if not 0 < self.share <= 1:
-            raise ValueError(f"a share of {self.share} must lie in (0, 1]; 0.02 is usual")
+        if self.group < 1:
+            raise ValueError(f"group={self.group} must be 1 or more values that share a scale; 128 is usual")
+        check_dims(self.bits, "group", self.group)
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"a fraction of {self.fraction} must lie in (0, 1]; 0.02 is usual")
         if self.chunk < 0:
             raise ValueError(f"chunk={self.chunk} must be 1 or more elements, or 0 for the whole vector")
 
@@ -103,8 +103,8 @@ class TopK:
         return *self._values(n).wire((kept,)), Field(torch.uint8, (rest_bytes(kept, n, self._rice(n)),))
 
     def _values(self, n: int) -> Codec:
-        bucket = max(1, min(self.bucket, self.kept(n)))
-        return FixPoint(1, dims="group", group=bucket) if self.bits == 1 else Lloyd(self.bits, "group", bucket)
+        group = max(1, min(self.group, self.kept(n)))
+        return FixPoint(1, dims="group", group=group) if self.bits == 1 else Lloyd(self.bits, "group", group)
 
     def _rice(self, n: int) -> int:
         return best_rice(self.kept(n) / n) if n else 0
@@ -113,7 +113,7 @@ class TopK:
         return max(1, min(self.chunk or n, n))
 
     def _kept_of(self, width: int) -> int:
-        return max(1, round(self.share * width)) if width else 0
+        return max(1, round(self.fraction * width)) if width else 0
 
     def _largest(self, x: Tensor) -> Tensor:
         """Return where the elements are that are kept, int64[k], ascending."""

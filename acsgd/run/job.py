@@ -179,7 +179,8 @@ def _parse_backward(spec: str) -> Codec:
     if spec.partition(":")[0] == "delta":
         raise ValueError(
             f'pp.backward="{spec}": delta is for activations, which change little between visits of a sequence; for '
-            'their gradients use "fixpoint:bits=8", or "fixpoint:bits=4,scale=l2,reach=8,squeeze=true" for fewer bytes'
+            'their gradients use "fixpoint:bits=8", or, for fewer bytes, '
+            '"fixpoint:bits=4,scale=l2,clip=8,entropy_coding=true"'
         )
     return codecs.parse(spec, key="pp.backward")
 

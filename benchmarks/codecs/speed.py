@@ -30,9 +30,9 @@ from rich.table import Table
 from torch import Tensor
 
 from acsgd import codecs
-from acsgd.codecs.base import Codec, is_squeezed, pack, wire_bytes
+from acsgd.codecs.base import Codec, pack, wire_bytes
 from acsgd.codecs.cache_update import decode_update, encode_update
-from acsgd.codecs.entropy import squeeze_, unsqueeze
+from acsgd.codecs.entropy import compress_, decompress
 from acsgd.config.spec import from_spec
 from acsgd.pp.wire.delta import Delta
 
@@ -42,8 +42,8 @@ FAST = [
     "fixpoint:bits=4,dims=group,group=64",
     "fixpoint:bits=4,rounding=stochastic",
     "fixpoint:bits=2,scale=l2",
-    "fixpoint:bits=4,scale=l2,reach=12",
-    "fixpoint:bits=4,scale=l2,reach=12,means=true",
+    "fixpoint:bits=4,scale=l2,clip=12",
+    "fixpoint:bits=4,scale=l2,clip=12,centroids=true",
     *(f"lloyd:bits={bits}" for bits in (2, 3, 4, 8)),
     "hadamard",
     "hadamard:low=4",
@@ -56,7 +56,7 @@ SMALL = [
     "lloyd:bits=4,dims=group,group=64",
     *(f"hadamard:bits={bits},low={bits}" for bits in (2, 3, 4)),
     "hadamard",
-    "hadamard:bits=5,low=3,share=0.5",
+    "hadamard:bits=5,low=3,fraction=0.5",
 ]
 
 
@@ -113,11 +113,11 @@ class SqueezeWay:
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         body = self.body.clone()
-        return (body[: squeeze_(body)],)
+        return (body[: compress_(body)],)
 
     def decode(self, fields: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         body = torch.empty_like(self.body)
-        unsqueeze(fields[0], body)
+        decompress(fields[0], body)
         return body
 
 
@@ -150,7 +150,7 @@ def measure_speed(rows: int, width: int, rounds: int) -> tuple[dict[str, dict[st
     sides |= {f"numpy, {bits} bits": NumpyWay(bits) for bits in (2, 3, 4, 8)}
     deltas: dict[str, Codec] = {spec: from_spec(spec, {"delta": Delta}, key="codec").codec for spec in DELTAS}
     sides |= {f"update, {spec}": UpdateWay(codec, x) for spec, codec in deltas.items()}
-    sides |= {f"squeeze, {spec}": SqueezeWay(codec, x) for spec, codec in deltas.items() if is_squeezed(codec)}
+    sides |= {f"squeeze, {spec}": SqueezeWay(codec, x) for spec, codec in deltas.items() if codec.entropy_coding}
     times: dict[str, dict[str, list[tuple[float, float]]]] = {name: {"encode": [], "decode": []} for name in sides}
     for number in range(rounds + 1):  # the first warms up
         for name in list(sides)[:: 1 if number % 2 else -1]:

@@ -78,7 +78,7 @@ def test_it_learns_what_one_process_learns_with_the_same_arithmetic(
     specs = {
         "delta:bits=4": FixPoint(4),
         "delta:bits=2,dims=token,cache=disk": FixPoint(2, dims="token"),
-        "delta:step=2": FixPoint(4, scale="l2", reach=16.0, means=True),
+        "delta:step=2": FixPoint(4, scale="l2", clip=16.0, centroids=True),
     }
     configs = [_with(plain, forward=spec, micro=micro) for spec, micro in zip(specs, (3, 2, 2), strict=True)]
     by_rank = on_ranks(stages, losses_and_bytes, tmp_path / "store", configs)

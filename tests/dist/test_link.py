@@ -106,7 +106,7 @@ def squeeze_before_computing(rank: int, world_size: int, store: Path) -> None:
     """Rank 0 computes until rank 1 has what was sent before that."""
     large = {"hidden": (2**10, 2**11)}
     with groups_of(rank, world_size, store) as groups:
-        link, *_ = open_link(rank, groups, forward="fixpoint:bits=4,squeeze=true", shapes=large)
+        link, *_ = open_link(rank, groups, forward="fixpoint:bits=4,entropy_coding=true", shapes=large)
         if rank == 0:
             link.outbox.send(TransferInfo(0, 0), {"hidden": torch.eye(*large["hidden"])})
             groups.store.wait(["taken"], timedelta(seconds=30))

@@ -37,9 +37,9 @@ def codecs(bits: int) -> Iterator[tuple[FixPoint, Shape]]:
         yield FixPoint(bits, dims="token"), (rows, width)
     yield FixPoint(bits, dims="group", group=1), (1001,)
     yield FixPoint(bits, dims="group", group=64), (64, 65)
-    yield FixPoint(bits, "l2", reach=0.5), (64, 24)  # most are clipped
+    yield FixPoint(bits, "l2", clip=0.5), (64, 24)  # most are clipped
     if bits > 1:
-        yield FixPoint(bits, means=True), (37, 24)
+        yield FixPoint(bits, centroids=True), (37, 24)
 
 
 def data(shape: Shape, bits: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

@@ -26,11 +26,18 @@ SPECS = [
     *(f"fixpoint:bits={bits},rounding=stochastic,dims=token" for bits in (1, 2, 4, 8)),
     *(f"fixpoint:bits={bits},scale=l2,dims=tensor" for bits in (1, 2, 4, 8)),
     *(f"fixpoint:bits={bits},dims=group,group=12" for bits in (1, 3, 8)),
-    *(f"fixpoint:bits={bits},scale=l2,reach={reach},squeeze=true" for bits, reach in ((2, 4), (4, 20), (8, 64))),
-    *(f"fixpoint:bits={bits},means=true,dims={dims}" for bits, dims in ((2, "channel"), (3, "token"), (4, "tensor"))),
+    *(f"fixpoint:bits={bits},scale=l2,clip={clip},entropy_coding=true" for bits, clip in ((2, 4), (4, 20), (8, 64))),
+    *(
+        f"fixpoint:bits={bits},centroids=true,dims={dims}"
+        for bits, dims in ((2, "channel"), (3, "token"), (4, "tensor"))
+    ),
     *(f"lloyd:bits={bits}" for bits in (1, 2, 3, 8)),
     *("lloyd:dims=token", "lloyd:dims=tensor", "lloyd:dims=group,group=12"),
-    *("hadamard:bits=8,low=1,share=0.3,group=2", "hadamard:share=0", "hadamard:share=1,bits=2,low=2,group=1024"),
+    *(
+        "hadamard:bits=8,low=1,fraction=0.3,group=2",
+        "hadamard:fraction=0",
+        "hadamard:fraction=1,bits=2,low=2,group=1024",
+    ),
 ]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -100,9 +107,9 @@ def fixpoint_bound(codec: FixPoint, x: Tensor, dtype: torch.dtype) -> Tensor:
     if codec.bits == 1:
         mean = over_group(x, codec.dims, codec.group, "mean")
         return (x.abs() - mean).abs() + mean * UNIT_ROUNDOFF[torch.float16]
-    statistic, factor = ("max", 1) if codec.scale == "max" else ("rms", codec.reach)
+    statistic, factor = ("max", 1) if codec.scale == "max" else ("rms", codec.clip)
     s = factor * over_group(x, codec.dims, codec.group, statistic)
-    inwards = 0.5 / last if codec.means else 0.0
+    inwards = 0.5 / last if codec.centroids else 0.0
     return s * (1 / last + inwards + UNIT_ROUNDOFF[torch.float16]) + (x.abs() - s).clamp(min=0)
 
 
@@ -219,7 +226,7 @@ def test_what_is_not_finite_is_refused_with_its_place(spec: str, value: float) -
         ("lloyd:group=64", "group=64 has no meaning with dims=channel"),
         ("fixpoint:scale=l2,rounding=stochastic", "rounding=stochastic is unbiased only with scale=max"),
         ("hadamard:bits=3,low=4", "bits=3 and low=4 are not 1 <= low <= bits <= 8"),
-        ("hadamard:share=1.5", "share=1.5 is outside 0 to 1"),
+        ("hadamard:fraction=1.5", "fraction=1.5 is outside 0 to 1"),
         ("hadamard:group=48", "group=48 is not a power of two"),
     ],
 )

@@ -21,7 +21,7 @@ MEMORY_DTYPES = (torch.float32, torch.float16)
 PAIRS = [*product(DTYPES, MEMORY_DTYPES)]
 DIMS = ("dims=channel", "dims=token", "dims=tensor", "dims=group,group=48")
 SPECS = [f"fixpoint:bits={bits},{dims}" for bits in range(1, 9) for dims in DIMS]
-SPECS += ["fixpoint:bits=3,means=true", "fixpoint:bits=4,rounding=stochastic", "fixpoint:bits=2,scale=l2"]
+SPECS += ["fixpoint:bits=3,centroids=true", "fixpoint:bits=4,rounding=stochastic", "fixpoint:bits=2,scale=l2"]
 OTHERS = ["none", "none:dtype=bf16", "lloyd:bits=3", "hadamard"]
 
 

@@ -114,7 +114,7 @@ def test_any_magnitude(bits: int, magnitude: float, on_host: Kernels) -> None:
     x = data((64, 24), bits, torch.float32)
     x[:, ::5] *= 2.0**-20
     check_codec(on_host, CPU, FixPoint(bits), (x * 0.25).clamp(-1, 1) * magnitude)
-    check_codec(on_host, CPU, FixPoint(bits, "l2", reach=2.0**-16), (x * 0.25).clamp(-1, 1) * magnitude)
+    check_codec(on_host, CPU, FixPoint(bits, "l2", clip=2.0**-16), (x * 0.25).clamp(-1, 1) * magnitude)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -229,7 +229,7 @@ def test_other_devices_never_ask_for_cupy(device: str, monkeypatch: pytest.Monke
 
 def test_codecs_use_the_kernels_that_there_are(on_host: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     x, m = data((64, 24), 4, torch.bfloat16), data((64, 24), 4, torch.float16, seed=1)
-    codec = FixPoint(4, means=True)
+    codec = FixPoint(4, centroids=True)
 
     def results() -> list[Tensor]:
         at_sender, at_receiver, fields = m.clone(), m.clone(), codec.encode(x)

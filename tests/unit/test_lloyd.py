@@ -129,7 +129,7 @@ def test_a_constant_is_spread_as_well_as_a_single_outlier() -> None:
 
 def test_the_groups_with_the_larger_scales_have_more_bits() -> None:
     x = gaussian(100, 64) * torch.where(torch.arange(100) % 4 == 0, 100.0, 1.0)[:, None]
-    codec = Hadamard(bits=6, low=2, share=0.25)
+    codec = Hadamard(bits=6, low=2, fraction=0.25)
     y = codec.decode(codec.encode(x), (100, 64), torch.float32)
     errors = (y - x).norm(dim=1) / x.norm(dim=1)
     assert errors[::4].max() < 0.1 < errors[1::4].min()

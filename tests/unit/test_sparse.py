@@ -20,9 +20,9 @@ WORST = 1.0423
 SIZES = [0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 1000, 4097]
 SETTINGS = [
     TopK(0.02),
-    TopK(0.2, bits=1, bucket=8),
-    TopK(0.5, bits=2, bucket=5),
-    TopK(0.7, bits=8, bucket=10**9),
+    TopK(0.2, bits=1, group=8),
+    TopK(0.5, bits=2, group=5),
+    TopK(0.7, bits=8, group=10**9),
     TopK(1.0, bits=3),
     TopK(1 / 64, bits=2, chunk=64),
     TopK(0.3, bits=4, chunk=7),
@@ -60,7 +60,7 @@ def parts(codec: TopK, x: Tensor) -> list[Tensor]:
 
 
 def count_of(codec: TopK, part: Tensor) -> int:
-    return max(1, round(codec.share * len(part))) if len(part) else 0
+    return max(1, round(codec.fraction * len(part))) if len(part) else 0
 
 
 def largest(codec: TopK, x: Tensor) -> Tensor:
@@ -74,8 +74,8 @@ def largest(codec: TopK, x: Tensor) -> Tensor:
 
 def values_of(codec: TopK, kept: Tensor) -> Tensor:
     """Return what the codec of the values makes of them."""
-    bucket = max(1, min(codec.bucket, len(kept)))
-    values = FixPoint(1, dims="group", group=bucket) if codec.bits == 1 else Lloyd(codec.bits, "group", bucket)
+    group = max(1, min(codec.group, len(kept)))
+    values = FixPoint(1, dims="group", group=group) if codec.bits == 1 else Lloyd(codec.bits, "group", group)
     return values.decode(values.encode(kept), (len(kept),), torch.float32)
 
 
@@ -98,7 +98,7 @@ def test_the_largest_return_as_the_codec_of_values_makes_them_and_the_rest_as_ze
 @pytest.mark.parametrize("codec", SETTINGS, ids=str)
 def test_kept_are_as_many_as_asked_and_none_is_smaller_than_one_left_out(codec: TopK, name: str) -> None:
     """Also where magnitudes are equal; seen through 1 bit, which makes nothing 0 that is kept beside others."""
-    codec = TopK(codec.share, 1, 10**9, codec.chunk)
+    codec = TopK(codec.fraction, 1, 10**9, codec.chunk)
     for n in SIZES:
         x = DATA[name](n)
         y = codec.decode(codec.encode(x), n)
@@ -228,13 +228,13 @@ def test_what_is_not_finite_is_refused_with_its_place(codec: TopK, bad: float) -
 @pytest.mark.parametrize(
     ("wrong", "names"),
     [
-        ({"share": 0.0}, "share"),
-        ({"share": 1.1}, "share"),
-        ({"share": math.nan}, "share"),
-        ({"share": 0.1, "bits": 0}, "bits"),
-        ({"share": 0.1, "bits": 9}, "bits"),
-        ({"share": 0.1, "bucket": 0}, "bucket"),
-        ({"share": 0.1, "chunk": -1}, "chunk"),
+        ({"fraction": 0.0}, "fraction"),
+        ({"fraction": 1.1}, "fraction"),
+        ({"fraction": math.nan}, "fraction"),
+        ({"fraction": 0.1, "bits": 0}, "bits"),
+        ({"fraction": 0.1, "bits": 9}, "bits"),
+        ({"fraction": 0.1, "group": 0}, "group"),
+        ({"fraction": 0.1, "chunk": -1}, "chunk"),
     ],
 )
 def test_options_without_meaning_are_refused(wrong: dict, names: str) -> None:
@@ -242,7 +242,7 @@ def test_options_without_meaning_are_refused(wrong: dict, names: str) -> None:
         TopK(**wrong)
 
 
-DAMAGED = [TopK(0.1, bits=4), TopK(0.1, bits=1, bucket=7), TopK(0.2, bits=2, chunk=50), TopK(0.004, bits=3)]
+DAMAGED = [TopK(0.1, bits=4), TopK(0.1, bits=1, group=7), TopK(0.2, bits=2, chunk=50), TopK(0.004, bits=3)]
 
 
 def decoded(codec: TopK, message: Tensor, n: int) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.bits import pack_bits
-from acsgd.codecs.entropy import squeeze_, unsqueeze
+from acsgd.codecs.entropy import compress_, decompress
 
 SIZES = [0, 1, 2, 3, 16, 255, 4096, 32768, 100_003]
 
@@ -46,7 +46,7 @@ FORMS = {
 def squeezed(body: Tensor) -> Tensor:
     """Return a copy of a body after the coder, which must have become shorter."""
     copy = body.clone()
-    length = squeeze_(copy)
+    length = compress_(copy)
     assert length < len(body)
     return copy[:length].clone()
 
@@ -56,7 +56,7 @@ def decoded(coded: Tensor, n: int) -> Tensor | None:
     around = torch.full((n + 32,), 77, dtype=torch.uint8)
     body = around[16 : 16 + n]
     try:
-        unsqueeze(coded, body)
+        decompress(coded, body)
     except ValueError:
         assert around.eq(77).all(), "of bytes that are refused, some were taken"
         return None
@@ -72,7 +72,7 @@ def test_it_is_never_longer_and_comes_back(form: str, n: int) -> None:
     around = torch.full((n + 32,), 77, dtype=torch.uint8)
     around[16 : 16 + n] = body
     view = around[16 : 16 + n]
-    length = squeeze_(view)
+    length = compress_(view)
     assert 0 <= length <= n
     assert around[:16].eq(77).all()
     assert around[16 + n :].eq(77).all()

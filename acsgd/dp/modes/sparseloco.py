@@ -53,7 +53,7 @@ class SparseLoCo:
 
     def compressor(self) -> TopK:
         """Return what makes messages of what is owed."""
-        return TopK(self.topk, self.bits, bucket=max(1, round(self.topk * self.chunk)), chunk=self.chunk)
+        return TopK(self.topk, self.bits, group=max(1, round(self.topk * self.chunk)), chunk=self.chunk)
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the agreement of this replica with its peers on one stage's weights."""

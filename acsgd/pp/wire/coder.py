@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from acsgd.codecs.base import Codec, Wire, is_squeezed, wire_bytes
+from acsgd.codecs.base import Codec, Wire, wire_bytes
 from acsgd.codecs.identity import Identity
 
 EXACT = Identity()
@@ -72,7 +72,7 @@ class StatelessCoder:
         return self._for(visit).wire(*self._spec)
 
     def is_squeezed(self, visit: TransferInfo) -> bool:
-        return is_squeezed(self._for(visit))
+        return self._for(visit).entropy_coding
 
     def encode(self, x: Tensor, visit: TransferInfo) -> tuple[Tensor, ...]:
         return self._for(visit).encode(x)

@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from acsgd.codecs.base import Codec, Wire, is_squeezed, pack, unpack, wire_bytes
+from acsgd.codecs.base import Codec, Wire, pack, unpack, wire_bytes
 from acsgd.codecs.cache_update import decode_update, encode_update
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.identity import Identity
@@ -90,14 +90,16 @@ class Delta:
     def codec(self) -> FixPoint:
         """Of differences."""
         if self.step:
-            reach = self.step * 2 ** (self.bits - 1)
-            return FixPoint(self.bits, "l2", reach, dims=self.dims, group=self.group, means=True, squeeze=True)
-        return FixPoint(self.bits, self.scale, dims=self.dims, group=self.group, squeeze=self.entropy_coding)
+            clip = self.step * 2 ** (self.bits - 1)
+            return FixPoint(
+                self.bits, "l2", clip, dims=self.dims, group=self.group, centroids=True, entropy_coding=True
+            )
+        return FixPoint(self.bits, self.scale, dims=self.dims, group=self.group, entropy_coding=self.entropy_coding)
 
     @property
     def first_codec(self) -> Codec:
         """Of sequences that are not remembered."""
-        return FixPoint(self.first_bits, squeeze=self.entropy_coding) if self.first_bits else EXACT
+        return FixPoint(self.first_bits, entropy_coding=self.entropy_coding) if self.first_bits else EXACT
 
     @property
     def remembered(self) -> Codec:
@@ -143,7 +145,7 @@ class DeltaCoder:
 
     def is_squeezed(self, visit: TransferInfo) -> bool:
         _, new = self._split(visit)
-        return is_squeezed(self._delta.codec) and (not new or is_squeezed(self._first(visit)))
+        return self._delta.codec.entropy_coding and (not new or self._first(visit).entropy_coding)
 
     def encode(self, x: Tensor, visit: TransferInfo) -> tuple[Tensor, ...]:
         """Return the fields of what is new, then those of what is known. Raises NotFiniteError, and learns nothing."""

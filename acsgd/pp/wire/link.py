@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from acsgd.codecs.base import Codec, NotFiniteError, pack, unpack, wire_bytes
-from acsgd.codecs.entropy import squeeze_, unsqueeze
+from acsgd.codecs.entropy import compress_, decompress
 from acsgd.errors import RunError
 from acsgd.meter import Meter, Work
 from acsgd.pp.wire.cache import ActivationCache
@@ -111,7 +111,7 @@ class Outbox:
             encoded = channel.streams.mark()
         squeezing = None
         if is_squeezed and encoded.ready():
-            length = squeeze_(body)  # at once, as on a CPU: else the message would leave after the next forward only
+            length = compress_(body)  # at once, as on a CPU: else the message would leave after the next forward only
         elif is_squeezed:
             squeezing = self._squeezer.submit(_squeezed, body, encoded)
         header = Header(channel.kind, index, channel.boundary, visit.step, visit.micro, length)
@@ -180,7 +180,7 @@ class Inbox:
         """Return a message as it was before the entropy coder."""
         whole = buffers.take()
         try:
-            unsqueeze(buffer[HEADER_BYTES : HEADER_BYTES + header.length], whole[HEADER_BYTES : HEADER_BYTES + length])
+            decompress(buffer[HEADER_BYTES : HEADER_BYTES + header.length], whole[HEADER_BYTES : HEADER_BYTES + length])
         except ValueError as error:
             raise RunError(f"rank {self._channel.peer} sent {header}, which cannot be decoded: {error}") from None
         buffers.give_back(buffer)
@@ -275,4 +275,4 @@ class LinkFactory:
 def _squeezed(body: Tensor, encoded: Mark) -> int:
     """Make a message shorter as soon as it is there; return its length."""
     encoded.wait()
-    return squeeze_(body)
+    return compress_(body)
