@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -250,12 +247,3 @@ def test_fields_of_several_dtypes_share_one_message() -> None:
     buffer = torch.empty(wire_bytes(wire), dtype=torch.uint8)
     pack(fields, buffer)
     assert all(torch.equal(a, b) for a, b in zip(fields, unpack(buffer, wire), strict=True))
-
-
-def test_the_codec_of_the_readme_is_one() -> None:
-    (source,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "README.md").read_text(), re.DOTALL)
-    names: dict[str, Any] = {"dataclass": dataclass, "torch": torch, "Field": codecs.base.Field}
-    exec(source, names)
-    y, sent = over_the_wire(names["Sign"](), torch.tensor([[3.0, -1.0, 0.0], [2.0, -2.0, 4.0]]))
-    assert torch.equal(y, torch.tensor([[2.0, -2.0, 0.0], [2.0, -2.0, 2.0]]))
-    assert sent == 6 + 4
