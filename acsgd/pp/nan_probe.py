@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from acsgd.pp.nonfinite import Fault, Phase, first_fault
+from acsgd.pp.nonfinite import NonFiniteTensor, Phase, first_non_finite
 from acsgd.pp.schedules.actions import Action, Op
 from acsgd.pp.stage import Stage
 
 PHASE_OF: dict[Op, Phase] = {Op.F: "forward", Op.B: "backward"}
 
 
-class Probe:
+class NaNProbe:
     """Hooks on all modules and weights of some stages, for as long as it is a context.
 
     Looks at weights on entry, at what goes into and comes out of each module in each forward, and at the gradients
@@ -30,9 +30,9 @@ class Probe:
         self._micro_ids = micro_ids
         self._hooks: list[RemovableHandle] = []
         self._at: tuple[Phase, int, int | None] | None = None
-        self._found: dict[tuple[Phase, int, int | None], Fault] = {}
+        self._found: dict[tuple[Phase, int, int | None], NonFiniteTensor] = {}
 
-    def __enter__(self) -> Probe:
+    def __enter__(self) -> NaNProbe:
         for index, stage in self._stages.items():
             self._at = ("weight", index, None)
             for weight in stage.weights:
@@ -49,9 +49,9 @@ class Probe:
             hook.remove()
 
     @property
-    def first(self) -> Fault | None:
+    def first(self) -> NonFiniteTensor | None:
         """What was found, if anything: the origin among all of this rank."""
-        return first_fault(list(self._found.values())) if self._found else None
+        return first_non_finite(list(self._found.values())) if self._found else None
 
     @contextlib.contextmanager
     def during(self, action: Action) -> Iterator[None]:
@@ -67,7 +67,7 @@ class Probe:
         values = tensor.detach()  # or autograd would take part, and a layer computed again keeps less than at first
         if not torch.isfinite(values).all():
             value: Literal["nan", "inf"] = "nan" if torch.isnan(values).any() else "inf"
-            self._found[self._at] = Fault(*self._at, name, value)
+            self._found[self._at] = NonFiniteTensor(*self._at, name, value)
 
     def look_at_sums(self) -> None:
         """Look at the gradients after the replicas have agreed."""

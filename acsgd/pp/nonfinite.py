@@ -12,7 +12,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclass(frozen=True)
-class Fault:
+class NonFiniteTensor:
     """A tensor that is not finite."""
 
     phase: Phase
@@ -34,12 +34,12 @@ class Fault:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Fault:
+    def from_dict(cls, fields: Mapping[str, Any]) -> NonFiniteTensor:
         """Read what `to_dict` gave."""
         return cls(**fields)
 
 
-def first_fault(faults: Sequence[Fault]) -> Fault:
+def first_non_finite(faults: Sequence[NonFiniteTensor]) -> NonFiniteTensor:
     """Return the origin of all faults of one step, of which there is at least one.
 
     A bad weight spoils all that it takes part in. Else micro-batches spoil one another only in their sum, and what
@@ -48,6 +48,6 @@ def first_fault(faults: Sequence[Fault]) -> Fault:
     return min(faults, key=_order)
 
 
-def _order(fault: Fault) -> tuple[int, int, int]:
+def _order(fault: NonFiniteTensor) -> tuple[int, int, int]:
     along = -fault.stage if fault.phase == "backward" else fault.stage
     return PHASES.index(fault.phase), -1 if fault.micro is None else fault.micro, along

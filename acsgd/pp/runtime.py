@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from acsgd.errors import RunError
-from acsgd.pp.nan_probe import Probe
-from acsgd.pp.nonfinite import Fault
+from acsgd.pp.nan_probe import NaNProbe
+from acsgd.pp.nonfinite import NonFiniteTensor
 from acsgd.pp.schedules.actions import Action, Op
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.pp.tied_weights import TiedPair
@@ -55,16 +55,19 @@ class Batch(Protocol):
 class Pipeline:
     """This rank's part of one pipeline.
 
-    row, eval_row: its actions, lowered, of a step and of an evaluation; stages: those it holds, by index; links: the
-    boundaries it shares with another rank, by the stage before the cut; tied: the pair of a weight whose other copy
-    another rank holds. exact_steps: so many steps at the start of the run send without the links' codecs; exact_eval:
-    whether evaluations do.
+    Args:
+        train_actions, eval_actions: this rank's actions in the lowered programs of a training step and of an evaluation
+        stages: the stages this rank holds, by index
+        links: this rank's end of each boundary that it shares with another rank, by the stage before the boundary
+        tied: the tied weight whose other copy another rank holds, if there is one
+        exact_steps: number of initial steps that send without the links' codecs
+        exact_eval: whether evaluations send without the links' codecs
     """
 
     def __init__(
         self,
-        row: Sequence[Action],
-        eval_row: Sequence[Action],
+        train_actions: Sequence[Action],
+        eval_actions: Sequence[Action],
         stages: Mapping[int, Stage],
         links: Mapping[int, Link],
         tied: TiedPair | None,
@@ -74,12 +77,12 @@ class Pipeline:
     ) -> None:
         self._exact_steps = exact_steps
         self._exact_eval = exact_eval
-        self._row = row
-        self._eval_row = eval_row
+        self._train_actions = train_actions
+        self._eval_actions = eval_actions
         self._stages = stages
         self._links = links
         self._tied = tied
-        self._final_backward = {action.stage: action for action in row if action.op is Op.B}
+        self._final_backward = {action.stage: action for action in train_actions if action.op is Op.B}
         messages: Handlers = {
             Op.SF: self._send_activation,
             Op.SB: self._send_gradient,
@@ -108,19 +111,19 @@ class Pipeline:
         with contextlib.ExitStack() as modes:
             for stage in self._stages.values():
                 modes.enter_context(stage.evaluating())
-            self._execute(self._eval_row, self._evaluation, batch, step, exact=self._exact_eval, remember=False)
+            self._execute(self._eval_actions, self._evaluation, batch, step, exact=self._exact_eval, remember=False)
         for index in self._stages:
             with self._named(Action(Op.F, index)):
                 self._drain()
         return self._total_loss()
 
-    def find_fault(self, batch: Batch, step: int, scale: float = 1.0) -> Fault | None:
+    def find_non_finite(self, batch: Batch, step: int, scale: float = 1.0) -> NonFiniteTensor | None:
         """Run a step whose loss or gradients are not finite again, looking at everything; all ranks together.
 
-        Returns the first NaN or inf on this rank; `first_fault` of all ranks' is the origin. Leaves what `run` leaves;
-        but replicas whose agreement has a memory add to it once more, and meters count the messages again.
+        Returns the first NaN or inf on this rank; `first_non_finite` of all ranks' is the origin. Leaves what `run`
+        leaves; but replicas whose agreement has a memory add to it once more, and meters count the messages again.
         """
-        with Probe(self._stages, batch.micro_ids) as probe:
+        with NaNProbe(self._stages, batch.micro_ids) as probe:
 
             def forward(action: Action) -> None:
                 with probe.during(action):
@@ -147,7 +150,7 @@ class Pipeline:
             stage.sync.begin_step(step, scale)
         for link in self._links.values():
             link.cache_sync.begin_step(batch.sample_ids.flatten().tolist(), batch.upcoming_ids.flatten().tolist())
-        self._execute(self._row, handlers, batch, step, exact=step < self._exact_steps, remember=True)
+        self._execute(self._train_actions, handlers, batch, step, exact=step < self._exact_steps, remember=True)
         self._finish()
         return self._total_loss()
 

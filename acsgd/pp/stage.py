@@ -26,10 +26,10 @@ class MicroBatch(NamedTuple):
     """Which micro-batch a stage works on. All that is random in it depends on these numbers alone."""
 
     step: int
-    place: int
-    """Among the micro-batches of this replica."""
-    global_place: int
-    """Among those of the global batch."""
+    local_index: int
+    """Position among the micro-batches of this replica in this step."""
+    global_index: int
+    """Position among the micro-batches of the global batch."""
     sample_ids: tuple[int, ...]
     """Of its B sequences."""
 
@@ -91,7 +91,7 @@ class Stage:
         or, of the last stage, {"loss": scalar}: the summed loss over `labels` [B, T], divided by `targets`.
         """
         passes = [self._pass(part, rows, inputs, labels) for part, rows in self._parts(micro)]
-        self._live[micro.place] = passes
+        self._live[micro.local_index] = passes
         return {name: tensor.detach() for name, tensor in _join([each.outputs for each in passes]).items()}
 
     def backward(self, micro: int, grads: State | None, *, last: bool, scale: float = 1.0) -> State:
@@ -179,7 +179,7 @@ class Stage:
         if self._by_sequence:  # three numbers, so their hash is unlike that of any four
             (sample_id,) = micro.sample_ids
             return mix_seed(self._seed, sample_id, shard.index)
-        return mix_seed(self._seed, micro.step, micro.global_place, shard.index)
+        return mix_seed(self._seed, micro.step, micro.global_index, shard.index)
 
     def _hook(self, weight: Weight) -> Callable[[nn.Parameter], None]:
         def grad_ready(param: nn.Parameter) -> None:

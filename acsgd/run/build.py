@@ -15,18 +15,18 @@ from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.run.job import Job
 from acsgd.run.session import Session
-from acsgd.shards.layers import skeleton, tied_keys
-from acsgd.shards.load import Source, load_layer
+from acsgd.shards.layers import meta_model, tied_keys
+from acsgd.shards.load import WeightSource, load_layer
 from acsgd.topology import Groups
 
 
-def build_session(job: Job, source: Source, groups: Groups, cache_plan: CachePlan | None = None) -> Session:
+def build_session(job: Job, source: WeightSource, groups: Groups, cache_plan: CachePlan | None = None) -> Session:
     """Load this rank's layers, and no others, and connect them with their neighbours'.
 
     cache_plan: size and place of the activation caches; needed if pp.forward is delta.
     """
     forward_meter, backward_meter = Meter(), Meter()
-    model = skeleton(job.model_config).train()
+    model = meta_model(job.model_config).train()
     stages = build_stages(job, model, source, groups)
     factory = _link_factory(job, groups, forward_meter, backward_meter, cache_plan)
     links = _open_links(job, factory)
@@ -39,8 +39,8 @@ def build_session(job: Job, source: Source, groups: Groups, cache_plan: CachePla
         stages=stages,
         weights=weights,
         pipeline=Pipeline(
-            job.row,
-            job.eval_row,
+            job.train_actions,
+            job.eval_actions,
             stages,
             links,
             tied,
@@ -53,7 +53,7 @@ def build_session(job: Job, source: Source, groups: Groups, cache_plan: CachePla
     )
 
 
-def build_stages(job: Job, model: PreTrainedModel, source: Source, groups: Groups) -> dict[int, Stage]:
+def build_stages(job: Job, model: PreTrainedModel, source: WeightSource, groups: Groups) -> dict[int, Stage]:
     """Load the layers of this rank's stages into `model`, one at a time; all others stay without memory."""
     config, device = job.config, job.streams.device
     job.family.rebuild_buffers(model, device)
@@ -102,7 +102,7 @@ def _open_links(job: Job, factory: LinkFactory) -> dict[int, Link]:
 def _pair_tied(job: Job, stages: dict[int, Stage], factory: LinkFactory) -> TiedPair | None:
     """Connect the two copies of a tied weight, if this rank holds one and another rank the other."""
     first, last = 0, len(job.specs) - 1
-    originals = tied_keys(skeleton(job.model_config)).values()
+    originals = tied_keys(meta_model(job.model_config)).values()
     weight = next(
         (
             weight

@@ -24,7 +24,7 @@ from acsgd.pp.wire.delta import Delta
 from acsgd.run.job import Job
 from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import MANIFEST, VERSION, ShardDirectory
-from acsgd.shards.load import Scratch, Source
+from acsgd.shards.load import RandomWeights, WeightSource
 from acsgd.streams import available_memory_bytes
 
 
@@ -37,7 +37,7 @@ class Inputs:
     identity: Identity
     """What a checkpoint must have been made with."""
     candidates: Candidates
-    source: Source | None
+    source: WeightSource | None
     """Where the weights of a fresh run come from; None if there is something to go on from."""
     cache_plan: CachePlan | None
     """Where links remember activations, if they do."""
@@ -121,10 +121,10 @@ def open_held_out(job: Job) -> HeldOut | None:
     )
 
 
-def open_source(job: Job) -> Source:
+def open_source(job: Job) -> WeightSource:
     """Return where the weights come from, converting a Hugging Face directory into the cache first."""
     if job.config.model.init == "scratch":
-        return Scratch(job.model_config, job.layers, seed=job.config.data.seed)
+        return RandomWeights(job.model_config, job.layers, seed=job.config.data.seed)
     if (job.model_dir / MANIFEST).is_file():
         return ShardDirectory(job.model_dir)
     files = sorted(path for path in job.model_dir.iterdir() if path.suffix in (".safetensors", ".json"))

@@ -34,7 +34,7 @@ from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.model_files import _load_tokenizer, _open_model
 from acsgd.shards import family_of
-from acsgd.shards.layers import LayerShard, ModelFamily, skeleton
+from acsgd.shards.layers import LayerShard, ModelFamily, meta_model
 from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
 from acsgd.streams import Streams, open_streams
 from acsgd.topology import Launch, Topology
@@ -56,9 +56,9 @@ class Job:
     layers: tuple[LayerShard, ...]
     specs: tuple[StageSpec, ...]
     """The layers of each stage."""
-    row: tuple[Action, ...]
+    train_actions: tuple[Action, ...]
     """What this rank does in a step."""
-    eval_row: tuple[Action, ...]
+    eval_actions: tuple[Action, ...]
     """What this rank does to evaluate as many micro-batches as a step has."""
     micros: range
     """The micro-batches of the global batch that this rank's replica trains on."""
@@ -73,7 +73,7 @@ class Job:
     def describe(self) -> str:
         """Say in a few words what will run where."""
         config, topology = self.config, self.topology
-        parameters = sum(parameter.numel() for parameter in skeleton(self.model_config).parameters())
+        parameters = sum(parameter.numel() for parameter in meta_model(self.model_config).parameters())
         layers = " | ".join(_span(self.layers[slice(*spec)]) for spec in self.specs)
         idle = f"\ndp.mode={config.dp.mode} has nothing to do: there is one replica" if self._mode_is_idle else ""
         return (
@@ -158,8 +158,8 @@ def prepare(config: Config, launch: Launch) -> Job:
         family=family,
         layers=tuple(family.layers(model_config)),
         specs=tuple(specs),
-        row=tuple(program[topology.stage_rank]),
-        eval_row=tuple(evaluation[topology.stage_rank]),
+        train_actions=tuple(program[topology.stage_rank]),
+        eval_actions=tuple(evaluation[topology.stage_rank]),
         micros=micros,
         forward=forward,
         backward=backward,
@@ -213,7 +213,7 @@ def _deal(config: Config, topology: Topology) -> range:
 
 def _programs(schedule: Schedule, stages: int, micros: int) -> tuple[Program, Program]:
     """Return the programs of a step and of an evaluation, both held to the laws."""
-    computes = schedule.rows(stages, micros)
+    computes = schedule.program(stages, micros)
     program, evaluation = lower(computes), lower(forwards(computes))
     validate(program)
     validate(evaluation, forward_only=True)

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from acsgd.config.options import ModelConfig
 from acsgd.shards.convert import locate, read_config
 from acsgd.shards.disk import MANIFEST
-from acsgd.shards.layers import skeleton
+from acsgd.shards.layers import meta_model
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """One of these makes a directory a tokenizer's."""
@@ -20,7 +20,7 @@ def _open_model(model: ModelConfig) -> tuple[Path, PreTrainedConfig]:
     directory = _find_model(model.name, scratch=model.init == "scratch")
     config = read_config(directory)
     if model.init == "pretrained" and not (directory / MANIFEST).is_file():
-        locate(directory, skeleton(config))
+        locate(directory, meta_model(config))
     return directory, config
 
 

@@ -24,7 +24,7 @@ from acsgd.optim.adamw import Optimizer
 from acsgd.optim.base import LocalStep
 from acsgd.optim.clipping import clip_factor, scale_gradients_, squared_norm
 from acsgd.optim.schedule import learning_rate
-from acsgd.pp.nonfinite import Fault, first_fault
+from acsgd.pp.nonfinite import NonFiniteTensor, first_non_finite
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.stage import Stage
 from acsgd.run.control import Gather
@@ -204,18 +204,18 @@ class Session:
 
     def _explain(self, batch: Batch, step: int, scale: float, loss: float, norm: float) -> str:
         """Make the step again, watching every layer, and say where its loss or gradients stop being finite."""
-        fault = self.pipeline.find_fault(batch, step, scale)
+        fault = self.pipeline.find_non_finite(batch, step, scale)
         found = None
         if fault is not None:
             micro = None if fault.micro is None else fault.micro - self.job.micros.start
             ids = batch.sample_ids if micro is None else batch.sample_ids[micro]
             found = {"fault": fault.to_dict(), "ids": ids.flatten().tolist()}
         said = self.groups.all_gather_text(f"fault {step}", json.dumps(found), timeout_s=self.job.config.run.timeout)
-        found_by = {Fault.from_dict(each["fault"]): each["ids"] for each in map(json.loads, said) if each}
+        found_by = {NonFiniteTensor.from_dict(each["fault"]): each["ids"] for each in map(json.loads, said) if each}
         what = f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}"
         if not found_by:
             return f"{what}; made again, it was finite: suspect the hardware or a norm beyond fp32; start again"
-        first = first_fault(list(found_by))
+        first = first_non_finite(list(found_by))
         return (
             f"{what}; first in {first}, samples {found_by[first]}; no weight has changed and checkpoints are as they "
             "were; try a smaller optim.lr, or --optim.on_nan skip to leave such updates out"

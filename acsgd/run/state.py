@@ -108,7 +108,7 @@ def files_to_read(job: Job, checkpoint: Checkpoint) -> list[StoredFile]:
     manifest = checkpoint.shards.manifest
     files = [manifest.layers[layer] for layer in sorted(layers)]
     files += [file for layer in sorted(layers) for file in manifest.replicas.get(layer, [])]
-    return files + (manifest.companions if job.topology.rank == 0 else [])
+    return files + (manifest.model_files if job.topology.rank == 0 else [])
 
 
 def _restore_layer(worker: Session, checkpoint: ShardDirectory, shard: LayerShard, weights: Sequence[Weight]) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from acsgd.shards import family_of
-from acsgd.shards.disk import Manifest, ShardDirectory, copy_companions, write_layer
-from acsgd.shards.layers import skeleton, stored_keys, tied_keys
+from acsgd.shards.disk import Manifest, ShardDirectory, copy_model_files, write_layer
+from acsgd.shards.layers import meta_model, stored_keys, tied_keys
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 INDEX = "model.safetensors.index.json"
@@ -43,13 +43,13 @@ def from_hf(source: Path, target: Path) -> None:
     Tensors keep their dtype, bit for bit. Raises ValueError if parameters are missing or would be lost.
     """
     config = read_config(source)
-    model = skeleton(config)
+    model = meta_model(config)
     files = locate(source, model)
     layers = {}
     for shard in family_of(config.model_type).layers(config):
         tensors = _read({key: files[key] for key in stored_keys(model, shard)})
         layers[shard.name] = write_layer(target, shard.name, tensors)
-    Manifest(step=0, layers=layers, replicas={}, companions=copy_companions(source, target), run=None).write(target)
+    Manifest(step=0, layers=layers, replicas={}, model_files=copy_model_files(source, target), run=None).write(target)
 
 
 def to_hf(source: Path, target: Path, *, dtype: str | None = None) -> None:
@@ -59,7 +59,7 @@ def to_hf(source: Path, target: Path, *, dtype: str | None = None) -> None:
     """
     directory = ShardDirectory(source)
     config = read_config(source)
-    model = skeleton(config)
+    model = meta_model(config)
     shards = family_of(config.model_type).layers(config)
     weight_map: dict[str, str] = {}
     total = 0
@@ -73,7 +73,7 @@ def to_hf(source: Path, target: Path, *, dtype: str | None = None) -> None:
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
         dtypes |= {tensor.dtype for tensor in tensors.values()}
-    copy_companions(source, target)
+    copy_model_files(source, target)
     config.architectures = [type(model).__name__]
     if len(dtypes) == 1:
         config.dtype = dtypes.pop()

@@ -31,11 +31,9 @@ from acsgd.shards.weights import WeightState
 
 MANIFEST = "manifest.json"
 FORMAT = "acsgd-shards"
-VERSION = 2
-UNSEALED_VERSIONS = (1,)
-"""Those whose manifest had no checksum: no flip of one bit makes one of them from another."""
+VERSION = 3
 
-COMPANIONS = (
+MODEL_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer*",
@@ -49,7 +47,7 @@ COMPANIONS = (
 """Files that make weights a usable Hugging Face model."""
 
 
-class DamagedError(RunError):
+class CorruptFileError(RunError):
     """A file is not the one that was written."""
 
     def __init__(self, path: Path, message: str) -> None:
@@ -76,7 +74,7 @@ class Manifest:
     """By layer, first to last."""
     replicas: dict[str, list[StoredFile]]
     """By layer, what each replica remembers of it in a data-parallel mode with memory."""
-    companions: list[StoredFile]
+    model_files: list[StoredFile]
     """config.json and the tokenizer's files."""
     run: dict[str, Any] | None
     """What a run needs besides its tensors to go on; None of a model that no run has saved."""
@@ -84,13 +82,13 @@ class Manifest:
     @property
     def files(self) -> list[StoredFile]:
         """All files but the manifest."""
-        return [*self.layers.values(), *(file for files in self.replicas.values() for file in files), *self.companions]
+        return [*self.layers.values(), *(file for files in self.replicas.values() for file in files), *self.model_files]
 
     def write(self, directory: Path) -> None:
         """Complete a shard directory, all other files of which are there."""
         path = directory / MANIFEST
         with path.open("wb") as file:
-            file.write(_sealed({"format": FORMAT, "version": VERSION, **asdict(self)}))
+            file.write(_with_checksum({"format": FORMAT, "version": VERSION, **asdict(self)}))
             file.flush()
             os.fsync(file.fileno())
         fsync_directory(directory)
@@ -99,23 +97,23 @@ class Manifest:
     def read(cls, directory: Path) -> Manifest:
         """Read the manifest of a complete shard directory.
 
-        Raises ValueError if `directory` is none, or of another version, and DamagedError if the manifest is damaged.
+        Raises ValueError if `directory` is not one or has another version, CorruptFileError if the manifest is corrupt.
         """
         path = directory / MANIFEST
         try:
-            fields = _unsealed(path.read_bytes(), path)
+            fields = _verified_fields(path.read_bytes(), path)
         except (FileNotFoundError, NotADirectoryError):
             raise ValueError(
                 f"{directory} is not a checkpoint or layer-shard directory: it has no {MANIFEST}"
             ) from None
         except OSError as error:
-            raise DamagedError(path, f"cannot be read ({error.strerror})") from None
+            raise CorruptFileError(path, f"cannot be read ({error.strerror})") from None
         _check_version(directory, fields)
         return cls(
             step=fields["step"],
             layers={layer: StoredFile(**file) for layer, file in fields["layers"].items()},
             replicas={layer: [StoredFile(**file) for file in files] for layer, files in fields["replicas"].items()},
-            companions=[StoredFile(**file) for file in fields["companions"]],
+            model_files=[StoredFile(**file) for file in fields["model_files"]],
             run=fields["run"],
         )
 
@@ -135,9 +133,9 @@ def write_layer(
     return _synced(path)
 
 
-def copy_companions(source: Path, target: Path) -> list[StoredFile]:
+def copy_model_files(source: Path, target: Path) -> list[StoredFile]:
     """Copy the config and tokenizer files of a model directory and return their entries."""
-    paths = sorted({path for pattern in COMPANIONS for path in source.glob(pattern)})
+    paths = sorted({path for pattern in MODEL_FILES for path in source.glob(pattern)})
     for path in paths:
         shutil.copyfile(path, target / path.name)
     return [_synced(target / path.name) for path in paths]
@@ -165,7 +163,7 @@ class ShardDirectory:
     def tensors(self, layer: str, keys: Collection[str]) -> dict[str, Tensor]:
         """Read the named parameters of one layer, which must be all of them.
 
-        The tensors lie in the mapped file. Raises RunError if the layer has others, DamagedError if it is damaged.
+        The tensors lie in the mapped file. Raises RunError if the layer has others, CorruptFileError if it is damaged.
         """
         path = self.verify(self._file(layer))
         with safe_open(path, framework="pt") as file:
@@ -191,22 +189,22 @@ class ShardDirectory:
         return [self._state(file) for file in self.manifest.replicas.get(layer, [])]
 
     def verify(self, entry: StoredFile) -> Path:
-        """Check a file against its entry, once, and return its path. Raises DamagedError."""
+        """Check a file against its entry, once, and return its path. Raises CorruptFileError."""
         path = self.path / entry.file
         if entry.file not in self._sound:
             try:
                 _verify(path, entry)
             except OSError as error:
-                raise DamagedError(path, f"cannot be read ({error.strerror})") from None
+                raise CorruptFileError(path, f"cannot be read ({error.strerror})") from None
             self._sound.add(entry.file)
         return path
 
-    def damages(self) -> Iterator[DamagedError]:
+    def corrupt_files(self) -> Iterator[CorruptFileError]:
         """Check every file and yield what is wrong."""
         for entry in self.manifest.files:
             try:
                 self.verify(entry)
-            except DamagedError as damage:
+            except CorruptFileError as damage:
                 yield damage
 
     def _file(self, layer: str) -> StoredFile:
@@ -225,36 +223,36 @@ class ShardDirectory:
 
 
 def _verify(path: Path, entry: StoredFile) -> None:
-    """Raise DamagedError if a file is not the one that its entry describes, OSError if the disk does not give it."""
+    """Raise CorruptFileError if a file differs from its manifest entry, OSError if it cannot be read."""
     if not path.is_file():
-        raise DamagedError(path, "is missing; copy the whole directory again")
+        raise CorruptFileError(path, "is missing; copy the whole directory again")
     if (size := path.stat().st_size) != entry.bytes:
-        raise DamagedError(path, f"is damaged: it has {size} bytes, the manifest says {entry.bytes}")
+        raise CorruptFileError(path, f"is corrupt: it has {size} bytes, the manifest says {entry.bytes}")
     if _sha256(path) != entry.sha256:
-        raise DamagedError(path, "is damaged: its content differs from the manifest's sha256")
+        raise CorruptFileError(path, "is corrupt: its content differs from the manifest's sha256")
 
 
-def _sealed(fields: dict[str, Any]) -> bytes:
+def _with_checksum(fields: dict[str, Any]) -> bytes:
     """Return a manifest's bytes: JSON in one fixed form, whose last field is the hash of the form without it."""
     digest = hashlib.sha256(_canonical(fields)).hexdigest()
     return _canonical({**fields, "sha256": digest})
 
 
-def _unsealed(raw: bytes, path: Path) -> dict[str, Any]:
-    """Return the fields of a manifest, every bit of which is as it was written. Raises DamagedError.
+def _verified_fields(raw: bytes, path: Path) -> dict[str, Any]:
+    """Return the fields of a manifest, every bit of which is as it was written. Raises CorruptFileError.
 
-    A file that never had a checksum, an old or a foreign one, is returned as it is.
+    A manifest of another program or of version 1, which had no checksum, is returned unverified.
     """
     try:
         fields: dict[str, Any] = json.loads(raw)
-        if "sha256" not in fields and (fields.get("format") != FORMAT or fields.get("version") in UNSEALED_VERSIONS):
+        if "sha256" not in fields and (fields.get("format"), fields.get("version")) != (FORMAT, VERSION):
             return fields
         fields.pop("sha256", None)
-        is_sound = _sealed(fields) == raw
+        is_valid = _with_checksum(fields) == raw
     except (ValueError, TypeError, AttributeError):
-        raise DamagedError(path, "is damaged: it is no JSON object") from None
-    if not is_sound:
-        raise DamagedError(path, "is damaged: its content differs from its checksum")
+        raise CorruptFileError(path, "is corrupt: it is no JSON object") from None
+    if not is_valid:
+        raise CorruptFileError(path, "is corrupt: its content differs from its checksum")
     return fields
 
 

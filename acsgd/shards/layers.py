@@ -115,7 +115,7 @@ class Decoder:
         )
 
 
-def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the Hugging Face model on the meta device: all of its structure, none of its memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)

@@ -11,11 +11,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from acsgd.errors import RunError
 from acsgd.seeds import mix_seed
-from acsgd.shards.layers import LayerShard, parameter_keys, skeleton, stored_keys, tied_keys
+from acsgd.shards.layers import LayerShard, meta_model, parameter_keys, stored_keys, tied_keys
 from acsgd.shards.weights import Weight
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Where the weights of layers come from."""
 
     def tensors(self, layer: str, keys: Collection[str]) -> dict[str, Tensor]:
@@ -27,7 +27,7 @@ class Source(Protocol):
         ...
 
 
-class Scratch:
+class RandomWeights:
     """New weights, drawn as transformers draws them, each layer by (seed, layer): equal at every number of stages.
 
     Reseeds torch's global generators.
@@ -40,7 +40,7 @@ class Scratch:
 
     @torch.no_grad()
     def tensors(self, layer: str, keys: Collection[str]) -> dict[str, Tensor]:
-        model, shard = skeleton(self._config), self._shards[layer]
+        model, shard = meta_model(self._config), self._shards[layer]
         torch.manual_seed(mix_seed(self._seed, shard.index))
         for path in shard.modules:
             module = model.get_submodule(path).to_empty(device="cpu")
@@ -54,7 +54,7 @@ class Scratch:
 def load_layer(
     model: PreTrainedModel,
     shard: LayerShard,
-    source: Source,
+    source: WeightSource,
     *,
     device: torch.device,
     dtype: torch.dtype,

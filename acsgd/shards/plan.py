@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedConfig
 
-from acsgd.shards.layers import LayerShard, ModelFamily, skeleton
+from acsgd.shards.layers import LayerShard, ModelFamily, meta_model
 
 FLOPS_PER_BYTE = {"cpu": 8.0, "cuda": 200.0}
 """Arithmetic a device does while it moves one byte that an operation gives; from timings of single blocks on a
@@ -74,7 +74,7 @@ def layer_costs(family: ModelFamily, config: PreTrainedConfig, *, sequence: int,
     everything that is made counts its bytes, weighed by what the kind of device, "cpu" or "cuda", moves meanwhile.
     Layers made of the same modules cost the same; one of them is run.
     """
-    model = skeleton(config)
+    model = meta_model(config)
     family.rebuild_buffers(model, torch.device("meta"))
     state = {"tokens": torch.empty(1, sequence, dtype=torch.long, device="meta")}
     context: Any = None

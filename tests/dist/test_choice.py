@@ -56,7 +56,7 @@ def test_all_ranks_pass_over_what_one_finds_damaged(layer: str, whole: Config, t
         assert told[0].error is None
         assert [step.step for step in told[0].steps] == [2, 3]
     notes = by_rank[0][0].notes
-    assert [note for note in notes if f"{layer}.safetensors is damaged" in note and "damaged-step-00000003" in note]
+    assert [note for note in notes if f"{layer}.safetensors is corrupt" in note and "damaged-step-00000003" in note]
     assert end_of(config).layers == end_of(whole).layers
 
 

@@ -56,7 +56,7 @@ def in_place(config: Config) -> list[int]:
     """Return the steps of all checkpoints, each of whose hashes is right, beside which nothing lies."""
     directory = checkpoints_of(config)
     for step in directory.steps():
-        assert not list(ShardDirectory(directory.of(step)).damages())
+        assert not list(ShardDirectory(directory.of(step)).corrupt_files())
     assert {path.name for path in directory.path.iterdir()} == {directory.of(step).name for step in directory.steps()}
     return directory.steps()
 

@@ -16,7 +16,7 @@ from test_same_training import DROPOUT
 from torch import Tensor, nn
 
 from acsgd.config.options import Config
-from acsgd.pp.nonfinite import Fault, first_fault
+from acsgd.pp.nonfinite import NonFiniteTensor, first_non_finite
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.run.session import Session
 
@@ -76,11 +76,11 @@ def test_all_ranks_name_what_was_planted(
     by_rank = on_ranks(stages * replicas, find_on_rank, tmp_path / "store", config, PLANTS)
     for plant, *said in zip(PLANTS, *by_rank, strict=True):
         value: Any = "nan" if plant.value != plant.value else "inf"
-        planted = Fault(
+        planted = NonFiniteTensor(
             plant.phase, _stage_of(plant.where, blocks), plant.micro, plant.tensor.format(plant.where), value
         )
-        found = [Fault.from_dict(fault) for fault in said if fault is not None]
-        assert first_fault(found) == first_fault(found[::-1]) == planted
+        found = [NonFiniteTensor.from_dict(fault) for fault in said if fault is not None]
+        assert first_non_finite(found) == first_non_finite(found[::-1]) == planted
 
 
 @pytest.mark.parametrize("recompute", ["none", "layers"])
@@ -94,10 +94,10 @@ def test_it_is_found_where_sequences_run_one_by_one(recompute: str, tiny_model: 
     ]
     by_rank = on_ranks(2, find_on_rank, tmp_path / "store", config, plants)
     for plant, *said in zip(plants, *by_rank, strict=True):
-        planted = Fault(
+        planted = NonFiniteTensor(
             plant.phase, _stage_of(plant.where, (3, 3)), plant.micro, plant.tensor.format(plant.where), "nan"
         )
-        assert first_fault([Fault.from_dict(fault) for fault in said if fault is not None]) == planted
+        assert first_non_finite([NonFiniteTensor.from_dict(fault) for fault in said if fault is not None]) == planted
 
 
 def test_what_only_the_wire_cannot_carry_is_wrong_where_it_arrives(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -105,7 +105,9 @@ def test_what_only_the_wire_cannot_carry_is_wrong_where_it_arrives(tiny_model: T
     too_large = [Plant("output", "model.layers.2", 3, "forward", "", value=1e6)]
     by_rank = on_ranks(2, find_on_rank, tmp_path / "store", config, too_large)
     assert by_rank[0][0]["phase"] == "backward"
-    assert Fault.from_dict(by_rank[1][0]) == Fault("forward", 1, 3, "input of model.layers.3", "inf")
+    assert NonFiniteTensor.from_dict(by_rank[1][0]) == NonFiniteTensor(
+        "forward", 1, 3, "input of model.layers.3", "inf"
+    )
 
 
 def find_on_rank(
@@ -121,7 +123,7 @@ def find_on_rank(
             _plant(plant, worker, patch)
             batch = draw_batch(config, 0, worker.job.micros)
             worker.pipeline.run(batch, 0)
-            fault = worker.pipeline.find_fault(batch, 0)
+            fault = worker.pipeline.find_non_finite(batch, 0)
             found.append(None if fault is None else fault.to_dict())
     return found
 
@@ -131,7 +133,7 @@ def search_on_rank(rank: int, world_size: int, store: Path, config: Config, scal
     with worker_of(config, rank, world_size, str(store)) as worker:
         batch = draw_batch(config, 0, worker.job.micros)
         loss, grads = worker.pipeline.run(batch, 0, scale), digest(gradients(worker))
-        assert worker.pipeline.find_fault(batch, 0, scale) is None
+        assert worker.pipeline.find_non_finite(batch, 0, scale) is None
         assert digest(gradients(worker)) == grads
         for stage in worker.stages.values():
             assert not any(m._forward_hooks or m._forward_pre_hooks for m in stage.model.modules())
@@ -194,7 +196,7 @@ def _spoiler(plant: Plant, stage: Stage, micros: range, patch: pytest.MonkeyPatc
 
     def watched_forward(micro: MicroBatch, *args: Any) -> Any:
         nonlocal place
-        place = micro.global_place
+        place = micro.global_index
         return forward(micro, *args)
 
     def watched_backward(micro: int, *args: Any, **options: Any) -> Any:

@@ -18,7 +18,7 @@ from acsgd.config.run_file import parse
 from acsgd.run.inputs import open_source
 from acsgd.run.job import prepare
 from acsgd.shards.convert import read_config
-from acsgd.shards.layers import skeleton
+from acsgd.shards.layers import meta_model
 from acsgd.topology import Launch, Topology, connect
 from acsgd.run.build import build_stages
 import transformers.models.gpt2.modeling_gpt2
@@ -29,7 +29,7 @@ source = open_source(job)
 # the groups play no part in loading; one process alone stands for its rank
 with connect(Topology(0, 1, 1), timeout=timedelta(seconds=60)) as groups:
     before = job.streams.peak_memory_bytes()
-    stages = build_stages(job, skeleton(job.model_config), source, groups)
+    stages = build_stages(job, meta_model(job.model_config), source, groups)
     print(json.dumps({
         "grown": job.streams.peak_memory_bytes() - before,
         "own": sum(w.param.nbytes for stage in stages.values() for w in stage.weights),
@@ -72,10 +72,10 @@ CONVERT = """
 import json, sys, torch
 from pathlib import Path
 from acsgd.shards.convert import from_hf, to_hf, read_config
-from acsgd.shards.layers import skeleton
+from acsgd.shards.layers import meta_model
 from acsgd.streams import Streams
 source, shards, back = map(Path, sys.argv[1:])
-skeleton(read_config(source))  # what transformers imports and keeps is no layer
+meta_model(read_config(source))  # what transformers imports and keeps is no layer
 streams = Streams(torch.device("cpu"))
 for convert, given, made in ((from_hf, source, shards), (to_hf, shards, back)):
     made.mkdir()

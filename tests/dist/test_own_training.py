@@ -176,7 +176,7 @@ def test_a_run_goes_on_at_another_size(whole: Config, stages: int, ranks: int, t
     shutil.copytree(checkpoint_of(whole, HALF), checkpoint_of(moved, HALF))
     on_ranks(ranks, train_ranks, tmp_path / "store-moved", [moved])
     shards = ShardDirectory(checkpoint_of(moved))
-    assert not list(shards.damages())
+    assert not list(shards.corrupt_files())
     states = shards.replica_states("embed")
     assert len(states) == (ranks // stages if ranks > stages else 0)
 

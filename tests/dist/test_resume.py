@@ -30,7 +30,7 @@ ROUNDED = 2.0**-8
 def weights_of(config: Config) -> dict[str, torch.Tensor]:
     """Return the weights of the last checkpoint."""
     shards = ShardDirectory(checkpoint_of(config))
-    assert not list(shards.damages())
+    assert not list(shards.corrupt_files())
     return {
         key: tensor
         for layer in shards.manifest.layers

@@ -187,7 +187,7 @@ def checkpoints_of(config: Config) -> CheckpointDirectory:
 def end_of(config: Config) -> Manifest:
     """Return the manifest of the last checkpoint, which must be sound: it has the hash of all layers."""
     shards = ShardDirectory(checkpoints_of(config).of(config.optim.steps))
-    assert not list(shards.damages())
+    assert not list(shards.corrupt_files())
     return shards.manifest
 
 

@@ -22,8 +22,8 @@ from acsgd.run.inputs import open_source
 from acsgd.run.job import prepare
 from acsgd.run.session import Session
 from acsgd.shards import family_of
-from acsgd.shards.layers import skeleton
-from acsgd.shards.load import Scratch, load_layer
+from acsgd.shards.layers import meta_model
+from acsgd.shards.load import RandomWeights, load_layer
 from acsgd.shards.weights import Weight
 from acsgd.topology import Launch, connect
 from lib.training import TIMEOUT
@@ -111,11 +111,11 @@ def build_stages(
     """
     family = family_of(config.model_type)
     layers = family.layers(config)
-    source = Scratch(config, layers, seed=0)
+    source = RandomWeights(config, layers, seed=0)
     cpu = torch.device("cpu")
     stages = []
     for cut in cuts:
-        model = skeleton(config).train()
+        model = meta_model(config).train()
         family.rebuild_buffers(model, cpu)
         held = {
             layers[index]: load_layer(model, layers[index], source, device=cpu, dtype=dtype, embedding=layers[0])

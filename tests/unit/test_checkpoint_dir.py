@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from acsgd.io.checkpoint.directory import CheckpointDirectory
-from acsgd.shards.disk import MANIFEST, Manifest, ShardDirectory, StoredFile, copy_companions
+from acsgd.shards.disk import MANIFEST, Manifest, ShardDirectory, StoredFile, copy_model_files
 
 
 class Died(BaseException):
@@ -26,8 +26,8 @@ def write(directory: CheckpointDirectory, step: int, content: str = "") -> None:
         path.mkdir(parents=True, exist_ok=True)
     (source / "config.json").write_text(f"{step} {content}")
     layers: dict[str, StoredFile] = {}
-    companions = copy_companions(source, partial)
-    Manifest(step=step, layers=layers, replicas={}, companions=companions, run=None).write(partial)
+    model_files = copy_model_files(source, partial)
+    Manifest(step=step, layers=layers, replicas={}, model_files=model_files, run=None).write(partial)
 
 
 def save(directory: CheckpointDirectory, *steps: int, content: str = "") -> None:
@@ -40,7 +40,7 @@ def content_of(directory: CheckpointDirectory, step: int) -> str:
     """Return what a checkpoint holds; all of it must be sound."""
     shards = ShardDirectory(directory.of(step))
     assert shards.step == step
-    assert not list(shards.damages())
+    assert not list(shards.corrupt_files())
     return (directory.of(step) / "config.json").read_text()
 
 

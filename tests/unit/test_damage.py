@@ -15,7 +15,7 @@ from lib.saved import SMALL, small_run, train_alone
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.shards import disk
-from acsgd.shards.disk import MANIFEST, DamagedError, Manifest, ShardDirectory
+from acsgd.shards.disk import MANIFEST, CorruptFileError, Manifest, ShardDirectory
 
 TinyModel = Callable[..., Path]
 FLIPS, TRUNCATIONS, ADDITIONS = 1000, 100, 30
@@ -72,7 +72,7 @@ def test_every_flip_of_a_bit_is_detected_and_named(checkpoint: Path) -> None:
 
 def test_every_flip_of_a_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
     """All of them, of a short one."""
-    Manifest(step=2, layers={}, replicas={}, companions=[], run=None).write(tmp_path)
+    Manifest(step=2, layers={}, replicas={}, model_files=[], run=None).write(tmp_path)
     path = tmp_path / MANIFEST
     content = path.read_bytes()
     Manifest.read(tmp_path)
@@ -80,7 +80,7 @@ def test_every_flip_of_a_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
-        with pytest.raises(DamagedError, match=f"^{path} "):
+        with pytest.raises(CorruptFileError, match=f"^{path} "):
             Manifest.read(tmp_path)
 
 
@@ -103,7 +103,7 @@ def test_a_copy_that_broke_off_is_told_by_its_size(checkpoint: Path) -> None:
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:100])
     (report,) = inspect(checkpoint)
-    assert report.damages == [f"{path} is damaged: it has 100 bytes, the manifest says {size}"]
+    assert report.damages == [f"{path} is corrupt: it has 100 bytes, the manifest says {size}"]
 
 
 def test_every_file_that_is_not_there_is_named(checkpoint: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_manifest_that_says_the_same_in_other_bytes_is_damaged(change: str, ch
         assert json.loads(changed) == json.loads(text)
     path.write_bytes(changed.encode())
     assert_named(path)
-    with pytest.raises(DamagedError, match=r"manifest\.json is damaged"):
+    with pytest.raises(CorruptFileError, match=r"manifest\.json is corrupt"):
         Checkpoint.open(checkpoint)
 
 
@@ -183,7 +183,7 @@ def test_a_manifest_in_another_encoding_is_damaged(encoding: str, checkpoint: Pa
     assert_named(path)
 
 
-@pytest.mark.parametrize("value", ["[]", "1", "null", '"text"', '{"format": "acsgd-shards", "version": 2}'])
+@pytest.mark.parametrize("value", ["[]", "1", "null", '"text"', '{"format": "acsgd-shards", "version": 3}'])
 def test_json_that_is_no_manifest_is_damaged(value: str, checkpoint: Path) -> None:
     (checkpoint / MANIFEST).write_text(value)
     assert_named(checkpoint / MANIFEST)
@@ -202,6 +202,6 @@ def test_what_is_read_is_verified_first(checkpoint: Path) -> None:
         lambda: shards.tensor("block-00000", "transformer.h.0.ln_1.weight"),
     ]
     for read in reads:
-        with pytest.raises(DamagedError, match=r"block-00000\.safetensors is damaged"):
+        with pytest.raises(CorruptFileError, match=r"block-00000\.safetensors is corrupt"):
             read()
     shards.state("embed")

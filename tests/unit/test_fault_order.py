@@ -8,18 +8,18 @@ from itertools import pairwise
 
 import pytest
 
-from acsgd.pp.nonfinite import Fault, first_fault
+from acsgd.pp.nonfinite import NonFiniteTensor, first_non_finite
 
 IN_ORDER = [
-    Fault("weight", 1, None, "weight a", "inf"),
-    Fault("weight", 3, None, "weight b", "nan"),
-    Fault("forward", 2, 0, "output of c", "nan"),
-    Fault("forward", 1, 4, "output of d", "inf"),
-    Fault("forward", 2, 4, "input of e", "nan"),
-    Fault("backward", 0, 3, "gradient of f", "nan"),
-    Fault("backward", 3, 5, "gradient of g", "nan"),
-    Fault("backward", 2, 5, "gradient of h", "nan"),
-    Fault("reduce", 0, None, "gradient summed over replicas of i", "inf"),
+    NonFiniteTensor("weight", 1, None, "weight a", "inf"),
+    NonFiniteTensor("weight", 3, None, "weight b", "nan"),
+    NonFiniteTensor("forward", 2, 0, "output of c", "nan"),
+    NonFiniteTensor("forward", 1, 4, "output of d", "inf"),
+    NonFiniteTensor("forward", 2, 4, "input of e", "nan"),
+    NonFiniteTensor("backward", 0, 3, "gradient of f", "nan"),
+    NonFiniteTensor("backward", 3, 5, "gradient of g", "nan"),
+    NonFiniteTensor("backward", 2, 5, "gradient of h", "nan"),
+    NonFiniteTensor("reduce", 0, None, "gradient summed over replicas of i", "inf"),
 ]
 """A weight, then forward by micro-batch and down the stages, then backward by micro-batch and up the stages."""
 
@@ -28,7 +28,7 @@ IN_ORDER = [
 def test_the_origin_is_found_in_any_order_of_ranks(start: int) -> None:
     faults = IN_ORDER[start:]
     random.Random(start).shuffle(faults)
-    assert first_fault(faults) == IN_ORDER[start]
+    assert first_non_finite(faults) == IN_ORDER[start]
 
 
 def test_what_a_rank_names_first_is_what_all_would_have_named() -> None:
@@ -38,12 +38,12 @@ def test_what_a_rank_names_first_is_what_all_would_have_named() -> None:
         shuffled = rng.sample(IN_ORDER, rng.randint(1, len(IN_ORDER)))
         cuts = sorted({0, len(shuffled), *(rng.randrange(len(shuffled)) for _ in range(3))})
         ranks = [shuffled[a:b] for a, b in pairwise(cuts)]
-        assert first_fault([first_fault(rank) for rank in ranks]) == first_fault(shuffled)
+        assert first_non_finite([first_non_finite(rank) for rank in ranks]) == first_non_finite(shuffled)
 
 
 @pytest.mark.parametrize("fault", IN_ORDER, ids=str)
-def test_a_fault_travels_as_json(fault: Fault) -> None:
-    assert Fault.from_dict(json.loads(json.dumps(fault.to_dict()))) == fault
+def test_a_fault_travels_as_json(fault: NonFiniteTensor) -> None:
+    assert NonFiniteTensor.from_dict(json.loads(json.dumps(fault.to_dict()))) == fault
 
 
 def test_a_fault_reads_well() -> None:

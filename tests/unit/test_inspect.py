@@ -146,7 +146,7 @@ def test_damage_is_named_and_the_exit_code_is_1(name: str, run: Path, inspect: I
     for path in (run, damaged.parent):
         code, printed = inspect(path)
         assert code == 1
-        assert f"DAMAGED: {damaged} is damaged" in printed
+        assert f"DAMAGED: {damaged} is corrupt" in printed
         assert "as it was written" not in printed
         code, reports = as_json(inspect(path, "--json"))
         assert code == 1

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from acsgd.shards import FAMILIES
-from acsgd.shards.layers import skeleton
+from acsgd.shards.layers import meta_model
 from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
 
 
@@ -76,12 +76,12 @@ def test_a_block_that_is_not_like_the_others_has_a_cost_of_its_own(monkeypatch: 
     alike = layer_costs(FAMILIES["gpt2"], config, sequence=16, device="cpu")
 
     def with_a_wide_block(config: PreTrainedConfig) -> PreTrainedModel:
-        model = skeleton(config)
+        model = meta_model(config)
         with torch.device("meta"):
             model.transformer.h[1].mlp = GPT2MLP(16 * config.n_embd, config)
         return model
 
-    monkeypatch.setattr("acsgd.shards.plan.skeleton", with_a_wide_block)
+    monkeypatch.setattr("acsgd.shards.plan.meta_model", with_a_wide_block)
     other = layer_costs(FAMILIES["gpt2"], config, sequence=16, device="cpu")
     assert other[2] > 2 * alike[2]
     assert other[:2] + other[3:] == alike[:2] + alike[3:]

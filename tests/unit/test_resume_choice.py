@@ -35,10 +35,10 @@ def remove(name: str) -> Damage:
 
 
 DAMAGES = {
-    "a layer": (flip("block-00000.safetensors"), "block-00000.safetensors is damaged"),
+    "a layer": (flip("block-00000.safetensors"), "block-00000.safetensors is corrupt"),
     "a layer gone": (remove("embed.safetensors"), "embed.safetensors is missing"),
-    "a companion": (flip("tokenizer.json"), "tokenizer.json is damaged"),
-    "the manifest": (flip(MANIFEST), "manifest.json is damaged"),
+    "a companion": (flip("tokenizer.json"), "tokenizer.json is corrupt"),
+    "the manifest": (flip(MANIFEST), "manifest.json is corrupt"),
     "half-written": (remove(MANIFEST), "step-00000003 is half-written: it has no manifest.json"),
 }
 

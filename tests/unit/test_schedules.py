@@ -27,13 +27,13 @@ def test_ranks_train_every_micro_once_and_never_deadlock(schedule: Schedule) -> 
     """`validate` lets every send block until its receive is posted."""
     for ranks, micros in SIZES:
         for ahead in (1, 2, 3):
-            validate(lower(schedule.rows(ranks, micros), ahead))
+            validate(lower(schedule.program(ranks, micros), ahead))
 
 
 @every_schedule
 def test_an_evaluation_is_the_forwards_in_their_order_and_never_deadlocks(schedule: Schedule) -> None:
     for ranks, micros in SIZES:
-        computes = schedule.rows(ranks, micros)
+        computes = schedule.program(ranks, micros)
         for ahead in (1, 2, 3):
             program = lower(forwards(computes), ahead)
             validate(program, forward_only=True)
@@ -46,7 +46,7 @@ def test_an_evaluation_is_the_forwards_in_their_order_and_never_deadlocks(schedu
 @pytest.mark.parametrize("backward", [1, Fraction(5, 2)])
 def test_bubble_is_exactly_the_formula(schedule: Schedule, backward: Fraction) -> None:
     for ranks, micros in SIZES:
-        timeline = simulate(lower(schedule.rows(ranks, micros)), Cost(backward=backward))
+        timeline = simulate(lower(schedule.program(ranks, micros)), Cost(backward=backward))
         assert timeline.bubble == schedule.bubble(ranks, micros), (ranks, micros)
         assert timeline.busy == [schedule.chunks * micros * (1 + backward)] * ranks
 
@@ -55,7 +55,7 @@ def test_bubble_is_exactly_the_formula(schedule: Schedule, backward: Fraction) -
 def test_micros_and_reduces_come_in_order(schedule: Schedule) -> None:
     """Each stage takes its micro-batches in ascending order; each rank ends with its first stage."""
     for ranks, micros in SIZES:
-        for rank, row in enumerate(lower(schedule.rows(ranks, micros))):
+        for rank, row in enumerate(lower(schedule.program(ranks, micros))):
             mine = range(rank, ranks * schedule.chunks, ranks)
             assert [stage for op, stage, _ in row if op is Op.R] == list(reversed(mine))
             for stage in mine:
@@ -80,25 +80,25 @@ def test_interleaved_keeps_one_round_more_per_further_chunk() -> None:
 
 def test_interleaved_with_one_chunk_is_1f1b() -> None:
     for ranks, micros in SIZES:
-        assert Interleaved(chunks=1, lead=1).rows(ranks, micros) == OneFOneB().rows(ranks, micros)
+        assert Interleaved(chunks=1, lead=1).program(ranks, micros) == OneFOneB().program(ranks, micros)
 
 
 def test_lead_hides_messages() -> None:
     """Messages of at most (lead - 1) * (F + B) / 2 cost nothing but the way in and the way out."""
     for lead, message in [(2, Fraction(1, 2)), (2, Fraction(3, 2)), (3, Fraction(3))]:
         for ranks, micros in SIZES:
-            timeline = simulate(lower(OneFOneB(lead).rows(ranks, micros)), Cost(1, 2, message))
+            timeline = simulate(lower(OneFOneB(lead).program(ranks, micros)), Cost(1, 2, message))
             assert timeline.makespan == (micros + ranks - 1) * 3 + 2 * (ranks - 1) * message
 
 
 def test_slow_messages_queue_on_their_link() -> None:
     """When a message takes longer than all computes between two, the link sets the pace."""
-    timeline = simulate(lower(GPipe().rows(2, 4), ahead=8), Cost(forward=1, backward=1, message=5))
+    timeline = simulate(lower(GPipe().program(2, 4), ahead=8), Cost(forward=1, backward=1, message=5))
     assert [timeline.spans[Action(Op.SF, 0, micro)].start for micro in range(4)] == [1, 6, 11, 16]
 
 
 def test_costs_may_differ_by_stage() -> None:
-    timeline = simulate(lower(GPipe().rows(3, 1)), Cost([1, 2, 3], [4, 5, 6], [10, 20]))
+    timeline = simulate(lower(GPipe().program(3, 1)), Cost([1, 2, 3], [4, 5, 6], [10, 20]))
     assert timeline.makespan == (1 + 2 + 3) + (4 + 5 + 6) + 2 * (10 + 20)
 
 
@@ -118,7 +118,7 @@ def test_no_order_that_can_run_deadlocks_once_lowered(ahead: int) -> None:
 
 
 def test_lowered_program_of_two_ranks() -> None:
-    program = lower(OneFOneB().rows(2, 2), ahead=1)
+    program = lower(OneFOneB().program(2, 2), ahead=1)
     assert program == [
         parse("0F0 0SF0 0RB0 0F1 0SF1 0RB1 0B0 0B1 0R"),
         parse("1RF0 1RF1 1F0 1B0 1SB0 1F1 1B1 1SB1 1R"),
@@ -173,7 +173,7 @@ FAULTS = {
 
 @pytest.mark.parametrize(("damage", "culprit", "text"), FAULTS.values(), ids=FAULTS)
 def test_validate_names_and_marks_the_fault(damage: Callable[[Program], None], culprit: str, text: str) -> None:
-    program = lower(OneFOneB().rows(4, 6), ahead=2)
+    program = lower(OneFOneB().program(4, 6), ahead=2)
     validate(program)
     damage(program)
     with pytest.raises(ValueError, match=rf"(?m)^rank \d, action {culprit}: .*{text}") as error:
@@ -197,7 +197,7 @@ EVALUATION_FAULTS = {
 def test_validate_holds_evaluations_to_the_same_laws(
     damage: Callable[[Program], None], culprit: str, text: str
 ) -> None:
-    program = lower(forwards(OneFOneB().rows(4, 6)), ahead=2)
+    program = lower(forwards(OneFOneB().program(4, 6)), ahead=2)
     validate(program, forward_only=True)
     damage(program)
     with pytest.raises(ValueError, match=rf"(?m)^rank \d, action {culprit}: .*{text}"):
@@ -205,7 +205,7 @@ def test_validate_holds_evaluations_to_the_same_laws(
 
 
 def test_a_step_without_its_backwards_is_no_step_and_an_evaluation_with_them_is_none() -> None:
-    computes = GPipe().rows(2, 2)
+    computes = GPipe().program(2, 2)
     with pytest.raises(ValueError, match="is missing"):
         validate(lower(forwards(computes)))
     with pytest.raises(ValueError, match="no place in an evaluation"):
@@ -247,7 +247,7 @@ def test_specs_read_as_written(spec: str) -> None:
 
 
 def test_draw_shows_computes_and_marks() -> None:
-    program = lower(OneFOneB().rows(2, 2))
+    program = lower(OneFOneB().program(2, 2))
     at = program[0].index(parse_action("0SF0"))
     assert draw(program, [(0, at)]).splitlines() == [
         "rank 0 | 0F0  >0SF0< 0F1   0B0   0B1",
@@ -284,7 +284,7 @@ def any_order(rng: random.Random) -> Program:
 
 
 def live(schedule: Schedule, ranks: int, micros: int) -> list[int]:
-    return simulate(lower(schedule.rows(ranks, micros)), Cost()).live
+    return simulate(lower(schedule.program(ranks, micros)), Cost()).live
 
 
 def parse(row: str) -> list[Action]:

@@ -16,8 +16,8 @@ from acsgd.errors import RunError
 from acsgd.shards import FAMILIES
 from acsgd.shards.convert import from_hf, read_config, to_hf
 from acsgd.shards.disk import MANIFEST, Manifest, ShardDirectory
-from acsgd.shards.layers import State, skeleton, stored_keys, tied_keys
-from acsgd.shards.load import Scratch, Source, load_layer
+from acsgd.shards.layers import State, meta_model, stored_keys, tied_keys
+from acsgd.shards.load import RandomWeights, WeightSource, load_layer
 from acsgd.shards.weights import Weight
 
 TinyModel = Callable[..., Path]
@@ -40,10 +40,10 @@ def convert(tmp_path: Path) -> Convert:
     return to_shards
 
 
-def logits(directory: Path, source: Source) -> tuple[Tensor, list[Weight]]:
+def logits(directory: Path, source: WeightSource) -> tuple[Tensor, list[Weight]]:
     """Run a model layer by layer, as stages do."""
     config = read_config(directory)
-    family, model = FAMILIES[config.model_type], skeleton(config).eval()
+    family, model = FAMILIES[config.model_type], meta_model(config).eval()
     family.rebuild_buffers(model, CPU)
     shards = family.layers(config)
     weights: list[Weight] = []
@@ -156,7 +156,7 @@ def test_a_damaged_file_is_named_and_refused(damage: str, tiny_model: TinyModel,
     else:
         content[len(content) // 2] ^= 1
         victim.write_bytes(content)
-    with pytest.raises(RunError, match=r"block-00002\.safetensors is (damaged|missing)"):
+    with pytest.raises(RunError, match=r"block-00002\.safetensors is (corrupt|missing)"):
         logits(shards, ShardDirectory(shards))
 
 
@@ -165,7 +165,7 @@ def test_loaded_weights_keep_no_file_mapped(dtype: torch.dtype, tiny_model: Tiny
     """A master that lies in a mapped file would cost its layer's pages twice, and the run if the file is replaced."""
     directory = convert(tiny_model())
     config = read_config(directory)
-    model, shards = skeleton(config), FAMILIES[config.model_type].layers(config)
+    model, shards = meta_model(config), FAMILIES[config.model_type].layers(config)
     source = ShardDirectory(directory)
     held = [load_layer(model, shard, source, device=CPU, dtype=dtype, embedding=shards[0]) for shard in shards]
     assert str(directory) not in Path("/proc/self/maps").read_text()
@@ -184,14 +184,14 @@ def test_what_is_no_shard_directory_is_refused(
     with pytest.raises(ValueError, match=r"manifest\.json is not the manifest of a layer-shard directory$"):
         ShardDirectory(tmp_path)
     (tmp_path / MANIFEST).write_text('{"format": "acsgd-shards", "version": 1}')
-    with pytest.raises(ValueError, match=r"written in version 1 of the format, .* version 2; convert the model again"):
+    with pytest.raises(ValueError, match=r"written in version 1 of the format, .* version 3; convert the model again"):
         ShardDirectory(tmp_path)
     shards = convert(tiny_model())
     manifest = Manifest.read(shards)
-    monkeypatch.setattr("acsgd.shards.disk.VERSION", 3)
+    monkeypatch.setattr("acsgd.shards.disk.VERSION", 4)
     manifest.write(shards)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"written in version 3 of the format, .* version 2; upgrade acsgd$"):
+    with pytest.raises(ValueError, match=r"written in version 4 of the format, .* version 3; upgrade acsgd$"):
         ShardDirectory(shards)
 
 
@@ -200,11 +200,11 @@ def test_new_weights_depend_on_seed_and_layer_alone_and_are_drawn_as_transformer
     family: str, tiny_model: TinyModel
 ) -> None:
     config = read_config(tiny_model(family))
-    model, shards = skeleton(config), FAMILIES[family].layers(config)
+    model, shards = meta_model(config), FAMILIES[family].layers(config)
     drawn: dict[str, Tensor] = {}
     for shard in reversed(shards):  # in any order
-        drawn |= Scratch(config, shards, seed=1).tensors(shard.name, stored_keys(model, shard))
-    again = Scratch(config, shards, seed=1).tensors("block-00003", stored_keys(model, shards[4]))
+        drawn |= RandomWeights(config, shards, seed=1).tensors(shard.name, stored_keys(model, shard))
+    again = RandomWeights(config, shards, seed=1).tensors("block-00003", stored_keys(model, shards[4]))
     assert all(torch.equal(drawn[key], tensor) for key, tensor in again.items())
     theirs = AutoModelForCausalLM.from_config(config).state_dict()
     assert drawn.keys() == theirs.keys() - tied_keys(model).keys()
@@ -213,5 +213,5 @@ def test_new_weights_depend_on_seed_and_layer_alone_and_are_drawn_as_transformer
         n, std = tensor.numel(), float(theirs[key].std()) if theirs[key].numel() > 1 else 0.0
         assert abs(float(tensor.std()) - std) <= 5 * 2 * std / (2 * n) ** 0.5, key
         assert abs(float(tensor.mean() - theirs[key].mean())) <= 5 * 2 * std / n**0.5 + 1e-7, key
-    other = Scratch(config, shards, seed=2).tensors("block-00003", stored_keys(model, shards[4]))
+    other = RandomWeights(config, shards, seed=2).tensors("block-00003", stored_keys(model, shards[4]))
     assert any(not torch.equal(drawn[key], tensor) for key, tensor in other.items())

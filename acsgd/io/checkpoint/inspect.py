@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from acsgd.io.checkpoint.directory import CheckpointDirectory, step_of
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.shards.disk import MANIFEST, DamagedError, ShardDirectory
+from acsgd.shards.disk import MANIFEST, CorruptFileError, ShardDirectory
 
 DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 """What safetensors calls a type -> what model.dtype does."""
@@ -82,9 +82,9 @@ def _report(path: Path) -> CheckpointReport:
         return CheckpointReport(str(path), step=None, damages=[why])
     try:
         shards = ShardDirectory(path)
-    except DamagedError as damage:
+    except CorruptFileError as damage:
         return CheckpointReport(str(path), step=None, damages=[str(damage)])
-    damages = {damage.file: str(damage) for damage in shards.damages()}
+    damages = {damage.file: str(damage) for damage in shards.corrupt_files()}
     manifest = shards.manifest
     progress = Progress.from_dict(manifest.run["progress"]) if manifest.run else None
     return CheckpointReport(

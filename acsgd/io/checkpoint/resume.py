@@ -15,7 +15,7 @@ from typing import NamedTuple
 from acsgd.errors import RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.progress import Identity, Progress
-from acsgd.shards.disk import MANIFEST, DamagedError, ShardDirectory, StoredFile
+from acsgd.shards.disk import MANIFEST, CorruptFileError, ShardDirectory, StoredFile
 from acsgd.topology import Groups
 
 
@@ -33,7 +33,7 @@ class Checkpoint:
     def open(cls, path: Path) -> Checkpoint:
         """Read a checkpoint's manifest.
 
-        Raises ValueError if `path` is no checkpoint of a run, DamagedError if its manifest is damaged.
+        Raises ValueError if `path` is no checkpoint of a run, CorruptFileError if its manifest is damaged.
         """
         shards = ShardDirectory(path)
         run = shards.manifest.run
@@ -162,7 +162,7 @@ def _open(directory: CheckpointDirectory, wanted: Path | None, paths: Iterable[P
             continue
         try:
             checkpoint = Checkpoint.open(path)
-        except DamagedError as damage:
+        except CorruptFileError as damage:
             refused.append(Refusal(path, str(damage)))
             continue
         if (difference := identity.difference(checkpoint.identity)) is not None:
@@ -178,7 +178,7 @@ def _others(wanted: Path, identity: Identity) -> list[Checkpoint]:
     """Return the other checkpoints beside one, newest first, from which the run could go on as well."""
     siblings, others = CheckpointDirectory(wanted.parent), []
     for path in [siblings.of(step) for step in reversed(siblings.steps()) if siblings.of(step) != wanted]:
-        with contextlib.suppress(ValueError, DamagedError):
+        with contextlib.suppress(ValueError, CorruptFileError):
             checkpoint = Checkpoint.open(path)
             if identity.difference(checkpoint.identity) is None:
                 others.append(checkpoint)
@@ -200,7 +200,7 @@ def _damage(groups: Groups, checkpoint: Checkpoint, needed: Iterable[StoredFile]
     try:
         for file in needed:
             checkpoint.shards.verify(file)
-    except DamagedError as error:
+    except CorruptFileError as error:
         damage = str(error)
     said = groups.all_gather_text(f"verify {checkpoint.path.name}", damage, timeout_s=timeout_s)
     return next(filter(None, said), None)

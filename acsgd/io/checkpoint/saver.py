@@ -25,7 +25,7 @@ from torch import Tensor
 from acsgd.config.options import CheckpointConfig
 from acsgd.errors import RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
-from acsgd.shards.disk import Manifest, StoredFile, copy_companions, write_layer
+from acsgd.shards.disk import Manifest, StoredFile, copy_model_files, write_layer
 from acsgd.shards.weights import WeightState
 from acsgd.streams import Mark, Streams
 from acsgd.topology import Groups, Topology
@@ -215,7 +215,7 @@ class Saver:
                 layer: [StoredFile(**file.entry) for file in parts if file.layer == layer]
                 for layer in sorted({file.layer for file in parts})
             },
-            companions=copy_companions(self._model_dir, partial),
+            model_files=copy_model_files(self._model_dir, partial),
             run=run | {"best": best},
         ).write(partial)
         self._directory.publish(step)

@@ -23,7 +23,7 @@ class Schedule(Protocol):
     def chunks(self) -> int:
         """Stages per rank."""
 
-    def rows(self, ranks: int, micros: int) -> Program:
+    def program(self, ranks: int, micros: int) -> Program:
         """Return the computes of each rank, in order."""
 
     def bubble(self, ranks: int, micros: int) -> Fraction:
@@ -39,7 +39,7 @@ class GPipe:
 
     chunks: ClassVar[int] = 1
 
-    def rows(self, ranks: int, micros: int) -> Program:
+    def program(self, ranks: int, micros: int) -> Program:
         """Return the computes of each rank, in order."""
         return [_row(Op.F, rank, range(micros)) + _row(Op.B, rank, range(micros)) for rank in range(ranks)]
 
@@ -66,7 +66,7 @@ class OneFOneB:
     def __post_init__(self) -> None:
         _check(lead=self.lead)
 
-    def rows(self, ranks: int, micros: int) -> Program:
+    def program(self, ranks: int, micros: int) -> Program:
         """Return the computes of each rank, in order."""
         program = []
         for rank in range(ranks):
@@ -99,7 +99,7 @@ class Interleaved:
     def __post_init__(self) -> None:
         _check(chunks=self.chunks, lead=self.lead)
 
-    def rows(self, ranks: int, micros: int) -> Program:
+    def program(self, ranks: int, micros: int) -> Program:
         """Return the computes of each rank, in order."""
         rounds = _rounds(ranks, micros)
         program = []

@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     schedule = cast(Schedule, registry.from_spec(options.schedule, SCHEDULES, key="pp.schedule"))
     cost = Cost(options.forward, options.backward, options.message)
-    timeline = simulate(lower(schedule.rows(options.ranks, options.micros), options.ahead), cost)
+    timeline = simulate(lower(schedule.program(options.ranks, options.micros), options.ahead), cost)
     print(timeline.draw())
     print(f"makespan {float(timeline.makespan):g}, bubble {float(timeline.bubble):.1%}")
     print(f"activations kept, at most, by rank: {', '.join(map(str, timeline.live))}")
