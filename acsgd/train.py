@@ -1,21 +1,22 @@
 """Fine-tune a Hugging Face causal language model over pipeline stages x replicas.
 
-    torchrun --nproc-per-node 4 train.py examples/gpt2.toml                    # stages and replicas as the file says
+    torchrun --nproc-per-node 4 train.py examples/gpt2.toml                    # stages and replicas as in the file
     torchrun --nproc-per-node 4 train.py examples/gpt2.toml --pp.stages 4      # one pipeline of 4 stages
-    python train.py examples/gpt2.toml --pp.stages 1                           # one process
+    torchrun --nproc-per-node 4 -m acsgd RUN.toml                              # installed, without a checkout
+    python train.py examples/gpt2.toml --pp.stages 1                           # one process; also: acsgd train RUN.toml
     python train.py --help                                                     # every option with its default
 
-Flags override the file. The run directory (log.dir) gets config.toml, metrics.jsonl, logs/ and checkpoints/. Started
-again, at any size, a run goes on from its newest checkpoint; SIGINT and SIGTERM end it after the step, saved.
+Flags override the file. The run directory (log.dir) gets config.toml, metrics.jsonl, logs/ and checkpoints/. The same
+command, with any number of processes, resumes from the newest checkpoint. SIGINT and SIGTERM stop the run after the
+current step and save it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,134 +24,156 @@ from acsgd.config.run_file import parse, to_toml
 from acsgd.errors import RunError
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch, Dataset
+from acsgd.io.sampling.held_out import HeldOut
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.text_log import open_text_log
-from acsgd.run.checkpointing import Saves
+from acsgd.optim.base import PLAIN_STEP
+from acsgd.optim.loss_scale import GradientScale
+from acsgd.optim.schedule import learning_rate
+from acsgd.run.checkpointing import Checkpointing
+from acsgd.run.control import NO_VOTES, StepExchange, Votes
 from acsgd.run.failures import report_failure, report_startup_error
 from acsgd.run.inputs import Inputs, open_inputs
 from acsgd.run.job import Job, prepare
-from acsgd.run.session import Session
+from acsgd.run.nan_diagnosis import explain_non_finite
+from acsgd.run.session import Session, StepResult
 from acsgd.run.signals import StopSignals, end_with_torchrun
-from acsgd.run.state import restore, start
+from acsgd.run.spike_guard import SpikeGuard
+from acsgd.run.state import start
 from acsgd.topology import Groups, Launch, connect
+
+log = logging.getLogger(__name__)
 
 
 def main(argv: list[str]) -> None:
-    """Run a job from its command line: decide it, connect, train."""
+    """Run a training job from its command line: prepare it, connect the ranks, train."""
     launch = Launch.from_env()
     if launch.under_torchrun:
         end_with_torchrun(is_main=launch.local_rank == 0)
-    with contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as stack:
         with report_startup_error(launch.rank, launch.local_rank):
             job = prepare(parse(argv, speak=launch.rank == 0), launch)
             inputs = open_inputs(job)
             timeout_s = job.config.run.timeout
-            groups = opened.enter_context(connect(job.topology, timeout=timedelta(seconds=timeout_s)))
+            groups = stack.enter_context(connect(job.topology, timeout=timedelta(seconds=timeout_s)))
         with report_failure(groups.store, rank=launch.rank, world_size=launch.world_size, timeout_s=timeout_s):
             train(job, inputs, groups)
 
 
 def train(job: Job, inputs: Inputs, groups: Groups) -> None:
-    """Make every optimizer step of the job that is not done yet, evaluating and saving when due and at the end."""
-    run_dir, speaks = Path(job.config.log.dir), job.topology.rank == 0
+    """Build or resume the session of this rank, and run all remaining steps."""
+    config, topology = job.config, job.topology
+    run_dir, is_main = Path(config.log.dir), topology.rank == 0
     run_dir.mkdir(parents=True, exist_ok=True)
-    if speaks:
-        (run_dir / "config.toml").write_text(to_toml(job.config))
+    if is_main:
+        (run_dir / "config.toml").write_text(to_toml(config))
     if not groups.all_equal(job.fingerprint() + inputs.fingerprint()):
-        raise RunError("not all ranks run the same: compare run files, flags, model configs and texts of all hosts")
-    with contextlib.ExitStack() as opened:
-        opened.enter_context(text_log(job, run_dir))
+        raise RunError("ranks differ in their inputs: compare run files, flags, model configs and texts of all hosts")
+    with contextlib.ExitStack() as stack:
+        if "text" in config.log.to.split(","):
+            text_log = open_text_log(run_dir, rank=topology.rank, stages=job.stages, replica=topology.replica)
+            stack.enter_context(text_log)
         begun = start(job, inputs, groups)
-        opened.callback(begun.worker.close)
-        step = begun.progress.step
-        metrics = opened.enter_context(Metrics.open(job.config, run_dir, resumed_at=step, speaks=speaks))
+        stack.callback(begun.worker.close)
+        resumed_at = begun.progress.step
+        metrics = stack.enter_context(Metrics.open(config, run_dir, resumed_at=resumed_at, speaks=is_main))
         for note in [job.describe(), *inputs.notes, *begun.told]:
             metrics.note(note)
-        saves = opened.enter_context(Saves.open(begun, inputs.identity, groups, tell=metrics.note))
-        signals = opened.enter_context(StopSignals())
-        Training(begun.worker, inputs, metrics, saves, signals, begun.progress).run()
+        checkpointing = stack.enter_context(Checkpointing.open(begun, inputs.identity, groups, note=metrics.note))
+        signals = stack.enter_context(StopSignals())
+        run_steps(begun.worker, begun.progress, inputs, metrics, checkpointing, signals)
 
 
-def text_log(job: Job, run_dir: Path) -> contextlib.AbstractContextManager[None]:
-    """Open this rank's text log, if log.to asks for one."""
-    if "text" not in job.config.log.to.split(","):
-        return contextlib.nullcontext()
-    topology = job.topology
-    return open_text_log(run_dir, rank=topology.rank, stages=job.stages, replica=topology.replica)
+def run_steps(
+    session: Session,
+    progress: Progress,
+    inputs: Inputs,
+    metrics: Metrics,
+    checkpointing: Checkpointing,
+    signals: StopSignals,
+) -> None:
+    """Train until the last step, or until a rank receives a stop signal; evaluate, log and save when due."""
+    config = session.job.config
+    steps, stopped = config.optim.steps, False
+    spike_guard = SpikeGuard(session, checkpointing, metrics.note)
+    batches = iter(Dataset(inputs.reader, range(progress.step, steps)))
+    while progress.step < steps and not stopped:
+        started = time.perf_counter()
+        votes = checkpointing.votes(stop=signals.wished is not None)
+        update = progress.step not in spike_guard.skipped_steps
+        result = train_step(session, next(batches), progress, votes, update=update)
+        step_s = time.perf_counter() - started
+        checkpointing.finish_save(wait=result.summary.failed_save)
+        if result.updated and (restored := spike_guard.restore_before_spike(progress, result.loss)):
+            progress = restored
+            batches = iter(Dataset(inputs.reader, range(progress.step, steps)))
+            continue
+        progress, stopped = result.progress, result.summary.stop
+        eval_loss = None
+        if inputs.held_out is not None and _is_due(progress.step, config.eval.every, steps):
+            eval_loss = evaluate(session, inputs.held_out, progress.step, metrics)
+            progress = progress.evaluated(eval_loss)
+        save = stopped or result.summary.save or _is_due(progress.step, config.checkpoint.every_steps, steps)
+        stall_s = checkpointing.copy_state(progress, due=save, evaluated=eval_loss is not None)
+        metrics.log(result.record(step_s, stall_s, eval_loss))
+        checkpointing.start_write()  # after the log, so that no checkpoint is ahead of metrics.jsonl
+    checkpointing.finish_save(wait=True, last=True)
+    end = f"done: step {progress.step} of {steps}, {checkpointing.newest}"
+    if progress.step < steps:
+        end = (
+            f"stopped after step {progress.step} of {steps} on {signals.wished or 'a signal to another rank'}; "
+            f"the same command, with any number of processes, resumes from {checkpointing.newest}"
+        )
+    metrics.note(end)
 
 
-@dataclass
-class Training:
-    """A run under way, as this rank sees it. What decides on what comes next is equal on all ranks."""
+def train_step(
+    session: Session, batch: Batch, progress: Progress, votes: Votes = NO_VOTES, *, update: bool = True
+) -> StepResult:
+    """Run one optimizer step on all ranks together. update: whether the weights may change.
 
-    worker: Session
-    inputs: Inputs
-    metrics: Metrics
-    saves: Saves
-    signals: StopSignals
-    progress: Progress
-    passed_over: set[int] = field(default_factory=set)
-    """Steps whose loss was a spike: their batches are not learnt from."""
+    Raises RunError, the same on all ranks, if loss or gradients are not finite and optim.on_nan is "stop".
+    """
+    job, config, step = session.job, session.job.config, progress.step
+    scale = GradientScale.of(config, progress.loss_scale)
+    batch = batch.to(job.streams.device)
 
-    def run(self) -> None:
-        """Train to the last step, or to the one in which a signal asks to end; what was trained is saved."""
-        config = self.worker.job.config
-        batches, stopped = self.batches(), False
-        while self.progress.step < config.optim.steps and not stopped:
-            started, step = time.perf_counter(), self.progress.step
-            asks = self.saves.asks(stop=self.signals.wished is not None)
-            result = self.worker.train_step(next(batches), self.progress, asks, update=step not in self.passed_over)
-            step_s = time.perf_counter() - started
-            self.saves.hear(wait=result.totals.save_failures > 0)
-            if result.updated and self.progress.is_spike(result.loss, config.optim.spike) and self.go_back(result.loss):
-                batches = self.batches()
-                continue
-            self.progress, stopped = result.progress, result.totals.stop_wishes > 0
-            eval_loss = self.evaluate() if self.due(config.eval.every) else None
-            asked = stopped or result.totals.save_wishes > 0 or self.due(config.checkpoint.every_steps)
-            stall_s = self.saves.take(self.progress, asked=asked, evaluated=eval_loss is not None)
-            self.metrics.log(result.record(step_s, stall_s, eval_loss))
-            self.saves.write()  # now, so that no checkpoint is ahead of metrics.jsonl
-        self.saves.hear(wait=True, last=True)
-        self.metrics.note(self.last_words(stopped))
+    exchange = StepExchange(session.groups.world, job.topology)  # posts receives, so that reports need no round trip
+    loss_part = session.forward_backward(batch, step, scale.loss_scale)
+    summary = exchange.exchange(session.report(loss_part, batch, votes))
 
-    def batches(self) -> Iterator[Batch]:
-        """Return the batches of the steps that are left, read ahead."""
-        return iter(Dataset(self.inputs.reader, range(self.progress.step, self.worker.job.config.optim.steps)))
+    local_step = session.local_step(step)
+    loss = scale.mean_loss(summary.loss, summary.targets)
+    factors = scale.factors(summary.targets, summary.replica_targets, local=local_step is not None)
+    norms = [square**0.5 * factor for square, factor in zip(summary.replica_squared_norms, factors, strict=True)]
+    grad_norm = max(norms, key=lambda norm: math.inf if math.isnan(norm) else norm)
 
-    def due(self, every: int | None) -> bool:
-        """Whether the step just made is a multiple of `every`, or the last of the run."""
-        step = self.progress.step
-        return step == self.worker.job.config.optim.steps or (every is not None and step % every == 0)
+    finite = math.isfinite(loss) and math.isfinite(grad_norm)
+    overflowed = progress.loss_scale.dynamic and math.isfinite(loss) and not finite
+    if not (finite or overflowed) and config.optim.on_nan == "stop":
+        raise RunError(explain_non_finite(session, batch, step, scale.loss_scale, loss=loss, grad_norm=grad_norm))
+    updated = update and finite
+    if updated:
+        replica = job.topology.replica
+        session.scale_and_clip(factors[replica], norms[replica])
+        session.optimizer.step(step, local_step or PLAIN_STEP)
+        session.sync_after_step(step)
+    log.info("step %d: loss %.6g, gradient norm %.6g%s", step + 1, loss, grad_norm, "" if updated else ", skipped")
+    next_scale = progress.loss_scale.after(overflowed=overflowed)
+    after = progress.after(loss if updated else None, int(summary.targets), next_scale)
+    return StepResult(loss, grad_norm, learning_rate(step, config.optim), updated, after, summary)
 
-    def evaluate(self) -> float | None:
-        """Return the mean loss on the held-out text, if there is any."""
-        held_out, micros = self.inputs.held_out, len(self.worker.job.micros)
-        if held_out is None:
-            return None
-        loss = self.worker.evaluate(held_out.batches(micros), self.progress.step - 1)
-        self.progress = self.progress.evaluated(loss)
-        told = f"held-out loss {loss:.4f}, perplexity {math.exp(min(loss, 700.0)):.2f}"
-        self.metrics.note(f"step {self.progress.step}: {told} ({len(held_out)} sequences{self.worker.job.eval_form})")
-        return loss
 
-    def go_back(self, loss: float) -> bool:
-        """Return to the newest checkpoint, if any, as if the present step had never been; pass it over next time."""
-        checkpoint = self.saves.newest_sound()
-        if checkpoint is None:
-            return False
-        step = self.progress.step
-        self.progress = restore(self.worker, checkpoint)
-        self.passed_over.add(step)
-        self.metrics.note(f"step {step + 1}: loss {loss:.4f} is a spike; back to {checkpoint.path} and past this batch")
-        return True
+def evaluate(session: Session, held_out: HeldOut, step: int, metrics: Metrics) -> float:
+    """Return the mean loss on the held-out text after `step` steps, and print it."""
+    loss = session.evaluate(held_out.batches(len(session.job.micros)), step - 1)
+    perplexity = math.exp(min(loss, 700.0))
+    metrics.note(
+        f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity:.2f} "
+        f"({len(held_out)} sequences{session.job.eval_form})"
+    )
+    return loss
 
-    def last_words(self, stopped: bool) -> str:
-        """Say how the run has ended, and how to go on."""
-        step, steps = self.progress.step, self.worker.job.config.optim.steps
-        if stopped and step < steps:
-            return (
-                f"stopped after step {step} of {steps} on {self.signals.wished or 'a signal to another rank'}; "
-                f"the same command, with any number of processes, goes on from {self.saves.newest}"
-            )
-        return f"done: step {step} of {steps}, {self.saves.newest}"
+
+def _is_due(step: int, every: int | None, steps: int) -> bool:
+    return step == steps or (every is not None and step % every == 0)

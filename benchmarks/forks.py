@@ -39,9 +39,11 @@ from acsgd.config.options import (
     PipelineConfig,
 )
 from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
+from acsgd.run.session import Session
 from acsgd.shards.disk import Manifest, StoredFile
 from acsgd.topology import Launch, connect
 
@@ -192,7 +194,7 @@ def save_model(directory: Path) -> Path:
 
 def _take_notes(told: Path, rank: int) -> None:
     """Let this process write down what it says, the step it begins with, and the error it ends with."""
-    note, run = Metrics.note, train.Training.run
+    note, run = Metrics.note, train.run_steps
 
     def write(text: str) -> None:
         if rank == 0:
@@ -203,18 +205,18 @@ def _take_notes(told: Path, rank: int) -> None:
         write(text)
         note(metrics, text)
 
-    def begun(training: train.Training) -> None:
+    def begun(worker: Session, progress: Progress, *args: Any) -> None:
         unfinished = told / f".began-at-{rank}"
-        unfinished.write_text(str(training.progress.step))
+        unfinished.write_text(str(progress.step))
         unfinished.rename(told / f"began-at-{rank}")
         try:
-            run(training)
+            run(worker, progress, *args)
         except Exception as error:
             write(f"{type(error).__name__}: {error}")
             raise
 
     Metrics.note = noted  # type: ignore[method-assign]
-    train.Training.run = begun  # type: ignore[method-assign]
+    train.run_steps = begun
 
 
 def _slow_down(fsync_s: float) -> None:

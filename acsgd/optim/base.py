@@ -1,29 +1,70 @@
-"""What data-parallel modes ask of an optimizer."""
+"""Interface of optimizers, and what data-parallel modes may require of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from acsgd.config.options import OptimConfig
+from acsgd.shards.weights import Weight, WeightState
+
+Capability = Literal["second_moments", "no_momentum", "frozen_second_moments"]
+"""Optional abilities of an optimizer: second moments that modes may read, scale and accumulate by shares; steps without
+the first moment; steps that leave the second moments as they are."""
+
 
 class LocalStep(NamedTuple):
-    """How the optimizer makes a step in which each replica has gradients of its own."""
+    """How the optimizer steps where each replica has its own gradients."""
 
     momentum: bool = True
-    """Whether AdamW's first moment is used; else the gradient takes its place."""
+    """Whether the first moment is used; else the gradient in its place. False requires "no_momentum"."""
     frozen: bool = False
-    """Whether AdamW's second moment stays what it is."""
+    """Whether the second moments stay as they are. True requires "frozen_second_moments"."""
     shares: Mapping[str, Tensor] = MappingProxyType({})
-    """By key, [rows], how much of the squares of gradients AdamW's second moments are made of; empty = all of all."""
+    """Fraction of the squared gradients that second moments accumulate, by key, [rows], in (0, 1]; empty = all of them.
+    Not empty requires "second_moments"."""
+
+
+PLAIN_STEP = LocalStep()
 
 
 class SecondMoments(NamedTuple):
-    """AdamW's, of some weights; to be changed in place."""
+    """Second moments of some weights, not copied; changes to them take effect."""
 
     by_key: Mapping[str, Tensor]
-    """None of weights without a step yet."""
+    """Without weights that have had no step yet."""
     decay: float
-    """What one step leaves of them, beta_2."""
+    """Decay rate per step, beta_2."""
+
+
+class Optimizer(Protocol):
+    """An optimizer over the weights of one rank."""
+
+    def step(self, step: int, how: LocalStep = PLAIN_STEP) -> None:
+        """Update masters and parameters of step `step`, counted from 0, with the gradients of the masters."""
+        ...
+
+    def second_moments(self, weights: Sequence[Weight]) -> SecondMoments:
+        """Return the second moments of some weights; none without the capability "second_moments"."""
+        ...
+
+    def state_of(self, weights: Sequence[Weight]) -> WeightState:
+        """Return the state of some weights, not copied; empty before the first step."""
+        ...
+
+    def load_state_of(self, weight: Weight, state: WeightState, key: str) -> None:
+        """Load a copy of what `state_of` returned for `key` as the state of a weight."""
+        ...
+
+
+class OptimizerSpec(Protocol):
+    """An optimizer as chosen by optim.name; a frozen dataclass."""
+
+    capabilities: ClassVar[frozenset[Capability]]
+
+    def open(self, weights: Sequence[Weight], config: OptimConfig) -> Optimizer:
+        """Return the optimizer of these weights."""
+        ...

@@ -1,39 +1,40 @@
-"""fp16's loss scale."""
+"""The scale of loss and gradients: the fp16 loss scale, and the division by the number of target tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from acsgd.config.options import Config
 from acsgd.errors import RunError
 
 GROWTH_STEPS = 2000
-"""Steps without overflow after which a loss scale is doubled, as in torch.amp.GradScaler."""
+"""Number of consecutive steps without overflow after which the loss scale doubles, as in torch.amp.GradScaler."""
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-10, 2.0**24
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """What the loss is multiplied by before backward, so that small gradients do not vanish in fp16.
+    """Factor on the loss before backward, which keeps small gradients from underflow in fp16.
 
-    Dynamic as in Micikevicius et al. 2018, arXiv:1710.03740, section 3.2: halved when gradients overflow, doubled
-    after GROWTH_STEPS steps without. In the other types it is 1 and stays.
+    Dynamic (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2): halved when gradients overflow, doubled after
+    GROWTH_STEPS steps without overflow. Constant 1 in fp32 and bf16.
     """
 
     value: float = 1.0
     good_steps: int = 0
-    """Steps since the scale last changed."""
+    """Number of steps since the value last changed."""
     dynamic: bool = False
 
     @classmethod
     def of(cls, config: Config, saved: LossScale | None = None) -> LossScale:
-        """Return the scale that a run begins with, or goes on with if it has saved one in fp16."""
+        """Return the loss scale a run starts with. saved: that of the checkpoint; used if both runs are fp16."""
         if config.model.dtype != "fp16":
             return cls()
         return saved if saved and saved.dynamic else cls(config.optim.loss_scale, dynamic=True)
 
     def after(self, *, overflowed: bool) -> LossScale:
-        """Return the scale of the next step. Raises RunError if no scale is small enough."""
+        """Return the loss scale of the next step. Raises RunError for an overflow at the smallest scale."""
         if not self.dynamic:
             return self
         if overflowed and self.value <= SMALLEST_SCALE:
@@ -46,3 +47,39 @@ class LossScale:
         if self.good_steps + 1 == GROWTH_STEPS:
             return replace(self, value=max(self.value, min(self.value * 2, LARGEST_SCALE)), good_steps=0)
         return replace(self, good_steps=self.good_steps + 1)
+
+
+@dataclass(frozen=True)
+class GradientScale:
+    """Conversion from the loss and gradients that backward leaves to those of the mean over target tokens.
+
+    The number of target tokens of the global batch is known only at the end of a step. So stages divide the summed
+    loss by `max_targets`, the number without any masked token, and backward starts from `loss_scale`.
+    """
+
+    loss_scale: float
+    max_targets: int
+    """Tokens of the global batch."""
+
+    @classmethod
+    def of(cls, config: Config, loss_scale: LossScale) -> GradientScale:
+        """Return the scale of one step."""
+        return cls(loss_scale.value, max_targets(config))
+
+    def mean_loss(self, loss: float, targets: float) -> float:
+        """Return the mean over `targets` tokens of a loss that was divided by `max_targets`."""
+        return loss * (self.max_targets / max(1.0, targets))
+
+    def factors(self, targets: float, replica_targets: Sequence[float], *, local: bool) -> list[float]:
+        """Return for each replica the factor from its gradients to those of a mean over target tokens.
+
+        targets: of the global batch; replica_targets: of each replica's part of it. local: whether each replica steps
+        on its own gradients, hence the mean over its own targets; else gradients are summed over all replicas.
+        """
+        counts = replica_targets if local else [targets] * len(replica_targets)
+        return [self.max_targets / max(1.0, count) / self.loss_scale for count in counts]
+
+
+def max_targets(config: Config) -> int:
+    """Return the number of tokens of the global batch, by which stages divide the summed loss."""
+    return config.data.batch * config.data.sequence

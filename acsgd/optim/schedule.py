@@ -8,9 +8,9 @@ from acsgd.config.options import OptimConfig
 
 
 def learning_rate(step: int, config: OptimConfig) -> float:
-    """Return the rate of optimizer step `step`, counted from 0.
+    """Return the learning rate of optimizer step `step`, counted from 0.
 
-    It rises linearly over `warmup` steps to the peak, which step `warmup` has, and falls to 0 after the last.
+    Rises linearly over the first `warmup` steps, peaks at step `warmup`, and would reach 0 at step `steps`.
     """
     if step < config.warmup:
         return config.lr * (step + 1) / (config.warmup + 1)

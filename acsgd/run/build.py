@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from acsgd.codecs.identity import DTYPES
 from acsgd.dp.exchange.peers import Peers
 from acsgd.meter import Meter
-from acsgd.optim.adamw import Optimizer
+from acsgd.optim.loss_scale import max_targets
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.stage import Stage
 from acsgd.pp.tied_weights import TiedPair
@@ -47,7 +47,7 @@ def build_session(job: Job, source: WeightSource, groups: Groups, cache_plan: Ca
             exact_steps=job.config.pp.exact_steps,
             exact_eval=job.config.pp.exact_eval,
         ),
-        optimizer=Optimizer(weights, job.config.optim),
+        optimizer=job.optimizer.open(weights, job.config.optim),
         forward_meter=forward_meter,
         backward_meter=backward_meter,
     )
@@ -72,7 +72,7 @@ def build_stages(job: Job, model: PreTrainedModel, source: WeightSource, groups:
             job.family,
             held,
             job.mode.open(weights, peers),
-            targets=config.data.batch * config.data.sequence,
+            targets=max_targets(config),
             seed=config.data.seed,
             recompute=config.model.recompute == "layers",
             mask_per_sample=config.model.dropout_mask == "sample",

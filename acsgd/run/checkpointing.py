@@ -1,4 +1,4 @@
-"""When the state of a run is saved, and what is reported of it."""
+"""Policy for checkpoints: when the run is saved, and what is reported about saves."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ from acsgd.errors import RunError
 from acsgd.io.checkpoint.progress import Identity, Progress
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.io.checkpoint.saver import Saver
-from acsgd.run.session import Asks, Session
+from acsgd.run.control import Votes
+from acsgd.run.session import Session
 from acsgd.run.state import Start, layer_states
 from acsgd.topology import Groups
 
 
-class Saves:
-    """When a run is saved, and what is told of it. A context manager, as `Saver` is.
+class Checkpointing:
+    """Saves of one run, which are written while training continues. A context manager, as `Saver` is.
 
-    tell: takes a sentence for the user.
+    newest: checkpoint the run resumed from; note: prints a sentence for the user.
     """
 
     def __init__(
-        self, worker: Session, saver: Saver, identity: Identity, newest: Path | None, tell: Callable[[str], None]
+        self, session: Session, saver: Saver, identity: Identity, newest: Path | None, note: Callable[[str], None]
     ) -> None:
         self.newest = newest
-        """The newest complete checkpoint, as far as this rank has heard."""
-        self._worker = worker
+        """Newest complete checkpoint that this rank knows of."""
+        self._session = session
         self._saver = saver
         self._identity = identity
-        self._tell = tell
-        self._config = worker.job.config.checkpoint
+        self._note = note
+        self._config = session.job.config.checkpoint
         self._saved_at = time.monotonic()
-        self._is_taken = False
+        self._has_copy = False
 
     @classmethod
-    def open(cls, begun: Start, identity: Identity, groups: Groups, *, tell: Callable[[str], None]) -> Saves:
-        """Return the saves of a run that has just begun."""
-        job = begun.worker.job
+    def open(cls, start: Start, identity: Identity, groups: Groups, *, note: Callable[[str], None]) -> Checkpointing:
+        """Return the checkpointing of a run that has just started."""
+        job = start.worker.job
         saver = Saver(
             job.checkpoints,
             job.config.checkpoint,
@@ -49,72 +50,67 @@ class Saves:
             streams=job.streams,
             timeout_s=job.disk_timeout_s,
         )
-        return cls(begun.worker, saver, identity, begun.newest, tell)
+        return cls(start.worker, saver, identity, start.newest, note)
 
-    def __enter__(self) -> Saves:
+    def __enter__(self) -> Checkpointing:
         self._saver.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._saver.__exit__(*exception)
 
-    def asks(self, *, stop: bool) -> Asks:
-        """Return what this rank asks of all at the end of the present step."""
+    def votes(self, *, stop: bool) -> Votes:
+        """Return this rank's votes for the end of the current step. stop: whether it received a stop signal."""
         every_s, ended = self._config.every_s, self._saver.ended
-        is_time = every_s is not None and time.monotonic() - self._saved_at >= every_s
-        # one clock decides, or ranks would ask for one save twice
-        save = is_time and self._worker.job.topology.rank == 0
-        return Asks(stop=stop, save=save, report=ended is not None and ended.error is not None)
+        is_due = every_s is not None and time.monotonic() - self._saved_at >= every_s
+        # by the clock of rank 0 alone, or two ranks would vote at different steps for the same save
+        save = is_due and self._session.job.topology.rank == 0
+        return Votes(stop=stop, save=save, failed_save=ended is not None and ended.error is not None)
 
-    def save(self, progress: Progress, *, asked: bool, evaluated: bool) -> float:
-        """`take` and `write` at once."""
-        stall_s = self.take(progress, asked=asked, evaluated=evaluated)
-        self.write()
-        return stall_s
+    def copy_state(self, progress: Progress, *, due: bool, evaluated: bool) -> float:
+        """Copy the state to host memory if a save is due, or if the evaluation of this step is the best so far.
 
-    def take(self, progress: Progress, *, asked: bool, evaluated: bool) -> float:
-        """Copy the state for a checkpoint if one is asked for, or if the evaluation just made was the best so far.
-
-        Returns the seconds for which training stood still. Raises RunError if the one before has failed.
+        Returns the seconds for which training stood still. Raises RunError if the previous save failed.
         """
         best = evaluated and self._config.best and progress.eval_loss == progress.best_eval_loss
-        if not (asked or best):
+        if not (due or best):
             return 0.0
         started = time.perf_counter()
-        self.hear(wait=True)
+        self.finish_save(wait=True)
         run = {"progress": progress.to_dict(), "identity": self._identity.to_dict()}
-        self._saver.take(progress.step, layer_states(self._worker), run, best=best)
-        self._saved_at, self._is_taken = time.monotonic(), True
+        self._saver.take(progress.step, layer_states(self._session), run, best=best)
+        self._saved_at, self._has_copy = time.monotonic(), True
         return time.perf_counter() - started
 
-    def write(self) -> None:
-        """Start to write what was taken, if anything was."""
-        if self._is_taken:
+    def start_write(self) -> None:
+        """Start to write the copied state, if there is any, in the background."""
+        if self._has_copy:
             self._saver.write()
-        self._is_taken = False
+        self._has_copy = False
 
-    def hear(self, *, wait: bool, last: bool = False) -> None:
-        """Tell how the save under way has ended, if it has; wait: after waiting for it, which all ranks do together.
+    def finish_save(self, *, wait: bool, last: bool = False) -> None:
+        """Report the outcome of the save in progress if it has ended.
 
-        last: the run ends with it. Raises RunError if it failed, unless the run is to go on without.
+        wait: wait for its end, which all ranks do together; last: no other save follows. Raises RunError if the save
+        failed, unless checkpoint.on_error="continue" and another save follows.
         """
         ended, stops = self._saver.ended, last or self._config.on_error == "stop"
         if not wait and (ended is None or (ended.error is not None and stops)):
-            return  # a failure ends the run on all ranks at once: when they have told each other, after the next step
+            return  # a failure ends the run on all ranks together: after the next step, when all know of it
         outcome = self._saver.take_outcome()
         if outcome is None:
             return
         if outcome.error is None:
             self.newest = outcome.path
-            self._tell(f"saved {outcome.path}, on disk after {outcome.seconds:.1f} s")
+            self._note(f"saved {outcome.path}, on disk after {outcome.seconds:.1f} s")
             return
         newest = "there is no checkpoint yet" if self.newest is None else f"the newest checkpoint is {self.newest}"
-        told = f"step {outcome.step} could not be saved: {outcome.error}; {newest}"
+        failure = f"step {outcome.step} could not be saved: {outcome.error}; {newest}"
         if stops:
-            raise RunError(f"{told}; put that right, and start the run again")
-        self._tell(f"{told}; training goes on (checkpoint.on_error)")
+            raise RunError(f"{failure}; fix the cause and start the run again")
+        self._note(f"{failure}; training continues (checkpoint.on_error)")
 
-    def newest_sound(self) -> Checkpoint | None:
-        """Return the newest checkpoint, waiting for the one under way; called by all ranks together."""
-        self.hear(wait=True)
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """Return the newest complete checkpoint after waiting for the save in progress. A collective call."""
+        self.finish_save(wait=True)
         return None if self.newest is None else Checkpoint.open(self.newest)

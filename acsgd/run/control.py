@@ -1,10 +1,12 @@
-"""What all ranks tell each other at the end of a step, in the time of one message."""
+"""Control plane: what every rank reports to every other at the end of a step, in one message."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,17 +14,114 @@ from torch import Tensor
 
 from acsgd.errors import RunError, reason
 from acsgd.meter import Work
+from acsgd.topology import Topology
 
 TAG = 1
-"""Of these messages; nothing else travels in their group."""
+"""Tag of these messages; the group carries no other point-to-point messages."""
+
+
+class Votes(NamedTuple):
+    """Requests of one rank that all ranks act on together after the step."""
+
+    stop: bool = False
+    """This rank received a stop signal."""
+    save: bool = False
+    """A checkpoint is due by this rank's clock."""
+    failed_save: bool = False
+    """A save failed on this rank."""
+
+
+NO_VOTES = Votes()
+
+
+class StepReport(NamedTuple):
+    """One rank's numbers for one step, sent as fp64 in this order."""
+
+    loss: float
+    """This rank's part of the loss that backward started from, without the loss scale."""
+    targets: float
+    """Target tokens; 0 on ranks without the last stage."""
+    squared_grad_norm: float
+    """Squared norm of this rank's gradients as backward left them."""
+    pp_forward_bytes: float
+    pp_backward_bytes: float
+    dp_bytes: float
+    in_flight_s: float
+    waited_s: float
+    peak_memory_bytes: float
+    stop_votes: float = 0.0
+    save_votes: float = 0.0
+    failed_saves: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """The reports of all ranks for one step, aggregated; equal on all ranks except `peak_memory_bytes`."""
+
+    loss: float
+    """Sum over all ranks."""
+    targets: float
+    """Sum over all ranks."""
+    replica_targets: list[float]
+    """Target tokens of each replica."""
+    replica_squared_norms: list[float]
+    """Squared gradient norm of each replica."""
+    pp_forward_bytes: int
+    pp_backward_bytes: int
+    dp_bytes: int
+    hidden_share: float
+    """Fraction of the time between posting transfers and receiving them that was spent computing; 1 without transfers.
+    Waiting for a peer that still computes (the pipeline bubble) counts as waiting."""
+    peak_memory_bytes: int
+    """Maximum over the ranks of this pipeline."""
+    stop: bool
+    """Whether any rank votes to stop."""
+    save: bool
+    """Whether any rank votes to save."""
+    failed_save: bool
+    """Whether any rank reports a failed save."""
+
+    @classmethod
+    def of(cls, rows: Tensor, topology: Topology) -> StepSummary:
+        """Aggregate the reports of all ranks: fp64 [ranks, fields of StepReport]."""
+        by_replica = rows.view(topology.replicas, topology.stages, -1)
+        total = StepReport(*rows.sum(0).tolist())
+        replicas = [StepReport(*row) for row in by_replica.sum(1).tolist()]
+        largest = StepReport(*by_replica[topology.replica].amax(0).tolist())
+        return cls(
+            loss=total.loss,
+            targets=total.targets,
+            replica_targets=[replica.targets for replica in replicas],
+            replica_squared_norms=[replica.squared_grad_norm for replica in replicas],
+            pp_forward_bytes=int(total.pp_forward_bytes),
+            pp_backward_bytes=int(total.pp_backward_bytes),
+            dp_bytes=int(total.dp_bytes),
+            hidden_share=1.0 - total.waited_s / total.in_flight_s if total.in_flight_s else 1.0,
+            peak_memory_bytes=int(largest.peak_memory_bytes),
+            stop=total.stop_votes > 0,
+            save=total.save_votes > 0,
+            failed_save=total.failed_saves > 0,
+        )
+
+
+class StepExchange:
+    """Exchange of one step's reports between all ranks. Create it at the start of the step."""
+
+    def __init__(self, group: dist.ProcessGroup, topology: Topology) -> None:
+        self._gather = Gather(len(StepReport._fields), group)
+        self._topology = topology
+
+    def exchange(self, report: StepReport) -> StepSummary:
+        """Send this rank's report to all ranks and aggregate theirs. Raises RunError if a rank does not answer."""
+        return StepSummary.of(self._gather.rows(torch.tensor(report, dtype=torch.float64)), self._topology)
 
 
 class Gather:
-    """A few numbers of every rank, for every rank.
+    """All-gather of a few numbers, one row per rank.
 
-    Everyone sends to everyone, and receives are posted when this is made: numbers that are told later are under way at
-    once. A ring of n ranks would take n - 1 round trips, which over a slow network is a share of the step.
-    length: how many numbers, the same on all ranks; group: all of them.
+    Every rank sends to every other rank directly; a ring of n ranks would take n - 1 round trips. Receives are posted
+    on construction, so numbers that are sent later arrive without waiting for a handshake.
+    length: numbers per rank, the same on all ranks; group: all ranks.
     """
 
     def __init__(self, length: int, group: dist.ProcessGroup) -> None:
@@ -31,22 +130,22 @@ class Gather:
         self._receiving: dict[int, Work | None] = {}
         for row, rank in enumerate(dist.get_process_group_ranks(group)):
             if rank != dist.get_rank():
-                with _waiting_for([rank]):
+                with _naming([rank]):
                     self._receiving[rank] = dist.irecv(self._rows[row], rank, group, TAG)
 
     def rows(self, mine: Tensor) -> Tensor:
-        """Tell all ranks `mine`, fp64 [length], and return what each tells: fp64 [ranks, length], equal everywhere.
+        """Send `mine`, fp64 [length], to all ranks; return the rows of all ranks, fp64 [ranks, length].
 
-        To be called once. Raises RunError that names the ranks which do not answer.
+        Call it once. Raises RunError that names the ranks whose rows did not arrive.
         """
         self._rows[self._group.rank()] = mine
-        silent = list(self._receiving)
-        with _waiting_for(silent):
-            sending = [dist.isend(mine, rank, self._group, TAG) for rank in silent]
+        missing = list(self._receiving)
+        with _naming(missing):
+            sending = [dist.isend(mine, rank, self._group, TAG) for rank in missing]
             for work in self._receiving.values():
                 _wait(work)
-                silent.pop(0)
-        with _waiting_for(self._receiving):
+                missing.pop(0)
+        with _naming(self._receiving):
             for work in sending:
                 _wait(work)
         return self._rows
@@ -58,13 +157,13 @@ def _wait(work: Work | None) -> None:
 
 
 @contextlib.contextmanager
-def _waiting_for(ranks: Collection[int]) -> Iterator[None]:
-    """Name the ranks, as they are when it fails, if what is done with them fails."""
+def _naming(ranks: Collection[int]) -> Iterator[None]:
+    """Turn a failure inside into a RunError that names `ranks`, as they are at that time."""
     try:
         yield
     except RuntimeError as error:
         raise RunError(
-            f"rank {dist.get_rank()} on {socket.gethostname()}: agreeing on loss and gradient norm with ranks "
+            f"rank {dist.get_rank()} on {socket.gethostname()}: exchanging loss and gradient norm with ranks "
             f"{list(ranks)} failed ({reason(error)})",
             awaited=ranks,
         ) from error

@@ -26,6 +26,8 @@ from acsgd.io.sampling.held_out import parse_eval
 from acsgd.io.sampling.sampler import deal
 from acsgd.io.sources.sources import WeightedSource, parse_sources
 from acsgd.io.telemetry.wandb_log import check_installed
+from acsgd.optim import OPTIMIZERS
+from acsgd.optim.base import OptimizerSpec
 from acsgd.pp.schedules.actions import Action, Program, forwards
 from acsgd.pp.schedules.lowering import lower
 from acsgd.pp.schedules.schedules import SCHEDULES, Schedule
@@ -65,6 +67,7 @@ class Job:
     forward: Codec | Delta
     backward: Codec
     mode: Mode
+    optimizer: OptimizerSpec
     tokenizer: PreTrainedTokenizerBase
     sources: tuple[WeightedSource, ...]
     eval_sources: tuple[WeightedSource, ...]
@@ -138,6 +141,7 @@ def prepare(config: Config, launch: Launch) -> Job:
     schedule: Schedule = from_spec(config.pp.schedule, SCHEDULES, key="pp.schedule")
     forward = _parse_forward(config.pp.forward)
     backward = _parse_backward(config.pp.backward)
+    optimizer: OptimizerSpec = from_spec(config.optim.name, OPTIMIZERS, key="optim.name")
     mode: Mode = from_spec(config.dp.mode, MODES, key="dp.mode")
     sources = parse_sources(config.data.sources, bad=config.data.on_error)
     eval_sources = parse_eval(config.data.eval_sources, config.data.eval_fraction, bad=config.data.on_error)
@@ -164,6 +168,7 @@ def prepare(config: Config, launch: Launch) -> Job:
         forward=forward,
         backward=backward,
         mode=mode,
+        optimizer=optimizer,
         tokenizer=_load_tokenizer(model_dir, model_config),
         sources=sources,
         eval_sources=eval_sources,

@@ -15,7 +15,7 @@ from acsgd.dp.modes.powersgd import GRADIENT_ERROR
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.io.checkpoint.saver import LayerState
-from acsgd.optim.adamw import Optimizer
+from acsgd.optim.base import Optimizer
 from acsgd.optim.loss_scale import LossScale
 from acsgd.pp.stage import Stage
 from acsgd.run.build import build_session

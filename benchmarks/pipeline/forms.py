@@ -20,6 +20,7 @@ from acsgd.run.inputs import open_source, plan_caches
 from acsgd.run.job import Job
 from acsgd.run.session import Session, StepResult
 from acsgd.topology import Groups, connect
+from acsgd.train import train_step
 
 UNCOMPRESSED = "none/none"
 
@@ -33,7 +34,7 @@ class Training:
 
     def step(self, batch: Batch) -> StepResult:
         """Make the next optimizer step, together with the other ranks of the same form."""
-        result = self._worker.train_step(batch, self._progress)
+        result = train_step(self._worker, batch, self._progress)
         self._progress = result.progress
         return result
 

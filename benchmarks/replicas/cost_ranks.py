@@ -23,7 +23,7 @@ from acsgd.dp import MODES
 from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.sync import Alone, GradSync
 from acsgd.meter import Meter
-from acsgd.optim.adamw import Optimizer
+from acsgd.optim.adamw import AdamWOptimizer
 from acsgd.optim.base import LocalStep
 from acsgd.shards.weights import Weight
 from acsgd.topology import Topology, connect
@@ -75,7 +75,7 @@ class Replica:
         self.sync = sync or from_spec(spec, MODES, key="--modes").open(weights, peers)
         self._weights = weights
         self._peers = peers
-        self._optimizer = Optimizer(weights, OptimConfig(lr=1e-4, steps=10**9))
+        self._optimizer = AdamWOptimizer(weights, OptimConfig(lr=1e-4, steps=10**9))
         count = sum(weight.master.numel() for weight in weights)
         self._noise = torch.randn(count + count // 8, generator=torch.Generator().manual_seed(peers.replica))
 
@@ -88,7 +88,7 @@ class Replica:
             self.sync.reduce()
             self.sync.wait()
             before = time.thread_time()
-            self._optimizer.step(number, **(self.sync.local_step(number) or LocalStep())._asdict())
+            self._optimizer.step(number, self.sync.local_step(number) or LocalStep())
             adamw_s += time.thread_time() - before
             self.sync.after_step(number, self._optimizer.second_moments(self._weights))
         self._peers.begin(lambda: None).result(Meter())  # one thread does all: what is before it is done

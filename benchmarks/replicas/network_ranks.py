@@ -29,6 +29,7 @@ from acsgd.run.build import build_session
 from acsgd.run.inputs import open_source
 from acsgd.run.job import Job, prepare
 from acsgd.topology import Groups, Launch, Topology, connect
+from acsgd.train import train_step
 from benchmarks.common import netlab
 from benchmarks.pipeline.network_ranks import SEQUENCE, TIMEOUT_S, VOCABULARY, ask, on_hosts
 from benchmarks.runs.speed import BUCKET_MB, OPTIM, make_adamw, pretrained, summed_loss
@@ -184,8 +185,8 @@ def acsgd(job: Job, batch: Batch, groups: Groups) -> Step:
     worker, replicas = build_session(job, open_source(job), groups), job.topology.replicas
 
     def step(number: int) -> Made:
-        result = worker.train_step(batch, Progress(step=number))
-        return Made(result.loss / replicas, result.totals.dp_bytes / replicas)
+        result = train_step(worker, batch, Progress(step=number))
+        return Made(result.loss / replicas, result.summary.dp_bytes / replicas)
 
     return step
 

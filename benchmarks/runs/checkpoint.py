@@ -30,12 +30,13 @@ from acsgd.config.options import Config
 from acsgd.config.run_file import parse
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
-from acsgd.run.checkpointing import Saves
+from acsgd.run.checkpointing import Checkpointing
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.run.session import Session
 from acsgd.run.state import start
 from acsgd.topology import Launch, connect
+from acsgd.train import train_step
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RANKS, STEPS_PER_BLOCK, ROUNDS, WARMUP = 4, 12, 15, 6
@@ -67,11 +68,11 @@ def rank_rounds(rank: int, directory: Path) -> list[Round]:
     inputs = open_inputs(job)
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(directory / "store"), RANKS)) as groups:
         begun = start(job, inputs, groups)
-        with Saves.open(begun, inputs.identity, groups, tell=lambda told: None) as saves:
+        with Checkpointing.open(begun, inputs.identity, groups, note=lambda text: None) as saves:
             batch = inputs.reader.batch(0)
             progress = _steps(begun.worker, batch, begun.progress, WARMUP)[0]
-            saves.save(progress, asked=True, evaluated=False)  # makes the buffers
-            saves.hear(wait=True)
+            _save(saves, progress)  # makes the buffers
+            saves.finish_save(wait=True)
             rounds = []
             for _ in range(ROUNDS):
                 progress, measured = _round(begun.worker, saves, batch, progress)
@@ -79,28 +80,34 @@ def rank_rounds(rank: int, directory: Path) -> list[Round]:
         return rounds
 
 
-def _round(worker: Session, saves: Saves, batch: Batch, progress: Progress) -> tuple[Progress, Round]:
+def _round(worker: Session, saves: Checkpointing, batch: Batch, progress: Progress) -> tuple[Progress, Round]:
     dist.barrier()
     progress, times = _steps(worker, batch, progress, STEPS_PER_BLOCK)
     dist.barrier()
     began = time.perf_counter()
-    stall_s = saves.save(progress, asked=True, evaluated=False)
+    stall_s = _save(saves, progress)
     progress, _ = _steps(worker, batch, progress, STEPS_PER_BLOCK)
-    saves.hear(wait=True)
+    saves.finish_save(wait=True)
     with_save_s = time.perf_counter() - began
     dist.barrier()
     began = time.perf_counter()
-    saves.save(progress, asked=True, evaluated=False)
-    saves.hear(wait=True)
+    _save(saves, progress)
+    saves.finish_save(wait=True)
     alone_s = time.perf_counter() - began
     return progress, Round(statistics.median(times), stall_s, with_save_s - sum(times), alone_s)
+
+
+def _save(saves: Checkpointing, progress: Progress) -> float:
+    stall_s = saves.copy_state(progress, due=True, evaluated=False)
+    saves.start_write()
+    return stall_s
 
 
 def _steps(worker: Session, batch: Batch, progress: Progress, count: int) -> tuple[Progress, list[float]]:
     times = []
     for _ in range(count):
         began = time.perf_counter()
-        progress = worker.train_step(batch, progress).progress
+        progress = train_step(worker, batch, progress).progress
         times.append(time.perf_counter() - began)
     return progress, times
 

@@ -2,7 +2,7 @@
 
     .venv/bin/python -m benchmarks.runs.speed [--json runs/benchmarks/speed.json]
 
-    1 process     Session.train_step against a loop over the Hugging Face model as one would write it by hand
+    1 process     acsgd.train.train_step against a loop over the Hugging Face model as one would write it by hand
     2 stages      against torch.distributed.pipelining: the same cut, the same blocks, GPipe and 1F1B
     2 replicas    against DistributedDataParallel: buckets of the same size, no_sync before the last micro-batch
 
@@ -46,6 +46,7 @@ from acsgd.run.inputs import open_source
 from acsgd.run.job import Job, prepare
 from acsgd.run.session import Session
 from acsgd.topology import Launch, connect
+from acsgd.train import train_step
 
 VOCABULARY, SEQUENCE, MICRO, NUM_MICROS = 4096, 128, 2, 8  # sequences per micro-batch, micro-batches per step
 BUCKET_MB = 5  # of 2**20 bytes, as DistributedDataParallel counts; its default, 25, is most of this model: no overlap
@@ -102,7 +103,7 @@ def acsgd(worker: Session) -> Step:
             sample_ids=torch.zeros(len(tokens), MICRO, dtype=torch.int64),
             micro_ids=job.micros,
         )
-        return worker.train_step(batch, Progress(step=number)).loss / job.topology.world_size
+        return train_step(worker, batch, Progress(step=number)).loss / job.topology.world_size
 
     return step
 

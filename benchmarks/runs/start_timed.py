@@ -56,17 +56,17 @@ def connect(*args: Any, **options: Any) -> Iterator[train.Groups]:
 def train_step(worker: train.Session, *args: Any, **options: Any) -> Any:
     """Make the first step, write the notes, and be in the way no more."""
     note("open logs and saver")
-    train.Session.train_step = TRAIN_STEP  # type: ignore[method-assign]
-    result = worker.train_step(*args, **options)
+    train.train_step = TRAIN_STEP
+    result = TRAIN_STEP(worker, *args, **options)
     note("first step")
     Path(f"{sys.argv[1]}-{worker.job.topology.rank}").write_text(json.dumps(NOTES))
     return result
 
 
-CONNECT, TRAIN_STEP = train.connect, train.Session.train_step
+CONNECT, TRAIN_STEP = train.connect, train.train_step
 noting("decide: configuration, model, plan", "prepare")
 noting("find text and checkpoint", "open_inputs")
 noting("verify and load", "start")
 train.connect = connect
-train.Session.train_step = train_step  # type: ignore[method-assign]
+train.train_step = train_step
 train.main(sys.argv[2:])

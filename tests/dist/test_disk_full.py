@@ -21,8 +21,12 @@ from acsgd.config.options import CheckpointConfig, Config
 from acsgd.errors import RunError
 from acsgd.io.checkpoint import saver as checkpoint
 from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.checkpoint.saver import Saver
+from acsgd.io.sampling.batches import Batch
 from acsgd.io.telemetry.metrics import Metrics
+from acsgd.run.checkpointing import Checkpointing
+from acsgd.run.session import Session, StepResult
 from acsgd.shards.disk import Manifest, ShardDirectory, StoredFile
 from benchmarks.forks import Result, checkpoints_of, finish, make_config, result_of, save_model, started
 
@@ -123,16 +127,28 @@ FAULTS: dict[str, tuple[int, Callable[[list[int]], None], str]] = {
 def at_fault(rank: int, *, fault: Callable[[list[int]], None], steps: list[int], ends: Path) -> None:
     """Put a fault into this rank, and let it write down after which step it ends with an error, and with which."""
     fault(steps)
-    run = train.Training.run
+    run_steps, train_step, copy_state = train.run_steps, train.train_step, Checkpointing.copy_state
+    done = 0
 
-    def watched(training: train.Training) -> None:
+    def counting_step(session: Session, batch: Batch, progress: Progress, *args: Any, **options: Any) -> StepResult:
+        nonlocal done
+        done = progress.step
+        return train_step(session, batch, progress, *args, **options)
+
+    def counting_save(checkpointing: Checkpointing, progress: Progress, **options: Any) -> float:
+        nonlocal done
+        done = progress.step
+        return copy_state(checkpointing, progress, **options)
+
+    def watched(*args: Any) -> None:
         try:
-            run(training)
+            run_steps(*args)
         except RunError as error:
-            (ends / f"rank-{rank}").write_text(f"{training.progress.step} {error}")
+            (ends / f"rank-{rank}").write_text(f"{done} {error}")
             raise
 
-    train.Training.run = watched  # type: ignore[method-assign]
+    train.run_steps, train.train_step = watched, counting_step
+    Checkpointing.copy_state = counting_save  # type: ignore[method-assign]
 
 
 def ends_of(directory: Path) -> list[tuple[int, str]]:
@@ -154,8 +170,8 @@ def test_training_goes_on_without_the_saves_that_fail_and_says_so(name: str, cal
     assert sixth.startswith("step 6 could not be saved: ")
     assert told in second
     assert told in sixth
-    assert "; there is no checkpoint yet; training goes on" in second
-    assert f"; the newest checkpoint is {checkpoints_of(config).of(4)}; training goes on" in sixth
+    assert "; there is no checkpoint yet; training continues" in second
+    assert f"; the newest checkpoint is {checkpoints_of(config).of(4)}; training continues" in sixth
     assert in_place(config) == [4, 8]
     assert result_of(config) == calm[processes][1]
 

@@ -284,9 +284,10 @@ def clip(rank: int, world_size: int, store: Path) -> tuple[float, float]:
             weights[1] = Weight("copy", weights[1].param, weights[1].master, copy_of="w1")
         for index, weight in enumerate(weights):
             weight.master.grad = gradient(0 if index == 1 else rank, 0, index)
-        norm = float(Gather(1, groups.world).rows(squared_norm(weights)).sum()) ** 0.5
+        squared = torch.tensor([squared_norm(weights)], dtype=torch.float64)
+        norm = float(Gather(1, groups.world).rows(squared).sum()) ** 0.5
         scale_gradients_(weights, clip_factor(norm, 1.0))
-        return norm, float(squared_norm(weights))
+        return norm, squared_norm(weights)
 
 
 def test_the_norm_is_global_and_counts_a_tied_weight_once(tmp_path: Path) -> None:

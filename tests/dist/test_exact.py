@@ -21,6 +21,7 @@ from acsgd.run.build import build_session
 from acsgd.run.inputs import open_source
 from acsgd.run.job import prepare
 from acsgd.topology import Launch, connect
+from acsgd.train import train_step
 
 STEPS, EXACT_STEPS = 5, 3
 NARROW = "none:dtype=bf16"
@@ -39,9 +40,9 @@ def steps_and_evaluations(
             worker, progress, run = build_session(job, open_source(job), groups), Progress(), []
             for batch in batches_of(job):
                 evaluated = worker.evaluate([batch], progress.step)
-                result = worker.train_step(batch, progress)
+                result = train_step(worker, batch, progress)
                 progress = result.progress
-                run.append((result.loss, evaluated, int(result.totals.pp_forward_bytes)))
+                run.append((result.loss, evaluated, int(result.summary.pp_forward_bytes)))
         runs.append(run)
     return runs
 

@@ -45,7 +45,7 @@ def miss(rank: int, world_size: int, store: Path) -> tuple[int, ...]:
         if rank == 1:
             file_store.wait(["failed 0", "failed 2"], TIMEOUT)
             return ()
-        with pytest.raises(RunError, match=r"agreeing on loss and gradient norm with ranks \[1") as failed:
+        with pytest.raises(RunError, match=r"exchanging loss and gradient norm with ranks \[1") as failed:
             gather.rows(torch.zeros(1, dtype=torch.float64))
         file_store.set(f"failed {rank}", "")
         file_store.wait(["failed 0", "failed 2"], TIMEOUT)  # a rank that is gone would not be a silent one

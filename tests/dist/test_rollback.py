@@ -92,7 +92,7 @@ def run_ranks(rank: int, world_size: int, store: Path, plans: Sequence[Plan]) ->
         notes: list[str] = []
         error = None
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Session, "train_step", _noting(plan, steps))
+            patch.setattr(train, "train_step", _noting(plan, steps))
             patch.setattr(Reader, "batch", _garbling(plan.garbled))
             patch.setattr("acsgd.io.telemetry.metrics.Metrics.note", lambda _, text, notes=notes: notes.append(text))
             if plan.nan is not None and plan.nan[1] == rank:
@@ -111,7 +111,7 @@ def run_ranks(rank: int, world_size: int, store: Path, plans: Sequence[Plan]) ->
 
 def _noting(plan: Plan, made: list[Step]) -> Callable[..., StepResult]:
     """Return a step that is noted, and whose update is left out where the plan says so."""
-    train_step = Session.train_step
+    train_step = train.train_step
 
     def noted(worker: Session, batch: Batch, progress: Progress, *args: Any, update: bool = True) -> StepResult:
         step = progress.step
@@ -220,7 +220,7 @@ def test_a_spike_sends_the_run_back_and_past_the_batch(stages: int, replicas: in
     notes = [note for note in by_rank[0][0].notes if "is a spike" in note]
     for note, spike, goal in zip(notes, SPIKES, (10, 10, 20), strict=True):
         assert note.startswith(f"step {spike + 1}: loss ")
-        assert f"back to {checkpoints_of(spiking).of(goal)}" in note
+        assert f"restored {checkpoints_of(spiking).of(goal)}" in note
 
 
 def test_what_was_learnt_from_a_spike_would_have_mattered(model: Path, tmp_path: Path) -> None:

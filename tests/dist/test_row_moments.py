@@ -17,7 +17,8 @@ from acsgd.config.options import OptimConfig
 from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.exchange.second_moments import RowMoments, by_rows
 from acsgd.meter import Meter
-from acsgd.optim.adamw import Optimizer
+from acsgd.optim.adamw import AdamWOptimizer
+from acsgd.optim.base import LocalStep
 from acsgd.shards.weights import Weight
 
 SHAPE = (64, 48)
@@ -55,14 +56,14 @@ class Replica:
 
     def __init__(self, peers: Peers) -> None:
         self.weights = [Weight(key, param, param) for key in GRADS for param in [nn.Parameter(torch.zeros(SHAPE))]]
-        self.peers, self.optimizer = peers, Optimizer(self.weights, CONFIG)
+        self.peers, self.optimizer = peers, AdamWOptimizer(self.weights, CONFIG)
         self.rows = RowMoments({weight.key: weight.master for weight in self.weights}, peers)
 
     def go(self, rank: int, steps: range) -> None:
         for step in steps:
             for weight in self.weights:
                 weight.master.grad = GRADS[weight.key](step, rank)
-            self.optimizer.step(step, shares=self.rows.shares())
+            self.optimizer.step(step, LocalStep(shares=self.rows.shares()))
             moments = self.optimizer.second_moments(self.weights)
             self.rows.note(step, moments)
             if self.rows.is_due(step):

@@ -66,7 +66,7 @@ def assert_same(config: Config, calm: Config) -> None:
 def written_late(rank: int, *, save: int, until: int, told: Path) -> None:
     """Write nothing of a save before training has made step `until`; note which step that was after."""
     trained = threading.Event()
-    train_step, write_layer = Session.train_step, checkpoint.write_layer
+    train_step, write_layer = train.train_step, checkpoint.write_layer
 
     def step_made(worker: Session, *args: Any, **options: Any) -> StepResult:
         result = train_step(worker, *args, **options)
@@ -80,7 +80,7 @@ def written_late(rank: int, *, save: int, until: int, told: Path) -> None:
             (told / f"late-{rank}").touch()
         return write_layer(directory, *args)
 
-    Session.train_step = step_made  # type: ignore[method-assign]
+    train.train_step = step_made
     checkpoint.write_layer = write
 
 
@@ -130,13 +130,13 @@ def one_at_a_time(rank: int, *, save: int, told: Path) -> None:
 
 
 def at_the_end(act: Callable[[], Any]) -> None:
-    run = train.Training.run
+    run_steps = train.run_steps
 
-    def acting(training: train.Training) -> None:
-        run(training)
+    def acting(*args: Any) -> None:
+        run_steps(*args)
         act()
 
-    train.Training.run = acting  # type: ignore[method-assign]
+    train.run_steps = acting
 
 
 def test_a_save_that_is_due_while_one_is_under_way_waits_and_that_is_counted(model: Path, tmp_path: Path) -> None:
@@ -223,10 +223,10 @@ def killed_before_the_best_is_marked(rank: int, *, at_step: int) -> None:
 
 
 def ended_before_training(rank: int) -> None:
-    def ended(training: train.Training) -> None:
+    def ended(*args: Any) -> None:
         raise SystemExit
 
-    train.Training.run = ended  # type: ignore[method-assign]
+    train.run_steps = ended
 
 
 def test_best_is_found_again_if_a_run_dies_before_it_is_marked_or_if_it_is_damaged(model: Path, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def train_ranks(rank: int, world_size: int, store: Path, configs: Sequence[Confi
     for number, config in enumerate(configs):
         trained: Trained = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Session, "train_step", _recording(trained))
+            patch.setattr(train, "train_step", _recording(trained))
             job = prepare(config, Launch(rank, rank, world_size))
             inputs = open_inputs(job)
             file_store = dist.FileStore(f"{store}-{number}", world_size)
@@ -70,7 +70,7 @@ def train_ranks(rank: int, world_size: int, store: Path, configs: Sequence[Confi
 
 
 def _recording(trained: Trained) -> Callable[..., StepResult]:
-    train_step = Session.train_step
+    train_step = train.train_step
 
     def recorded(worker: Session, batch: Batch, progress: Progress, *args: Any, **options: Any) -> StepResult:
         trained.append((progress.step, batch.sample_ids.flatten().tolist()))

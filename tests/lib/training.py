@@ -24,6 +24,7 @@ from acsgd.run.session import Session
 from acsgd.seeds import mix_seed
 from acsgd.shards import family_of
 from acsgd.topology import Launch, connect
+from acsgd.train import train_step
 
 TIMEOUT = timedelta(seconds=120)
 
@@ -51,7 +52,7 @@ def train(worker: Session, batches: Iterable[Batch]) -> list[float]:
     """Make one step per batch from the start of a run; return the losses."""
     progress, losses = Progress(loss_scale=LossScale.of(worker.job.config)), []
     for batch in batches:
-        result = worker.train_step(batch, progress)
+        result = train_step(worker, batch, progress)
         progress = result.progress
         losses.append(result.loss)
     return losses

@@ -96,7 +96,7 @@ class Started:
 
     def last_words(self) -> str:
         """Return what a run says that was asked to end."""
-        return f"goes on from {checkpoints_of(self.config).of(self.newest)}\n"
+        return f"resumes from {checkpoints_of(self.config).of(self.newest)}\n"
 
 
 def kill(run: Run) -> None:
@@ -147,21 +147,21 @@ def test_in_one_process_asked_to_end_it_is_the_same_run(
 
 FAILING = """
 import runpy, sys, threading, torch.distributed as dist
-from acsgd.run.failures import RunError
-from acsgd.io import checkpoint
-from acsgd.run.session import Session
-writing, train_step = threading.Event(), Session.train_step
+from acsgd import train
+from acsgd.errors import RunError
+from acsgd.io.checkpoint import saver
+writing, train_step = threading.Event(), train.train_step
 def busy(*args):
     writing.set()
     store = dist.HashStore()
     while True:
         store.check(["nothing"])
-def failing(self, batch, progress, *args, **options):
+def failing(session, batch, progress, *args, **options):
     if progress.step == 3:
         writing.wait()
         raise RunError("the world failed the run")
-    return train_step(self, batch, progress, *args, **options)
-checkpoint.write_layer, Session.train_step = busy, failing
+    return train_step(session, batch, progress, *args, **options)
+saver.write_layer, train.train_step = busy, failing
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -50,6 +50,7 @@ ORDER = """
     optim.clipping
     optim.loss_scale
     optim.adamw
+    optim
     topology
     run.signals
     run.failures
@@ -119,9 +120,11 @@ ORDER = """
     run.job
     run.inputs
     run.session
+    run.nan_diagnosis
     run.build
     run.state
     run.checkpointing
+    run.spike_guard
     train
     cli
     __main__

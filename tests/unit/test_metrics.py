@@ -1,4 +1,4 @@
-"""What a run says of itself: every record on disk at once, one rank that speaks, shares that add up."""
+"""What a run says of itself: every record on disk at once, one rank that speaks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-import torch
 from lib.records import RECORD
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
-from acsgd.io.telemetry.metrics import PLAIN_LINES, Metrics, Totals, totals
-from acsgd.meter import Meter
+from acsgd.io.telemetry.metrics import PLAIN_LINES, Metrics
 
 LINE = {name: value for name, value in RECORD._asdict().items() if name != "eval_loss"}
 
@@ -37,11 +35,6 @@ def log_steps(run_dir: Path, to: str, first: int, last: int, *, resumed_at: int,
 
 def read_lines(run_dir: Path) -> list[dict[str, float | None]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-class Instant:
-    def wait(self) -> bool:
-        return True
 
 
 def test_each_record_is_on_disk_when_it_is_logged(tmp_path: Path) -> None:
@@ -233,31 +226,3 @@ def test_the_bar_of_a_resumed_run_starts_where_it_goes_on(
     with Metrics.open(configure("print"), tmp_path, resumed_at=733, speaks=True):
         pass
     assert "733/1000" in capsys.readouterr().out
-
-
-def test_a_rank_counts_its_targets_and_bytes_and_starts_anew() -> None:
-    labels = torch.tensor([[[3, -100], [5, 1]]])
-    forward, backward, dp = Meter(sent_bytes=10), Meter(sent_bytes=20), [Meter(sent_bytes=30), Meter(sent_bytes=40)]
-    forward.wait(Instant(), posted_at=0.0)
-    share = totals(torch.tensor(1.5), labels, forward=forward, backward=backward, dp=dp)
-    assert (share.loss, share.targets) == (1.5, 3.0)
-    assert (share.pp_forward_bytes, share.pp_backward_bytes, share.dp_bytes) == (10, 20, 70)
-    assert share.in_flight_s > share.waited_s >= 0
-    again = totals(torch.tensor(0.0), None, forward=forward, backward=backward, dp=dp)
-    assert again == Totals(*[0.0] * len(Totals._fields))
-
-
-def test_the_hidden_share_is_what_was_not_waited_for() -> None:
-    share = Totals(0, 1, 0, 0, 0, in_flight_s=4.0, waited_s=1.0)
-    assert share.hidden_share == 0.75
-    assert share._replace(in_flight_s=0.0, waited_s=0.0).hidden_share == 1.0
-
-
-def test_wishes_add_up_over_the_ranks() -> None:
-    shares = [
-        totals(torch.tensor(0.0), None, forward=Meter(), backward=Meter(), dp=[], **wishes)
-        for wishes in ({"stop_wishes": True, "save_failures": 1.0}, {"stop_wishes": True, "save_wishes": 0.0}, {})
-    ]
-    summed = Totals(*torch.stack([share.tensor() for share in shares]).sum(0).tolist())
-    assert (summed.stop_wishes, summed.save_wishes, summed.save_failures) == (2.0, 0.0, 1.0)
-    assert summed[: summed._fields.index("stop_wishes")] == (0.0,) * 7

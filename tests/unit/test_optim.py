@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from acsgd.config.options import OptimConfig
-from acsgd.optim.adamw import Optimizer
+from acsgd.optim.adamw import AdamWOptimizer
+from acsgd.optim.base import LocalStep
 from acsgd.optim.schedule import learning_rate
 from acsgd.shards.weights import Weight
 
@@ -43,23 +44,23 @@ def weights(dtype: torch.dtype) -> list[Weight]:
 
 def test_norms_and_biases_do_not_decay() -> None:
     held = weights(torch.float32)
-    optimizer = Optimizer(held, OptimConfig(lr=0.1, steps=10, weight_decay=0.5))
+    optimizer = AdamWOptimizer(held, OptimConfig(lr=0.1, steps=10, weight_decay=0.5))
     for weight in held:
         weight.master.grad = torch.zeros_like(weight.master)
-    assert optimizer.step(0) == 0.1
+    optimizer.step(0)
     assert torch.equal(held[0].param, torch.full((4, 3), 1 - 0.1 * 0.5))
     assert all(torch.equal(weight.param, torch.ones_like(weight.param)) for weight in held[1:])
 
 
-def trained(config: OptimConfig, steps: range, **how: Any) -> tuple[Optimizer, list[Weight]]:
+def trained(config: OptimConfig, steps: range, **how: Any) -> tuple[AdamWOptimizer, list[Weight]]:
     """Return weights after one ordinary step and some that are made as told."""
     held = weights(torch.float32)
-    optimizer = Optimizer(held, config)
+    optimizer = AdamWOptimizer(held, config)
     for step in [0, *steps]:
         for weight in held:
             generator = torch.Generator().manual_seed(step)
             weight.master.grad = torch.randn(weight.master.shape, generator=generator)
-        optimizer.step(step, **(how if step else {}))
+        optimizer.step(step, LocalStep(**(how if step else {})))
     return optimizer, held
 
 
@@ -119,7 +120,7 @@ def test_the_first_step_may_already_share() -> None:
     held = weights(torch.float32)
     for weight in held:
         weight.master.grad = torch.ones_like(weight.master)
-    Optimizer(held, config).step(0, shares={weight.key: torch.tensor([0.25]) for weight in held})
+    AdamWOptimizer(held, config).step(0, LocalStep(shares={weight.key: torch.tensor([0.25]) for weight in held}))
     assert all(torch.allclose(1 - weight.master, torch.tensor(0.2), rtol=1e-5) for weight in held)
 
 
@@ -127,17 +128,17 @@ def test_there_is_nothing_to_freeze_before_the_first_step() -> None:
     """As where every step so far was left out, for the loss scale was too large."""
     config = OptimConfig(lr=0.1, steps=10)
     held = weights(torch.float32)
-    optimizer = Optimizer(held, config)
+    optimizer = AdamWOptimizer(held, config)
     for weight in held:
         weight.master.grad = torch.ones_like(weight.master)
-    optimizer.step(3, frozen=True)
+    optimizer.step(3, LocalStep(frozen=True))
     assert all((weight.master < 1 - 0.5 * learning_rate(3, config)).all() for weight in held)
 
 
 def test_masters_add_up_steps_too_small_for_bf16() -> None:
     held = weights(torch.bfloat16)
     config = OptimConfig(lr=1e-4, steps=10**6, weight_decay=0.0)
-    optimizer = Optimizer(held, config)
+    optimizer = AdamWOptimizer(held, config)
     for step in range(100):
         for weight in held:
             weight.master.grad = torch.ones_like(weight.master)

@@ -23,6 +23,7 @@ from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.exchange.second_moments import ROWS, RowMoments
 from acsgd.errors import RunError
 from acsgd.meter import Meter
+from acsgd.optim.adamw import denominator
 from acsgd.optim.base import SecondMoments
 
 EPS = 1e-8
@@ -196,8 +197,7 @@ class Unit:
         if share is not None:
             squares.view(len(share), -1).mul_(share.unsqueeze(1))
         second = self._second[name].lerp_(squares, 1 - self._precondition)
-        root = (second / (1 - self._precondition ** self.steps[name])).sqrt_()
-        return grad / root.add_(EPS)
+        return grad / denominator(second, self._precondition, self.steps[name], EPS)
 
     def _follow(self, rows: RowMoments, grads: Mapping[str, Tensor], meter: Meter) -> None:
         """Let second moments be as large as for the mean gradient, after a step with these gradients, by parameter."""

@@ -8,81 +8,17 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
 
 from acsgd.config.options import Config
 from acsgd.io.telemetry.record import Record, Sink
-from acsgd.meter import Meter
 
 log = logging.getLogger(__name__)
 
 PLAIN_LINES = 20
 """Lines that a run prints where there is no terminal to redraw one on."""
-
-
-class Totals(NamedTuple):
-    """One rank's share of a step, summed over all ranks afterwards."""
-
-    loss: float
-    targets: float
-    pp_forward_bytes: float
-    pp_backward_bytes: float
-    dp_bytes: float
-    in_flight_s: float
-    waited_s: float
-    stop_wishes: float = 0.0
-    """How many ranks ask for the run to end after this step."""
-    save_wishes: float = 0.0
-    """How many ranks ask for a save after this step."""
-    save_failures: float = 0.0
-    """How many ranks ask for help with a save of theirs that has failed."""
-
-    def tensor(self) -> Tensor:
-        """Return the numbers as fp64, to be summed."""
-        return torch.tensor(self, dtype=torch.float64)
-
-    @property
-    def hidden_share(self) -> float:
-        """Share of the time between posting transfers and having them that was spent computing; 1 without any.
-
-        Waiting for a peer that is still computing (the pipeline's bubble) counts as waiting.
-        """
-        return 1.0 - self.waited_s / self.in_flight_s if self.in_flight_s else 1.0
-
-
-def totals(
-    loss: Tensor,
-    labels: Tensor | None,
-    *,
-    forward: Meter,
-    backward: Meter,
-    dp: list[Meter],
-    stop_wishes: float = 0.0,
-    save_wishes: float = 0.0,
-    save_failures: float = 0.0,
-) -> Totals:
-    """Collect this rank's share of a step and reset its meters. Wishes and failures: True if this rank has one."""
-    meters = [forward, backward, *dp]
-    share = Totals(
-        loss=float(loss),
-        targets=0.0 if labels is None else float((labels != -100).sum()),
-        pp_forward_bytes=forward.sent_bytes,
-        pp_backward_bytes=backward.sent_bytes,
-        dp_bytes=sum(meter.sent_bytes for meter in dp),
-        in_flight_s=sum(meter.in_flight_s for meter in meters),
-        waited_s=sum(meter.waited_s for meter in meters),
-        stop_wishes=float(stop_wishes),
-        save_wishes=float(save_wishes),
-        save_failures=float(save_failures),
-    )
-    for meter in meters:
-        meter.reset()
-    return share
 
 
 class Metrics:

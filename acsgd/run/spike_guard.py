@@ -1,0 +1,42 @@
+"""Policy for loss spikes: restore the newest checkpoint, and skip the batch of the spike from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.run.checkpointing import Checkpointing
+from acsgd.run.session import Session
+from acsgd.run.state import restore
+
+
+class SpikeGuard:
+    """Detection of loss spikes, and recovery from them. All ranks decide alike, from losses that all know.
+
+    note: prints a sentence for the user.
+    """
+
+    def __init__(self, session: Session, checkpointing: Checkpointing, note: Callable[[str], None]) -> None:
+        self.skipped_steps: set[int] = set()
+        """Steps, counted from 0, whose update is skipped."""
+        self._session = session
+        self._checkpointing = checkpointing
+        self._threshold = session.job.config.optim.spike
+        self._note = note
+
+    def restore_before_spike(self, before: Progress, loss: float) -> Progress | None:
+        """Restore the newest checkpoint if `loss`, of the step after `before`, is a spike.
+
+        Returns the progress of that checkpoint; None if there is no spike, or no checkpoint yet.
+        """
+        if not before.is_spike(loss, self._threshold):
+            return None
+        checkpoint = self._checkpointing.newest_checkpoint()
+        if checkpoint is None:
+            return None
+        self.skipped_steps.add(before.step)
+        restored = restore(self._session, checkpoint)
+        self._note(
+            f"step {before.step + 1}: loss {loss:.4f} is a spike; restored {checkpoint.path}, will skip this batch"
+        )
+        return restored
