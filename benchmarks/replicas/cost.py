@@ -51,7 +51,7 @@ SPECS = (
     "quantized:exact_steps=1",
     "cocktail_grad",
     "cocktail",
-    "cocktail:moments=false",
+    "cocktail:moment_correction=false",
     "sparseloco",
     "diloco",
     "diloco:fragments=5,delay=2,bits=4",

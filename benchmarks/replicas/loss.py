@@ -58,12 +58,12 @@ MODES = (
     *(f"quantized:bits={bits},exact_steps={{tenth}}" for bits in (1, 4)),
     *(f"cocktail_grad:topk={topk:g},bits={bits}" for topk in (0.1, 0.02, 0.015, 0.005) for bits in (4, 2)),
     "cocktail",
-    "cocktail:moments=false",
+    "cocktail:moment_correction=false",
     "cocktail:random=0.05,topk=0.1",
     "sparseloco:inner=15",
-    "sparseloco:inner=15,moments=true",
+    "sparseloco:inner=15,moment_correction=true",
     "diloco:inner=15",
-    *(f"diloco:inner={inner},outer_lr=1,momentum=0,bits=4,moments=true" for inner in (15, 75)),
+    *(f"diloco:inner={inner},outer_lr=1,momentum=0,bits=4,moment_correction=true" for inner in (15, 75)),
     "local",
 )
 """{tenth} = a tenth of the steps of a run."""

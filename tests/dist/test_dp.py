@@ -44,7 +44,7 @@ EXACT = {
     for mode, dtype, more in itertools.product(["allreduce", *SERVED], DTYPES, ["", f",{SMALL}"])
 }
 """Modes whose gradients are the sum, with what travels."""
-SPECS = ["allreduce", *EXACT, "powersgd", "powersgd:rank=1,start=1", f"powersgd:rank=2,warm=false,{SMALL}"]
+SPECS = ["allreduce", *EXACT, "powersgd", "powersgd:rank=1,exact_steps=1", f"powersgd:rank=2,warm_start=false,{SMALL}"]
 """Every mode that agrees on gradients, so that all replicas make the same step."""
 TIMEOUT = timedelta(seconds=60)
 STEPS = 3
@@ -131,7 +131,7 @@ def travelling(spec: str, rank: int, replicas: int, step: int) -> float:
     """Return how many numbers a replica sends in a step, as the mode's docstring says."""
     mode, rows_and_columns = from_spec(spec, MODES, key="k"), [(s[0], math.prod(s[1:])) for s in SHAPES]
     numbers = [rows * columns for rows, columns in rows_and_columns]
-    if isinstance(mode, PowerSGD) and step >= mode.start:
+    if isinstance(mode, PowerSGD) and step >= mode.exact_steps:
         numbers = [min(rows * columns, mode.rank * (rows + columns)) for rows, columns in rows_and_columns]
     if replicas > 1 and spec.startswith("central_ps"):
         return (replicas - 1 if rank == 0 else 1) * sum(numbers)

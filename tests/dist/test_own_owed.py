@@ -55,10 +55,10 @@ def test_what_is_owed_outlives_a_change_of_the_number_of_replicas(spec: str, rep
     "spec",
     [
         "cocktail",
-        "cocktail:random=0.4,topk=0.3,bits=2,bucket=16,draw=shuffled",
+        "cocktail:random=0.4,topk=0.3,bits=2,group=16,sampling=shuffled",
         "sparseloco:inner=2,chunk=16,topk=0.25,decay=1",
         "cocktail_grad:topk=0.1",
-        "quantized:bits=2,bucket=16,exact_steps=2",
+        "quantized:bits=2,group=16,exact_steps=2",
     ],
 )
 def test_nothing_of_a_change_is_lost(spec: str, replicas: int, tmp_path: Path) -> None:

@@ -27,9 +27,9 @@ from acsgd.topology import Launch, connect
 
 MODES = {
     "local": "fp32",
-    "diloco:inner=4,fragments=2,delay=1,moments=true": "bf16",
+    "diloco:inner=4,fragments=2,delay=1,moment_correction=true": "bf16",
     "cocktail:random=0.5,topk=0.2,exact_steps=3": "fp32",
-    "sparseloco:inner=3,chunk=256,moments=true": "bf16",
+    "sparseloco:inner=3,chunk=256,moment_correction=true": "bf16",
     "cocktail_grad:topk=0.1,exact_steps=1": "bf16",
 }
 """With the dtype of the parameters."""
@@ -87,7 +87,7 @@ def moments(
         ]
 
 
-@pytest.mark.parametrize("mode", ["quantized:exact_steps=2", "cocktail_grad:moments=false", "local"])
+@pytest.mark.parametrize("mode", ["quantized:exact_steps=2", "cocktail_grad:moment_correction=false", "local"])
 def test_the_optimizer_steps_as_the_mode_says(mode: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     """Second moments that stay are equal on all replicas; without momentum the first moment is the last gradient."""
     config = make_config(tiny_model("llama"), tmp_path / "run", "fp32", "none")
@@ -104,7 +104,8 @@ MEASURED = 8
 
 
 @pytest.mark.parametrize(
-    "mode", ["cocktail", "cocktail_grad", "sparseloco:inner=3,moments=true", "diloco:inner=4,moments=true"]
+    "mode",
+    ["cocktail", "cocktail_grad", "sparseloco:inner=3,moment_correction=true", "diloco:inner=4,moment_correction=true"],
 )
 def test_second_moments_are_as_large_on_all_replicas(mode: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     """By row, once they have been measured; each replica keeps the form of its own."""

@@ -29,16 +29,16 @@ STEPS = 7
 SPECS = [
     "local",
     "cocktail",
-    "cocktail:random=0.4,topk=0.3,bits=2,bucket=16,draw=shuffled,gain=2,exact_steps=2",
-    "cocktail:random=1,topk=1,bits=8,draw=random",
+    "cocktail:random=0.4,topk=0.3,bits=2,group=16,sampling=shuffled,outer_lr=2,exact_steps=2",
+    "cocktail:random=1,topk=1,bits=8,sampling=random",
     "diloco:inner=3",
-    "diloco:inner=4,fragments=2,delay=1,mix=0.5,bits=4,moments=true",
-    "sparseloco:inner=2,chunk=16,topk=0.25,moments=true",
+    "diloco:inner=4,fragments=2,delay=1,mix=0.5,bits=4,moment_correction=true",
+    "sparseloco:inner=2,chunk=16,topk=0.25,moment_correction=true",
     "sparseloco:inner=1,chunk=0,topk=0.1,bits=1,outer_lr=0.5",
     "cocktail_grad:topk=0.1",
-    "cocktail_grad:topk=0.3,bits=2,bucket=16,exact_steps=2",
+    "cocktail_grad:topk=0.3,bits=2,group=16,exact_steps=2",
     "quantized:exact_steps=2",
-    "quantized:exact_steps=1,bits=1,bucket=32",
+    "quantized:exact_steps=1,bits=1,group=32",
 ]
 LOSSLESS = {
     "cocktail:random=1,topk=1,bits=8": 1,

@@ -27,7 +27,7 @@ SHAPES = {"exact": (40,), "wide": (12, 50), "tall": (64, 9), "cube": (6, 5, 4), 
 """Of weights; "exact" has no matrix, and of "narrow" a product of rank 1 would be no shorter."""
 COMPRESSED = ("wide", "tall", "cube")
 SMALL = "bucket_mb=1e-6"
-SPECS = ["powersgd:rank=2", f"powersgd:rank=1,{SMALL}", f"powersgd:rank=2,warm=false,start=2,{SMALL}"]
+SPECS = ["powersgd:rank=2", f"powersgd:rank=1,{SMALL}", f"powersgd:rank=2,warm_start=false,exact_steps=2,{SMALL}"]
 STEPS = 6
 U = 2.0**-24
 """Largest relative error of one operation in fp32."""
@@ -147,13 +147,13 @@ def test_each_step_is_the_published_one(trained: tuple[PowerSGD, list[list[Step]
             for replica, steps in enumerate(replicas)
         ]
         applied = replicas[0][step].applied[key].flatten(1)
-        if step < mode.start:
+        if step < mode.exact_steps:
             assert torch.equal(applied, torch.stack(owed).sum(0)) or len(owed) > 2
             continue
         bases = [steps[step].before.get("basis", {}).get(key) for steps in replicas]
         basis = mode.first_basis(key, owed[0], step) if bases[0] is None else bases[0]
         assert all(other is None or torch.equal(other, basis) for other in bases)
-        assert (bases[0] is None) == (step == mode.start or not mode.warm), "it starts warm where it can"
+        assert (bases[0] is None) == (step == mode.exact_steps or not mode.warm_start), "it starts warm where it can"
         expected, bound = algorithm(owed, basis)
         assert bound < 0.05 * expected.norm(), "nothing is shown"
         assert (applied - expected).norm() <= bound
@@ -265,7 +265,7 @@ def pay(rank: int, peers: Peers) -> tuple[Step, Step]:
     run = Run("powersgd:rank=2", peers)
     run.make(0)
     states = told_to_all(copied(run.sync.state_dict()), peers.group)
-    exact, plain = Run("powersgd:start=9", peers), Run("allreduce", peers)
+    exact, plain = Run("powersgd:exact_steps=9", peers), Run("allreduce", peers)
     exact.sync.load_state_dict(states)
     return exact.make(1), plain.make(1)
 

@@ -21,15 +21,15 @@ SMALL_MB = 0.001
 """Of a bucket, so that there are several."""
 TIMEOUT = timedelta(seconds=60)
 FORMS: dict[str, tuple[Callable[..., HookState], Any]] = {
-    "few": (partial(CocktailState, topk=0.1, bits=3, bucket=16), cocktail_hook),
+    "few": (partial(CocktailState, topk=0.1, bits=3, group=16), cocktail_hook),
     "nearly all": (partial(CocktailState, topk=1, bits=8), cocktail_hook),
     "few bits": (partial(MeanState, bits=2), mean_hook),
     "bf16": (partial(MeanState, bits=16), mean_hook),
     "all": (partial(MeanState, bits=32), mean_hook),
     "divided": (partial(CocktailState, topk=0.1, precondition=0.999), cocktail_hook),
-    "divided, all": (partial(MeanState, bits=32, precondition=0.999, moments=False), mean_hook),
+    "divided, all": (partial(MeanState, bits=32, precondition=0.999, moment_correction=False), mean_hook),
     "sized": (partial(MeanState, bits=32, precondition=0.97), mean_hook),
-    "unsized": (partial(MeanState, bits=32, precondition=0.97, moments=False), mean_hook),
+    "unsized": (partial(MeanState, bits=32, precondition=0.97, moment_correction=False), mean_hook),
 }
 
 

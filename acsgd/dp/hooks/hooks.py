@@ -68,7 +68,7 @@ class HookState:
         compressor: MessageCodec,
         *,
         precondition: float | None,
-        moments: bool,
+        moment_correction: bool,
         timeout: timedelta,
     ) -> None:
         if precondition is not None and not 0 < precondition < 1:
@@ -79,7 +79,7 @@ class HookState:
         """Of the bytes that this replica has sent; `meter.reset()` begins anew."""
         self._precondition = precondition
         self._peers = Peers(_own_group(model, timeout))
-        self._units = make_units(model, self._peers, compressor, precondition=precondition, moments=moments)
+        self._units = make_units(model, self._peers, compressor, precondition=precondition, moments=moment_correction)
         self._lanes = {unit.device: Lane(unit.device) for unit in self._units}
         self._unit_of = {id(param): (unit, name) for unit in self._units for name, param in unit.params.items()}
         self._failure: Exception | None = None
@@ -121,7 +121,7 @@ class HookState:
             raise ValueError(f"precondition={self._precondition} is not that of the state that was saved")
         if others := self.state_dict().keys() ^ saved.keys():
             raise ValueError(
-                f"the state that was saved is of another model or moments=: it differs in {sorted(others)}"
+                f"the state that was saved is of another model or moment_correction=: it differs in {sorted(others)}"
             )
         for unit in self._units:
             unit.load(saved)
@@ -149,10 +149,10 @@ class CocktailState(HookState):
 
     With precondition=0.999, an AdamW's beta2, each replica divides its gradient by the root of its second moment before
     it is compressed, and what comes back is for torch.optim.SGD(lr, weight_decay=...): AdamW without its first moment.
-    With `moments`, every 16 steps three numbers per row of a parameter travel, in a byte each, and keep second moments
-    as large as those of the mean gradient (moments.py); without, each replica divides by the noise of one.
+    With `moment_correction`, replicas exchange three numbers per row of a parameter every 16 steps, in a byte each, to
+    keep second moments as large as those of the mean gradient; without, each replica divides by its own noise.
 
-    topk: share that is told, in (0, 1]; bits: per value, 1 to 8; bucket: values that share a scale; timeout: how long a
+    topk: share that is told, in (0, 1]; bits: per value, 1 to 8; group: values that share a scale; timeout: how long a
     replica waits for another.
     """
 
@@ -162,13 +162,15 @@ class CocktailState(HookState):
         *,
         topk: float = 0.02,
         bits: int = 4,
-        bucket: int = 128,
+        group: int = 128,
         precondition: float | None = None,
-        moments: bool = True,
+        moment_correction: bool = True,
         timeout: timedelta = TIMEOUT,
     ) -> None:
-        compressor = TopK(topk, bits, bucket)
-        super().__init__(model, compressor, precondition=precondition, moments=moments, timeout=timeout)
+        compressor = TopK(topk, bits, group)
+        super().__init__(
+            model, compressor, precondition=precondition, moment_correction=moment_correction, timeout=timeout
+        )
 
 
 class MeanState(HookState):
@@ -180,12 +182,14 @@ class MeanState(HookState):
         *,
         bits: int = 8,
         precondition: float | None = None,
-        moments: bool = True,
+        moment_correction: bool = True,
         timeout: timedelta = TIMEOUT,
     ) -> None:
         whole: dict[int, Codec] = {32: Identity("fp32"), 16: Identity("bf16")}
         codec = whole.get(bits) or FixPoint(bits, dims="group", group=GROUP)
-        super().__init__(model, PackedCodec(codec), precondition=precondition, moments=moments, timeout=timeout)
+        super().__init__(
+            model, PackedCodec(codec), precondition=precondition, moment_correction=moment_correction, timeout=timeout
+        )
 
 
 def _own_group(model: DistributedDataParallel, timeout: timedelta) -> dist.ProcessGroup:

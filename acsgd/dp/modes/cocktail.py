@@ -2,7 +2,7 @@
 
 Source: Wang et al. 2023, "CocktailSGD: Fine-tuning Foundation Models over 500Mbps Networks" (ICML), Algorithm 1. Unlike
 its code: shared copy and errors in fp32, the fraction asked is the fraction sent, any number of replicas and weights,
-an error of the exchange ends the run, positions are entropy-coded, and `gain`.
+an error of the exchange ends the run, positions are entropy-coded, and `outer_lr`.
 
 n = weights of a unit, R = replicas; part j of n is what replica j serves.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,31 +44,38 @@ class Cocktail:
     """Share of these that is sent, the largest, in (0, 1]."""
     bits: int = 4
     """Per value, 1 to 8."""
-    bucket: int = 128
+    group: int = 128
     """Values that share a scale."""
-    draw: Draw = "rolling"
+    sampling: Draw = "rolling"
     """How the coordinates are drawn."""
-    gain: float = 1.0
+    outer_lr: float = 1.0
     """The mean change is applied so many times."""
-    moments: bool = True
+    moment_correction: bool = True
     """Whether AdamW's second moments are kept at the size that they have for mean gradients, row by row (moments.py);
     else each replica divides by the noise of its own, and the mean step is up to sqrt(R) times shorter."""
     exact_steps: int = 0
     """So many steps at the start are made together, on gradients summed exactly."""
 
+    RENAMED: ClassVar[dict[str, str]] = {
+        "bucket": "group",
+        "draw": "sampling",
+        "gain": "outer_lr",
+        "moments": "moment_correction",
+    }
+
     def __post_init__(self) -> None:
         for name in ("random", "topk"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in (0, 1]; 0.1 and 0.2 are usual")
-        if not self.gain > 0:
-            raise ValueError(f"gain={self.gain} must be greater than 0; 1 = as published")
+        if not self.outer_lr > 0:
+            raise ValueError(f"outer_lr={self.outer_lr} must be greater than 0; 1 = as published")
         if self.exact_steps < 0:
             raise ValueError(f"exact_steps={self.exact_steps} must be 0 or more")
         self.compressor()
 
     def compressor(self) -> MessageCodec:
         """Return what makes messages of what is looked at."""
-        return TopK(self.topk, self.bits, self.bucket)
+        return TopK(self.topk, self.bits, self.group)
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the agreement of this replica with its peers on one stage's weights."""
@@ -87,7 +94,7 @@ class _CocktailSync(OwnWeights):
     remembers = (SERVED_ERROR,)
 
     def __init__(self, mode: Cocktail, weights: Sequence[Weight], peers: Peers) -> None:
-        super().__init__(weights, peers, exact_steps=mode.exact_steps, moments=mode.moments)
+        super().__init__(weights, peers, exact_steps=mode.exact_steps, moments=mode.moment_correction)
         self._mode = mode
         self._compressor = mode.compressor()
         self._errors = [torch.zeros_like(parts(unit.own, peers.size)[peers.replica]) for unit in self.units]
@@ -135,7 +142,7 @@ class _CocktailSync(OwnWeights):
     def _exchange_unit(self, unit: Unit, error: Tensor, step: int) -> _Change:
         mode, peers = self._mode, self.peers
         own, shared = parts(unit.own, peers.size), parts(unit.shared, peers.size)
-        where = [chosen(len(part), mode.random, step, mode.draw, seed=0, device=part.device) for part in own]
+        where = [chosen(len(part), mode.random, step, mode.sampling, seed=0, device=part.device) for part in own]
         changed = [mine[index] - common[index] for mine, common, index in zip(own, shared, where, strict=True)]
         agreed = served_mean(changed, error[where[peers.replica]], self._compressor, peers, self.meter)
         return _Change(where, agreed)
@@ -152,7 +159,7 @@ class _CocktailSync(OwnWeights):
             agreed.mean,
             strict=True,
         ):
-            step = mean * self._mode.gain
+            step = mean * self._mode.outer_lr
             own[index] += step - sent
             shared[index] += step
         unit.publish()

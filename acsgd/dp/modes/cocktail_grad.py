@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from acsgd.codecs.topk import TopK
 from acsgd.dp.exchange.local_updates import UpdateSync
@@ -32,12 +33,14 @@ class CocktailGrad:
     """Share of the weights that is sent, in (0, 1]."""
     bits: int = 4
     """Per value, 1 to 8."""
-    bucket: int = 128
+    group: int = 128
     """Values that share a scale."""
-    moments: bool = True
+    moment_correction: bool = True
     """Whether AdamW's second moments are kept at the size that they have for mean gradients, by row (moments.py)."""
     exact_steps: int = 0
     """So many steps at the start are made on gradients summed exactly, with momentum."""
+
+    RENAMED: ClassVar[dict[str, str]] = {"bucket": "group", "moments": "moment_correction"}
 
     def __post_init__(self) -> None:
         if self.exact_steps < 0:
@@ -46,7 +49,7 @@ class CocktailGrad:
 
     def compressor(self) -> TopK:
         """Return what makes messages of what is owed. Raises ValueError."""
-        return TopK(self.topk, self.bits, self.bucket)
+        return TopK(self.topk, self.bits, self.group)
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the agreement of this replica with its peers on one stage's weights."""
@@ -58,5 +61,5 @@ class CocktailGrad:
             self.compressor(),
             exact_steps=self.exact_steps,
             how=LocalStep(momentum=False),
-            moments=self.moments,
+            moments=self.moment_correction,
         )

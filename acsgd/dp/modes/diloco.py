@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -46,8 +47,10 @@ class DiLoCo:
     """How much of a replica's own weights stays when what is shared is applied."""
     bits: int = 32
     """Per element: 32, 16, or 1 to 8 with a scale per 128 elements."""
-    moments: bool = False
+    moment_correction: bool = False
     """Whether AdamW's second moments are kept at the size that they have for mean gradients, by row (moments.py)."""
+
+    RENAMED: ClassVar[dict[str, str]] = {"moments": "moment_correction"}
 
     def __post_init__(self) -> None:
         if self.inner < 1 or self.fragments < 1 or self.inner % self.fragments:
@@ -82,7 +85,7 @@ class _DiLoCoSync(OwnWeights):
     remembers = ("momentum", "sent")
 
     def __init__(self, mode: DiLoCo, weights: Sequence[Weight], peers: Peers) -> None:
-        super().__init__(weights, peers, moments=mode.moments)
+        super().__init__(weights, peers, moments=mode.moment_correction)
         self._mode = mode
         self._compressor = PackedCodec(mode.codec())
         self._momentum = [torch.zeros_like(unit.own) for unit in self.units]

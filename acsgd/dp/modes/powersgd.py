@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,17 +39,19 @@ class PowerSGD(InBuckets):
 
     rank: int = 4
     """Columns of P and Q."""
-    start: int = 0
+    exact_steps: int = 0
     """So many steps at the start are summed exactly."""
-    warm: bool = True
+    warm_start: bool = True
     """Whether a step starts from the Q of the one before, as published; else it is drawn anew in each."""
+
+    RENAMED: ClassVar[dict[str, str]] = {"start": "exact_steps", "warm": "warm_start"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rank < 1:
             raise ValueError(f"rank={self.rank} must be 1 or more; 4 is usual")
-        if self.start < 0:
-            raise ValueError(f"start={self.start} must be 0 or more steps")
+        if self.exact_steps < 0:
+            raise ValueError(f"exact_steps={self.exact_steps} must be 0 or more steps")
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the agreement of this replica with its peers on one stage's weights."""
@@ -57,12 +60,12 @@ class PowerSGD(InBuckets):
     def compresses(self, matrix: Tensor, step: int) -> bool:
         """Whether less than all of a gradient [rows, cols] travels in a step."""
         rows, cols = matrix.shape
-        return step >= self.start and self.rank * (rows + cols) < rows * cols
+        return step >= self.exact_steps and self.rank * (rows + cols) < rows * cols
 
     def first_basis(self, key: str, matrix: Tensor, step: int) -> Tensor:
         """Draw Q [cols, r] for a gradient [rows, cols]: the same on all replicas and in a resumed run."""
         number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "little")
-        generator = torch.Generator().manual_seed(mix_seed(0, number, 0 if self.warm else step))
+        generator = torch.Generator().manual_seed(mix_seed(0, number, 0 if self.warm_start else step))
         return torch.randn(matrix.shape[1], self.rank, generator=generator).to(matrix.device)
 
 
@@ -144,7 +147,7 @@ class _PowerSGDSync(BucketSync):
             wait()
             for (key, matrix), left, total in zip(matrices.items(), lefts, sums, strict=True):
                 torch.mm(left, total.T, out=matrix)
-                if self._mode.warm:
+                if self._mode.warm_start:
                     self._next_bases[key] = total.clone()  # aligned as when it is read again: products may depend on it
 
         return finish

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.lloyd import Lloyd
@@ -27,23 +28,25 @@ class Quantized:
 
     bits: int = 4
     """Per value, 1 to 8; of 1 bit a sign and the mean magnitude."""
-    bucket: int = 512
+    group: int = 512
     """Values that share a scale."""
     exact_steps: int = 100
     """At the start, from which the second moments are known; a tenth to a fifth of a run is usual."""
 
+    RENAMED: ClassVar[dict[str, str]] = {"bucket": "group"}
+
     def __post_init__(self) -> None:
         if self.exact_steps < 1:
             raise ValueError(f"exact_steps={self.exact_steps} must be 1 or more: second moments come from these steps")
-        if self.bucket < 1:
-            raise ValueError(f"bucket={self.bucket} must be 1 or more values that share a scale; 512 is usual")
+        if self.group < 1:
+            raise ValueError(f"group={self.group} must be 1 or more values that share a scale; 512 is usual")
         self.compressor()
 
     def compressor(self) -> PackedCodec:
         """Return what makes messages of what is owed."""
         if self.bits == 1:
-            return PackedCodec(FixPoint(1, dims="group", group=self.bucket))
-        return PackedCodec(Lloyd(self.bits, "group", self.bucket))
+            return PackedCodec(FixPoint(1, dims="group", group=self.group))
+        return PackedCodec(Lloyd(self.bits, "group", self.group))
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the agreement of this replica with its peers on one stage's weights."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,8 +40,10 @@ class SparseLoCo:
     decay: float = 0.95
     """Of what is owed, from one exchange to the next, in [0, 1]."""
     outer_lr: float = 1.0
-    moments: bool = False
+    moment_correction: bool = False
     """Whether AdamW's second moments are kept at the size that they have for mean gradients, by row (moments.py)."""
+
+    RENAMED: ClassVar[dict[str, str]] = {"moments": "moment_correction"}
 
     def __post_init__(self) -> None:
         if self.inner < 1:
@@ -64,7 +67,7 @@ class _SparseLoCoSync(OwnWeights):
     remembers = (OWN_ERROR,)
 
     def __init__(self, mode: SparseLoCo, weights: Sequence[Weight], peers: Peers) -> None:
-        super().__init__(weights, peers, moments=mode.moments)
+        super().__init__(weights, peers, moments=mode.moment_correction)
         self._mode = mode
         self._errors = [torch.zeros_like(unit.own) for unit in self.units]
 
