@@ -166,7 +166,7 @@ def train_step(
 
 def evaluate(session: Session, held_out: HeldOut, step: int, metrics: Metrics) -> float:
     """Return the mean loss on the held-out text after `step` steps, and print it."""
-    loss = session.evaluate(held_out.batches(len(session.job.micros)), step - 1)
+    loss = session.evaluate(held_out.batches(len(session.job.micro_ids)), step - 1)
     perplexity = math.exp(min(loss, 700.0))
     metrics.note(
         f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity:.2f} "

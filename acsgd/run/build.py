@@ -1,4 +1,4 @@
-"""Make a worker: load this rank's layers, and no others, and connect them with their neighbours'."""
+"""Make a session: load this rank's layers, and no others, and connect them with their neighbours'."""
 
 from __future__ import annotations
 

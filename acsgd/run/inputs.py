@@ -98,7 +98,7 @@ def open_data(job: Job) -> Reader:
         sampler,
         sequence=config.data.sequence,
         micro=config.pp.micro,
-        micros=job.micros,
+        micros=job.micro_ids,
         wants_tokens=topology.stage_rank == 0,
         wants_labels=topology.stage_rank == topology.stages - 1,
         notes=tuple(skipped for _, skipped in corpora if skipped),
@@ -148,7 +148,7 @@ def plan_caches(job: Job, sequences: int, *, kept: Mapping[str, Any], fresh: boo
         return None
     key = f'pp.forward="{job.config.pp.forward}"'
     try:
-        capacity = plan_capacity(delta, specs, sequences=sequences, at_once=len(job.micros) * job.config.pp.micro)
+        capacity = plan_capacity(delta, specs, sequences=sequences, at_once=len(job.micro_ids) * job.config.pp.micro)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
     directory = Path(job.config.log.dir) / "activation-cache" / f"replica-{job.topology.replica:05d}"
@@ -170,11 +170,11 @@ def _check_room(job: Job, delta: Delta, directory: Path, per_end: int, key: str)
         existing = next(parent for parent in directory.absolute().parents if parent.exists())
         already = sum(path.stat().st_blocks * 512 for path in directory.parent.rglob("*"))  # of an earlier start
         available, where = shutil.disk_usage(existing).free + already, f"{existing} has"
-    if available is not None and ends * per_end > available / job.neighbours:
+    if available is not None and ends * per_end > available / job.local_world_size:
         raise ValueError(
             f"{key}: each of rank {job.topology.rank}'s {ends} ends of links is to remember {per_end / 2**30:.3g} GiB, "
-            f"but {where} {available / 2**30:.3g} GiB free for {job.neighbours} processes; give "
-            f"cache_gib={0.9 * available / job.neighbours / ends / 2**30:.2g}, fewer cache_bits"
+            f"but {where} {available / 2**30:.3g} GiB free for {job.local_world_size} processes; give "
+            f"cache_gib={0.9 * available / job.local_world_size / ends / 2**30:.2g}, fewer cache_bits"
             + (", or cache=disk" if delta.cache == "ram" else "")
         )
 

@@ -34,7 +34,7 @@ from acsgd.pp.schedules.schedules import SCHEDULES, Schedule
 from acsgd.pp.schedules.validation import validate
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
-from acsgd.run.model_files import _load_tokenizer, _open_model
+from acsgd.run.model_files import load_tokenizer, open_model
 from acsgd.shards import family_of
 from acsgd.shards.layers import LayerShard, ModelFamily, meta_model
 from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
@@ -48,7 +48,7 @@ class Job:
 
     config: Config
     topology: Topology
-    neighbours: int
+    local_world_size: int
     """Processes of the run on this rank's host, itself among them."""
     streams: Streams
     model_dir: Path
@@ -62,7 +62,7 @@ class Job:
     """What this rank does in a step."""
     eval_actions: tuple[Action, ...]
     """What this rank does to evaluate as many micro-batches as a step has."""
-    micros: range
+    micro_ids: range
     """The micro-batches of the global batch that this rank's replica trains on."""
     forward: Codec | Delta
     backward: Codec
@@ -145,17 +145,17 @@ def prepare(config: Config, launch: Launch) -> Job:
     mode: Mode = from_spec(config.dp.mode, MODES, key="dp.mode")
     sources = parse_sources(config.data.sources, bad=config.data.on_error)
     eval_sources = parse_eval(config.data.eval_sources, config.data.eval_fraction, bad=config.data.on_error)
-    micros = _deal(config, topology)
+    micro_ids = _deal(config, topology)
     streams = open_streams(config.run.device, launch.local_rank)
-    model_dir, model_config = _open_model(config.model)
+    model_dir, model_config = open_model(config.model)
     family = family_of(model_config.model_type)
     _check_sequence(config.data.sequence, family.longest(model_config))
     specs = _plan(config, family, model_config, topology.stages * schedule.chunks, streams)
-    program, evaluation = _programs(schedule, topology.stages, len(micros))
+    program, evaluation = _programs(schedule, topology.stages, len(micro_ids))
     return Job(
         config=config,
         topology=topology,
-        neighbours=launch.local_world_size,
+        local_world_size=launch.local_world_size,
         streams=streams,
         model_dir=model_dir,
         model_config=model_config,
@@ -164,12 +164,12 @@ def prepare(config: Config, launch: Launch) -> Job:
         specs=tuple(specs),
         train_actions=tuple(program[topology.stage_rank]),
         eval_actions=tuple(evaluation[topology.stage_rank]),
-        micros=micros,
+        micro_ids=micro_ids,
         forward=forward,
         backward=backward,
         mode=mode,
         optimizer=optimizer,
-        tokenizer=_load_tokenizer(model_dir, model_config),
+        tokenizer=load_tokenizer(model_dir, model_config),
         sources=sources,
         eval_sources=eval_sources,
     )

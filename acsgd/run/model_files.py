@@ -15,7 +15,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 """One of these makes a directory a tokenizer's."""
 
 
-def _open_model(model: ModelConfig) -> tuple[Path, PreTrainedConfig]:
+def open_model(model: ModelConfig) -> tuple[Path, PreTrainedConfig]:
     """Return the model's directory, which has the weights unless they are drawn anew, and its config."""
     directory = _find_model(model.name, scratch=model.init == "scratch")
     config = read_config(directory)
@@ -52,7 +52,7 @@ def _find_model(name: str, *, scratch: bool) -> Path:
     return _find_model(fetched, scratch=scratch)
 
 
-def _load_tokenizer(model_dir: Path, model_config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(model_dir: Path, model_config: PreTrainedConfig) -> PreTrainedTokenizerBase:
     if not any((model_dir / name).is_file() for name in TOKENIZER_FILES):  # else transformers makes an empty one
         raise ValueError(f"{model_dir} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's there")
     try:

@@ -175,7 +175,7 @@ def train(job: Job, model: DistributedDataParallel, optimizer: Optimizer, sent: 
             line = {"step": step + 1, "loss": mean_over_ranks(loss, 1.0), "eval_loss": None, "pp_forward_bytes": 0}
             line["dp_bytes"] = round(sent()) * job.topology.replicas
             if held_out is not None and (step + 1 == optim.steps or (every is not None and (step + 1) % every == 0)):
-                line["eval_loss"] = evaluate(model, held_out.batches(len(job.micros)))
+                line["eval_loss"] = evaluate(model, held_out.batches(len(job.micro_ids)))
             lines.append(line)
     if speaks:
         (Path(job.config.log.dir) / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -92,7 +92,7 @@ def tokens_of(step: int) -> Tensor:
 def acsgd(worker: Session) -> Step:
     """Return acsgd's step."""
     job = worker.job
-    rows = slice(job.micros.start, job.micros.stop)
+    rows = slice(job.micro_ids.start, job.micro_ids.stop)
     is_first, is_last = 0 in job.stages, len(job.specs) - 1 in job.stages
 
     def step(number: int) -> float:
@@ -101,7 +101,7 @@ def acsgd(worker: Session) -> Step:
             tokens[..., :-1] if is_first else None,
             tokens[..., 1:] if is_last else None,
             sample_ids=torch.zeros(len(tokens), MICRO, dtype=torch.int64),
-            micro_ids=job.micros,
+            micro_ids=job.micro_ids,
         )
         return train_step(worker, batch, Progress(step=number)).loss / job.topology.world_size
 
@@ -112,7 +112,7 @@ def plain(job: Job) -> Step:
     """Return a step of one process in plain PyTorch, or of DistributedDataParallel where there are replicas."""
     model: nn.Module = pretrained(job)
     adamw = make_adamw(model)
-    replicas, rows = job.topology.replicas, slice(job.micros.start, job.micros.stop)
+    replicas, rows = job.topology.replicas, slice(job.micro_ids.start, job.micro_ids.stop)
     replicated = replicas > 1
     if replicated:
         model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)

@@ -90,7 +90,7 @@ def gradients_on_rank(rank: int, world_size: int, store: Path, configs: Sequence
         with worker_of(config, rank, world_size, f"{store}-{number}") as worker:
             loss, grads = 0.0, []
             for step in range(STEPS):
-                loss += worker.pipeline.run(draw_batch(config, step, worker.job.micros), step).item()
+                loss += worker.pipeline.run(draw_batch(config, step, worker.job.micro_ids), step).item()
                 grads.append(digest(gradients(worker)))
                 descend(worker.weights)
             results.append((loss, f"{grads} {digest(weight.param for weight in worker.weights)}"))
@@ -194,7 +194,7 @@ def test_a_model_without_dropout_does_not_notice(tiny_model: TinyModel, tmp_path
 def evaluate_on_rank(rank: int, world_size: int, store: Path, config: Config) -> tuple[float, str, str]:
     """Return this rank's share of an evaluation's loss, and hashes of the gradients of a step before and after it."""
     with worker_of(config, rank, world_size, str(store)) as worker:
-        batch = draw_batch(config, 0, worker.job.micros)
+        batch = draw_batch(config, 0, worker.job.micro_ids)
         worker.pipeline.run(batch, 0)
         before = digest(gradients(worker))
         held_out = dataclasses.replace(batch, sample_ids=torch.zeros_like(batch.sample_ids))

@@ -23,7 +23,7 @@ def evaluate_on_rank(rank: int, world_size: int, store: Path, configs: Sequence[
     shares = []
     for number, config in enumerate(configs):
         with worker_of(config, rank, world_size, f"{store}-{number}") as worker:
-            batches = [draw_batch(config, seed, worker.job.micros) for seed in range(2)]
+            batches = [draw_batch(config, seed, worker.job.micro_ids) for seed in range(2)]
             shares.append([worker.pipeline.evaluate(batch, 0).item() for batch in batches])
     return shares
 
@@ -73,10 +73,10 @@ def train_on_rank(
                 for phase in range(2):
                     if evaluated:
                         before = torch.get_rng_state()
-                        worker.pipeline.evaluate(draw_batch(config, 100 + step, worker.job.micros), step)
+                        worker.pipeline.evaluate(draw_batch(config, 100 + step, worker.job.micro_ids), step)
                         assert torch.equal(torch.get_rng_state(), before), "evaluation drew random numbers"
                     if phase == 0:
-                        losses.append(worker.pipeline.run(draw_batch(config, step, worker.job.micros), step).item())
+                        losses.append(worker.pipeline.run(draw_batch(config, step, worker.job.micro_ids), step).item())
                 descend(worker.weights)
             trained.append((losses, digest([w.param for w in worker.weights] + gradients(worker))))
     return trained

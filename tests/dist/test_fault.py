@@ -121,7 +121,7 @@ def find_on_rank(
             pytest.MonkeyPatch.context() as patch,
         ):
             _plant(plant, worker, patch)
-            batch = draw_batch(config, 0, worker.job.micros)
+            batch = draw_batch(config, 0, worker.job.micro_ids)
             worker.pipeline.run(batch, 0)
             fault = worker.pipeline.find_non_finite(batch, 0)
             found.append(None if fault is None else fault.to_dict())
@@ -131,7 +131,7 @@ def find_on_rank(
 def search_on_rank(rank: int, world_size: int, store: Path, config: Config, scale: float) -> None:
     """Check that a search in a step in which nothing is wrong finds nothing and leaves what the step leaves."""
     with worker_of(config, rank, world_size, str(store)) as worker:
-        batch = draw_batch(config, 0, worker.job.micros)
+        batch = draw_batch(config, 0, worker.job.micro_ids)
         loss, grads = worker.pipeline.run(batch, 0, scale), digest(gradients(worker))
         assert worker.pipeline.find_non_finite(batch, 0, scale) is None
         assert digest(gradients(worker)) == grads
@@ -164,7 +164,7 @@ def _plant(plant: Plant, worker: Session, patch: pytest.MonkeyPatch) -> None:
         paths = [path for shard in stage.shards for path in shard.modules]
         if not any(f"{plant.where}.".startswith(f"{path}.") for path in paths):
             continue
-        spoil = _spoiler(plant, stage, worker.job.micros, patch)
+        spoil = _spoiler(plant, stage, worker.job.micro_ids, patch)
         weights = {weight.key: weight.param for weight in stage.weights}
         if plant.kind in ("output", "gradient"):
             of_gradient = plant.kind == "gradient"

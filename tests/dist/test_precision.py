@@ -44,7 +44,7 @@ def gradients_on_rank(
     results = []
     for number, config in enumerate(configs):
         with worker_of(config, rank, world_size, f"{store}-{scale}-{number}") as worker:
-            loss = worker.pipeline.run(draw_batch(config, 0, worker.job.micros), 0, scale).item()
+            loss = worker.pipeline.run(draw_batch(config, 0, worker.job.micro_ids), 0, scale).item()
             grads = gradients(worker)
             results.append((loss, digest(grads), digest(grad / scale for grad in grads)))
     return results
@@ -70,7 +70,7 @@ def train_on_rank(rank: int, world_size: int, store: Path, configs: Sequence[Con
         with worker_of(config, rank, world_size, f"{store}-{number}") as worker:
             losses = []
             for step in range(STEPS):
-                losses.append(worker.pipeline.run(draw_batch(config, 0, worker.job.micros), step, SCALE).item())
+                losses.append(worker.pipeline.run(draw_batch(config, 0, worker.job.micro_ids), step, SCALE).item())
                 descend(worker.weights, SCALE)
             trained.append(losses)
     return trained

@@ -43,7 +43,7 @@ def train_on_rank(rank: int, world_size: int, store: Path, configs: Sequence[Con
         with worker_of(config, rank, world_size, f"{store}-{number}") as worker:
             losses = []
             for step in range(5):
-                losses.append(worker.pipeline.run(draw_batch(config, step, worker.job.micros), step).item())
+                losses.append(worker.pipeline.run(draw_batch(config, step, worker.job.micro_ids), step).item())
                 descend(worker.weights)
             trained.append((losses, digest([w.param for w in worker.weights] + gradients(worker))))
     return trained
