@@ -10,7 +10,7 @@ from torch import Tensor
 from acsgd.dp.exchange.peers import Peers
 from acsgd.errors import RunError
 from acsgd.meter import Meter
-from acsgd.optim.base import LocalStep, SecondMoments
+from acsgd.optim.base import Capability, LocalStep, SecondMoments
 from acsgd.shards.weights import Weight, WeightState
 
 
@@ -68,6 +68,11 @@ class GradSync(Protocol):
 
 class Mode(Protocol):
     """A data-parallel mode, chosen by a spec string; a frozen dataclass."""
+
+    @property
+    def requires(self) -> frozenset[Capability]:
+        """Optimizer capabilities that this mode uses."""
+        ...
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the synchronization of one stage's weights with the other replicas."""

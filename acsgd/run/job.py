@@ -27,7 +27,7 @@ from acsgd.io.sampling.sampler import deal
 from acsgd.io.sources.sources import WeightedSource, parse_sources
 from acsgd.io.telemetry.wandb_log import check_installed
 from acsgd.optim import OPTIMIZERS
-from acsgd.optim.base import OptimizerSpec
+from acsgd.optim.base import Capability, OptimizerSpec
 from acsgd.pp.schedules.actions import Action, Program, forwards
 from acsgd.pp.schedules.lowering import lower
 from acsgd.pp.schedules.schedules import SCHEDULES, Schedule
@@ -143,6 +143,8 @@ def prepare(config: Config, launch: Launch) -> Job:
     backward = _parse_backward(config.pp.backward)
     optimizer: OptimizerSpec = from_spec(config.optim.name, OPTIMIZERS, key="optim.name")
     mode: Mode = from_spec(config.dp.mode, MODES, key="dp.mode")
+    if topology.replicas > 1:
+        check_capabilities(config, mode.requires, optimizer.capabilities)
     sources = parse_sources(config.data.sources, bad=config.data.on_error)
     eval_sources = parse_eval(config.data.eval_sources, config.data.eval_fraction, bad=config.data.on_error)
     micro_ids = _deal(config, topology)
@@ -173,6 +175,16 @@ def prepare(config: Config, launch: Launch) -> Job:
         sources=sources,
         eval_sources=eval_sources,
     )
+
+
+def check_capabilities(config: Config, required: frozenset[Capability], provided: frozenset[Capability]) -> None:
+    """Raise ValueError if dp.mode uses optimizer capabilities that optim.name does not have."""
+    if missing := required - provided:
+        able = [f'"{name}"' for name, optimizer in OPTIMIZERS.items() if optimizer.capabilities >= required]
+        raise ValueError(
+            f'dp.mode="{config.dp.mode}" requires {", ".join(sorted(missing))}, which optim.name="{config.optim.name}" '
+            f"does not support; use optim.name={' or '.join(able)}, or another dp.mode"
+        )
 
 
 def _parse_forward(spec: str) -> Codec | Delta:

@@ -9,12 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from acsgd.config.options import OptimConfig
-from acsgd.optim.adamw import AdamWOptimizer
+from acsgd.config.options import Config, DataConfig, ModelConfig, OptimConfig, ReplicaConfig
+from acsgd.config.spec import from_spec
+from acsgd.dp import MODES
+from acsgd.optim import OPTIMIZERS
+from acsgd.optim.adamw import AdamW, AdamWOptimizer
 from acsgd.optim.base import LocalStep
 from acsgd.optim.schedule import learning_rate
+from acsgd.run.job import check_capabilities
 from acsgd.shards.weights import Weight
 
+MODEL = ModelConfig("m")
 CONFIG = OptimConfig(lr=1.0, steps=100, warmup=10)
 
 
@@ -133,6 +138,24 @@ def test_there_is_nothing_to_freeze_before_the_first_step() -> None:
         weight.master.grad = torch.ones_like(weight.master)
     optimizer.step(3, LocalStep(frozen=True))
     assert all((weight.master < 1 - 0.5 * learning_rate(3, config)).all() for weight in held)
+
+
+def test_a_mode_may_only_use_what_the_optimizer_supports() -> None:
+    config = Config(MODEL, DataConfig("demo", sequence=8, batch=2), OptimConfig(lr=1.0, steps=1, name="sgd"))
+    for spec, mode in MODES.items():
+        required = mode().requires
+        check_capabilities(config, required, AdamW.capabilities)
+        for capability in required:
+            other = dataclasses.replace(config, dp=ReplicaConfig(spec))
+            with pytest.raises(
+                ValueError, match=rf'^dp\.mode="{spec}" requires {capability}, .* use optim\.name="adamw"'
+            ):
+                check_capabilities(other, required, AdamW.capabilities - {capability})
+
+
+def test_an_unknown_optimizer_is_refused_with_the_known_names() -> None:
+    with pytest.raises(ValueError, match=r'optim\.name="adam": unknown name "adam"; use "adamw"'):
+        from_spec("adam", OPTIMIZERS, key="optim.name")
 
 
 def test_masters_add_up_steps_too_small_for_bf16() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from acsgd.dp.sync import Memoryless
 from acsgd.meter import Meter
+from acsgd.optim.base import Capability
 from acsgd.shards.weights import Weight
 
 
@@ -64,6 +66,8 @@ def make_buckets(weights: Sequence[Weight], nbytes: int) -> list[Bucket]:
 @dataclass(frozen=True)
 class InBuckets:
     """What modes have in common that sum gradients bucket by bucket."""
+
+    requires: ClassVar[frozenset[Capability]] = frozenset()
 
     bucket_mb: float = 25.0
     """Megabytes of gradients per message. Smaller = earlier start, more messages."""

@@ -26,7 +26,7 @@ from acsgd.dp.exchange.masks import Draw, chosen
 from acsgd.dp.exchange.peers import Peers, UnderWay
 from acsgd.dp.sync import GradSync
 from acsgd.errors import RunError
-from acsgd.optim.base import SecondMoments
+from acsgd.optim.base import Capability, SecondMoments
 from acsgd.shards.weights import Weight, WeightState
 
 
@@ -76,6 +76,11 @@ class Cocktail:
     def compressor(self) -> MessageCodec:
         """Return what makes messages of what is looked at."""
         return TopK(self.topk, self.bits, self.group)
+
+    @property
+    def requires(self) -> frozenset[Capability]:
+        """Optimizer capabilities that this mode uses."""
+        return frozenset(("second_moments",)) if self.moment_correction else frozenset()
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the agreement of this replica with its peers on one stage's weights."""

@@ -18,7 +18,7 @@ from acsgd.dp.exchange.local_updates import UpdateSync
 from acsgd.dp.exchange.local_weights import Merging
 from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.sync import GradSync
-from acsgd.optim.base import LocalStep
+from acsgd.optim.base import Capability, LocalStep
 from acsgd.shards.weights import Weight
 
 
@@ -50,6 +50,11 @@ class CocktailGrad:
     def compressor(self) -> TopK:
         """Return what makes messages of what is owed. Raises ValueError."""
         return TopK(self.topk, self.bits, self.group)
+
+    @property
+    def requires(self) -> frozenset[Capability]:
+        """Optimizer capabilities that this mode uses."""
+        return frozenset(("no_momentum", "second_moments") if self.moment_correction else ("no_momentum",))
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the agreement of this replica with its peers on one stage's weights."""

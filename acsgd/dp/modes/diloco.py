@@ -21,7 +21,7 @@ from acsgd.dp.exchange.averaging import Agreed, parts, served_mean
 from acsgd.dp.exchange.local_weights import Merging, OwnWeights
 from acsgd.dp.exchange.peers import Peers, UnderWay
 from acsgd.dp.sync import GradSync
-from acsgd.optim.base import SecondMoments
+from acsgd.optim.base import Capability, SecondMoments
 from acsgd.shards.weights import Weight, WeightState
 
 GROUP = 128
@@ -70,6 +70,11 @@ class DiLoCo:
         if self.bits in (16, 32):
             return Identity("fp32" if self.bits == 32 else "bf16")
         return FixPoint(self.bits, dims="group", group=GROUP)
+
+    @property
+    def requires(self) -> frozenset[Capability]:
+        """Optimizer capabilities that this mode uses."""
+        return frozenset(("second_moments",)) if self.moment_correction else frozenset()
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the agreement of this replica with its peers on one stage's weights."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import Tensor
 from acsgd.dp.exchange.local_weights import Merging, OwnWeights
 from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.sync import GradSync
+from acsgd.optim.base import Capability
 from acsgd.shards.weights import Weight
 from acsgd.topology import collective_errors
 
@@ -19,6 +21,8 @@ from acsgd.topology import collective_errors
 @dataclass(frozen=True)
 class Local:
     """Each replica trains for itself; their mean is what is evaluated and saved. The least that any mode can send."""
+
+    requires: ClassVar[frozenset[Capability]] = frozenset()
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the agreement of this replica with its peers on one stage's weights."""

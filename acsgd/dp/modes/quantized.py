@@ -18,7 +18,7 @@ from acsgd.dp.exchange.local_updates import UpdateSync
 from acsgd.dp.exchange.local_weights import Merging
 from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.sync import GradSync
-from acsgd.optim.base import LocalStep
+from acsgd.optim.base import Capability, LocalStep
 from acsgd.shards.weights import Weight
 
 
@@ -47,6 +47,11 @@ class Quantized:
         if self.bits == 1:
             return PackedCodec(FixPoint(1, dims="group", group=self.group))
         return PackedCodec(Lloyd(self.bits, "group", self.group))
+
+    @property
+    def requires(self) -> frozenset[Capability]:
+        """Optimizer capabilities that this mode uses."""
+        return frozenset(("frozen_second_moments",))
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the agreement of this replica with its peers on one stage's weights."""

@@ -18,7 +18,7 @@ from acsgd.dp.exchange.averaging import told_mean
 from acsgd.dp.exchange.local_weights import OWN_ERROR, Merging, OwnWeights, Unit
 from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.sync import GradSync
-from acsgd.optim.base import SecondMoments
+from acsgd.optim.base import Capability, SecondMoments
 from acsgd.shards.weights import Weight, WeightState
 
 
@@ -57,6 +57,11 @@ class SparseLoCo:
     def compressor(self) -> TopK:
         """Return what makes messages of what is owed."""
         return TopK(self.topk, self.bits, group=max(1, round(self.topk * self.chunk)), chunk=self.chunk)
+
+    @property
+    def requires(self) -> frozenset[Capability]:
+        """Optimizer capabilities that this mode uses."""
+        return frozenset(("second_moments",)) if self.moment_correction else frozenset()
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the agreement of this replica with its peers on one stage's weights."""
