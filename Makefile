@@ -1,11 +1,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup debian-venv demo test lint types clean
+.PHONY: help setup debian-venv demo test lint types docs clean
 
 help:
 	@echo "make demo    set up .venv, train a small model on this machine, export it, let it speak"
-	@echo "make test    set up .venv, run lint, types and all tests"
+	@echo "make test    set up .venv, run lint, types, docs and all tests"
+	@echo "make docs    build the documentation into site/; open site/index.html"
 	@echo "make setup   only make .venv and install what the project needs into it"
 	@echo "make clean   remove .venv and what runs have written"
 
@@ -30,7 +31,7 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 # Files side by side, those that take longest first; but whole runs, whose ends are timed, one after the other.
-test: lint types
+test: lint types docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
 		--no-loadscope-reorder --ignore tests/run
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/run
@@ -42,5 +43,10 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
+# --strict: a link or an anchor that leads nowhere is an error. Works without a network.
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "documentation: site/index.html"
+
 clean:
-	rm -rf .venv runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv runs build site *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,277 @@
+"""Pages of the documentation that are generated from the source, so that they cannot differ from it.
+
+mkdocs loads this file as a hook (mkdocs.yml). Options, plug-ins, metrics and commands come from the dataclasses that
+define them, their field docstrings included; the rooms come from tests/unit/test_floors.py; the home page is README.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import inspect
+import io
+import os
+import re
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from acsgd import cli
+from acsgd.codecs import CODECS
+from acsgd.config.options import Config
+from acsgd.dp import MODES
+from acsgd.io import SOURCES
+from acsgd.io.telemetry.record import Record
+from acsgd.pp import SCHEDULES
+from acsgd.pp.wire.delta import Delta
+from acsgd.shards import FAMILIES
+
+ROOT = Path(__file__).parents[1]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    for path, build in PAGES.items():
+        files.append(File.generated(config, path, content=build()))
+    return files
+
+
+def home() -> str:
+    """Return README.md with its links as seen from docs/. Links that leave docs/ become plain code."""
+    text = (ROOT / "README.md").read_text().replace("](docs/", "](@")
+    return re.sub(r"\[([^]]+)\]\((?!\w+://|@)[^)]+\)", r"`\1`", text).replace("](@", "](")
+
+
+def options() -> str:
+    """Return every option of a run, by section."""
+    types_of = typing.get_type_hints(Config)
+    parts = [
+        "# Options\n\nEvery option of a run. A key `section.name` of the TOML file is the flag `--section.name`; "
+        "flags > file > defaults. Spec strings such as `cocktail:topk=0.2` are explained in [Plug-ins](plugins.md).\n"
+    ]
+    for section in dataclasses.fields(Config):
+        parts.append(f"## {section.name}\n\n{_docstring(types_of[section.name])}\n")
+        for field in _fields(types_of[section.name]):
+            signature = f"{field.type}, {f'default {field.default}' if field.default else 'required'}\n{{ .signature }}"
+            parts.append(f"### {section.name}.{field.name}\n\n{signature}\n\n{field.doc}\n")
+    return "\n".join(parts)
+
+
+def plugins() -> str:
+    """Return every plug-in with its options."""
+    parts = [
+        "# Plug-ins\n\nA plug-in is chosen by a spec string, `name:key=value,key=value`. Options that are left out "
+        "have their default. To add one, see [Your own codec, mode, family or source](../howto/extend.md).\n",
+        "## Codecs\n\n`pp.forward` takes all of them, `pp.backward` all but `delta`.\n",
+        *(_plugin(name, kind) for name, kind in {**CODECS, "delta": Delta}.items()),
+        "## Data-parallel modes\n\nValues of `dp.mode`.\n",
+        *(_plugin(name, kind) for name, kind in MODES.items()),
+        "## Schedules\n\nValues of `pp.schedule`.\n",
+        *(_plugin(name, kind) for name, kind in SCHEDULES.items()),
+        "## Sources\n\nNames in `data.sources` and `data.eval_sources`.\n",
+        _table(("name", "content"), ((f"`{name}`", _docstring(kind)) for name, kind in SOURCES.items())),
+        "## Model families\n\n`model_type` in the model's `config.json`.\n",
+        _table(("`model_type`", "file"), ((f"`{name}`", f"`{_file(type(kind))}`") for name, kind in FAMILIES.items())),
+    ]
+    return "\n".join(parts)
+
+
+def metrics() -> str:
+    """Return the fields of metrics.jsonl."""
+    rows = ((f"`{field.name}`", field.type, field.doc) for field in _fields(Record))
+    return (
+        "# metrics.jsonl\n\nOne JSON object per optimizer step, written by rank 0 into the run directory. "
+        f"{_docstring(Record)}\n\n{_table(('field', 'type', 'meaning'), rows)}\n"
+    )
+
+
+def commands() -> str:
+    """Return the help texts of the command-line tools."""
+    tools: dict[str, Callable[[], object]] = {
+        "acsgd inspect": lambda: _acsgd("inspect"),
+        "acsgd convert to-hf": lambda: _acsgd("convert", "to-hf"),
+        "acsgd convert from-hf": lambda: _acsgd("convert", "from-hf"),
+    }
+    parts = [
+        "# Commands\n",
+        "## train.py\n\n```\ntorchrun --nproc-per-node 4 train.py RUN.toml [--section.name VALUE ...]\n"
+        "torchrun --nproc-per-node 4 -m acsgd RUN.toml      # the same, from an installed package\n"
+        "python train.py --help\n```\n\nAll options: [Options](options.md).\n",
+        *(f"## {name}\n\n```text\n{_help(run)}\n```\n" for name, run in tools.items()),
+        "## python -m acsgd.pp.schedules.simulate\n\nDraws a schedule and prints its bubble and its memory:\n\n"
+        "```\npython -m acsgd.pp.schedules.simulate interleaved:chunks=2 4 8 --message 0.5\n```\n",
+    ]
+    return "\n".join(parts)
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Fill in the generated part of a page that is otherwise written by hand."""
+    return markdown.replace("<!-- generated: rooms -->", rooms()) if page.file.src_uri == ROOMS else markdown
+
+
+def rooms() -> str:
+    """Return what each package and file is, in the reading order that tests/unit/test_floors.py enforces."""
+    source = ast.parse((ROOT / "tests/unit/test_floors.py").read_text())
+    order = next(
+        ast.literal_eval(node.value)
+        for node in source.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ORDER"
+    ).split()
+    packages = sorted((ROOT / "acsgd").glob("*/__init__.py"))
+    nested = sorted((ROOT / "acsgd").glob("*/*/__init__.py"))
+    room_rows = [(f"`{_relative(path.parent)}/`", _summary(path)) for path in sorted(packages + nested)]
+    file_rows = [(str(place), f"`{name}`", _summary(_path_of(name))) for place, name in enumerate(order, start=1)]
+    return (
+        "## Rooms\n\n"
+        + _table(("package", "content"), room_rows)
+        + "\n## Reading order\n\nA file imports only files above it, as `tests/unit/test_floors.py` enforces.\n\n"
+        + _table(("", "file of acsgd", "content"), file_rows)
+    )
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "index.md": home,
+    "reference/options.md": options,
+    "reference/plugins.md": plugins,
+    "reference/metrics.md": metrics,
+    "reference/commands.md": commands,
+}
+"""Path of each generated page inside docs/ -> its text."""
+ROOMS = "architecture/rooms.md"
+
+
+class _Field(typing.NamedTuple):
+    """A field of a dataclass or NamedTuple, as the reference shows it."""
+
+    name: str
+    type: str
+    default: str
+    """Empty: required."""
+    doc: str
+
+
+def _fields(kind: Any) -> list[_Field]:
+    """Return the fields of a dataclass or NamedTuple, base classes included."""
+    docs: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if base.__module__.startswith("acsgd"):
+            docs |= _field_docs(base)
+    hints = typing.get_type_hints(kind)
+    if dataclasses.is_dataclass(kind):
+        defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    else:
+        defaults = {name: kind._field_defaults.get(name, dataclasses.MISSING) for name in kind._fields}
+    return [
+        _Field(name, _type(hints[name]), _default(default), docs.get(name, "")) for name, default in defaults.items()
+    ]
+
+
+def _field_docs(kind: type) -> dict[str, str]:
+    """Return the string below each annotated field of a class."""
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(node, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            is_doc = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            docs[statement.target.id] = _text(following.value.value) if is_doc else ""
+    return docs
+
+
+def _plugin(name: str, kind: type) -> str:
+    """Return a plug-in's heading, docstring and options."""
+    rows = [(f"`{each.name}`", each.type, each.default, each.doc) for each in _fields(kind)]
+    table = _table(("option", "type", "default", "meaning"), rows) if rows else "No options.\n"
+    return f"### {name}\n\n{_docstring(kind)}\n\n{table}"
+
+
+def _type(hint: Any) -> str:
+    """Return a type as a reader of the run file sees it."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return " or ".join(f"`{choice}`" for choice in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return _type(next(each for each in arguments if each is not type(None)))
+    if origin is tuple:
+        return f"{_type(arguments[0])}s" if arguments[-1] is Ellipsis else f"{len(arguments)} {_type(arguments[0])}s"
+    return {"str": "text", "int": "integer", "float": "number", "bool": "`true` or `false`"}[hint.__name__]
+
+
+def _default(value: Any) -> str:
+    if value is dataclasses.MISSING:
+        return ""
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return f"`{' '.join(map(str, value))}`"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = tuple(head)
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(f"| {' | '.join(' '.join(cell.split()) for cell in line)} |\n" for line in lines)
+
+
+def _docstring(kind: Any) -> str:
+    return _text(inspect.getdoc(kind) or "")
+
+
+def _text(docstring: str) -> str:
+    """Return a docstring as Markdown: characters that have a meaning there escaped outside of code."""
+    lines = []
+    for line in inspect.cleandoc(docstring).splitlines():
+        if not line.startswith("    "):  # else it is a code block
+            parts = line.split("`")
+            parts[::2] = [re.sub(r"([*_<|\[])", r"\\\1", part) for part in parts[::2]]
+            line = "`".join(parts)
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _summary(path: Path) -> str:
+    """Return the first sentence of a module's docstring."""
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return _text(docstring.partition("\n\n")[0])
+
+
+def _path_of(module: str) -> Path:
+    path = ROOT / "acsgd" / Path(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _file(kind: type) -> str:
+    return _relative(Path(inspect.getfile(kind)))
+
+
+def _acsgd(*arguments: str) -> None:
+    argv, sys.argv = sys.argv, ["acsgd", *arguments, "--help"]
+    try:
+        cli.main()
+    finally:
+        sys.argv = argv
+
+
+def _help(run: Callable[[], object]) -> str:
+    """Return what a command prints for --help, without the box characters' colours."""
+    columns, printed = os.environ.get("COLUMNS"), io.StringIO()
+    os.environ["COLUMNS"] = "100"
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            run()
+    finally:
+        os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
+    return re.sub(r"\x1b\[[0-9;]*m", "", printed.getvalue()).strip()
