@@ -1,7 +1,7 @@
-"""Compare two ways to make the same training step: in the same processes, in turn, round by round.
+"""Paired timing of two implementations of the same training step, in the same processes.
 
-A machine's speed drifts, and other programs take their share. So the two sides alternate, which of them starts
-alternates too, and what counts is the median over rounds of the ratio within a round.
+Machine speed drifts and other programs take CPU time, so the two sides alternate, the side that starts alternates, and
+the result is the median over rounds of the ratio within a round.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 Step = Callable[[int], float]
-"""Makes optimizer step n, counted from 0, and returns this rank's share of its loss: shares sum to the loss."""
+"""Runs optimizer step n, counted from 0, and returns this rank's part of the loss; the parts sum to the loss."""
 
 
 class Cost(NamedTuple):
-    """What one block of steps took."""
+    """Time of one block of steps."""
 
     wall_s: float
     cpu_s: float
-    """Of this process, all threads."""
+    """CPU time of this process, all threads."""
 
 
 class RankRounds(NamedTuple):
-    """What one rank saw of a comparison; each tuple is (ours, theirs)."""
+    """One rank's part of a comparison; each tuple is (ours, theirs)."""
 
     losses: list[tuple[float, float]]
-    """Shares of the loss of each step of the warm-up."""
+    """Part of the loss of each warm-up step."""
     rounds: list[tuple[Cost, Cost]]
 
 
 class Comparison(NamedTuple):
-    """How long our steps take relative to theirs; less than 1 = ours are faster."""
+    """Duration of our steps relative to theirs; less than 1 = ours are faster."""
 
     median: float
     quartiles: tuple[float, float]
     cpu: float
-    """Median ratio of the CPU time of all ranks: hardly disturbed by other programs, but blind to waiting."""
+    """Median ratio of the CPU time of all ranks: robust against other programs, but ignores waiting."""
     ours_s: float
     """Median seconds per step."""
     theirs_s: float
@@ -52,7 +52,7 @@ class Comparison(NamedTuple):
 def alternate(
     ours: Step, theirs: Step, *, warmup: int, rounds: int, steps: int, barrier: Callable[[], None]
 ) -> RankRounds:
-    """Run blocks of `steps` steps of each side in turn, after `warmup` steps whose losses are kept."""
+    """Run blocks of `steps` steps of each side in turn, after `warmup` steps whose losses are recorded."""
     losses = [(ours(step), theirs(step)) for step in range(warmup)]
     costs = []
     for index in range(rounds):
@@ -75,7 +75,7 @@ def _cost(side: Step, block: range, barrier: Callable[[], None]) -> Cost:
 
 
 def summarise(ranks: Sequence[RankRounds], *, steps: int) -> Comparison:
-    """Put together what the ranks saw."""
+    """Aggregate the rounds of all ranks."""
     losses = [
         [sum(shares) for shares in zip(*sides, strict=True)] for sides in zip(*(r.losses for r in ranks), strict=True)
     ]
@@ -98,7 +98,7 @@ def summarise(ranks: Sequence[RankRounds], *, steps: int) -> Comparison:
 
 
 def on_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 600.0) -> list[Any]:
-    """Call body(rank, *args) in `world_size` processes of one thread each; return what each gives, by rank."""
+    """Call body(rank, *args) in `world_size` processes of one thread each; return the results by rank."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with ProcessPoolExecutor(world_size, mp_context=get_context("spawn")) as pool:
         futures = [pool.submit(body, rank, *args) for rank in range(world_size)]
@@ -106,12 +106,12 @@ def on_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_s: f
 
 
 class OnLink:
-    """Steps over a limited link beside compute, steps that nothing limits. Lists have an entry per round."""
+    """Steps over a rate-limited link and steps without a limit (compute). Lists have one entry per round."""
 
     compute_s: list[float]
     step_s: list[float]
     traffic_s: float
-    """What the link needs for the bytes of a step."""
+    """Bytes of a step divided by the rate of the link."""
 
     @property
     def seconds(self) -> float:
@@ -123,16 +123,16 @@ class OnLink:
 
     @property
     def share(self) -> float:
-        """Of the bound that is reached: 1 = the step is as fast as it can be."""
+        """Fraction of the bound that is reached; 1 = the step is as fast as possible."""
         pairs = zip(self.compute_s, self.step_s, strict=True)
         return statistics.median(max(compute, self.traffic_s) / step for compute, step in pairs)
 
     @property
     def slowdowns(self) -> list[float]:
-        """Relative to compute, by round."""
+        """Step time relative to compute, by round."""
         return [step / compute for compute, step in zip(self.compute_s, self.step_s, strict=True)]
 
     @property
     def slowdown(self) -> float:
-        """Relative to compute."""
+        """Median step time relative to compute."""
         return statistics.median(self.slowdowns)

@@ -1,22 +1,22 @@
-"""Hosts with slow links on one machine: a network namespace of Linux each, around one switch.
+"""Hosts with rate-limited links on one machine: one Linux network namespace per host, connected by a switch.
 
     with lab(hosts=2, delay_s=0.02) as network:
         network.limit(100)                      # Mbit/s, of every host, up and down at once
-        enter(network.namespaces[1])            # in a process that is to live on host 1
-        network.cut(1)                          # its cable is out; `heal` puts it back
+        enter(network.namespaces[1])            # moves this thread to host 1
+        network.cut(1)                          # disconnect host 1; `heal` reconnects it
 
-A host has one interface, eth0, with the address 10.77.0.<host + 1>. Token buckets (tc) limit what it sends and what it
-receives. They count whole packets: of 1500 bytes TCP leaves 1448.
+A host has one interface, eth0, with the address 10.77.0.<host + 1>. Token buckets (tc) limit its outgoing and its
+incoming rate. They count whole packets: 1448 bytes of TCP payload per 1500.
 
-Without delay the switch is a bridge of the kernel. With delay it is a process that holds the TUN device of every host
-and lets each packet pass a fixed time after it came: kernels are often built without netem. `switch_cpu_s` tells what
-that costs. Packets are lost only where a limit has too many of them waiting.
+Without delay the switch is a kernel bridge. With delay it is a process that holds the TUN device of every host and
+forwards each packet a fixed time after its arrival (many kernels are built without netem); `switch_cpu_s` is its CPU
+time. Packets are dropped only where too many wait at a limit.
 
-tcp_slow_start_after_idle is off in every namespace. By default TCP forgets the rate of a connection that has been idle
-for some round trips, as one is in every step of a pipeline, and then needs as many again to find it. On hosts of your
-own: sysctl -w net.ipv4.tcp_slow_start_after_idle=0. Congestion control is reno, the only one that every kernel lets a
-namespace choose, so that results do not depend on the machine's (bbr finds a changed rate much later). Buffers are the
-kernel's, which grow with the connection: to a few MB, where 20 ms of delay at 100 Mbit/s need 0.5.
+tcp_slow_start_after_idle is off in every namespace. By default TCP resets the congestion window of a connection that
+has been idle for some round trips, as happens in every step of a pipeline. On your own hosts: sysctl -w
+net.ipv4.tcp_slow_start_after_idle=0. Congestion control is reno, the only one that every kernel offers in a namespace
+(bbr adapts to a changed rate much later). Socket buffers are autotuned by the kernel, up to a few MB; 20 ms of delay at
+100 Mbit/s need 0.5 MB.
 
 Needs root, iproute2 and, with delay, /dev/net/tun. Nothing outside the namespaces changes, and they are removed at the
 end, also after an error or Ctrl-C.
@@ -44,10 +44,10 @@ from pathlib import Path
 
 MTU = 1500
 BURST_S = 1 / 250
-"""What a token bucket holds, in seconds of its rate: what comes between two ticks of a slow kernel's clock."""
+"""Size of a token bucket, seconds at its rate: one tick of a kernel clock of 250 Hz."""
 QUEUE_S = 0.2
-"""What may wait at a limit, in seconds of its rate; what comes on top is lost."""
-RATE = struct.Struct("d")  # what the switch is told: bytes per second, 0 = no limit
+"""Queue length at a limit, seconds at its rate; further packets are dropped."""
+RATE = struct.Struct("d")  # message to the switch: bytes per second, 0 = no limit
 CLONE_NEWNET = 0x40000000
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 PACKETS_PER_TURN = 32
@@ -55,7 +55,7 @@ PACKETS_PER_TURN = 32
 
 @dataclass(frozen=True)
 class Lab:
-    """A network that is up."""
+    """A running network."""
 
     namespaces: tuple[str, ...]
     """By host."""
@@ -92,9 +92,9 @@ class Lab:
 
 @contextlib.contextmanager
 def lab(*, hosts: int, delay_s: float = 0.0) -> Iterator[Lab]:
-    """Put a network without limits up; remove it at the end, when no process should live in it any more.
+    """Create a network without rate limits and remove it at the end; all processes in it must have ended by then.
 
-    delay_s: from any host to any other, one way. Raises RuntimeError that says what is missing on this machine.
+    delay_s: one-way delay between any two hosts. Raises RuntimeError that names what this machine lacks.
     """
     check(needs_tun=delay_s > 0)
     name = f"acsgd-{secrets.token_hex(4)}"
@@ -120,13 +120,13 @@ def address(host: int) -> str:
 
 
 def enter(namespace: str) -> None:
-    """Move this thread, and those it will start, into a network namespace. Sockets stay where they were opened."""
+    """Move this thread, and threads it starts later, into a network namespace. Open sockets stay where they are."""
     with open(f"/run/netns/{namespace}") as file:
         _set_namespace(file.fileno())
 
 
 def check(*, needs_tun: bool) -> None:
-    """Raise RuntimeError that says what is missing if this machine or user cannot have a network."""
+    """Raise RuntimeError that names what is missing if this machine or user cannot create namespaces."""
     if sys.platform != "linux" or os.geteuid() != 0:
         raise RuntimeError("network namespaces need Linux and root; start this as root, best in a virtual machine")
     for program in ("ip", "tc"):
@@ -207,25 +207,25 @@ def _started_switch(namespaces: Sequence[str], delay_s: float) -> Iterator[subpr
 
 
 class Switch:
-    """Passes packets between the TUN devices of all hosts: delayed, and at a rate per receiving host."""
+    """Forwards packets between the TUN devices of all hosts, with a delay and a rate limit per receiving host."""
 
     def __init__(self, namespaces: Sequence[str], delay_s: float) -> None:
         self._delay_s = delay_s
         self._rate = 0.0
         self._ports = [_open_tun(namespace) for namespace in namespaces]
         self._hosts = {socket.inet_aton(address(host)): host for host in range(len(namespaces))}
-        self._free_at = [0.0] * len(namespaces)  # when all that waits for a host will have passed
+        self._free_at = [0.0] * len(namespaces)  # when the queue of a host will be empty
         self._waiting: list[deque[tuple[float, bytes]]] = [deque() for _ in namespaces]  # with their time, in order
 
     def run(self, control: int) -> None:
-        """Pass packets until the file descriptor `control` ends; a rate that comes there holds from then on."""
+        """Forward packets until the file descriptor `control` is closed; each rate read from it applies from then on."""
         while True:
             due = min((packets[0][0] for packets in self._waiting if packets), default=time.monotonic() + 1)
             ready, _, _ = select.select([control, *self._ports], [], [], max(0.0, due - time.monotonic()))
             if control in ready:
-                if len(told := os.read(control, RATE.size)) < RATE.size:
+                if len(message := os.read(control, RATE.size)) < RATE.size:
                     return
-                (self._rate,) = RATE.unpack(told)
+                (self._rate,) = RATE.unpack(message)
             for port in ready:
                 if port != control:
                     self._take(port)
@@ -263,7 +263,7 @@ def _open_tun(namespace: str) -> int:
 
 
 def main() -> None:
-    """Be the switch: python netlab.py DELAY_S NAMESPACE..."""
+    """Run the switch: python netlab.py DELAY_S NAMESPACE..."""
     switch = Switch(sys.argv[2:], float(sys.argv[1]))
     os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))  # a wire does not wait for a CPU
     sys.stdout.write(".")

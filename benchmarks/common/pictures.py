@@ -1,4 +1,4 @@
-"""Pictures of what benchmarks measure: SVG files that are equal, byte for byte, where the numbers are."""
+"""SVG figures of benchmark results, byte for byte reproducible."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ if TYPE_CHECKING:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as SVG on white, its letters as text."""
+    """Write a figure as SVG on white, with text as text."""
     import matplotlib
 
     path.parent.mkdir(parents=True, exist_ok=True)
     style = matplotlib.rc_context(
         {
-            "svg.hashsalt": "acsgd",  # ids in the file are hashes with this salt, by default a random one
+            "svg.hashsalt": "acsgd",  # element ids are hashes; the default salt is random
             "svg.fonttype": "none",
             "font.family": "sans-serif",
-            "font.sans-serif": ["DejaVu Sans", "Helvetica", "Arial"],  # matplotlib brings the first and measures by it
+            "font.sans-serif": [
+                "DejaVu Sans",
+                "Helvetica",
+                "Arial",
+            ],  # matplotlib ships the first and measures text with it
         }
     )
     with style:

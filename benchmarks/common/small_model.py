@@ -1,4 +1,4 @@
-"""The model and the texts of tuning.py: a small GPT-2, a tokenizer of its own, and text cut to length."""
+"""Model and text of tuning.py: a small GPT-2, its tokenizer, and text truncated to a number of sequences."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def save_blank(
 
 
 def with_dropout(model: Path, share: float) -> Path:
-    """Return a copy of a model, beside it, whose config asks for dropout; the model itself if it is to have none."""
+    """Return a copy of a model, beside it, with dropout in its config; the model itself if `share` is 0."""
     if not share:
         return model
 
@@ -57,8 +57,8 @@ def with_dropout(model: Path, share: float) -> Path:
 
 
 def cut(text: str, model: Path, *, sequences: int, sequence: int) -> str:
-    """Return the beginning of a text, so many sequences of a model's tokens. Raises ValueError if it has fewer."""
-    # half a sequence more, which is no sequence: a cut may change a token or two
+    """Return the beginning of a text that gives `sequences` sequences. Raises ValueError if the text is too short."""
+    # half a sequence more: truncation may change a token or two
     wanted = sequences * sequence + sequence // 2
     tokenizer = AutoTokenizer.from_pretrained(model)
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
@@ -71,7 +71,7 @@ def cut(text: str, model: Path, *, sequences: int, sequence: int) -> str:
 
 
 def written(directory: Path, text: str) -> Path:
-    """Return a file with a text, and nothing else, in a directory; its name follows from the text."""
+    """Write a text to a file named by its hash, unless it exists; return the path."""
     return once_per_host(directory / f"{digest(text)}.txt", lambda path: path.write_text(text, newline=""))
 
 
@@ -81,5 +81,5 @@ def digest(text: str) -> str:
 
 
 def _dropouts(share: float) -> dict[str, float]:
-    """Return a GPT-2's keys for dropout, at all places alike."""
+    """Return GPT-2's dropout options, all with the same probability."""
     return {"resid_pdrop": share, "embd_pdrop": share, "attn_pdrop": share}

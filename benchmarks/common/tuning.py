@@ -1,8 +1,8 @@
-"""Train a small GPT-2 as often as wanted, from scratch or once pretrained: real runs, whose outcomes are kept as JSON.
+"""Repeated training runs of a small GPT-2, from scratch or pretrained once, with results cached as JSON.
 
-Every run is the whole of `train.train`, or torch's own replicas on the same batches (replicas/ddp.py), in processes
-of its own over gloo. The text to train on is a number of sequences that come again in every epoch; the sequences that
-follow them in the text are held out.
+Every run is a complete `acsgd.train.train`, or torch's DistributedDataParallel on the same batches (replicas/ddp.py), in
+processes of its own over gloo. The training text is a fixed number of sequences, repeated in every epoch; the sequences
+that follow in the text are held out.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from benchmarks.replicas import ddp
 ROOT = Path(__file__).parents[2]
 PROCESSES = 2
 LONGEST = timedelta(hours=1)
-"""A run that takes longer hangs."""
+"""Time limit of a run."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all runs have in common."""
+    """Options that all runs share."""
 
     vocabulary: int = 2048
     hidden: int = 128
@@ -56,20 +56,20 @@ class Setting:
     sequence: int = 128
     batch: int = 16
     micro: int = 4
-    """So a scale per channel is that of 512 tokens, as in runs whose micro-batches are one longer sequence."""
+    """With 4, a scale per channel covers 512 tokens, as in a micro-batch of one longer sequence."""
     pretrain_steps: int = 1200
     pretrain_lr: float = 1e-3
     init: Literal["pretrained", "scratch"] = "pretrained"
-    """Whether runs begin with the pretrained weights, or with new ones, others for each seed."""
+    """Initial weights: the pretrained ones, or new ones that depend on the seed."""
     trained: int = 256
     """Sequences to train on."""
     held_out: int = 96
     """Sequences to evaluate on, after every epoch."""
     epochs: int = 10
     exact_epochs: int = 1
-    """Epochs at the start that travel without codecs in all runs, as first visits do where sequences are remembered."""
+    """Number of initial epochs without codecs in all runs; a delta codec's first epoch is uncompressed anyway."""
     lr: float = 5e-4
-    """Peak; it rises to it over `warmup` of an epoch and falls to 0 in the rest of the run."""
+    """Peak learning rate, reached after `warmup` epochs; decays to 0 at the end of the run."""
     warmup: float = 1.0
 
     @property
@@ -78,21 +78,21 @@ class Setting:
 
     @property
     def elements(self) -> int:
-        """Activations that cross the cut in a step."""
+        """Number of activation elements sent per step."""
         return self.batch * self.sequence * self.hidden
 
 
 class Variant(NamedTuple):
-    """What a run has for itself, besides its seed."""
+    """Options in which runs differ, besides the seed."""
 
     forward: str = "none"
     backward: str = "none"
     dropout: float = 0.0
     dropout_mask: Literal["step", "sample"] = "step"
     mode: str = "allreduce"
-    """How replicas agree: as dp.mode says, or in one of torch's ways, "torch:ddp", say."""
+    """dp.mode, or a DistributedDataParallel variant such as "torch:ddp"."""
     replicas: int = 1
-    """With more than one, each is a single stage."""
+    """Number of replicas; with more than one, each has a single stage."""
     rate: float = 1.0
     """Factor of the learning rate."""
 
@@ -102,37 +102,37 @@ class Variant(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a finished run has said of itself."""
+    """Metrics of a finished run."""
 
     losses: list[float]
     """By step."""
     held_out: list[float]
     """By epoch."""
     forward_bytes: list[int]
-    """By step, headers included, evaluations not."""
+    """By step, with headers, without evaluations."""
     dp_bytes: list[int]
-    """By step, of all replicas."""
+    """By step, sum over all replicas."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Runs that fine-tune one model on one text; all that they write lies in one directory."""
+    """Runs of one model on one text, with all their files in one directory."""
 
     directory: Path
     setting: Setting
     model: Path
-    """A Hugging Face directory, without weights if runs begin with new ones."""
+    """A Hugging Face directory, without weights if init is "scratch"."""
     text: Path
-    """As many tokens as make the sequences to train on and those held out."""
+    """Text of the training and the held-out sequences."""
     code: str
-    """A hash of the sources of all runs: what another version made is not taken for what this one would make."""
+    """Hash of the package's source code; results of another version are not reused."""
 
     @classmethod
     def open(cls, directory: Path, setting: Setting, *, pretrain: str, finetune: str) -> Tuning:
-        """Make what the runs need, unless it is there. pretrain: the text of the tokenizer and of what is pretrained;
-        finetune: the text of the runs.
+        """Create model and text unless they exist.
 
-        Raises ValueError if there is too little of that.
+        pretrain: text of the tokenizer and of pretraining; finetune: text of the runs. Raises ValueError if the latter
+        is too short.
         """
         sources = [Path(ddp.__file__), *sorted((ROOT / "acsgd").rglob("*.py"))]
         code = digest("".join(path.read_text() for path in sources))
@@ -143,7 +143,7 @@ class Tuning:
         return cls(directory, setting, model, text, code)
 
     def outcome(self, variant: Variant, seed: int) -> Outcome:
-        """Return the outcome of a run, which is made now if it is not there. Raises RuntimeError if it fails."""
+        """Return the result of a run, from the cache or by running it. Raises RuntimeError if the run fails."""
         config, processes = self._config(variant, seed), variant.stages * variant.replicas
         made_with = {"config": to_toml(config), "processes": processes, "torch": torch.__version__, "code": self.code}
 
@@ -190,7 +190,7 @@ class Tuning:
 
 
 def blank(directory: Path, setting: Setting, text: str) -> Path:
-    """Return a model without weights, a Hugging Face directory; make it first if it is not there."""
+    """Return a Hugging Face directory without weights, created unless it exists."""
     s = setting
     sizes = {name: getattr(s, name) for name in ("vocabulary", "sequence", "hidden", "blocks", "heads")}
     path = directory / f"blank-{digest(repr((sizes, text)))}"
@@ -203,12 +203,12 @@ def blank(directory: Path, setting: Setting, text: str) -> Path:
 
 
 def pretrained(directory: Path, setting: Setting, text: str) -> Path:
-    """Return a model trained from scratch on a text, a Hugging Face directory; train it first if it is not there."""
-    s, begun = setting, blank(directory, setting, text)
+    """Return a Hugging Face directory of a model pretrained on a text, trained unless it exists."""
+    s, untrained = setting, blank(directory, setting, text)
 
     def build(target: Path) -> None:
         config = Config(
-            model=ModelConfig(str(begun), init="scratch"),
+            model=ModelConfig(str(untrained), init="scratch"),
             data=DataConfig(sources=str(written(directory, text)), sequence=s.sequence, batch=s.batch),
             optim=OptimConfig(lr=s.pretrain_lr, steps=s.pretrain_steps, warmup=s.pretrain_steps // 10),
             pp=PipelineConfig(micro=s.batch // PROCESSES),
@@ -218,20 +218,20 @@ def pretrained(directory: Path, setting: Setting, text: str) -> Path:
             target.mkdir()
             to_hf(run_dir / "checkpoints" / f"step-{s.pretrain_steps:08d}", target)
 
-    made_with = (begun.name, s.batch, s.pretrain_steps, s.pretrain_lr, torch.__version__)
+    made_with = (untrained.name, s.batch, s.pretrain_steps, s.pretrain_lr, torch.__version__)
     return once_per_host(directory / f"pretrained-{digest(repr(made_with))}", build)
 
 
 def read(sources: str) -> str:
-    """Return the text of some sources, which are named as in data.sources. Raises ValueError if one cannot be read."""
+    """Return the text of sources, named as in data.sources. Raises ValueError if one cannot be read."""
     return "\n".join(piece.text for source, _ in parse_sources(sources) for piece in source.pieces())
 
 
 @contextlib.contextmanager
 def finished(config: Config, processes: int) -> Iterator[Path]:
-    """Make a run, from its first step to its last, and yield its directory: a new one in log.dir, removed at the end.
+    """Run a job to its end and yield its run directory, a temporary one in log.dir.
 
-    Raises RuntimeError if a rank fails or does not come to its end.
+    Raises RuntimeError if a rank fails or does not end in time.
     """
     with tempfile.TemporaryDirectory(dir=config.log.dir, prefix="run-") as run_dir:
         config = dataclasses.replace(config, log=dataclasses.replace(config.log, dir=run_dir))
@@ -243,7 +243,7 @@ def finished(config: Config, processes: int) -> Iterator[Path]:
 
 
 def finish(config: Config, processes: int) -> None:
-    """Make a run of acsgd. Raises RuntimeError with what rank 0 said last, if a rank fails or does not end."""
+    """Run a job of acsgd. Raises RuntimeError with the last output of rank 0 if a rank fails or does not end in time."""
     with started(config, processes) as run:
         try:
             codes, notes = run.join(LONGEST), run.notes()
@@ -254,7 +254,7 @@ def finish(config: Config, processes: int) -> None:
 
 
 def outcome_of(run_dir: Path) -> Outcome:
-    """Return what a finished run has written into its metrics.jsonl."""
+    """Read metrics.jsonl of a finished run."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return Outcome(
         losses=[line["loss"] for line in lines],
