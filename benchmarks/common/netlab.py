@@ -218,7 +218,7 @@ class Switch:
         self._waiting: list[deque[tuple[float, bytes]]] = [deque() for _ in namespaces]  # with their time, in order
 
     def run(self, control: int) -> None:
-        """Forward packets until the file descriptor `control` is closed; each rate read from it applies from then on."""
+        """Forward packets until the file descriptor `control` is closed; rates read from it apply at once."""
         while True:
             due = min((packets[0][0] for packets in self._waiting if packets), default=time.monotonic() + 1)
             ready, _, _ = select.select([control, *self._ports], [], [], max(0.0, due - time.monotonic()))

@@ -23,7 +23,7 @@ def save(figure: Figure, path: Path) -> None:
                 "DejaVu Sans",
                 "Helvetica",
                 "Arial",
-            ],  # matplotlib ships the first and measures text with it
+            ],  # the first comes with matplotlib
         }
     )
     with style:

@@ -1,8 +1,8 @@
 """Repeated training runs of a small GPT-2, from scratch or pretrained once, with results cached as JSON.
 
-Every run is a complete `acsgd.train.train`, or torch's DistributedDataParallel on the same batches (replicas/ddp.py), in
-processes of its own over gloo. The training text is a fixed number of sequences, repeated in every epoch; the sequences
-that follow in the text are held out.
+Every run is a complete `acsgd.train.train`, or torch's DistributedDataParallel on the same batches (replicas/ddp.py),
+in processes of its own over gloo. The training text is a fixed number of sequences, repeated in every epoch; the
+sequences that follow in the text are held out.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def finished(config: Config, processes: int) -> Iterator[Path]:
 
 
 def finish(config: Config, processes: int) -> None:
-    """Run a job of acsgd. Raises RuntimeError with the last output of rank 0 if a rank fails or does not end in time."""
+    """Run a job of acsgd. Raises RuntimeError with the last output of rank 0 if a rank fails or hangs."""
     with started(config, processes) as run:
         try:
             codes, notes = run.join(LONGEST), run.notes()
