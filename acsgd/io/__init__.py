@@ -1,4 +1,4 @@
-"""What a run reads and writes: sources of text, token caches, checkpoints, metrics."""
+"""Input and output of a run: sources of text, sampling, checkpoints, telemetry."""
 
 from acsgd.io.sources.sources import SOURCES
 

@@ -15,9 +15,7 @@ from acsgd.io.checkpoint.resume import Candidates, find
 from acsgd.io.sampling.batches import Reader
 from acsgd.io.sampling.held_out import HeldOut, held_out, split
 from acsgd.io.sampling.sampler import Sampler, block_counts
-from acsgd.io.sampling.tokens import Corpus, num_sequences
-from acsgd.io.sampling.tokens import fingerprint as tokenizer_fingerprint
-from acsgd.io.sampling.tokens import prepare as tokenize_all
+from acsgd.io.sampling.tokens import Corpus, num_sequences, tokenize_all, tokenizer_fingerprint
 from acsgd.io.sources.sources import WeightedSource
 from acsgd.pp.wire.cache_plan import CachePlan, plan_capacity
 from acsgd.pp.wire.delta import Delta

@@ -145,8 +145,8 @@ def prepare(config: Config, launch: Launch) -> Job:
     mode: Mode = from_spec(config.dp.mode, MODES, key="dp.mode")
     if topology.replicas > 1:
         check_capabilities(config, mode.requires, optimizer.capabilities)
-    sources = parse_sources(config.data.sources, bad=config.data.on_error)
-    eval_sources = parse_eval(config.data.eval_sources, config.data.eval_fraction, bad=config.data.on_error)
+    sources = parse_sources(config.data.sources, on_error=config.data.on_error)
+    eval_sources = parse_eval(config.data.eval_sources, config.data.eval_fraction, on_error=config.data.on_error)
     micro_ids = _deal(config, topology)
     streams = open_streams(config.run.device, launch.local_rank)
     model_dir, model_config = open_model(config.model)

@@ -1,4 +1,4 @@
-"""once_per_host: one builder per host, all or nothing."""
+"""once_per_host: one process of a host builds, completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from acsgd.io.cache import _lock_file, once_per_host
 
 
 def build_slowly(target: Path) -> None:
-    """Leave one mark per build beside the cache, and hold the lock long enough for all to want it."""
+    """Record the build beside the cache, and hold the lock long enough for all processes to wait for it."""
     (target.parent.parent / f"built-{os.getpid()}").touch()
-    target.write_text("whole")
+    target.write_text("complete")
     time.sleep(0.2)
 
 
@@ -31,15 +31,15 @@ def test_many_processes_build_once(tmp_path: Path) -> None:
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert len(list(tmp_path.glob("built-*"))) == 1
     assert os.listdir(path.parent) == ["a.npy"]
-    assert path.read_text() == "whole"
+    assert path.read_text() == "complete"
 
 
-def test_what_is_there_is_not_built(tmp_path: Path) -> None:
+def test_an_existing_path_is_not_built(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     assert once_per_host(tmp_path / "a", build=lambda _: pytest.fail("built again")) == tmp_path / "a"
 
 
-def test_a_directory_is_built_as_a_whole(tmp_path: Path) -> None:
+def test_a_directory_appears_when_it_is_complete(tmp_path: Path) -> None:
     def build(target: Path) -> None:
         target.mkdir()
         (target / "x").write_text("1")
@@ -50,7 +50,7 @@ def test_a_directory_is_built_as_a_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nothing", "file", "directory"])
-def test_a_failed_build_leaves_nothing_and_may_be_repeated(tmp_path: Path, kind: str) -> None:
+def test_a_failed_build_leaves_nothing_and_can_be_repeated(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "new" / "deep" / "a.npy"
 
     def build(target: Path) -> None:
@@ -64,10 +64,10 @@ def test_a_failed_build_leaves_nothing_and_may_be_repeated(tmp_path: Path, kind:
     with pytest.raises(KeyboardInterrupt):
         once_per_host(path, build)
     assert os.listdir(tmp_path) == []
-    assert once_per_host(path, lambda target: target.write_text("whole") and None).read_text() == "whole"
+    assert once_per_host(path, lambda target: target.write_text("complete") and None).read_text() == "complete"
 
 
-def test_a_failed_build_keeps_directories_that_others_use(tmp_path: Path) -> None:
+def test_a_failed_build_keeps_directories_in_use(tmp_path: Path) -> None:
     def build(target: Path) -> None:
         (tmp_path / "new" / "other").touch()
         raise ValueError("no text")
@@ -77,8 +77,8 @@ def test_a_failed_build_keeps_directories_that_others_use(tmp_path: Path) -> Non
     assert os.listdir(tmp_path / "new") == ["other"]
 
 
-def test_another_host_may_be_first(tmp_path: Path) -> None:
-    """On a network file system: its result stays, as processes may have mapped it, and ours goes."""
+def test_another_host_that_finishes_first_wins(tmp_path: Path) -> None:
+    """On a network file system: processes may have mapped its result, so it stays and ours is removed."""
     path = tmp_path / "shards"
 
     def build(target: Path) -> None:
@@ -91,7 +91,7 @@ def test_another_host_may_be_first(tmp_path: Path) -> None:
     assert os.listdir(path) == ["theirs"]
 
 
-def test_a_stuck_builder_is_named(tmp_path: Path) -> None:
+def test_waiting_for_a_build_times_out(tmp_path: Path) -> None:
     path = tmp_path / "a.npy"
     with FileLock(_lock_file(path)), pytest.raises(RuntimeError, match=rf"waited 0\.1 s .* build {path}"):
-        once_per_host(path, build_slowly, patience_s=0.1)
+        once_per_host(path, build_slowly, timeout_s=0.1)

@@ -1,4 +1,4 @@
-"""From text to batches: the laws of tokenising, of the sampler and of the batches of a replica."""
+"""Laws of tokenization, of the sampler and of the batches of a replica."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from acsgd.io.sampling import tokens as data
+from acsgd.io.sampling import tokens as tokens_module
 from acsgd.io.sampling.batches import Batch, Dataset, Reader
-from acsgd.io.sampling.sampler import Sampler, block_counts, deal, shuffled
-from acsgd.io.sampling.tokens import fingerprint, num_sequences, prepare, tokenize
+from acsgd.io.sampling.sampler import Sampler, Samples, block_counts, deal, shuffled
+from acsgd.io.sampling.tokens import num_sequences, tokenize, tokenize_all, tokenizer_fingerprint
 from acsgd.io.sources.sources import Source, parse_sources
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
@@ -40,10 +40,10 @@ def keys(number: int, count: int) -> np.ndarray:
     return np.full(count, number, dtype=np.uint64)
 
 
-# ---- tokenising
+# ---- tokenization
 
 
-def test_every_document_is_followed_by_its_end(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_every_document_ends_with_the_eos_token(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     source = source_of(tmp_path / "a.jsonl", '{"text": "one two"}\n{"text": ""}\n{"text": "three"}')
     tokenize(source, tokenizer, tmp_path / "a.npy")
     tokens = np.load(tmp_path / "a.npy", mmap_mode="r")
@@ -51,7 +51,7 @@ def test_every_document_is_followed_by_its_end(tokenizer: PreTrainedTokenizerFas
     assert tokenizer.decode(tokens.tolist()) == "one two<|endoftext|><|endoftext|>three<|endoftext|>"
 
 
-def test_a_larger_vocabulary_gets_wider_tokens(tmp_path: Path) -> None:
+def test_a_vocabulary_above_65536_is_stored_as_uint32(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = Tokenizer(models.WordLevel({"<end>": 0, "low": 1, "high": 2**16}, unk_token="<end>"))
@@ -69,7 +69,7 @@ def test_the_tokens_do_not_depend_on_the_batching(
 ) -> None:
     lines = [f'{{"text": "document {n} {"word " * n}"}}\n' for n in range(40)]
     source = source_of(tmp_path / "a.jsonl", "".join(lines))
-    monkeypatch.setattr(data, "BATCH_CHARS", chars)
+    monkeypatch.setattr(tokens_module, "BATCH_CHARS", chars)
     tokenize(source, tokenizer, tmp_path / "a.npy")
     oracle = [
         [*tokenizer(piece.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
@@ -93,15 +93,15 @@ def test_long_documents_cause_no_warning(
     assert len(np.load(tmp_path / "a.npy")) > 100
 
 
-def test_prepare_tokenises_once_and_maps_the_file(
+def test_a_source_is_tokenized_once_and_memory_mapped(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.txt").write_text("some words " * 30)
     sources = parse_sources(f"demo,{tmp_path / 'a.txt'},demo")
-    first = prepare(sources, tokenizer, 16, tmp_path / "cache")
+    first = tokenize_all(sources, tokenizer, 16, tmp_path / "cache")
     assert len(list((tmp_path / "cache").iterdir())) == 2
-    monkeypatch.setattr(data, "tokenize", lambda *_: pytest.fail("tokenised again"))
-    again = prepare(sources, tokenizer, 32, tmp_path / "cache")
+    monkeypatch.setattr(tokens_module, "tokenize", lambda *_: pytest.fail("tokenized again"))
+    again = tokenize_all(sources, tokenizer, 32, tmp_path / "cache")
     assert all(isinstance(tokens, np.memmap) for tokens, _ in again)
     assert [tokens.tobytes() for tokens, _ in again] == [tokens.tobytes() for tokens, _ in first]
     assert not any(skipped for _, skipped in first + again)
@@ -111,7 +111,7 @@ BAD = ["bad", '{"text": "lone \\udfff"}', "{}", '{"text": "\udcff"}']
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
-def test_skipping_leaves_the_tokens_of_the_good_lines_and_tells(
+def test_skipping_unreadable_lines_keeps_all_others_and_is_reported(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
     good = ['{"text": "one two"}', "", '{"text": "three"}']
@@ -120,57 +120,59 @@ def test_skipping_leaves_the_tokens_of_the_good_lines_and_tells(
     broken, mended = (tmp_path / f"{name}{suffix}" for name in ("broken", "mended"))
     broken.write_text("\n".join(lines), errors="surrogateescape")
     mended.write_text("".join(f"{line}\n" for line in lines if line not in bad))
-    sources = parse_sources(str(broken), bad="skip")
-    [(tokens, told)] = prepare(sources, tokenizer, 2, tmp_path / "cache")
-    [(wanted, _)] = prepare(parse_sources(str(mended)), tokenizer, 2, tmp_path / "cache")
+    sources = parse_sources(str(broken), on_error="skip")
+    [(tokens, skipped)] = tokenize_all(sources, tokenizer, 2, tmp_path / "cache")
+    [(wanted, _)] = tokenize_all(parse_sources(str(mended)), tokenizer, 2, tmp_path / "cache")
     assert tokens.tolist() == wanted.tolist()
     reason = "2, is not JSON (Expecting value at column 1): bad"
     if suffix == ".txt":
         reason = r'5, is not UTF-8 (byte 0xff): {"text": "\xff"}'
     count = len(bad) + 1
-    assert told == f"data.sources: {broken}: left out {count} of 8 lines, the first of which, line {reason}"
-    monkeypatch.setattr(data, "tokenize", lambda *_: pytest.fail("tokenised again"))
-    assert prepare(sources, tokenizer, 2, tmp_path / "cache")[0].skipped == told
+    assert skipped == f"data.sources: {broken}: skipped {count} of 8 lines; the first, line {reason}"
+    monkeypatch.setattr(tokens_module, "tokenize", lambda *_: pytest.fail("tokenized again"))
+    assert tokenize_all(sources, tokenizer, 2, tmp_path / "cache")[0].skipped == skipped
 
 
-def test_what_was_skipped_does_not_pass_for_sound_later(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_the_cache_key_depends_on_skipping(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one two three"}\nbad')
-    prepare(parse_sources(str(path), bad="skip"), tokenizer, 1, tmp_path / "cache")
+    tokenize_all(parse_sources(str(path), on_error="skip"), tokenizer, 1, tmp_path / "cache")
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2 is not JSON"):
-        prepare(parse_sources(str(path)), tokenizer, 1, tmp_path / "cache")
+        tokenize_all(parse_sources(str(path)), tokenizer, 1, tmp_path / "cache")
 
 
 @pytest.mark.parametrize(("suffix", "lines"), [("jsonl", "\n".join(BAD)), ("txt", "\udcff\n" * 4)])
-def test_a_text_of_bad_lines_alone_is_refused_though_they_are_skipped(
+def test_a_source_of_unreadable_lines_only_is_refused(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, suffix: str, lines: str
 ) -> None:
     path = tmp_path / f"a.{suffix}"
     path.write_text(lines, errors="surrogateescape")
     with pytest.raises(ValueError) as caught:
-        prepare(parse_sources(str(path), bad="skip", key="data.eval_sources"), tokenizer, 1, tmp_path / "cache")
-    assert str(caught.value).startswith(f"data.eval_sources: {path} gives no token with the tokenizer")
-    assert "left out 4 of 4 lines, the first of which, line 1, is not" in str(caught.value)
+        tokenize_all(
+            parse_sources(str(path), on_error="skip", key="data.eval_sources"), tokenizer, 1, tmp_path / "cache"
+        )
+    assert str(caught.value).startswith(f"data.eval_sources: {path} has no token with the tokenizer")
+    assert "skipped 4 of 4 lines; the first, line 1, is not" in str(caught.value)
     assert not (tmp_path / "cache").exists()
 
 
-def test_what_would_change_the_tokens_changes_the_cache(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    before = fingerprint(tokenizer)
+def test_text_and_tokenizer_change_the_cache_key(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    before = tokenizer_fingerprint(tokenizer)
     tokenizer(["used"], add_special_tokens=False)
-    assert fingerprint(tokenizer) == before
+    assert tokenizer_fingerprint(tokenizer) == before
     other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="a")
-    assert fingerprint(other) != before
+    assert tokenizer_fingerprint(other) != before
     path = tmp_path / "a.txt"
     for text in ("some words", "other words now"):
         path.write_text(text)
-        prepare(parse_sources(str(path)), tokenizer, 2, tmp_path / "cache")
+        tokenize_all(parse_sources(str(path)), tokenizer, 2, tmp_path / "cache")
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
 def test_a_tokenizer_without_an_end_of_document_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     endless = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match=r'no eos_token .* set "eos_token" in its tokenizer_config\.json'):
-        prepare(parse_sources("demo"), endless, 8, tmp_path / "cache")
+        tokenize_all(parse_sources("demo"), endless, 8, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
@@ -179,56 +181,57 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(tokenizer: PreTrained
     [
         (
             '{"text": ""}',
-            "data.sources: .*a.jsonl gives no token with the tokenizer .* of 512 tokens; give a text that is not blank",
+            "data.sources: .*a.jsonl has no token with the tokenizer .* of 512 tokens; give a text that is not blank",
         ),
-        ("\n", "data.sources: .*a.jsonl gives no token"),
+        ("\n", "data.sources: .*a.jsonl has no token"),
         ('{"text": "good"}\nbad', "data.sources: .*a.jsonl, line 2 is not JSON"),
     ],
 )
-def test_text_that_cannot_be_used_leaves_no_cache(
+def test_an_unusable_source_leaves_no_cache_entry(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, lines: str, message: str
 ) -> None:
     (tmp_path / "a.jsonl").write_text(lines)
     with pytest.raises(ValueError, match=message):
-        prepare(parse_sources(str(tmp_path / "a.jsonl")), tokenizer, 8, tmp_path / "cache")
+        tokenize_all(parse_sources(str(tmp_path / "a.jsonl")), tokenizer, 8, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_short_text_says_which_sequence_fits(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_short_source_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("zq" * 5)
     sources = parse_sources(str(tmp_path / "a.txt"))
-    [(tokens, _)] = prepare(sources, tokenizer, 1, tmp_path)
+    [(tokens, _)] = tokenize_all(sources, tokenizer, 1, tmp_path)
     fits = len(tokens) - 1
-    prepare(sources, tokenizer, fits, tmp_path)
+    tokenize_all(sources, tokenizer, fits, tmp_path)
     message = f"data.sequence={fits + 1}: .*a.txt has {len(tokens)} tokens, .*use data.sequence={fits} or less"
     with pytest.raises(ValueError, match=message):
-        prepare(sources, tokenizer, fits + 1, tmp_path)
+        tokenize_all(sources, tokenizer, fits + 1, tmp_path)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"no {SHARED}")
-def test_real_text_comes_back_from_its_tokens(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """In pieces: 1.3 MB are cut ten times."""
+def test_real_text_is_decoded_exactly_from_its_tokens(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """1.3 MB are cut into ten pieces."""
     path = SHARED / "wikitext-2" / "test.txt"
-    [(tokens, _)] = prepare(parse_sources(str(path)), tokenizer, 64, tmp_path)
+    [(tokens, _)] = tokenize_all(parse_sources(str(path)), tokenizer, 64, tmp_path)
     assert tokenizer.decode(tokens.tolist()) == path.read_text() + "<|endoftext|>"
 
 
 # ---- packing
 
 
-@pytest.mark.parametrize("length", [0, 1, 5, 6, 10, 11, 23])
-def test_every_token_but_the_first_is_predicted_once(length: int) -> None:
-    tokens, sequence = np.arange(length, dtype="<u2"), 5
-    count = num_sequences(tokens, sequence)
-    sampler = Sampler(seed=0, batch=max(1, count), counts=(1,), sizes=(max(1, count),))
-    if count:
-        labels = Reader([tokens], sampler, sequence, 1, range(count)).batch(0).labels
-        assert labels is not None
-        assert sorted(labels.flatten().tolist()) == list(range(1, count * sequence + 1))
-    assert length - count * sequence <= sequence  # what is left out is less than a sequence
+def test_every_token_but_the_first_is_a_target_once() -> None:
+    sequence = 5
+    for length in (0, 1, 5, 6, 10, 11, 23):
+        tokens = np.arange(length, dtype="<u2")
+        count = num_sequences(tokens, sequence)
+        if count:
+            sampler = Sampler(seed=0, batch=count, counts=(1,), sizes=(count,))
+            labels = Reader([tokens], sampler, sequence, 1, range(count)).batch(0).labels
+            assert labels is not None
+            assert sorted(labels.flatten().tolist()) == list(range(1, count * sequence + 1)), length
+        assert length - count * sequence <= sequence, "the dropped remainder is at most a sequence"
 
 
-def test_labels_are_the_inputs_shifted_by_one_across_the_edge() -> None:
+def test_labels_are_the_inputs_shifted_by_one() -> None:
     batch = reader(range(6)).batch(3)
     assert batch.tokens is not None
     assert batch.labels is not None
@@ -236,28 +239,28 @@ def test_labels_are_the_inputs_shifted_by_one_across_the_edge() -> None:
     assert torch.equal(batch.labels, batch.tokens + 1)  # CORPORA count upwards
 
 
-# ---- which samples
+# ---- sampler
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 100, 4097])
-def test_a_shuffle_is_a_permutation(size: int) -> None:
-    for key in range(3):
-        order = shuffled(np.arange(size), size, keys(key, size))
-        assert sorted(order) == list(range(size))
-    one = shuffled(np.array([size // 2]), size, keys(2, 1))
-    assert one[0] == order[size // 2]
+def test_a_shuffle_is_a_permutation() -> None:
+    for size in (1, 2, 3, 4, 5, 16, 17, 100, 4097):
+        for key in range(3):
+            order = shuffled(np.arange(size), size, keys(key, size))
+            assert sorted(order) == list(range(size)), size
+        one = shuffled(np.array([size // 2]), size, keys(2, 1))
+        assert one[0] == order[size // 2], size
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8, 16])
-def test_a_shuffle_sends_every_position_anywhere_equally_often(size: int) -> None:
+def test_a_shuffle_is_uniform_in_every_position() -> None:
     """Chi-square of (size - 1)^2 degrees of freedom: mean d, deviation sqrt(2 d)."""
     draws = 2000
-    orders = shuffled(np.tile(np.arange(size), draws), size, np.repeat(np.arange(draws, dtype=np.uint64), size))
-    table = np.zeros((size, size))
-    np.add.at(table, (np.tile(np.arange(size), draws), orders), 1)
-    freedom = (size - 1) ** 2
-    chi_square = ((table - draws / size) ** 2 / (draws / size)).sum()
-    assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
+    for size in (2, 3, 5, 8, 16):
+        orders = shuffled(np.tile(np.arange(size), draws), size, np.repeat(np.arange(draws, dtype=np.uint64), size))
+        table = np.zeros((size, size))
+        np.add.at(table, (np.tile(np.arange(size), draws), orders), 1)
+        freedom = (size - 1) ** 2
+        chi_square = ((table - draws / size) ** 2 / (draws / size)).sum()
+        assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom), size
 
 
 def test_all_orders_of_three_are_drawn_equally_often() -> None:
@@ -268,7 +271,7 @@ def test_all_orders_of_three_are_drawn_equally_often() -> None:
     assert all(abs(count - 1000) < 5 * np.sqrt(1000) for count in counts.values())
 
 
-def test_every_sequence_comes_once_per_epoch_and_each_epoch_in_a_new_order() -> None:
+def test_every_epoch_has_each_sequence_once_in_a_new_order() -> None:
     sources, indices, _ = (np.concatenate(f) for f in zip(*map(MIXTURE.samples, range(200)), strict=True))
     for source, size in enumerate(MIXTURE.sizes):
         visits = indices[sources == source]
@@ -300,23 +303,23 @@ def test_weights_hold_exactly_over_each_block(weights: list[float], counts: tupl
     assert len(counts) == 1 or len(set(orders)) > 1
 
 
-@pytest.mark.parametrize("weights", [[np.pi / 4, 1 - np.pi / 4], [1e-6, 1 - 1e-6], [0.12345, 0.54321, 0.33334]])
-def test_odd_weights_hold_to_a_thousandth_and_leave_no_task_out(weights: list[float]) -> None:
-    counts = block_counts(weights)
-    assert min(counts) >= 1
-    assert np.allclose(np.array(counts) / sum(counts), weights, rtol=0, atol=1.5e-3)
+def test_any_weights_hold_to_a_thousandth_and_keep_every_source() -> None:
+    for weights in ([np.pi / 4, 1 - np.pi / 4], [1e-6, 1 - 1e-6], [0.12345, 0.54321, 0.33334]):
+        counts = block_counts(weights)
+        assert min(counts) >= 1, weights
+        assert np.allclose(np.array(counts) / sum(counts), weights, rtol=0, atol=1.5e-3), weights
 
 
-@pytest.mark.parametrize("batch", [1, 3, 10, 12, 37])
-def test_the_stream_of_samples_does_not_depend_on_the_batch(batch: int) -> None:
+def test_the_stream_of_samples_does_not_depend_on_the_batch() -> None:
     def stream(batch: int) -> list[int]:
         sampler = Sampler(MIXTURE.seed, batch, MIXTURE.counts, MIXTURE.sizes)
         return np.concatenate([sampler.samples(step).ids for step in range(111 // batch)]).tolist()
 
-    assert stream(batch) == stream(111)[: len(stream(batch))]
+    for batch in (1, 3, 10, 12, 37):
+        assert stream(batch) == stream(111)[: len(stream(batch))], batch
 
 
-def test_a_step_far_ahead_costs_no_more() -> None:
+def test_a_late_step_of_large_sources_can_be_sampled() -> None:
     large = Sampler(seed=2**63 - 1, batch=4, counts=(400, 600), sizes=(10**9, 3))
     sources, indices, ids = large.samples(10**12)
     assert len(sources) == 4
@@ -324,7 +327,7 @@ def test_a_step_far_ahead_costs_no_more() -> None:
     assert (ids == indices + np.array([0, 10**9])[sources]).all()
 
 
-def test_ids_tell_the_sequences_of_a_mixture_apart() -> None:
+def test_sample_ids_identify_the_sequences_of_a_mixture() -> None:
     seen: dict[int, tuple[int, int]] = {}
     for step in range(50):
         for source, index, sample in zip(*MIXTURE.samples(step), strict=True):
@@ -332,49 +335,50 @@ def test_ids_tell_the_sequences_of_a_mixture_apart() -> None:
     assert sorted(seen) == list(range(sum(MIXTURE.sizes)))
 
 
-def test_another_seed_is_another_order() -> None:
+def test_seeds_give_different_orders() -> None:
     orders = {tuple(Sampler(s, 12, MIXTURE.counts, MIXTURE.sizes).samples(0).ids) for s in range(20)}
     assert len(orders) == 20
 
 
-def test_the_order_of_a_seed_is_fixed_for_good() -> None:
-    """A resumed run must go on in the order it began with, whatever the versions of its libraries."""
+def test_the_order_of_a_seed_never_changes() -> None:
+    """A resumed run continues in the same order with any version of its libraries."""
     assert MIXTURE.samples(0).ids.tolist() == [33, 31, 12, 48, 25, 9, 49, 2, 11, 10, 32, 39]
 
 
-# ---- one replica's share
+# ---- batches of one replica
 
 
-@pytest.mark.parametrize(("micros", "replicas"), list(itertools.product([1, 4, 6, 7], [1, 2, 3, 4])))
-def test_micros_are_dealt_in_order_and_evenly(micros: int, replicas: int) -> None:
-    hands = [deal(micros, replicas, replica) for replica in range(replicas)]
-    assert list(itertools.chain(*hands)) == list(range(micros))
-    assert max(map(len, hands)) - min(map(len, hands)) <= 1
+def test_micro_batches_are_dealt_in_order_and_evenly() -> None:
+    for micros, replicas in itertools.product([1, 4, 6, 7], [1, 2, 3, 4]):
+        parts = [deal(micros, replicas, replica) for replica in range(replicas)]
+        assert list(itertools.chain(*parts)) == list(range(micros)), (micros, replicas)
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1, (micros, replicas)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 5, 6])
-def test_a_step_is_the_same_for_any_number_of_replicas(replicas: int) -> None:
+def test_a_step_is_the_same_for_any_number_of_replicas() -> None:
     whole = reader(range(6)).batch(5)
-    parts = [reader(deal(6, replicas, replica)).batch(5) for replica in range(replicas)]
-    assert list(itertools.chain(*(part.micro_ids for part in parts))) == list(whole.micro_ids)
-    for field in ("tokens", "labels", "sample_ids"):
-        assert torch.equal(torch.cat([getattr(part, field) for part in parts]), getattr(whole, field))
+    for replicas in range(1, 7):
+        parts = [reader(deal(6, replicas, replica)).batch(5) for replica in range(replicas)]
+        assert list(itertools.chain(*(part.micro_ids for part in parts))) == list(whole.micro_ids), replicas
+        for field in ("tokens", "labels", "sample_ids"):
+            assert torch.equal(torch.cat([getattr(part, field) for part in parts]), getattr(whole, field)), replicas
     assert sorted(whole.sample_ids.flatten().tolist()) == sorted(MIXTURE.samples(5).ids.tolist())
 
 
 @pytest.mark.parametrize(("replicas", "batch"), [(2, 8), (2, 32), (4, 32), (8, 64)])
-def test_a_sequence_mostly_comes_back_to_its_replica(replicas: int, batch: int) -> None:
-    """Places are ranks among uniform hashes: near a border between replicas they scatter as a binomial count does.
+def test_a_sequence_mostly_returns_to_its_replica(replicas: int, batch: int) -> None:
+    """The position in a batch is a rank among uniform hashes, so near a border it scatters as a binomial count does.
 
     With s = sqrt(u (1 - u) / batch) at a border u, two visits lie on different sides of it with the probability
     2 s / sqrt(pi), the integral of 2 Phi(x / s) Phi(-x / s).
     """
     epochs, steps = 40, 1000 // batch
-    sampler = Sampler(seed=4, batch=batch, counts=(1,), sizes=(steps * batch,))
+    # an epoch at once: the stream of samples does not depend on the batch size
+    sampler = Sampler(seed=4, batch=steps * batch, counts=(1,), sizes=(steps * batch,))
     where = np.empty((epochs, steps * batch), dtype=np.int64)
-    for epoch, step in itertools.product(range(epochs), range(steps)):
-        ids = sampler.samples(epoch * steps + step).dealt().ids
-        where[epoch, ids] = np.arange(batch) * replicas // batch
+    for epoch in range(epochs):
+        for ids in sampler.samples(epoch).ids.reshape(steps, batch):
+            where[epoch, Samples(ids, ids, ids).dealt().ids] = np.arange(batch) * replicas // batch
     moved = (where[1:] != where[:-1]).mean()
     borders = np.arange(1, replicas) / replicas
     expected = (2 * np.sqrt(borders * (1 - borders) / batch / np.pi)).sum()
@@ -382,7 +386,7 @@ def test_a_sequence_mostly_comes_back_to_its_replica(replicas: int, batch: int) 
 
 
 @pytest.mark.parametrize(("wants_tokens", "wants_labels"), list(itertools.product([False, True], repeat=2)))
-def test_a_stage_gets_what_it_wants(wants_tokens: bool, wants_labels: bool) -> None:
+def test_a_stage_reads_only_what_it_needs(wants_tokens: bool, wants_labels: bool) -> None:
     batch = reader(range(2, 4), wants_tokens=wants_tokens, wants_labels=wants_labels).batch(0)
     assert (batch.tokens is not None) == wants_tokens
     assert (batch.labels is not None) == wants_labels
@@ -390,7 +394,7 @@ def test_a_stage_gets_what_it_wants(wants_tokens: bool, wants_labels: bool) -> N
     assert all(x is None or (x.shape == (2, 2, 5) and x.is_contiguous()) for x in (batch.tokens, batch.labels))
 
 
-def test_a_batch_moves_with_all_it_has() -> None:
+def test_a_batch_moves_to_a_device() -> None:
     batch = reader(range(3), wants_labels=False).batch(0).to(torch.device("meta"))
     assert batch.tokens is not None
     assert batch.tokens.is_meta
@@ -402,11 +406,11 @@ def test_a_batch_moves_with_all_it_has() -> None:
 
 
 def same(a: Batch, b: Batch) -> bool:
-    """Whether two batches hold the same."""
+    """Return whether two batches are equal."""
     return all(torch.equal(getattr(a, x), getattr(b, x)) for x in ("tokens", "labels", "sample_ids"))
 
 
-def test_a_jump_to_a_step_gives_what_iterating_gives() -> None:
+def test_starting_at_a_later_step_gives_the_same_batches() -> None:
     whole = list(Dataset(reader(range(6)), range(9)))
     late = list(Dataset(reader(range(6)), range(4, 9)))
     assert len(whole) == 9
@@ -427,7 +431,7 @@ def test_closing_stops_the_thread_and_the_iteration() -> None:
     assert not read_ahead_threads()
     assert list(batches) == []
     with Dataset(reader(range(6)), range(3)):
-        assert not read_ahead_threads()  # no thread before the first batch is asked for
+        assert not read_ahead_threads()  # the thread starts with the first batch
 
 
 def test_the_thread_ends_with_the_data() -> None:
@@ -435,7 +439,7 @@ def test_the_thread_ends_with_the_data() -> None:
     assert not read_ahead_threads()
 
 
-def test_reading_stays_so_many_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     original = Reader.batch
     monkeypatch.setattr(Reader, "batch", lambda self, step: (read.append(step), original(self, step))[1])
@@ -445,7 +449,7 @@ def test_reading_stays_so_many_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> N
     assert read == sorted(read)
 
 
-def test_what_the_thread_raises_reaches_the_loop() -> None:
+def test_an_error_of_the_thread_is_raised_by_the_iteration() -> None:
     torn = Reader([CORPORA[0], CORPORA[1][:7]], MIXTURE, sequence=5, micro=2, micros=range(6))
     with pytest.raises(ValueError, match="broadcast"):
         list(Dataset(torn, range(9)))

@@ -1,4 +1,4 @@
-"""Held-out data: every sequence once, whoever reads it, and nothing of it trained on."""
+"""Held-out data: every sequence is evaluated once, for any number of replicas, and never trained on."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from acsgd.config.run_file import parse
 from acsgd.io.sampling.batches import Batch, Reader
 from acsgd.io.sampling.held_out import HeldOut, held_out, parse_eval, split
 from acsgd.io.sampling.sampler import Sampler
-from acsgd.io.sampling.tokens import Corpus, num_sequences, prepare
+from acsgd.io.sampling.tokens import Corpus, num_sequences, tokenize_all
 from acsgd.io.sources.sources import parse_sources
 from acsgd.run.inputs import open_data, open_held_out
-from acsgd.run.job import prepare as decide
+from acsgd.run.job import prepare
 from acsgd.topology import Launch
 
 T = 5
 LENGTHS = [T + 1, 7 * T + 3, 20 * T + 1, 3 * T + T]
 CORPORA = [Corpus(np.arange(1000 * i, 1000 * i + n, dtype="<u4"), None) for i, n in enumerate(LENGTHS)]
-"""Every token differs from every other, so that it tells where it is from."""
+"""All tokens are distinct, so each identifies its position."""
 LONG = CORPORA[1:]
 
 
 def separate(corpora: list[Corpus], **options: int) -> HeldOut:
-    """Hold out all of some texts, read by one replica in micro-batches of 2 unless told otherwise."""
+    """Hold out whole sources; by default for one replica in micro-batches of 2."""
     made = held_out([], corpora, 0.0, sequence=T, **({"micro": 2, "replicas": 1, "replica": 0} | options))
     assert made is not None
     return made
 
 
-def ends(share: float, **options: int) -> HeldOut:
-    """Hold out a share of LONG."""
-    made = held_out(LONG, [], share, sequence=T, **({"micro": 2, "replicas": 1, "replica": 0} | options))
+def ends(fraction: float, **options: int) -> HeldOut:
+    """Hold out a fraction of LONG."""
+    made = held_out(LONG, [], fraction, sequence=T, **({"micro": 2, "replicas": 1, "replica": 0} | options))
     assert made is not None
     return made
 
 
 def targets(batches: Iterator[Batch]) -> list[list[int]]:
-    """Return the targets of every sequence that has some, after checking that each follows its input."""
+    """Return the targets of every sequence that has targets, after checking that each follows its input."""
     found = []
     for batch in batches:
         assert batch.tokens is not None
@@ -57,7 +57,7 @@ def targets(batches: Iterator[Batch]) -> list[list[int]]:
 
 
 def windows(corpora: list[Corpus]) -> list[list[int]]:
-    """Return the targets of every sequence of some texts, straight from the tokens."""
+    """Return the targets of every sequence, computed from the tokens."""
     return [tokens[i + 1 : i + 1 + T].tolist() for tokens, _ in corpora for i in range(0, len(tokens) - T, T)]
 
 
@@ -65,35 +65,34 @@ def windows(corpora: list[Corpus]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 7, 40])
-@pytest.mark.parametrize(("micro", "micros"), list(itertools.product([1, 2, 3, 8, 50], [1, 2, 5])))
-@pytest.mark.parametrize("sources", [1, 2, 4])
-def test_every_sequence_is_read_once_by_one_replica(replicas: int, micro: int, micros: int, sources: int) -> None:
-    corpora = CORPORA[:sources]
-    parts = [separate(corpora, micro=micro, replicas=replicas, replica=replica) for replica in range(replicas)]
-    assert {len(part) for part in parts} == {len(windows(corpora))}
-    shares = [targets(part.batches(micros)) for part in parts]
-    assert list(itertools.chain(*shares)) == windows(corpora)
-    for part, share in zip(parts, shares, strict=True):
-        batches = list(part.batches(micros))
-        assert all(batch.tokens is not None and batch.tokens.shape == (micros, micro, T) for batch in batches)
-        assert len(batches) == -(-len(share) // (micro * micros))  # none is padding alone
-    assert max(map(len, shares)) - min(map(len, shares)) < 2 * micro
+def test_every_sequence_is_read_once_by_one_replica(replicas: int) -> None:
+    for micro, micros, sources in itertools.product([1, 2, 3, 8, 50], [1, 2, 5], [1, 4]):
+        case = f"micro-batches of {micro}, {micros} per batch, {sources} sources"
+        corpora = CORPORA[:sources]
+        parts = [separate(corpora, micro=micro, replicas=replicas, replica=replica) for replica in range(replicas)]
+        assert {len(part) for part in parts} == {len(windows(corpora))}, case
+        all_batches = [list(part.batches(micros)) for part in parts]
+        shares = [targets(iter(batches)) for batches in all_batches]
+        assert list(itertools.chain(*shares)) == windows(corpora), case
+        for batches, share in zip(all_batches, shares, strict=True):
+            assert all(batch.tokens is not None and batch.tokens.shape == (micros, micro, T) for batch in batches), case
+            assert len(batches) == -(-len(share) // (micro * micros)), f"{case}: a batch is only padding"
+        assert max(map(len, shares)) - min(map(len, shares)) < 2 * micro, case
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
-@pytest.mark.parametrize("share", [0.01, 0.3, 0.99])
-def test_the_held_out_set_is_the_same_for_any_number_of_replicas(replicas: int, share: float) -> None:
-    alone = targets(ends(share).batches(3))
-    parts = (ends(share, replicas=replicas, replica=replica).batches(2) for replica in range(replicas))
-    assert list(itertools.chain(*map(targets, parts))) == alone
+def test_the_held_out_set_is_the_same_for_any_number_of_replicas() -> None:
+    for fraction, replicas in itertools.product([0.01, 0.3, 0.99], [1, 2, 3, 8]):
+        expected = targets(ends(fraction).batches(3))
+        parts = (ends(fraction, replicas=replicas, replica=replica).batches(2) for replica in range(replicas))
+        assert list(itertools.chain(*map(targets, parts))) == expected, (fraction, replicas)
 
 
-def test_reading_again_gives_the_same() -> None:
+def test_every_evaluation_reads_the_same() -> None:
     held = ends(0.5)
     assert targets(held.batches(2)) == targets(held.batches(2))
 
 
-def test_ids_count_the_held_out_sequences() -> None:
+def test_sample_ids_are_indices_in_the_held_out_set() -> None:
     parts = [separate(CORPORA, replicas=3, replica=replica) for replica in range(3)]
     ids: list[int] = []
     for part in parts:
@@ -105,7 +104,7 @@ def test_ids_count_the_held_out_sequences() -> None:
 
 
 @pytest.mark.parametrize(("wants_tokens", "wants_labels"), list(itertools.product([False, True], repeat=2)))
-def test_a_stage_gets_what_it_wants(wants_tokens: bool, wants_labels: bool) -> None:
+def test_a_stage_reads_only_what_it_needs(wants_tokens: bool, wants_labels: bool) -> None:
     held = HeldOut([CORPORA[1].tokens], [range(4, 7)], T, 2, 1, 0, wants_tokens, wants_labels)
     [batch] = (batch.to(torch.device("cpu")) for batch in held.batches(3))
     whole = next(HeldOut([CORPORA[1].tokens], [range(4, 7)], T, 2, 1, 0).batches(3))
@@ -116,18 +115,18 @@ def test_a_stage_gets_what_it_wants(wants_tokens: bool, wants_labels: bool) -> N
     assert batch.sample_ids.shape == (3, 2)
 
 
-# ---- nothing of it trained on
+# ---- disjoint from the training data
 
 
-@pytest.mark.parametrize("share", [0.0, 1e-9, 0.05, 1 / 3, 0.5, 0.9, 1 - 1e-9])
-def test_trained_and_held_out_targets_are_disjoint_and_together_complete(share: float) -> None:
+@pytest.mark.parametrize("fraction", [0.0, 1e-9, 0.05, 1 / 3, 0.5, 0.9, 1 - 1e-9])
+def test_trained_and_held_out_targets_are_disjoint_and_together_complete(fraction: float) -> None:
     sizes = [num_sequences(tokens, T) for tokens, _ in LONG]
-    kept = tuple(split(size, share) for size in sizes)
+    kept = tuple(split(size, fraction) for size in sizes)
     epoch = sum(kept)  # weights in proportion to the sizes make one epoch of each source in as many samples
     sampler = Sampler(seed=3, batch=epoch, counts=kept, sizes=kept)
     batch = Reader([tokens for tokens, _ in LONG], sampler, T, 1, range(epoch)).batch(0)
     trained = targets(iter([batch]))
-    held = targets(ends(share).batches(4)) if share else []
+    held = targets(ends(fraction).batches(4)) if fraction else []
     assert sorted(trained + held) == windows(LONG)
     assert not set(itertools.chain(*trained)) & set(itertools.chain(*held))
     for number, size in enumerate(sizes, start=1):  # the end of each text
@@ -135,81 +134,79 @@ def test_trained_and_held_out_targets_are_disjoint_and_together_complete(share: 
         assert of_this == windows([CORPORA[number]])[size - len(of_this) :]
 
 
-@pytest.mark.parametrize("sequences", [2, 3, 10, 999, 10**9])
-@pytest.mark.parametrize("share", [1e-12, 0.01, 0.05, 0.5, 0.95, 1 - 1e-12])
-def test_a_share_is_met_to_half_a_sequence_and_leaves_one_on_each_side(sequences: int, share: float) -> None:
-    held = sequences - split(sequences, share)
-    assert 1 <= held <= sequences - 1
-    assert held in (1, sequences - 1) or abs(held - sequences * share) <= 0.5 + 1e-6 * share
+def test_a_fraction_is_met_to_half_a_sequence_with_at_least_one_on_each_side() -> None:
+    for sequences, fraction in itertools.product([2, 3, 10, 999, 10**9], [1e-12, 0.01, 0.05, 0.5, 0.95, 1 - 1e-12]):
+        held = sequences - split(sequences, fraction)
+        assert 1 <= held <= sequences - 1, (sequences, fraction)
+        assert held in (1, sequences - 1) or abs(held - sequences * fraction) <= 0.5 + 1e-6 * fraction
 
 
-@pytest.mark.parametrize("sequences", [0, 1, 2, 10])
-def test_no_share_holds_out_nothing(sequences: int) -> None:
-    assert split(sequences, 0.0) == sequences
+def test_fraction_0_holds_out_nothing() -> None:
+    assert [split(sequences, 0.0) for sequences in (0, 1, 2, 10)] == [0, 1, 2, 10]
     assert held_out(CORPORA, [], 0.0, sequence=T, micro=1, replicas=1, replica=0) is None
 
 
-# ---- what cannot be
+# ---- errors
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.0, 5.0, float("nan"), float("inf")])
-def test_what_is_no_share_is_refused(share: float) -> None:
-    message = rf"^data\.eval_fraction={share} is not a share of the text; use 0\.05, say"
+@pytest.mark.parametrize("fraction", [-0.1, 1.0, 5.0, float("nan"), float("inf")])
+def test_a_fraction_out_of_range_is_refused(fraction: float) -> None:
+    message = rf"^data\.eval_fraction={fraction} must lie in \[0, 1\); use, for example, 0\.05"
     with pytest.raises(ValueError, match=message):
-        split(10, share)
+        split(10, fraction)
     with pytest.raises(ValueError, match=message):
-        parse_eval(None, share)
+        parse_eval(None, fraction)
 
 
 @pytest.mark.parametrize("sequences", [0, 1])
-def test_a_source_that_is_too_short_to_share_is_refused(sequences: int) -> None:
-    with pytest.raises(ValueError, match=rf"^data\.eval_fraction=0\.5 needs two .* but one has {sequences}; use a"):
+def test_a_source_that_is_too_short_to_split_is_refused(sequences: int) -> None:
+    with pytest.raises(ValueError, match=rf"^data\.eval_fraction=0\.5 needs at least two .* has {sequences}; use a "):
         split(sequences, 0.5)
 
 
-def test_both_ways_at_once_are_refused() -> None:
-    message = r"^data\.eval_fraction=0\.1 and data\.eval_sources are both given; leave one of them out$"
+def test_a_fraction_together_with_sources_is_refused() -> None:
+    message = r"^data\.eval_fraction=0\.1 and data\.eval_sources are both given; remove one of them$"
     with pytest.raises(ValueError, match=message):
         parse_eval("demo", 0.1)
     with pytest.raises(ValueError, match=message):
         held_out(CORPORA, CORPORA, 0.1, sequence=T, micro=1, replicas=1, replica=0)
 
 
-def test_sources_to_evaluate_on_are_checked_and_have_no_weights() -> None:
+def test_evaluation_sources_are_checked_and_have_no_weights() -> None:
     assert parse_eval(None, 0.1) == ()
     assert [source.key for source, _ in parse_eval("demo,demo", 0.0)] == ["data.eval_sources"] * 2
-    with pytest.raises(ValueError, match=r'^data\.eval_sources="demo:3,demo": every .*; leave out weights$'):
+    with pytest.raises(ValueError, match=r'^data\.eval_sources="demo:3,demo": .*; remove the weights$'):
         parse_eval("demo:3,demo", 0.0)
     with pytest.raises(ValueError, match=r'^data\.eval_sources="demi": unknown source'):
         parse_eval("demi", 0.0)
 
 
-def test_hosts_with_other_texts_or_shares_are_told_apart() -> None:
+def test_fingerprints_differ_with_texts_and_fractions() -> None:
     other = [LONG[0], LONG[1], Corpus(LONG[2].tokens[:-1], None)]
     prints = {separate(LONG).fingerprint(), separate(other).fingerprint(), ends(0.1).fingerprint()}
     assert len(prints) == 3
     assert ends(0.1, replicas=2, replica=1).fingerprint() == ends(0.1).fingerprint()
 
 
-# ---- from text
+# ---- end to end
 
 
-def test_notes_tell_of_what_only_evaluation_reads(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_notes_report_lines_skipped_from_evaluation_sources(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one two three four five"}\nbad\n')
-    sources = parse_eval(str(tmp_path / "a.jsonl"), 0.0, bad="skip")
-    own = prepare(sources, tokenizer, T, tmp_path / "cache")
-    trained = prepare(parse_sources("demo"), tokenizer, T, tmp_path / "cache")
+    sources = parse_eval(str(tmp_path / "a.jsonl"), 0.0, on_error="skip")
+    own = tokenize_all(sources, tokenizer, T, tmp_path / "cache")
+    trained = tokenize_all(parse_sources("demo"), tokenizer, T, tmp_path / "cache")
     layout = {"sequence": T, "micro": 1, "replicas": 1, "replica": 0}
     held = held_out(trained, own, 0.0, **layout)
     assert held is not None
     assert held.notes == (own[0].skipped,)
-    assert held.notes[0].startswith(f"data.eval_sources: {tmp_path / 'a.jsonl'}: left out 1 of 2 lines")
+    assert held.notes[0].startswith(f"data.eval_sources: {tmp_path / 'a.jsonl'}: skipped 1 of 2 lines")
     shared = held_out(own + trained, [], 0.5, **layout)
     assert shared is not None
-    assert shared.notes == ()  # Reader.notes has it
+    assert shared.notes == ()  # they are in Reader.notes
 
 
-def test_a_run_holds_out_what_it_does_not_train_on(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_options_of_a_run_select_its_held_out_data(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"some words in a line\n" * 200 + b"\xff\n")
     flags = f"--model.name {tiny_model()} --data.sources {tmp_path / 'a.txt'} --log.dir {tmp_path / 'runs' / 'a'}"
     rest = (
@@ -217,13 +214,13 @@ def test_a_run_holds_out_what_it_does_not_train_on(tiny_model: Callable[..., Pat
     )
 
     def opened(rank: int, options: str) -> tuple[Reader, HeldOut | None]:
-        job = decide(parse([*flags.split(), *rest.split(), *options.split()]), Launch(rank, rank, 4))
+        job = prepare(parse([*flags.split(), *rest.split(), *options.split()]), Launch(rank, rank, 4))
         return open_data(job), open_held_out(job)
 
     reader, nothing = opened(0, "")
     assert nothing is None
     [size] = reader.sampler.sizes
-    assert "left out 1 of 201 lines" in reader.notes[0]
+    assert "skipped 1 of 201 lines" in reader.notes[0]
     for rank in range(4):
         reader, held = opened(rank, "--data.eval_fraction 0.25")
         assert held is not None

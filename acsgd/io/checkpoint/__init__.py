@@ -1,1 +1,1 @@
-"""Checkpoints on disk: saving, finding, verifying, resuming from."""
+"""Checkpoints on disk: save, find, verify, resume, inspect."""

@@ -1,1 +1,1 @@
-"""From tokenized sources to the batches of one replica."""
+"""Tokenized sources, the sampler, the batches of a replica, and held-out data."""

@@ -1,10 +1,7 @@
-"""From text to the batches of one replica: tokenise once per host, then draw any step's samples in O(1).
+"""Batches of one replica, read ahead in the background.
 
-Which samples step t trains on depends on the seed and t alone. The global batch is cut into micro-batches,
-and these are dealt to replicas: neither the number of ranks nor a resumption changes what is learnt from.
+Shapes: M micro-batches of the replica, B sequences per micro-batch, T tokens per sequence.
 """
-
-# M micro-batches of one replica, B sequences of a micro-batch, T tokens of a sequence, n any number
 
 from __future__ import annotations
 
@@ -13,34 +10,31 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from acsgd.io.sampling.sampler import Ints, Sampler
-from acsgd.io.sampling.tokens import Tokens, in_micros, read_windows, sampled
-
-if TYPE_CHECKING:
-    pass
+from acsgd.io.sampling.tokens import Tokens, corpora_fingerprint, read_windows, to_micro_batches
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one replica trains on in one step, on the host until moved."""
+    """One replica's part of the global batch of a step. Created on the host."""
 
     tokens: Tensor | None
-    """int64 [M, B, T], where wanted."""
+    """int64 [M, B, T]; None on stages that do not need it."""
     labels: Tensor | None
-    """int64 [M, B, T], where wanted: the token that follows each of `tokens`."""
+    """Next token of each of `tokens`, int64 [M, B, T]; None on stages that do not need it."""
     sample_ids: Tensor
-    """int64 [M, B], on the host: one number per sequence of the mixture, the same in every epoch."""
+    """Sample ids, int64 [M, B], always on the host. A sequence has the same id in every epoch."""
     micro_ids: range
-    """Each micro-batch's place in the global batch."""
+    """Indices of the micro-batches in the global batch."""
     upcoming_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """int64, on the host: sample ids of the replica's next batch, for what can be read ahead."""
+    """Sample ids of the replica's next batch, int64 [M, B], on the host; used to prefetch cache entries."""
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch with tokens and labels on `device`."""
@@ -51,25 +45,25 @@ class Batch:
 
 @dataclass(frozen=True)
 class Reader:
-    """Makes one replica's batch of any step."""
+    """Reads one replica's batch of any step."""
 
     corpora: Sequence[Tokens]
-    """Each source's tokens, in the order of the mixture."""
+    """Tokens of each source, in the order of the mixture."""
     sampler: Sampler
     sequence: int
     """T."""
     micro: int
     """B."""
     micros: range
-    """Which micro-batches of the global batch the replica gets, as `deal` says."""
+    """Micro-batches of the global batch that the replica trains on: `deal`."""
     wants_tokens: bool = True
     wants_labels: bool = True
     notes: tuple[str, ...] = ()
-    """What the user should know about the texts: a sentence for each that was read only in part."""
+    """Sentences for the user, one for each source with skipped lines."""
 
     def fingerprint(self) -> str:
-        """Return what differs between two hosts whose texts do."""
-        return sampled(self.corpora)
+        """Return a string that differs between hosts with different texts."""
+        return corpora_fingerprint(self.corpora)
 
     def batch(self, step: int) -> Batch:
         """Return the batch of a step, counted from 0, as new tensors."""
@@ -78,8 +72,8 @@ class Reader:
         tokens = labels = None
         if self.wants_tokens or self.wants_labels:
             windows = read_windows(self.corpora, self.sequence, sources, indices)
-            tokens = in_micros(windows[:, :-1], self.micro) if self.wants_tokens else None
-            labels = in_micros(windows[:, 1:], self.micro) if self.wants_labels else None
+            tokens = to_micro_batches(windows[:, :-1], self.micro) if self.wants_tokens else None
+            labels = to_micro_batches(windows[:, 1:], self.micro) if self.wants_labels else None
         upcoming = self.sampler.samples(step + 1).dealt().ids[mine]
         return Batch(tokens, labels, self._in_micros(ids), self.micros, self._in_micros(upcoming))
 
@@ -88,15 +82,17 @@ class Reader:
 
 
 class Dataset:
-    """The batches of a run, made ahead in one background thread from the first one asked for.
+    """Batches of a run, read ahead by one background thread. The thread starts with the first batch.
 
-    Iterate once. What a read raises, the iteration raises. Close it, or use it as a context manager, to stop
-    the thread early; one that is not stopped ends with the process, after at most `ahead` more reads.
+    Can be iterated once. Errors of a read are raised by the iteration. To stop the thread early, close the dataset or
+    use it as a context manager.
+
+    ahead: maximum number of batches read ahead.
     """
 
     def __init__(self, reader: Reader, steps: range, *, ahead: int = 3) -> None:
         self.reader = reader
-        self._batches = _made_ahead(reader.batch, steps, ahead)
+        self._batches = _read_ahead(reader.batch, steps, ahead)
 
     def __iter__(self) -> Iterator[Batch]:
         return self._batches
@@ -110,12 +106,12 @@ class Dataset:
         self.close()
 
     def close(self) -> None:
-        """Stop reading ahead; the iteration is then at its end."""
+        """Stop reading ahead and end the iteration."""
         self._batches.close()
 
 
-def _made_ahead(make: Callable[[int], T], steps: Iterable[int], ahead: int) -> Generator[T, None, None]:
-    """Yield make(step) for each step, in order, with up to `ahead` of them under way or waiting."""
+def _read_ahead(make: Callable[[int], T], steps: Iterable[int], ahead: int) -> Generator[T, None, None]:
+    """Yield make(step) for each step, in order, computing up to `ahead` results in advance."""
     pending: deque[Future[T]] = deque()
     pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
     try:

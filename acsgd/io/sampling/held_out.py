@@ -1,9 +1,10 @@
-"""Sequences to evaluate on: the end of each training text, or texts of their own. Each is read once, by one replica.
+"""Held-out sequences for evaluation: the end of each training source, or separate sources.
 
-Which sequences are held out depends on the sources, data.sequence and data.eval_fraction, not on the number of ranks.
+Each sequence is evaluated once, by one replica. Which sequences are held out depends on the sources, data.sequence and
+data.eval_fraction, not on the number of ranks.
+
+Shapes: M micro-batches per batch, B sequences per micro-batch, T tokens per sequence.
 """
-
-# M micro-batches of a batch, B sequences of a micro-batch, T tokens of a sequence
 
 from __future__ import annotations
 
@@ -15,49 +16,57 @@ import torch
 
 from acsgd.io.sampling.batches import Batch
 from acsgd.io.sampling.sampler import Ints, deal
-from acsgd.io.sampling.tokens import Corpus, Tokens, in_micros, num_sequences, read_windows, sampled
-from acsgd.io.sources.sources import OnBad, WeightedSource, parse_sources
+from acsgd.io.sampling.tokens import (
+    Corpus,
+    Tokens,
+    corpora_fingerprint,
+    num_sequences,
+    read_windows,
+    to_micro_batches,
+)
+from acsgd.io.sources.sources import OnError, WeightedSource, parse_sources
 
-NO_TARGET = -100
-"""The label of a token that no loss is taken of."""
+IGNORE_INDEX = -100
+"""Label of tokens without a loss, as in torch.nn.functional.cross_entropy."""
 
 
-def parse_eval(spec: str | None, share: float, *, bad: OnBad = "stop") -> tuple[WeightedSource, ...]:
-    """Return the sources of data.eval_sources, none if it is None, checked as `parse_sources` does. Reads no text.
+def parse_eval(spec: str | None, fraction: float, *, on_error: OnError = "stop") -> tuple[WeightedSource, ...]:
+    """Return the sources of data.eval_sources, an empty tuple if it is None. Reads no text.
 
-    Raises ValueError, too, if `share` is no share, both are asked for, or sources have weights.
+    fraction: data.eval_fraction. Raises ValueError as `parse_sources` does, if `fraction` is not in [0, 1), if both
+    options are given, or if the sources have weights.
     """
-    _check(share, separate=spec is not None)
-    sources = () if spec is None else parse_sources(spec, key="data.eval_sources", bad=bad)
+    _check(fraction, separate=spec is not None)
+    sources = () if spec is None else parse_sources(spec, key="data.eval_sources", on_error=on_error)
     if len({weight for _, weight in sources}) > 1:
         raise ValueError(
-            f'data.eval_sources="{spec}": every sequence of every source is evaluated on; leave out weights'
+            f'data.eval_sources="{spec}": evaluation reads every sequence of every source; remove the weights'
         )
     return sources
 
 
-def split(sequences: int, share: float) -> int:
-    """Return how many of a source's sequences are trained on when `share` of them, its end, is held out.
+def split(sequences: int, fraction: float) -> int:
+    """Return the number of training sequences of a source; the `fraction` at its end is held out.
 
-    Sequence i has the tokens i T + 1 .. (i + 1) T as targets, so no target is both trained on and held out; the one
-    token that the last trained and the first held-out sequence share is a target of the former only.
-    If share > 0, at least one is held out and one trained on. Raises ValueError if that cannot be.
+    Sequence i has the tokens i T + 1 .. (i + 1) T as targets, so no target is both trained on and held out. If
+    fraction > 0, at least one sequence is held out and at least one is trained on. Raises ValueError if the source has
+    fewer than two.
     """
-    _check(share)
-    if share == 0:
+    _check(fraction)
+    if fraction == 0:
         return sequences
     if sequences < 2:
         raise ValueError(
-            f"data.eval_fraction={share} needs two sequences or more of each source, but one has {sequences}; use a "
-            "shorter data.sequence, a longer text, or data.eval_sources"
+            f"data.eval_fraction={fraction} needs at least two sequences in each source, but one has {sequences}; use "
+            "a shorter data.sequence, a longer text, or data.eval_sources"
         )
-    return min(max(1, sequences - round(sequences * share)), sequences - 1)
+    return min(max(1, sequences - round(sequences * fraction)), sequences - 1)
 
 
 def held_out(
-    trained: Sequence[Corpus],
+    training: Sequence[Corpus],
     separate: Sequence[Corpus],
-    share: float,
+    fraction: float,
     *,
     sequence: int,
     micro: int,
@@ -66,84 +75,84 @@ def held_out(
     wants_tokens: bool = True,
     wants_labels: bool = True,
 ) -> HeldOut | None:
-    """Return the ends of the training texts, or all of separate texts, to evaluate on; None if neither is asked for.
+    """Return the held-out data of one replica, None if nothing is held out.
 
-    trained: the sources of data.sources; separate: those of data.eval_sources, if any; share: data.eval_fraction.
-    Raises ValueError if both are asked for, or a source is too short.
+    training: data.sources; separate: data.eval_sources, may be empty; fraction: data.eval_fraction. Raises ValueError
+    if both options are given or a source is too short.
     """
-    _check(share, separate=bool(separate))
-    if not separate and share == 0:
+    _check(fraction, separate=bool(separate))
+    if not separate and fraction == 0:
         return None
-    corpora = [corpus.tokens for corpus in separate or trained]
+    corpora = [corpus.tokens for corpus in separate or training]
     sizes = [num_sequences(tokens, sequence) for tokens in corpora]
     return HeldOut(
         corpora,
-        [range(0 if separate else split(size, share), size) for size in sizes],
+        [range(0 if separate else split(size, fraction), size) for size in sizes],
         sequence=sequence,
         micro=micro,
         replicas=replicas,
         replica=replica,
         wants_tokens=wants_tokens,
         wants_labels=wants_labels,
-        # of the texts that are trained on, the training data tells
+        # lines skipped from the training sources are in Reader.notes
         notes=tuple(corpus.skipped for corpus in separate if corpus.skipped),
     )
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Makes one replica's batches of the sequences to evaluate on, the same ones whenever asked."""
+    """Reads one replica's batches of the held-out sequences. They are the same in every evaluation."""
 
     corpora: Sequence[Tokens]
-    """Each source's tokens."""
+    """Tokens of each source."""
     ranges: Sequence[range]
-    """Which sequences of each source are held out, in steps of 1."""
+    """Held-out sequences of each source, contiguous."""
     sequence: int
     """T."""
     micro: int
     """B."""
     replicas: int
     replica: int
-    """Which of the replicas this is."""
+    """Index of this replica."""
     wants_tokens: bool = True
     wants_labels: bool = True
     notes: tuple[str, ...] = ()
-    """What the user should know about texts that only evaluation reads: a sentence for each that was read in part."""
+    """Sentences for the user, one for each source of data.eval_sources with skipped lines."""
 
     def __len__(self) -> int:
         """Return the number of sequences, over all replicas."""
         return sum(map(len, self.ranges))
 
     def fingerprint(self) -> str:
-        """Return what differs between two hosts whose texts, or whose shares of them, do."""
-        return f"{list(self.ranges)} {sampled(self.corpora)}"
+        """Return a string that differs between hosts with different held-out data."""
+        return f"{list(self.ranges)} {corpora_fingerprint(self.corpora)}"
 
     def batches(self, micros: int) -> Iterator[Batch]:
-        """Yield this replica's sequences in batches of M = `micros`; none if there are too few for this replica.
+        """Yield this replica's sequences in batches of M = `micros` micro-batches; may be empty.
 
-        Where the sequences run out, the rest of a batch repeats the last one with no targets. Sample ids and micro ids
-        count within the held-out set, from 0, and are no ids of training samples.
+        The last batch is padded with copies of the last sequence whose labels are IGNORE_INDEX. Sample ids and micro
+        ids are indices in the held-out set, not those of training samples.
         """
         mine = deal(-(-len(self) // self.micro), self.replicas, self.replica)
         for first in range(mine.start, mine.stop, micros):
             yield self._batch(range(first, first + micros), end=min(mine.stop * self.micro, len(self)))
 
     def _batch(self, micro_ids: range, end: int) -> Batch:
-        """Read micro-batches; the held-out sequences from `end` on are not this replica's."""
+        """Read micro-batches; positions from `end` on in the held-out set are padding."""
         positions = np.arange(micro_ids.start * self.micro, micro_ids.stop * self.micro)
         padding = positions >= end
         positions = np.minimum(positions, end - 1)
         tokens = labels = None
         if self.wants_tokens or self.wants_labels:
-            windows = read_windows(self.corpora, self.sequence, *self._places(positions))
-            tokens = in_micros(windows[:, :-1], self.micro) if self.wants_tokens else None
-            targets = np.where(padding[:, None], NO_TARGET, windows[:, 1:])
-            labels = in_micros(targets, self.micro) if self.wants_labels else None
+            windows = read_windows(self.corpora, self.sequence, *self._locate(positions))
+            tokens = to_micro_batches(windows[:, :-1], self.micro) if self.wants_tokens else None
+            targets = np.where(padding[:, None], IGNORE_INDEX, windows[:, 1:])
+            labels = to_micro_batches(targets, self.micro) if self.wants_labels else None
         sample_ids = torch.from_numpy(positions).view(len(micro_ids), self.micro)
         return Batch(tokens, labels, sample_ids, micro_ids)
 
-    def _places(self, positions: Ints) -> tuple[Ints, Ints]:
-        """Return the source of each position in the held-out set, and the sequence's index in it."""
+    def _locate(self, positions: Ints) -> tuple[Ints, Ints]:
+        """Return the source of each position in the held-out set, and the index of the sequence in that source."""
         sizes = np.array([len(indices) for indices in self.ranges])
         starts = np.array([indices.start for indices in self.ranges])
         ends = np.cumsum(sizes)
@@ -151,11 +160,9 @@ class HeldOut:
         return sources, positions - (ends - sizes)[sources] + starts[sources]
 
 
-def _check(share: float, *, separate: bool = False) -> None:
-    """Raise ValueError unless the held-out sequences are asked for in one way, or not at all."""
-    if not 0 <= share < 1:
-        raise ValueError(
-            f"data.eval_fraction={share} is not a share of the text; use 0.05, say, or 0 to hold out nothing"
-        )
-    if share and separate:
-        raise ValueError(f"data.eval_fraction={share} and data.eval_sources are both given; leave one of them out")
+def _check(fraction: float, *, separate: bool = False) -> None:
+    """Raise ValueError if data.eval_fraction is out of range or given together with data.eval_sources."""
+    if not 0 <= fraction < 1:
+        raise ValueError(f"data.eval_fraction={fraction} must lie in [0, 1); use, for example, 0.05; 0 = none")
+    if fraction and separate:
+        raise ValueError(f"data.eval_fraction={fraction} and data.eval_sources are both given; remove one of them")

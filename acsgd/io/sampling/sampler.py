@@ -1,7 +1,7 @@
-"""Which samples each step trains on: a function of the seed and the step alone, in O(1).
+"""Deterministic sampler: the samples of a step are a function of the seed and the step, computed in O(1).
 
-The global batch is put in order and cut into micro-batches, and these are dealt to replicas, so neither the number of
-ranks nor the past of a run changes what is learnt from.
+The global batch is ordered, cut into micro-batches, and these are dealt to replicas. So the samples of a step depend
+neither on the number of ranks nor on whether the run was resumed.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 BLOCK = 1000
-"""Largest number of samples over which a mixture's weights are met."""
+"""Maximum length of a block of the mixture, samples. Every block has the same number of samples of each source."""
 
 
 def deal(micros: int, replicas: int, replica: int) -> range:
-    """Return which micro-batches of the global batch a replica gets.
+    """Return the micro-batches of the global batch that a replica trains on.
 
-    Contiguous, in the order of the replicas, and no replica gets two more than another.
+    Contiguous, in the order of the replicas; the counts of two replicas differ by at most 1.
     """
     return range(micros * replica // replicas, micros * (replica + 1) // replicas)
 
 
 class Samples(NamedTuple):
-    """Samples of a global batch; three arrays [n]."""
+    """Samples of a global batch, as three arrays [n]."""
 
     sources: Ints
-    """Position of the sample's source in the mixture."""
+    """Index of the source in the mixture."""
     indices: Ints
-    """Which of the source's sequences it is."""
+    """Index of the sequence in its source."""
     ids: Ints
-    """One number per sequence of the whole mixture, the same in every epoch."""
+    """Sample id: index of the sequence in the concatenation of all sources; the same in every epoch."""
 
     def dealt(self) -> Samples:
-        """Return the same samples in the order in which they are dealt to micro-batches and replicas.
+        """Return the samples in the order in which they are dealt to micro-batches and replicas.
 
-        It is that of a hash of their ids, so a sequence has about the same place in every batch it is in and mostly
-        comes back to the replica where it was, whose links may remember it.
+        Sorted by a hash of the sample id. So a sequence has about the same position in every batch and mostly returns
+        to the same replica, whose links may have its activations in their caches.
         """
         order = np.argsort(_mix(self.ids.astype(np.uint64)), kind="stable")
         return Samples(*(field[order] for field in self))
@@ -49,51 +49,50 @@ class Samples(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampler:
-    """Which samples each step trains on: a pure function of these numbers and the step.
+    """Samples of each step, a pure function of these fields and the step.
 
-    The mixture comes in blocks, in each of which every source has its fixed number of places, in an order drawn
-    per block. A source's places take its sequences, each once per epoch, in an order drawn per epoch.
+    The stream of samples consists of blocks. Each source has a fixed number of slots per block, in an order drawn per
+    block. The slots of a source take its sequences, each once per epoch, in an order drawn per epoch.
     """
 
     seed: int
     batch: int
-    """Sequences per step, over all replicas."""
+    """Global batch size, sequences per step over all replicas."""
     counts: tuple[int, ...]
-    """Places of each source in a block, as `block_counts` gives them."""
+    """Slots of each source per block: `block_counts`."""
     sizes: tuple[int, ...]
-    """Sequences of each source."""
+    """Number of sequences of each source."""
 
     def samples(self, step: int) -> Samples:
-        """Return the global batch of a step, counted from 0, at a cost that does not depend on the step."""
-        sources, visits = self._places(step)
-        indices = np.empty_like(visits)
+        """Return the global batch of a step, counted from 0. The cost does not depend on the step."""
+        sources, draws = self._draws(step)
+        indices = np.empty_like(draws)
         for source, size in enumerate(self.sizes):
             mine = sources == source
-            epochs, positions = np.divmod(visits[mine], size)
+            epochs, positions = np.divmod(draws[mine], size)
             indices[mine] = shuffled(positions, size, _key(self.seed, 1 + source, epochs))
         offsets = np.cumsum([0, *self.sizes[:-1]])
         return Samples(sources, indices, offsets[sources] + indices)
 
-    def _places(self, step: int) -> tuple[Ints, Ints]:
-        """Return the source of each sample, and how many samples of that source came before it in the run."""
+    def _draws(self, step: int) -> tuple[Ints, Ints]:
+        """Return the source of each sample of a step, and the number of earlier samples of that source in the run."""
         size, first = sum(self.counts), step * self.batch
         blocks = np.arange(first // size, (first + self.batch - 1) // size + 1)
         slots = np.tile(np.arange(size), len(blocks))
         drawn = shuffled(slots, size, _key(self.seed, 0, np.repeat(blocks, size)))
         sources = np.searchsorted(np.cumsum(self.counts), drawn, side="right").reshape(len(blocks), size)
-        visits = np.empty_like(sources)
+        draws = np.empty_like(sources)
         for source, count in enumerate(self.counts):
             mine = sources == source
-            visits[mine] = (np.cumsum(mine, axis=1) - 1 + count * blocks[:, None])[mine]
+            draws[mine] = (np.cumsum(mine, axis=1) - 1 + count * blocks[:, None])[mine]
         here = slice(first % size, first % size + self.batch)
-        return sources.ravel()[here], visits.ravel()[here]
+        return sources.ravel()[here], draws.ravel()[here]
 
 
 def block_counts(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return how often each source appears in a block, for weights that sum to 1.
+    """Return the number of slots of each source per block, at least 1, for weights that sum to 1.
 
-    The shares are exact where a block of at most BLOCK samples makes them so, else to within about 1 / BLOCK.
-    Every source appears.
+    The weights are met exactly if some block of at most BLOCK samples can, else within about 1 / BLOCK.
     """
     for size in range(1, BLOCK + 1):
         counts = [round(weight * size) for weight in weights]
@@ -103,10 +102,11 @@ def block_counts(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def shuffled(positions: Ints, size: int, keys: NDArray[np.uint64]) -> Ints:
-    """Return where a permutation of range(size), one per key, sends each position. Arrays of one length.
+    """Return the image of each position under the permutation of range(size) that its key selects.
 
-    A Feistel network on the next power of four, walked until it lands in range (Black and Rogaway 2002,
-    "Ciphers with arbitrary finite domains"): any position costs O(1), and no library's version changes it.
+    positions, keys: arrays of the same length. A Feistel network on the next power of four, iterated until the result
+    is in range (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Costs O(1) per
+    position and does not depend on the version of a library.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     values = positions.astype(np.uint64)
@@ -118,7 +118,7 @@ def shuffled(positions: Ints, size: int, keys: NDArray[np.uint64]) -> Ints:
 
 
 def _feistel(values: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Permute the numbers of 2 * `half` bits."""
+    """Permute the numbers of 2 * `half` bits with 8 Feistel rounds."""
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = values >> half, values & mask
     for _ in range(8):
@@ -128,13 +128,13 @@ def _feistel(values: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint6
 
 
 def _key(seed: int, purpose: int, counters: Ints) -> NDArray[np.uint64]:
-    """Return a random number for each counter."""
+    """Return a pseudo-random key for each counter."""
     base = _mix(_mix(np.array([seed], dtype=np.uint64)) ^ np.uint64(purpose))
     return _mix(base ^ counters.astype(np.uint64))
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """One step of SplitMix64 (Steele, Lea and Flood 2014): all bits of the result depend on all of x."""
+    """Apply one step of SplitMix64 (Steele, Lea and Flood 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,1 +1,1 @@
-"""Sources of text: what a run trains on."""
+"""Sources of text and the files they read."""

@@ -1,4 +1,4 @@
-"""UTF-8 text in files, plain or *.zst, read in bounded memory; whatever is no text is told, and nothing is guessed."""
+"""UTF-8 text files, plain or zstd-compressed, read in bounded memory. Invalid bytes are reported, never replaced."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 ZST_BYTES = 2**10
-"""Compressed bytes read at a time; a block of 4 may hold 128 KiB, so this bounds what is held to 32 MiB."""
-SHOWN_CHARS = 80
-"""Characters of a bad line that its message shows."""
+"""Compressed bytes read at a time. 4 bytes may expand to a block of 128 KiB, so at most 32 MiB are held."""
+EXCERPT_CHARS = 80
+"""Maximum length of the excerpt in the message about a line, characters."""
 
 
-class Bad(NamedTuple):
-    """What is wrong with a line, to be written after the line's number, and what to do about it."""
+class LineError(NamedTuple):
+    """Why a line cannot be read."""
 
     reason: str
+    """Predicate of a sentence whose subject is the line: "is not JSON"."""
     remedy: str
+    """Imperative: what to change in the file."""
 
 
 @contextlib.contextmanager
 def open_text(path: Path, *, key: str) -> Iterator[TextIO]:
-    """Open text, decompressing *.zst; bytes that are not UTF-8 become what `not_utf8` finds.
+    """Open a text file for reading, decompressing *.zst. Bytes that are not UTF-8 become lone surrogates: `not_utf8`.
 
-    key: the configuration key that the file came from. Raises ValueError if a zstd stream is damaged or torn:
+    key: configuration key to name in errors. Raises ValueError if a zstd stream is corrupt or truncated:
     nothing after that can be read.
     """
     try:
@@ -41,30 +43,30 @@ def open_text(path: Path, *, key: str) -> Iterator[TextIO]:
             yield text
     except zstandard.ZstdError as error:
         raise ValueError(
-            f"{key}: {path} is not sound zstd ({error}); test it with zstd -t {path}, and fetch it again"
+            f"{key}: {path} is not valid zstd ({error}); check it with zstd -t {path} and fetch it again"
         ) from None
 
 
-def not_utf8(line: str) -> Bad | None:
-    """Return what is wrong with a line of `open_text` if some of its bytes are not UTF-8."""
+def not_utf8(line: str) -> LineError | None:
+    """Return an error if a line of `open_text` has bytes that are not UTF-8."""
     try:
         line.encode()
     except UnicodeEncodeError as error:
         first = error.start
         byte = line[first].encode(errors="surrogateescape").hex()
-        before = max(0, first - SHOWN_CHARS // 2)
-        return Bad(
-            f"is not UTF-8 (byte 0x{byte}): {'...' if before else ''}{shown(line[before:])}",
-            "convert the file, say with iconv -f LATIN1 -t UTF-8",
+        before = max(0, first - EXCERPT_CHARS // 2)
+        return LineError(
+            f"is not UTF-8 (byte 0x{byte}): {'...' if before else ''}{excerpt(line[before:])}",
+            "convert the file, for example with iconv -f LATIN1 -t UTF-8",
         )
     return None
 
 
-def shown(line: str) -> str:
-    """Return the beginning of a line for a message, with the bytes of what cannot be printed escaped."""
-    start = line.strip()[: SHOWN_CHARS + 1]
+def excerpt(line: str) -> str:
+    """Return the beginning of a line for a message; bytes that cannot be printed are escaped."""
+    start = line.strip()[: EXCERPT_CHARS + 1]
     text = "".join(char if char.isprintable() else _escaped(char) for char in start)
-    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."
+    return text if len(text) <= EXCERPT_CHARS else f"{text[: EXCERPT_CHARS - 3]}..."
 
 
 def _escaped(char: str) -> str:
@@ -76,7 +78,7 @@ def _decompressed(file: BinaryIO, path: Path) -> BinaryIO:
 
 
 def _frames(file: BinaryIO) -> Iterator[bytes]:
-    """Yield what zstd frames hold. zstandard's own stream reader does not tell when the last one is torn."""
+    """Yield decompressed zstd frames. Unlike zstandard's stream reader, this detects a truncated last frame."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)  # what zstd --long=31 needs
     frame, unread = None, b""
     while unread or (unread := file.read(ZST_BYTES)):
@@ -86,11 +88,11 @@ def _frames(file: BinaryIO) -> Iterator[bytes]:
         if frame.eof:
             frame = None
     if frame:
-        raise zstandard.ZstdError("its end is missing")
+        raise zstandard.ZstdError("the last frame is truncated")
 
 
 class _Stream(io.RawIOBase):
-    """Chunks of bytes as a file to read."""
+    """Readable raw stream over an iterator of byte chunks."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks

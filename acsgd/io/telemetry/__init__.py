@@ -1,1 +1,1 @@
-"""What a run reports: metrics, text logs, Weights & Biases."""
+"""Metrics, their sinks, and text logs."""
