@@ -1,11 +1,8 @@
 """Train from a checkout: `torchrun train.py RUN.toml` runs acsgd/train.py, as `torchrun -m acsgd RUN.toml` does."""
 
-import signal
 import sys
 
+from acsgd.__main__ import main
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds: until training starts, Ctrl-C ends quietly
-
-    from acsgd.train import main
-
-    main(sys.argv[1:])
+    main(sys.argv[1:], prog="train.py")

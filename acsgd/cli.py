@@ -1,4 +1,4 @@
-"""`acsgd convert`: Hugging Face checkpoints <-> layer shards. `acsgd inspect`: what a checkpoint holds."""
+"""The `acsgd` command: train, convert checkpoints, inspect checkpoints."""
 
 from __future__ import annotations
 
@@ -13,8 +13,17 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
+from acsgd.__main__ import main as train
 from acsgd.io.checkpoint.inspect import as_tables, inspect
 from acsgd.shards.convert import from_hf, to_hf
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train in this process: acsgd train RUN.toml; --help lists every option. Several processes: torchrun -m acsgd."""
+
+    def run(self) -> None:
+        """Do nothing: `main` passes the arguments of this subcommand to the training code unread."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,12 @@ class Inspect:
 
 def main() -> None:
     """Entry point of the `acsgd` command."""
-    command = tyro.extras.subcommand_cli_from_dict({"convert": Convert, "inspect": Inspect}, prog="acsgd")
+    if sys.argv[1:2] == ["train"]:
+        train(sys.argv[2:], prog="acsgd train")
+        return
+    command = tyro.extras.subcommand_cli_from_dict(
+        {"train": Train, "convert": Convert, "inspect": Inspect}, prog="acsgd"
+    )
     try:
         command.run()
     except (ValueError, RuntimeError, OSError) as error:

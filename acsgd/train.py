@@ -45,14 +45,14 @@ from acsgd.topology import Groups, Launch, connect
 log = logging.getLogger(__name__)
 
 
-def main(argv: list[str]) -> None:
-    """Run a training job from its command line: prepare it, connect the ranks, train."""
+def main(argv: list[str], *, prog: str = "train.py") -> None:
+    """Run a training job from its command line: prepare it, connect the ranks, train. prog: name of the command."""
     launch = Launch.from_env()
     if launch.under_torchrun:
         end_with_torchrun(is_main=launch.local_rank == 0)
     with contextlib.ExitStack() as stack:
         with report_startup_error(launch.rank, launch.local_rank):
-            job = prepare(parse(argv, speak=launch.rank == 0), launch)
+            job = prepare(parse(argv, prog=prog, is_main=launch.rank == 0), launch)
             inputs = open_inputs(job)
             timeout_s = job.config.run.timeout
             groups = stack.enter_context(connect(job.topology, timeout=timedelta(seconds=timeout_s)))

@@ -16,24 +16,25 @@ from acsgd.config.options import RENAMED, Config
 from acsgd.config.spec import suggest
 
 
-def parse(argv: list[str], *, speak: bool = True) -> Config:
+def parse(argv: list[str], *, prog: str = "train.py", is_main: bool = True) -> Config:
     """Read `RUN.toml [--section.key value ...]`; flags > file > defaults.
 
-    speak: whether this process may print help and usage errors. Raises ValueError for a bad file or a renamed option,
-    SystemExit (as tyro does) for --help and malformed flags. Does not check values; see `acsgd.config.checks`.
+    prog: name of the command in its help; is_main: whether this process prints help and usage errors. Does not check
+    values; see `acsgd.config.checks`. Raises ValueError for an unreadable file, an unknown key or a renamed option,
+    SystemExit (as tyro does) for --help and malformed flags.
     """
     argv = list(argv)
     arguments: list[str] = []
     if argv and not argv[0].startswith("-"):
         arguments = _as_flags(_read(Path(argv.pop(0))))
     _refuse_renamed(argv)
-    with contextlib.nullcontext() if speak else contextlib.redirect_stderr(io.StringIO()):
+    with contextlib.nullcontext() if is_main else contextlib.redirect_stderr(io.StringIO()):
         return tyro.cli(
             Config,
             args=arguments + argv,
-            prog="train.py [RUN.toml]",
+            prog=f"{prog} [RUN.toml]",
             description="Fine-tune a Hugging Face causal language model over pipeline stages x replicas.",
-            console_outputs=speak,  # False silences help and unknown flags, but not values of a wrong type
+            console_outputs=is_main,  # False silences help and unknown flags, but not values of a wrong type
         )
 
 

@@ -173,7 +173,7 @@ def test_a_mistaken_flag_is_named(flags: str, message: str, run_file: Path, caps
 @pytest.mark.parametrize("flags", ["--data.btach 3", "--data.batch x", "--model.dtype fp8"])
 def test_a_rank_that_may_not_speak_says_nothing(flags: str, run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse([str(run_file), *flags.split()], speak=False)
+        parse([str(run_file), *flags.split()], is_main=False)
     assert capsys.readouterr() == ("", "")
 
 

@@ -126,8 +126,8 @@ ORDER = """
     run.checkpointing
     run.spike_guard
     train
-    cli
     __main__
+    cli
 """
 PLACE = {f"acsgd.{name}": place for place, name in enumerate(ORDER.split())}
 

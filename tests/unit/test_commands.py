@@ -1,0 +1,41 @@
+"""Every command that trains runs the same code and names itself in its help, from any directory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from acsgd import cli, train
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_installed_module_prints_its_help_in_any_directory(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "acsgd", "--help"], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("usage: python -m acsgd [RUN.toml] [-h]")
+    assert "--pp.stages" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_acsgd_train_passes_all_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(train, "main", lambda argv, *, prog: calls.append((argv, prog)))
+    monkeypatch.setattr(sys, "argv", ["acsgd", "train", "RUN.toml", "--help"])
+    cli.main()
+    assert calls == [(["RUN.toml", "--help"], "acsgd train")]
+
+
+def test_acsgd_lists_train_among_its_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["acsgd", "--help"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "train    Train in this process" in capsys.readouterr().out
