@@ -118,6 +118,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return markdown.replace("<!-- generated: rooms -->", rooms()) if page.file.src_uri == ROOMS else markdown
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let long specs in tables wrap after commas, and only there."""
+    return re.sub(r"<td[ >].*?</td>", lambda cell: _with_breaks(cell[0]), html, flags=re.DOTALL)
+
+
 def rooms() -> str:
     """Return what each package and file is, in the reading order that tests/unit/test_floors.py enforces."""
     source = ast.parse((ROOT / "tests/unit/test_floors.py").read_text())
@@ -222,6 +227,10 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "".join(f"| {' | '.join(' '.join(cell.split()) for cell in line)} |\n" for line in lines)
 
 
+def _with_breaks(html: str) -> str:
+    return re.sub(r"<code>.*?</code>", lambda code: code[0].replace(",", ",<wbr>"), html)
+
+
 def _docstring(kind: Any) -> str:
     return _text(inspect.getdoc(kind) or "")
 
@@ -232,7 +241,7 @@ def _text(docstring: str) -> str:
     for line in inspect.cleandoc(docstring).splitlines():
         if not line.startswith("    "):  # else it is a code block
             parts = line.split("`")
-            parts[::2] = [re.sub(r"([*_<|\[])", r"\\\1", part) for part in parts[::2]]
+            parts[::2] = [re.sub(r"([*_|\[])", r"\\\1", part).replace("<", "&lt;") for part in parts[::2]]
             line = "`".join(parts)
         lines.append(line)
     return "\n".join(lines)
