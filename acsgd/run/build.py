@@ -1,4 +1,4 @@
-"""Make a session: load this rank's layers, and no others, and connect them with their neighbours'."""
+"""Build a session: load this rank's layers and connect its stages with the neighbouring ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from acsgd.topology import Groups
 
 
 def build_session(job: Job, source: WeightSource, groups: Groups, cache_plan: CachePlan | None = None) -> Session:
-    """Load this rank's layers, and no others, and connect them with their neighbours'.
+    """Load the weights of this rank's stages, and connect them with the neighbouring stages on other ranks.
 
     cache_plan: size and place of the activation caches; needed if pp.forward is delta.
     """
@@ -54,7 +54,7 @@ def build_session(job: Job, source: WeightSource, groups: Groups, cache_plan: Ca
 
 
 def build_stages(job: Job, model: PreTrainedModel, source: WeightSource, groups: Groups) -> dict[int, Stage]:
-    """Load the layers of this rank's stages into `model`, one at a time; all others stay without memory."""
+    """Load the layers of this rank's stages into `model`, one at a time; all others stay on the meta device."""
     config, device = job.config, job.streams.device
     job.family.rebuild_buffers(model, device)
     stages, peers = {}, Peers(groups.dp)
@@ -88,7 +88,7 @@ def _link_factory(
 
 
 def _open_links(job: Job, factory: LinkFactory) -> dict[int, Link]:
-    """Open this rank's end of every boundary, both ends in the same order: by boundary."""
+    """Open this rank's ends of all boundaries, in the order of boundaries, as the peers do."""
     if job.topology.stages == 1:
         return {}
     links = {}

@@ -1,5 +1,6 @@
-"""A run, fully decided before any process group exists: everything derived from the configuration, torchrun's
-environment and the model's config.json, and every mistake in them found.
+"""Decide a run before any process group exists, from the configuration, torchrun's environment and the model's config.
+
+Every error in them is found here.
 """
 
 from __future__ import annotations
@@ -44,37 +45,40 @@ from acsgd.topology import Launch, Topology
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's view of a decided run."""
+    """Everything that is decided about a run, as one rank needs it. Nothing is loaded or connected yet."""
 
     config: Config
     topology: Topology
     local_world_size: int
-    """Processes of the run on this rank's host, itself among them."""
+    """Number of processes of the run on this host."""
     streams: Streams
     model_dir: Path
-    """Where config.json and the tokenizer are, and the weights unless they are drawn anew."""
+    """Directory of config.json, the tokenizer and, unless model.init is "scratch", the weights."""
     model_config: PreTrainedConfig
     family: ModelFamily
     layers: tuple[LayerShard, ...]
+    """All layers of the model, first to last."""
     specs: tuple[StageSpec, ...]
-    """The layers of each stage."""
+    """Range of layers of each stage."""
     train_actions: tuple[Action, ...]
-    """What this rank does in a step."""
+    """Pipeline actions of this rank in a training step."""
     eval_actions: tuple[Action, ...]
-    """What this rank does to evaluate as many micro-batches as a step has."""
+    """Pipeline actions of this rank in an evaluation of as many micro-batches."""
     micro_ids: range
-    """The micro-batches of the global batch that this rank's replica trains on."""
+    """Micro-batches of the global batch that this replica trains on."""
     forward: Codec | Delta
+    """Codec of activations."""
     backward: Codec
+    """Codec of activation gradients."""
     mode: Mode
     optimizer: OptimizerSpec
     tokenizer: PreTrainedTokenizerBase
     sources: tuple[WeightedSource, ...]
     eval_sources: tuple[WeightedSource, ...]
-    """The sources of data.eval_sources, if any."""
+    """Sources of data.eval_sources; empty if it is not given."""
 
     def describe(self) -> str:
-        """Say in a few words what will run where."""
+        """Return a summary of model, parallelism and batch for the user."""
         config, topology = self.config, self.topology
         parameters = sum(parameter.numel() for parameter in meta_model(self.model_config).parameters())
         layers = " | ".join(_span(self.layers[slice(*spec)]) for spec in self.specs)
@@ -88,7 +92,7 @@ class Job:
         )
 
     def fingerprint(self) -> str:
-        """Return what must be the same on every rank."""
+        """Return a text that must be equal on all ranks."""
         return to_toml(self.config) + self.model_config.to_json_string() + repr(self.specs)
 
     @property
@@ -97,12 +101,12 @@ class Job:
 
     @property
     def stages(self) -> list[int]:
-        """Indices of the stages this rank holds."""
+        """Indices of the stages of this rank."""
         return list(range(self.topology.stage_rank, len(self.specs), self.topology.stages))
 
     @property
     def eval_form(self) -> str:
-        """How activations travel when evaluated, in words that follow others; nothing without a codec."""
+        """Text about how evaluations send activations, to append to another; empty without a codec."""
         pp = self.config.pp
         if pp.forward == "none":
             return ""
@@ -111,28 +115,28 @@ class Job:
 
     @property
     def boundary(self) -> dict[str, TensorSpec]:
-        """What travels of a micro-batch between two stages, by name."""
+        """Shapes and dtypes of the tensors that a stage sends to the next, per micro-batch, by name."""
         shapes = self.family.boundary(self.model_config, self.config.pp.micro, self.config.data.sequence)
         return {name: TensorSpec(shape, DTYPES[self.config.model.dtype]) for name, shape in shapes.items()}
 
     @property
     def cache_dir(self) -> Path:
-        """Where converted models and tokenised text lie, beside the run, for the next run to find."""
+        """Directory of converted models and tokenized text, beside log.dir, shared with later runs."""
         return Path(self.config.log.dir).parent / "cache"
 
     @property
     def checkpoints(self) -> CheckpointDirectory:
-        """Where the state of the run is saved."""
+        """Directory of the run's checkpoints."""
         return CheckpointDirectory(Path(self.config.checkpoint.dir or Path(self.config.log.dir) / "checkpoints"))
 
     @property
     def disk_timeout_s(self) -> float:
-        """How long a rank waits for others that read or write files, which may take longer than a message."""
+        """Maximum time a rank waits for others that read or write files, seconds; longer than for a message."""
         return 10 * self.config.run.timeout
 
 
 def prepare(config: Config, launch: Launch) -> Job:
-    """Decide a run. Writes nothing. Raises ValueError that names the key and says what to type."""
+    """Decide a run; write nothing. Raises ValueError that names the key and says what to type."""
     check(config)
     check_installed(config.log.to)
     _check_writable("log.dir", config.log.dir)
@@ -196,28 +200,29 @@ def _parse_backward(spec: str) -> Codec:
     if spec.partition(":")[0] == "delta":
         raise ValueError(
             f'pp.backward="{spec}": delta is for activations, which change little between visits of a sequence; for '
-            'their gradients use "fixpoint:bits=8", or, for fewer bytes, '
+            'gradients use "fixpoint:bits=8", or, for fewer bytes, '
             '"fixpoint:bits=4,scale=l2,clip=8,entropy_coding=true"'
         )
     return codecs.parse(spec, key="pp.backward")
 
 
 def _span(shards: Sequence[LayerShard]) -> str:
-    """Name the layers of a stage: "embed .. block-00002"."""
+    """Return the names of the first and last layer of a stage: "embed .. block-00002"."""
     return shards[0].name if len(shards) == 1 else f"{shards[0].name} .. {shards[-1].name}"
 
 
 def _check_writable(key: str, directory: str) -> None:
-    """Raise ValueError if a directory could not be made or written to, as far as can be told without trying."""
+    """Raise ValueError if a directory can probably not be created or written to. Does not try it."""
     path = Path(directory).absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir():
         raise ValueError(f"{key}={directory}: {existing} is a file; give a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{key}={directory}: this user may not write to {existing}; give another directory")
+        raise ValueError(f"{key}={directory}: no permission to write to {existing}; give another directory")
 
 
 def _deal(config: Config, topology: Topology) -> range:
+    """Return the micro-batches of this replica. Raises ValueError if there are fewer than replicas."""
     num_micros = config.data.batch // config.pp.micro
     if num_micros < topology.replicas:
         raise ValueError(
@@ -229,7 +234,7 @@ def _deal(config: Config, topology: Topology) -> range:
 
 
 def _programs(schedule: Schedule, stages: int, micros: int) -> tuple[Program, Program]:
-    """Return the programs of a step and of an evaluation, both held to the laws."""
+    """Return the validated programs of a training step and of an evaluation."""
     computes = schedule.program(stages, micros)
     program, evaluation = lower(computes), lower(forwards(computes))
     validate(program)
@@ -240,13 +245,14 @@ def _programs(schedule: Schedule, stages: int, micros: int) -> tuple[Program, Pr
 def _check_sequence(sequence: int, longest: int) -> None:
     if sequence > longest:
         raise ValueError(
-            f"data.sequence={sequence} is longer than the model allows; use data.sequence={longest} or less"
+            f"data.sequence={sequence} exceeds the model's maximum length; use data.sequence={longest} or less"
         )
 
 
 def _plan(
     config: Config, family: ModelFamily, model_config: PreTrainedConfig, stages: int, streams: Streams
 ) -> list[StageSpec]:
+    """Return the layers of each stage: those of pp.layers, or balanced by cost."""
     num_layers = len(family.layers(model_config))
     if stages > num_layers:
         raise ValueError(

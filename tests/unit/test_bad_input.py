@@ -81,7 +81,7 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--pp.micro 3", 1, "pp.micro=3 does not divide data.batch=4"),
         ("--pp.stages 2 --pp.layers 3 2", 2, "pp.layers=[3, 2] adds up to 5, but the model has 6 blocks"),
         ("--pp.stages 2 --pp.layers 6", 2, "pp.layers=[6] has 1 entries, but there are 2 stages"),
-        ("--data.sequence 65", 1, "data.sequence=65 is longer than the model allows; use data.sequence=64 or less"),
+        ("--data.sequence 65", 1, "data.sequence=65 exceeds the model's maximum length; use data.sequence=64 or less"),
         ("--data.sources no.jsonl", 1, "no.jsonl does not exist"),
         ("--data.sources empty.jsonl", 1, "empty.jsonl is empty"),
         ("--data.sources blank.jsonl", 1, "blank.jsonl has no token"),
@@ -336,4 +336,4 @@ def test_a_directory_that_may_not_be_written_is_refused(
     may = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).is_relative_to(locked) and may(path, mode))
     told = refuse(tmp_path, f"--model.name {tiny_model()} --{key} locked/run")
-    assert told == f"{key}=locked/run: this user may not write to {locked}; give another directory"
+    assert told == f"{key}=locked/run: no permission to write to {locked}; give another directory"
