@@ -1,15 +1,15 @@
-"""What do compressed activations do to training? Fine-tunes a small GPT-2, again and again, on text that is revisited:
+"""Training loss with compressed activations, against uncompressed runs, fine-tuning a small GPT-2:
 
     .venv/bin/python -m benchmarks.pipeline.convergence [--rows "delta*" ...] [--pretrain a.txt --finetune b.txt]
 
-A model of 1.3 M parameters is pretrained on one text and fine-tuned on 256 sequences of another for 10 epochs, as two
-stages in two processes, with one cut in the middle (common/tuning.py). Rows differ in what travels over that cut.
-Each is compared with the uncompressed run of the same seed, which sees the same batches: its excess is the difference
-of the mean train losses of the last epoch. Bits per element are those of all bytes sent forward after the first epoch,
-which travels uncompressed in every run. By default the two texts are halves of the one that every Python carries.
+A model of 1.3 M parameters is pretrained on one text and fine-tuned on 256 sequences of another for 10 epochs, on two
+stages in two processes, cut in the middle (common/tuning.py). Rows differ in the codecs of that boundary. Each row is
+compared with the uncompressed run of the same seed on the same batches: its excess is the difference of the mean train
+losses of the last epoch. Bits per element count all bytes sent forward after the first epoch, which is uncompressed in
+every run. By default the two texts are the halves of the "demo" source.
 
-What has been run is kept in --dir: started again, with other rows or more seeds, only what is missing is run, and all
-if the code has changed. Several may be at work on one --dir at a time. The picture needs pip install '.[bench]'.
+Results are cached in --dir: a second start with other rows or more seeds runs only what is missing, or everything if
+the code has changed. Several processes may share one --dir. The picture needs pip install '.[bench]'.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ from benchmarks.common.tuning import Outcome, Setting, Tuning, Variant, read
 
 
 class Row(NamedTuple):
-    """One way to send activations."""
+    """One combination of codecs."""
 
     family: str
     point: str
-    """What sets it apart in its family."""
+    """Its name within the family."""
     variant: Variant
     goal: float | None = None
-    """Largest excess that is fine."""
+    """Largest acceptable excess."""
 
     @property
     def label(self) -> str:
-        """Its name in tables and on the command line."""
+        """Name in tables and on the command line."""
         dropout, mask = self.variant.dropout, self.variant.dropout_mask
         return f"{self.family}, {self.point}" + (f", dropout {dropout:g} per {mask}" if dropout else "")
 
     @property
     def baseline(self) -> Variant:
-        """What it is compared with."""
+        """Options of the uncompressed run to compare with."""
         return self.variant._replace(forward="none", backward="none")
 
 
 def of(family: str, point: str, forward: str, goal: float | None = None, **options: Any) -> Row:
-    """Return a row whose gradients travel in 8 bits, unless `options`, fields of Variant, say otherwise."""
+    """Return a row with gradients in 8 bits unless `options`, fields of Variant, override that."""
     return Row(family, point, Variant(**{"forward": forward, "backward": "fixpoint:bits=8", **options}), goal)
 
 
 def with_dropout(mask: Literal["step", "sample"]) -> list[Row]:
-    """Return rows that show how codecs bear dropout whose masks are drawn anew per step, or once per sample."""
+    """Return rows with dropout, with masks drawn per step or once per sample."""
     options = {"dropout": 0.1, "dropout_mask": mask}
     return [
         of("none", "uncompressed", "none", backward="none", **options),
@@ -85,39 +85,39 @@ ROWS = [
 
 
 class Summary(NamedTuple):
-    """What one row has come to; lists are by seed."""
+    """Results of one row; lists are by seed."""
 
     row: Row
     train: list[float]
     """Mean train loss of the last epoch."""
     excess: list[list[float]]
-    """By seed and epoch: mean train loss less that of the baseline."""
+    """Mean train loss minus that of the baseline, by seed and epoch."""
     held_out: list[float]
     """Held-out loss at the end."""
     held_out_lowest: list[float]
-    """Held-out loss after the epoch with the lowest."""
+    """Lowest held-out loss of all epochs."""
     held_out_excess: list[float]
-    """At the end, less that of the baseline."""
+    """Held-out loss at the end minus that of the baseline."""
     bits: list[float]
-    """Per element that crosses the cut, after the exact epochs."""
+    """Bits per activation element, after the exact epochs."""
     forward_bytes: list[int]
-    """Of the whole run."""
+    """Bytes sent forward in the whole run."""
 
     @property
     def last_excess(self) -> list[float]:
-        """Of the last epoch, by seed."""
+        """Excess of the last epoch, by seed."""
         return [by_epoch[-1] for by_epoch in self.excess]
 
 
 def choose(patterns: Sequence[str]) -> list[Row]:
-    """Return the rows whose labels match a pattern, and what they are compared with."""
+    """Return the rows whose labels match a pattern, and their baselines."""
     matching = [row for row in ROWS if any(fnmatchcase(row.label, pattern) for pattern in patterns)]
     baselines = {row.baseline for row in matching}
     return [row for row in ROWS if row in matching or row.variant in baselines]
 
 
 def measure(tuning: Tuning, rows: Sequence[Row], seeds: Sequence[int], console: Console) -> list[Summary]:
-    """Make all runs that are not there yet, one seed after the other, and put them together."""
+    """Run what is not cached yet, one seed after the other, and summarise."""
     outcomes: dict[Variant, list[Outcome]] = {row.variant: [] for row in rows}
     for seed in seeds:
         for row in rows:
@@ -130,7 +130,7 @@ def measure(tuning: Tuning, rows: Sequence[Row], seeds: Sequence[int], console: 
 
 
 def summarise(row: Row, runs: Sequence[Outcome], baselines: Sequence[Outcome], setting: Setting) -> Summary:
-    """Put together a row's runs and its baseline's, of the same seeds."""
+    """Summarise the runs of a row against its baseline's, seed by seed."""
     pairs = list(zip(runs, baselines, strict=True))
     exact = setting.exact_epochs * setting.steps_per_epoch
     return Summary(
@@ -152,7 +152,7 @@ def epoch_means(run: Outcome, setting: Setting) -> list[float]:
 
 
 def table(summaries: Sequence[Summary]) -> Table:
-    """Show each row's means over the seeds, and the range of its excess."""
+    """Return a table of the mean over the seeds, and of the range of the excess, by row."""
     shown = Table(title=f"Means of {len(summaries[0].train)} seeds; excess: over the uncompressed run of the same seed")
     shown.add_column("activations", no_wrap=True)
     for name in ("bits", "MB forward", "train loss", "excess", "range", "goal", "held out", "excess", "lowest"):
@@ -176,7 +176,7 @@ def table(summaries: Sequence[Summary]) -> Table:
 
 
 def to_json(summaries: Sequence[Summary], options: argparse.Namespace, setting: Setting) -> str:
-    """Return all that was measured, and with what."""
+    """Return all results and the settings as JSON."""
     about = {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -193,7 +193,7 @@ def to_json(summaries: Sequence[Summary], options: argparse.Namespace, setting: 
 
 
 def texts(pretrain: str | None, finetune: str | None) -> tuple[str, str]:
-    """Return the texts to pretrain and to fine-tune on: by default, the halves of the one that every Python carries."""
+    """Return the texts for pretraining and fine-tuning: by default the halves of the "demo" source."""
     if pretrain is not None and finetune is not None:
         return read(pretrain), read(finetune)
     text = read("demo")
@@ -204,14 +204,14 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--rows", nargs="+", default=["*"], help='labels, as in the table; "delta*" is each that matches'
+        "--rows", nargs="+", default=["*"], help='labels as in the table; wildcards such as "delta*" match several'
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--pretrain", help="text, as in data.sources")
     parser.add_argument("--finetune", help="another text, as in data.sources")
     parser.add_argument("--epochs", type=int, default=Setting.epochs)
     parser.add_argument("--lr", type=float, default=Setting.lr)
-    parser.add_argument("--dir", type=Path, default=Path("runs/benchmarks/convergence"), help="where runs are kept")
+    parser.add_argument("--dir", type=Path, default=Path("runs/benchmarks/convergence"), help="cache of results")
     parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/convergence.json"), help="the numbers")
     parser.add_argument("--svg", type=Path, default=Path("runs/benchmarks/convergence.svg"), help="the picture")
     options = parser.parse_args()
@@ -222,12 +222,12 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Measure, print, save, draw."""
-    # here: the processes of the runs, which import this file, need no matplotlib; and before them: it may be absent
+    # here, so that the ranks, which import this file, need no matplotlib; and first, as it may be absent
     from benchmarks.common.pictures import save
     from benchmarks.pipeline.convergence_picture import draw, is_drawn
 
     options = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # else its ranks would go on
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the ranks are terminated, too
     rows = choose(options.rows)
     if not rows:
         sys.exit(f"--rows matches none of: {'; '.join(row.label for row in ROWS)}")

@@ -1,4 +1,4 @@
-"""The picture of convergence.py: how far codecs are behind the uncompressed run, by epoch and by bytes."""
+"""The figure of convergence.py: excess loss of codecs over the uncompressed run, by epoch and by bytes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from benchmarks.pipeline.convergence import Summary
 
 COLORS = {"fixpoint": "#b4530a", "delta": "#1f5fbf", "rate-adaptive delta": "#0b7a6b"}
-"""By family; of others there is nothing to see."""
+"""By family; other families are not drawn."""
 ONLY_CURVE = {"rate-adaptive delta": "step 1.5"}
-"""Of a family with many points, the one that is also drawn by epoch."""
+"""The point drawn by epoch, for families with many points."""
 GREY, INK, GRID = "#5b6672", "#1f2933", "#e4e8ec"
 LINEAR = 1e-3
-"""Excess below which the axis is linear, so that 0 is on it."""
+"""Excess below which the axis is linear; the axis includes 0."""
 TICKS = {0: "0", 0.001: ".001", 0.01: ".01", 0.1: ".1"}
 BITS = [2.0**power for power in range(-3, 6)]
 LABEL_GAP = 0.045
-"""Least distance between labels beside each other, in heights of a panel."""
+"""Minimum vertical distance between labels, as a fraction of the panel height."""
 
 
 def draw(summaries: Sequence[Summary]) -> Figure:
-    """Draw the excess by epoch on the left, that of the last epoch by bits on the right, of all rows that are drawn."""
+    """Draw the excess by epoch on the left and that of the last epoch by bits on the right."""
     drawn = [each for each in summaries if is_drawn(each)]
     figure = Figure(figsize=(10.4, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1, 1.15])
@@ -42,7 +42,7 @@ def draw(summaries: Sequence[Summary]) -> Figure:
 
 
 def is_drawn(summary: Summary) -> bool:
-    """Whether a row is in the picture: it compresses activations, and has no dropout."""
+    """Whether a row is drawn: it compresses activations and has no dropout."""
     return summary.row.family in COLORS and not summary.row.variant.dropout
 
 
@@ -66,7 +66,7 @@ def _title(axes: Axes, title: str, x: str) -> None:
 
 
 def _draw_curves(axes: Axes, summaries: Sequence[Summary]) -> None:
-    """Draw the mean over the seeds from the second epoch on, and their range; label each curve at its end."""
+    """Draw the mean and the range over the seeds from the second epoch on; label each curve at its end."""
     _title(axes, "Train loss above that of the uncompressed run", "epoch")
     curves = [each for each in summaries if each.row.point == ONLY_CURVE.get(each.row.family, each.row.point)]
     ends = [(0.0, "uncompressed", GREY)]

@@ -1,4 +1,4 @@
-"""The pipelines of network.py: processes that live on the hosts of a network and wait to make steps."""
+"""The pipelines of network.py: one process per host of a simulated network, which runs steps on request."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ PRELOAD = ["acsgd.run.build", "acsgd.run.inputs", "transformers.models.gpt2.mode
 
 @dataclass(frozen=True)
 class Setting:
-    """What every rank of a pipeline is told."""
+    """Options of a pipeline, sent to every rank."""
 
     model: Path
     stages: int
     schedule: str
     micros: int
-    """Micro-batches in a step, of one sequence each; every step has the same."""
+    """Micro-batches per step, one sequence each; every step has the same."""
     forms: tuple[str, ...]
-    """In which messages travel (forms.py); the first is the uncompressed one."""
+    """Codecs of activations and gradients (forms.py); the first is the uncompressed one."""
 
     def config(self, form: str) -> Config:
-        """Return the run whose steps are made with this form."""
+        """Return the configuration with these codecs."""
         blocks = (BLOCKS // self.stages,) * self.stages
         config = Config(
             model=ModelConfig(str(self.model)),
@@ -63,12 +63,12 @@ class Step(NamedTuple):
 
     seconds: float
     forward_bytes: float
-    """Of all ranks."""
+    """Sum over all ranks."""
     backward_bytes: float
 
 
 class Pipeline:
-    """A pipeline whose ranks, one per host, are ready to make steps with any form."""
+    """A pipeline with one rank per host that runs steps with any of the codecs."""
 
     def __init__(self, setting: Setting, network: netlab.Lab) -> None:
         self.network = network
@@ -77,21 +77,21 @@ class Pipeline:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Pipeline]:
-        """Start the ranks; end them at the end."""
+        """Start the ranks and terminate them at the end."""
         with on_hosts(self.network, be_rank, self._setting) as self._pipes:
             yield self
 
     def step(self, form: str) -> Step:
-        """Make one step; its time is that of the slowest rank. Raises RuntimeError if a rank is gone."""
-        return max(ask(self._pipes, form))
+        """Run one step; its time is that of the slowest rank. Raises RuntimeError if a rank has ended."""
+        return max(request_all(self._pipes, form))
 
     def limit(self, mbit: float | None) -> None:
-        """Change the rate of all hosts and let TCP find it, in a step that does not count."""
+        """Change the rate of all hosts, and run one step so that TCP adapts."""
         self.network.limit(mbit)
         self.step(self._setting.forms[-1])
 
     def traffic_s(self, step: Step, mbit: float) -> float:
-        """Return how long the host that sends most needs for its messages of a step, headers of packets left out."""
+        """Return the transfer time of a step for the host that sends most, without packet headers, seconds."""
         boundaries = self._setting.stages - 1
         forward, backward = step.forward_bytes / boundaries, step.backward_bytes / boundaries
         most = forward + backward if boundaries > 1 else max(forward, backward)
@@ -100,9 +100,9 @@ class Pipeline:
 
 @contextlib.contextmanager
 def on_hosts(network: netlab.Lab, body: Callable[..., None], setting: object) -> Iterator[list[Connection]]:
-    """Call body(rank, setting, store, pipe) in a process of one thread on each host; give our ends of their pipes.
+    """Call body(rank, setting, store, pipe) in a process of one thread on each host; yield our ends of the pipes.
 
-    store: a file that all can write, not there yet. The processes are killed at the end.
+    store: path of a FileStore. The processes are killed at the end.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -121,18 +121,18 @@ def on_hosts(network: netlab.Lab, body: Callable[..., None], setting: object) ->
         yield pipes
 
 
-def ask(pipes: Sequence[Connection], request: object) -> list[Any]:
-    """Send a request to all ranks; return what each answers, by rank. Raises RuntimeError if a rank is gone."""
+def request_all(pipes: Sequence[Connection], request: object) -> list[Any]:
+    """Send a request to all ranks; return the responses by rank. Raises RuntimeError if a rank has ended."""
     try:
         for pipe in pipes:
             pipe.send(request)
         return [pipe.recv() for pipe in pipes]
     except (EOFError, OSError):
-        raise RuntimeError("a rank has ended before its time; its error is above") from None
+        raise RuntimeError("a rank has ended; its error is above") from None
 
 
 def _be_on_host(namespace: str, body: Callable[..., None], *args: object) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process at the other end of the pipe decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles it
     netlab.enter(namespace)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     torch.set_num_threads(1)
@@ -141,7 +141,7 @@ def _be_on_host(namespace: str, body: Callable[..., None], *args: object) -> Non
 
 
 def be_rank(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
-    """Be one rank: make a step with each form that is asked for, until the other end of the pipe closes."""
+    """Run one rank: one step with the requested codecs for each request, until the pipe is closed."""
     jobs = [prepare(setting.config(form), Launch(rank, 0, setting.stages)) for form in setting.forms]
     batch = make_batch(rank, setting)
     with open_trainings(jobs, store, sequences=setting.micros) as opened, contextlib.suppress(EOFError):
@@ -156,7 +156,7 @@ def be_rank(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
 
 
 def make_batch(rank: int, setting: Setting) -> Batch:
-    """Return what this rank trains on in every step: the whole data set, random tokens."""
+    """Return the batch of every step: random tokens, the whole data set."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (setting.micros, 1, SEQUENCE + 1), generator=generator)
     return Batch(
@@ -168,7 +168,7 @@ def make_batch(rank: int, setting: Setting) -> Batch:
 
 
 def save_model(directory: Path) -> Path:
-    """Write a GPT-2 of 3 M parameters with new weights and an untied head, and a tokenizer nobody uses."""
+    """Write a GPT-2 of 3 M parameters with new weights and an untied head, and a placeholder tokenizer."""
     config = GPT2Config(
         vocab_size=VOCABULARY,
         n_positions=SEQUENCE,

@@ -31,7 +31,7 @@ from acsgd.run.job import Job, prepare
 from acsgd.topology import Groups, Launch, Topology, connect
 from acsgd.train import train_step
 from benchmarks.common import netlab
-from benchmarks.pipeline.network_ranks import SEQUENCE, TIMEOUT_S, VOCABULARY, ask, on_hosts
+from benchmarks.pipeline.network_ranks import SEQUENCE, TIMEOUT_S, VOCABULARY, on_hosts, request_all
 from benchmarks.runs.speed import BUCKET_MB, OPTIM, make_adamw, pretrained, summed_loss
 
 DDP, DDP_FP16, LOCAL = "DDP", "DDP, fp16", "local"
@@ -111,13 +111,13 @@ class Replicas:
 
     def block(self, mode: str, steps: int) -> Block:
         """Make steps; their time is that of the slowest rank. Raises RuntimeError if a rank is gone."""
-        told: list[Block] = ask(self._pipes, Request(mode, steps))
+        told: list[Block] = request_all(self._pipes, Request(mode, steps))
         return Block(max(each.seconds for each in told), told[0].sent_bytes, sum(each.loss for each in told))
 
     def limit(self, mbit: float | None) -> None:
         """Change the rate of all hosts and let TCP find it."""
         self.network.limit(mbit)
-        ask(self._pipes, Request(None))
+        request_all(self._pipes, Request(None))
 
 
 def is_ddp(mode: str) -> bool:
