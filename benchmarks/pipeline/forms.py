@@ -1,4 +1,4 @@
-"""Pipelines that differ in the form in which messages travel, alive in the same processes, so that they can take turns.
+"""Pipelines with different codecs in the same processes, so that they can run in turn.
 
 A form is "forward/backward": the codecs of activations and of gradients.
 """
@@ -26,39 +26,39 @@ UNCOMPRESSED = "none/none"
 
 
 class Training:
-    """A worker, and how far it has come."""
+    """A session and its progress."""
 
-    def __init__(self, worker: Session) -> None:
-        self._worker = worker
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._progress = Progress()
 
     def step(self, batch: Batch) -> StepResult:
-        """Make the next optimizer step, together with the other ranks of the same form."""
-        result = train_step(self._worker, batch, self._progress)
+        """Run the next optimizer step, together with the other ranks of the same form."""
+        result = train_step(self._session, batch, self._progress)
         self._progress = result.progress
         return result
 
 
 def with_form(config: Config, form: str) -> Config:
-    """Return the run whose messages travel in this form."""
+    """Return the configuration with the codecs of a form."""
     forward, _, backward = form.partition("/")
     return replace(config, pp=replace(config.pp, forward=forward, backward=backward))
 
 
 @contextlib.contextmanager
 def open_trainings(jobs: Sequence[Job], store: str, *, sequences: int) -> Iterator[list[Training]]:
-    """Connect the ranks of a pipeline; give a training per job, all over the same connections.
+    """Connect the ranks of a pipeline; yield one training per job, all over the same process groups.
 
-    jobs: of one rank, in the same order on all of them; store: a file that all ranks can write, not there yet;
-    sequences: how many the data set has, so many can links remember.
+    jobs: this rank's, in the same order on all ranks; store: path of a FileStore; sequences: size of the data set, which
+    is the capacity of activation caches.
     """
     topology, timeout = jobs[0].topology, timedelta(seconds=jobs[0].config.run.timeout)
     files = dist.FileStore(store, topology.world_size)
     with connect(topology, timeout=timeout, store=files) as groups:
-        yield [Training(_open_worker(job, groups, sequences)) for job in jobs]
+        yield [Training(_open_session(job, groups, sequences)) for job in jobs]
 
 
-def _open_worker(job: Job, groups: Groups, sequences: int) -> Session:
-    """Load a rank's layers once more."""
+def _open_session(job: Job, groups: Groups, sequences: int) -> Session:
+    """Load this rank's layers and open its links."""
     cache_plan = plan_caches(job, sequences, kept={}, fresh=True)
     return build_session(job, open_source(job), groups, cache_plan)

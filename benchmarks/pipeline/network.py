@@ -1,11 +1,12 @@
-"""How fast is a training step where links are slow? A table and a picture, with one command, as root:
+"""Step time of a pipeline on rate-limited links; needs root:
 
     .venv/bin/python -m benchmarks.pipeline.network [--json runs/benchmarks/network.json] [--svg docs/network.svg]
 
-A pipeline of 2, then of 4 stages trains a GPT-2 of 3 M parameters in fp32, with a process of one thread per host. The
-hosts are network namespaces (netlab.py), without delay and with 20 ms from one to another. The head is untied: a tied
-weight's gradient would travel between the first and the last stage besides. Batch = data set, so `delta` knows all
-sequences when anything is timed. All forms in which messages travel live in the same processes and take turns.
+A pipeline of 2, then of 4 stages trains a GPT-2 of 3 M parameters in fp32, with one process of one thread per host. The
+hosts are network namespaces (netlab.py), without delay and with 20 ms between any two. The head is untied: a tied
+weight's gradient would be exchanged between the first and the last stage as well. The batch is the
+whole data set, so all sequences are in the activation caches when anything is timed. All codecs run in the same
+processes, in turn.
 
 compute     an uncompressed step without delay or limit: all processes on the cores of this machine, the pipeline's
             bubble included. One is measured in every round, and the other steps of the round are compared with it
@@ -13,12 +14,12 @@ traffic     the bytes of all messages of a step that one host sends, of the host
             Of 2 stages that is one direction of their boundary; of 4 stages both boundaries of a host in the middle
 rate        the same up and down at once, such that the uncompressed traffic takes --ratio times the compute
 bound       max(compute, traffic). A step cannot be faster. It is slower by the headers of packets (6 % of the traffic),
-            by the first activation and the last gradients, which nothing hides, and, with delay, by the sum over all
-            ranks that ends a step
+            by the first activation and the last gradients, which are not overlapped, and, with delay, by the control
+            message that ends a step
 at most     the speed-up of the bounds. Where gradients of 8 bits are all that a host sends, it cannot exceed 32 / 8
 
---schedule is that of all forms. 1F1B with a lead uses both directions at once and has more messages under way than it
-takes to fill a link. GPipe uses one direction at a time; what it gains is more, from a step that is slower.
+--schedule is that of all forms. 1F1B with a lead uses both directions at once and has more messages in flight than
+fill a link. GPipe uses one direction at a time; its gain is larger, from a slower step.
 """
 
 from __future__ import annotations
@@ -62,15 +63,15 @@ FORMS = (
     "delta:bits=2/fixpoint:bits=4",
 )
 MIN_SPEED_UP, MIN_SHARE, MAX_SLOWDOWN = 4.3, 0.9, 1.2
-"""Goals of what is compressed: over uncompressed, of the bound, relative to compute."""
+"""Goals of compressed forms: speed-up over uncompressed, fraction of the bound, step time relative to compute."""
 RATES = (0.5, 2.0, 4.0, 8.0)
-"""What the picture shows beside the rate of the table, relative to it."""
+"""Further rates in the picture, relative to that of the table."""
 INK, GRID, COLORS = "#1f2933", "#e4e8ec", ("#5b6672", "#b4530a", "#1f5fbf", "#0b7a6b", "#7a3fb0")
 
 
 @dataclass
 class Cell(OnLink):
-    """One form on one network. Lists have an entry per round."""
+    """One form on one network. Lists have one entry per round."""
 
     stages: int
     delay_s: float
@@ -81,31 +82,31 @@ class Cell(OnLink):
     step_s: list[float] = field(default_factory=list)
 
     def measure(self, pipeline: Pipeline, compute_s: float) -> None:
-        """Make one step more, in a round with this compute."""
+        """Run one step, in a round whose compute took `compute_s`."""
         step = pipeline.step(self.form)
         self.traffic_s = pipeline.traffic_s(step, self.mbit)
         self.compute_s.append(compute_s)
         self.step_s.append(step.seconds)
 
     def speed_up(self, uncompressed: Cell) -> float:
-        """Over the uncompressed steps of the same rounds."""
+        """Return the speed-up over the uncompressed steps of the same rounds."""
         pairs = zip(uncompressed.step_s, self.step_s, strict=True)
         return statistics.median(theirs / ours for theirs, ours in pairs)
 
 
 @dataclass
 class Result:
-    """What pipelines of one number of stages took."""
+    """Results for one number of stages."""
 
     compute_s: float
     unlimited: list[tuple[float, float]]
-    """By delay, without limit: seconds of an uncompressed step, and CPU seconds that the switch took in it."""
+    """Without a rate limit, by delay: seconds of an uncompressed step, and CPU seconds of the switch in it."""
     table: list[Cell]
     picture: list[Cell] = field(default_factory=list)
 
 
 def measure(setting: Setting, ratio: float, rounds: int, rates: Sequence[float], console: Console) -> Result:
-    """Measure the table in rounds, then, once, what the picture shows besides; networks of all delays take turns."""
+    """Measure the table in rounds, then the further rates of the picture once; all delays in turn."""
     with contextlib.ExitStack() as running:
         pipelines = []
         for delay_s in DELAYS_S:
@@ -129,7 +130,7 @@ def measure(setting: Setting, ratio: float, rounds: int, rates: Sequence[float],
 
 
 def find_rate(setting: Setting, pipelines: Sequence[Pipeline], ratio: float) -> tuple[float, Result]:
-    """Return the rate, Mbit/s, at which the uncompressed traffic takes `ratio` times the compute; no cell is filled."""
+    """Return the rate, Mbit/s, at which the uncompressed traffic takes `ratio` times the compute, and empty cells."""
     steps = [pipelines[0].step(UNCOMPRESSED) for _ in range(3)]
     compute_s = statistics.median(step.seconds for step in steps)
     mbit = pipelines[0].traffic_s(steps[0], mbit=1.0) / (ratio * compute_s)
@@ -146,7 +147,7 @@ def make_cells(setting: Setting, mbit: float) -> list[Cell]:
 
 
 def one_round(pipelines: Sequence[Pipeline], cells: Sequence[Cell]) -> None:
-    """Measure compute, then every cell, in their order, all at the same rate."""
+    """Measure compute, then every cell in order, all at the same rate."""
     pipelines[0].limit(None)
     compute_s = pipelines[0].step(UNCOMPRESSED).seconds
     for pipeline in pipelines:
@@ -156,7 +157,7 @@ def one_round(pipelines: Sequence[Pipeline], cells: Sequence[Cell]) -> None:
 
 
 def table(results: Sequence[Result], options: argparse.Namespace) -> Table:
-    """Show step times, a form per row; the rates that only the picture needs come last. Green = a goal is met."""
+    """Return a table of step times, one form per row, the picture's further rates last; green = goal met."""
     shown = Table(title=f"Optimizer steps on slow links: {options.micros} micro-batches, {options.schedule}")
     for name in ("stages, delay, rate", "forward / backward"):
         shown.add_column(name, no_wrap=True)
@@ -172,7 +173,7 @@ def table(results: Sequence[Result], options: argparse.Namespace) -> Table:
 
 
 def row(cell: Cell, uncompressed: Cell) -> list[str]:
-    """Return what the table shows of a cell; uncompressed: the one of the same network."""
+    """Return a cell's table row; uncompressed: the uncompressed cell of the same network."""
     where = f"{cell.stages}, {cell.delay_s * 1e3:g} ms, {cell.mbit:.1f} Mbit/s" if cell is uncompressed else ""
     speed_up, at_most = cell.speed_up(uncompressed), uncompressed.bound_s / cell.bound_s
     judged = [f"{cell.share:.0%}", f"{cell.slowdown:.2f}", f"{speed_up:.2f}"]
@@ -222,15 +223,15 @@ def draw_panel(axes: Axes, cells: Sequence[Cell], compute_s: float) -> None:
 def write_json(path: Path, options: argparse.Namespace, results: Sequence[Result]) -> None:
     """Write every sample."""
     about = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-    asked = {name: getattr(options, name) for name in ("schedule", "micros", "ratio", "rounds")}
+    chosen = {name: getattr(options, name) for name in ("schedule", "micros", "ratio", "rounds")}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"about": {**about, **asked}, "results": [asdict(r) for r in results]}, indent=1))
+    path.write_text(json.dumps({"about": {**about, **chosen}, "results": [asdict(r) for r in results]}, indent=1))
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/network.json"), help="where the numbers go")
-    parser.add_argument("--svg", type=Path, default=Path("docs/network.svg"), help="where the picture goes")
+    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/network.json"), help="path of the results")
+    parser.add_argument("--svg", type=Path, default=Path("docs/network.svg"), help="path of the picture")
     parser.add_argument("--forms", nargs="+", default=FORMS, help="codecs of activations/gradients")
     parser.add_argument("--schedule", default="1f1b:lead=6")
     parser.add_argument("--micros", type=int, default=64, help="micro-batches per step")
@@ -239,7 +240,7 @@ def parse_arguments() -> argparse.Namespace:
         "--stages", type=int, nargs="+", choices=STAGES, default=STAGES, help="the first ones are drawn"
     )
     parser.add_argument("--rounds", type=int, default=3, help="steps of each form on each network")
-    parser.add_argument("--no-picture", action="store_true", help="leave out the picture, and what only it needs")
+    parser.add_argument("--no-picture", action="store_true", help="skip the picture and the rates that only it needs")
     return parser.parse_args()
 
 
@@ -254,7 +255,7 @@ def main() -> None:
         sys.exit(
             "benchmarks/pipeline/network.py: the picture needs matplotlib: pip install '.[bench]', or give --no-picture"
         )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # else namespaces would stay
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that namespaces are removed
     transformers_logging.disable_progress_bar()
     console, results = Console(width=140), []
     with tempfile.TemporaryDirectory() as directory:

@@ -1,15 +1,15 @@
-"""What do codecs cost where links cost nothing? A table, with one command:
+"""Cost of codecs in step time on links without a rate limit:
 
     .venv/bin/python -m benchmarks.pipeline.overhead [--json runs/benchmarks/overhead.json]
 
 The model, text, batch and optimizer are those of examples/demo.py, as one pipeline of 2 stages: two processes of one
-thread each, over gloo on this machine. Each form in which messages travel takes turns with uncompressed messages, in
-the same processes, step by step; step times are compared within a round. The data set is a few batches, and
-all of it has been seen before anything is timed, so what `delta` sends are differences. Bytes are those of a step, of
-all ranks. The first row compares uncompressed messages with themselves: what this cannot tell from nothing.
+thread each, over gloo on this machine. Steps with codecs alternate with uncompressed steps in the same processes;
+step times are compared within a round. The data set is a few batches, all of which are in the activation caches before
+anything is timed, so `delta` sends differences. Bytes are those of a step, over all ranks. The first row compares
+uncompressed messages with themselves, which shows the noise.
 
-The demo ties the head to the embedding. The gradient of that weight travels between the two stages in both directions,
-exactly and in all forms: part of every step, but left out of the bytes of gradients, of which it would be most.
+The demo ties the head to the embedding. The gradient of that weight is exchanged between the two stages uncompressed in
+all forms: it is part of every step, but not counted in the bytes of gradients, which it would dominate.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from examples.demo import make_model
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 STAGES = 2
 BATCHES = 4
-"""All that there is to train on."""
+"""Size of the data set."""
 WARMUP, STEPS_PER_BLOCK = 2 * BATCHES, 1
 GOAL = 1.1
-"""Largest step time, relative to uncompressed, that is fine."""
+"""Largest acceptable step time relative to uncompressed."""
 FORWARD = ("fixpoint:bits=8", "fixpoint:bits=4", "delta:bits=4", "delta:bits=2", "delta:step=1.5")
 FORMS = (UNCOMPRESSED, *(f"{forward}/fixpoint:bits=8" for forward in FORWARD))
 
@@ -56,7 +56,7 @@ class Sent(NamedTuple):
 
     forward: float
     backward: float
-    """The tied weight's gradient included."""
+    """With the tied weight's gradient."""
 
 
 @dataclass
@@ -69,13 +69,13 @@ class Side:
     """By step."""
 
     def __call__(self, number: int) -> float:
-        """Make step `number`; return this rank's share of the loss."""
+        """Run step `number`; return this rank's part of the loss."""
         result = self.training.step(self.batches[number % BATCHES])
-        self.sent.append(Sent(result.totals.pp_forward_bytes, result.totals.pp_backward_bytes))
+        self.sent.append(Sent(result.summary.pp_forward_bytes, result.summary.pp_backward_bytes))
         return result.loss / STAGES
 
     def median_sent(self) -> Sent:
-        """Return what a step sends that was timed."""
+        """Return the median over the timed steps."""
         forward, backward = zip(*self.sent[WARMUP:], strict=True)
         return Sent(statistics.median(forward), statistics.median(backward))
 
@@ -96,18 +96,18 @@ class Row(NamedTuple):
     backward_bytes: float
     """Without the tied weight's gradient."""
     tied_bytes: float
-    """What that takes."""
+    """Bytes of the tied weight's gradient."""
     times: Comparison
 
 
 def config_of(model: Path, form: str) -> Config:
-    """Return the demo's run as one pipeline, with a learning rate that soon stays what it is."""
+    """Return the demo's configuration as one pipeline, with a nearly constant learning rate."""
     flags = {"model.name": model, "log.dir": model.parent / "run", "pp.stages": STAGES, "optim.steps": 10**9}
     return with_form(parse([str(DEMO), *(f"--{key}={value}" for key, value in flags.items())]), form)
 
 
 def rank_rounds(rank: int, model: Path, store: str, forms: Sequence[str], rounds: int) -> list[Compared]:
-    """Be one rank: compare one form after the other with uncompressed messages."""
+    """Run one rank: compare each form with uncompressed messages."""
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)
     launch = Launch(rank, rank, STAGES)
@@ -133,7 +133,7 @@ def measure(forms: Sequence[str], rounds: int) -> list[Row]:
 
 
 def row(form: str, ranks: Sequence[Compared]) -> Row:
-    """Put together what the ranks saw of a form."""
+    """Aggregate the ranks' results of one form."""
     sent, uncompressed = ranks[0].sent, ranks[0].uncompressed
     tied = uncompressed.backward - uncompressed.forward  # activations and gradients have equal shapes
     times = summarise([rank.rounds for rank in ranks], steps=STEPS_PER_BLOCK)
@@ -141,7 +141,7 @@ def row(form: str, ranks: Sequence[Compared]) -> Row:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Show bytes, step times and CPU times, a form per row; green = the goal is met."""
+    """Return a table of bytes, step times and CPU times, one form per row; green = goal met."""
     shown = Table(title="Steps of the demo's model on 2 stages, unlimited links, relative to uncompressed messages")
     shown.add_column("forward / backward", no_wrap=True)
     for name in ("forward, kB", "backward, kB", "step, s", "uncompressed, s", "step time", "quartiles", "CPU time"):
