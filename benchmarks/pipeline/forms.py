@@ -49,8 +49,8 @@ def with_form(config: Config, form: str) -> Config:
 def open_trainings(jobs: Sequence[Job], store: str, *, sequences: int) -> Iterator[list[Training]]:
     """Connect the ranks of a pipeline; yield one training per job, all over the same process groups.
 
-    jobs: this rank's, in the same order on all ranks; store: path of a FileStore; sequences: size of the data set, which
-    is the capacity of activation caches.
+    jobs: this rank's, in the same order on all ranks; store: path of a FileStore; sequences: size of the data set,
+    the capacity of the activation caches.
     """
     topology, timeout = jobs[0].topology, timedelta(seconds=jobs[0].config.run.timeout)
     files = dist.FileStore(store, topology.world_size)

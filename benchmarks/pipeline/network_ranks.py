@@ -150,9 +150,9 @@ def be_rank(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
             form = pipe.recv()
             dist.barrier()
             start = time.perf_counter()
-            totals = trainings[form].step(batch).totals
+            summary = trainings[form].step(batch).summary
             seconds = time.perf_counter() - start
-            pipe.send(Step(seconds, totals.pp_forward_bytes, totals.pp_backward_bytes))
+            pipe.send(Step(seconds, summary.pp_forward_bytes, summary.pp_backward_bytes))
 
 
 def make_batch(rank: int, setting: Setting) -> Batch:
