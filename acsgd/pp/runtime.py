@@ -140,16 +140,18 @@ class Pipeline:
         return probe.first
 
     def close(self) -> None:
-        """Wait until what links remember beyond the run is kept."""
+        """End the links' threads, and wait until activation caches on disk are saved."""
         for link in self._links.values():
-            link.cache_sync.close()
+            link.close()
+        if self._tied is not None:
+            self._tied.close()
 
     def _train(self, batch: Batch, step: int, scale: float, handlers: Handlers) -> Tensor:
         self._scale = scale
         for stage in self._stages.values():
             stage.sync.begin_step(step, scale)
         for link in self._links.values():
-            link.cache_sync.begin_step(batch.sample_ids.flatten().tolist(), batch.upcoming_ids.flatten().tolist())
+            link.begin_step(batch.sample_ids.flatten().tolist(), batch.upcoming_ids.flatten().tolist())
         self._execute(self._train_actions, handlers, batch, step, exact=step < self._exact_steps, remember=True)
         self._finish()
         return self._total_loss()
@@ -215,7 +217,7 @@ class Pipeline:
             return self._made.pop(Action(op, source, micro))
         for link in self._links.values():
             link.outbox.flush(wait=True)  # the peer may need these before it can make what is awaited here
-        return self._links[source if op is Op.F else source - 1].take(self._transfers[micro])
+        return self._links[source if op is Op.F else source - 1].receive(self._transfers[micro])
 
     def _send_activation(self, action: Action) -> None:
         made = self._made.pop(Action(Op.F, action.stage, action.micro))

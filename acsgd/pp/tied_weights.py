@@ -25,5 +25,9 @@ class TiedPair:
         self._inbox.post()
         self._outbox.send(TransferInfo(step, 0), {"gradient": grad})
         self._outbox.flush(wait=True)
-        grad += self._inbox.take(TransferInfo(step, 0))["gradient"]
+        grad += self._inbox.receive(TransferInfo(step, 0))["gradient"]
         self._outbox.drain()
+
+    def close(self) -> None:
+        """End the thread of the exchange."""
+        self._outbox.close()

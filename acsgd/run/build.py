@@ -28,7 +28,8 @@ def build_session(job: Job, source: WeightSource, groups: Groups, cache_plan: Ca
     forward_meter, backward_meter = Meter(), Meter()
     model = meta_model(job.model_config).train()
     stages = build_stages(job, model, source, groups)
-    factory = _link_factory(job, groups, forward_meter, backward_meter, cache_plan)
+    meters = forward_meter, backward_meter
+    factory = LinkFactory(groups.pp, job.streams, job.boundary, job.forward, job.backward, *meters, cache_plan)
     links = _open_links(job, factory)
     tied = _pair_tied(job, stages, factory)
     weights = [weight for stage in stages.values() for weight in stage.weights]
@@ -78,13 +79,6 @@ def build_stages(job: Job, model: PreTrainedModel, source: WeightSource, groups:
             mask_per_sample=config.model.dropout_mask == "sample",
         )
     return stages
-
-
-def _link_factory(
-    job: Job, groups: Groups, forward_meter: Meter, backward_meter: Meter, cache_plan: CachePlan | None
-) -> LinkFactory:
-    meters = forward_meter, backward_meter
-    return LinkFactory(groups.pp, job.streams, job.boundary, job.forward, job.backward, *meters, cache_plan)
 
 
 def _open_links(job: Job, factory: LinkFactory) -> dict[int, Link]:

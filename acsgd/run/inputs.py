@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from acsgd.io.cache import once_per_host
 from acsgd.io.checkpoint.progress import Identity
@@ -17,13 +15,12 @@ from acsgd.io.sampling.held_out import HeldOut, held_out, split
 from acsgd.io.sampling.sampler import Sampler, block_counts
 from acsgd.io.sampling.tokens import Corpus, num_sequences, tokenize_all, tokenizer_fingerprint
 from acsgd.io.sources.sources import WeightedSource
-from acsgd.pp.wire.cache_plan import CachePlan, plan_capacity
+from acsgd.pp.wire.cache_plan import CachePlan, plan_caches
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.job import Job
 from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import MANIFEST, VERSION, ShardDirectory
 from acsgd.shards.load import RandomWeights, WeightSource
-from acsgd.streams import available_memory_bytes
 
 
 @dataclass(frozen=True)
@@ -38,11 +35,11 @@ class Inputs:
     source: WeightSource | None
     """Where the weights of a fresh run come from; None if there is something to go on from."""
     cache_plan: CachePlan | None
-    """Where links remember activations, if they do."""
+    """Size and place of the activation caches; None without delta."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was left out of the texts, and what links remember, in sentences."""
+        """Sentences on skipped text, held-out data and activation caches."""
         held_out = self.held_out.notes if self.held_out else ()
         return self.reader.notes + held_out + ((self.cache_plan.note,) if self.cache_plan else ())
 
@@ -73,7 +70,7 @@ def open_inputs(job: Job) -> Inputs:
     )
     candidates = find(job.checkpoints, job.config.checkpoint.resume, identity)
     fresh = not candidates.checkpoints and not candidates.refused
-    cache_plan = plan_caches(job, sum(reader.sampler.sizes), kept={"run": identity.digest()}, fresh=fresh)
+    cache_plan = plan_activation_caches(job, sum(reader.sampler.sizes), run_id=identity.digest(), fresh=fresh)
     return Inputs(reader, held, identity, candidates, open_source(job) if fresh else None, cache_plan)
 
 
@@ -136,45 +133,30 @@ def open_source(job: Job) -> WeightSource:
     return ShardDirectory(once_per_host(job.cache_dir / "models" / name, convert))
 
 
-def plan_caches(job: Job, sequences: int, *, kept: Mapping[str, Any], fresh: bool) -> CachePlan | None:
-    """Return how much the links of this rank remember of `sequences`, and where; None if they do not.
+def plan_activation_caches(job: Job, samples: int, *, run_id: str, fresh: bool) -> CachePlan | None:
+    """Plan the activation caches of this rank's links; None without delta or without links.
 
-    kept, fresh: as of CachePlan. Raises ValueError if there is no room for it.
+    samples: of all training sources; run_id, fresh: as of CachePlan. Raises ValueError if there is no room for them.
     """
-    delta, specs = job.forward, list(job.boundary.values())
+    delta = job.forward
     if not isinstance(delta, Delta) or job.topology.stages == 1:
         return None
-    key = f'pp.forward="{job.config.pp.forward}"'
     try:
-        capacity = plan_capacity(delta, specs, sequences=sequences, at_once=len(job.micro_ids) * job.config.pp.micro)
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from None
-    directory = Path(job.config.log.dir) / "activation-cache" / f"replica-{job.topology.replica:05d}"
-    per_end = capacity * sum(map(delta.entry_bytes, specs))
-    _check_room(job, delta, directory, per_end, key)
-    cuts = [job.layers[start].name for start, _ in job.specs[1:]]
-    where = "in memory" if delta.cache == "ram" else f"in {directory.parent}"
-    rest = "" if capacity == sequences else ", the others are new at each visit"
-    note = f"each end of a link remembers {capacity} of {sequences} sequences{rest}: {per_end / 2**20:,.1f} MiB {where}"
-    return CachePlan(capacity, directory, cuts, kept, fresh, note)
-
-
-def _check_room(job: Job, delta: Delta, directory: Path, per_end: int, key: str) -> None:
-    """Raise ValueError if what this rank's ends of links are to remember does not fit where it is to be."""
-    ends = sum((stage > 0) + (stage < len(job.specs) - 1) for stage in job.stages)
-    if delta.cache == "ram":
-        available, where = available_memory_bytes(), "this host has"
-    else:
-        existing = next(parent for parent in directory.absolute().parents if parent.exists())
-        already = sum(path.stat().st_blocks * 512 for path in directory.parent.rglob("*"))  # of an earlier start
-        available, where = shutil.disk_usage(existing).free + already, f"{existing} has"
-    if available is not None and ends * per_end > available / job.local_world_size:
-        raise ValueError(
-            f"{key}: each of rank {job.topology.rank}'s {ends} ends of links is to remember {per_end / 2**30:.3g} GiB, "
-            f"but {where} {available / 2**30:.3g} GiB free for {job.local_world_size} processes; give "
-            f"cache_gib={0.9 * available / job.local_world_size / ends / 2**30:.2g}, fewer cache_bits"
-            + (", or cache=disk" if delta.cache == "ram" else "")
+        return plan_caches(
+            delta,
+            list(job.boundary.values()),
+            samples=samples,
+            per_step=len(job.micro_ids) * job.config.pp.micro,
+            ends=sum((stage > 0) + (stage < len(job.specs) - 1) for stage in job.stages),
+            processes=job.local_world_size,
+            directory=Path(job.config.log.dir) / "activation-cache",
+            replica=job.topology.replica,
+            first_layers=[job.layers[start].name for start, _ in job.specs[1:]],
+            run_id=run_id,
+            fresh=fresh,
         )
+    except ValueError as error:
+        raise ValueError(f'pp.forward="{job.config.pp.forward}": {error}') from None
 
 
 def _tokenized(job: Job, sources: Sequence[WeightedSource]) -> list[Corpus]:

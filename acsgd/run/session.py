@@ -147,7 +147,7 @@ class Session:
         return float(loss / targets)
 
     def close(self) -> None:
-        """Wait until the activation caches are on disk, if they are kept there."""
+        """End the threads of the links, and wait until activation caches on disk are saved."""
         self.pipeline.close()
 
 

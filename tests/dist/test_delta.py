@@ -82,7 +82,7 @@ def run_starts(
                 start.sabotage(rank, directory)
             groups.all_gather_text(f"start {step}", "", timeout_s=30.0)
             meter = Meter()
-            plan = CachePlan(start.capacity, directory, [start.cut], {"run": "test"}, start.fresh)
+            plan = CachePlan(start.capacity, directory, [start.cut], "test", start.fresh)
             factory = LinkFactory(
                 *(groups.pp, Streams(torch.device("cpu")), {"hidden": SPEC}, delta, Identity(), meter, Meter(), plan)
             )
@@ -94,13 +94,13 @@ def run_starts(
                 step += 1
             if rank == 1:
                 lose_writes(memory_of(link), start.lost_writes)
-            link.cache_sync.close()
+            link.close()
     return seen
 
 
 def one_step(rank: int, link: Link, meter: Meter, step: int, micros: Step, upcoming: Step, *, exact: bool) -> Seen:
     meter.reset()
-    link.cache_sync.begin_step([i for ids in micros for i in ids], [i for ids in upcoming for i in ids])
+    link.begin_step([i for ids in micros for i in ids], [i for ids in upcoming for i in ids])
     received = []
     for micro, ids in enumerate(micros):
         visit = TransferInfo(step, micro, exact, tuple(ids))
@@ -108,14 +108,14 @@ def one_step(rank: int, link: Link, meter: Meter, step: int, micros: Step, upcom
             link.send(visit, {"hidden": activations(step, ids)})
         else:
             link.inbox.post()
-            received.append(link.take(visit)["hidden"])
+            received.append(link.receive(visit)["hidden"])
     link.outbox.drain()
     memory = memory_of(link)
     return Seen(contents(memory), received, meter.sent_bytes)
 
 
 def memory_of(link: Link) -> ActivationCache:
-    (memory,) = link.cache_sync._memories
+    (memory,) = link._cache_sync._caches
     return memory
 
 

@@ -229,7 +229,7 @@ def test_a_disk_that_is_full_for_a_while_at_one_end_costs_whole_visits(
 
 def until_killed(rank: int, at_put: int, *args: Any) -> None:
     """Run starts of which rank 1 does not survive what it has decoded for the `at_put`-th time."""
-    put, puts = DiskStore.put, 0
+    put, puts = DiskStore.write, 0
 
     def last(store: DiskStore, place: int, entry: Tensor, stamp: EntryKey, mark: Mark) -> None:
         nonlocal puts
@@ -240,7 +240,7 @@ def until_killed(rank: int, at_put: int, *args: Any) -> None:
             os._exit(KILLED)
         put(store, place, entry, stamp, mark)
 
-    DiskStore.put = last  # type: ignore[method-assign]
+    DiskStore.write = last  # type: ignore[method-assign]
     try:
         run_starts(rank, 2, *args)
     except RunError:

@@ -18,7 +18,7 @@ from acsgd.errors import RunError
 from acsgd.meter import Meter
 from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
-from acsgd.pp.wire.link import MAX_UNSENT, Link, LinkFactory
+from acsgd.pp.wire.link import MAX_SENDS_IN_FLIGHT, Link, LinkFactory
 from acsgd.streams import Streams
 from acsgd.topology import Groups, Topology, connect
 
@@ -63,7 +63,7 @@ def send_both_ways(rank: int, world_size: int, store: Path, micros: int) -> int:
             for micro in range(micros):
                 link.outbox.send(TransferInfo(step, micro), made(step, micro))
             for micro in range(micros):
-                got, sent = link.inbox.take(TransferInfo(step, micro)), made(step, micro)
+                got, sent = link.inbox.receive(TransferInfo(step, micro)), made(step, micro)
                 for name, tensor in sent.items():
                     expected = tensor.bfloat16().float() if rank == 1 else tensor
                     assert torch.equal(got[name], expected)
@@ -74,7 +74,7 @@ def send_both_ways(rank: int, world_size: int, store: Path, micros: int) -> int:
 
 
 def test_all_tensors_arrive_in_order_in_the_dtype_of_the_wire(tmp_path: Path) -> None:
-    micros = 2 * MAX_UNSENT
+    micros = 2 * MAX_SENDS_IN_FLIGHT
     sent = on_ranks(2, send_both_ways, tmp_path / "store", micros)
     for spec, sent_bytes in zip((FORWARD, BACKWARD), sent, strict=True):
         declared = sum(HEADER_BYTES + wire_bytes(codecs.parse(spec).wire(shape)) for shape in SHAPES.values())
@@ -95,7 +95,7 @@ def overlap(rank: int, world_size: int, store: Path) -> None:
             groups.store.wait(["send returned"], timedelta(seconds=30))
             link.inbox.post()
             groups.store.wait(["all sent"], timedelta(seconds=30))
-            assert bool((link.inbox.take(TransferInfo(0, 0))["hidden"] == 1).all())
+            assert bool((link.inbox.receive(TransferInfo(0, 0))["hidden"] == 1).all())
 
 
 def test_a_send_waits_for_nobody_and_a_posted_receive_fills_while_its_rank_computes(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def squeeze_before_computing(rank: int, world_size: int, store: Path) -> None:
             link.outbox.drain()
         else:
             link.inbox.post()
-            link.inbox.take(TransferInfo(0, 0))
+            link.inbox.receive(TransferInfo(0, 0))
             groups.store.set("taken", "")
 
 
@@ -129,8 +129,8 @@ def open_with_other_codecs(rank: int, world_size: int, store: Path) -> str:
 
 def test_ends_that_would_send_other_lengths_find_out_before_they_do(tmp_path: Path) -> None:
     for rank, told in enumerate(on_ranks(2, open_with_other_codecs, tmp_path / "store")):
-        assert f"rank {1 - rank} sent hello" in told
-        assert "expected hello" in told
+        assert f"rank {1 - rank} sent handshake" in told
+        assert "expected handshake" in told
 
 
 def take_another(rank: int, world_size: int, store: Path) -> str:
@@ -142,7 +142,7 @@ def take_another(rank: int, world_size: int, store: Path) -> str:
             return ""
         link.inbox.post()
         with pytest.raises(RunError) as error:
-            link.inbox.take(TransferInfo(4, 0))
+            link.inbox.receive(TransferInfo(4, 0))
         return str(error.value)
 
 
@@ -161,7 +161,7 @@ def lose_the_peer(rank: int, world_size: int, store: Path, how: str) -> str:
             return ""  # and close the connection
         link.inbox.post()
         with pytest.raises(RunError) as error:
-            link.inbox.take(TransferInfo(0, 0))
+            link.inbox.receive(TransferInfo(0, 0))
         return str(error.value)
 
 
@@ -195,7 +195,7 @@ def send_what_is_not_finite(rank: int, world_size: int, store: Path) -> None:
         for _ in range(3):
             link.inbox.post()
         for micro in range(3):
-            got = link.inbox.take(TransferInfo(0, micro))
+            got = link.inbox.receive(TransferInfo(0, micro))
             assert bool(got["hidden"].isnan().all()) == (micro == 1)
             assert bool(got["hidden"].isfinite().all()) == (micro != 1)
             assert bool(got["mask"].isfinite().all())

@@ -49,7 +49,7 @@ def parse(spec: str) -> Delta:
         ("delta:cache_bits=3", ["cache_bits=3 is none of 2, 4, 8 and 16"]),
         ("delta:cache_bits=32", ["cache_bits=32 is none of 2, 4, 8 and 16"]),
         ("delta:cache=tape", ["ram, disk"]),
-        ("delta:cache_gib=-1", ["cache_gib=-1", "must be 0 (room for all) or more"]),
+        ("delta:cache_gib=-1", ["cache_gib=-1", "must be 0 (no limit) or more"]),
         ("delta:cache_gib=inf", ["cache_gib=inf"]),
         ("delta:cache_gib=nan", ["cache_gib=nan"]),
         ("delta:dims=group", ["group=0", "for example group=128"]),
@@ -79,14 +79,14 @@ def test_a_memory_that_has_no_room_for_a_step_is_refused_and_what_is_advised_has
 
     def capacity(gib: float, sequences: int = 5000) -> int:
         delta = Delta(cache_bits=cache_bits, cache_gib=gib)  # type: ignore[arg-type]
-        return plan_capacity(delta, specs, sequences=sequences, at_once=at_once)
+        return plan_capacity(delta, of_one, samples=sequences, per_step=at_once)
 
     assert capacity(at_once * of_one / 2**30) == at_once
     assert capacity(0) == 5000
     assert capacity(1.0, sequences=17) == 17
     with pytest.raises(ValueError) as error:
         capacity((at_once - 0.5) * of_one / 2**30)
-    assert f"room for {at_once - 1} sequences of {of_one} bytes" in str(error.value)
+    assert f"room for {at_once - 1} samples of {of_one} bytes" in str(error.value)
     advised = re.search(r"give cache_gib=(\S+) or more", str(error.value))
     assert advised
     assert at_once <= capacity(float(advised[1])) <= 1.2 * at_once + 1
@@ -94,7 +94,7 @@ def test_a_memory_that_has_no_room_for_a_step_is_refused_and_what_is_advised_has
 
 def test_what_a_file_is_of_is_what_makes_entries_differ(tmp_path: Path) -> None:
     """Forms that encode the same sequence to other bytes, of as many bytes or not, do not read each other's files."""
-    plan = CachePlan(9, tmp_path, ["block-00001"], {"run": "a"}, fresh=False)
+    plan = CachePlan(9, tmp_path, ["block-00001"], "a", fresh=False)
     forms = [
         (Delta(cache="disk", cache_bits=bits), TensorSpec(shape, dtype))  # type: ignore[arg-type]
         for bits in (8, 16)
@@ -106,9 +106,9 @@ def test_what_a_file_is_of_is_what_makes_entries_differ(tmp_path: Path) -> None:
             memory = plan.open(0, "sender.hidden", delta, spec, CPU)
             assert len(memory) == found
             if not found:
-                room = memory.buffer(5)
+                room = memory.reserve(5)
                 assert room is not None
-                memory.put(5, room, 0, 0)
+                memory.write(5, room, 0, 0)
             memory.close()
 
 
@@ -125,7 +125,7 @@ class Ends:
         visit = TransferInfo(step, 0, samples=tuple(samples))
         wire = self._sender.wire(visit)
         assert self._receiver.wire(visit) == wire
-        assert wire_bytes(wire) <= self._sender.capacity
+        assert wire_bytes(wire) <= self._sender.max_bytes
         message = torch.zeros(wire_bytes(wire), dtype=torch.uint8)
         pack(self._sender.encode(x, visit), message)
         got = self._receiver.decode(unpack(message, wire), visit)

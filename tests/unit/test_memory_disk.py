@@ -56,7 +56,7 @@ def put(store: DiskStore, place: int, stamp: EntryKey) -> None:
     """Put an entry that follows from its stamp."""
     room = store.buffer(place)
     assert room.shape == (N,)
-    store.put(place, room.copy_(entry_of(hash(stamp) % 2**31)), stamp, DONE)
+    store.write(place, room.copy_(entry_of(hash(stamp) % 2**31)), stamp, DONE)
 
 
 def holds(store: DiskStore, place: int, stamp: EntryKey) -> bool:
@@ -79,7 +79,7 @@ def filled(opened: Callable[..., DiskStore]) -> None:
 def test_what_was_put_is_there_after_a_new_start(opened: Callable[..., DiskStore]) -> None:
     filled(opened)
     store = opened()
-    assert store.stamps() == STAMPS
+    assert store.saved_keys() == STAMPS
     assert all(holds(store, place, stamp) for place, stamp in STAMPS.items())
     assert not holds(store, 0, EntryKey(7, 101)), "another state"
     assert not holds(store, 0, EntryKey(8, 100)), "another sequence"
@@ -90,10 +90,10 @@ def test_what_was_put_is_there_after_a_new_start(opened: Callable[..., DiskStore
 @pytest.mark.parametrize("other", [{"nbytes": N + 16}, {"kept": {**KEPT, "run": "c"}}, {"kept": {}}, {"fresh": True}])
 def test_a_file_of_something_else_is_begun_anew(other: dict[str, Any], opened: Callable[..., DiskStore]) -> None:
     filled(opened)
-    assert opened(**other).stamps() == {}
-    assert opened(**(other | {"fresh": False})).stamps() == {}
+    assert opened(**other).saved_keys() == {}
+    assert opened(**(other | {"fresh": False})).saved_keys() == {}
     store = opened()
-    assert store.stamps() == {}
+    assert store.saved_keys() == {}
     assert not holds(store, 0, STAMPS[0])
 
 
@@ -108,7 +108,7 @@ def test_each_flipped_bit_of_an_entry_and_what_follows_it_is_found(
         path.write_bytes(raw)
         store = opened()
         assert not holds(store, 1, STAMPS[1]), bit
-        told = store.stamps().get(1)
+        told = store.saved_keys().get(1)
         assert told is None or store.read(1, told) is None, f"bit {bit}: taken for {told}"
         assert holds(store, 0, STAMPS[0])
         assert holds(store, 4, STAMPS[4])
@@ -122,7 +122,7 @@ def test_a_flipped_bit_of_the_header_makes_it_a_file_of_something_else(
     raw = path.read_bytes()
     for place in range(0, HEADER_BYTES, 13):
         path.write_bytes(raw[:place] + bytes([raw[place] ^ 1 << place % 8]) + raw[place + 1 :])
-        assert opened().stamps() == {}, place
+        assert opened().saved_keys() == {}, place
         assert path.stat().st_size == HEADER_BYTES
 
 
@@ -134,7 +134,7 @@ def test_of_a_file_cut_anywhere_all_that_is_whole_is_there(path: Path, opened: C
         store = opened()
         for place, stamp in STAMPS.items():
             whole = size >= HEADER_BYTES + (place + 1) * (N + TRAILER)
-            assert (place in store.stamps()) is whole
+            assert (place in store.saved_keys()) is whole
             assert holds(store, place, stamp) is whole, (size, place)
 
 
@@ -188,17 +188,17 @@ def test_on_a_full_disk_nothing_wrong_is_read_and_one_warning_says_so(
             put(store, place, stamp)
             assert holds(store, place, stamp), "it is still in memory"
         for _ in range(3):
-            store.begin([])
+            store.begin_step([])
         assert not any(holds(store, place, stamp) for place, stamp in newer.items())
         assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert "travel whole once more" in caplog.text
+        assert "count as cache misses" in caplog.text
         assert "full" in caplog.text or "No space left" in caplog.text
-    store.begin([])
+    store.begin_step([])
     put(store, 0, EntryKey(7, 555))  # there is room again
     store = opened()
     assert holds(store, 0, EntryKey(7, 555))
     for place in (1, 4):
-        told = store.stamps().get(place)
+        told = store.saved_keys().get(place)
         assert not holds(store, place, newer[place])
         assert told is None or store.read(place, told) is None or told == STAMPS[place]
 
@@ -209,7 +209,7 @@ def test_a_read_that_fails_is_a_warning(
     filled(opened)
     store = opened()
     monkeypatch.setattr(os, "preadv", failing(errno.EIO))
-    store.begin(STAMPS)
+    store.begin_step(STAMPS)
     assert not any(holds(store, place, stamp) for place, stamp in STAMPS.items())
     assert len(caplog.records) == 1
     assert "cannot be read" in caplog.text
@@ -222,7 +222,7 @@ def test_a_file_whose_entries_cannot_be_listed_is_a_warning(
     store = opened()
     monkeypatch.setattr(os, "pread", failing(errno.EIO))
     with caplog.at_level(logging.WARNING):
-        assert store.stamps() == {}
+        assert store.saved_keys() == {}
     [record] = caplog.records
     assert "cannot be read" in record.getMessage()
 
@@ -234,10 +234,10 @@ def test_what_is_lost_is_forgotten_and_can_be_put_again(path: Path, opened: Call
         file.write(b"\x55\xaa")
     memory = ActivationCache(5, opened())
     assert memory.begin_step([7, 3, 7, 9], []) == [0, STAMPS[1].version, 0, 0]
-    assert not memory.knows(7)
-    room = memory.buffer(7)
+    assert 7 not in memory
+    room = memory.reserve(7)
     assert room is not None
-    memory.put(7, room.copy_(entry_of(1)), step=0, micro=0)
+    memory.write(7, room.copy_(entry_of(1)), step=0, micro=0)
     (version,) = memory.begin_step([7], [])
     assert version == memory.versions()[7] != 0
     assert torch.equal(memory.read(7), entry_of(1))
@@ -263,21 +263,21 @@ def test_what_is_not_written_yet_is_read_as_it_will_be(
     filled(opened)
     store, slow = opened(), SlowDisk()
     monkeypatch.setattr(os, "pwritev", slow)
-    store.begin([1, 0])
-    store.ahead([4])
+    store.begin_step([1, 0])
+    store.prefetch([4])
     for version in (5, 6, 7):
         put(store, 0, EntryKey(7, version))
         put(store, 1, EntryKey(3, version))
         assert holds(store, 0, EntryKey(7, version))
         assert holds(store, 1, EntryKey(3, version))
-    store.begin([4])  # of the second step: the writes of the first are still under way
+    store.begin_step([4])  # of the second step: the writes of the first are still under way
     assert holds(store, 0, EntryKey(7, 7))
     put(store, 4, EntryKey(2**40, 9))
     assert slow.order == []
     slow.go_on.set()
     store = opened()  # closing waits
     assert slow.order == [0, 1, 0, 1, 0, 1, 4]
-    assert store.stamps() == {0: EntryKey(7, 7), 1: EntryKey(3, 7), 4: EntryKey(2**40, 9)}
+    assert store.saved_keys() == {0: EntryKey(7, 7), 1: EntryKey(3, 7), 4: EntryKey(2**40, 9)}
     assert holds(store, 0, EntryKey(7, 7))
 
 
@@ -287,9 +287,9 @@ def test_no_more_than_two_steps_of_writes_wait_for_a_slow_disk(
     store, slow = opened(), SlowDisk()
     monkeypatch.setattr(os, "pwritev", slow)
     for step in range(2):
-        store.begin([])
+        store.begin_step([])
         put(store, step, EntryKey(step, 1))
-    third = threading.Thread(target=store.begin, args=([],))
+    third = threading.Thread(target=store.begin_step, args=([],))
     third.start()
     third.join(0.2)
     assert third.is_alive(), "the third step began before the writes of the first had ended"
@@ -317,11 +317,11 @@ def test_whatever_is_asked_in_whatever_order_is_as_a_dict_says(
         places, upcoming = upcoming, draw.sample(range(12), 5)
         if draw.random() < 0.1:
             store = opened()
-            assert store.stamps() == expected
-        store.begin([place for place in places if place in expected])
-        store.ahead([place for place in upcoming if place in expected])
+            assert store.saved_keys() == expected
+        store.begin_step([place for place in places if place in expected])
+        store.prefetch([place for place in upcoming if place in expected])
         for place in places + draw.sample(places, 2):
             assert place not in expected or holds(store, place, expected[place])
             expected[place] = EntryKey(place, 100 * step + draw.randrange(1, 100))
             put(store, place, expected[place])
-    assert opened().stamps() == expected
+    assert opened().saved_keys() == expected

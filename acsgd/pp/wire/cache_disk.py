@@ -1,9 +1,9 @@
-"""Entries of a memory in one file: read ahead and written behind by a thread, checked, and there for the next start.
+"""Entry store in one file, read ahead and written behind by a thread, and available to the next process.
 
-    the first 4096 bytes     JSON: what the entries are of, padded with spaces
-    from there on, by place  an entry, n bytes; its sample, version and checksum, 20 bytes
+    first 4096 bytes     JSON: what the entries belong to, padded with spaces
+    then, slot by slot   an entry, n bytes; its sample, version and checksum, 20 bytes
 
-A write that never ended, or a byte that changed, is found by the checksum: the entry then counts as lost.
+The checksum detects incomplete writes and changed bytes; such an entry counts as lost.
 """
 
 # n bytes of one entry
@@ -31,139 +31,139 @@ log = logging.getLogger(__name__)
 
 HEADER_BYTES = 4096
 _TRAILER = struct.Struct("<qqI")
+TRAILER_BYTES = _TRAILER.size
 
 
-class _Found(NamedTuple):
-    """An entry, and of what it is."""
-
-    entry: Tensor
-    stamp: EntryKey
+class _Entry(NamedTuple):
+    data: Tensor
+    key: EntryKey
 
 
 class DiskStore:
-    """Entries of n = `nbytes` bytes in the file `path`.
+    """Store of entries of n = `nbytes` bytes in the file `path`.
 
-    kept: what the entries are of. A file of the same is gone on with, unless `fresh`; any other is overwritten.
-    In memory are the entries of a step, those of the next, and those that are not written yet, of two steps at most.
-    Raises RunError if the file cannot be written.
+    identity: what the entries belong to. A file with the same identity is reused, unless `fresh`; any other is
+    overwritten. Host memory holds the entries of a step and of the next one, and unfinished writes of at most two
+    steps. Raises RunError if the file cannot be written.
     """
 
-    def __init__(self, path: Path, nbytes: int, kept: Mapping[str, Any], streams: Streams, *, fresh: bool) -> None:
+    def __init__(self, path: Path, nbytes: int, identity: Mapping[str, Any], streams: Streams, *, fresh: bool) -> None:
         self._path = path
         self._nbytes = nbytes
         self._streams = streams
-        self._at_hand: dict[int, Future[_Found | None]] = {}
-        """By place, the newest state of an entry, read or put; None if it is lost."""
+        self._resident: dict[int, Future[_Entry | None]] = {}
+        """By slot, the newest content, read or written; None if it is lost."""
         self._writes: dict[int, Future[None]] = {}
-        """By place, the newest write of an entry."""
-        self._former_writes: list[Future[None]] = []
-        self._spare: list[Tensor] = []
-        self._retired: list[Tensor] = []
-        self._is_told = False
-        header = json.dumps({**kept, "entry_bytes": nbytes}).encode().ljust(HEADER_BYTES)
+        """By slot, the newest write."""
+        self._writes_before_step: list[Future[None]] = []
+        """Writes of earlier steps that were unfinished when the present one began."""
+        self._free_buffers: list[Tensor] = []
+        self._retired_buffers: list[Tensor] = []
+        """Buffers that become free when the next step begins: until then the device may read them."""
+        self._has_warned = False
+        header = json.dumps({**identity, "entry_bytes": nbytes}).encode().ljust(HEADER_BYTES)
         try:
             self._file = _open(path, header, fresh=fresh)
         except OSError as error:
             raise RunError(
-                f"{path} cannot be written ({error.strerror}); give another log.dir, or cache=ram in pp.forward"
+                f"{path} cannot be written ({error.strerror}); use another log.dir, or cache=ram in pp.forward"
             ) from None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"memory {path.name}")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"cache {path.name}")
 
-    def begin(self, places: Iterable[int]) -> None:
-        for write in self._former_writes:  # or a slow disk would let what is not written grow without bounds
+    def begin_step(self, slots: Iterable[int]) -> None:
+        for write in self._writes_before_step:  # bounds the memory of unfinished writes on a slow disk
             write.result()
-        self._writes = {place: write for place, write in self._writes.items() if not write.done()}
-        self._former_writes = list(self._writes.values())
-        self._spare += self._retired  # what a GPU still copied from them has been copied: the last step has ended
-        self._retired = []
-        wanted = set(places)
-        for place in [place for place in self._at_hand if place not in wanted and place not in self._writes]:
-            self._retire(self._at_hand.pop(place))
-        self.ahead(wanted)
+        self._writes = {slot: write for slot, write in self._writes.items() if not write.done()}
+        self._writes_before_step = list(self._writes.values())
+        self._free_buffers += self._retired_buffers
+        self._retired_buffers = []
+        wanted = set(slots)
+        for slot in [slot for slot in self._resident if slot not in wanted and slot not in self._writes]:
+            self._retire(self._resident.pop(slot))
+        self.prefetch(wanted)
 
-    def ahead(self, places: Iterable[int]) -> None:
-        for place in places:
-            if place not in self._at_hand:
-                self._at_hand[place] = self._thread.submit(self._read, place)
+    def prefetch(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            if slot not in self._resident:
+                self._resident[slot] = self._thread.submit(self._read, slot)
 
-    def buffer(self, place: int) -> Tensor:
+    def buffer(self, slot: int) -> Tensor:
         with contextlib.suppress(IndexError):
-            return self._spare.pop()
-        return self._streams.host_buffer(self._nbytes).zero_()  # what lies between fields must not be of others
+            return self._free_buffers.pop()
+        return self._streams.host_buffer(self._nbytes).zero_()  # the padding between fields must be equal at both ends
 
-    def put(self, place: int, entry: Tensor, stamp: EntryKey, mark: Mark) -> None:
-        if place in self._at_hand and place not in self._writes:
-            self._retire(self._at_hand[place])
-        present: Future[_Found | None] = Future()
-        present.set_result(_Found(entry, stamp))
-        self._at_hand[place] = present
-        self._writes[place] = self._thread.submit(self._write, place, entry, stamp, mark)
+    def write(self, slot: int, entry: Tensor, key: EntryKey, mark: Mark) -> None:
+        if slot in self._resident and slot not in self._writes:
+            self._retire(self._resident[slot])
+        content: Future[_Entry | None] = Future()
+        content.set_result(_Entry(entry, key))
+        self._resident[slot] = content
+        self._writes[slot] = self._thread.submit(self._write, slot, entry, key, mark)
 
-    def read(self, place: int, stamp: EntryKey) -> Tensor | None:
-        self.ahead([place])
-        found = self._at_hand[place].result()
-        return found.entry if found is not None and found.stamp == stamp else None
+    def read(self, slot: int, key: EntryKey) -> Tensor | None:
+        self.prefetch([slot])
+        entry = self._resident[slot].result()
+        return entry.data if entry is not None and entry.key == key else None
 
-    def stamps(self) -> dict[int, EntryKey]:
-        found = {}
-        for place in range((os.fstat(self._file).st_size - HEADER_BYTES) // (self._nbytes + _TRAILER.size)):
+    def saved_keys(self) -> dict[int, EntryKey]:
+        keys = {}
+        for slot in range((os.fstat(self._file).st_size - HEADER_BYTES) // (self._nbytes + TRAILER_BYTES)):
             try:
-                raw = os.pread(self._file, _TRAILER.size, self._offset(place) + self._nbytes)
+                raw = os.pread(self._file, TRAILER_BYTES, self._offset(slot) + self._nbytes)
             except OSError as error:
-                self._tell(f"cannot be read ({error.strerror})")
+                self._warn(f"cannot be read ({error.strerror})")
                 break
             sample, version, _ = _TRAILER.unpack(raw)
             if version != ABSENT:
-                found[place] = EntryKey(sample, version)
-        return found
+                keys[slot] = EntryKey(sample, version)
+        return keys
 
     def close(self) -> None:
         self._thread.shutdown()
         os.close(self._file)
 
-    def _retire(self, read: Future[_Found | None]) -> None:
-        """Use the memory of an entry again, from the next step on."""
-        if read.done() and (found := read.result()) is not None:
-            self._retired.append(found.entry)
+    def _retire(self, content: Future[_Entry | None]) -> None:
+        if content.done() and (entry := content.result()) is not None:
+            self._retired_buffers.append(entry.data)
 
-    def _offset(self, place: int) -> int:
-        return HEADER_BYTES + place * (self._nbytes + _TRAILER.size)
+    def _offset(self, slot: int) -> int:
+        return HEADER_BYTES + slot * (self._nbytes + TRAILER_BYTES)
 
-    # From here on, in the thread, one after another as asked for: a read finds what was written before it.
+    # The thread runs what follows in the order of submission, so a read returns what was written before it.
 
-    def _read(self, place: int) -> _Found | None:
-        entry, trailer = self.buffer(place), bytearray(_TRAILER.size)
+    def _read(self, slot: int) -> _Entry | None:
+        entry, trailer = self.buffer(slot), bytearray(TRAILER_BYTES)
         try:
-            got = os.preadv(self._file, [entry.numpy().data, trailer], self._offset(place))
+            nbytes = os.preadv(self._file, [entry.numpy().data, trailer], self._offset(slot))
         except OSError as error:
-            self._tell(f"cannot be read ({error.strerror})")
+            self._warn(f"cannot be read ({error.strerror})")
             return None
         sample, version, checksum = _TRAILER.unpack(trailer)
-        stamp = EntryKey(sample, version)
-        if got < self._nbytes + _TRAILER.size or checksum != _checksum(entry, stamp):
-            self._tell("is damaged")
+        key = EntryKey(sample, version)
+        if nbytes < self._nbytes + TRAILER_BYTES or checksum != _checksum(entry, key):
+            self._warn("is corrupt")
             return None
-        return _Found(entry, stamp)
+        return _Entry(entry, key)
 
-    def _write(self, place: int, entry: Tensor, stamp: EntryKey, mark: Mark) -> None:
+    def _write(self, slot: int, entry: Tensor, key: EntryKey, mark: Mark) -> None:
         mark.wait()
-        trailer = _TRAILER.pack(*stamp, _checksum(entry, stamp))
+        trailer = _TRAILER.pack(*key, _checksum(entry, key))
         try:
-            wrote = os.pwritev(self._file, [entry.numpy().data, trailer], self._offset(place))
-            if wrote < self._nbytes + _TRAILER.size:
-                self._tell("could not be written whole: is the disk full?")
+            nbytes = os.pwritev(self._file, [entry.numpy().data, trailer], self._offset(slot))
+            if nbytes < self._nbytes + TRAILER_BYTES:
+                self._warn("is incomplete on disk: is the disk full?")
         except OSError as error:
-            self._tell(f"cannot be written ({error.strerror})")
+            self._warn(f"cannot be written ({error.strerror})")
 
-    def _tell(self, what: str) -> None:
-        """Warn, once: what is lost is found out when it is read, and sent whole again."""
-        if not self._is_told:
-            log.warning("%s: an entry %s; such sequences travel whole once more", self._path, what)
-            self._is_told = True
+    def _warn(self, problem: str) -> None:
+        """Log the first problem with an entry; the entry is found lost when it is read."""
+        if not self._has_warned:
+            log.warning("%s: a cache entry %s; samples with lost entries count as cache misses", self._path, problem)
+            self._has_warned = True
 
 
 def _open(path: Path, header: bytes, *, fresh: bool) -> int:
-    """Return the descriptor of a file that begins with `header`; its other bytes are kept if it did already."""
+    """Open a file for reading and writing. Its entries are kept if it starts with `header`, unless `fresh`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -176,5 +176,5 @@ def _open(path: Path, header: bytes, *, fresh: bool) -> int:
     return file
 
 
-def _checksum(entry: Tensor, stamp: EntryKey) -> int:
-    return zlib.crc32(entry.numpy().data, zlib.crc32(_TRAILER.pack(*stamp, 0)))
+def _checksum(entry: Tensor, key: EntryKey) -> int:
+    return zlib.crc32(entry.numpy().data, zlib.crc32(_TRAILER.pack(*key, 0)))

@@ -1,62 +1,115 @@
-"""How much the ends of links remember, and where."""
+"""Size and place of the activation caches of one replica's links, planned before the run starts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from acsgd.pp.wire.cache import ActivationCache, HostMemoryStore
 from acsgd.pp.wire.cache_disk import DiskStore
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
-from acsgd.streams import Streams
+from acsgd.streams import Streams, available_memory_bytes
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """What the memories of one replica's links have in common."""
+    """What the caches of one replica's links have in common."""
 
     capacity: int
-    """How many sequences each of them remembers."""
+    """Number of samples per cache."""
     directory: Path
-    """Of the files of this replica, where they are on disk."""
-    cuts: Sequence[str]
-    """By boundary, the first layer after it: one that has moved to another layer starts with another file."""
-    kept: Mapping[str, Any]
-    """What the entries of a file must be of to be gone on with."""
+    """Directory of this replica's cache files, for cache=disk."""
+    first_layers: Sequence[str]
+    """By boundary, the name of the first layer after it: part of the file name, so a moved boundary has other files."""
+    run_id: str
+    """Identity of the run. Cache files of other runs are overwritten."""
     fresh: bool
-    """Whether the run begins, so that no file is gone on with."""
+    """Whether the run starts without a checkpoint, so that no cache file is reused."""
     note: str = ""
-    """How much that is, in words."""
+    """Size and place, in words."""
 
     def open(self, boundary: int, name: str, delta: Delta, spec: TensorSpec, streams: Streams) -> ActivationCache:
-        """Return the memory of one tensor at one end of a boundary; name: tells it from all others there.
+        """Open the cache of one tensor at one end of a boundary; name: unique at this boundary.
 
         Raises RunError if its file cannot be written.
         """
         nbytes = delta.entry_bytes(spec)
         if delta.cache == "ram":
             return ActivationCache(self.capacity, HostMemoryStore(nbytes, streams))
-        kept = {**self.kept, "tensor": repr(spec), "cache_bits": delta.cache_bits}
-        path = self.directory / f"{self.cuts[boundary]}.{name}"
-        return ActivationCache(self.capacity, DiskStore(path, nbytes, kept, streams, fresh=self.fresh))
+        identity = {"run": self.run_id, "tensor": repr(spec), "cache_bits": delta.cache_bits}
+        path = self.directory / f"{self.first_layers[boundary]}.{name}"
+        return ActivationCache(self.capacity, DiskStore(path, nbytes, identity, streams, fresh=self.fresh))
 
 
-def plan_capacity(delta: Delta, specs: Sequence[TensorSpec], *, sequences: int, at_once: int) -> int:
-    """Return how many of `sequences` one end of a link is to remember; at_once: of one step.
+def plan_capacity(delta: Delta, entry_bytes: int, *, samples: int, per_step: int) -> int:
+    """Return the number of samples that one end of a link caches.
 
-    Raises ValueError if cache_gib has no room for those of one step.
+    entry_bytes: of all tensors of a sample; samples: number in the data; per_step: number per step and replica. Raises
+    ValueError if cache_gib is too small for one step.
     """
-    nbytes = sum(map(delta.entry_bytes, specs))
     if not delta.cache_gib:
-        return sequences
-    capacity = int(delta.cache_gib * 2**30) // nbytes
-    if capacity < min(at_once, sequences):
+        return samples
+    capacity = int(delta.cache_gib * 2**30) // entry_bytes
+    if capacity < min(per_step, samples):
         raise ValueError(
-            f"cache_gib={delta.cache_gib:g} has room for {capacity} sequences of {nbytes} bytes, but one step has "
-            f"{at_once}; give cache_gib={1.1 * at_once * nbytes / 2**30:.2g} or more, fewer cache_bits, or a smaller "
-            "data.batch"
+            f"cache_gib={delta.cache_gib:g} has room for {capacity} samples of {entry_bytes} bytes, but one step has "
+            f"{per_step}; give cache_gib={1.1 * per_step * entry_bytes / 2**30:.2g} or more, fewer cache_bits, or a "
+            "smaller data.batch"
         )
-    return min(capacity, sequences)
+    return min(capacity, samples)
+
+
+def check_space(delta: Delta, directory: Path, nbytes: int, *, ends: int, processes: int) -> None:
+    """Raise ValueError if the caches of a rank do not fit into the free memory or disk of its host.
+
+    directory: of the cache files of all replicas, whose present size counts as free; nbytes: of one end of a link;
+    ends: of links on this rank; processes: ranks on this host.
+    """
+    if delta.cache == "ram":
+        available, place = available_memory_bytes(), "this host"
+    else:
+        existing = next(parent for parent in directory.absolute().parents if parent.exists())
+        reused = sum(path.stat().st_blocks * 512 for path in directory.rglob("*"))
+        available, place = shutil.disk_usage(existing).free + reused, str(existing)
+    if available is not None and ends * nbytes > available / processes:
+        raise ValueError(
+            f"the activation caches of {ends} ends of links need {nbytes / 2**30:.3g} GiB each, but {place} has "
+            f"{available / 2**30:.3g} GiB free for {processes} processes; give "
+            f"cache_gib={0.9 * available / processes / ends / 2**30:.2g}, fewer cache_bits"
+            + (", or cache=disk" if delta.cache == "ram" else "")
+        )
+
+
+def plan_caches(
+    delta: Delta,
+    specs: Sequence[TensorSpec],
+    *,
+    samples: int,
+    per_step: int,
+    ends: int,
+    processes: int,
+    directory: Path,
+    replica: int,
+    first_layers: Sequence[str],
+    run_id: str,
+    fresh: bool,
+) -> CachePlan:
+    """Plan the caches of one rank.
+
+    specs: of the tensors of a boundary; samples, per_step: as of `plan_capacity`; ends, processes, directory: as of
+    `check_space`; first_layers, run_id, fresh: as of `CachePlan`. Raises ValueError if there is no room for them.
+    """
+    entry_bytes = sum(map(delta.entry_bytes, specs))
+    capacity = plan_capacity(delta, entry_bytes, samples=samples, per_step=per_step)
+    nbytes = capacity * entry_bytes
+    check_space(delta, directory, nbytes, ends=ends, processes=processes)
+    place = "host memory" if delta.cache == "ram" else str(directory)
+    rest = "" if capacity == samples else " (the others are always cache misses)"
+    note = (
+        f"activation cache at each end of a link: {capacity} of {samples} samples{rest}, {nbytes / 2**20:,.1f} MiB in "
+        f"{place}"
+    )
+    return CachePlan(capacity, directory / f"replica-{replica:05d}", first_layers, run_id, fresh, note)

@@ -1,6 +1,6 @@
-"""Both ends of a wire make sure, before each step, that they remember the same of its sequences."""
+"""Synchronization of the activation caches at the two ends of a channel."""
 
-# S sequences of this replica in a step
+# S samples of this replica in a step
 
 from __future__ import annotations
 
@@ -13,85 +13,85 @@ import torch
 from torch import Tensor
 
 from acsgd.pp.wire.cache import ActivationCache
-from acsgd.pp.wire.channel import Channel, Exchange
+from acsgd.pp.wire.channel import CACHE_SYNC_TAG, Channel, Exchange
 
 log = logging.getLogger(__name__)
 
-TAG = 14
-
 
 class CacheSync:
-    """One end's side of it. memories: one per tensor of the wire; empty where nothing is remembered.
+    """One end of the synchronization. caches: one per tensor of the channel; empty without delta.
 
-    What the ends remember differently, or one of them not at all, both forget. Opening it compares everything.
-    Messages of a step are one per end, of 8 bytes per tensor and sequence, and cross while the first micro-batch is
-    computed.
+    The constructor compares all entries, `begin_step` those of a step; both ends discard entries that differ or that
+    one of them lacks. A step costs one message of 8 bytes per tensor and sample in each direction, in flight while the
+    first micro-batch is computed.
     """
 
-    def __init__(self, channel: Channel, memories: Sequence[ActivationCache]) -> None:
+    def __init__(self, channel: Channel, caches: Sequence[ActivationCache]) -> None:
         self._channel = channel
-        self._memories = memories
-        self._begun: tuple[Exchange, Tensor, list[int]] | None = None
-        if memories:
-            nonce = self._agree_on_nonce()
-            for memory in memories:
-                memory.start(nonce)
-                self._compare_all(memory)
+        self._caches = caches
+        self._pending: tuple[Exchange, Tensor, list[int]] | None = None
+        if caches:
+            nonce = self._common_nonce()
+            for cache in caches:
+                cache.set_nonce(nonce)
+                self._compare_all(cache)
 
     def begin_step(self, samples: Sequence[int], upcoming: Sequence[int]) -> None:
-        """Tell the other end what this one remembers of a step's sequences [S]; upcoming: ids of the next step's."""
-        if self._memories:
-            mine = torch.tensor([memory.begin_step(samples, upcoming) for memory in self._memories])
-            self._begun = self._exchange(mine), mine, list(samples)
-            self._channel.meter.sent_bytes += mine.nbytes
+        """Send the versions of a step's samples [S] and start to read their entries; upcoming: ids of the next step."""
+        if self._caches:
+            ours = torch.tensor([cache.begin_step(samples, upcoming) for cache in self._caches])
+            self._pending = self._exchange(ours), ours, list(samples)
+            self._channel.meter.sent_bytes += ours.nbytes
 
-    def settle(self) -> None:
-        """Hear what the other end remembers, if that has not been heard yet, and forget what differs."""
-        if self._begun is None:
+    def finish(self) -> None:
+        """Receive the other end's versions, if not done yet, and discard the entries whose versions differ."""
+        if self._pending is None:
             return
-        exchange, mine, samples = self._begun
-        self._begun = None
-        for memory, ours, theirs in zip(self._memories, mine, _as_ints(exchange).view_as(mine), strict=True):
-            self._forget(memory, [sample for sample, same in zip(samples, ours == theirs, strict=True) if not same])
+        exchange, ours, samples = self._pending
+        self._pending = None
+        equal = ours == _received(exchange).view_as(ours)
+        for cache, row in zip(self._caches, equal.tolist(), strict=True):
+            self._discard(cache, [sample for sample, is_equal in zip(samples, row, strict=True) if not is_equal])
 
     def close(self) -> None:
-        """Wait until what can outlive the process is kept."""
-        for memory in self._memories:
-            memory.close()
+        """Wait until all entries are saved, and release threads and files."""
+        for cache in self._caches:
+            cache.close()
 
-    def _agree_on_nonce(self) -> int:
-        mine = torch.tensor([secrets.randbits(62)])
-        return int(mine ^ _as_ints(self._exchange(mine)))
+    def _common_nonce(self) -> int:
+        """Return a random number that is equal at both ends."""
+        ours = torch.tensor([secrets.randbits(62)])
+        return int(ours ^ _received(self._exchange(ours)))
 
-    def _compare_all(self, memory: ActivationCache) -> None:
-        """Forget what the ends have kept from an earlier start and do not both have."""
-        table = sorted(memory.versions().items())
+    def _compare_all(self, cache: ActivationCache) -> None:
+        """Discard saved entries that the other end does not have, too. Sends the table only if digests differ."""
+        table = sorted(cache.versions().items())
         digest = hashlib.blake2b(repr(table).encode(), digest_size=7).digest()
-        mine = torch.tensor([len(table), int.from_bytes(digest, "little")])
-        summary = _as_ints(self._exchange(mine))
-        if summary.equal(mine):
+        ours = torch.tensor([len(table), int.from_bytes(digest, "little")])
+        theirs = _received(self._exchange(ours))
+        if theirs.equal(ours):
             return
-        padded = torch.zeros(int(max(mine[0], summary[0])), 2, dtype=torch.int64)
+        padded = torch.zeros(int(max(ours[0], theirs[0])), 2, dtype=torch.int64)
         padded[: len(table)] = torch.tensor(table, dtype=torch.int64).view(-1, 2)
-        theirs = {(sample, version) for sample, version in _as_ints(self._exchange(padded)).view(-1, 2).tolist()}
-        self._forget(memory, [sample for sample, version in table if (sample, version) not in theirs])
+        their_table = {(sample, version) for sample, version in _received(self._exchange(padded)).view(-1, 2).tolist()}
+        self._discard(cache, [sample for sample, version in table if (sample, version) not in their_table])
 
-    def _forget(self, memory: ActivationCache, samples: Sequence[int]) -> None:
-        known = [sample for sample in samples if memory.knows(sample)]
-        for sample in known:
-            memory.forget(sample)
-        if known:
-            channel = self._channel
+    def _discard(self, cache: ActivationCache, samples: Sequence[int]) -> None:
+        discarded = [sample for sample in samples if sample in cache]
+        for sample in discarded:
+            cache.discard(sample)
+        if discarded:
+            boundary = self._channel.boundary
             log.warning(
-                "boundary %d-%d: rank %d remembers something else of %d sequences, such as sample %d, or has lost it; "
-                "they travel whole once more",
-                *(channel.boundary, channel.boundary + 1, channel.peer, len(known), known[0]),
+                "boundary %d-%d: the activation caches of this rank and rank %d differ for %d samples, such as sample "
+                "%d; these count as cache misses",
+                *(boundary, boundary + 1, self._channel.peer, len(discarded), discarded[0]),
             )
 
-    def _exchange(self, mine: Tensor) -> Exchange:
-        message = mine.view(-1).view(torch.uint8)
-        return Exchange(self._channel, message, tag=TAG, doing="comparing what is remembered with")
+    def _exchange(self, ours: Tensor) -> Exchange:
+        data = ours.view(-1).view(torch.uint8)
+        return Exchange(self._channel, data, tag=CACHE_SYNC_TAG, action="comparing activation caches with")
 
 
-def _as_ints(exchange: Exchange) -> Tensor:
-    return exchange.theirs().view(torch.int64)
+def _received(exchange: Exchange) -> Tensor:
+    return exchange.wait().view(torch.int64)

@@ -1,8 +1,10 @@
-"""What both ends of a one-way wire between two ranks know of it, and how they make sure of that.
+"""Channels: one direction of traffic between two ranks, and the checks that both ends agree on it.
 
-n = bytes of a message: a header of 32, then the fields of a codec. One message per tensor. The header says what
-the message is, so that a receiver that is out of step names both what it expected and what came.
+A message is a 32-byte header and the encoded fields of one tensor. The header identifies the message, so a receiver
+that is out of step reports both what it expected and what it received.
 """
+
+# n bytes of a message
 
 from __future__ import annotations
 
@@ -19,108 +21,118 @@ from torch import Tensor
 
 from acsgd.errors import RunError, reason
 from acsgd.meter import Meter
-from acsgd.pp.wire.coder import Coder, TensorSpec
+from acsgd.pp.wire.coder import Coder
 from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
 from acsgd.streams import Streams
 
 NOT_FINITE = 0
-"""Length of the message of a tensor that a codec cannot encode. It arrives as NaN, so that the step comes to its end on
-all ranks, which then decide alike: an overflow in fp16, an update to leave out, or an end that names its origin."""
+"""Message length that marks a tensor that the codec cannot encode. The receiver decodes it as NaN, so all ranks
+complete the step and decide alike: reduce the loss scale, skip the update, or stop and report the origin."""
+
+_TAGS_PER_CHANNEL = 16
+"""gloo matches messages by tag. A channel uses one tag per tensor, 0 to 13, and the two below."""
+CACHE_SYNC_TAG = 14
+HANDSHAKE_TAG = 15
 
 
 @dataclass(frozen=True)
 class Channel:
-    """A one-way wire: who is at its ends, what travels, and in which form."""
+    """One end of a one-way channel: peer, content and encoding."""
 
     kind: Kind
     boundary: int
+    """Index of the stage before the boundary."""
     peer: int
     """Global rank of the other end."""
     group: dist.ProcessGroup
-    tensors: Mapping[str, TensorSpec]
-    form: str
-    """The spec of what travels in training, for the ends to compare."""
+    codec: str
+    """Codec and options, compared by the handshake."""
     coders: Mapping[str, Coder]
-    """This end's coder of each tensor."""
+    """This end's coder of each named tensor."""
     streams: Streams
     meter: Meter
 
     @property
-    def capacities(self) -> list[int]:
-        """Bytes of the longest message of each tensor."""
-        return [HEADER_BYTES + coder.capacity for coder in self.coders.values()]
+    def max_message_bytes(self) -> list[int]:
+        """Length of the longest message of each tensor, bytes."""
+        return [HEADER_BYTES + coder.max_bytes for coder in self.coders.values()]
 
-    def tag(self, tensor: int) -> int:
-        """Tell this wire's messages from those of every other wire between the same two ranks."""
-        return (self.boundary * len(Kind) + self.kind) * 16 + tensor
+    def tag(self, index: int) -> int:
+        """Return a gloo tag that no other channel of the two ranks uses; index: of a tensor, or a reserved tag."""
+        return (self.boundary * len(Kind) + self.kind) * _TAGS_PER_CHANNEL + index
 
     def digest(self) -> int:
-        """Hash what must be equal at both ends."""
-        text = repr((self.kind, self.boundary, list(self.tensors.items()), self.form))
+        """Return a 32-bit hash of everything that must be equal at both ends."""
+        tensors = [(name, coder.spec) for name, coder in self.coders.items()]
+        text = repr((self.kind, self.boundary, tensors, self.codec))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
     @contextlib.contextmanager
-    def with_peer(self, doing: str, since: float) -> Iterator[None]:
-        """Say of a failure what was being done with the other end, and since when, a time.perf_counter()."""
+    def report_failure(self, action: str, since: float) -> Iterator[None]:
+        """Convert a RuntimeError of gloo into a RunError that names both ranks and the action.
+
+        action: a participle and a preposition, such as "sending to"; since: its start, a time.perf_counter().
+        """
         try:
             yield
         except RuntimeError as error:
             raise RunError(
-                f"rank {dist.get_rank()} on {socket.gethostname()}: {doing} rank {self.peer} failed after "
+                f"rank {dist.get_rank()} on {socket.gethostname()}: {action} rank {self.peer} failed after "
                 f"{time.perf_counter() - since:.1f} s ({reason(error)})",
                 awaited=[self.peer],
             ) from error
 
 
 class Exchange:
-    """A message of n bytes from each end to the other, both under way at once; what they tell each other about a wire.
+    """A non-blocking exchange of n bytes in both directions between the ends of a channel.
 
-    mine: uint8[n], as long as what the other end sends.
+    data: this end's bytes, uint8[n]; n must be equal at both ends. action: as of `Channel.report_failure`.
     """
 
-    def __init__(self, channel: Channel, mine: Tensor, *, tag: int, doing: str) -> None:
+    def __init__(self, channel: Channel, data: Tensor, *, tag: int, action: str) -> None:
         self._channel = channel
-        self._doing = doing
-        self._mine, self._theirs = mine, torch.empty_like(mine)
-        self._since = time.perf_counter()
-        with channel.with_peer(doing, self._since):
-            self._receiving = dist.irecv(self._theirs, channel.peer, channel.group, channel.tag(tag))
-            self._sending = dist.isend(mine, channel.peer, channel.group, channel.tag(tag))
+        self._action = action
+        self._data, self._received = data, torch.empty_like(data)
+        self._started_at = time.perf_counter()
+        with channel.report_failure(action, self._started_at):
+            self._receive = dist.irecv(self._received, channel.peer, channel.group, channel.tag(tag))
+            self._send = dist.isend(data, channel.peer, channel.group, channel.tag(tag))
 
-    def theirs(self) -> Tensor:
-        """Wait for what the other end says, uint8[n]."""
-        with self._channel.with_peer(self._doing, self._since):
-            assert self._receiving is not None
-            assert self._sending is not None
-            self._receiving.wait()
-            self._sending.wait()
-        return self._theirs
+    def wait(self) -> Tensor:
+        """Wait for the other end's bytes and return them, uint8[n]."""
+        with self._channel.report_failure(self._action, self._started_at):
+            assert self._receive is not None
+            assert self._send is not None
+            self._receive.wait()
+            self._send.wait()
+        return self._received
 
 
 def handshake(channel: Channel) -> None:
-    """Exchange what each end will send or expect, while a difference is still an error and not a crash.
+    """Compare codec and tensors with the other end of a channel. Raises RunError if they differ.
 
-    gloo aborts the process when a message is longer than the buffer posted for it.
+    Without this check, a message longer than the buffer posted for it makes gloo abort the process.
     """
-    mine = Header(Kind.HELLO, channel.kind, channel.boundary, channel.digest(), 0, sum(channel.capacities))
-    message = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
-    check_header(Exchange(channel, message, tag=15, doing="greeting").theirs(), mine, channel.peer)
+    ours = Header(Kind.HANDSHAKE, channel.kind, channel.boundary, channel.digest(), 0, sum(channel.max_message_bytes))
+    message = torch.frombuffer(bytearray(ours.pack()), dtype=torch.uint8)
+    exchange = Exchange(channel, message, tag=HANDSHAKE_TAG, action="opening a channel with")
+    check_header(exchange.wait(), ours, channel.peer)
 
 
-def check_header(buffer: Tensor, expected: Header, peer: int, *, shorter: bool = False) -> Header:
-    """Return the header of a message, which must be the expected one or say that its tensor was not finite.
+def check_header(buffer: Tensor, expected: Header, peer: int, *, allow_shorter: bool = False) -> Header:
+    """Return the header of a message. Raises RunError unless it is the expected one or its length is NOT_FINITE.
 
-    shorter: whether the message may have fewer bytes than expected. Raises RunError.
+    allow_shorter: whether the message may have fewer bytes than expected, which entropy-coded messages have.
     """
     try:
-        got = Header.unpack(bytes(buffer[:HEADER_BYTES].tolist()))
+        received = Header.unpack(bytes(buffer[:HEADER_BYTES].tolist()))
     except ValueError as error:
-        raise RunError(f"rank {peer} sent bytes that are no message: {error}; expected {expected}") from None
-    if shorter and got.length < expected.length:
-        expected = expected._replace(length=got.length)
-    if got not in (expected, expected._replace(length=NOT_FINITE)):
+        raise RunError(f"rank {peer} sent an invalid header: {error}; expected {expected}") from None
+    if allow_shorter and received.length < expected.length:
+        expected = expected._replace(length=received.length)
+    if received not in (expected, expected._replace(length=NOT_FINITE)):
         raise RunError(
-            f"rank {peer} sent {got}; expected {expected}: the two ranks run different programs, "
+            f"rank {peer} sent {received}; expected {expected}: the two ranks run different programs, "
             "check that all hosts have the same acsgd, run file and flags"
         )
-    return got
+    return received

@@ -1,4 +1,4 @@
-"""How the tensors of one wire become fields of messages and tensors again, at either of its ends."""
+"""Coders: convert the tensors of a channel to message fields and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from acsgd.codecs.base import Codec, Wire, wire_bytes
 from acsgd.codecs.identity import Identity
 
 EXACT = Identity()
-"""The codec of what must arrive as it was."""
+"""The lossless codec."""
 
 
 class TensorSpec(NamedTuple):
@@ -22,63 +22,74 @@ class TensorSpec(NamedTuple):
 
 
 class TransferInfo(NamedTuple):
-    """What both ends of a wire know of a message before it travels."""
+    """What both ends know about the transfer of a micro-batch before it is sent."""
 
     step: int
+    """Number of optimizer steps done."""
     micro: int
+    """Index of the micro-batch in the step."""
     exact: bool = False
-    """Whether it is to arrive as it was."""
+    """Whether to send the tensors losslessly."""
     samples: tuple[int, ...] = ()
-    """Ids of the sequences of a micro-batch that is trained on; without them nothing is remembered of it."""
+    """Sample ids, the keys of the activation cache; empty = neither read nor update the cache."""
 
 
 class Coder(Protocol):
-    """The way of one tensor into messages, or out of them."""
+    """One end's conversion between a named tensor and message fields."""
 
     @property
-    def capacity(self) -> int:
-        """Bytes of the longest message."""
+    def spec(self) -> TensorSpec:
+        """Shape and dtype of the tensor."""
         ...
 
-    def wire(self, visit: TransferInfo) -> Wire:
+    @property
+    def max_bytes(self) -> int:
+        """Length of the longest message body, bytes."""
+        ...
+
+    def wire(self, info: TransferInfo) -> Wire:
         """Declare the fields of a message."""
         ...
 
-    def is_squeezed(self, visit: TransferInfo) -> bool:
-        """Whether the message then passes the entropy coder."""
+    def uses_entropy_coding(self, info: TransferInfo) -> bool:
+        """Whether the message body is entropy-coded."""
         ...
 
-    def encode(self, x: Tensor, visit: TransferInfo) -> tuple[Tensor, ...]:
+    def encode(self, x: Tensor, info: TransferInfo) -> tuple[Tensor, ...]:
         """Return the fields of a tensor, in wire order, on its device. May raise NotFiniteError."""
         ...
 
-    def decode(self, fields: tuple[Tensor, ...], visit: TransferInfo) -> Tensor:
-        """Return the tensor of the fields."""
+    def decode(self, fields: tuple[Tensor, ...], info: TransferInfo) -> Tensor:
+        """Return the tensor that the fields encode."""
         ...
 
 
 class StatelessCoder:
-    """Encodes every message for itself."""
+    """Coder that encodes every message independently of all others."""
 
     def __init__(self, codec: Codec, spec: TensorSpec) -> None:
         self._codec = codec
         self._spec = spec
 
     @property
-    def capacity(self) -> int:
+    def spec(self) -> TensorSpec:
+        return self._spec
+
+    @property
+    def max_bytes(self) -> int:
         return max(wire_bytes(codec.wire(*self._spec)) for codec in (self._codec, EXACT))
 
-    def wire(self, visit: TransferInfo) -> Wire:
-        return self._for(visit).wire(*self._spec)
+    def wire(self, info: TransferInfo) -> Wire:
+        return self._codec_of(info).wire(*self._spec)
 
-    def is_squeezed(self, visit: TransferInfo) -> bool:
-        return self._for(visit).entropy_coding
+    def uses_entropy_coding(self, info: TransferInfo) -> bool:
+        return self._codec_of(info).entropy_coding
 
-    def encode(self, x: Tensor, visit: TransferInfo) -> tuple[Tensor, ...]:
-        return self._for(visit).encode(x)
+    def encode(self, x: Tensor, info: TransferInfo) -> tuple[Tensor, ...]:
+        return self._codec_of(info).encode(x)
 
-    def decode(self, fields: tuple[Tensor, ...], visit: TransferInfo) -> Tensor:
-        return self._for(visit).decode(fields, *self._spec)
+    def decode(self, fields: tuple[Tensor, ...], info: TransferInfo) -> Tensor:
+        return self._codec_of(info).decode(fields, *self._spec)
 
-    def _for(self, visit: TransferInfo) -> Codec:
-        return EXACT if visit.exact else self._codec
+    def _codec_of(self, info: TransferInfo) -> Codec:
+        return EXACT if info.exact else self._codec

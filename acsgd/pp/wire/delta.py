@@ -1,11 +1,11 @@
-"""AQ-SGD: of a sequence that has been visited before, only the difference to its last visit travels, quantised.
+"""AQ-SGD: after the first transfer of a sample, send only the quantized difference to its previous activations.
 
-Source: Wang et al. 2022, arXiv:2206.01299, Algorithm 1. Both ends of a link hold the same m per sequence; the sender
-sends Q(a - m), and both add it to m. The error of a quantiser is relative to what it quantises, so as training
-converges and activations change less and less between visits, so does the error.
+Source: Wang et al. 2022, arXiv:2206.01299, Algorithm 1. Both ends of a link cache the same m per sample; the sender
+sends Q(a - m), and both ends add it to m. The error of a quantizer is relative to its input, so it shrinks with the
+differences as training converges.
 """
 
-# B sequences of a micro-batch, K of them known from before, the rest new
+# B samples of a micro-batch, K of them cache hits
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from acsgd.streams import Streams
 
 CACHE_BITS = (2, 4, 8, 16)
 MAX_STEP = 512
-"""Root mean squares; with 8 bits, levels then reach as far as `fixpoint` allows."""
+"""Largest quantization step, root mean squares; with 8 bits, the levels then span the widest range of `fixpoint`."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """Send a sequence as the quantised difference to its last visit, by the levels of `fixpoint`; at first as it is.
+    """Send samples with a cache entry as the difference to it, quantized as by `fixpoint`; others uncompressed.
 
-    With `step`, the distance of levels is that many root mean squares of the difference, and the codes are
-    entropy-coded: most differences are then coded as zero, in less than a bit.
+    With `step`, the quantization step is a multiple of the difference's root mean square, and the codes are
+    entropy-coded: most are zero and take less than a bit.
 
-    Needs data that are visited again, and activations that change little between visits: dropout with new masks in each
-    step moves them more than the training does (model.dropout_mask).
+    Requires data that are visited more than once, and activations that change little between visits. Dropout with new
+    masks in each step changes them more than training does (see model.dropout_mask).
     """
 
     RENAMED: ClassVar[dict[str, str]] = {
@@ -48,47 +48,46 @@ class Delta:
         "memory_gib": "cache_gib",
         "squeeze": "entropy_coding",
     }
-    """Former names of options, for the error message of a spec that still uses them."""
 
     bits: int = 4
-    """Per element, 1 to 8; with `step`, what the codes have before they are entropy-coded."""
+    """Bits per element of a difference, 1 to 8; with `step`, before entropy coding."""
     step: float = 0.0
-    """Distance between levels in root mean squares of the difference; 0 = as wide as the `bits` reach."""
+    """Quantization step, root mean squares of the difference, up to 512; 0 = such that the levels span its range."""
     scale: Literal["max", "l2"] = "max"
-    """How wide that is: the largest magnitude, or twice the root mean square."""
+    """Range of the levels without `step`: the largest magnitude, or twice the root mean square."""
     dims: Dims = "channel"
-    """Which elements share a scale, as of `fixpoint`."""
+    """Elements that share a scale, as in `fixpoint`."""
     group: int = 0
-    """Elements that share a scale, where dims is "group"."""
+    """Group size, elements, for dims=group."""
     entropy_coding: bool = False
-    """Whether the codes are entropy-coded without `step`, too."""
+    """Whether to entropy-code without `step`, too."""
     first_bits: int = 0
-    """Bits per element of what is not remembered, by `fixpoint`; 0 = it travels as it is."""
+    """Bits per element of cache misses, quantized by `fixpoint`, 1 to 8; 0 = uncompressed."""
     cache: Literal["ram", "disk"] = "ram"
-    """Where both ends remember: in memory, or in a file in the run directory, which a later start goes on with."""
+    """Where cache entries are kept: host memory, or a file in the run directory, which a resumed run reuses."""
     cache_bits: int = 16
-    """Bits per element of what is remembered: 16, or 8, 4 or 2, quantised anew at each visit."""
+    """Bits per element of cache entries: 16 (fp16), or 8, 4 or 2, quantized anew at each update."""
     cache_gib: float = 0.0
-    """Largest size of what one end of a link remembers, GiB; 0 = room for all sequences. The rest is always new."""
+    """Largest size of the cache at one end of a link, GiB; 0 = as large as all samples need."""
 
     def __post_init__(self) -> None:
         check_dims(self.bits, self.dims, self.group)
         if self.step and self.bits == 1:
-            raise ValueError("step needs bits=2 or more: the codes of smaller, equal and larger are three")
+            raise ValueError("step needs bits=2 or more: its codes have at least three values")
         if not 0 <= self.step <= MAX_STEP:
             raise ValueError(
                 f"step={self.step} must lie between 0 and {MAX_STEP} root mean squares; use 1.0, or 2.5 for fewer bytes"
             )
         if not 0 <= self.first_bits <= 8:
-            raise ValueError(f"first_bits={self.first_bits} is outside 0 to 8; 0 sends as it is what is not remembered")
+            raise ValueError(f"first_bits={self.first_bits} is outside 0 to 8; 0 sends cache misses uncompressed")
         if self.cache_bits not in CACHE_BITS:
             raise ValueError(f"cache_bits={self.cache_bits} is none of 2, 4, 8 and 16")
         if not 0 <= self.cache_gib < math.inf:
-            raise ValueError(f"cache_gib={self.cache_gib} must be 0 (room for all) or more")
+            raise ValueError(f"cache_gib={self.cache_gib} must be 0 (no limit) or more")
 
     @property
     def codec(self) -> FixPoint:
-        """Of differences."""
+        """Codec of differences."""
         if self.step:
             clip = self.step * 2 ** (self.bits - 1)
             return FixPoint(
@@ -98,128 +97,132 @@ class Delta:
 
     @property
     def first_codec(self) -> Codec:
-        """Of sequences that are not remembered."""
+        """Codec of cache misses."""
         return FixPoint(self.first_bits, entropy_coding=self.entropy_coding) if self.first_bits else EXACT
 
     @property
-    def remembered(self) -> Codec:
-        """Of what is remembered."""
+    def cache_codec(self) -> Codec:
+        """Codec of cache entries."""
         return Identity("fp16") if self.cache_bits == 16 else FixPoint(self.cache_bits)
-
-    def entry_bytes(self, spec: TensorSpec) -> int:
-        """Return the bytes of what is remembered of one sequence of a micro-batch."""
-        return wire_bytes(self.remembered.wire(spec.shape[1:], self.cache_dtype))
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """In which a memory is worked on."""
+        """Dtype of decoded cache entries."""
         return torch.float16 if self.cache_bits == 16 else torch.float32
+
+    def entry_bytes(self, spec: TensorSpec) -> int:
+        """Return the size of a cache entry, bytes; spec: of a micro-batch, [B, ...]."""
+        return wire_bytes(self.cache_codec.wire(spec.shape[1:], self.cache_dtype))
 
 
 class DeltaCoder:
-    """One end of a wire that remembers. spec: of a whole micro-batch, [B, ...]; memory: this end's, of this tensor.
+    """One end's coder of a tensor whose samples are cached. spec: of a micro-batch, [B, ...].
 
-    Encoding and decoding change the memory, in the same way at both ends: micro-batches must come in the same order.
+    Encoding and decoding update the cache, equally at both ends if micro-batches are processed in the same order.
     """
 
-    def __init__(self, delta: Delta, spec: TensorSpec, memory: ActivationCache, streams: Streams) -> None:
+    def __init__(self, delta: Delta, spec: TensorSpec, cache: ActivationCache, streams: Streams) -> None:
         self._delta = delta
         self._spec = spec
-        self._memory = memory
+        self._cache = cache
         self._streams = streams
 
     @property
-    def memory(self) -> ActivationCache:
-        """What this end remembers."""
-        return self._memory
+    def cache(self) -> ActivationCache:
+        """This end's cache of the tensor."""
+        return self._cache
 
     @property
-    def capacity(self) -> int:
+    def spec(self) -> TensorSpec:
+        return self._spec
+
+    @property
+    def max_bytes(self) -> int:
         batch = self._spec.shape[0]
-        mixed = (self._mixed_wire(known, batch - known) for known in range(batch + 1))
-        return max(map(wire_bytes, (EXACT.wire(*self._spec), *mixed)))
+        wires = (self._wire_of(self._delta.first_codec, hits, batch - hits) for hits in range(batch + 1))
+        return max(map(wire_bytes, (EXACT.wire(*self._spec), *wires)))
 
-    def wire(self, visit: TransferInfo) -> Wire:
-        known, new = self._split(visit)
-        return self._mixed_wire(len(known), len(new), exact=visit.exact)
+    def wire(self, info: TransferInfo) -> Wire:
+        hits, misses = self._hits_and_misses(info)
+        return self._wire_of(self._miss_codec(info), len(hits), len(misses))
 
-    def is_squeezed(self, visit: TransferInfo) -> bool:
-        _, new = self._split(visit)
-        return self._delta.codec.entropy_coding and (not new or self._first(visit).entropy_coding)
+    def uses_entropy_coding(self, info: TransferInfo) -> bool:
+        _, misses = self._hits_and_misses(info)
+        return self._delta.codec.entropy_coding and (not misses or self._miss_codec(info).entropy_coding)
 
-    def encode(self, x: Tensor, visit: TransferInfo) -> tuple[Tensor, ...]:
-        """Return the fields of what is new, then those of what is known. Raises NotFiniteError, and learns nothing."""
-        known, new = self._split(visit)
-        codec, whole = self._first(visit), _rows(x, new)
-        first = codec.encode(whole) if new else ()
-        m = self._recall(visit, known)
-        rest = encode_update(self._delta.codec, _rows(x, known), m) if known else ()
-        if new:
-            self._learn(visit, new, codec.decode(first, self._shape(len(new)), x.dtype))
-        self._remember(visit, known, m)
-        return *first, *rest
+    def encode(self, x: Tensor, info: TransferInfo) -> tuple[Tensor, ...]:
+        """Return the fields of misses, then of hits. Raises NotFiniteError, and then leaves the cache unchanged."""
+        hits, misses = self._hits_and_misses(info)
+        codec = self._miss_codec(info)
+        miss_fields = codec.encode(_rows(x, misses)) if misses else ()
+        m = self._read_entries(info, hits)
+        hit_fields = encode_update(self._delta.codec, _rows(x, hits), m) if hits else ()
+        if misses:
+            self._cache_misses(info, misses, codec.decode(miss_fields, self._shape(len(misses)), x.dtype))
+        self._write_entries(info, hits, m)
+        return *miss_fields, *hit_fields
 
-    def decode(self, fields: tuple[Tensor, ...], visit: TransferInfo) -> Tensor:
-        known, new = self._split(visit)
-        codec, dtype = self._first(visit), self._spec.dtype
-        count = len(fields) - len(self._mixed_wire(len(known), 0))
-        m = self._recall(visit, known)  # first of all, as what is new may need the room of what is known
+    def decode(self, fields: tuple[Tensor, ...], info: TransferInfo) -> Tensor:
+        hits, misses = self._hits_and_misses(info)
+        codec, dtype = self._miss_codec(info), self._spec.dtype
+        count = len(self._wire_of(codec, 0, len(misses)))
+        m = self._read_entries(info, hits)  # first: caching the misses may evict the hits
         parts = []
-        if new:
-            parts.append(codec.decode(fields[:count], self._shape(len(new)), dtype))
-            self._learn(visit, new, parts[0])
-        if known:
+        if misses:
+            parts.append(codec.decode(fields[:count], self._shape(len(misses)), dtype))
+            self._cache_misses(info, misses, parts[0])
+        if hits:
             parts.append(decode_update(self._delta.codec, fields[count:], m, dtype))
-            self._remember(visit, known, m)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)[_inverse(new + known)]
+            self._write_entries(info, hits, m)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)[_inverse(misses + hits)]
 
-    def _split(self, visit: TransferInfo) -> tuple[list[int], list[int]]:
-        """Return the places in the micro-batch of what is known, and of what is sent as if it were new."""
-        places = range(self._spec.shape[0])
-        known = [i for i in places if visit.samples and not visit.exact and self._memory.knows(visit.samples[i])]
-        return known, [i for i in places if i not in known]
+    def _hits_and_misses(self, info: TransferInfo) -> tuple[list[int], list[int]]:
+        """Return the rows of the micro-batch that are sent as differences, and all others, both ascending."""
+        rows = range(self._spec.shape[0])
+        hits = [i for i in rows if info.samples and not info.exact and info.samples[i] in self._cache]
+        return hits, [i for i in rows if i not in hits]
 
-    def _first(self, visit: TransferInfo) -> Codec:
-        return EXACT if visit.exact else self._delta.first_codec
+    def _miss_codec(self, info: TransferInfo) -> Codec:
+        return EXACT if info.exact else self._delta.first_codec
 
     def _shape(self, rows: int) -> tuple[int, ...]:
         return rows, *self._spec.shape[1:]
 
-    def _mixed_wire(self, known: int, new: int, *, exact: bool = False) -> Wire:
-        """Declare the fields of a message with so many rows of both kinds."""
-        first = (EXACT if exact else self._delta.first_codec).wire(self._shape(new), self._spec.dtype) if new else ()
-        return first + (self._delta.codec.wire(self._shape(known)) if known else ())
+    def _wire_of(self, miss_codec: Codec, hits: int, misses: int) -> Wire:
+        """Declare the fields of a message; hits, misses: numbers of rows."""
+        miss_wire = miss_codec.wire(self._shape(misses), self._spec.dtype) if misses else ()
+        return miss_wire + (self._delta.codec.wire(self._shape(hits)) if hits else ())
 
-    def _recall(self, visit: TransferInfo, rows: Sequence[int]) -> Tensor:
-        """Return what is remembered of some rows, [K, ...], as a copy."""
-        codec, dtype, shape = self._delta.remembered, self._delta.cache_dtype, self._spec.shape[1:]
+    def _read_entries(self, info: TransferInfo, rows: Sequence[int]) -> Tensor:
+        """Return the decoded cache entries of some rows, [K, ...], as a copy."""
+        codec, dtype, shape = self._delta.cache_codec, self._delta.cache_dtype, self._spec.shape[1:]
         m = torch.empty(self._shape(len(rows)), dtype=dtype, device=self._streams.device)
         for row, i in zip(m, rows, strict=True):
-            entry = self._memory.read(visit.samples[i]).to(self._streams.device, non_blocking=True)
+            entry = self._cache.read(info.samples[i]).to(self._streams.device, non_blocking=True)
             row.copy_(codec.decode(unpack(entry, codec.wire(shape, dtype)), shape, dtype))
         return m
 
-    def _learn(self, visit: TransferInfo, rows: Sequence[int], values: Tensor) -> None:
-        """Remember what came whole, [K, ...], in training; of what is not finite both ends keep what they had."""
-        if visit.samples and values.isfinite().all():
+    def _cache_misses(self, info: TransferInfo, rows: Sequence[int], values: Tensor) -> None:
+        """Write the decoded values of cache misses to the cache, unless one of them is not finite."""
+        if info.samples and values.isfinite().all():
             dtype = self._delta.cache_dtype
             largest = torch.finfo(dtype).max
-            self._remember(visit, rows, values.float().clamp(-largest, largest).to(dtype))  # bf16 has no 65504
+            # clamped in fp32: bf16 cannot represent the largest fp16 number
+            self._write_entries(info, rows, values.float().clamp(-largest, largest).to(dtype))
 
-    def _remember(self, visit: TransferInfo, rows: Sequence[int], m: Tensor) -> None:
-        """Remember some rows, m [K, ...], if the memory has room."""
+    def _write_entries(self, info: TransferInfo, rows: Sequence[int], m: Tensor) -> None:
+        """Write the entries of some rows, m [K, ...], as far as the cache has room."""
         for row, i in zip(m, rows, strict=True):
-            room = self._memory.buffer(visit.samples[i])
-            if room is not None:
-                pack(self._delta.remembered.encode(row), room)
-                self._memory.put(visit.samples[i], room, visit.step, visit.micro, self._streams.mark())
+            buffer = self._cache.reserve(info.samples[i])
+            if buffer is not None:
+                pack(self._delta.cache_codec.encode(row), buffer)
+                self._cache.write(info.samples[i], buffer, info.step, info.micro, self._streams.mark())
 
 
 def _rows(x: Tensor, rows: list[int]) -> Tensor:
-    """Return some rows, in ascending order; without a copy if they are all."""
+    """Select rows, given in ascending order; no copy if all are selected."""
     return x if len(rows) == len(x) else x[rows]
 
 
-def _inverse(order: list[int]) -> list[int]:
-    """Return where each of range(len(order)) is in it."""
-    return sorted(range(len(order)), key=order.__getitem__)
+def _inverse(permutation: list[int]) -> list[int]:
+    return sorted(range(len(permutation)), key=permutation.__getitem__)

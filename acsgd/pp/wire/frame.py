@@ -1,4 +1,4 @@
-"""The header of every message between stages: 32 bytes that say what the message is."""
+"""The 32-byte header of every message between stages."""
 
 from __future__ import annotations
 
@@ -7,40 +7,41 @@ from enum import IntEnum
 from typing import NamedTuple
 
 _MAGIC = b"ACS1"
-_HEADER = struct.Struct("<4sBBHIIQ8x")  # 8 bytes to spare: fields after it start at a multiple of 16
+_HEADER = struct.Struct("<4sBBHIIQ8x")  # 8 spare bytes: the fields after the header start at a multiple of 16
 HEADER_BYTES = _HEADER.size
 
 
 class Kind(IntEnum):
-    """What a message carries."""
+    """Content of a message."""
 
-    HELLO = 0
+    HANDSHAKE = 0
     ACTIVATION = 1
     GRADIENT = 2
     TIED_GRADIENT = 3
 
 
 class Header(NamedTuple):
-    """The first bytes of every message."""
+    """Identity and length of a message."""
 
     kind: int
     tensor: int
-    """Which of the named tensors that travel together."""
+    """Index of the tensor among the named tensors of the channel."""
     boundary: int
-    """The stage before the cut."""
+    """Index of the stage before the boundary."""
     step: int
-    """Optimizer steps done; people count the one under way, which is one more."""
+    """Number of optimizer steps done; printed as the number of the current step, which is one more."""
     micro: int
+    """Index of the micro-batch in the step."""
     length: int
-    """Bytes that follow."""
+    """Bytes that follow the header."""
 
     def pack(self) -> bytes:
-        """Return the header's 32 bytes."""
+        """Return the 32 bytes of the header."""
         return _HEADER.pack(_MAGIC, *self)
 
     @classmethod
     def unpack(cls, raw: bytes) -> Header:
-        """Read 32 bytes. Raises ValueError if they are no header."""
+        """Parse 32 bytes. Raises ValueError if they are not a header."""
         magic, *values = _HEADER.unpack(raw)
         if magic != _MAGIC:
             raise ValueError(f"{raw[:4]!r} instead of {_MAGIC!r}")

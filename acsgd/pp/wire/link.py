@@ -1,12 +1,12 @@
-"""The wire between two ranks of a pipeline: framed messages over gloo, posted ahead, never pickled."""
+"""Links between two ranks of a pipeline: framed messages over gloo, received into buffers posted in advance."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from acsgd.codecs.base import Codec, NotFiniteError, pack, unpack, wire_bytes
 from acsgd.codecs.entropy import compress_, decompress
 from acsgd.errors import RunError
 from acsgd.meter import Meter, Work
-from acsgd.pp.wire.cache import ActivationCache
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.pp.wire.cache_sync import CacheSync
 from acsgd.pp.wire.channel import NOT_FINITE, Channel, check_header, handshake
@@ -27,252 +26,272 @@ from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
 from acsgd.shards.layers import State
 from acsgd.streams import Mark, Streams
 
-MAX_UNSENT = 16
-"""Messages that may wait for a slow peer before the sender waits too; bounds the memory of their buffers."""
+MAX_SENDS_IN_FLIGHT = 16
+"""Sends that an outbox leaves unfinished before it waits for the oldest; bounds the memory of their buffers."""
 
 
-class _Buffers:
-    """Host buffers of one tensor's messages, used again and again; each has room for the longest."""
+class _BufferPool:
+    """Reusable host buffers for the messages of one tensor, each as long as the longest message."""
 
-    def __init__(self, size: int, streams: Streams) -> None:
-        self._size = size
+    def __init__(self, nbytes: int, streams: Streams) -> None:
+        self._nbytes = nbytes
         self._streams = streams
         self._free: deque[tuple[Tensor, Mark]] = deque()
 
-    def take(self) -> Tensor:
-        """Return a buffer that nobody reads any more."""
+    def acquire(self) -> Tensor:
+        """Return a buffer that is not in use."""
         if self._free and self._free[0][1].ready():
             return self._free.popleft()[0]
-        return self._streams.host_buffer(self._size)
+        return self._streams.host_buffer(self._nbytes)
 
-    def give_back(self, buffer: Tensor) -> None:
-        """Take a buffer back; the device may still be copying from it."""
+    def release(self, buffer: Tensor) -> None:
+        """Return a buffer to the pool once the device has finished its present work, which may read the buffer."""
         self._free.append((buffer, self._streams.mark()))
 
 
-class _Leaving(NamedTuple):
-    """A message that is being made."""
+class _Encoding(NamedTuple):
+    """A message that is being encoded."""
 
-    tensor: int
     header: Header
     buffer: Tensor
     encoded: Mark
-    squeezing: Future[int] | None
-    """Its length, once the entropy coder has made it shorter."""
+    length: Future[int] | None
+    """Length after entropy coding in the background; None if `header` has the final length."""
 
     def ready(self) -> bool:
-        return self.squeezing.done() if self.squeezing is not None else self.encoded.ready()
+        return self.length.done() if self.length is not None else self.encoded.ready()
+
+
+class _InFlight(NamedTuple):
+    """A message that is being sent or received."""
+
+    buffer: Tensor
+    work: Work
+    posted_at: float
+    pool: _BufferPool
 
 
 class Outbox:
-    """The sending end. A message is handed to gloo as soon as its bytes are there, and sent when the peer is ready."""
+    """Sending end of a channel. Encodes on the side stream and passes each message to gloo as soon as it is ready."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._doing = f"sending {channel.kind.name.lower().replace('_', ' ')}s to"
-        self._buffers = [_Buffers(size, channel.streams) for size in channel.capacities]
-        self._squeezer = ThreadPoolExecutor(1, thread_name_prefix="squeeze")
-        self._leaving: deque[_Leaving] = deque()
-        self._unsent: deque[tuple[int, Tensor, Work, float]] = deque()
+        self._action = f"sending {channel.kind.name.lower().replace('_', ' ')}s to"
+        self._pools = [_BufferPool(nbytes, channel.streams) for nbytes in channel.max_message_bytes]
+        self._entropy_coder = ThreadPoolExecutor(1, thread_name_prefix="entropy coder")
+        self._encoding: deque[_Encoding] = deque()
+        self._in_flight: deque[_InFlight] = deque()
 
-    def send(self, visit: TransferInfo, state: State) -> None:
-        """Encode each tensor into a message and let it leave; the tensors may be reused at once."""
+    def send(self, info: TransferInfo, state: State) -> None:
+        """Encode each tensor and send it without blocking. The tensors may be reused at once."""
         for index, (name, coder) in enumerate(self._channel.coders.items()):
-            self._leaving.append(self._encode(index, coder, state[name], visit))
+            self._encoding.append(self._encode(index, coder, state[name], info))
         self.flush(wait=False)
 
     def flush(self, *, wait: bool) -> None:
-        """Hand encoded messages to gloo; wait: also those that the device has not finished."""
-        while self._leaving and (wait or self._leaving[0].ready()):
-            index, header, buffer, encoded, squeezing = self._leaving.popleft()
+        """Pass encoded messages to gloo. wait: also wait for messages that are still being encoded."""
+        while self._encoding and (wait or self._encoding[0].ready()):
+            header, buffer, encoded, length = self._encoding.popleft()
             encoded.wait()
-            if squeezing is not None:
-                header = header._replace(length=squeezing.result())
+            if length is not None:
+                header = header._replace(length=length.result())
             buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
-            self._hand_over(index, buffer, HEADER_BYTES + header.length)
-        while len(self._unsent) > MAX_UNSENT:
+            self._post(header, buffer)
+        while len(self._in_flight) > MAX_SENDS_IN_FLIGHT:
             self._finish_oldest()
 
     def drain(self) -> None:
-        """Block until every message has been sent."""
+        """Block until all messages are sent."""
         self.flush(wait=True)
-        while self._unsent:
+        while self._in_flight:
             self._finish_oldest()
 
-    def _encode(self, index: int, coder: Coder, x: Tensor, visit: TransferInfo) -> _Leaving:
-        channel, length, is_squeezed = self._channel, wire_bytes(coder.wire(visit)), coder.is_squeezed(visit)
-        buffer = self._buffers[index].take()
+    def close(self) -> None:
+        """End the entropy coder's thread. Sends nothing: call `drain` first to send what is left."""
+        self._entropy_coder.shutdown()
+
+    def _encode(self, index: int, coder: Coder, x: Tensor, info: TransferInfo) -> _Encoding:
+        channel, length, entropy_coding = self._channel, wire_bytes(coder.wire(info)), coder.uses_entropy_coding(info)
+        buffer = self._pools[index].acquire()
         body = buffer[HEADER_BYTES : HEADER_BYTES + length]
         with channel.streams.beside(x):
             try:
-                pack(coder.encode(x, visit), body)
+                pack(coder.encode(x, info), body)
             except NotFiniteError:
-                length, is_squeezed = NOT_FINITE, False
+                length, entropy_coding = NOT_FINITE, False
             encoded = channel.streams.mark()
-        squeezing = None
-        if is_squeezed and encoded.ready():
-            length = compress_(body)  # at once, as on a CPU: else the message would leave after the next forward only
-        elif is_squeezed:
-            squeezing = self._squeezer.submit(_squeezed, body, encoded)
-        header = Header(channel.kind, index, channel.boundary, visit.step, visit.micro, length)
-        return _Leaving(index, header, buffer, encoded, squeezing)
+        coded_length = None
+        if entropy_coding and encoded.ready():  # as on a CPU; a background thread would delay it by a forward
+            length = compress_(body)
+        elif entropy_coding:
+            coded_length = self._entropy_coder.submit(_entropy_code, body, encoded)
+        header = Header(channel.kind, index, channel.boundary, info.step, info.micro, length)
+        return _Encoding(header, buffer, encoded, coded_length)
 
-    def _hand_over(self, index: int, buffer: Tensor, nbytes: int) -> None:
-        posted_at = time.perf_counter()
-        with self._channel.with_peer(self._doing, posted_at):
-            work = dist.isend(buffer[:nbytes], self._channel.peer, self._channel.group, self._channel.tag(index))
+    def _post(self, header: Header, buffer: Tensor) -> None:
+        channel, nbytes, posted_at = self._channel, HEADER_BYTES + header.length, time.perf_counter()
+        with channel.report_failure(self._action, posted_at):
+            work = dist.isend(buffer[:nbytes], channel.peer, channel.group, channel.tag(header.tensor))
         assert work is not None
-        self._unsent.append((index, buffer, work, posted_at))
-        self._channel.meter.sent_bytes += nbytes
+        self._in_flight.append(_InFlight(buffer, work, posted_at, self._pools[header.tensor]))
+        channel.meter.sent_bytes += nbytes
 
     def _finish_oldest(self) -> None:
-        index, buffer, work, posted_at = self._unsent.popleft()
-        with self._channel.with_peer(self._doing, posted_at):
+        buffer, work, posted_at, pool = self._in_flight.popleft()
+        with self._channel.report_failure(self._action, posted_at):
             self._channel.meter.wait(work, time.perf_counter())  # the receiver counts the time of the transfer
-        self._buffers[index].give_back(buffer)
+        pool.release(buffer)
 
 
 class Inbox:
-    """The receiving end. Receives are posted in the order in which the peer sends, before they are needed."""
+    """Receiving end of a channel. Receives are posted ahead of use, in the order in which the peer sends."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._doing = f"expecting {channel.kind.name.lower().replace('_', ' ')}s from"
-        self._buffers = [_Buffers(size, channel.streams) for size in channel.capacities]
-        self._posted: list[deque[tuple[Tensor, Work, float]]] = [deque() for _ in self._buffers]
+        self._action = f"receiving {channel.kind.name.lower().replace('_', ' ')}s from"
+        self._pools = [_BufferPool(nbytes, channel.streams) for nbytes in channel.max_message_bytes]
+        self._posted: list[deque[_InFlight]] = [deque() for _ in self._pools]
 
     def post(self) -> None:
-        """Expect the next micro-batch: one message per named tensor."""
-        for index, buffers in enumerate(self._buffers):
-            buffer, posted_at = buffers.take(), time.perf_counter()
-            with self._channel.with_peer(self._doing, posted_at):
-                work = dist.irecv(buffer, self._channel.peer, self._channel.group, self._channel.tag(index))
+        """Post the receives of the next micro-batch, one message per named tensor."""
+        channel = self._channel
+        for index, (pool, posted) in enumerate(zip(self._pools, self._posted, strict=True)):
+            buffer, posted_at = pool.acquire(), time.perf_counter()
+            with channel.report_failure(self._action, posted_at):
+                work = dist.irecv(buffer, channel.peer, channel.group, channel.tag(index))
             assert work is not None
-            self._posted[index].append((buffer, work, posted_at))
+            posted.append(_InFlight(buffer, work, posted_at, pool))
 
-    def take(self, visit: TransferInfo) -> State:
-        """Wait for the oldest posted micro-batch, which must be this one, and return its tensors on the device.
+    def receive(self, info: TransferInfo) -> State:
+        """Wait for the micro-batch whose receives were posted first, and return its tensors, on the device.
 
-        Raises RunError if the peer is gone or another message came.
+        Raises RunError if the peer fails or sent something other than `info` says.
         """
         coders = self._channel.coders
-        return {name: self._take(index, name, coder, visit) for index, (name, coder) in enumerate(coders.items())}
+        return {name: self._receive(index, coder, info) for index, (name, coder) in enumerate(coders.items())}
 
-    def _take(self, index: int, name: str, coder: Coder, visit: TransferInfo) -> Tensor:
-        channel, wire, buffers = self._channel, coder.wire(visit), self._buffers[index]
-        buffer, work, posted_at = self._posted[index].popleft()
-        expected = Header(channel.kind, index, channel.boundary, visit.step, visit.micro, wire_bytes(wire))
-        with channel.with_peer(f"waiting for {expected} from", posted_at):
+    def _receive(self, index: int, coder: Coder, info: TransferInfo) -> Tensor:
+        channel, wire = self._channel, coder.wire(info)
+        buffer, work, posted_at, pool = self._posted[index].popleft()
+        expected = Header(channel.kind, index, channel.boundary, info.step, info.micro, wire_bytes(wire))
+        with channel.report_failure(f"waiting for {expected} from", posted_at):
             channel.meter.wait(work, posted_at)
-        got = check_header(buffer, expected, channel.peer, shorter=coder.is_squeezed(visit))
-        if got.length == NOT_FINITE:
-            buffers.give_back(buffer)
-            spec = channel.tensors[name]
-            return torch.full(spec.shape, torch.nan, dtype=spec.dtype, device=channel.streams.device)
-        if got.length < expected.length:
-            buffer = self._unsqueezed(buffer, got, expected.length, buffers)
+        header = check_header(buffer, expected, channel.peer, allow_shorter=coder.uses_entropy_coding(info))
+        if header.length == NOT_FINITE:
+            pool.release(buffer)
+            shape, dtype = coder.spec
+            return torch.full(shape, torch.nan, dtype=dtype, device=channel.streams.device)
+        if header.length < expected.length:
+            buffer = self._entropy_decode(buffer, header, expected.length, pool)
         fields = unpack(buffer[HEADER_BYTES:], wire)
-        x = coder.decode(tuple(f.to(channel.streams.device, non_blocking=True, copy=True) for f in fields), visit)
-        buffers.give_back(buffer)
+        x = coder.decode(tuple(f.to(channel.streams.device, non_blocking=True, copy=True) for f in fields), info)
+        pool.release(buffer)
         return x
 
-    def _unsqueezed(self, buffer: Tensor, header: Header, length: int, buffers: _Buffers) -> Tensor:
-        """Return a message as it was before the entropy coder."""
-        whole = buffers.take()
+    def _entropy_decode(self, buffer: Tensor, header: Header, length: int, pool: _BufferPool) -> Tensor:
+        """Return another buffer with the decoded message, whose body has `length` bytes; releases `buffer`."""
+        decoded = pool.acquire()
         try:
-            decompress(buffer[HEADER_BYTES : HEADER_BYTES + header.length], whole[HEADER_BYTES : HEADER_BYTES + length])
+            body = decoded[HEADER_BYTES : HEADER_BYTES + length]
+            decompress(buffer[HEADER_BYTES : HEADER_BYTES + header.length], body)
         except ValueError as error:
             raise RunError(f"rank {self._channel.peer} sent {header}, which cannot be decoded: {error}") from None
-        buffers.give_back(buffer)
-        return whole
+        pool.release(buffer)
+        return decoded
 
 
 class Link:
-    """One boundary between two stages, seen from one end: activations go downstream, gradients come back."""
+    """One end of a boundary between two stages: activations travel downstream, gradients upstream."""
 
-    def __init__(self, outbox: Outbox, inbox: Inbox, agreement: CacheSync) -> None:
+    def __init__(self, outbox: Outbox, inbox: Inbox, cache_sync: CacheSync) -> None:
         self.outbox = outbox
         self.inbox = inbox
-        self.cache_sync = agreement
+        self._cache_sync = cache_sync
 
-    def send(self, visit: TransferInfo, state: State) -> None:
-        """Encode the tensors of a micro-batch and let them leave."""
-        self.cache_sync.settle()
-        self.outbox.send(visit, state)
+    def begin_step(self, samples: Sequence[int], upcoming: Sequence[int]) -> None:
+        """Start to compare the activation caches of both ends; as of `CacheSync.begin_step`."""
+        self._cache_sync.begin_step(samples, upcoming)
 
-    def take(self, visit: TransferInfo) -> State:
-        """Wait for the tensors of a micro-batch, the reception of which was posted."""
-        self.cache_sync.settle()
-        return self.inbox.take(visit)
+    def send(self, info: TransferInfo, state: State) -> None:
+        """Send the tensors of a micro-batch without blocking."""
+        self._cache_sync.finish()
+        self.outbox.send(info, state)
+
+    def receive(self, info: TransferInfo) -> State:
+        """Wait for the tensors of a micro-batch, whose receives have been posted."""
+        self._cache_sync.finish()
+        return self.inbox.receive(info)
+
+    def close(self) -> None:
+        """End the link's threads, and write its activation caches to disk, if they are kept there."""
+        self.outbox.close()
+        self._cache_sync.close()
 
 
 @dataclass(frozen=True)
 class LinkFactory:
-    """Opens the links of one rank; what all of them have in common."""
+    """Opens the links of one rank, all with the same codecs and meters."""
 
     group: dist.ProcessGroup
     streams: Streams
     tensors: Mapping[str, TensorSpec]
+    """The named tensors that cross a boundary, of one micro-batch."""
     forward: Codec | Delta
+    """Codec of activations."""
     backward: Codec
+    """Codec of gradients."""
     forward_meter: Meter
     backward_meter: Meter
     cache_plan: CachePlan | None = None
-    """Where the ends of links remember; needed if `forward` is a Delta."""
+    """Size and place of the activation caches; required if `forward` is a Delta."""
 
     def open(self, boundary: int, *, peer: int, downstream: bool) -> Link:
-        """Return this rank's end of a boundary, after both ends have agreed on what will travel.
+        """Open this rank's end of a boundary, together with the peer.
 
-        downstream: whether the peer holds the stage after the boundary. Raises RunError if the ends differ.
+        downstream: whether the peer holds the stage after the boundary. Raises RunError if the two ends differ.
         """
-        coders, remembered = self._activation_coders(boundary, "sender" if downstream else "receiver")
-        activations = self._channel(Kind.ACTIVATION, boundary, peer, self.forward, coders, self.forward_meter)
-        plain = {name: StatelessCoder(self.backward, spec) for name, spec in self.tensors.items()}
-        gradients = self._channel(Kind.GRADIENT, boundary, peer, self.backward, plain, self.backward_meter)
-        handshake(activations)
-        handshake(gradients)
-        agreement = CacheSync(activations, remembered)
+        activation_coders = self._activation_coders(boundary, "sender" if downstream else "receiver")
+        activations = self._open_channel(
+            Kind.ACTIVATION, boundary, peer, self.forward, activation_coders, self.forward_meter
+        )
+        gradient_coders = {name: StatelessCoder(self.backward, spec) for name, spec in self.tensors.items()}
+        gradients = self._open_channel(
+            Kind.GRADIENT, boundary, peer, self.backward, gradient_coders, self.backward_meter
+        )
+        caches = [coder.cache for coder in activation_coders.values() if isinstance(coder, DeltaCoder)]
+        cache_sync = CacheSync(activations, caches)
         sending, receiving = (activations, gradients) if downstream else (gradients, activations)
-        return Link(Outbox(sending), Inbox(receiving), agreement)
+        return Link(Outbox(sending), Inbox(receiving), cache_sync)
 
     def open_tie(self, boundary: int, spec: TensorSpec, *, peer: int) -> tuple[Outbox, Inbox]:
-        """Return both directions of what two ranks that hold one tied weight tell each other, exactly.
+        """Open both directions of a lossless exchange of a tied weight's gradients, together with the peer.
 
-        spec: of the message's only tensor, "gradient". Raises RunError if the ends differ.
+        spec: of the only tensor, named "gradient". Raises RunError if the two ends differ.
         """
         coders = {"gradient": StatelessCoder(EXACT, spec)}
-        channel = self._channel(Kind.TIED_GRADIENT, boundary, peer, EXACT, coders, self.backward_meter)
-        channel = replace(channel, tensors={"gradient": spec})
-        handshake(channel)
+        channel = self._open_channel(Kind.TIED_GRADIENT, boundary, peer, EXACT, coders, self.backward_meter)
         return Outbox(channel), Inbox(channel)
 
-    def _activation_coders(self, boundary: int, side: str) -> tuple[Mapping[str, Coder], list[ActivationCache]]:
-        """Return the coders of a boundary's activations, and what they remember."""
+    def _activation_coders(self, boundary: int, side: str) -> Mapping[str, Coder]:
+        """Return this end's coders of activations; side: "sender" or "receiver"."""
         if not isinstance(self.forward, Delta):
-            return {name: StatelessCoder(self.forward, spec) for name, spec in self.tensors.items()}, []
-        assert self.cache_plan is not None, "a delta link needs a place to remember"
-        memories = {
-            name: self.cache_plan.open(boundary, f"{side}.{name}", self.forward, spec, self.streams)
-            for name, spec in self.tensors.items()
-        }
-        coders = {
-            name: DeltaCoder(self.forward, spec, memories[name], self.streams) for name, spec in self.tensors.items()
-        }
-        return coders, list(memories.values())
+            return {name: StatelessCoder(self.forward, spec) for name, spec in self.tensors.items()}
+        assert self.cache_plan is not None, "delta needs a cache plan"
+        coders = {}
+        for name, spec in self.tensors.items():
+            cache = self.cache_plan.open(boundary, f"{side}.{name}", self.forward, spec, self.streams)
+            coders[name] = DeltaCoder(self.forward, spec, cache, self.streams)
+        return coders
 
-    def _channel(
-        self,
-        kind: Kind,
-        boundary: int,
-        peer: int,
-        form: Codec | Delta,
-        coders: Mapping[str, Coder],
-        meter: Meter,
+    def _open_channel(
+        self, kind: Kind, boundary: int, peer: int, codec: Codec | Delta, coders: Mapping[str, Coder], meter: Meter
     ) -> Channel:
-        return Channel(kind, boundary, peer, self.group, self.tensors, repr(form), coders, self.streams, meter)
+        channel = Channel(kind, boundary, peer, self.group, repr(codec), coders, self.streams, meter)
+        handshake(channel)
+        return channel
 
 
-def _squeezed(body: Tensor, encoded: Mark) -> int:
-    """Make a message shorter as soon as it is there; return its length."""
+def _entropy_code(body: Tensor, encoded: Mark) -> int:
+    """Entropy-code a message body in place once it is complete; return its new length."""
     encoded.wait()
     return compress_(body)
