@@ -171,7 +171,7 @@ def poisoned(rank: int, world_size: int, value: float, at: tuple[int, int], *arg
 @pytest.mark.parametrize("delta", [DISK, Delta(step=1.0, first_bits=4)], ids=repr)
 @pytest.mark.parametrize("value", [nan, inf])
 def test_a_step_with_nan_leaves_both_ends_as_they_were(value: float, delta: Delta, tmp_path: Path) -> None:
-    args = value, (2, 3), tmp_path / "store", delta, tmp_path / "memory", [Start(STEPS * 5)]
+    args = value, (2, 3), tmp_path / "store", delta, tmp_path / "activation-cache", [Start(STEPS * 5)]
     (sender,), (receiver,) = on_ranks(2, poisoned, *args)
     assert [seen.remembered for seen in sender] == [seen.remembered for seen in receiver]
     before, during, after = (sender[step].remembered for step in (1, 2, 3))
@@ -218,7 +218,7 @@ def test_a_disk_that_is_full_for_a_while_at_one_end_costs_whole_visits(
     full_at: int, wrote: int, tmp_path: Path
 ) -> None:
     epoch = [[[i, i + 1], [i + 2, i + 3], [i + 4, i + 5]] for i in (0, 6, 12)]
-    args = full_at, wrote, tmp_path / "store", DISK, tmp_path / "memory", [Start(epoch * 4)]
+    args = full_at, wrote, tmp_path / "store", DISK, tmp_path / "activation-cache", [Start(epoch * 4)]
     (sender,), (receiver,) = on_ranks(2, on_a_full_disk, *args)
     for micros, one, other in zip(epoch * 4, sender, receiver, strict=True):
         for sample in chain(*micros):
@@ -250,7 +250,7 @@ def until_killed(rank: int, at_put: int, *args: Any) -> None:
 
 def test_an_end_that_dies_between_decoding_and_writing_costs_what_it_had_not_written(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
-    args = 4 * 6 + 4, tmp_path / "killed", DISK, tmp_path / "memory", [Start(STEPS * 8)]
+    args = 4 * 6 + 4, tmp_path / "killed", DISK, tmp_path / "activation-cache", [Start(STEPS * 8)]
     ranks = [context.Process(target=until_killed, args=(rank, *args)) for rank in range(2)]
     for rank in ranks:
         rank.start()
