@@ -1,155 +1,41 @@
-"""Laws of a link that remembers: both ends remember the same, bit for bit, after every step, whatever happens."""
+"""Delta links: the activation caches of both ends are equal, bit for bit, after every step, whatever is lost."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from lib.ranks import on_ranks
-from test_link import groups_of
+from lib.links import (
+    FILE_HEADER_BYTES,
+    LAYER,
+    MICRO,
+    SLOT_BYTES,
+    SPEC,
+    LinkSession,
+    Scenario,
+    StepRecord,
+    activations,
+    cache_file,
+    exact_samples,
+    flip_bits,
+    random_steps,
+    run_both_ends,
+)
 from torch import Tensor
 
 from acsgd.codecs.base import wire_bytes
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.identity import Identity
-from acsgd.meter import Meter
-from acsgd.pp.wire.cache import ActivationCache
-from acsgd.pp.wire.cache_disk import HEADER_BYTES as FILE_HEADER
-from acsgd.pp.wire.cache_disk import DiskStore
-from acsgd.pp.wire.cache_plan import CachePlan
-from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.frame import HEADER_BYTES
-from acsgd.pp.wire.link import Link, LinkFactory
-from acsgd.streams import Streams
 
-MICRO, TOKENS, WIDTH = 2, 5, 6
-SPEC = TensorSpec((MICRO, TOKENS, WIDTH), torch.float32)
-ENTRY = TOKENS * WIDTH
-Step = list[list[int]]
-"""Sample ids of the micro-batches of a step."""
-Sabotage = Callable[[int, Path], None]
-"""What happens to a rank's files (its rank, their directory) before a start."""
-
-
-@dataclass
-class Start:
-    """One start of a run, from its first step to its end."""
-
-    steps: Sequence[Step]
-    cut: str = "block-00003"
-    fresh: bool = False
-    exact_steps: int = 0
-    sabotage: Sabotage | None = None
-    lost_writes: int = 0
-    """How many of the last writes of rank 1 never reach the disk."""
-    capacity: int = 100
-
-
-@dataclass
-class Seen:
-    """What a rank has of one step."""
-
-    remembered: dict[int, tuple[int, bytes]]
-    """Version and entry, by sample."""
-    received: list[Tensor] = field(default_factory=list)
-    sent_bytes: int = 0
-
-
-def activations(step: int, ids: Sequence[int]) -> Tensor:
-    """Return what a model in training would make of some samples: it changes a little in each step."""
-    rows = []
-    for sample in ids:
-        base = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(sample))
-        drift = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1000 * step + sample))
-        rows.append(base + 0.05 * drift)
-    return torch.stack(rows)
-
-
-def run_starts(
-    rank: int, world_size: int, store: Path, delta: Delta, directory: Path, starts: Sequence[Start]
-) -> list[list[Seen]]:
-    """Make some starts, one after another, as rank 0, the sender, or rank 1; return what was seen after each step."""
-    seen, step = [], 0
-    with groups_of(rank, world_size, store) as groups:
-        for start in starts:
-            if start.sabotage is not None:
-                start.sabotage(rank, directory)
-            groups.all_gather_text(f"start {step}", "", timeout_s=30.0)
-            meter = Meter()
-            plan = CachePlan(start.capacity, directory, [start.cut], "test", start.fresh)
-            factory = LinkFactory(
-                *(groups.pp, Streams(torch.device("cpu")), {"hidden": SPEC}, delta, Identity(), meter, Meter(), plan)
-            )
-            link = factory.open(0, peer=1 - rank, downstream=rank == 0)
-            seen.append([])
-            for number, ids in enumerate(start.steps):
-                upcoming = start.steps[min(number + 1, len(start.steps) - 1)]
-                seen[-1].append(one_step(rank, link, meter, step, ids, upcoming, exact=number < start.exact_steps))
-                step += 1
-            if rank == 1:
-                lose_writes(memory_of(link), start.lost_writes)
-            link.close()
-    return seen
-
-
-def one_step(rank: int, link: Link, meter: Meter, step: int, micros: Step, upcoming: Step, *, exact: bool) -> Seen:
-    meter.reset()
-    link.begin_step([i for ids in micros for i in ids], [i for ids in upcoming for i in ids])
-    received = []
-    for micro, ids in enumerate(micros):
-        visit = TransferInfo(step, micro, exact, tuple(ids))
-        if rank == 0:
-            link.send(visit, {"hidden": activations(step, ids)})
-        else:
-            link.inbox.post()
-            received.append(link.receive(visit)["hidden"])
-    link.outbox.drain()
-    memory = memory_of(link)
-    return Seen(contents(memory), received, meter.sent_bytes)
-
-
-def memory_of(link: Link) -> ActivationCache:
-    (memory,) = link._cache_sync._caches
-    return memory
-
-
-def contents(memory: ActivationCache) -> dict[int, tuple[int, bytes]]:
-    return {sample: (version, memory.read(sample).numpy().tobytes()) for sample, version in memory.versions().items()}
-
-
-def lose_writes(memory: ActivationCache, count: int) -> None:
-    """Undo the last writes of a store, as if its process had been killed before them."""
-    if count:
-        store = memory._store
-        assert isinstance(store, DiskStore)
-        for place in list(store._writes)[-count:]:
-            store._writes[place].result()
-            with store._path.open("r+b") as file:
-                file.seek(store._offset(place))
-                file.write(bytes(store._nbytes + 20))
-
-
-def shuffled_steps(seed: int, samples: int, steps: int, micros: int = 3) -> list[Step]:
-    """Return steps of samples drawn with repetition, so that some come twice in a step, and in a micro-batch."""
-    draw = random.Random(seed)
-    return [[[draw.randrange(samples) for _ in range(MICRO)] for _ in range(micros)] for _ in range(steps)]
-
-
-def both(tmp_path: Path, delta: Delta, starts: Sequence[Start]) -> tuple[list[list[Seen]], list[list[Seen]]]:
-    sender, receiver = on_ranks(2, run_starts, tmp_path / "store", delta, tmp_path / "activation-cache", starts)
-    for one, other in zip(chain(*sender), chain(*receiver), strict=True):
-        assert one.remembered == other.remembered
-        assert one.remembered
-    return sender, receiver
-
-
-FORMS = [
+DISK = Delta(cache="disk")
+STEPS = [[[0, 1], [2, 3], [4, 5]]]
+ALL = set(range(6))
+DELTAS = [
     Delta(bits=4),
     Delta(bits=2, dims="token", cache="disk"),
     Delta(bits=3, cache_bits=8, cache="disk"),
@@ -160,128 +46,164 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("delta", FORMS, ids=repr)
-def test_both_ends_remember_the_same_after_every_step(delta: Delta, tmp_path: Path) -> None:
-    both(tmp_path, delta, [Start(shuffled_steps(0, 12, 12), exact_steps=2)])
+def test_caches_are_equal_after_every_step(tmp_path: Path) -> None:
+    session = LinkSession(random_steps(0, 12, 12), exact_steps=2)
+    run_both_ends(tmp_path, {repr(delta): Scenario(delta, [session]) for delta in DELTAS})
 
 
-@pytest.mark.parametrize("cache", ["ram", "disk"])
-def test_the_receiver_gets_what_plain_arithmetic_says(cache: str, tmp_path: Path) -> None:
-    delta = Delta(bits=4, cache=cache)  # type: ignore[arg-type]
+def test_receiver_gets_what_plain_arithmetic_gives(tmp_path: Path) -> None:
     steps = [[[(2 * micro + row + 3 * step) % 8 for row in range(MICRO)] for micro in range(3)] for step in range(8)]
-    _, (receiver,) = both(tmp_path, delta, [Start(steps)])
-    codec, remembered = FixPoint(4), dict[int, Tensor]()
-    for step, (micros, seen) in enumerate(zip(steps, receiver, strict=True)):
-        for ids, got in zip(micros, seen.received, strict=True):
+    scenarios = {cache: Scenario(Delta(bits=4, cache=cache), [LinkSession(steps)]) for cache in ("ram", "disk")}  # type: ignore[arg-type]
+    for name, (_, (records,)) in run_both_ends(tmp_path, scenarios).items():
+        check_arithmetic(name, steps, records)
+
+
+def check_arithmetic(name: str, steps: Sequence[list[list[int]]], records: Sequence[StepRecord]) -> None:
+    codec, cached = FixPoint(4), dict[int, Tensor]()
+    for step, (micros, record) in enumerate(zip(steps, records, strict=True)):
+        for ids, got in zip(micros, record.received, strict=True):
             a = activations(step, ids)
-            known = [row for row, sample in enumerate(ids) if sample in remembered]
+            hits = [row for row, sample in enumerate(ids) if sample in cached]
             expected = a.clone()
-            if known:
-                m = torch.stack([remembered[ids[row]] for row in known]).float()
-                fields = codec.encode(a[known] - m)
-                expected[known] = m + codec.decode(fields, tuple(m.shape), torch.float32)
-            assert torch.equal(got, expected)
-            remembered.update({sample: row.half() for sample, row in zip(ids, expected, strict=True)})
+            if hits:
+                m = torch.stack([cached[ids[row]] for row in hits]).float()
+                fields = codec.encode(a[hits] - m)
+                expected[hits] = m + codec.decode(fields, tuple(m.shape), torch.float32)
+            assert torch.equal(got, expected), (name, step, ids)
+            cached.update({sample: row.half() for sample, row in zip(ids, expected, strict=True)})
 
 
-def test_what_is_sent_is_what_is_declared(tmp_path: Path) -> None:
+def test_sent_bytes_are_those_declared(tmp_path: Path) -> None:
     delta = Delta(bits=3)
-    sender, _ = both(tmp_path, delta, [Start([[[0, 1], [2, 3]], [[0, 4], [2, 3]]])])
-    whole, rest = Identity(), delta.codec
-    shape = SPEC.shape[1:]
-    first = 2 * wire_bytes(whole.wire(SPEC.shape))
-    mixed = wire_bytes(whole.wire((1, *shape)) + rest.wire((1, *shape))) + wire_bytes(rest.wire(SPEC.shape))
-    assert [seen.sent_bytes for seen in sender[0]] == [2 * HEADER_BYTES + 4 * 8 + n for n in (first, mixed)]
+    session = LinkSession([[[0, 1], [2, 3]], [[0, 4], [2, 3]]])
+    (records,), _ = run_both_ends(tmp_path, {"": Scenario(delta, [session])})[""]
+    exact, shape = Identity(), SPEC.shape[1:]
+    first = 2 * wire_bytes(exact.wire(SPEC.shape))
+    mixed = wire_bytes(exact.wire((1, *shape)) + delta.codec.wire((1, *shape)))
+    second = mixed + wire_bytes(delta.codec.wire(SPEC.shape))
+    assert [record.sent_bytes for record in records] == [2 * HEADER_BYTES + 4 * 8 + n for n in (first, second)]
 
 
-@pytest.mark.parametrize("cache", ["ram", "disk"])
-@pytest.mark.parametrize("capacity", [1, 5, 11])
-def test_a_full_memory_keeps_the_same_samples_at_both_ends_whatever_the_order(
-    cache: str, capacity: int, tmp_path: Path
-) -> None:
-    delta = Delta(cache=cache)  # type: ignore[arg-type]
-    kept = []
-    for seed in range(2):
-        path = tmp_path / str(seed)
-        path.mkdir()
-        sender, _ = both(path, delta, [Start(shuffled_steps(seed, 12, 25), capacity=capacity)])
-        assert max(len(seen.remembered) for seen in sender[0]) == capacity
-        kept.append(set(sender[0][-1].remembered))
-    assert kept[0] == kept[1]
+def test_full_cache_keeps_the_same_samples_whatever_the_order(tmp_path: Path) -> None:
+    grid = [(cache, capacity, seed) for cache in ("ram", "disk") for capacity in (1, 5, 11) for seed in range(2)]
+    scenarios = {
+        f"{cache} {capacity} {seed}": Scenario(
+            Delta(cache=cache),  # type: ignore[arg-type]
+            [LinkSession(random_steps(seed, 12, 25), capacity=capacity)],
+        )
+        for cache, capacity, seed in grid
+    }
+    runs = run_both_ends(tmp_path, scenarios)
+    kept: dict[tuple[str, int], set[int]] = {}
+    for cache, capacity, seed in grid:
+        (records,), _ = runs[f"{cache} {capacity} {seed}"]
+        assert max(len(record.entries) for record in records) == capacity, (cache, capacity, seed)
+        last = set(records[-1].entries)
+        assert kept.setdefault((cache, capacity), last) == last, (cache, capacity, seed)
 
 
-def test_a_later_start_goes_on_with_what_is_on_disk(tmp_path: Path) -> None:
-    steps = shuffled_steps(1, 10, 8)
-    delta = Delta(cache="disk")
-    sender, _ = both(tmp_path, delta, [Start(steps), Start(steps)])
-    again = sender[1][0]
-    assert again.sent_bytes == 3 * (HEADER_BYTES + wire_bytes(delta.codec.wire(SPEC.shape))) + 6 * 8
-    untouched = set(sender[0][-1].remembered) - {i for ids in steps[0] for i in ids}
+def test_later_session_reuses_cache_files(tmp_path: Path) -> None:
+    steps = random_steps(1, 10, 8)
+    (first, second), _ = run_both_ends(tmp_path, {"": Scenario(DISK, [LinkSession(steps), LinkSession(steps)])})[""]
+    assert second[0].sent_bytes == 3 * (HEADER_BYTES + wire_bytes(DISK.codec.wire(SPEC.shape))) + 6 * 8
+    untouched = set(first[-1].entries) - {i for ids in steps[0] for i in ids}
     assert untouched
-    assert {i: again.remembered[i] for i in untouched} == {i: sender[0][-1].remembered[i] for i in untouched}
+    assert {i: second[0].entries[i] for i in untouched} == {i: first[-1].entries[i] for i in untouched}
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [({}, {"cut": "block-00002"}), ({}, {"fresh": True})],
-    ids=["the boundary has moved", "the run begins anew"],
-)
-def test_what_is_of_something_else_is_not_used(first: dict, second: dict, tmp_path: Path) -> None:  # type: ignore[type-arg]
-    steps = [[[0, 1], [2, 3]]]
-    sender, _ = both(tmp_path, Delta(cache="disk"), [Start(steps, **first), Start(steps, **second)])
-    assert sender[1][0].sent_bytes == sender[0][0].sent_bytes
+@pytest.mark.parametrize("change", [{"layer": "block-00002"}, {"fresh": True}], ids=["moved boundary", "fresh run"])
+def test_cache_file_of_something_else_is_not_used(change: dict[str, Any], tmp_path: Path) -> None:
+    sessions = [LinkSession(STEPS), LinkSession(STEPS, **change)]
+    (first, second), _ = run_both_ends(tmp_path, {"": Scenario(DISK, sessions)})[""]
+    assert second[0].sent_bytes == first[0].sent_bytes
 
 
-def remove_one_end(rank: int, directory: Path) -> None:
-    if rank == 1:
-        (directory / "block-00003.receiver.hidden").unlink()
+# Edits of cache files between two sessions.
 
 
-def flip_bytes_of_two_entries(rank: int, directory: Path) -> None:
+def remove_at_sender(rank: int, directory: Path) -> None:
     if rank == 0:
-        size = 2 * ENTRY + 4 + 20  # fp16, padded to 16 bytes; sample, version and checksum
-        with (directory / "block-00003.sender.hidden").open("r+b") as file:
-            for place in (0, 2):
-                file.seek(FILE_HEADER + place * size + 7)
-                file.write(b"\xff\xee")
+        cache_file(rank, directory).unlink()
 
 
-def cut_short(rank: int, directory: Path) -> None:
+def remove_at_receiver(rank: int, directory: Path) -> None:
     if rank == 1:
-        path = directory / "block-00003.receiver.hidden"
+        cache_file(rank, directory).unlink()
+
+
+def remove_at_both(rank: int, directory: Path) -> None:
+    cache_file(rank, directory).unlink()
+
+
+def corrupt_two_entries_of_sender(rank: int, directory: Path) -> None:
+    if rank == 0:
+        flip_bits(cache_file(rank, directory), [0, 2], 7)
+
+
+def corrupt_same_entries_of_both(rank: int, directory: Path) -> None:
+    flip_bits(cache_file(rank, directory), [1, 4], 7)  # versions are equal: each end finds out when it reads
+
+
+def corrupt_another_entry_of_each(rank: int, directory: Path) -> None:
+    flip_bits(cache_file(rank, directory), [(1, 4)[rank]], 7)
+
+
+def corrupt_keys(rank: int, directory: Path) -> None:
+    flip_bits(cache_file(rank, directory), [(1, 4)[rank]], SLOT_BYTES - 19)  # the sample: 256 * 16 more
+    flip_bits(cache_file(rank, directory), [(4, 1)[rank]], SLOT_BYTES - 9)  # the version
+
+
+def truncate_at_receiver(rank: int, directory: Path) -> None:
+    if rank == 1:
+        path = cache_file(rank, directory)
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size - 30)
 
 
-def spoil_header(rank: int, directory: Path) -> None:
+def corrupt_header_at_sender(rank: int, directory: Path) -> None:
     if rank == 0:
-        with (directory / "block-00003.sender.hidden").open("r+b") as file:
+        with cache_file(rank, directory).open("r+b") as file:
             file.write(b"x")
 
 
-@pytest.mark.parametrize(
-    ("sabotage", "lost"),
-    [(remove_one_end, 6), (flip_bytes_of_two_entries, 2), (cut_short, 1), (spoil_header, 6)],
-    ids=["one file is gone", "two entries are damaged", "a file is cut short", "a header is damaged"],
-)
-def test_what_one_end_has_lost_travels_whole_once(sabotage: Sabotage, lost: int, tmp_path: Path) -> None:
-    delta, steps = Delta(cache="disk"), [[[0, 1], [2, 3], [4, 5]]]
-    sender, receiver = both(tmp_path, delta, [Start(steps * 2), Start(steps * 2, sabotage=sabotage)])
-    normal = sender[0][1].sent_bytes
-    assert sender[1][0].sent_bytes > normal
-    assert sender[1][1].sent_bytes == normal
-    exact = [torch.equal(got, activations(2, ids)) for got, ids in zip(receiver[1][0].received, steps[0], strict=True)]
-    rows = [
-        torch.equal(row, a)
-        for got, ids in zip(receiver[1][0].received, steps[0], strict=True)
-        for row, a in zip(got, activations(2, ids), strict=True)
-    ]
-    assert sum(rows) == lost, exact
+EDITS = {
+    remove_at_sender: ALL,
+    remove_at_receiver: ALL,
+    remove_at_both: ALL,
+    corrupt_two_entries_of_sender: {0, 2},
+    corrupt_same_entries_of_both: {1, 4},
+    corrupt_another_entry_of_each: {1, 4},
+    corrupt_keys: {1, 4},
+    truncate_at_receiver: {5},
+    corrupt_header_at_sender: ALL,
+}
+"""Edit -> samples that it makes cache misses."""
 
 
-def test_a_crash_between_decoding_and_writing_costs_one_whole_visit(tmp_path: Path) -> None:
-    delta, steps = Delta(cache="disk"), [[[0, 1], [2, 3], [4, 5]]]
-    sender, _ = both(tmp_path, delta, [Start(steps * 2, lost_writes=2), Start(steps * 2)])
-    normal, after = sender[0][1].sent_bytes, sender[1][0].sent_bytes
-    assert normal < after < sender[0][0].sent_bytes
-    assert sender[1][1].sent_bytes == normal
+def test_lost_entries_are_cache_misses_once(tmp_path: Path) -> None:
+    scenarios = {
+        edit.__name__: Scenario(DISK, [LinkSession(STEPS * 2), LinkSession(STEPS * 2, edit=edit)]) for edit in EDITS
+    }
+    runs = run_both_ends(tmp_path, scenarios)
+    for edit, lost in EDITS.items():
+        sender, receiver = runs[edit.__name__]
+        assert exact_samples(2, STEPS * 2, receiver[1]) == [lost, set()], edit.__name__
+        hits_only = sender[0][1].sent_bytes
+        assert sender[1][0].sent_bytes > hits_only, edit.__name__
+        assert sender[1][1].sent_bytes == hits_only, edit.__name__
+
+
+def test_crash_between_decoding_and_writing_makes_cache_misses_once(tmp_path: Path) -> None:
+    sessions = [LinkSession(STEPS * 2, lost_writes=2), LinkSession(STEPS * 2)]
+    sender, _ = run_both_ends(tmp_path, {"": Scenario(DISK, sessions)})[""]
+    hits_only, after = sender[0][1].sent_bytes, sender[1][0].sent_bytes
+    assert hits_only < after < sender[0][0].sent_bytes
+    assert sender[1][1].sent_bytes == hits_only
+
+
+def test_layout_of_cache_files(tmp_path: Path) -> None:
+    """The edits above find what they change."""
+    run_both_ends(tmp_path, {"": Scenario(DISK, [LinkSession(STEPS)])})
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "0").iterdir()}
+    expected = FILE_HEADER_BYTES + len(ALL) * SLOT_BYTES
+    assert sizes == {f"{LAYER}.sender.hidden": expected, f"{LAYER}.receiver.hidden": expected}

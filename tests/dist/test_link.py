@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from lib.links import connect_pipeline
 from lib.ranks import on_ranks
 from torch import Tensor
 
@@ -20,17 +20,11 @@ from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
 from acsgd.pp.wire.link import MAX_SENDS_IN_FLIGHT, Link, LinkFactory
 from acsgd.streams import Streams
-from acsgd.topology import Groups, Topology, connect
+from acsgd.topology import Groups
 
 SHAPES = {"hidden": (2, 3, 5), "mask": (7,)}
 TIMEOUT_S = 3.0
 FORWARD, BACKWARD = "none:dtype=bf16", "none"
-
-
-def groups_of(rank: int, world_size: int, store: Path, timeout_s: float = 60.0):  # type: ignore[no-untyped-def]
-    """Connect `world_size` ranks as one pipeline."""
-    file_store = dist.FileStore(str(store), world_size)
-    return connect(Topology(rank, world_size, world_size), timeout=timedelta(seconds=timeout_s), store=file_store)
 
 
 def open_link(
@@ -55,7 +49,7 @@ def made(step: int, micro: int) -> dict[str, Tensor]:
 
 
 def send_both_ways(rank: int, world_size: int, store: Path, micros: int) -> int:
-    with groups_of(rank, world_size, store) as groups:
+    with connect_pipeline(rank, world_size, store) as groups:
         link, forward, backward = open_link(rank, groups)
         for step in range(3):
             for _ in range(micros):
@@ -84,7 +78,7 @@ def test_all_tensors_arrive_in_order_in_the_dtype_of_the_wire(tmp_path: Path) ->
 def overlap(rank: int, world_size: int, store: Path) -> None:
     """Each rank waits, as in a long computation, until the other has come past what must not block it."""
     large = {"hidden": (8 * 2**20,)}  # 32 MB: far more than the sockets of the kernel hold
-    with groups_of(rank, world_size, store) as groups:
+    with connect_pipeline(rank, world_size, store) as groups:
         link, *_ = open_link(rank, groups, shapes=large)
         if rank == 0:
             link.outbox.send(TransferInfo(0, 0), {"hidden": torch.ones(large["hidden"])})
@@ -105,7 +99,7 @@ def test_a_send_waits_for_nobody_and_a_posted_receive_fills_while_its_rank_compu
 def squeeze_before_computing(rank: int, world_size: int, store: Path) -> None:
     """Rank 0 computes until rank 1 has what was sent before that."""
     large = {"hidden": (2**10, 2**11)}
-    with groups_of(rank, world_size, store) as groups:
+    with connect_pipeline(rank, world_size, store) as groups:
         link, *_ = open_link(rank, groups, forward="fixpoint:bits=4,entropy_coding=true", shapes=large)
         if rank == 0:
             link.outbox.send(TransferInfo(0, 0), {"hidden": torch.eye(*large["hidden"])})
@@ -122,7 +116,7 @@ def test_a_message_behind_the_entropy_coder_leaves_before_its_rank_computes(tmp_
 
 
 def open_with_other_codecs(rank: int, world_size: int, store: Path) -> str:
-    with groups_of(rank, world_size, store) as groups, pytest.raises(RunError) as error:
+    with connect_pipeline(rank, world_size, store) as groups, pytest.raises(RunError) as error:
         open_link(rank, groups, forward="none" if rank else FORWARD)
     return str(error.value)
 
@@ -134,7 +128,7 @@ def test_ends_that_would_send_other_lengths_find_out_before_they_do(tmp_path: Pa
 
 
 def take_another(rank: int, world_size: int, store: Path) -> str:
-    with groups_of(rank, world_size, store) as groups:
+    with connect_pipeline(rank, world_size, store) as groups:
         link, *_ = open_link(rank, groups)
         if rank == 0:
             link.outbox.send(TransferInfo(4, 1), made(4, 1))
@@ -153,7 +147,7 @@ def test_a_message_out_of_turn_is_named_with_what_was_expected(tmp_path: Path) -
 
 
 def lose_the_peer(rank: int, world_size: int, store: Path, how: str) -> str:
-    with groups_of(rank, world_size, store, timeout_s=TIMEOUT_S) as groups:
+    with connect_pipeline(rank, world_size, store, timeout_s=TIMEOUT_S) as groups:
         link, *_ = open_link(rank, groups)
         if rank == 0:
             if how == "hang":
@@ -182,7 +176,7 @@ def test_headers_read_back() -> None:
 
 
 def send_what_is_not_finite(rank: int, world_size: int, store: Path) -> None:
-    with groups_of(rank, world_size, store) as groups:
+    with connect_pipeline(rank, world_size, store) as groups:
         link, *_ = open_link(rank, groups, forward="fixpoint:bits=4")
         if rank == 0:
             for micro in range(3):
