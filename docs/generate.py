@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import importlib
 import inspect
 import io
 import os
@@ -114,8 +115,13 @@ def commands() -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Fill in the generated part of a page that is otherwise written by hand."""
-    return markdown.replace("<!-- generated: rooms -->", rooms()) if page.file.src_uri == ROOMS else markdown
+    """Replace the markers of generated parts: <!-- generated: rooms -->, <!-- generated: methods PATH -->."""
+
+    def generated(marker: re.Match[str]) -> str:
+        build, *arguments = marker[1].split()
+        return PARTS[build](*arguments)
+
+    return re.sub(r"<!-- generated: (.*?) -->", generated, markdown)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -143,6 +149,22 @@ def rooms() -> str:
     )
 
 
+def methods(path: str) -> str:
+    """Return the methods of a protocol as a table."""
+    members = vars(_named(path)).items()
+    rows = [
+        (f"`{_signature(name, member)}`", _docstring(member.fget if isinstance(member, property) else member))
+        for name, member in members
+        if not name.startswith("_") and (isinstance(member, property) or inspect.isfunction(member))
+    ]
+    return _table((f"`{path.rpartition('.')[2]}`", "meaning"), rows)
+
+
+def source(path: str) -> str:
+    """Return the source of a class."""
+    return f"```python\n{inspect.getsource(_named(path))}```\n"
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "index.md": home,
     "reference/options.md": options,
@@ -151,7 +173,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/commands.md": commands,
 }
 """Path of each generated page inside docs/ -> its text."""
-ROOMS = "architecture/rooms.md"
+PARTS: dict[str, Callable[..., str]] = {"rooms": rooms, "methods": methods, "source": source}
+"""Name of each generated part of a page that is otherwise written by hand."""
 
 
 class _Field(typing.NamedTuple):
@@ -225,6 +248,19 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = tuple(head)
     lines = [head, tuple("---" for _ in head), *rows]
     return "".join(f"| {' | '.join(' '.join(cell.split()) for cell in line)} |\n" for line in lines)
+
+
+def _named(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def _signature(name: str, member: Any) -> str:
+    if isinstance(member, property):
+        return name
+    signature = inspect.signature(member)
+    parameters = [each.replace(annotation=each.empty) for each in signature.parameters.values() if each.name != "self"]
+    return f"{name}{signature.replace(parameters=parameters, return_annotation=signature.empty)}"
 
 
 def _with_breaks(html: str) -> str:
