@@ -1,4 +1,4 @@
-"""Where a NaN or inf came from: what one rank found, and which of all ranks' findings is the origin."""
+"""Non-finite tensors found in a training step, and which of them is the origin of the others."""
 
 from __future__ import annotations
 
@@ -8,46 +8,46 @@ from typing import Any, Literal, get_args
 
 Phase = Literal["weight", "forward", "backward", "reduce"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-"""In the order in which what is wrong in one spoils the next."""
+"""In causal order: a NaN in one phase spreads to the next."""
 
 
 @dataclass(frozen=True)
 class NonFiniteTensor:
-    """A tensor that is not finite."""
+    """A tensor that holds a NaN or inf."""
 
     phase: Phase
-    """In what it was found: a weight before the step, a forward, a backward, or a gradient's sum over replicas."""
+    """Where it appeared: a weight before the step, a forward, a backward, or a gradient reduced over replicas."""
     stage: int
     micro: int | None
-    """The micro-batch's place in the global batch; None of a weight and of a sum, which belong to all."""
+    """Index of the micro-batch in the global batch; None for weights and reduced gradients."""
     tensor: str
     """By Hugging Face names: "output of transformer.h.3.mlp.c_fc", "gradient of transformer.h.3.ln_1.weight"."""
     value: Literal["nan", "inf"]
-    """What is in it; "nan" if both."""
+    """The value found; "nan" if there are both."""
 
     def __str__(self) -> str:
         micro = "" if self.micro is None else f", micro-batch {self.micro}"
         return f"{self.tensor} ({self.value}; {self.phase}, stage {self.stage}{micro})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as what JSON can say."""
+        """Return the fields for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> NonFiniteTensor:
-        """Read what `to_dict` gave."""
+        """Restore from `to_dict`."""
         return cls(**fields)
 
 
-def first_non_finite(faults: Sequence[NonFiniteTensor]) -> NonFiniteTensor:
-    """Return the origin of all faults of one step, of which there is at least one.
+def first_non_finite(found: Sequence[NonFiniteTensor]) -> NonFiniteTensor:
+    """Return the origin of the non-finite tensors of one step, of which there must be at least one.
 
-    A bad weight spoils all that it takes part in. Else micro-batches spoil one another only in their sum, and what
-    is wrong in one travels down the stages forward and up the stages backward. Of equals, the first in the list.
+    A weight affects everything computed from it. Otherwise a NaN stays within its micro-batch until gradients are
+    summed, and spreads to later stages in the forward and to earlier stages in the backward. Ties: the first listed.
     """
-    return min(faults, key=_order)
+    return min(found, key=_causal_order)
 
 
-def _order(fault: NonFiniteTensor) -> tuple[int, int, int]:
-    along = -fault.stage if fault.phase == "backward" else fault.stage
-    return PHASES.index(fault.phase), -1 if fault.micro is None else fault.micro, along
+def _causal_order(tensor: NonFiniteTensor) -> tuple[int, int, int]:
+    along_pipeline = -tensor.stage if tensor.phase == "backward" else tensor.stage
+    return PHASES.index(tensor.phase), -1 if tensor.micro is None else tensor.micro, along_pipeline

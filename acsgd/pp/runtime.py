@@ -1,4 +1,4 @@
-"""Execute a program on this rank: a step's forwards, backwards, messages and reductions, or forwards to evaluate."""
+"""Execute this rank's part of a program: a training step or an evaluation."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from torch import Tensor
 from acsgd.errors import RunError
 from acsgd.pp.nan_probe import NaNProbe
 from acsgd.pp.nonfinite import NonFiniteTensor
-from acsgd.pp.schedules.actions import Action, Op
+from acsgd.pp.schedules.actions import ACTIVATION, GRADIENT, OPERATIONS, Action, Op, Route
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.pp.tied_weights import TiedPair
 from acsgd.pp.wire.coder import TransferInfo
 from acsgd.pp.wire.link import Link
 from acsgd.shards.layers import State
 
-Handlers = Mapping[Op, Callable[[Action], None]]
-"""What to do at each kind of action."""
+Handler = Callable[[Action], None]
+Handlers = Mapping[Op, Handler]
+"""Function that performs the actions of each operation."""
 
 
 class Batch(Protocol):
-    """What this rank's replica trains on in one step. M micro-batches of B sequences of T tokens."""
+    """Data of one step for this rank's replica: M micro-batches of B sequences of T tokens."""
 
     @property
     def tokens(self) -> Tensor | None:
@@ -33,7 +34,7 @@ class Batch(Protocol):
 
     @property
     def labels(self) -> Tensor | None:
-        """[M, B, T], on the last stage's rank; -100 = no target."""
+        """[M, B, T], on the last stage's rank; -100 = ignored."""
         ...
 
     @property
@@ -43,12 +44,12 @@ class Batch(Protocol):
 
     @property
     def micro_ids(self) -> Sequence[int]:
-        """Each micro-batch's place in the global batch."""
+        """Index of each micro-batch in the global batch."""
         ...
 
     @property
     def sample_ids(self) -> Tensor:
-        """int64 [M, B], on the host: one number per sequence of the data, the same in every epoch."""
+        """int64 [M, B], on the host: one id per sequence of the data, the same in every epoch."""
         ...
 
 
@@ -82,61 +83,64 @@ class Pipeline:
         self._stages = stages
         self._links = links
         self._tied = tied
-        self._final_backward = {action.stage: action for action in train_actions if action.op is Op.B}
-        messages: Handlers = {
-            Op.SF: self._send_activation,
-            Op.SB: self._send_gradient,
-            Op.RF: self._post_activation,
-            Op.RB: self._post_gradient,
-        }
-        self._training: Handlers = {Op.F: self._forward, Op.B: self._backward, Op.R: self._reduce, **messages}
-        self._evaluation: Handlers = {Op.F: self._evaluate, **messages}
+        self._last_backward = {action.stage: action for action in train_actions if action.operation.completes}
+        self._training = self._handlers({Op.F: self._forward, Op.B: self._backward})
+        self._evaluation = self._handlers({Op.F: self._evaluate})
+
+    def _handlers(self, computes: Handlers) -> Handlers:
+        """Return `computes` with the handlers of all other operations."""
+        by_kind = {"send": self._send, "receive": self._post_receive, "reduce": self._reduce}
+        others = {op: by_kind[row.kind] for op, row in OPERATIONS.items() if row.kind in by_kind}
+        return {**computes, **others}
 
     def run(self, batch: Batch, step: int, scale: float = 1.0) -> Tensor:
-        """Leave the gradients of the step, summed over the replicas and times `scale`, in the masters.
+        """Run one training step: leave its gradients, summed over the replicas and times `scale`, in the masters.
 
-        Returns this rank's share of the loss, not scaled: fp64, its part of the mean over the global batch; 0 without
-        the last stage. scale: what keeps fp16 gradients from underflow (Micikevicius et al. 2017, arXiv:1710.03740).
-        Raises RunError that names rank, host, stage and action if a peer does not do its part.
+        scale: loss scale, which keeps fp16 gradients from underflow (Micikevicius et al. 2017, arXiv:1710.03740).
+        Returns this rank's part of the mean loss over the global batch, unscaled, fp64; 0 without the last stage.
+        Raises RunError that names rank, host, stage and action if a peer fails or times out.
         """
         return self._train(batch, step, scale, self._training)
 
     def evaluate(self, batch: Batch, step: int) -> Tensor:
-        """Return this rank's share of the loss, summed over the target tokens of the batch: fp64, on the host.
+        """Return this rank's part of the loss summed over the target tokens: fp64, on the host; 0 without last stage.
 
-        0 without the last stage. No dropout, no gradients: training goes on as if this had not been. The batch has as
-        many micro-batches as one of training; labels of -100 are no targets. step: what failures are told with, the
-        same on all ranks. Raises RunError as `run` does.
+        Without dropout and gradients, and without effect on training. The batch has as many micro-batches as one of
+        training; labels of -100 are ignored. step: number named in errors, the same on all ranks. Raises RunError as
+        `run` does.
         """
         with contextlib.ExitStack() as modes:
             for stage in self._stages.values():
                 modes.enter_context(stage.evaluating())
-            self._execute(self._eval_actions, self._evaluation, batch, step, exact=self._exact_eval, remember=False)
+            self._execute(self._eval_actions, self._evaluation, batch, step, exact=self._exact_eval, use_caches=False)
         for index in self._stages:
-            with self._named(Action(Op.F, index)):
+            with self._naming(Action(Op.F, index)):
                 self._drain()
         return self._total_loss()
 
     def find_non_finite(self, batch: Batch, step: int, scale: float = 1.0) -> NonFiniteTensor | None:
-        """Run a step whose loss or gradients are not finite again, looking at everything; all ranks together.
+        """Repeat a training step whose loss or gradients are not finite and check every tensor; all ranks together.
 
-        Returns the first NaN or inf on this rank; `first_non_finite` of all ranks' is the origin. Leaves what `run`
-        leaves; but replicas whose agreement has a memory add to it once more, and meters count the messages again.
+        Returns the first NaN or inf on this rank; `first_non_finite` over all ranks gives the origin. Has the side
+        effects of `run`: error feedback changes once more, and meters count the messages again.
         """
         with NaNProbe(self._stages, batch.micro_ids) as probe:
 
-            def forward(action: Action) -> None:
-                with probe.during(action):
-                    self._forward(action)
-                    if self._stages[action.stage].is_last:
-                        probe.look("loss", self._losses[-1])
+            def checked(compute: Handler) -> Handler:
+                def run_and_check(action: Action) -> None:
+                    with probe.during(action):
+                        compute(action)
+                        if self._stages[action.stage].is_last and action.operation.phase == "forward":
+                            probe.check("loss", self._losses[-1])
 
-            def backward(action: Action) -> None:
-                with probe.during(action):
-                    self._backward(action)
+                return run_and_check
 
-            self._train(batch, step, scale, {**self._training, Op.F: forward, Op.B: backward})
-            probe.look_at_sums()
+            handlers = {
+                op: checked(handler) if OPERATIONS[op].kind == "compute" else handler
+                for op, handler in self._training.items()
+            }
+            self._train(batch, step, scale, handlers)
+            probe.check_reduced_gradients()
         return probe.first
 
     def close(self) -> None:
@@ -152,26 +156,27 @@ class Pipeline:
             stage.sync.begin_step(step, scale)
         for link in self._links.values():
             link.begin_step(batch.sample_ids.flatten().tolist(), batch.upcoming_ids.flatten().tolist())
-        self._execute(self._train_actions, handlers, batch, step, exact=step < self._exact_steps, remember=True)
+        exact = step < self._exact_steps
+        self._execute(self._train_actions, handlers, batch, step, exact=exact, use_caches=True)
         self._finish()
         return self._total_loss()
 
     def _execute(
-        self, row: Sequence[Action], handlers: Handlers, batch: Batch, step: int, *, exact: bool, remember: bool
+        self, actions: Sequence[Action], handlers: Handlers, batch: Batch, step: int, *, exact: bool, use_caches: bool
     ) -> None:
-        """Do the actions of a row; remember: whether the links are to learn from what passes."""
+        """Perform actions in order; use_caches: whether the links read and update their activation caches."""
         self._batch, self._step = batch, step
-        samples = batch.sample_ids.tolist() if remember else [()] * len(batch.sample_ids)
+        samples = batch.sample_ids.tolist() if use_caches else [()] * len(batch.sample_ids)
         self._transfers = [TransferInfo(step, micro, exact, tuple(ids)) for micro, ids in enumerate(samples)]
         self._losses: list[Tensor] = []
-        self._made: dict[Action, State] = {}
-        for action in row:
-            with self._named(action):
+        self._outputs: dict[tuple[Route, int, int], State] = {}  # by route, stage and micro-batch, until sent or read
+        for action in actions:
+            with self._naming(action):
                 handlers[action.op](action)
 
     @contextlib.contextmanager
-    def _named(self, action: Action) -> Iterator[None]:
-        """Say of a failure in which action it came."""
+    def _naming(self, action: Action) -> Iterator[None]:
+        """Prefix a RunError raised within by step, stage and action."""
         try:
             yield
         except RunError as error:
@@ -179,71 +184,66 @@ class Pipeline:
             raise RunError(f"{where}: {error}", awaited=error.awaited) from error
 
     def _forward(self, action: Action) -> None:
-        self._keep(action, self._stages[action.stage].forward(*self._inputs(action)))
+        self._store_output(action, self._stages[action.stage].forward(*self._inputs(action)))
 
     def _evaluate(self, action: Action) -> None:
-        self._keep(action, self._stages[action.stage].evaluate(*self._inputs(action)))
+        self._store_output(action, self._stages[action.stage].evaluate(*self._inputs(action)))
 
     def _inputs(self, action: Action) -> tuple[MicroBatch, State, Tensor | None]:
-        """Return what a stage needs for the forward of a micro-batch."""
+        """Return the arguments of a stage's forward: micro-batch, inputs, and labels for the last stage."""
         stage, micro = self._stages[action.stage], action.micro
         sample_ids = tuple(self._batch.sample_ids[micro].tolist())
-        place = MicroBatch(self._step, micro, self._batch.micro_ids[micro], sample_ids)
+        micro_batch = MicroBatch(self._step, micro, self._batch.micro_ids[micro], sample_ids)
         if stage.is_first:
             assert self._batch.tokens is not None
             inputs = {"tokens": self._batch.tokens[micro]}
         else:
-            inputs = self._take(Op.F, action.stage - 1, micro)
+            inputs = self._take_input(action, ACTIVATION)
         labels = self._batch.labels[micro] if stage.is_last and self._batch.labels is not None else None
-        return place, inputs, labels
+        return micro_batch, inputs, labels
 
-    def _keep(self, action: Action, outputs: State) -> None:
+    def _store_output(self, action: Action, outputs: State) -> None:
         if self._stages[action.stage].is_last:
             self._losses.append(outputs["loss"])
         else:
-            self._made[action] = outputs
+            self._outputs[ACTIVATION, action.stage, action.micro] = outputs
 
     def _backward(self, action: Action) -> None:
-        stage, micro = self._stages[action.stage], action.micro
-        grads = None if stage.is_last else self._take(Op.B, action.stage + 1, micro)
-        last = self._final_backward[action.stage] == action
-        made = stage.backward(micro, grads, last=last, scale=self._scale)
+        stage = self._stages[action.stage]
+        grads = None if stage.is_last else self._take_input(action, GRADIENT)
+        last = self._last_backward[action.stage] == action
+        input_grads = stage.backward(action.micro, grads, last=last, scale=self._scale)
         if not stage.is_first:
-            self._made[action] = made
+            self._outputs[GRADIENT, action.stage, action.micro] = input_grads
 
-    def _take(self, op: Op, source: int, micro: int) -> State:
-        """Return what `source` made of a micro-batch: from this rank, or off the wire."""
+    def _take_input(self, action: Action, route: Route) -> State:
+        """Return what reaches an action's stage by a route, from another stage of this rank or from a link."""
+        source = action.stage - route.step
         if source in self._stages:
-            return self._made.pop(Action(op, source, micro))
+            return self._outputs.pop((route, source, action.micro))
         for link in self._links.values():
-            link.outbox.flush(wait=True)  # the peer may need these before it can make what is awaited here
-        return self._links[source if op is Op.F else source - 1].receive(self._transfers[micro])
+            link.outbox.flush(wait=True)  # the peer may need these to compute the tensor that is awaited here
+        return self._links[min(source, action.stage)].receive(self._transfers[action.micro])
 
-    def _send_activation(self, action: Action) -> None:
-        made = self._made.pop(Action(Op.F, action.stage, action.micro))
-        self._links[action.stage].send(self._transfers[action.micro], made)
+    def _send(self, action: Action) -> None:
+        assert action.operation.route is not None
+        outputs = self._outputs.pop((action.operation.route, action.stage, action.micro))
+        self._links[action.boundary].send(self._transfers[action.micro], outputs)
 
-    def _send_gradient(self, action: Action) -> None:
-        made = self._made.pop(Action(Op.B, action.stage, action.micro))
-        self._links[action.stage - 1].send(self._transfers[action.micro], made)
-
-    def _post_activation(self, action: Action) -> None:
-        self._links[action.stage - 1].inbox.post()
-
-    def _post_gradient(self, action: Action) -> None:
-        self._links[action.stage].inbox.post()
+    def _post_receive(self, action: Action) -> None:
+        self._links[action.boundary].inbox.post()
 
     def _reduce(self, action: Action) -> None:
         self._stages[action.stage].sync.reduce()
 
     def _finish(self) -> None:
-        """Wait for what is still under way; a failure then belongs to the reduction it keeps from ending."""
+        """Wait for the sends and reductions in flight; errors name the reduction of the stage."""
         for index, stage in self._stages.items():
-            with self._named(Action(Op.R, index)):
+            with self._naming(Action(Op.R, index)):
                 self._drain()
                 stage.sync.wait()
         if self._tied is not None:
-            with self._named(Action(Op.R, min(self._stages))):
+            with self._naming(Action(Op.R, min(self._stages))):
                 self._tied.sum_gradients(self._step)
 
     def _drain(self) -> None:

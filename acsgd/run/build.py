@@ -89,7 +89,7 @@ def _open_links(job: Job, factory: LinkFactory) -> dict[int, Link]:
     for boundary in range(len(job.specs) - 1):
         for stage, other in ((boundary, boundary + 1), (boundary + 1, boundary)):
             if stage in job.stages:
-                links[boundary] = factory.open(boundary, peer=_rank_of(job, other), downstream=stage == boundary)
+                links[boundary] = factory.open(boundary, peer=job.rank_of(other), downstream=stage == boundary)
     return links
 
 
@@ -106,12 +106,7 @@ def _pair_tied(job: Job, stages: dict[int, Stage], factory: LinkFactory) -> Tied
         ),
         None,
     )
-    if weight is None or _rank_of(job, first) == _rank_of(job, last):
+    if weight is None or job.rank_of(first) == job.rank_of(last):
         return None
-    peer = _rank_of(job, last if weight.copy_of is None else first)
+    peer = job.rank_of(last if weight.copy_of is None else first)
     return TiedPair(weight, factory, boundary=last, peer=peer)
-
-
-def _rank_of(job: Job, stage: int) -> int:
-    """Return the rank of this pipeline that holds a stage."""
-    return job.topology.pipeline(job.topology.replica)[stage % job.topology.stages]

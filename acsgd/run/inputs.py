@@ -79,7 +79,7 @@ def open_data(job: Job) -> Reader:
 
     Raises ValueError if a text cannot be read or is too short.
     """
-    config, topology = job.config, job.topology
+    config = job.config
     corpora = _tokenized(job, job.sources)
     sizes = [num_sequences(tokens, config.data.sequence) for tokens, _ in corpora]
     sampler = Sampler(
@@ -94,8 +94,8 @@ def open_data(job: Job) -> Reader:
         sequence=config.data.sequence,
         micro=config.pp.micro,
         micros=job.micro_ids,
-        wants_tokens=topology.stage_rank == 0,
-        wants_labels=topology.stage_rank == topology.stages - 1,
+        wants_tokens=0 in job.stages,
+        wants_labels=len(job.specs) - 1 in job.stages,
         notes=tuple(skipped for _, skipped in corpora if skipped),
     )
 
@@ -111,8 +111,8 @@ def open_held_out(job: Job) -> HeldOut | None:
         micro=config.pp.micro,
         replicas=topology.replicas,
         replica=topology.replica,
-        wants_tokens=topology.stage_rank == 0,
-        wants_labels=topology.stage_rank == topology.stages - 1,
+        wants_tokens=0 in job.stages,
+        wants_labels=len(job.specs) - 1 in job.stages,
     )
 
 

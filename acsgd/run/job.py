@@ -31,6 +31,7 @@ from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import Capability, OptimizerSpec
 from acsgd.pp.schedules.actions import Action, Program, forwards
 from acsgd.pp.schedules.lowering import lower
+from acsgd.pp.schedules.placement import Placement
 from acsgd.pp.schedules.schedules import SCHEDULES, Schedule
 from acsgd.pp.schedules.validation import validate
 from acsgd.pp.wire.coder import TensorSpec
@@ -100,9 +101,18 @@ class Job:
         return self.topology.replicas == 1 and not isinstance(self.mode, AllReduce)
 
     @property
+    def placement(self) -> Placement:
+        """Which rank of a pipeline holds which stages."""
+        return Placement(self.topology.stages, len(self.specs))
+
+    @property
     def stages(self) -> list[int]:
-        """Indices of the stages of this rank."""
-        return list(range(self.topology.stage_rank, len(self.specs), self.topology.stages))
+        """Indices of the stages this rank holds."""
+        return list(self.placement.stages_of(self.topology.stage_rank))
+
+    def rank_of(self, stage: int) -> int:
+        """Return the global rank that holds a stage of this rank's pipeline."""
+        return self.topology.pipeline(self.topology.replica)[self.placement.rank_of(stage)]
 
     @property
     def eval_form(self) -> str:

@@ -54,7 +54,9 @@ ORDER = """
     topology
     run.signals
     run.failures
+    pp.schedules.placement
     pp.schedules.actions
+    pp.schedules.dependencies
     pp.schedules.lowering
     pp.schedules.validation
     pp.schedules.schedules
@@ -148,7 +150,9 @@ TORCH_FREE = (
     "acsgd.config.options",
     "acsgd.config.checks",
     "acsgd.config.run_file",
+    "acsgd.pp.schedules.placement",
     "acsgd.pp.schedules.actions",
+    "acsgd.pp.schedules.dependencies",
     "acsgd.pp.schedules.lowering",
     "acsgd.pp.schedules.validation",
     "acsgd.pp.schedules.schedules",

@@ -12,7 +12,8 @@ import pytest
 
 from acsgd.config.spec import from_spec, to_spec
 from acsgd.pp import SCHEDULES, Action, Op, Program, Schedule, draw, forwards, lower, parse_action, validate
-from acsgd.pp.schedules.actions import Placement
+from acsgd.pp.schedules.dependencies import Dependencies
+from acsgd.pp.schedules.placement import Placement
 from acsgd.pp.schedules.schedules import GPipe, Interleaved, OneFOneB
 from acsgd.pp.schedules.simulate import Cost, main, simulate
 
@@ -65,17 +66,17 @@ def test_micros_and_reduces_come_in_order(schedule: Schedule) -> None:
 
 def test_peak_of_live_micros_is_what_the_docstrings_say() -> None:
     for ranks, micros in SIZES:
-        assert live(GPipe(), ranks, micros) == [micros] * ranks
+        assert peak_in_flight(GPipe(), ranks, micros) == [micros] * ranks
         for lead in (1, 2):
             expected = [min(micros, lead * (ranks - rank - 1) + 1) for rank in range(ranks)]
-            assert live(OneFOneB(lead), ranks, micros) == expected
+            assert peak_in_flight(OneFOneB(lead), ranks, micros) == expected
 
 
 def test_interleaved_keeps_one_round_more_per_further_chunk() -> None:
     for ranks, micros in SIZES:
         longest = ceil(micros / max(1, micros // ranks))
         expected = [min(3 * micros, 2 * longest + 2 * (ranks - rank - 1) + 1) for rank in range(ranks)]
-        assert live(Interleaved(chunks=3), ranks, micros) == expected
+        assert peak_in_flight(Interleaved(chunks=3), ranks, micros) == expected
 
 
 def test_interleaved_with_one_chunk_is_1f1b() -> None:
@@ -160,10 +161,14 @@ FAULTS = {
     "a backward is missing": (drop("2B1"), "2B1", "is missing; needed by 2SB1"),
     "a reduce is missing": (drop("2R"), "2R", "is missing"),
     "a backward comes twice": (repeat("2B1"), "2B1", "appears twice"),
-    "a stage is on another rank": (swap("1F2", "2F2"), "2F2", "stage 2 lives on rank 2"),
-    "the last stage sends": (lambda program: program[3].append(Action(Op.SF, 3, 0)), "3SF0", "no place"),
-    "sends change places": (swap("1SF1", "1SF2"), "2RF1", "posted in the turn of 1SF2"),
-    "receives change places": (swap("1RF1", "1RF2"), "1RF2", "posted in the turn of 0SF1"),
+    "a stage is on another rank": (swap("1F2", "2F2"), "2F2", "stage 2 is on rank 2"),
+    "the last stage sends": (
+        lambda program: program[3].append(Action(Op.SF, 3, 0)),
+        "3SF0",
+        "not part of a training step",
+    ),
+    "sends change places": (swap("1SF1", "1SF2"), "2RF1", "is posted where 1SF2 arrives"),
+    "receives change places": (swap("1RF1", "1RF2"), "1RF2", "is posted where 0SF1 arrives"),
     "a reduce comes early": (swap("2R", "2B5"), "2R", "comes before 2B5"),
     "a backward comes before its forward": (swap("3F4", "3B4"), "3B4", "waits for 3F4"),
     "a receive comes after its compute": (swap("1RF5", "1F5"), "0SF5", "waits for 1RF5"),
@@ -186,9 +191,13 @@ EVALUATION_FAULTS = {
     "a forward is missing": (drop("3F3"), "3F3", "is missing"),
     "a receive is missing": (drop("1RF3"), "1RF3", "is missing; needed by 0SF3, 1F3"),
     "a forward comes twice": (repeat("0F0"), "0F0", "appears twice"),
-    "a backward is in it": (lambda program: program[3].append(Action(Op.B, 3, 0)), "3B0", "no place in an evaluation"),
-    "a reduce is in it": (lambda program: program[0].append(Action(Op.R, 0)), "0R", "no place in an evaluation"),
-    "sends change places": (swap("1SF1", "1SF2"), "2RF1", "posted in the turn of 1SF2"),
+    "a backward is in it": (
+        lambda program: program[3].append(Action(Op.B, 3, 0)),
+        "3B0",
+        "not part of an evaluation",
+    ),
+    "a reduce is in it": (lambda program: program[0].append(Action(Op.R, 0)), "0R", "not part of an evaluation"),
+    "sends change places": (swap("1SF1", "1SF2"), "2RF1", "is posted where 1SF2 arrives"),
     "a receive comes after its compute": (swap("1RF5", "1F5"), "0SF5", "waits for 1RF5"),
 }
 
@@ -208,7 +217,7 @@ def test_a_step_without_its_backwards_is_no_step_and_an_evaluation_with_them_is_
     computes = GPipe().program(2, 2)
     with pytest.raises(ValueError, match="is missing"):
         validate(lower(forwards(computes)))
-    with pytest.raises(ValueError, match="no place in an evaluation"):
+    with pytest.raises(ValueError, match="not part of an evaluation"):
         validate(lower(computes), forward_only=True)
 
 
@@ -261,7 +270,7 @@ def test_command_draws_the_time_axis(capsys: pytest.CaptureFixture[str]) -> None
         "rank 0 |0F0 0F1         0B0====     0B1====",
         "rank 1 |    1F0 1B0==== 1F1 1B1====",
         "makespan 9, bubble 33.3%",
-        "activations kept, at most, by rank: 2, 1",
+        "micro-batches in flight, at most, by rank: 2, 1",
     ]
 
 
@@ -273,18 +282,19 @@ def test_schedules_need_no_torch() -> None:
 def any_order(rng: random.Random) -> Program:
     """Return a program that runs, in no sensible order."""
     ranks, chunks, micros = rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 5)
-    place = Placement(ranks, ranks * chunks)
-    left = {Action(op, s, m) for op in (Op.F, Op.B) for s in range(place.stages) for m in range(micros)}
+    placement = Placement(ranks, ranks * chunks)
+    left = {Action(op, s, m) for op in (Op.F, Op.B) for s in range(placement.stages) for m in range(micros)}
+    dependencies = Dependencies(placement, left)
     program: Program = [[] for _ in range(ranks)]
     while left:
-        compute = rng.choice(sorted(c for c in left if left.isdisjoint(place.inputs(c))))
-        program[place.rank_of(compute.stage)].append(compute)
+        compute = rng.choice(sorted(c for c in left if left.isdisjoint(dependencies.inputs(c))))
+        program[placement.rank_of(compute.stage)].append(compute)
         left.remove(compute)
     return program
 
 
-def live(schedule: Schedule, ranks: int, micros: int) -> list[int]:
-    return simulate(lower(schedule.program(ranks, micros)), Cost()).live
+def peak_in_flight(schedule: Schedule, ranks: int, micros: int) -> list[int]:
+    return simulate(lower(schedule.program(ranks, micros)), Cost()).peak_in_flight
 
 
 def parse(row: str) -> list[Action]:
@@ -292,7 +302,7 @@ def parse(row: str) -> list[Action]:
 
 
 def row_of(program: Program, name: str) -> list[Action]:
-    return program[parse_action(name).stage % len(program)]
+    return program[Dependencies.of(program).placement.rank_of(parse_action(name).stage)]
 
 
 def marked(text: str) -> list[str]:

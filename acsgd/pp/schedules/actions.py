@@ -1,34 +1,86 @@
-"""What each rank of a pipeline does, in order: the words of a program.
+"""Actions, the instructions of a pipeline program, and the table of operations that says how each kind behaves.
 
-A *program* has one row of actions per pipeline rank. Stage s lives on rank s % ranks, so a rank that owns
-several stages sees every micro-batch pass by several times. A schedule (schedules.py) writes the computes,
-F and B, of which evaluation takes the `forwards`; `lower` adds the messages and the reduce of the replicas;
-`validate` (laws.py) proves, without a process, that the ranks can run it; simulate.py puts it on a time axis.
+A *program* has one list of actions per rank of the pipeline. A schedule (schedules.py) lists the computations, `lower`
+(lowering.py) inserts the messages and the gradient reduction, `validate` (validation.py) checks the result and
+`simulate` (simulate.py) times it, all by the rows of OPERATIONS. A new operation is a row there, and a handler in
+acsgd/pp/runtime.py if it is a computation.
 
-A receive only *posts* a buffer and never blocks: the compute that needs the tensor waits for it.
+A receive only *posts* a buffer and never blocks: the computation that needs the tensor waits for it.
 """
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class Op(StrEnum):
-    """The kinds of action; the value is what a drawn program shows."""
+    """Name of an operation, as drawn."""
 
-    F = "F"  # forward of one micro-batch through one stage
-    B = "B"  # backward
-    SF = "SF"  # send an activation to the next stage; the stage named is the sender
-    RF = "RF"  # post the receive of an activation; the stage named is the receiver
-    SB = "SB"  # send a gradient to the previous stage; the stage named is the sender
-    RB = "RB"  # post the receive of a gradient; the stage named is the receiver
-    R = "R"  # reduce the gradients of a stage over its replicas
+    F = "F"
+    B = "B"
+    SF = "SF"
+    RF = "RF"
+    SB = "SB"
+    RB = "RB"
+    R = "R"
+
+
+class Route(NamedTuple):
+    """Path of a tensor from the stage that computes it to the neighbouring stage that reads it."""
+
+    send: Op
+    receive: Op
+    step: int
+    """Index of the receiving stage minus that of the sending stage."""
+
+
+ACTIVATION = Route(Op.SF, Op.RF, +1)
+GRADIENT = Route(Op.SB, Op.RB, -1)
+
+
+class Operation(NamedTuple):
+    """Row of the table of operations."""
+
+    kind: Literal["compute", "send", "receive", "reduce"]
+    route: Route | None = None
+    """For a computation: route of its output, and of the input it gets from the other neighbour. For a message: its
+    route."""
+    phase: Literal["forward", "backward"] | None = None
+    """Pass that a computation belongs to."""
+    after: tuple[Op, ...] = ()
+    """Computations of the same stage and micro-batch whose results a computation needs."""
+    completes: bool = False
+    """Whether a computation is the last of a micro-batch: it adds to the weights' gradients and frees the activations
+    that the forward kept."""
+
+
+OPERATIONS = {
+    Op.F: Operation("compute", ACTIVATION, "forward"),
+    Op.B: Operation("compute", GRADIENT, "backward", after=(Op.F,), completes=True),
+    # the stage of a message is the one that performs it: the sender of a send, the receiver of a receive
+    Op.SF: Operation("send", ACTIVATION),
+    Op.RF: Operation("receive", ACTIVATION),
+    Op.SB: Operation("send", GRADIENT),
+    Op.RB: Operation("receive", GRADIENT),
+    # all-reduce of the gradients of a stage over its replicas
+    Op.R: Operation("reduce"),
+}
+
+PRODUCERS = {
+    route: [op for op, row in OPERATIONS.items() if row.kind == "compute" and row.route == route]
+    for route in (ACTIVATION, GRADIENT)
+}
+"""Computations whose output takes a route."""
+
+TRAINING: tuple[tuple[Op, ...], ...] = ((Op.F, Op.B),)
+"""Ways to train a stage on a micro-batch: each lists all computations it takes."""
+EVALUATION: tuple[tuple[Op, ...], ...] = ((Op.F,),)
+"""Ways to evaluate a stage on a micro-batch."""
 
 
 class Action(NamedTuple):
-    """One thing that one rank does. `str` gives "2F0": stage 2, forward, micro-batch 0."""
+    """One operation on one stage, and on one micro-batch unless it is a reduce. Written "2F0": stage 2, F, micro 0."""
 
     op: Op
     stage: int
@@ -37,139 +89,68 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.op.value}{self.micro if self.micro >= 0 else ''}"
 
+    @property
+    def operation(self) -> Operation:
+        """Row of this action in OPERATIONS."""
+        return OPERATIONS[self.op]
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether this is a computation."""
+        return self.operation.kind == "compute"
+
+    @property
+    def peer(self) -> int:
+        """Stage at the other end of a message."""
+        assert self.operation.route is not None
+        step = self.operation.route.step
+        return self.stage + (step if self.operation.kind == "send" else -step)
+
+    @property
+    def boundary(self) -> int:
+        """Boundary that a message crosses, named by the stage before it."""
+        return min(self.stage, self.peer)
+
 
 Program = list[list[Action]]
-Position = tuple[int, int]  # rank, index in its row
+"""Actions of each rank of a pipeline, in the order in which the rank performs them."""
+Position = tuple[int, int]
+"""Rank, and index among the actions of the rank."""
 
 
 def parse_action(text: str) -> Action:
     """Read an action as `str` writes it. Raises ValueError."""
-    match = re.fullmatch(r"(\d+)(?:(R)|(F|B|SF|RF|SB|RB)(\d+))", text)
-    if not match:
-        raise ValueError(f"{text!r} is not an action; write <stage><F|B|SF|RF|SB|RB><micro> or <stage>R: 2F0, 0R")
-    stage, reduce, op, micro = match.groups()
-    return Action(Op.R, int(stage)) if reduce else Action(Op(op), int(stage), int(micro))
-
-
-def draw(program: Program, mark: Collection[Position] = ()) -> str:
-    """Draw the computes of each rank in their order, a line per rank, and every marked action >like this<."""
-    rows = [
-        [
-            f">{action}<" if (rank, index) in mark else f" {action} "
-            for index, action in enumerate(row)
-            if action.op in ROUTES or (rank, index) in mark
-        ]
-        for rank, row in enumerate(program)
-    ]
-    width = max((len(cell) for row in rows for cell in row), default=0)
-    return grid(["".join(cell.ljust(width) for cell in row) for row in rows])
-
-
-def grid(lines: Sequence[str]) -> str:
-    """Put the number of its rank before each line."""
-    digits = len(str(len(lines) - 1))
-    return "\n".join(f"rank {rank:{digits}} |{line}".rstrip() for rank, line in enumerate(lines))
-
-
-class Route(NamedTuple):
-    """How the result of one kind of compute reaches the stage that needs it next."""
-
-    send: Op
-    receive: Op
-    step: int  # from the stage that sends to the stage that receives
-
-
-ROUTES = {Op.F: Route(Op.SF, Op.RF, +1), Op.B: Route(Op.SB, Op.RB, -1)}
-SENT_AFTER = {route.send: compute for compute, route in ROUTES.items()}
-
-
-class Placement(NamedTuple):
-    """Where stages live and, from that, which message carries a result and what an action has to wait for."""
-
-    ranks: int
-    stages: int
-
-    @classmethod
-    def of(cls, program: Program) -> "Placement":
-        """Read the number of ranks and of stages from a program, whose stages count from 0."""
-        return cls(len(program), 1 + max((action.stage for row in program for action in row), default=-1))
-
-    def rank_of(self, stage: int) -> int:
-        """Return the rank on which a stage lives."""
-        return stage % self.ranks
-
-    def source(self, compute: Action) -> Action | None:
-        """Return the compute that makes the input of this one; None where F or B enters the model."""
-        op, stage, micro = compute
-        stage -= ROUTES[op].step
-        return Action(op, stage, micro) if 0 <= stage < self.stages else None
-
-    def message(self, compute: Action) -> tuple[Action, ...]:
-        """Return the send and the receive that carry the result of a compute; () if it stays on its rank."""
-        op, stage, micro = compute
-        send, receive, step = ROUTES[op]
-        if self.ranks == 1 or not 0 <= stage + step < self.stages:
-            return ()
-        return Action(send, stage, micro), Action(receive, stage + step, micro)
-
-    def inputs(self, compute: Action) -> tuple[Action, ...]:
-        """Return the computes that must be done before this one."""
-        op, stage, micro = compute
-        forward = Action(Op.F, stage, micro) if op is Op.B else None
-        return tuple(filter(None, (forward, self.source(compute))))
-
-    def needs(self, action: Action) -> tuple[Action, ...]:
-        """Return what must have run before an action can; a send also needs its receive to be posted."""
-        op, stage, micro = action
-        if op in ROUTES:
-            return tuple(need for made in self.inputs(action) for need in self._carried(made, stage))
-        if op in SENT_AFTER:
-            compute = Action(SENT_AFTER[op], stage, micro)
-            return compute, *self.message(compute)[1:]
-        return ()
-
-    def _carried(self, made: Action, stage: int) -> tuple[Action, ...]:
-        """Return what brings the result of a compute to `stage`: its message, or the compute itself."""
-        return (self.message(made) if made.stage != stage else ()) or (made,)
-
-
-def walk(program: Program, needs: Callable[[Action], Iterable[Action]]) -> Iterator[tuple[int, Action]]:
-    """Yield (rank, action) in an order in which the ranks can run a program; an action waits for its needs.
-
-    Raises ValueError, with every stuck rank marked, if the ranks wait for each other for ever.
-    """
-    done: set[Action] = set()
-    index = [0] * len(program)
-    waiting: defaultdict[Action, list[int]] = defaultdict(list)
-    awake = list(range(len(program)))
-    while awake:
-        rank = awake.pop()
-        while index[rank] < len(program[rank]):
-            action = program[rank][index[rank]]
-            missing = next((need for need in needs(action) if need not in done), None)
-            if missing:
-                waiting[missing].append(rank)
-                break
-            yield rank, action
-            done.add(action)
-            index[rank] += 1
-            awake += waiting.pop(action, ())
-    if waiting:
-        raise _deadlock(program, index, {rank: need for need, ranks in waiting.items() for rank in ranks})
-
-
-# From computes to a whole program.
+    match = re.fullmatch(r"(\d+)([A-Z]+)(\d*)", text)
+    if not match or match[2] not in OPERATIONS or (OPERATIONS[Op(match[2])].kind == "reduce") == bool(match[3]):
+        names = "|".join(op for op, operation in OPERATIONS.items() if operation.kind != "reduce")
+        raise ValueError(f"{text!r} is not an action; write <stage><{names}><micro-batch> or <stage>R: 2F0, 0R")
+    stage, op, micro = match.groups()
+    return Action(Op(op), int(stage), int(micro)) if micro else Action(Op(op), int(stage))
 
 
 def forwards(program: Program) -> Program:
-    """Return the forwards of a program, in their order: what evaluates where the program trains.
+    """Return the forwards of a program, in their order: the computations of an evaluation.
 
-    It can run wherever the program can: a forward waits for forwards alone.
+    If the program can run, so can its forwards: they wait for forwards alone.
     """
-    return [[action for action in row if action.op is Op.F] for row in program]
+    return [[action for action in actions if action.operation.phase == "forward"] for actions in program]
 
 
-def _deadlock(program: Program, index: list[int], missing: dict[int, Action]) -> ValueError:
-    stuck = [(rank, index[rank]) for rank in sorted(missing)]
-    waits = [f"rank {rank}, action {program[rank][at]}: waits for {missing[rank]}" for rank, at in stuck]
-    return ValueError("\n".join(["the ranks wait for each other:", *waits, draw(program, stuck)]))
+def draw(program: Program, mark: Collection[Position] = ()) -> str:
+    """Draw the computations of each rank in order, one line per rank, and every marked action as >action<."""
+    cells = [
+        [
+            f">{action}<" if (rank, index) in mark else f" {action} "
+            for index, action in enumerate(actions)
+            if action.is_compute or (rank, index) in mark
+        ]
+        for rank, actions in enumerate(program)
+    ]
+    width = max((len(cell) for line in cells for cell in line), default=0)
+    return label_ranks(["".join(cell.ljust(width) for cell in line) for line in cells])
+
+
+def label_ranks(lines: Sequence[str]) -> str:
+    """Prefix each line with its rank and join the lines."""
+    digits = len(str(len(lines) - 1))
+    return "\n".join(f"rank {rank:{digits}} |{line}".rstrip() for rank, line in enumerate(lines))

@@ -1,72 +1,75 @@
-"""Insert sends, receives and the data-parallel reduce into a program of computes."""
+"""Insert sends, receives and the gradient reduction into a program of computations."""
 
 from bisect import bisect_left
 from collections import defaultdict, deque
 from itertools import accumulate
 
-from acsgd.pp.schedules.actions import Action, Op, Placement, Program, walk
+from acsgd.pp.schedules.actions import Action, Op, Program
+from acsgd.pp.schedules.dependencies import Dependencies, walk
 
 AHEAD = 8
-"""Computes by which a receive is posted before the one that needs its message. A message starts when its receive is
-known at the other end, so over a slow link there should be one waiting for all that is under way and more."""
+"""Number of computations by which a receive is posted before the one that needs its message. A message starts when the
+sender knows that its receive is posted, so on a slow link more receives must be posted than messages are in flight."""
 
 
 def lower(program: Program, ahead: int = AHEAD) -> Program:
-    """Add to a program of F and B its sends, its receives and one R per stage.
+    """Add sends, receives and one reduce per stage to a program of computations.
 
-    A send follows the compute that makes its tensor. A receive is posted `ahead` computes before the one
-    that needs it, and no later than its peer sends it in a run where all computes take one step: so the
+    A send follows the computation that makes its tensor. A receive is posted `ahead` computations before the one
+    that needs it, and no later than its peer sends it in a run where every computation takes one step: so the
     ranks cannot deadlock, even where a send blocks until its receive is posted. Messages of one boundary
-    and direction are received in the order in which they are sent. R follows the last B of its stage,
-    if it has one. Raises ValueError if the computes alone cannot run.
+    and direction are received in the order in which they are sent. A reduce follows the last computation that
+    completes a micro-batch of its stage, if there is one. Raises ValueError if the computations alone cannot run.
     """
-    placement = Placement.of(program)
-    steps = _steps(program, placement)
-    return [_lower_row(row, _receives(row, steps, placement, ahead), placement) for row in program]
+    dependencies = Dependencies.of(program)
+    steps = _steps(program, dependencies)
+    return [
+        _lower_rank(computes, _receives(computes, steps, dependencies, ahead), dependencies) for computes in program
+    ]
 
 
-def _steps(program: Program, placement: Placement) -> dict[Action, int]:
-    """Return in which step each compute runs, if each takes one step and messages none."""
+def _steps(program: Program, dependencies: Dependencies) -> dict[Action, int]:
+    """Return the step in which each computation runs if each takes one step and messages take none."""
     steps: dict[Action, int] = {}
     last = [0] * len(program)
-    for rank, compute in walk(program, placement.inputs):
-        last[rank] = 1 + max(last[rank], *(steps[made] for made in placement.inputs(compute)), 0)
+    for rank, compute in walk(program, dependencies.inputs):
+        last[rank] = 1 + max(last[rank], *(steps[earlier] for earlier in dependencies.inputs(compute)), 0)
         steps[compute] = last[rank]
     return steps
 
 
-def _lower_row(row: list[Action], receives: list[tuple[int, Action]], placement: Placement) -> list[Action]:
-    last_backward = {action.stage: index for index, action in enumerate(row) if action.op is Op.B}
+def _lower_rank(computes: list[Action], receives: list[tuple[int, Action]], dependencies: Dependencies) -> list[Action]:
+    last = {compute.stage: index for index, compute in enumerate(computes) if compute.operation.completes}
     unposted = deque(receives)
     lowered: list[Action] = []
-    for index, compute in enumerate(row):
+    for index, compute in enumerate(computes):
         while unposted and unposted[0][0] <= index:
             lowered.append(unposted.popleft()[1])
-        lowered += [compute, *placement.message(compute)[:1]]
-        if last_backward.get(compute.stage) == index:
+        lowered += [compute, *dependencies.messages(compute)[:1]]
+        if last.get(compute.stage) == index:
             lowered.append(Action(Op.R, compute.stage))
     return lowered
 
 
 def _receives(
-    row: list[Action], steps: dict[Action, int], placement: Placement, ahead: int
+    computes: list[Action], steps: dict[Action, int], dependencies: Dependencies, ahead: int
 ) -> list[tuple[int, Action]]:
-    """Return the receives of a row in posting order, each with the index of the compute it precedes."""
-    row_steps = [steps[compute] for compute in row]
+    """Return the receives of a rank in posting order, each with the index of the computation it precedes."""
+    own_steps = [steps[compute] for compute in computes]
     channels: defaultdict[tuple[Op, int], list[tuple[int, int, Action]]] = defaultdict(list)
-    for index, compute in enumerate(row):
-        source = placement.source(compute)
-        if source is None or not (message := placement.message(source)):
+    for index, compute in enumerate(computes):
+        source = dependencies.source(compute)
+        if source is None or not (messages := dependencies.messages(source)):
             continue
-        receive, sent = message[1], steps[source]
-        due = min(index - ahead, bisect_left(row_steps, sent))
+        receive, sent = messages[1], steps[source]
+        due = min(index - ahead, bisect_left(own_steps, sent))
         channels[receive.op, receive.stage].append((sent, due, receive))
     receives = [receive for channel in channels.values() for receive in _in_sending_order(channel)]
     return sorted(receives, key=lambda receive: receive[0])  # stable: a channel keeps its order
 
 
 def _in_sending_order(channel: list[tuple[int, int, Action]]) -> list[tuple[int, Action]]:
-    """Order (sent, due, receive) by `sent`; whatever is due pulls along all that were sent before it."""
+    """Order (sent, due, receive) by `sent`; a receive is due no later than any that is sent after it."""
     channel = sorted(channel, reverse=True)
     dues = accumulate((due for _, due, _ in channel), min)
     return [(due, receive) for due, (_, _, receive) in zip(dues, channel, strict=True)][::-1]

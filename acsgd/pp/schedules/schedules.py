@@ -1,11 +1,10 @@
-"""Schedules: in which order each rank of a pipeline runs the forwards (F) and backwards (B) of its stages.
+"""Schedules: the order in which each rank of a pipeline runs the forwards (F) and backwards (B) of its stages.
 
-A schedule is a frozen dataclass with one pure function, `rows`, and a formula, `bubble`, that the tests
-hold against the simulated program. The bubble is the idle share of all ranks' time if every F takes as long
-as every other, every B as long as every other, and messages no time at all; the ratio of B to F does not
-enter.
+A schedule is a frozen dataclass with a pure function, `program`, and a formula, `bubble`, against which the tests
+check the simulated program. The bubble is the idle share of the time of all ranks if all F take equally long, all B
+take equally long, and messages take no time; it does not depend on the ratio of B to F.
 
-To add a schedule, write such a class and name it in SCHEDULES: this is what gets it tested.
+To add a schedule, write such a class and add it to SCHEDULES; the tests run over this table.
 """
 
 from dataclasses import dataclass
@@ -14,20 +13,21 @@ from itertools import accumulate, pairwise
 from typing import ClassVar, Protocol
 
 from acsgd.pp.schedules.actions import Action, Op, Program
+from acsgd.pp.schedules.placement import Placement
 
 
 class Schedule(Protocol):
-    """What a schedule offers."""
+    """Interface of a schedule."""
 
     @property
     def chunks(self) -> int:
         """Stages per rank."""
 
     def program(self, ranks: int, micros: int) -> Program:
-        """Return the computes of each rank, in order."""
+        """Return the computations of each rank, in order."""
 
     def bubble(self, ranks: int, micros: int) -> Fraction:
-        """Return the idle share of all ranks' time: 0 = no rank ever waits."""
+        """Return the idle share of the time of all ranks, in [0, 1)."""
 
 
 @dataclass(frozen=True)
@@ -40,79 +40,78 @@ class GPipe:
     chunks: ClassVar[int] = 1
 
     def program(self, ranks: int, micros: int) -> Program:
-        """Return the computes of each rank, in order."""
-        return [_row(Op.F, rank, range(micros)) + _row(Op.B, rank, range(micros)) for rank in range(ranks)]
+        """Return the computations of each rank, in order."""
+        return [_computes(Op.F, rank, range(micros)) + _computes(Op.B, rank, range(micros)) for rank in range(ranks)]
 
     def bubble(self, ranks: int, micros: int) -> Fraction:
-        """Return the idle share of all ranks' time."""
+        """Return the idle share of the time of all ranks."""
         return Fraction(ranks - 1, micros + ranks - 1)
 
 
 @dataclass(frozen=True)
 class OneFOneB:
-    """Backward as soon as possible: as idle as GPipe, but keeps fewer activations.
+    """1F1B: each backward as early as possible. The bubble of GPipe with fewer micro-batches in flight.
 
-    PipeDream-Flush, Narayanan et al. 2020, arXiv:2006.09503, is lead=1: rank r keeps ranks - r
-    micro-batches, and every message stalls its receiver. In general it keeps lead * (ranks - r - 1) + 1,
-    and messages that take up to (lead - 1) * (F + B) / 2 are hidden behind computes once the pipeline is
-    full.
+    lead=1 is PipeDream-Flush, Narayanan et al. 2020, arXiv:2006.09503: rank r keeps the activations of ranks - r
+    micro-batches, and every message stalls its receiver. In general rank r keeps lead * (ranks - r - 1) + 1, and once
+    the pipeline is full, messages of up to (lead - 1) * (F + B) / 2 overlap with computations.
     """
 
     chunks: ClassVar[int] = 1
 
     lead: int = 1
-    """Forwards by which a rank leads the next; higher = hides slower messages, keeps more activations."""
+    """Number of forwards by which a rank is ahead of the next; higher = slower messages overlap, more activations."""
 
     def __post_init__(self) -> None:
-        _check(lead=self.lead)
+        _check_positive(lead=self.lead)
 
     def program(self, ranks: int, micros: int) -> Program:
-        """Return the computes of each rank, in order."""
+        """Return the computations of each rank, in order."""
         program = []
         for rank in range(ranks):
-            forwards, backwards = _row(Op.F, rank, range(micros)), _row(Op.B, rank, range(micros))
+            forwards, backwards = _computes(Op.F, rank, range(micros)), _computes(Op.B, rank, range(micros))
             program.append(_alternate(forwards, backwards, warmup=self.lead * (ranks - rank - 1)))
         return program
 
     def bubble(self, ranks: int, micros: int) -> Fraction:
-        """Return the idle share of all ranks' time."""
+        """Return the idle share of the time of all ranks."""
         return Fraction(ranks - 1, micros + ranks - 1)
 
 
 @dataclass(frozen=True)
 class Interleaved:
-    """1F1B over `chunks` stages per rank: about that much less bubble, for that many more messages.
+    """1F1B with `chunks` stages per rank: about 1/chunks of the bubble for `chunks` times the messages.
 
     Narayanan et al. 2021, arXiv:2104.04473, section 2.2.2. Micro-batches pass in rounds: a rank takes a
     whole round through one of its stages, then through its next one. Where `ranks` does not divide
-    `micros`, which Megatron-LM refuses, our rounds differ in length. The bubble is still the least that any
+    `micros`, which Megatron-LM refuses, rounds differ in length. The bubble is still the smallest that any
     order has: the last rank waits ranks - 1 forwards for its first input, and ranks - 1 backwards follow
-    its last one. With fewer micro-batches than ranks it is again the least: the last stage waits for the
-    first micro-batch to pass all others, and its last gradient has all others to pass.
+    its last one. With fewer micro-batches than ranks it is again the smallest: the last stage waits until the
+    first micro-batch has passed all others, and its last gradient has to pass all others.
     """
 
     chunks: int = 2
-    """Stages per rank; higher = less idle, but more messages and more activations."""
+    """Stages per rank; higher = smaller bubble, more messages, more activations."""
     lead: int = 2
-    """Forwards by which a rank leads the next; higher = hides slower messages, keeps more activations."""
+    """Number of forwards by which a rank is ahead of the next; higher = slower messages overlap, more activations."""
 
     def __post_init__(self) -> None:
-        _check(chunks=self.chunks, lead=self.lead)
+        _check_positive(chunks=self.chunks, lead=self.lead)
 
     def program(self, ranks: int, micros: int) -> Program:
-        """Return the computes of each rank, in order."""
+        """Return the computations of each rank, in order."""
         rounds = _rounds(ranks, micros)
         program = []
         for rank in range(ranks):
-            mine = range(rank, ranks * self.chunks, ranks)
-            forwards = [action for turn in rounds for stage in mine for action in _row(Op.F, stage, turn)]
-            backwards = [action for turn in rounds for stage in mine[::-1] for action in _row(Op.B, stage, turn)]
+            stages = Placement(ranks, ranks * self.chunks).stages_of(rank)
+            forwards = [action for turn in rounds for stage in stages for action in _computes(Op.F, stage, turn)]
+            backwards = [action for turn in rounds for stage in stages[::-1] for action in _computes(Op.B, stage, turn)]
             warmup = (self.chunks - 1) * len(rounds[0]) + self.lead * (ranks - rank - 1)
             program.append(_alternate(forwards, backwards, warmup))
         return program
 
     def bubble(self, ranks: int, micros: int) -> Fraction:
-        """Return the idle share of all ranks' time."""
+        """Return the idle share of the time of all ranks."""
         idle = self.chunks * max(ranks - micros, 0) + min(ranks, micros) - 1
         return Fraction(idle, self.chunks * micros + idle)
 
@@ -120,19 +119,19 @@ class Interleaved:
 SCHEDULES: dict[str, type[Schedule]] = {"gpipe": GPipe, "1f1b": OneFOneB, "interleaved": Interleaved}
 
 
-def _row(op: Op, stage: int, micros: range) -> list[Action]:
+def _computes(op: Op, stage: int, micros: range) -> list[Action]:
     return [Action(op, stage, micro) for micro in micros]
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
-    """Return `warmup` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Return `warmup` forwards, then forwards and backwards in turn, then the remaining backwards."""
     warmup = min(warmup, len(forwards))
     turns = [action for turn in zip(forwards[warmup:], backwards, strict=False) for action in turn]
     return forwards[:warmup] + turns + backwards[len(backwards) - warmup :]
 
 
 def _rounds(ranks: int, micros: int) -> list[range]:
-    """Cut micro-batches into rounds that differ by one at most, none shorter than `ranks` if possible.
+    """Split micro-batches into rounds whose lengths differ by at most one, none shorter than `ranks` if possible.
 
     A round shorter than `ranks` leaves ranks idle each time it passes from one chunk to the next.
     """
@@ -143,7 +142,7 @@ def _rounds(ranks: int, micros: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(accumulate(lengths, initial=0))]
 
 
-def _check(**options: int) -> None:
+def _check_positive(**options: int) -> None:
     for name, value in options.items():
         if value < 1:
             raise ValueError(f"{name}={value}: must be at least 1; type {name}=1")

@@ -1,4 +1,4 @@
-"""A program on a time axis: when every action runs, how idle each rank is, what it has to remember.
+"""Simulate a program: when each action runs, the idle share of each rank, and the activations it keeps.
 
 python -m acsgd.pp.schedules.simulate interleaved:chunks=2 4 8 --message 0.5
 """
@@ -10,32 +10,33 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple, cast
 
-from acsgd.config import spec as registry
-from acsgd.pp.schedules.actions import ROUTES, SENT_AFTER, Action, Op, Placement, Program, grid, walk
+from acsgd.config.spec import from_spec
+from acsgd.pp.schedules.actions import Action, Program, label_ranks
+from acsgd.pp.schedules.dependencies import Dependencies, walk
 from acsgd.pp.schedules.lowering import AHEAD, lower
 from acsgd.pp.schedules.schedules import SCHEDULES, Schedule
 
-Time = float | Fraction  # in any unit; whole numbers and fractions stay exact
+Time = float | Fraction
+"""In any unit; integers and fractions stay exact."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """How long actions take: a single time, or one per stage (message: per boundary, from the first)."""
+    """Durations of actions: one value for all, or one per stage (message: one per boundary, from the first)."""
 
     forward: Time | Sequence[Time] = 1
     backward: Time | Sequence[Time] = 2
     message: Time | Sequence[Time] = 0
 
     def of(self, action: Action) -> Time:
-        """Return how long an action takes: a compute of its rank, a send of its link, the others none."""
-        op, stage, _ = action
-        match op:
-            case Op.F:
-                return _at(self.forward, stage)
-            case Op.B:
-                return _at(self.backward, stage)
-            case Op.SF | Op.SB:
-                return _at(self.message, min(stage, stage + ROUTES[SENT_AFTER[op]].step))
+        """Return the duration of an action: computations occupy the rank, sends the link; all others take no time."""
+        match action.operation.kind, action.operation.phase:
+            case "compute", "forward":
+                return _at(self.forward, action.stage)
+            case "compute", _:
+                return _at(self.backward, action.stage)
+            case "send", _:
+                return _at(self.message, action.boundary)
         return 0
 
 
@@ -44,7 +45,7 @@ def _at(cost: Time | Sequence[Time], index: int) -> Time:
 
 
 class Span(NamedTuple):
-    """When an action starts and ends; for a send, when its message is on the wire."""
+    """Start and end of an action; for a send, of the transfer of its message."""
 
     start: Time
     end: Time
@@ -52,97 +53,102 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A program that has run."""
+    """The spans of all actions of a program."""
 
     program: Program
     spans: dict[Action, Span]
 
     @property
     def makespan(self) -> Time:
-        """The time at which the last action ends."""
+        """Time at which the last action ends."""
         return max(span.end for span in self.spans.values())
 
     @property
     def busy(self) -> list[Time]:
-        """How long each rank computes."""
-        return [sum(self._length(action) for action in row if action.op in ROUTES) for row in self.program]
+        """Total time of the computations of each rank."""
+        return [sum(self._length(action) for action in _computes(actions)) for actions in self.program]
 
     @property
     def bubble(self) -> Fraction:
-        """The idle share of all ranks' time."""
+        """Idle share of the time of all ranks."""
         return 1 - Fraction(sum(self.busy)) / Fraction(self.makespan * len(self.program))
 
     @property
-    def live(self) -> list[int]:
-        """The most activations each rank keeps at once: one per stage and micro-batch, from F to B."""
-        return [_peak(row) for row in self.program]
+    def peak_in_flight(self) -> list[int]:
+        """Largest number of (stage, micro-batch) pairs whose activations each rank keeps at once."""
+        return [_peak_in_flight(actions) for actions in self.program]
 
     def _length(self, action: Action) -> Time:
         return self.spans[action].end - self.spans[action].start
 
     def draw(self) -> str:
-        """Draw the computes on one time axis, a line per rank: = is work that goes on, blank is idle."""
-        computes = [action for row in self.program for action in row if action.op in ROUTES]
+        """Draw the computations on one time axis, one line per rank: = continues a computation, blank is idle."""
+        computes = [action for actions in self.program for action in _computes(actions)]
         shortest: Time = min((length for action in computes if (length := self._length(action))), default=1)
         columns = (1 + max(len(str(action)) for action in computes)) / shortest  # per unit of time
-        return grid([self._line(row, columns) for row in self.program])
+        return label_ranks([self._line(actions, columns) for actions in self.program])
 
-    def _line(self, row: list[Action], columns: Time) -> str:
+    def _line(self, actions: list[Action], columns: Time) -> str:
         line = ""
-        for action in row:
-            if action.op in ROUTES:
-                start, end = (round(time * columns) for time in self.spans[action])
-                line = line.ljust(start) + str(action).ljust(end - start - 1, "=") + " "
+        for action in _computes(actions):
+            start, end = (round(time * columns) for time in self.spans[action])
+            line = line.ljust(start) + str(action).ljust(end - start - 1, "=") + " "
         return line.rstrip()
 
 
-def _peak(row: list[Action]) -> int:
-    live = peak = 0
-    for action in row:
-        live += (action.op is Op.F) - (action.op is Op.B)
-        peak = max(peak, live)
+def _computes(actions: list[Action]) -> list[Action]:
+    return [action for action in actions if action.is_compute]
+
+
+def _peak_in_flight(actions: list[Action]) -> int:
+    in_flight = peak = 0
+    for action in actions:
+        in_flight += (action.operation.phase == "forward") - action.operation.completes
+        peak = max(peak, in_flight)
     return peak
 
 
 def simulate(program: Program, cost: Cost) -> Timeline:
     """Run a lowered program as fast as its messages allow. Raises ValueError if it deadlocks.
 
-    Sends run beside the computes. A link, from one rank to another, carries one message at a time, in the
-    order in which they were sent, each no sooner than its receive is posted.
+    Sends overlap with computations. The link from one rank to another carries one message at a time, in sending
+    order, each no sooner than its receive is posted.
     """
-    placement = Placement.of(program)
+    dependencies = Dependencies.of(program)
     rank_free: defaultdict[int, Time] = defaultdict(int)
     link_free: defaultdict[tuple[int, int], Time] = defaultdict(int)
     spans: dict[Action, Span] = {}
-    for rank, action in walk(program, placement.needs):
-        start = max([rank_free[rank], *(spans[need].end for need in placement.needs(action))])
-        if action.op in SENT_AFTER:
-            peer = placement.rank_of(action.stage + ROUTES[SENT_AFTER[action.op]].step)
-            start = max(start, link_free[rank, peer])
-            link_free[rank, peer] = start + cost.of(action)
+    for rank, action in walk(program, dependencies.needs):
+        start = max([rank_free[rank], *(spans[need].end for need in dependencies.needs(action))])
+        if action.operation.kind == "send":
+            link = rank, dependencies.placement.rank_of(action.peer)
+            start = max(start, link_free[link])
+            link_free[link] = start + cost.of(action)
         spans[action] = Span(start, start + cost.of(action))
-        if action.op in ROUTES:
+        if action.is_compute:
             rank_free[rank] = spans[action].end
     return Timeline(program, spans)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print how a schedule runs."""
+    """Draw a schedule on a time axis and print its bubble and memory."""
     parser = argparse.ArgumentParser(prog="python -m acsgd.pp.schedules.simulate", description=main.__doc__)
     parser.add_argument("schedule", help=" | ".join(SCHEDULES) + ", with its options: interleaved:chunks=2")
-    parser.add_argument("ranks", type=int)
-    parser.add_argument("micros", type=int)
+    parser.add_argument("ranks", type=int, help="ranks of the pipeline")
+    parser.add_argument("micros", type=int, help="micro-batches of a step")
     parser.add_argument("--forward", type=Fraction, default=1, help="time of one forward of one stage")
     parser.add_argument("--backward", type=Fraction, default=2, help="time of one backward of one stage")
     parser.add_argument("--message", type=Fraction, default=0, help="time of one message on the wire")
-    parser.add_argument("--ahead", type=int, default=AHEAD, help="computes by which a receive is posted ahead")
+    parser.add_argument(
+        "--ahead", type=int, default=AHEAD, help="number of computations by which a receive is posted before its use"
+    )
     options = parser.parse_args(arguments)
-    schedule = cast(Schedule, registry.from_spec(options.schedule, SCHEDULES, key="pp.schedule"))
+    schedule = cast(Schedule, from_spec(options.schedule, SCHEDULES, key="pp.schedule"))
     cost = Cost(options.forward, options.backward, options.message)
     timeline = simulate(lower(schedule.program(options.ranks, options.micros), options.ahead), cost)
     print(timeline.draw())
     print(f"makespan {float(timeline.makespan):g}, bubble {float(timeline.bubble):.1%}")
-    print(f"activations kept, at most, by rank: {', '.join(map(str, timeline.live))}")
+    print(f"micro-batches in flight, at most, by rank: {', '.join(map(str, timeline.peak_in_flight))}")
 
 
 if __name__ == "__main__":
