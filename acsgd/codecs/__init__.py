@@ -1,4 +1,7 @@
-"""Codecs: tensor <-> bytes. To add one, write its file and one line in the table; that also gets it tested."""
+"""Codecs: tensor <-> bytes.
+
+To add a codec, write its file and add a line to the table, which also gets it tested.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from acsgd.codecs.identity import Identity
 from acsgd.codecs.lloyd import Lloyd
 from acsgd.config.spec import from_spec
 
-CODECS: dict[str, type] = {"none": Identity, "fixpoint": FixPoint, "lloyd": Lloyd, "hadamard": Hadamard}
+CODECS: dict[str, type[Codec]] = {"none": Identity, "fixpoint": FixPoint, "lloyd": Lloyd, "hadamard": Hadamard}
 
 
 def parse(spec: str, *, key: str = "codec") -> Codec:
-    """Return the codec of a spec, for example "none:dtype=bf16". key: named in errors. Raises ValueError."""
+    """Return the codec of a spec string, such as "none:dtype=bf16". key: Named in errors. Raises ValueError."""
     codec: Codec = from_spec(spec, CODECS, key=key)
     return codec

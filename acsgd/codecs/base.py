@@ -1,6 +1,6 @@
-"""What a codec is, and how its fields become one message.
+"""The codec protocol, and the layout of an encoded tensor's fields in one message.
 
-n = bytes of a message. A codec is pure: no rank, no state, no torch.distributed.
+n = length of a message, bytes. Codecs are pure functions: no rank, no state, no torch.distributed.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes; every field of a message starts at a multiple, so that it can be viewed in its own dtype."""
+"""Bytes. Each field of a message starts at a multiple of this, so that it can be viewed in its own dtype."""
 
 
 class NotFiniteError(ValueError):
-    """A tensor with NaN or inf, which a codec cannot encode."""
+    """Raised by a codec for a tensor that contains NaN or infinity."""
 
 
 class Field(NamedTuple):
-    """One tensor of a message."""
+    """Dtype and shape of one encoded tensor in a message."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -31,10 +31,11 @@ class Field(NamedTuple):
 
 
 Wire = tuple[Field, ...]
+"""The fields of a message, in order."""
 
 
 class Codec(Protocol):
-    """Turns a tensor into the fields that travel, and back. Implemented by frozen dataclasses."""
+    """Encodes a tensor into fields of known dtype and shape. Implemented by frozen dataclasses."""
 
     @property
     def entropy_coding(self) -> bool:
@@ -42,7 +43,7 @@ class Codec(Protocol):
         ...
 
     def wire(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Wire:
-        """Declare what travels for a tensor of this shape and dtype."""
+        """Return the fields that encode a tensor of this shape and dtype."""
         ...
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -50,26 +51,42 @@ class Codec(Protocol):
         ...
 
     def decode(self, fields: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the tensor that the fields stand for. May alias the fields."""
+        """Return the decoded tensor. It may share memory with the fields."""
+        ...
+
+    def error_bound(self, x: Tensor) -> Tensor:
+        """Return an upper bound of |decode(encode(x)) - x| for each element, fp64, in the shape of `x`.
+
+        Holds for finite `x` if no decoded value exceeds the range of its dtype.
+        """
         ...
 
 
+def rounding_bound(x: Tensor, bound: Tensor) -> Tensor:
+    """Widen an error bound of exact arithmetic by the rounding of fp32 arithmetic and of the result to `x.dtype`."""
+    info = torch.finfo(x.dtype)
+    unit = info.eps / 2 + 8 * torch.finfo(torch.float32).eps
+    return bound + unit * (x.double().abs() + bound) + info.tiny * info.eps / 2
+
+
 def wire_bytes(wire: Wire) -> int:
-    """Length of the message that carries these fields."""
+    """Return the length of a message, including the padding that aligns its fields."""
     return sum(_aligned(field.nbytes) for field in wire)
 
 
 def pack(fields: tuple[Tensor, ...], buffer: Tensor) -> None:
-    """Copy the fields into `buffer`, uint8[n] with n = wire_bytes; on a GPU without waiting for the copy."""
+    """Copy fields into `buffer`, uint8[n] with n = wire_bytes, and zero the padding. Asynchronous for GPU fields."""
     offset = 0
     for tensor in fields:
         field = Field(tensor.dtype, tuple(tensor.shape))
         _view(buffer, offset, field).copy_(tensor, non_blocking=True)
-        offset += _aligned(field.nbytes)
+        end, offset = offset + field.nbytes, offset + _aligned(field.nbytes)
+        if end < offset:
+            buffer[end:offset] = 0
 
 
 def unpack(buffer: Tensor, wire: Wire) -> tuple[Tensor, ...]:
-    """Return views into `buffer`, uint8[n], one per field of the wire."""
+    """Return views of the fields in `buffer`, uint8[n]."""
     fields, offset = [], 0
     for field in wire:
         fields.append(_view(buffer, offset, field))

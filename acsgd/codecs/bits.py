@@ -1,8 +1,8 @@
-"""Codes of 1 to 8 bits <-> one continuous bit stream.
+"""Bit packing: codes of 1 to 8 bits <-> one contiguous bit stream.
 
-The stream is what numpy.packbits makes of the last `bits` bits of every code, in order, most significant bit first;
-only its last byte is padded, with zeros. Nothing is ever spread to one bit per byte: neighbours are joined two by two
-inside words of 16, 32 and 64 bits, until a word holds whole bytes. Hosts and devices are little-endian.
+The stream equals numpy.packbits of the low `bits` bits of each code, in order, most significant bit first; the last
+byte is padded with zeros. Instead of expanding to one bit per byte, neighbouring codes are merged pairwise in words of
+16, 32 and 64 bits until a word holds whole bytes. Assumes a little-endian host and device.
 """
 
 from __future__ import annotations
@@ -12,85 +12,85 @@ from torch import Tensor
 from torch.nn import functional
 
 BLOCK = 1 << 18
-"""Codes at a time on a CPU: 1 MiB as fp32, about a core's own cache, and enough for the cost of a call not to show."""
-_WHOLE = 1 << 26
-"""Codes at a time elsewhere: every block costs launches, so only memory limits it."""
+"""Codes per block on a CPU: 1 MiB as fp32, about the size of an L2 cache, and enough to amortise call overhead."""
+_DEVICE_BLOCK = 1 << 26
+"""Codes per block on other devices. Each block costs kernel launches, so only memory limits the size."""
 _WORDS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Length of the stream of `count` codes."""
+    """Return the length of the stream of `count` codes."""
     return -(-count * bits // 8)
 
 
-def block_codes(device: torch.device) -> int:
-    """How many codes to work on at a time; a multiple of 8, so that blocks meet between two bytes."""
-    return BLOCK if device.type == "cpu" else _WHOLE
+def block_size(device: torch.device) -> int:
+    """Return the number of codes to process at a time: a multiple of 8, so that blocks end at byte boundaries."""
+    return BLOCK if device.type == "cpu" else _DEVICE_BLOCK
 
 
-def stream_of(stream: Tensor, start: int, count: int, bits: int) -> Tensor:
-    """View the bytes of `count` codes from code `start`, a multiple of 8."""
+def stream_slice(stream: Tensor, start: int, count: int, bits: int) -> Tensor:
+    """Return a view of the bytes of `count` codes, starting at code `start`, a multiple of 8."""
     first = start * bits // 8
     return stream[first : first + packed_bytes(count, bits)]
 
 
 def pack_bits(codes: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
-    """Return the stream uint8[packed_bytes(n, bits)] of codes uint8[n], each below 2**bits; `out` is overwritten."""
+    """Pack codes, uint8[n], each below 2**bits, into a stream, uint8[packed_bytes(n, bits)]: `out`, or a new tensor."""
     if out is None:
         out = codes.new_empty(packed_bytes(len(codes), bits))
-    size = block_codes(codes.device)
+    size = block_size(codes.device)
     for start in range(0, len(codes), size):
         block = codes[start : start + size]
-        _pack_block(block, bits, stream_of(out, start, len(block), bits))
+        _pack_block(block, bits, stream_slice(out, start, len(block), bits))
     return out
 
 
 def unpack_bits(stream: Tensor, bits: int, count: int) -> Tensor:
-    """Return the codes uint8[count] of a stream uint8[packed_bytes(count, bits)]; at 8 bits the stream itself."""
+    """Unpack a stream, uint8[packed_bytes(count, bits)], into codes, uint8[count]. At 8 bits these are the stream."""
     if bits == 8:
         return stream
     codes = stream.new_empty(-(-count // 8) * 8)
-    size = block_codes(stream.device)
+    size = block_size(stream.device)
     for start in range(0, count, size):
         block = codes[start : start + size]
-        _unpack_block(stream_of(stream, start, min(size, count - start), bits), bits, block)
+        _unpack_block(stream_slice(stream, start, min(size, count - start), bits), bits, block)
     return codes[:count]
 
 
 def _pack_block(codes: Tensor, bits: int, out: Tensor) -> None:
-    if len(codes) % 8 or codes.storage_offset() % 8:  # torch views a tensor in a wider type only where it is aligned
+    if len(codes) % 8 or codes.storage_offset() % 8:  # views in a wider dtype need alignment
         codes = functional.pad(codes, (0, -len(codes) % 8))
-    for size in _rounds(bits):
-        words, joined = codes.view(_WORDS[size]), bits * size // 8
-        # The earlier half, below, moves up to meet the later half; what it drags along lies above both.
-        words = torch.add(words >> size // 2, words, alpha=1 << joined // 2)
-        codes = words.bitwise_and_((1 << joined) - 1).view(torch.uint8)
+    for size in _word_sizes(bits):
+        words, merged = codes.view(_WORDS[size]), bits * size // 8
+        # Shift the earlier (low) half up next to the later half, then mask the bits that were carried above both.
+        words = torch.add(words >> size // 2, words, alpha=1 << merged // 2)
+        codes = words.bitwise_and_((1 << merged) - 1).view(torch.uint8)
     out.copy_(_take_bytes(codes, bits)[: len(out)])
 
 
 def _unpack_block(stream: Tensor, bits: int, out: Tensor) -> None:
-    """Undo _pack_block; out: uint8[n], n a multiple of 8."""
+    """Invert _pack_block. out: uint8[n], n a multiple of 8."""
     missing = packed_bytes(len(out), bits) - len(stream)
     codes = _put_bytes(functional.pad(stream, (0, missing)) if missing else stream, bits)
-    for size in reversed(_rounds(bits)):
+    for size in reversed(_word_sizes(bits)):
         words, half = codes.view(_WORDS[size]), bits * size // 16
         words = torch.add(words >> half, words, alpha=1 << size // 2)
         codes = words.bitwise_and_(((1 << half) - 1) * (1 + (1 << size // 2))).view(torch.uint8)
     out.copy_(codes)
 
 
-def _rounds(bits: int) -> list[int]:
-    """Sizes in bits of the words in which codes are joined: up to the first that then holds whole bytes."""
+def _word_sizes(bits: int) -> list[int]:
+    """Return the word sizes, in bits, of the merging rounds: up to the first at which a word holds whole bytes."""
     sizes = [16, 32, 64] if bits < 8 else []
     return sizes[: next((i for i, size in enumerate(sizes, 1) if bits * size // 8 % 8 == 0), 0)]
 
 
 def _word(bits: int) -> torch.dtype:
-    return _WORDS[_rounds(bits)[-1]] if bits < 8 else torch.uint8
+    return _WORDS[_word_sizes(bits)[-1]] if bits < 8 else torch.uint8
 
 
 def _take_bytes(words: Tensor, bits: int) -> Tensor:
-    """Return the bytes of the joined codes, which lie at the bottom of each word, the last one lowest."""
+    """Return the bytes of merged codes, which are the low bytes of each word in reverse order."""
     words = words.view(_word(bits))
     count = words.itemsize * bits // 8
     if count == 1:
@@ -102,7 +102,7 @@ def _take_bytes(words: Tensor, bits: int) -> Tensor:
 
 
 def _put_bytes(stream: Tensor, bits: int) -> Tensor:
-    """Undo _take_bytes."""
+    """Invert _take_bytes."""
     word = _word(bits)
     count = word.itemsize * bits // 8
     if count == 1:

@@ -1,6 +1,6 @@
-"""The update of a delta memory: what travels is the encoded difference to what both ends remember.
+"""Updates of an activation cache: the encoded difference to the cache entry is sent and added to the entry.
 
-Sender and receiver do the same arithmetic with the same fields, so their memories stay equal bit for bit.
+Sender and receiver compute the same update from the same fields, so their entries stay equal bit for bit.
 """
 
 from __future__ import annotations
@@ -14,37 +14,43 @@ from acsgd.codecs.base import Codec
 
 
 @runtime_checkable
-class Updater(Protocol):
-    """A codec with a faster way to do what the functions below do, with equal results; `m` is contiguous."""
+class FusedUpdate(Protocol):
+    """A codec with faster versions of the functions below, for a contiguous entry and with equal results."""
 
-    def encode_update(self, x: Tensor, m: Tensor) -> tuple[Tensor, ...]: ...
+    def encode_update(self, x: Tensor, entry: Tensor) -> tuple[Tensor, ...]: ...
 
-    def decode_update(self, fields: tuple[Tensor, ...], m: Tensor, dtype: torch.dtype) -> Tensor: ...
+    def decode_update(self, fields: tuple[Tensor, ...], entry: Tensor, dtype: torch.dtype) -> Tensor: ...
 
 
-def encode_update(codec: Codec, x: Tensor, m: Tensor) -> tuple[Tensor, ...]:
-    """Return the fields of `codec` for x - m, and add to `m`, in place, what they decode to.
+def encode_update(codec: Codec, x: Tensor, entry: Tensor) -> tuple[Tensor, ...]:
+    """Return the encoded difference x - entry, and add what it decodes to to `entry`, in place.
 
-    x: of any float dtype; m: fp32 or fp16, of the same shape. The difference and the sum are taken in fp32; a memory
-    saturates instead of overflowing. Raises NotFiniteError, and then leaves `m` as it was.
+    Difference and sum are computed in fp32. Entries saturate instead of overflowing.
+
+    Args:
+        x: Activations of any float dtype.
+        entry: Cache entry, fp32 or fp16, of the same shape.
+
+    Raises:
+        NotFiniteError: The difference is not finite. `entry` is then unchanged.
     """
-    if isinstance(codec, Updater) and m.is_contiguous():
-        return codec.encode_update(x, m)
-    fields = codec.encode(x.detach().float() - m.float())
-    add_saturated(m, codec.decode(fields, tuple(m.shape), torch.float32))
+    if isinstance(codec, FusedUpdate) and entry.is_contiguous():
+        return codec.encode_update(x, entry)
+    fields = codec.encode(x.detach().float() - entry.float())
+    add_saturated(entry, codec.decode(fields, tuple(entry.shape), torch.float32))
     return fields
 
 
-def decode_update(codec: Codec, fields: tuple[Tensor, ...], m: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add to `m`, in place, what the fields decode to; return the sum before it is rounded for `m`, as `dtype`."""
-    if isinstance(codec, Updater) and m.is_contiguous():
-        return codec.decode_update(fields, m, dtype)
-    return add_saturated(m, codec.decode(fields, tuple(m.shape), torch.float32)).to(dtype)
+def decode_update(codec: Codec, fields: tuple[Tensor, ...], entry: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add the decoded difference to `entry`, in place. Return the sum before it is rounded for `entry`, as `dtype`."""
+    if isinstance(codec, FusedUpdate) and entry.is_contiguous():
+        return codec.decode_update(fields, entry, dtype)
+    return add_saturated(entry, codec.decode(fields, tuple(entry.shape), torch.float32)).to(dtype)
 
 
-def add_saturated(m: Tensor, values: Tensor) -> Tensor:
-    """Add fp32 values to `m`, fp32 or fp16, in place and without overflow; return the fp32 sum as it was before."""
-    total = m.float() + values
-    largest = torch.finfo(m.dtype).max
-    m.copy_(total.clamp(-largest, largest))
+def add_saturated(entry: Tensor, values: Tensor) -> Tensor:
+    """Add fp32 values to `entry`, fp32 or fp16, in place, clamped to its range. Return the exact fp32 sum."""
+    total = entry.float() + values
+    largest = torch.finfo(entry.dtype).max
+    entry.copy_(total.clamp(-largest, largest))
     return total

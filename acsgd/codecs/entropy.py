@@ -1,9 +1,8 @@
-"""An entropy coder for whole messages: any bytes <-> fewer bytes, without loss.
+"""Entropy coding of messages: lossless, with Huffman codes over bytes.
 
-Huffman codes over bytes (zlib's, without its search for repetitions, in which packed codes are poor): 2 codes of 4
-bits or 4 codes of 2 bits share a byte and get one Huffman code together, so an element may take less than a bit. The
-code is fitted anew to every 32 KiB, so parts of a message may differ. Python's lock is free meanwhile: it runs beside
-the training.
+zlib's DEFLATE without its search for repetitions, of which packed codes have few. Two 4-bit codes or four 2-bit codes
+share a byte and thus a Huffman code, so an element may take less than one bit. The Huffman code is fitted to each
+32 KiB separately. zlib releases the GIL, so coding in a thread overlaps with training.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ import zlib
 from torch import Tensor
 
 _RAW = -zlib.MAX_WBITS
-"""Without header and checksum: the frame of the message has its length, and the network its own checksums."""
+"""Raw DEFLATE, without header and checksum: the frame holds the length, and the network adds checksums."""
 
 
-def compress_(body: Tensor) -> int:
-    """Make the bytes of a message, uint8[n] in host memory, shorter in place; return how many they are now.
+def compress_(message: Tensor) -> int:
+    """Entropy-code a message, uint8[n] in host memory, in place. Return its new length.
 
-    n, if they do not get shorter; they are then as they were.
+    If coding does not shorten it, the message is left unchanged, and the length is n.
     """
     coder = zlib.compressobj(1, zlib.DEFLATED, _RAW, 9, zlib.Z_HUFFMAN_ONLY)
-    view = body.numpy().data
+    view = message.numpy().data
     coded = coder.compress(view) + coder.flush()
     if len(coded) >= len(view):
         return len(view)
@@ -30,13 +29,15 @@ def compress_(body: Tensor) -> int:
     return len(coded)
 
 
-def decompress(coded: Tensor, body: Tensor) -> None:
-    """Decode an entropy-coded message into `body`, uint8[n]; both in host memory. Raises ValueError if corrupt."""
-    view, decoder = body.numpy().data, zlib.decompressobj(_RAW)
+def decompress(coded: Tensor, message: Tensor) -> None:
+    """Decode an entropy-coded message into `message`, uint8[n]; both in host memory. Raises ValueError if corrupt."""
+    view, decoder = message.numpy().data, zlib.decompressobj(_RAW)
     try:
         decoded = decoder.decompress(coded.numpy().data, len(view) + 1)
     except zlib.error as error:
-        raise ValueError(f"{len(coded)} bytes are not what the entropy coder makes: {error}") from None
+        raise ValueError(f"corrupt entropy-coded message of {len(coded)} bytes: {error}") from None
     if len(decoded) != len(view) or not decoder.eof or decoder.unused_data:
-        raise ValueError(f"{len(coded)} bytes decode to {len(decoded)} or more instead of {len(view)}")
+        raise ValueError(
+            f"corrupt entropy-coded message: its {len(coded)} bytes decode to {len(decoded)} or more, not {len(view)}"
+        )
     view[:] = decoded

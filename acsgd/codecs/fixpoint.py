@@ -1,7 +1,7 @@
-"""Uniform levels between minus and plus a scale: the quantiser of AQ-SGD, for 1 to 8 bits.
+"""Uniform quantization between minus and plus a scale, with 1 to 8 bits: the quantizer of AQ-SGD.
 
-Source of the levels and of the bit stream: AQ-SGD (arXiv 2206.01299) and its code. Unlike there, a tensor that is all
-zeros, tiny or huge decodes without NaN, 1 bit is of use, and rounding may be stochastic.
+Levels and bit stream follow AQ-SGD (arXiv:2206.01299) and its code. Unlike the original, it decodes all-zero, tiny and
+huge tensors without NaN, has useful levels at 1 bit, and offers stochastic rounding.
 """
 
 from __future__ import annotations
@@ -14,59 +14,68 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from acsgd.codecs.base import Field, Wire
-from acsgd.codecs.bits import pack_bits, packed_bytes, stream_of, unpack_bits
+from acsgd.codecs.base import Field, Wire, rounding_bound
+from acsgd.codecs.bits import pack_bits, packed_bytes, stream_slice, unpack_bits
 from acsgd.codecs.cache_update import add_saturated
-from acsgd.codecs.kernels import Levels, kernels_for
+from acsgd.codecs.kernels import Quantization, kernels_for
 from acsgd.codecs.layout import Dims, Layout, check_dims, decode_blocks, encode_blocks, layout_of
-from acsgd.codecs.scales import TINIEST, Measure, divisor, from_wire, measure, scale_fields, to_wire
+from acsgd.codecs.scales import (
+    MIN_SCALE,
+    Statistic,
+    as_divisors,
+    decode_scales,
+    encode_scales,
+    measure,
+    scale_fields,
+)
 
 CodesOf = Callable[[Tensor, Tensor], Tensor]
-"""fp32 [rows, width] and the divisors beside them -> codes uint8, as many."""
-ROUND = 1.5 * 2.0**23
-"""Added to |v| < 2**22 it leaves no digits behind the point: v rounded half to even sits in the low bits of the sum."""
+"""Quantizer of a block: (fp32 [rows, width], divisors that broadcast against it) -> codes, uint8."""
+ROUND_OFFSET = 1.5 * 2.0**23
+"""Adding it to |v| < 2**22 rounds v to an integer, half to even, and leaves that integer in the low mantissa bits."""
 
 
 @dataclass(frozen=True)
 class FixPoint:
-    """Round x / s to multiples of 2**(1 - bits) in [-1, 1); s is a scale per channel, token, group or tensor.
+    """Round x / s to multiples of 2**(1 - bits) in [-1, 1), with a scale s per channel, token, group or tensor.
 
-    With f = bits - 1: code = clip(round_half_even(x / s * 2**f), -2**f, 2**f - 1) + 2**f, and it decodes to
-    (code - 2**f) / 2**f * s. Zero is a level; plus s is none, so the largest positive element loses one step. At 1 bit
-    the levels are -s and s, where s is the mean magnitude, which minimises the squared error.
+    With f = 2**(bits - 1): code = clip(round_half_even(x / s * f), -f, f - 1) + f, decoded as (code - f) / f * s. Zero
+    is a level; +s is not, so the largest positive element loses one quantization step. At 1 bit the levels are -s and
+    s, where s is the mean magnitude, which minimizes the squared error.
 
-    The fastest codec, and the one of AQ-SGD. At 2 bits and more, `lloyd` has a smaller error in as many bytes.
+    The fastest codec. With 2 bits and more, `lloyd` has a smaller error in the same number of bytes.
     """
 
     RENAMED: ClassVar[dict[str, str]] = {"reach": "clip", "means": "centroids", "squeeze": "entropy_coding"}
 
     bits: int = 8
-    """Per element, 1 to 8."""
+    """Bits per element, 1 to 8."""
     scale: Literal["max", "l2"] = "max"
-    """s = the largest magnitude, or `clip` times the root mean square, which clips what is larger: better for 2 and 3
-    bits on bell-shaped data, very bad where there are outliers. No difference at 1 bit."""
+    """Scale s: the largest magnitude, or `clip` times the root mean square, which clips larger elements. "l2" is better
+    for 2 and 3 bits on bell-shaped data, and much worse with outliers. No difference at 1 bit."""
     clip: float = 2.0
-    """With scale=l2: s in root mean squares. Large, beside many levels, it makes the levels equally far apart whatever
-    the range of the data; most codes are then the same few, which `entropy_coding` makes short."""
+    """Clipping threshold of scale=l2, root mean squares; in (0, 65536]. A large threshold with many bits gives a
+    quantization step that is independent of outliers; most codes are then equal, so `entropy_coding` pays off."""
     dims: Dims = "channel"
-    """Which elements share a scale: an index of the last dimension, a vector along it, all, or `group` neighbours."""
+    """Elements that share a scale: an index of the last dimension ("channel"), a vector along it ("token"), the whole
+    "tensor", or "group" = `group` neighbours."""
     group: int = 0
-    """Elements that share a scale, where dims is "group"; each scale is 2 bytes."""
+    """Group size of dims=group, elements. Each group costs a scale of 2 bytes."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """"stochastic": up or down at random, so that the expectation is x. Larger errors than nearest, but they average
-    out over time. The randomness comes from the data: the same x always gives the same bytes, another x others."""
+    """Rounding of x / s. "stochastic" rounds up or down at random, so that the expectation is x: a larger error, but
+    unbiased. The random numbers are seeded by the data, so equal tensors give equal bytes."""
     centroids: bool = False
-    """Whether what is not 0 decodes to about the mean of what was rounded to its code, which lies nearer to 0 than the
-    level: a share of a step, fitted to the tensor, 2 bytes. With wide levels a third of the error goes."""
+    """Whether nonzero codes decode to the approximate centroid of their bin, which is closer to 0 than its level: one
+    shift, fitted to the tensor, 2 bytes. Removes a third of the error at large quantization steps."""
     entropy_coding: bool = False
-    """Whether messages pass an entropy coder (codecs/entropy.py): shorter where levels are not equally frequent."""
+    """Whether messages are entropy-coded (codecs/entropy.py). Shortens them if levels are not equally frequent."""
 
     def __post_init__(self) -> None:
         check_dims(self.bits, self.dims, self.group)
         if not 0 < self.clip <= 2**16:
-            raise ValueError(f"clip={self.clip} must lie between 0 and 65536 root mean squares; 2 is usual")
+            raise ValueError(f"clip={self.clip} is outside (0, 65536] root mean squares; 2 is usual")
         if self.rounding == "stochastic" and self.scale != "max":
-            raise ValueError("rounding=stochastic is unbiased only with scale=max, since scale=l2 clips")
+            raise ValueError("rounding=stochastic needs scale=max: scale=l2 clips, which is biased")
         if self.centroids and (self.rounding == "stochastic" or self.bits == 1):
             raise ValueError(
                 "centroids=true needs rounding=nearest and bits=2 or more; 1 bit always decodes to the mean"
@@ -78,92 +87,108 @@ class FixPoint:
         return stream, *scale_fields(layout), *([Field(torch.float16, (1,))] if self.centroids else [])
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Raises NotFiniteError."""
+        """Return the bit stream, the scales and their exponent, and the centroid shift. Raises NotFiniteError."""
         shape, flat = tuple(x.shape), x.detach().reshape(-1)
         layout = self._layout(shape)
-        levels, codes_of, fields = self._prepare(flat, layout, shape)
+        quantization, codes_of, fields = self._prepare(flat, layout, shape)
         if self.rounding == "nearest" and (kernels := kernels_for(layout, x.device, x.dtype)):
-            return kernels.encode(flat, levels), *fields
-        return encode_blocks(flat, layout, self.bits, divisor(levels.steps), codes_of), *fields
+            return kernels.encode(flat, quantization), *fields
+        return encode_blocks(flat, layout, self.bits, as_divisors(quantization.steps), codes_of), *fields
 
     def decode(self, fields: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the tensor; exact in fp32, so it is the same on every device."""
+        """Return the decoded tensor. Computed exactly in fp32, so it is the same on every device."""
         stream, *rest = fields
         layout = self._layout(shape)
-        levels = self._levels(layout, *rest)
+        quantization = self._quantization(layout, *rest)
         if kernels := kernels_for(layout, stream.device, dtype):
-            return kernels.decode(stream, levels, dtype).view(shape)
-        values_of = partial(self._values, inwards=levels.inwards)
-        return decode_blocks(stream, layout, self.bits, levels.steps, dtype, values_of).view(shape)
+            return kernels.decode(stream, quantization, dtype).view(shape)
+        values_of = partial(self._values, shift=quantization.shift)
+        return decode_blocks(stream, layout, self.bits, quantization.steps, dtype, values_of).view(shape)
 
-    def encode_update(self, x: Tensor, m: Tensor) -> tuple[Tensor, ...]:
-        """See acsgd.codecs.difference; done block by block, since a block stays in the cache."""
-        shape, flat, memory = tuple(x.shape), x.detach().reshape(-1), m.view(-1)
+    def error_bound(self, x: Tensor) -> Tensor:
+        """One quantization step (1.5 with centroids), and what the encoded scale clips."""
+        layout, shape = self._layout(tuple(x.shape)), tuple(x.shape)
+        size = self._scale(measure(x.detach().reshape(-1), layout, self._statistic, shape))
+        scales = decode_scales(*encode_scales(size, round_up=self.rounding == "stochastic"))
+        s, magnitude = layout.per_element(scales.double()).view(shape), x.double().abs()
+        if self._statistic == "mean":
+            return rounding_bound(x, (magnitude - s).abs())
+        steps = 1.5 if self.centroids else 1.0
+        return rounding_bound(x, steps * s / self._zero + (magnitude - s).clamp(min=0))
+
+    def encode_update(self, x: Tensor, entry: Tensor) -> tuple[Tensor, ...]:
+        """Fused version of cache_update.encode_update: block by block, so that a block stays in the CPU cache."""
+        shape, flat, cached = tuple(x.shape), x.detach().reshape(-1), entry.view(-1)
         layout = self._layout(shape)
         difference = torch.empty(layout.numel, dtype=torch.float32, device=x.device)
         for block in layout.blocks(x.device):
-            torch.sub(flat[block].float(), memory[block].float(), out=difference[block])
-        levels, codes_of, fields = self._prepare(difference, layout, shape)
-        if self.rounding == "nearest" and (kernels := kernels_for(layout, x.device, x.dtype, m.dtype)):
-            return kernels.encode(flat, levels, memory), *fields
+            torch.sub(flat[block].float(), cached[block].float(), out=difference[block])
+        quantization, codes_of, fields = self._prepare(difference, layout, shape)
+        if self.rounding == "nearest" and (kernels := kernels_for(layout, x.device, x.dtype, entry.dtype)):
+            return kernels.encode(flat, quantization, cached), *fields
         stream = torch.empty(packed_bytes(layout.numel, self.bits), dtype=torch.uint8, device=x.device)
-        divisors = divisor(levels.steps)
+        divisors = as_divisors(quantization.steps)
         for block in layout.blocks(x.device):
             count = block.stop - block.start
-            codes = codes_of(layout.rows(difference[block]), layout.beside(divisors, block)).view(-1)[:count]
-            pack_bits(codes, self.bits, stream_of(stream, block.start, count, self.bits))
-            self._add(codes, levels, block, memory)
+            codes = codes_of(layout.rows(difference[block]), layout.scales_of(divisors, block)).view(-1)[:count]
+            pack_bits(codes, self.bits, stream_slice(stream, block.start, count, self.bits))
+            self._add(codes, quantization, block, cached)
         return stream, *fields
 
-    def decode_update(self, fields: tuple[Tensor, ...], m: Tensor, dtype: torch.dtype) -> Tensor:
-        """See acsgd.codecs.difference; done block by block, since a block stays in the cache."""
+    def decode_update(self, fields: tuple[Tensor, ...], entry: Tensor, dtype: torch.dtype) -> Tensor:
+        """Fused version of cache_update.decode_update: block by block, so that a block stays in the CPU cache."""
         stream, *rest = fields
-        layout, memory = self._layout(tuple(m.shape)), m.view(-1)
-        levels = self._levels(layout, *rest)
-        if kernels := kernels_for(layout, m.device, m.dtype, dtype):
-            return kernels.decode(stream, levels, dtype, memory).view(m.shape)
-        y = torch.empty(layout.numel, dtype=dtype, device=m.device)
-        for block in layout.blocks(m.device):
+        layout, cached = self._layout(tuple(entry.shape)), entry.view(-1)
+        quantization = self._quantization(layout, *rest)
+        if kernels := kernels_for(layout, entry.device, entry.dtype, dtype):
+            return kernels.decode(stream, quantization, dtype, cached).view(entry.shape)
+        y = torch.empty(layout.numel, dtype=dtype, device=entry.device)
+        for block in layout.blocks(entry.device):
             count = block.stop - block.start
-            codes = unpack_bits(stream_of(stream, block.start, count, self.bits), self.bits, count)
-            y[block] = self._add(codes, levels, block, memory)
-        return y.view(m.shape)
+            codes = unpack_bits(stream_slice(stream, block.start, count, self.bits), self.bits, count)
+            y[block] = self._add(codes, quantization, block, cached)
+        return y.view(entry.shape)
 
-    def _prepare(self, flat: Tensor, layout: Layout, shape: tuple[int, ...]) -> tuple[Levels, CodesOf, list[Tensor]]:
-        """Return the levels for a tensor [numel], what makes codes of it, and the fields that travel with them."""
-        size = measure(flat, layout, self._measure, shape)
+    def _prepare(
+        self, flat: Tensor, layout: Layout, shape: tuple[int, ...]
+    ) -> tuple[Quantization, CodesOf, list[Tensor]]:
+        """Return the quantization of a tensor [numel], its quantizer, and the fields that follow the bit stream."""
+        size = measure(flat, layout, self._statistic, shape)
         stochastic = self.rounding == "stochastic"
-        codes_of = partial(self._draw_codes, draw=_randomness(size)) if stochastic else self._nearest_codes
-        fields = [*to_wire(self._scale(size), up=stochastic)]
+        codes_of = partial(self._random_codes, generator=_generator(size)) if stochastic else self._nearest_codes
+        fields = [*encode_scales(self._scale(size), round_up=stochastic)]
         if self.centroids:
-            fields.append(self._inwards(flat, layout, self._steps(*fields)))
-        return self._levels(layout, *fields), codes_of, fields
+            fields.append(self._shift(flat, layout, self._steps(*fields)))
+        return self._quantization(layout, *fields), codes_of, fields
 
-    def _levels(self, layout: Layout, half: Tensor, exponent: Tensor, inwards: Tensor | None = None) -> Levels:
-        return Levels(self.bits, layout, self._steps(half, exponent), None if inwards is None else inwards.float())
+    def _quantization(
+        self, layout: Layout, half: Tensor, exponent: Tensor, shift: Tensor | None = None
+    ) -> Quantization:
+        return Quantization(self.bits, layout, self._steps(half, exponent), None if shift is None else shift.float())
 
-    def _add(self, codes: Tensor, levels: Levels, block: slice, memory: Tensor) -> Tensor:
-        """Add to a block of the memory [numel] what its codes [n] stand for; return the sum, fp32, not saturated."""
-        layout = levels.layout
-        values = self._values(layout.rows(codes), levels.inwards).mul_(layout.beside(levels.steps, block))
-        return add_saturated(memory[block], values.view(-1)[: len(codes)])
+    def _add(self, codes: Tensor, quantization: Quantization, block: slice, cached: Tensor) -> Tensor:
+        """Add decoded codes [n] to a block of a cache entry [numel]. Return the fp32 sum, not saturated."""
+        layout = quantization.layout
+        values = self._values(layout.rows(codes), quantization.shift)
+        values.mul_(layout.scales_of(quantization.steps, block))
+        return add_saturated(cached[block], values.view(-1)[: len(codes)])
 
     def _layout(self, shape: tuple[int, ...]) -> Layout:
         return layout_of(shape, self.dims, self.group)
 
     @property
     def _zero(self) -> float:
-        """The code that stands for 0; at 1 bit it would lie between the two that exist."""
+        """Code of the value 0; at 1 bit halfway between the two codes."""
         return 0.5 if self.bits == 1 else 2.0 ** (self.bits - 1)
 
     @property
-    def _measure(self) -> Measure:
+    def _statistic(self) -> Statistic:
         if self.bits == 1 and self.rounding == "nearest":
             return "mean"
         return "max" if self.scale == "max" else "rms"
 
     def _scale(self, size: Tensor) -> Tensor:
-        """Return s; for stochastic rounding such that the largest element, of either sign, lies on a level."""
+        """Return s; for stochastic rounding such that the largest magnitude, with either sign, lies on a level."""
         if self.bits == 1:
             return size
         if self.rounding == "stochastic":
@@ -171,43 +196,44 @@ class FixPoint:
         return size if self.scale == "max" else self.clip * size
 
     def _steps(self, half: Tensor, exponent: Tensor) -> Tensor:
-        """Return the distance between neighbouring levels, fp32[scales]."""
-        return from_wire(half, exponent) / self._zero
+        """Return the quantization steps, fp32[scales]."""
+        return decode_scales(half, exponent) / self._zero
 
-    def _nearest_codes(self, rows: Tensor, steps: Tensor) -> Tensor:
+    def _nearest_codes(self, rows: Tensor, divisors: Tensor) -> Tensor:
         if self.bits == 1:
             return (rows >= 0).view(torch.uint8)
-        lowest = ROUND
-        rounded = torch.addcdiv(rows.new_full((), lowest + self._zero), rows, steps)
-        return rounded.clamp_(lowest, lowest + 2**self.bits - 1).view(torch.int32).to(torch.uint8)
+        rounded = torch.addcdiv(rows.new_full((), ROUND_OFFSET + self._zero), rows, divisors)
+        return rounded.clamp_(ROUND_OFFSET, ROUND_OFFSET + 2**self.bits - 1).view(torch.int32).to(torch.uint8)
 
-    def _draw_codes(self, rows: Tensor, steps: Tensor, draw: torch.Generator) -> Tensor:
-        lifted = torch.empty_like(rows).uniform_(generator=draw).add_(self._zero).addcdiv_(rows, steps)
-        return lifted.clamp_(0, 2**self.bits - 1).to(torch.int32).to(torch.uint8)
+    def _random_codes(self, rows: Tensor, divisors: Tensor, generator: torch.Generator) -> Tensor:
+        noise = torch.empty_like(rows).uniform_(generator=generator)
+        codes = noise.add_(self._zero).addcdiv_(rows, divisors)
+        return codes.clamp_(0, 2**self.bits - 1).to(torch.int32).to(torch.uint8)
 
-    def _inwards(self, flat: Tensor, layout: Layout, steps: Tensor) -> Tensor:
-        """Return by how many steps, 0 to 0.5, elements are nearer to 0 than their levels in the mean, fp16[1].
+    def _shift(self, flat: Tensor, layout: Layout, steps: Tensor) -> Tensor:
+        """Return the mean distance of elements from their levels towards 0, steps, 0 to 0.5, fp16[1].
 
-        The mean is weighted with the squares of steps, so that it makes the squared error least.
+        The mean is weighted with squared steps, so that it minimizes the squared error.
         """
         if not layout.numel:
             return torch.zeros(1, dtype=torch.float16, device=flat.device)
-        relative = (steps / steps.max().clamp(min=TINIEST)).square()  # steps squared might overflow
-        rows, divisors, weights = layout.sample(flat, divisor(steps), relative)
+        relative = (steps / steps.max().clamp(min=MIN_SCALE)).square()  # squares of the steps themselves could overflow
+        rows, divisors, weights = layout.sample(flat, as_divisors(steps), relative)
         exact = rows / divisors
         level = exact.round().clamp(-self._zero, self._zero - 1)
         weights = weights * (level != 0)
-        excess = (level.abs() - exact.abs()).mul_(weights).sum() / weights.sum().clamp(min=TINIEST)
+        excess = (level.abs() - exact.abs()).mul_(weights).sum() / weights.sum().clamp(min=MIN_SCALE)
         return excess.clamp(0, 0.5).half().view(1)
 
-    def _values(self, codes: Tensor, inwards: Tensor | None) -> Tensor:
+    def _values(self, codes: Tensor, shift: Tensor | None) -> Tensor:
+        """Return the values of codes, steps."""
         values = codes.float().sub_(self._zero)
-        return values if inwards is None else values.sub_(values.sign() * inwards)
+        return values if shift is None else values.sub_(values.sign() * shift)
 
 
-def _randomness(size: Tensor) -> torch.Generator:
+def _generator(size: Tensor) -> torch.Generator:
     """Return a generator seeded by the bits of the measured magnitudes.
 
-    A codec has neither state nor rank, and must not draw from torch's own generator, on which dropout depends.
+    Codecs are stateless, and must not draw from torch's default generator, on which dropout depends.
     """
     return torch.Generator(size.device).manual_seed(int(size.view(torch.int32).sum()))

@@ -1,6 +1,6 @@
-"""Launches the fused CUDA kernels of kernels.cu: one pass over memory each, once the scales are known.
+"""Launches of the fused CUDA kernels in kernels.cu, each of which takes one pass over memory once scales are known.
 
-The torch operations of fixpoint.py say what they compute, and compute it where there is no CUDA device or no CuPy.
+They compute the same as the torch operations in fixpoint.py, which are used without a CUDA device or without CuPy.
 """
 
 from __future__ import annotations
@@ -14,82 +14,93 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from acsgd.codecs.bits import packed_bytes, stream_of
+from acsgd.codecs.bits import packed_bytes, stream_slice
 from acsgd.codecs.layout import Layout
-from acsgd.codecs.scales import divisor
+from acsgd.codecs.scales import as_divisors
 
 log = logging.getLogger(__name__)
 
 THREADS = 256
-"""Of a block."""
+"""Threads per block."""
 MAX_WIDTH = 1 << 26
-"""Elements of a row; then no launch, of whole rows, gets 2**30 elements, and the kernels count them in 32 bits."""
+"""Largest row, elements: a launch, of whole rows, then has less than 2**30 elements, which 32-bit indices can count."""
 _TYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16", None: "None"}
 
 
 class Launch(Protocol):
-    """Runs a kernel on the current stream of a device.
+    """Function that runs a kernel on the current stream of a device.
 
-    kernel: a C++ name such as "encode<4, Half>"; arguments: addresses and numbers, all of 64 bits.
+    kernel: C++ name, such as "encode<4, Half, None>"; arguments: addresses and numbers, all of 64 bits.
     """
 
     def __call__(self, device: torch.device, kernel: str, blocks: int, arguments: tuple[int, ...]) -> None: ...
 
 
 def kernels_for(layout: Layout, device: torch.device, *dtypes: torch.dtype) -> Kernels | None:
-    """Return the kernels, if they can work on tensors of this layout, device and dtypes."""
+    """Return the kernels if they support tensors of this layout, device and dtypes, else None."""
     if device.type != "cuda" or layout.width > MAX_WIDTH or not _TYPES.keys() >= set(dtypes):
         return None
     return Kernels(_launch) if _cupy() else None
 
 
-class Levels(NamedTuple):
-    """What the codes of a tensor [numel] stand for."""
+class Quantization(NamedTuple):
+    """Uniform quantization of a tensor [numel]."""
 
     bits: int
     layout: Layout
     steps: Tensor
-    """Distances between levels, fp32[scales]."""
-    inwards: Tensor | None = None
-    """By how many steps what a code decodes to is nearer to 0 than its level, fp32[1]; None = not at all."""
+    """Quantization steps, fp32[scales]."""
+    shift: Tensor | None = None
+    """Shift of decoded values from their levels towards 0 (centroids), steps, fp32[1]; None = 0."""
 
 
 class Kernels:
-    """The kernels, on flat tensors [numel] of fp32, bf16 or fp16. m: a memory [numel], contiguous, of fp32 or fp16."""
+    """The kernels, for flat tensors [numel] of fp32, bf16 or fp16.
+
+    entry: Cache entry [numel], contiguous, fp32 or fp16.
+    """
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
 
-    def encode(self, x: Tensor, levels: Levels, m: Tensor | None = None) -> Tensor:
-        """Return the bit stream of x; or that of x - m, and add to `m`, in place, what it stands for."""
-        stream = torch.empty(packed_bytes(x.numel(), levels.bits), dtype=torch.uint8, device=x.device)
-        kernel = f"encode<{levels.bits}, {_type(x.dtype)}, {_type(m)}>"
-        self._run(kernel, 8, (x.contiguous(), m), stream, levels._replace(steps=divisor(levels.steps)))
+    def encode(self, x: Tensor, quantization: Quantization, entry: Tensor | None = None) -> Tensor:
+        """Return the bit stream of x. With `entry`, that of x - entry, whose decoded value is added to it in place."""
+        stream = torch.empty(packed_bytes(x.numel(), quantization.bits), dtype=torch.uint8, device=x.device)
+        kernel = f"encode<{quantization.bits}, {_type(x.dtype)}, {_type(entry)}>"
+        by_divisors = quantization._replace(steps=as_divisors(quantization.steps))
+        self._run(kernel, 8, (x.contiguous(), entry), stream, by_divisors)
         return stream
 
-    def decode(self, stream: Tensor, levels: Levels, dtype: torch.dtype, m: Tensor | None = None) -> Tensor:
-        """Return what a bit stream stands for; or add it to `m`, in place, and return the sum before it is rounded."""
-        y = torch.empty(levels.layout.numel, dtype=dtype, device=stream.device)
-        widest = max(dtype.itemsize, m.itemsize if m is not None else 0)
-        kernel = f"decode<{levels.bits}, {_type(m)}, {_type(dtype)}>"
-        self._run(kernel, 16 // widest, (m, y), stream, levels)
+    def decode(
+        self, stream: Tensor, quantization: Quantization, dtype: torch.dtype, entry: Tensor | None = None
+    ) -> Tensor:
+        """Return the decoded bit stream. With `entry`, add it in place, and return the sum before it is rounded."""
+        y = torch.empty(quantization.layout.numel, dtype=dtype, device=stream.device)
+        widest = max(dtype.itemsize, entry.itemsize if entry is not None else 0)
+        kernel = f"decode<{quantization.bits}, {_type(entry)}, {_type(dtype)}>"
+        self._run(kernel, 16 // widest, (entry, y), stream, quantization)
         return y
 
     def _run(
-        self, kernel: str, per_thread: int, tensors: tuple[Tensor | None, ...], stream: Tensor, levels: Levels
+        self,
+        kernel: str,
+        per_thread: int,
+        tensors: tuple[Tensor | None, ...],
+        stream: Tensor,
+        quantization: Quantization,
     ) -> None:
-        """Launch a kernel on one block of whole rows after another; per_thread: elements."""
-        bits, layout, steps, inwards = levels
+        """Launch a kernel for each block of whole rows. per_thread: Elements per thread."""
+        bits, layout, steps, shift = quantization
         for block in layout.blocks(stream.device):
             numel = block.stop - block.start
             parts = [None if whole is None else whole[block] for whole in tensors]
-            parts += [stream_of(stream, block.start, numel, bits), layout.beside(steps, block)]
-            arguments = (*map(_address, parts), numel, *_walk(layout, numel), _address(inwards))
+            parts += [stream_slice(stream, block.start, numel, bits), layout.scales_of(steps, block)]
+            arguments = (*map(_address, parts), numel, *_indexing(layout, numel), _address(shift))
             self._launch(stream.device, kernel, -(-numel // (per_thread * THREADS)), arguments)
 
 
 def _type(of: torch.dtype | Tensor | None) -> str:
-    """Return the name in kernels.cu."""
+    """Return the name of a dtype in kernels.cu."""
     return _TYPES[of.dtype if isinstance(of, Tensor) else of]
 
 
@@ -97,8 +108,8 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _walk(layout: Layout, numel: int) -> tuple[int, int, int]:
-    """Return width, 2**62 / width rounded up, by which the kernels divide, and whether scales belong to columns."""
+def _indexing(layout: Layout, numel: int) -> tuple[int, int, int]:
+    """Return the width, 2**62 / width rounded up (for division by it), and whether scales belong to columns."""
     one_scale = layout.by_column and layout.width == 1
     width = numel if one_scale else layout.width
     return width, -(-(1 << 62) // width), int(layout.by_column and not one_scale)
@@ -112,7 +123,7 @@ def _launch(device: torch.device, kernel: str, blocks: int, arguments: tuple[int
 
 @functools.cache
 def _compiled(kernel: str) -> Any:
-    """Return a kernel, which CuPy compiles for each device that it meets, and keeps on disk."""
+    """Return a kernel. CuPy compiles it for each kind of device at first use, and caches it on disk."""
     options = ("-std=c++17", f"-DTHREADS={THREADS}")
     module = _cupy().RawModule(code=source(), options=options, name_expressions=(kernel,))
     return module.get_function(kernel)
@@ -125,14 +136,14 @@ def source() -> str:
 
 @functools.cache
 def _cupy() -> Any:
-    """Return CuPy, or None, and say so once."""
+    """Return CuPy, or None if it is not installed, with one warning."""
     try:
         cupy = importlib.import_module("cupy")
         _ = cupy.cuda.Stream.from_external  # CuPy 14 or later
     except (ImportError, AttributeError) as error:
         log.warning(
-            "codecs take separate torch operations on this GPU, as there is no CuPy >= 14 (%s); for fused "
-            "kernels: pip install 'acsgd[cuda]'",
+            "CuPy >= 14 is not installed (%s): codecs run unfused torch operations on this GPU; for fused kernels: "
+            "pip install 'acsgd[cuda]'",
             error,
         )
         return None

@@ -1,6 +1,6 @@
-"""Which elements of a tensor have a scale in common, and the walk over them in blocks that fit into a cache.
+"""The elements of a tensor that share a scale, and the traversal of a tensor in cache-sized blocks.
 
-A tensor of N elements is seen flat, in C order, as rows of `width` elements. Every column, or every row, has a scale.
+A tensor of N elements is viewed flat, in C order, as rows of `width` elements. Each column, or each row, has a scale.
 """
 
 from __future__ import annotations
@@ -12,63 +12,70 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from acsgd.codecs.bits import block_codes, pack_bits, packed_bytes, stream_of, unpack_bits
+from acsgd.codecs.bits import block_size, pack_bits, packed_bytes, stream_slice, unpack_bits
 
 Dims = Literal["channel", "token", "tensor", "group"]
 
 SAMPLE = 1 << 16
-"""Elements that are looked at, at least, or all there are, where a part of a tensor tells enough of it."""
+"""Minimum number of elements that a statistic is estimated from; all of them in smaller tensors."""
 
 
 class Layout(NamedTuple):
-    """Which elements share a scale."""
+    """The elements of a tensor that share a scale."""
 
     numel: int
     width: int
-    """Elements of a row, at least 1; the last row may be shorter where scales belong to rows."""
+    """Elements per row, at least 1. The last row may be shorter if scales belong to rows."""
     by_column: bool
 
     @property
     def scales(self) -> int:
-        """How many scales there are; an empty tensor has none."""
+        """Number of scales; 0 for an empty tensor."""
         if not self.numel:
             return 0
         return self.width if self.by_column else -(-self.numel // self.width)
 
     def blocks(self, device: torch.device) -> Iterator[slice]:
-        """Cut the elements into blocks of whole rows; every block starts at a multiple of 8."""
-        step = max(1, block_codes(device) // (8 * self.width)) * 8 * self.width
+        """Split the elements into blocks of whole rows. Each block starts at a multiple of 8."""
+        step = max(1, block_size(device) // (8 * self.width)) * 8 * self.width
         for start in range(0, self.numel, step):
             yield slice(start, min(start + step, self.numel))
 
     def rows(self, part: Tensor) -> Tensor:
-        """View neighbours [n], from the start of a row on, as [rows, width]; a short row is filled up with zeros."""
+        """Return consecutive elements [n], from the start of a row, as [rows, width]; pad a short row with zeros."""
         missing = -len(part) % self.width
         return (functional.pad(part, (0, missing)) if missing else part).view(-1, self.width)
 
-    def beside(self, scales: Tensor, block: slice) -> Tensor:
-        """View the scales [scales] of a block so that they fit beside its rows."""
+    def scales_of(self, scales: Tensor, block: slice) -> Tensor:
+        """Return a view of the scales [scales] of a block that broadcasts against its rows."""
         if self.by_column:
             return scales
         return scales[block.start // self.width : -(-block.stop // self.width), None]
 
+    def per_element(self, scales: Tensor) -> Tensor:
+        """Return the scale of each element, [numel]."""
+        if not self.numel:
+            return scales
+        whole = slice(0, self.numel)
+        return self.scales_of(scales, whole).expand(-(-self.numel // self.width), self.width).reshape(-1)[whole]
+
     @property
     def sample_stride(self) -> int:
-        """Of how many rows `sample` takes one, to leave SAMPLE elements. Odd, as rows repeat in powers of two."""
+        """Stride of the rows that `sample` returns, which leaves SAMPLE elements. Odd: rows repeat in powers of two."""
         return self.numel // SAMPLE | 1
 
     def sample(self, flat: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
-        """Return every so-manieth whole row of a tensor [numel], fp32 [rows, width], and each of `scales` beside it."""
+        """Return every `sample_stride`-th whole row of a tensor [numel], fp32, and its scales, broadcastable to it."""
         whole = slice(0, self.numel // self.width * self.width or self.numel)
-        every = self.sample_stride
-        beside = (self.beside(each, whole) for each in scales)
-        rows = self.rows(flat[whole])[::every].float()
-        return rows, *(each if self.by_column else each[::every] for each in beside)
+        stride = self.sample_stride
+        row_scales = (self.scales_of(each, whole) for each in scales)
+        rows = self.rows(flat[whole])[::stride].float()
+        return rows, *(each if self.by_column else each[::stride] for each in row_scales)
 
 
 def layout_of(shape: tuple[int, ...], dims: Dims, group: int) -> Layout:
     """Return the layout of a tensor: one scale per index of the last dimension ("channel"), per vector along it
-    ("token"), per `group` neighbours in C order ("group"), or one for all ("tensor").
+    ("token"), per `group` neighbours in C order ("group"), or for the whole tensor ("tensor").
     """
     last = max(1, shape[-1]) if shape else 1
     width = {"channel": last, "token": last, "group": group, "tensor": 1}[dims]
@@ -76,13 +83,13 @@ def layout_of(shape: tuple[int, ...], dims: Dims, group: int) -> Layout:
 
 
 def check_dims(bits: int, dims: Dims, group: int) -> None:
-    """Raise ValueError unless `bits` is 1 to 8, and `group` a size where dims is "group" and absent elsewhere."""
+    """Raise ValueError unless `bits` is 1 to 8, and `group` is positive with dims=group and 0 otherwise."""
     if not 1 <= bits <= 8:
         raise ValueError(f"bits={bits} is outside 1 to 8; use 4 or 8 if in doubt")
     if dims == "group" and group < 1:
-        raise ValueError(f"dims=group with group={group}: give the elements that share a scale, for example group=128")
+        raise ValueError(f"dims=group needs a positive group size, not group={group}; for example group=128")
     if dims != "group" and group:
-        raise ValueError(f"group={group} has no meaning with dims={dims}; write dims=group, or leave group out")
+        raise ValueError(f"group={group} needs dims=group, not dims={dims}; write dims=group or leave group out")
 
 
 def encode_blocks(
@@ -90,13 +97,13 @@ def encode_blocks(
 ) -> Tensor:
     """Return the bit stream of a tensor [numel].
 
-    codes_of: (fp32 [rows, width], the scales [scales] that belong to them) -> codes uint8, as many.
+    codes_of: Quantizer of a block: (fp32 [rows, width], scales that broadcast against it) -> codes, uint8.
     """
     stream = torch.empty(packed_bytes(layout.numel, bits), dtype=torch.uint8, device=flat.device)
     for block in layout.blocks(flat.device):
-        codes = codes_of(layout.rows(flat[block]).float(), layout.beside(scales, block))
+        codes = codes_of(layout.rows(flat[block]).float(), layout.scales_of(scales, block))
         count = block.stop - block.start
-        pack_bits(codes.view(-1)[:count], bits, stream_of(stream, block.start, count, bits))
+        pack_bits(codes.view(-1)[:count], bits, stream_slice(stream, block.start, count, bits))
     return stream
 
 
@@ -107,6 +114,6 @@ def decode_blocks(
     y = torch.empty(layout.numel, dtype=dtype, device=stream.device)
     for block in layout.blocks(y.device):
         count = block.stop - block.start
-        codes = unpack_bits(stream_of(stream, block.start, count, bits), bits, count)
-        y[block] = values_of(layout.rows(codes)).mul_(layout.beside(scales, block)).view(-1)[:count]
+        codes = unpack_bits(stream_slice(stream, block.start, count, bits), bits, count)
+        y[block] = values_of(layout.rows(codes)).mul_(layout.scales_of(scales, block)).view(-1)[:count]
     return y

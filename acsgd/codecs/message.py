@@ -1,44 +1,75 @@
-"""Whole messages: a tensor <-> one uint8 buffer of at most a known length."""
+"""The message protocol: a vector <-> one uint8 buffer of limited length."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from acsgd.codecs.base import Codec, pack, unpack, wire_bytes
+from acsgd.codecs.entropy import compress_, decompress
 
 
 class MessageCodec(Protocol):
-    """Turns a vector into a message, and back."""
+    """Encodes a vector as a message. Implemented by PackedCodec for every Codec, and by TopK and LogLevels."""
 
     def max_bytes(self, n: int) -> int:
-        """Return the length of the longest message of a vector [n]."""
+        """Return the largest length of a message that encodes a vector [n]."""
         ...
 
     def encode(self, x: Tensor) -> Tensor:
-        """Return the message uint8[m] of x, fp32 [n], on its device. Raises NotFiniteError."""
+        """Return the message, uint8[m], of a vector fp32 [n], on its device. May raise NotFiniteError."""
         ...
 
     def decode(self, message: Tensor, n: int) -> Tensor:
-        """Return the vector that a message stands for, fp32 [n], on the message's device."""
+        """Return the decoded vector, fp32 [n], on the message's device. Raises ValueError for a corrupt message."""
+        ...
+
+    def error_bound(self, x: Tensor) -> Tensor:
+        """Return an upper bound of |decode(encode(x)) - x| for each element of a finite vector, fp64 [n]."""
         ...
 
 
+@dataclass(frozen=True)
 class PackedCodec:
-    """A codec as a compressor."""
+    """A codec's fields packed into one message, which is entropy-coded if the codec asks for it."""
 
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
+    codec: Codec
 
     def max_bytes(self, n: int) -> int:
-        return wire_bytes(self._codec.wire((n,)))
+        return wire_bytes(self.codec.wire((n,)))
 
     def encode(self, x: Tensor) -> Tensor:
         message = x.new_empty(self.max_bytes(len(x)), dtype=torch.uint8)
-        pack(self._codec.encode(x), message)
-        return message
+        pack(self.codec.encode(x), message)
+        return compressed(message) if self.codec.entropy_coding else message
 
     def decode(self, message: Tensor, n: int) -> Tensor:
-        return self._codec.decode(unpack(message, self._codec.wire((n,))), (n,), torch.float32)
+        """Raises ValueError for a corrupt message."""
+        nbytes = self.max_bytes(n)
+        if self.codec.entropy_coding:
+            message = decompressed(message, nbytes)
+        if len(message) != nbytes:
+            raise ValueError(f"corrupt message of {n} elements: {len(message)} bytes instead of {nbytes}")
+        return self.codec.decode(unpack(message, self.codec.wire((n,))), (n,), torch.float32)
+
+    def error_bound(self, x: Tensor) -> Tensor:
+        return self.codec.error_bound(x)
+
+
+def compressed(message: Tensor) -> Tensor:
+    """Return a message, uint8[n], entropy-coded, on its device; the message itself if that is not shorter."""
+    coded = message.to("cpu", copy=True)
+    length = compress_(coded)
+    return coded[:length].to(message.device) if length < len(message) else message
+
+
+def decompressed(message: Tensor, nbytes: int) -> Tensor:
+    """Return the uint8[nbytes] that `compressed` encoded, on the message's device. Raises ValueError if corrupt."""
+    if len(message) == nbytes:
+        return message
+    decoded = torch.empty(nbytes, dtype=torch.uint8)
+    decompress(message.cpu(), decoded)
+    return decoded.to(message.device)

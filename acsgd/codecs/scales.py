@@ -1,4 +1,4 @@
-"""How large the elements are that share a scale, and how scales travel."""
+"""Scales: their measurement from data, and their encoding as 16-bit fields."""
 
 from __future__ import annotations
 
@@ -11,87 +11,95 @@ from torch.nn import functional
 from acsgd.codecs.base import Field, NotFiniteError, Wire
 from acsgd.codecs.layout import Layout
 
-Measure = Literal["max", "mean", "rms"]
+Statistic = Literal["max", "mean", "rms"]
+"""Largest magnitude, mean magnitude or root mean square."""
 
-TINIEST = 2.0**-110
-"""Scales below count as 0, so that a scale divided by the number of levels is still a normal fp32 number."""
-_LARGEST = (2 - 2.0**-10) * 2.0**126
-"""Scales above are clipped to this, half of what fp32 can hold, in the digits of fp16: twice a scale is finite."""
+MIN_SCALE = 2.0**-110
+"""Smaller scales count as 0, so that a scale divided by the number of levels is a normal fp32 number."""
+_MAX_SCALE = (2 - 2.0**-10) * 2.0**126
+"""Larger scales are clipped to this number, half the fp32 range and exact in fp16 digits: twice a scale is finite."""
 
 
-def measure(flat: Tensor, layout: Layout, kind: Measure, shape: tuple[int, ...]) -> Tensor:
-    """Return the largest magnitude, mean magnitude or root mean square of each scale's elements, fp32[scales].
+def measure(flat: Tensor, layout: Layout, statistic: Statistic, shape: tuple[int, ...]) -> Tensor:
+    """Return a statistic of the elements that share each scale, fp32[scales].
 
-    flat: [numel]; shape: for the error. Raises NotFiniteError if an element is not finite: each of these measures
-    carries it along, so looking for one costs no pass over the data, but on a GPU a wait for the result. Squares are
-    summed in fp32: a root mean square below 1e-19 loses digits, and below 1e-22 it is 0.
+    Squares are summed in fp32: a root mean square below 1e-19 loses digits, and below 1e-22 it is 0.
+
+    Args:
+        flat: Elements, [numel].
+        shape: Shape of the tensor, for the error.
+
+    Raises:
+        NotFiniteError: An element is not finite. The statistics propagate NaN and infinity, so that detection takes no
+            extra pass over the data, but on a GPU a synchronization.
     """
-    result = _measure(flat, layout, kind)
+    result = _measure(flat, layout, statistic)
     if not result.isfinite().all():
-        _refuse_non_finite(flat, shape)
-        result = _measure(flat.double(), layout, kind)  # a sum overflowed
+        _raise_not_finite(flat, shape)
+        result = _measure(flat.double(), layout, statistic)  # a sum overflowed
     return result.float()
 
 
 def scale_fields(layout: Layout) -> Wire:
-    """Declare what `to_wire` returns."""
+    """Return the fields of `encode_scales`."""
     return Field(torch.float16, (layout.scales,)), Field(torch.int8, (1,))
 
 
-def to_wire(scales: Tensor, *, up: bool = False) -> tuple[Tensor, Tensor]:
-    """Return fp32 scales >= 0 as fp16 multiples of one power of two, and its exponent, int8[1].
+def encode_scales(scales: Tensor, *, round_up: bool = False) -> tuple[Tensor, Tensor]:
+    """Encode fp32 scales >= 0 as fp16 multiples of a common power of two. Return these and the exponent, int8[1].
 
-    Each is rounded to nearest, or never down where `up`. fp16 alone ends at 65504 and at 6e-8, where gradients may
-    live; the common power puts the largest scale into [2**14, 2**15]. Scales below 2**-40 of it become 0.
+    The power of two puts the largest scale into [2**14, 2**15]: plain fp16 would end at 65504 and at 6e-8, where
+    gradients may lie. Scales are rounded to nearest, or with `round_up` never down. Scales below 2**-40 of the largest
+    become 0.
     """
-    scales = torch.where(scales < TINIEST, 0, scales).clamp(max=_LARGEST)
+    scales = torch.where(scales < MIN_SCALE, 0, scales).clamp(max=_MAX_SCALE)
     largest = functional.pad(scales, (0, 1)).amax()
     exponent = (torch.frexp(largest).exponent - 15).clamp(-124, 113).to(torch.int8).view(1)
     shifted = scales * _power_of_two(-exponent.int())
     half = shifted.half()
-    if up:
+    if round_up:
         half = (half.view(torch.int16) + (half.float() < shifted)).view(torch.float16)
     return half, exponent
 
 
-def from_wire(half: Tensor, exponent: Tensor) -> Tensor:
-    """Return the scales as fp32, exactly."""
+def decode_scales(half: Tensor, exponent: Tensor) -> Tensor:
+    """Return encoded scales as fp32, exactly."""
     return half.float() * _power_of_two(exponent.int())
 
 
-def divisor(steps: Tensor) -> Tensor:
-    """Return fp32 steps as divisors: a step of 0 becomes infinite, so that its elements count as 0."""
+def as_divisors(steps: Tensor) -> Tensor:
+    """Return quantization steps, fp32, as divisors: a step of 0 becomes infinite, so that its elements count as 0."""
     return torch.where(steps == 0, torch.inf, steps)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2.0 ** int32, from -126 to 127, exactly: made of the bits of an fp32 number, since pow may round."""
+    """Return 2.0**exponent, fp32, exactly (pow may round). exponent: int32, from -126 to 127."""
     return (exponent + 127 << 23).view(torch.float32)
 
 
-def _measure(flat: Tensor, layout: Layout, kind: Measure) -> Tensor:
+def _measure(flat: Tensor, layout: Layout, statistic: Statistic) -> Tensor:
     dim = 0 if layout.by_column else 1
-    parts = [_reduce(layout.rows(flat[block]), kind, dim) for block in layout.blocks(flat.device)]
+    parts = [_reduce(layout.rows(flat[block]), statistic, dim) for block in layout.blocks(flat.device)]
     if not parts:
         return flat.new_zeros(0)
     if not layout.by_column:
-        return _finish(torch.cat(parts), kind, _row_lengths(layout, flat.device))
+        return _finish(torch.cat(parts), statistic, _row_lengths(layout, flat.device))
     stacked = torch.stack(parts)
-    total = stacked.amax(0) if kind == "max" else stacked.sum(0)
-    return _finish(total, kind, torch.full((1,), layout.numel // layout.width, device=flat.device))
+    total = stacked.amax(0) if statistic == "max" else stacked.sum(0)
+    return _finish(total, statistic, torch.full((1,), layout.numel // layout.width, device=flat.device))
 
 
-def _reduce(rows: Tensor, kind: Measure, dim: int) -> Tensor:
-    if kind == "max":
+def _reduce(rows: Tensor, statistic: Statistic, dim: int) -> Tensor:
+    if statistic == "max":
         return rows.abs().amax(dim)
     rows = rows if rows.dtype == torch.float64 else rows.float()
-    return (rows.abs() if kind == "mean" else rows.square()).sum(dim)
+    return (rows.abs() if statistic == "mean" else rows.square()).sum(dim)
 
 
-def _finish(total: Tensor, kind: Measure, counts: Tensor) -> Tensor:
-    if kind == "max":
+def _finish(total: Tensor, statistic: Statistic, counts: Tensor) -> Tensor:
+    if statistic == "max":
         return total
-    return total / counts if kind == "mean" else (total / counts).sqrt()
+    return total / counts if statistic == "mean" else (total / counts).sqrt()
 
 
 def _row_lengths(layout: Layout, device: torch.device) -> Tensor:
@@ -100,7 +108,8 @@ def _row_lengths(layout: Layout, device: torch.device) -> Tensor:
     return lengths
 
 
-def _refuse_non_finite(flat: Tensor, shape: tuple[int, ...]) -> None:
+def _raise_not_finite(flat: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise NotFiniteError for the first element that is not finite, if there is one."""
     for first in (~flat.isfinite()).nonzero()[:1].flatten():
         place = tuple(int(i) for i in torch.unravel_index(first, shape))
         raise NotFiniteError(f"cannot encode {flat[first].item()} at index {place} of a tensor of shape {shape}")

@@ -1,8 +1,8 @@
-"""Of a vector, only the largest elements: where they are, entropy-coded, and what they are, in few bits.
+"""Top-k sparsification: entropy-coded positions and quantized values of the elements with the largest magnitudes.
 
-A message is as long as the positions make it, so this is no Codec: it declares the length of the longest.
+The length of a message depends on the positions, so TopK is a MessageCodec and no Codec.
 
-n = elements of the vector; k = elements kept, which depends on n, share and chunk alone.
+n = elements of the vector; k = elements kept, which depends only on n, `fraction` and `chunk`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,26 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.base import ALIGNMENT, Codec, Field, Wire, pack, unpack, wire_bytes
-from acsgd.codecs.bits import block_codes
+from acsgd.codecs.bits import block_size
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.layout import SAMPLE, check_dims, layout_of
 from acsgd.codecs.lloyd import Lloyd
-from acsgd.codecs.positions import best_rice, decode_positions, encode_positions, max_unary_bytes, rest_bytes
+from acsgd.codecs.positions import (
+    decode_positions,
+    encode_positions,
+    max_quotient_bytes,
+    remainder_bytes,
+    rice_parameter,
+)
 from acsgd.codecs.scales import measure
 
 
 @dataclass(frozen=True)
 class TopK:
-    """Keep a share of a vector, the elements with the largest magnitudes, and quantise these; the others become 0.
+    """Keep a fraction of a vector, the elements with the largest magnitudes, and quantize them; the others become 0.
 
-    Levels are fitted to what is kept (`lloyd`), of which nothing is near 0. At 1 bit a sign and the mean magnitude are
-    better (`fixpoint`). Relative errors of what is kept, lloyd's and fixpoint's (20000 of 1e6 elements):
+    The quantization levels are fitted to the kept elements (`lloyd`), none of which is near 0. At 1 bit, sign and mean
+    magnitude are better (`fixpoint`). Relative errors of the kept elements, lloyd and fixpoint (20000 of 1e6 elements):
 
         bits     normal        Laplace       Student t, 3
         1        .135 .116     .231 .199     .819 .592
@@ -38,13 +44,14 @@ class TopK:
     """
 
     fraction: float
-    """Of the elements, in (0, 1]; at least one is kept. Positions take about log2(2.72 / share) bits each."""
+    """Fraction of the elements that is kept, in (0, 1]; at least one element. A position takes about
+    log2(2.72 / fraction) bits."""
     bits: int = 4
-    """Per value, 1 to 8."""
+    """Bits per kept element, 1 to 8."""
     group: int = 128
-    """Values that share a scale, neighbours among the kept; each scale is 2 bytes."""
+    """Number of kept neighbours that share a scale; each scale is 2 bytes."""
     chunk: int = 0
-    """The share is one of every `chunk` neighbours, the last of which may be fewer; 0: of the whole vector."""
+    """Number of neighbours of which the fraction is kept; the last chunk may be shorter. 0 = the whole vector."""
 
     def __post_init__(self) -> None:
         if self.group < 1:
@@ -61,53 +68,60 @@ class TopK:
         return n // chunk * self._kept_of(chunk) + self._kept_of(n % chunk)
 
     def max_bytes(self, n: int) -> int:
-        """Return the length of the longest message of a vector [n]."""
-        return wire_bytes(self._wire(n)) + max_unary_bytes(self.kept(n), n, self._rice(n))
+        return wire_bytes(self._wire(n)) + max_quotient_bytes(self.kept(n), n, self._rice(n))
 
     def encode(self, x: Tensor) -> Tensor:
-        """Return the message uint8[m] of a vector fp32 [n], m <= max_bytes(n), on its device. Raises NotFiniteError."""
+        """Return the message, uint8[m], of a vector fp32 [n], on its device. Raises NotFiniteError."""
         n, x = len(x), x.detach()
         positions = self._largest(x)
         values = x[positions]
-        if not values.isfinite().all():  # what is not finite is among the largest
+        if not values.isfinite().all():  # NaN and infinity are always among the largest
             measure(x, layout_of((n,), "tensor", 0), "max", (n,))
-        rest, unary = encode_positions(positions, n, self._rice(n))
+        remainders, quotients = encode_positions(positions, n, self._rice(n))
         head = wire_bytes(self._wire(n))
-        message = unary.new_zeros(head + len(unary))
-        pack((*self._values(n).encode(values), rest), message[:head])
-        message[head:] = unary
+        message = quotients.new_empty(head + len(quotients))
+        pack((*self._value_codec(n).encode(values), remainders), message[:head])
+        message[head:] = quotients
         return message
 
     def decode(self, message: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the vector [n] that a message uint8[m] stands for, on its device.
+        """Return the decoded vector [n], on the message's device.
 
-        Raises ValueError for what cannot be a message of n elements. There is no checksum: damage may go unseen.
+        Raises ValueError for a message that is not one of n elements. There is no checksum: some corruption is
+        undetected.
         """
         wire, kept = self._wire(n), self.kept(n)
         head = wire_bytes(wire)
         if message.dtype != torch.uint8 or message.dim() != 1 or not head <= len(message) <= self.max_bytes(n):
             raise ValueError(
-                f"{message.dtype} of shape {tuple(message.shape)} is no message of {n} elements, which has {head} to "
-                f"{self.max_bytes(n)} bytes"
+                f"{message.dtype} of shape {tuple(message.shape)} is not a message of {n} elements, which has {head} "
+                f"to {self.max_bytes(n)} bytes"
             )
-        *fields, rest = unpack(_aligned(message[:head]), wire)
-        positions = decode_positions(rest, message[head:], kept, n, self._rice(n))
-        values = self._values(n).decode(tuple(fields), (kept,), torch.float32)
+        *fields, remainders = unpack(_aligned(message[:head]), wire)
+        positions = decode_positions(remainders, message[head:], kept, n, self._rice(n))
+        values = self._value_codec(n).decode(tuple(fields), (kept,), torch.float32)
         if not values.isfinite().all():
-            raise ValueError(f"a message of {n} elements holds values that are not finite")
+            raise ValueError(f"corrupt message of {n} elements: some decoded values are not finite")
         return torch.zeros(n, dtype=dtype, device=message.device).index_copy_(0, positions, values.to(dtype))
 
-    def _wire(self, n: int) -> Wire:
-        """Declare the fields of fixed length, which come first."""
-        kept = self.kept(n)
-        return *self._values(n).wire((kept,)), Field(torch.uint8, (rest_bytes(kept, n, self._rice(n)),))
+    def error_bound(self, x: Tensor) -> Tensor:
+        """The bound of the value codec for kept elements, the magnitude for the others."""
+        positions, bound = self._largest(x), x.double().abs()
+        bound[positions] = self._value_codec(len(x)).error_bound(x[positions])
+        return bound
 
-    def _values(self, n: int) -> Codec:
+    def _wire(self, n: int) -> Wire:
+        """Return the fields of fixed length, with which a message starts."""
+        kept = self.kept(n)
+        remainders = Field(torch.uint8, (remainder_bytes(kept, n, self._rice(n)),))
+        return *self._value_codec(n).wire((kept,)), remainders
+
+    def _value_codec(self, n: int) -> Codec:
         group = max(1, min(self.group, self.kept(n)))
         return FixPoint(1, dims="group", group=group) if self.bits == 1 else Lloyd(self.bits, "group", group)
 
     def _rice(self, n: int) -> int:
-        return best_rice(self.kept(n) / n) if n else 0
+        return rice_parameter(self.kept(n) / n) if n else 0
 
     def _chunk(self, n: int) -> int:
         return max(1, min(self.chunk or n, n))
@@ -116,44 +130,44 @@ class TopK:
         return max(1, round(self.fraction * width)) if width else 0
 
     def _largest(self, x: Tensor) -> Tensor:
-        """Return where the elements are that are kept, int64[k], ascending."""
+        """Return the positions of the kept elements, int64[k], ascending."""
         whole = len(x) - len(x) % self._chunk(len(x))
-        rows, short = x[:whole].reshape(-1, self._chunk(len(x))), x[whole:]
+        rows, rest = x[:whole].reshape(-1, self._chunk(len(x))), x[whole:]
         found = _largest_of_row(rows[0], self._kept_of(whole)) if len(rows) == 1 else self._largest_of_rows(rows)
-        return torch.cat([found, whole + _largest_of_row(short, self._kept_of(len(short)))])
+        return torch.cat([found, whole + _largest_of_row(rest, self._kept_of(len(rest)))])
 
     def _largest_of_rows(self, rows: Tensor) -> Tensor:
-        kept, blocks = self._kept_of(rows.shape[1]), rows.split(max(1, block_codes(rows.device) // rows.shape[1]))
+        kept, blocks = self._kept_of(rows.shape[1]), rows.split(max(1, block_size(rows.device) // rows.shape[1]))
         columns = torch.cat([block.abs().topk(kept, sorted=False).indices.sort().values for block in blocks])
         return columns.add_(torch.arange(0, rows.numel(), rows.shape[1], device=rows.device)[:, None]).view(-1)
 
 
 def _largest_of_row(x: Tensor, count: int) -> Tensor:
-    """Return where the `count` largest magnitudes of a vector are, ascending.
+    """Return the positions of the `count` largest magnitudes of a vector, ascending.
 
-    Ranking takes far longer than one comparison, so what cannot be among them is sorted out first.
+    Selecting takes far longer than comparing, so candidates are filtered by a threshold first.
     """
-    likely = _likely_largest(x, count) if len(x) > SAMPLE else None
-    if likely is None or len(likely) < count:
+    candidates = _candidates(x, count) if len(x) > SAMPLE else None
+    if candidates is None or len(candidates) < count:
         return x.abs().topk(count, sorted=False).indices.sort().values
-    return likely[x[likely].abs().topk(count, sorted=False).indices.sort().values]
+    return candidates[x[candidates].abs().topk(count, sorted=False).indices.sort().values]
 
 
-def _likely_largest(x: Tensor, count: int) -> Tensor:
-    """Return where magnitudes reach a bound, ascending; by a sample, it leaves a few more than `count`."""
+def _candidates(x: Tensor, count: int) -> Tensor:
+    """Return the ascending positions of magnitudes above a threshold, which a sample estimates to pass over `count`."""
     sample = x[:: len(x) // SAMPLE | 1].abs()
     expected = count * len(sample) / len(x)
-    bound = sample.topk(min(len(sample), int(expected + 4 * math.sqrt(expected)) + 1)).values[-1]
-    blocks = x.split(block_codes(x.device))  # on a CPU, what stays in the cache
+    threshold = sample.topk(min(len(sample), int(expected + 4 * math.sqrt(expected)) + 1)).values[-1]
+    blocks = x.split(block_size(x.device))  # on a CPU, cache-sized
     starts = range(0, len(x), len(blocks[0]))
     return torch.cat(
-        [  # "not below", since that is true of NaN
-            (block.abs() < bound).logical_not_().nonzero().view(-1) + start
+        [  # "not below" includes NaN
+            (block.abs() < threshold).logical_not_().nonzero().view(-1) + start
             for start, block in zip(starts, blocks, strict=True)
         ]
     )
 
 
 def _aligned(head: Tensor) -> Tensor:
-    """Return bytes where fields can be viewed in them, wherever the message lies."""
+    """Return the head of a message at an aligned address, so that its fields can be viewed in their dtypes."""
     return head.clone() if head.storage_offset() % ALIGNMENT else head

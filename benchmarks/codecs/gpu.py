@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from acsgd.codecs.kernels import Kernels, Levels, kernels_for
+from acsgd.codecs.kernels import Kernels, Quantization, kernels_for
 from acsgd.codecs.layout import Layout, layout_of
 
 GOAL = 0.8
@@ -73,7 +73,8 @@ def cases(kernels: Kernels, layout: Layout, device: torch.device) -> Iterator[Ca
     m = torch.randn(layout.numel, device=device).half()
     steps = torch.full((layout.scales,), 0.25, device=device)
     for (name, dtype), bits in product(DTYPES.items(), range(1, 9)):
-        x, levels = torch.randn(layout.numel, device=device).to(dtype), Levels(bits, layout, steps * 2 ** (4 - bits))
+        x = torch.randn(layout.numel, device=device).to(dtype)
+        levels = Quantization(bits, layout, steps * 2 ** (4 - bits))
         stream = kernels.encode(x, levels)
         once = x.nbytes + stream.nbytes
         works = {

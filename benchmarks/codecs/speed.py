@@ -7,7 +7,7 @@ tensor; the order of the codecs changes from round to round. GB/s are bytes of f
 second. A machine's speed drifts and other programs take their share, so what counts is the time relative to the copy
 beside it: its median and quartiles over rounds. "numpy" packs as AQ-SGD's code does: one bit per byte, then packbits.
 "update" takes the difference to an fp16 memory, and adds to the memory what travels of it, as either end of a delta
-link does. "squeeze" is the entropy coder alone, on the message of the codec named beside it.
+link does. "entropy coding" is the entropy coder alone, on the message of the codec named beside it.
 
 Error: norm(y - x) / norm(x) of 512 x 1024 elements, with the bits per element of everything that travels.
 """
@@ -104,7 +104,7 @@ class UpdateWay:
         return decode_update(self.codec, fields, self.receiver, dtype)
 
 
-class SqueezeWay:
+class EntropyCoding:
     """The entropy coder, on what a codec has made of one tensor; a copy of that comes on top, as it works in place."""
 
     def __init__(self, codec: Codec, x: Tensor) -> None:
@@ -150,7 +150,9 @@ def measure_speed(rows: int, width: int, rounds: int) -> tuple[dict[str, dict[st
     sides |= {f"numpy, {bits} bits": NumpyWay(bits) for bits in (2, 3, 4, 8)}
     deltas: dict[str, Codec] = {spec: from_spec(spec, {"delta": Delta}, key="codec").codec for spec in DELTAS}
     sides |= {f"update, {spec}": UpdateWay(codec, x) for spec, codec in deltas.items()}
-    sides |= {f"squeeze, {spec}": SqueezeWay(codec, x) for spec, codec in deltas.items() if codec.entropy_coding}
+    sides |= {
+        f"entropy coding, {spec}": EntropyCoding(codec, x) for spec, codec in deltas.items() if codec.entropy_coding
+    }
     times: dict[str, dict[str, list[tuple[float, float]]]] = {name: {"encode": [], "decode": []} for name in sides}
     for number in range(rounds + 1):  # the first warms up
         for name in list(sides)[:: 1 if number % 2 else -1]:

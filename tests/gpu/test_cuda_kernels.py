@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lib.kernel_laws import BITS, DTYPES, MEMORY_DTYPES, check_begin_anywhere, check_codec, check_update, codecs, data
+from lib.kernel_laws import BITS, DTYPES, ENTRY_DTYPES, check_begin_anywhere, check_codec, check_update, codecs, data
 
 from acsgd.codecs.cache_update import decode_update, encode_update
 from acsgd.codecs.fixpoint import FixPoint
@@ -35,7 +35,7 @@ def test_codes_and_values_are_those_of_torch(
     check_begin_anywhere(kernels, device, bits, dtype)
 
 
-@pytest.mark.parametrize("m_dtype", MEMORY_DTYPES)
+@pytest.mark.parametrize("m_dtype", ENTRY_DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", BITS)
 def test_updates_are_those_of_torch(

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from acsgd.codecs.cache_update import add_saturated
 from acsgd.codecs.fixpoint import FixPoint
-from acsgd.codecs.kernels import Kernels, Levels
+from acsgd.codecs.kernels import Kernels, Quantization
 from acsgd.codecs.layout import layout_of
-from acsgd.codecs.scales import from_wire
+from acsgd.codecs.scales import decode_scales
 
 Shape = tuple[int, ...]
 BITS = range(1, 9)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MEMORY_DTYPES = (torch.float32, torch.float16)
+ENTRY_DTYPES = (torch.float32, torch.float16)
 
 
 def every_kernel() -> list[str]:
@@ -60,12 +60,12 @@ def data(shape: Shape, bits: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return x.to(dtype)
 
 
-def levels_of(codec: FixPoint, fields: tuple[Tensor, ...], shape: Shape, device: torch.device) -> Levels:
+def levels_of(codec: FixPoint, fields: tuple[Tensor, ...], shape: Shape, device: torch.device) -> Quantization:
     """Return the levels that the fields of a message tell of."""
     _, half, exponent, *inwards = (field.to(device) for field in fields)
-    steps = from_wire(half, exponent) / (0.5 if codec.bits == 1 else 2.0 ** (codec.bits - 1))
+    steps = decode_scales(half, exponent) / (0.5 if codec.bits == 1 else 2.0 ** (codec.bits - 1))
     layout = layout_of(shape, codec.dims, codec.group)
-    return Levels(codec.bits, layout, steps, inwards[0].float() if inwards else None)
+    return Quantization(codec.bits, layout, steps, inwards[0].float() if inwards else None)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -105,7 +105,7 @@ def check_begin_anywhere(kernels: Kernels, device: torch.device, bits: int, dtyp
     """Compare tensors that begin in the middle of an aligned word with others that do not."""
     shape, count = (29, 40), 29 * 40
     x, m, steps = data((count,), bits, dtype), data((count,), bits, torch.float16, seed=1), torch.linspace(0.1, 0.2, 40)
-    levels = Levels(bits, layout_of(shape, "channel", 0), steps.to(device))
+    levels = Quantization(bits, layout_of(shape, "channel", 0), steps.to(device))
     memory = m.to(device, copy=True)
     stream = kernels.encode(x.to(device), levels, memory)
     y = kernels.decode(stream, levels, dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs import bits as bits_module
-from acsgd.codecs.bits import pack_bits, packed_bytes, stream_of, unpack_bits
+from acsgd.codecs.bits import pack_bits, packed_bytes, stream_slice, unpack_bits
 
 BITS = range(1, 9)
 LENGTHS = (0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 64, 1001)
@@ -55,5 +55,5 @@ def test_neither_codes_nor_stream_need_be_aligned(bits: int) -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_part_of_a_stream_is_the_stream_of_a_part(bits: int) -> None:
     sent = codes(1001, bits)
-    part = stream_of(pack_bits(sent, bits), 24, 80, bits)
+    part = stream_slice(pack_bits(sent, bits), 24, 80, bits)
     assert torch.equal(part, pack_bits(sent[24:104], bits))

@@ -53,7 +53,7 @@ def parse(spec: str) -> Delta:
         ("delta:cache_gib=inf", ["cache_gib=inf"]),
         ("delta:cache_gib=nan", ["cache_gib=nan"]),
         ("delta:dims=group", ["group=0", "for example group=128"]),
-        ("delta:group=16", ["group=16 has no meaning"]),
+        ("delta:group=16", ["group=16 needs dims=group"]),
         ("delta:scale=l3", ["max, l2"]),
     ],
 )

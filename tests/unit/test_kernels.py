@@ -15,7 +15,7 @@ import torch
 from lib.kernel_laws import (
     BITS,
     DTYPES,
-    MEMORY_DTYPES,
+    ENTRY_DTYPES,
     check_begin_anywhere,
     check_codec,
     check_update,
@@ -29,7 +29,7 @@ from torch import Tensor
 from acsgd.codecs import bits as bits_module
 from acsgd.codecs import kernels as kernels_module
 from acsgd.codecs.fixpoint import FixPoint
-from acsgd.codecs.kernels import MAX_WIDTH, THREADS, Kernels, Levels, kernels_for, source
+from acsgd.codecs.kernels import MAX_WIDTH, THREADS, Kernels, Quantization, kernels_for, source
 from acsgd.codecs.layout import Layout, layout_of
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def test_codes_and_values_are_those_of_torch(bits: int, dtype: torch.dtype, on_h
         check_codec(on_host, CPU, codec, data(shape, bits, dtype))
 
 
-@pytest.mark.parametrize("m_dtype", MEMORY_DTYPES)
+@pytest.mark.parametrize("m_dtype", ENTRY_DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", BITS)
 def test_updates_are_those_of_torch(bits: int, dtype: torch.dtype, m_dtype: torch.dtype, on_host: Kernels) -> None:
@@ -99,7 +99,7 @@ def test_a_million_and_three(on_host: Kernels) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("m_dtype", MEMORY_DTYPES)
+@pytest.mark.parametrize("m_dtype", ENTRY_DTYPES)
 def test_a_memory_saturates(bits: int, m_dtype: torch.dtype, on_host: Kernels) -> None:
     largest = torch.finfo(m_dtype).max
     x, m = data((64, 8), bits, torch.float32) * (largest / 8), data((64, 8), bits, torch.float32, seed=1)
@@ -125,7 +125,7 @@ def test_every_quotient_near_the_middle_of_two_codes(bits: int, on_host: Kernels
     x = torch.cat([middles, middles.nextafter(torch.tensor(9e9)), middles.nextafter(torch.tensor(-9e9))])
     layout = layout_of(tuple(x.shape), "channel", 0)
     expected = torch_stream(x, bits, steps)
-    assert torch.equal(on_host.encode(x.view(-1), Levels(bits, layout, steps)), expected)
+    assert torch.equal(on_host.encode(x.view(-1), Quantization(bits, layout, steps)), expected)
 
 
 def torch_stream(x: Tensor, bits: int, steps: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def test_nothing_is_written_beside_a_tensor(
 
     x, steps = data((count,), bits, torch.float32), torch.ones(1)
     memory = torch.zeros(count + 16, dtype=torch.float16)
-    levels = Levels(bits, layout_of((count,), "tensor", 0), steps)
+    levels = Quantization(bits, layout_of((count,), "tensor", 0), steps)
     monkeypatch.setattr(kernels_module.torch, "empty", guarded)
     stream = on_host.encode(x, levels, memory[8:-8])
     on_host.encode(x, levels)
@@ -197,7 +197,7 @@ def test_launches_cover_every_element_once_and_divide_exactly(layout: Layout) ->
         launches.append((blocks, numel, width, per_width))
 
     x = torch.empty(layout.numel, dtype=torch.bfloat16, device="meta")
-    Kernels(launch).encode(x, Levels(4, layout, torch.empty(layout.scales, device="meta")))
+    Kernels(launch).encode(x, Quantization(4, layout, torch.empty(layout.scales, device="meta")))
     assert sum(numel for _, numel, _, _ in launches) == layout.numel
     for blocks, numel, width, per_width in launches:
         assert numel < 1 << 30

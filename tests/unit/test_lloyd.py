@@ -13,7 +13,7 @@ from acsgd.codecs import lloyd
 from acsgd.codecs.base import Codec, wire_bytes
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.hadamard import Hadamard, normal_levels
-from acsgd.codecs.lloyd import CELLS, HALF, Lloyd, fit_levels
+from acsgd.codecs.lloyd import BINS, HALF_BINS, Lloyd, fit_levels
 
 MAX_1960 = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499}
 """Least mean squared error for a normal variable (Max, Quantizing for minimum distortion, 1960, table I)."""
@@ -56,12 +56,12 @@ def test_levels_of_a_normal_variable_have_the_known_error(bits: int) -> None:
 
 @pytest.mark.parametrize("count", [2, 4, 16, 256])
 def test_no_round_makes_the_error_larger(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    position = torch.arange(CELLS, dtype=torch.float64) / HALF - 1
+    position = torch.arange(BINS, dtype=torch.float64) / HALF_BINS - 1
     draw = torch.Generator().manual_seed(0)
-    histogram = torch.rand(CELLS, generator=draw, dtype=torch.float64) ** 30 * (4 * position).exp()
+    histogram = torch.rand(BINS, generator=draw, dtype=torch.float64) ** 30 * (4 * position).exp()
     errors = []
     for rounds in range(1, 8):
-        monkeypatch.setattr(lloyd, "ROUNDS", rounds)
+        monkeypatch.setattr(lloyd, "ITERATIONS", rounds)
         nearest = (position[:, None] - fit_levels(histogram, count)).abs().amin(1)
         errors.append(float((nearest.square() * histogram).sum()))
     assert all(later <= earlier * (1 + 2.0**-40) for earlier, later in pairwise(errors))

@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from acsgd.codecs.positions import best_rice, decode_positions, encode_positions, max_unary_bytes, rest_bytes
+from acsgd.codecs.positions import (
+    decode_positions,
+    encode_positions,
+    max_quotient_bytes,
+    remainder_bytes,
+    rice_parameter,
+)
 
 SIZES = [0, 1, 2, 7, 8, 9, 100, 4097]
 SHARES = [0.001, 0.01, 0.02, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0]
@@ -60,8 +66,8 @@ def test_positions_return_from_streams_of_the_lengths_declared(size: int, share:
     before, count = positions.clone(), len(positions)
     rest, unary = encode_positions(positions, size, rice)
     assert torch.equal(positions, before)
-    assert len(rest) == rest_bytes(count, size, rice)
-    assert len(unary) <= max_unary_bytes(count, size, rice)
+    assert len(rest) == remainder_bytes(count, size, rice)
+    assert len(unary) <= max_quotient_bytes(count, size, rice)
     returned = decode_positions(rest, unary, count, size, rice)
     assert returned.dtype == torch.int64
     assert torch.equal(returned, positions)
@@ -79,7 +85,7 @@ def test_the_longest_stream_is_as_long_as_declared(rice: int) -> None:
     """Positions at the end leave one gap of all that is left out."""
     size, count = 5000, 40
     _, unary = encode_positions(torch.arange(size - count, size), size, rice)
-    assert len(unary) == max_unary_bytes(count, size, rice)
+    assert len(unary) == max_quotient_bytes(count, size, rice)
 
 
 def test_without_rests_it_is_the_bitmap() -> None:
@@ -94,8 +100,8 @@ def test_without_rests_it_is_the_bitmap() -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_where_all_are_kept_or_none_nothing_travels(size: int) -> None:
     for positions in (torch.arange(size), torch.arange(0)):
-        assert [len(stream) for stream in encode_positions(positions, size, best_rice(1.0))] == [0, 0]
-        assert rest_bytes(size, size, 0) == max_unary_bytes(len(positions), size, 0) == 0
+        assert [len(stream) for stream in encode_positions(positions, size, rice_parameter(1.0))] == [0, 0]
+        assert remainder_bytes(size, size, 0) == max_quotient_bytes(len(positions), size, 0) == 0
 
 
 def test_the_best_parameter_is_the_best() -> None:
@@ -108,16 +114,16 @@ def test_the_best_parameter_is_the_best() -> None:
     shares = [10 ** (-6 * i / 1000) for i in range(1, 1001)]
     for share in shares:
         least = min(cost(share, rice) for rice in range(25))
-        assert cost(share, best_rice(share)) <= least * (1 + 2.0**-30), share
-    assert [best_rice(share) for share in shares] == sorted(best_rice(share) for share in shares)
-    assert best_rice(1.0) == best_rice(0.5) == 0
+        assert cost(share, rice_parameter(share)) <= least * (1 + 2.0**-30), share
+    assert [rice_parameter(share) for share in shares] == sorted(rice_parameter(share) for share in shares)
+    assert rice_parameter(1.0) == rice_parameter(0.5) == 0
 
 
 @pytest.mark.parametrize("share", [0.005, 0.01, 1 / 64, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, GOLDEN, 0.4, 0.5])
 def test_the_cost_is_near_the_entropy(share: float) -> None:
     size = 1 << 20
     positions = drawn(size, share)
-    streams = encode_positions(positions, size, best_rice(share))
+    streams = encode_positions(positions, size, rice_parameter(share))
     bits = 8 * sum(map(len, streams))
     worst = 1 / entropy(GOLDEN)
     # So many bits per position in expectation; one takes at most 2 more or fewer, as a standard deviation.
@@ -125,7 +131,7 @@ def test_the_cost_is_near_the_entropy(share: float) -> None:
 
 
 SMALL = drawn(300, 0.1)
-RICE = best_rice(0.1)
+RICE = rice_parameter(0.1)
 
 
 def decoded(rest: Tensor, unary: Tensor, size: int = 300) -> Tensor | None:

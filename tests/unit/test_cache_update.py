@@ -17,8 +17,8 @@ from acsgd.codecs.fixpoint import FixPoint
 
 SHAPE = (3, 21, 40)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MEMORY_DTYPES = (torch.float32, torch.float16)
-PAIRS = [*product(DTYPES, MEMORY_DTYPES)]
+ENTRY_DTYPES = (torch.float32, torch.float16)
+PAIRS = [*product(DTYPES, ENTRY_DTYPES)]
 DIMS = ("dims=channel", "dims=token", "dims=tensor", "dims=group,group=48")
 SPECS = [f"fixpoint:bits={bits},{dims}" for bits in range(1, 9) for dims in DIMS]
 SPECS += ["fixpoint:bits=3,centroids=true", "fixpoint:bits=4,rounding=stochastic", "fixpoint:bits=2,scale=l2"]
@@ -79,7 +79,7 @@ def test_block_by_block_is_what_the_definition_says(
     assert equal((arrived, m), (decode_update(Plain(codec), fields, before, dtype), before))
 
 
-@pytest.mark.parametrize("m_dtype", MEMORY_DTYPES)
+@pytest.mark.parametrize("m_dtype", ENTRY_DTYPES)
 @pytest.mark.parametrize("spec", SPECS + OTHERS)
 def test_the_sum_arrives_before_it_is_rounded(spec: str, m_dtype: torch.dtype) -> None:
     codec, m = codecs.parse(spec), gaussian(2, m_dtype)
