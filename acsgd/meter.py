@@ -1,4 +1,4 @@
-"""What travels and how long it is waited for, counted where it happens."""
+"""Counts of bytes sent and time spent on communication."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Protocol
 
 
 class Work(Protocol):
-    """A transfer under way, as torch.distributed returns it."""
+    """Handle of an asynchronous operation, as torch.distributed returns it."""
 
     def wait(self) -> bool:
-        """Block until the transfer is done. Raises RuntimeError if the peer is gone or too late."""
+        """Block until the operation is done. Raises RuntimeError if a peer fails or times out."""
         ...
 
 
 @dataclass
 class Meter:
-    """Counts of one step; `reset` starts the next."""
+    """Counts of one step, until `reset`."""
 
     sent_bytes: int = 0
     in_flight_s: float = 0.0
-    """Seconds from posting a receive or a reduction to having it, summed over all; of a send, only what is waited."""
+    """Time from posting a receive or a collective to its end, summed over all, seconds; of sends only the wait."""
     waited_s: float = 0.0
-    """Seconds of these in which this process did nothing but wait."""
+    """The part of `in_flight_s` in which this process was blocked, seconds."""
 
     def wait(self, work: Work, posted_at: float) -> None:
-        """Wait for a transfer that was posted at `posted_at`, a time.perf_counter()."""
+        """Wait for an operation and count its time; posted_at: its start, a time.perf_counter()."""
         before = time.perf_counter()
         work.wait()
         now = time.perf_counter()
@@ -34,4 +34,5 @@ class Meter:
         self.in_flight_s += now - posted_at
 
     def reset(self) -> None:
+        """Start the counts of the next step."""
         self.sent_bytes, self.in_flight_s, self.waited_s = 0, 0.0, 0.0

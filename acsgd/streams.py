@@ -1,7 +1,7 @@
-"""Ordering of work on a device; the only file of the core that names torch.cuda.
+"""CUDA streams and events; the only file outside acsgd/codecs that names torch.cuda.
 
-On the CPU everything has happened when its function returns, so every mark is ready and there is no side
-stream. The callers read the same on both.
+On the CPU, work is done when its function returns, so there is no side stream and every event is complete. Callers are
+the same for both.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ import torch
 from torch import Tensor
 
 
-class Mark(Protocol):
-    """A point in the order of work on a device."""
+class Event(Protocol):
+    """A point in the work of a stream, as torch.cuda.Event."""
 
-    def ready(self) -> bool:
-        """Whether all work before the mark is done."""
+    def query(self) -> bool:
+        """Whether all work before the event is done."""
         ...
 
-    def wait(self) -> None:
-        """Block this process until all work before the mark is done."""
+    def synchronize(self) -> None:
+        """Block this thread until all work before the event is done."""
         ...
 
 
 class Streams:
-    """The CPU: work is done when the call returns."""
+    """Streams of the CPU, which has none."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def host_buffer(self, nbytes: int) -> Tensor:
-        """Return uint8[nbytes] in host memory that the device can copy to and from without waiting."""
+        """Return uint8[nbytes] in host memory, pinned if the device is a GPU."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     @contextlib.contextmanager
-    def beside(self, *inputs: Tensor) -> Iterator[None]:
-        """Run the body beside the main stream, after all that made `inputs` (device tensors)."""
+    def side_stream(self, *inputs: Tensor) -> Iterator[None]:
+        """Run the body on the side stream, after all work on the current stream. inputs: device tensors it reads."""
         yield
 
-    def mark(self) -> Mark:
-        """Mark the present point of the current stream."""
+    def record_event(self) -> Event:
+        """Record an event on the current stream."""
         return DONE
 
     def peak_memory_bytes(self) -> int:
-        """Largest memory this process has held: resident on the CPU, allocated by torch on a GPU."""
+        """Return the peak memory of this process: resident on the CPU, allocated by torch on a GPU."""
         return _peak_resident_bytes()
 
 
 class CudaStreams(Streams):
-    """One GPU with one side stream, on which codecs run and messages leave."""
+    """The current stream of one GPU, and a side stream on which codecs run and messages are copied to the host."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -65,15 +65,17 @@ class CudaStreams(Streams):
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     @contextlib.contextmanager
-    def beside(self, *inputs: Tensor) -> Iterator[None]:
+    def side_stream(self, *inputs: Tensor) -> Iterator[None]:
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         for tensor in inputs:
-            tensor.record_stream(self._side)  # or the allocator reuses its memory too early
+            tensor.record_stream(self._side)  # the allocator must not reuse its memory before the side stream is done
         with torch.cuda.stream(self._side):
             yield
 
-    def mark(self) -> Mark:
-        return _CudaMark(torch.cuda.current_stream(self.device))
+    def record_event(self) -> Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def peak_memory_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)
@@ -82,7 +84,7 @@ class CudaStreams(Streams):
 def open_streams(device: str, local_rank: int) -> Streams:
     """Return the streams of this rank's device.
 
-    device: "cpu", "cuda", or "auto" for a GPU per local rank where there is one. Raises ValueError.
+    device: "cpu", "cuda", or "auto" for one GPU per local rank where there are GPUs, else the CPU. Raises ValueError.
     """
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if local_rank < gpus:
@@ -96,7 +98,7 @@ def open_streams(device: str, local_rank: int) -> Streams:
 
 
 def available_memory_bytes() -> int | None:
-    """Return how much memory of this host a program may still take; None where the system does not tell."""
+    """Return the host memory that new allocations can use, bytes; None if the system does not report it."""
     path = Path("/proc/meminfo")
     if not path.exists():
         return None
@@ -106,7 +108,7 @@ def available_memory_bytes() -> int | None:
 
 def _peak_resident_bytes() -> int:
     status = Path("/proc/self/status")
-    if status.exists():  # Linux, where ru_maxrss starts at the size of the process that forked this one
+    if status.exists():  # Linux, where ru_maxrss of a forked process starts at its parent's peak
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
         return int(fields["VmHWM"].split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -114,23 +116,12 @@ def _peak_resident_bytes() -> int:
 
 
 class _Done:
-    def ready(self) -> bool:
+    def query(self) -> bool:
         return True
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         pass
 
 
-class _CudaMark:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record(stream)
-
-    def ready(self) -> bool:
-        return self._event.query()
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-
 DONE = _Done()
+"""The event of work that is done."""

@@ -39,9 +39,9 @@ def test_work_on_the_side_stream_comes_after_what_made_its_input() -> None:
     host = streams.host_buffer(4096 * 4096 * 4)
     assert host.is_pinned()
     y = x @ x
-    with streams.beside(y):
+    with streams.side_stream(y):
         host.view(torch.float32).view(4096, 4096).copy_(y, non_blocking=True)
-        mark = streams.mark()
-    mark.wait()
-    assert mark.ready()
+        event = streams.record_event()
+    event.synchronize()
+    assert event.query()
     assert torch.equal(host.view(torch.float32).view(4096, 4096), y.cpu())

@@ -27,7 +27,7 @@ from acsgd.errors import RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.shards.disk import Manifest, StoredFile, copy_model_files, write_layer
 from acsgd.shards.weights import WeightState
-from acsgd.streams import Mark, Streams
+from acsgd.streams import Event, Streams
 from acsgd.topology import Groups, Topology
 
 log = logging.getLogger(__name__)
@@ -110,10 +110,10 @@ class Saver:
         assert self._thread is None, "the outcome of the last save was not taken"
         started = time.perf_counter()
         copies = [self._copy(state) for state in states]
-        mark = self._streams.mark()
+        event = self._streams.record_event()
         self._saves += 1
         self._thread = threading.Thread(
-            target=self._finish, args=(step, copies, mark, run, best, started), name=f"save {step}", daemon=True
+            target=self._finish, args=(step, copies, event, run, best, started), name=f"save {step}", daemon=True
         )
 
     def write(self) -> None:
@@ -166,21 +166,21 @@ class Saver:
     # From here on, in the thread.
 
     def _finish(
-        self, step: int, copies: list[LayerState], mark: Mark, run: dict[str, Any], best: bool, started: float
+        self, step: int, copies: list[LayerState], event: Event, run: dict[str, Any], best: bool, started: float
     ) -> None:
         try:
-            path, error = self._write_together(step, copies, mark, run, best)
+            path, error = self._write_together(step, copies, event, run, best)
         except Exception as broken:  # raised by the training thread: nobody looks at this one
             self._broken, path, error = broken, self._directory.of(step), str(broken)
         self._outcome = Outcome(step, path, error, time.perf_counter() - started)
 
     def _write_together(
-        self, step: int, copies: list[LayerState], mark: Mark, run: dict[str, Any], best: bool
+        self, step: int, copies: list[LayerState], event: Event, run: dict[str, Any], best: bool
     ) -> tuple[Path, str | None]:
         """Write this rank's files, and on rank 0 complete the checkpoint; return its path, and why it failed."""
         partial, path = self._directory.partial(step), self._directory.of(step)
         written: list[_Written] = []
-        error = self._attempt(lambda: written.extend(self._write(partial, copies, mark)))
+        error = self._attempt(lambda: written.extend(self._write(partial, copies, event)))
         said = self._say("written", {"files": [asdict(file) for file in written], "error": error})
         error = _first_error(said)
         if error is None and self._topology.rank == 0:
@@ -190,8 +190,8 @@ class Saver:
             shutil.rmtree(partial, ignore_errors=True)
         return path, _first_error(self._say("completed", {"error": error}))
 
-    def _write(self, partial: Path, copies: Sequence[LayerState], mark: Mark) -> Iterator[_Written]:
-        mark.wait()
+    def _write(self, partial: Path, copies: Sequence[LayerState], event: Event) -> Iterator[_Written]:
+        event.synchronize()
         partial.mkdir(parents=True, exist_ok=True)
         for copy in copies:
             if copy.weights:

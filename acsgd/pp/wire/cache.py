@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from acsgd.streams import DONE, Mark, Streams
+from acsgd.streams import DONE, Event, Streams
 
 ABSENT = 0
 """Version of a sample without an entry."""
@@ -46,8 +46,8 @@ class EntryStore(Protocol):
         """Return a buffer for a new entry, to be passed to `write`. It may hold what `read` returned, or zeros."""
         ...
 
-    def write(self, slot: int, entry: Tensor, key: EntryKey, mark: Mark) -> None:
-        """Store an entry, which is complete once `mark` is done."""
+    def write(self, slot: int, entry: Tensor, key: EntryKey, event: Event) -> None:
+        """Store an entry, which is complete once `event` is done."""
         ...
 
     def read(self, slot: int, key: EntryKey) -> Tensor | None:
@@ -81,7 +81,7 @@ class HostMemoryStore:
         # Entries are overwritten in place. This is safe on a GPU, too: one stream orders all work on them.
         return self._entries[slot] if slot in self._entries else self._streams.host_buffer(self._nbytes).zero_()
 
-    def write(self, slot: int, entry: Tensor, key: EntryKey, mark: Mark) -> None:
+    def write(self, slot: int, entry: Tensor, key: EntryKey, event: Event) -> None:
         self._entries[slot] = entry
 
     def read(self, slot: int, key: EntryKey) -> Tensor | None:
@@ -168,15 +168,15 @@ class ActivationCache:
             self._add(sample, _Location(self._free.pop(), ABSENT))
         return self._store.buffer(self._table[sample].slot)
 
-    def write(self, sample: int, entry: Tensor, step: int, micro: int, mark: Mark = DONE) -> None:
+    def write(self, sample: int, entry: Tensor, step: int, micro: int, event: Event = DONE) -> None:
         """Store the entry of a sample after a transfer.
 
-        entry: a buffer from `reserve`, complete once `mark` is done; step, micro: of the transfer.
+        entry: a buffer from `reserve`, complete once `event` is done; step, micro: of the transfer.
         """
         old = self._table[sample]
         version = _hash(old.version, self._nonce, step, micro) or 1
         self._table[sample] = _Location(old.slot, version)
-        self._store.write(old.slot, entry, EntryKey(sample, version), mark)
+        self._store.write(old.slot, entry, EntryKey(sample, version), event)
 
     def close(self) -> None:
         """Wait until all entries are saved, and release threads and files."""

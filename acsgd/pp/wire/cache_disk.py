@@ -25,7 +25,7 @@ from torch import Tensor
 
 from acsgd.errors import RunError
 from acsgd.pp.wire.cache import ABSENT, EntryKey
-from acsgd.streams import Mark, Streams
+from acsgd.streams import Event, Streams
 
 log = logging.getLogger(__name__)
 
@@ -92,13 +92,13 @@ class DiskStore:
             return self._free_buffers.pop()
         return self._streams.host_buffer(self._nbytes).zero_()  # the padding between fields must be equal at both ends
 
-    def write(self, slot: int, entry: Tensor, key: EntryKey, mark: Mark) -> None:
+    def write(self, slot: int, entry: Tensor, key: EntryKey, event: Event) -> None:
         if slot in self._resident and slot not in self._writes:
             self._retire(self._resident[slot])
         content: Future[_Entry | None] = Future()
         content.set_result(_Entry(entry, key))
         self._resident[slot] = content
-        self._writes[slot] = self._thread.submit(self._write, slot, entry, key, mark)
+        self._writes[slot] = self._thread.submit(self._write, slot, entry, key, event)
 
     def read(self, slot: int, key: EntryKey) -> Tensor | None:
         self.prefetch([slot])
@@ -145,8 +145,8 @@ class DiskStore:
             return None
         return _Entry(entry, key)
 
-    def _write(self, slot: int, entry: Tensor, key: EntryKey, mark: Mark) -> None:
-        mark.wait()
+    def _write(self, slot: int, entry: Tensor, key: EntryKey, event: Event) -> None:
+        event.synchronize()
         trailer = _TRAILER.pack(*key, _checksum(entry, key))
         try:
             nbytes = os.pwritev(self._file, [entry.numpy().data, trailer], self._offset(slot))

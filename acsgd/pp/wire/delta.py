@@ -216,7 +216,7 @@ class DeltaCoder:
             buffer = self._cache.reserve(info.samples[i])
             if buffer is not None:
                 pack(self._delta.cache_codec.encode(row), buffer)
-                self._cache.write(info.samples[i], buffer, info.step, info.micro, self._streams.mark())
+                self._cache.write(info.samples[i], buffer, info.step, info.micro, self._streams.record_event())
 
 
 def _rows(x: Tensor, rows: list[int]) -> Tensor:

@@ -24,7 +24,7 @@ from acsgd.pp.wire.coder import EXACT, Coder, StatelessCoder, TensorSpec, Transf
 from acsgd.pp.wire.delta import Delta, DeltaCoder
 from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
 from acsgd.shards.layers import State
-from acsgd.streams import Mark, Streams
+from acsgd.streams import Event, Streams
 
 MAX_SENDS_IN_FLIGHT = 16
 """Sends that an outbox leaves unfinished before it waits for the oldest; bounds the memory of their buffers."""
@@ -36,17 +36,17 @@ class _BufferPool:
     def __init__(self, nbytes: int, streams: Streams) -> None:
         self._nbytes = nbytes
         self._streams = streams
-        self._free: deque[tuple[Tensor, Mark]] = deque()
+        self._free: deque[tuple[Tensor, Event]] = deque()
 
     def acquire(self) -> Tensor:
         """Return a buffer that is not in use."""
-        if self._free and self._free[0][1].ready():
+        if self._free and self._free[0][1].query():
             return self._free.popleft()[0]
         return self._streams.host_buffer(self._nbytes)
 
     def release(self, buffer: Tensor) -> None:
         """Return a buffer to the pool once the device has finished its present work, which may read the buffer."""
-        self._free.append((buffer, self._streams.mark()))
+        self._free.append((buffer, self._streams.record_event()))
 
 
 class _Encoding(NamedTuple):
@@ -54,12 +54,12 @@ class _Encoding(NamedTuple):
 
     header: Header
     buffer: Tensor
-    encoded: Mark
+    encoded: Event
     length: Future[int] | None
     """Length after entropy coding in the background; None if `header` has the final length."""
 
     def ready(self) -> bool:
-        return self.length.done() if self.length is not None else self.encoded.ready()
+        return self.length.done() if self.length is not None else self.encoded.query()
 
 
 class _InFlight(NamedTuple):
@@ -92,7 +92,7 @@ class Outbox:
         """Pass encoded messages to gloo. wait: also wait for messages that are still being encoded."""
         while self._encoding and (wait or self._encoding[0].ready()):
             header, buffer, encoded, length = self._encoding.popleft()
-            encoded.wait()
+            encoded.synchronize()
             if length is not None:
                 header = header._replace(length=length.result())
             buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
@@ -114,14 +114,14 @@ class Outbox:
         channel, length, entropy_coding = self._channel, wire_bytes(coder.wire(info)), coder.uses_entropy_coding(info)
         buffer = self._pools[index].acquire()
         body = buffer[HEADER_BYTES : HEADER_BYTES + length]
-        with channel.streams.beside(x):
+        with channel.streams.side_stream(x):
             try:
                 pack(coder.encode(x, info), body)
             except NotFiniteError:
                 length, entropy_coding = NOT_FINITE, False
-            encoded = channel.streams.mark()
+            encoded = channel.streams.record_event()
         coded_length = None
-        if entropy_coding and encoded.ready():  # as on a CPU; a background thread would delay it by a forward
+        if entropy_coding and encoded.query():  # as on a CPU; a background thread would delay it by a forward
             length = compress_(body)
         elif entropy_coding:
             coded_length = self._entropy_coder.submit(_entropy_code, body, encoded)
@@ -291,7 +291,7 @@ class LinkFactory:
         return channel
 
 
-def _entropy_code(body: Tensor, encoded: Mark) -> int:
+def _entropy_code(body: Tensor, encoded: Event) -> int:
     """Entropy-code a message body in place once it is complete; return its new length."""
-    encoded.wait()
+    encoded.synchronize()
     return compress_(body)
