@@ -1,4 +1,4 @@
-"""Seeds of everything that is random in a run."""
+"""Derivation of seeds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import struct
 
 
 def mix_seed(*parts: int) -> int:
-    """Hash integers into one 63-bit seed, so that neighbouring (seed, step, ...) give unrelated streams."""
+    """Hash integers to a 63-bit seed, so that similar arguments give independent random streams."""
     packed = struct.pack(f"<{len(parts)}q", *parts)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

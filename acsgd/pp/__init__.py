@@ -1,6 +1,6 @@
-"""Pipeline parallelism: schedules as data, and what runs them.
+"""Pipeline parallelism: schedules as data, and the runtime that executes them.
 
-Only what needs no torch is named here; `simulate` stays in its module, which is also a command.
+Exports only what needs no torch. `simulate` is not exported because its module is also a command.
 """
 
 from acsgd.pp.schedules.actions import Action, Op, Program, draw, forwards, parse_action

@@ -1,4 +1,4 @@
-"""A weight that two ranks hold: the embedding on the first stage, and the head that is tied to it on the last."""
+"""Gradient sync of a weight with copies on two ranks: the embedding on the first stage, the tied head on the last."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from acsgd.shards.weights import Weight
 
 
 class TiedPair:
-    """The two copies of a tied weight on the first and the last rank; their gradients are summed after reduction.
+    """One copy of a tied weight, and the links to the rank with the other copy.
 
-    Addition commutes, so both ends get the same bits, take the same step, and stay equal.
+    Both ranks sum the two gradients after the reduction over replicas. Addition is commutative, so both get the same
+    bits and the copies stay equal.
     """
 
     def __init__(self, weight: Weight, factory: LinkFactory, *, boundary: int, peer: int) -> None:
@@ -19,7 +20,7 @@ class TiedPair:
         self._outbox, self._inbox = factory.open_tie(boundary, spec, peer=peer)
 
     def sum_gradients(self, step: int) -> None:
-        """Add the other copy's gradient to this one's, in place."""
+        """Add the gradient of the other copy to that of this copy, in place."""
         grad = self._weight.master.grad
         assert grad is not None, f"{self._weight.key} took no part in the loss"
         self._inbox.post()

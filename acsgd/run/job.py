@@ -36,10 +36,11 @@ from acsgd.pp.schedules.schedules import SCHEDULES, Schedule
 from acsgd.pp.schedules.validation import validate
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
-from acsgd.run.model_files import load_tokenizer, open_model
 from acsgd.shards import family_of
+from acsgd.shards.hub import open_model
 from acsgd.shards.layers import LayerShard, ModelFamily, meta_model
 from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
+from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams, open_streams
 from acsgd.topology import Launch, Topology
 

@@ -1,4 +1,4 @@
-"""A model as a list of layers. To add a family, write its file and one line in the table; that also gets it tested."""
+"""Models as lists of layers. To add a family, write its file and add it to FAMILIES; the tests run over this table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAMILIES: dict[str, ModelFamily] = {
 
 
 def family_of(model_type: str) -> ModelFamily:
-    """Return the family of a Hugging Face `model_type`. Raises ValueError that lists the known ones."""
+    """Return the family of a Hugging Face `model_type`. Raises ValueError that lists the known families."""
     if model_type not in FAMILIES:
         raise ValueError(f'the model is of the unknown family "{model_type}"{suggest(model_type, FAMILIES)}')
     return FAMILIES[model_type]

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint <-> layer shards, without loss, one layer in memory at a time."""
+"""Lossless conversion between Hugging Face checkpoints and layer shards, with one layer in memory at a time."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ SINGLE = "model.safetensors"
 def read_config(path: Path) -> PreTrainedConfig:
     """Read config.json of a Hugging Face or shard directory.
 
-    Raises ValueError if it is absent, broken, or of a family that acsgd does not know.
+    Raises ValueError if it is missing, invalid, or of an unknown model family.
     """
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has no config.json; give a Hugging Face model directory or a layer-shard directory")
     try:
-        family_of(json.loads((path / "config.json").read_text())["model_type"])  # transformers would list hundreds
+        family_of(
+            json.loads((path / "config.json").read_text())["model_type"]
+        )  # first: the error of transformers lists hundreds of families
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         first_line = str(error).strip().split("\n")[0]
@@ -38,13 +40,13 @@ def read_config(path: Path) -> PreTrainedConfig:
 
 
 def from_hf(source: Path, target: Path) -> None:
-    """Convert a Hugging Face directory with safetensors into layer shards in `target`, an empty directory.
+    """Convert a Hugging Face directory with safetensors to layer shards in `target`, an empty directory.
 
-    Tensors keep their dtype, bit for bit. Raises ValueError if parameters are missing or would be lost.
+    Tensors keep their dtype and bits. Raises ValueError if parameters are missing or would be lost.
     """
     config = read_config(source)
     model = meta_model(config)
-    files = locate(source, model)
+    files = locate_parameters(source, model)
     layers = {}
     for shard in family_of(config.model_type).layers(config):
         tensors = _read({key: files[key] for key in stored_keys(model, shard)})
@@ -53,9 +55,9 @@ def from_hf(source: Path, target: Path) -> None:
 
 
 def to_hf(source: Path, target: Path, *, dtype: str | None = None) -> None:
-    """Convert layer shards into a Hugging Face directory in `target`, an empty directory.
+    """Convert layer shards to a Hugging Face directory in `target`, an empty directory.
 
-    dtype: "float32", "bfloat16" or "float16" to cast to; by default tensors stay as they are, bit for bit.
+    dtype: "float32", "bfloat16" or "float16" to cast to; None = keep each tensor's dtype and bits.
     """
     directory = ShardDirectory(source)
     config = read_config(source)
@@ -82,18 +84,18 @@ def to_hf(source: Path, target: Path, *, dtype: str | None = None) -> None:
     (target / INDEX).write_text(json.dumps(index, indent=2))
 
 
-def locate(source: Path, model: PreTrainedModel) -> dict[str, tuple[Path, str]]:
-    """Map each parameter of `model` to the file of a Hugging Face directory that holds it, and its name there.
+def locate_parameters(source: Path, model: PreTrainedModel) -> dict[str, tuple[Path, str]]:
+    """Map each parameter of `model` to its file in a Hugging Face directory and its name in that file.
 
-    Reads headers only, but for parameters that are tied and saved all the same. Raises ValueError if any is missing
-    or the directory holds tensors that would be lost.
+    Reads only headers, and the values of tied parameters that are stored twice. Raises ValueError if parameters are
+    missing, if tied ones differ, or if the directory holds tensors that the model does not have.
     """
     located = _match(source, model)
     tied = tied_keys(model)
     missing = [key for key, _ in model.named_parameters(remove_duplicate=False) if key not in {*located, *tied}]
     if missing:
-        raise ValueError(f"{source} lacks {len(missing)} parameters of the model, the first: {missing[:3]}")
-    _refuse_false_ties(located, tied, source)
+        raise ValueError(f"{source} lacks {len(missing)} parameters of the model: {', '.join(missing[:3])}")
+    _check_ties(located, tied, source)
     return located
 
 
@@ -101,7 +103,7 @@ def _match(source: Path, model: PreTrainedModel) -> dict[str, tuple[Path, str]]:
     known = set(dict(model.named_parameters(remove_duplicate=False)))
     located, unexpected = {}, []
     for name, path in _tensor_files(source).items():
-        # Hugging Face saves some models without their head, and then without the prefix: "h.0..." for GPT-2
+        # models saved without their head lack the prefix: "h.0..." for GPT-2
         prefixed = f"{model.base_model_prefix}.{name}"
         if name in known or prefixed in known:
             located[name if name in known else prefixed] = (path, name)
@@ -110,13 +112,13 @@ def _match(source: Path, model: PreTrainedModel) -> dict[str, tuple[Path, str]]:
     if unexpected:
         raise ValueError(
             f"{source} holds {len(unexpected)} tensors that {type(model).__name__} does not have and that would be "
-            f"lost, the first: {sorted(unexpected)[:3]}"
+            f"lost: {', '.join(sorted(unexpected)[:3])}"
         )
     return located
 
 
-def _refuse_false_ties(files: dict[str, tuple[Path, str]], tied: dict[str, str], source: Path) -> None:
-    """Raise ValueError if a parameter that the config ties was saved with values of its own."""
+def _check_ties(files: dict[str, tuple[Path, str]], tied: dict[str, str], source: Path) -> None:
+    """Raise ValueError if a parameter that config.json ties to another was saved with other values."""
     for copy, original in tied.items():
         if copy in files:
             tensors = _read({copy: files[copy], original: files[original]})
@@ -128,12 +130,12 @@ def _refuse_false_ties(files: dict[str, tuple[Path, str]], tied: dict[str, str],
 
 
 def _tensor_files(source: Path) -> dict[str, Path]:
-    """Map the name of each tensor in a Hugging Face directory to its file."""
+    """Map the name of each tensor of a Hugging Face directory to its file."""
     if (source / INDEX).is_file():
         weight_map = json.loads((source / INDEX).read_text())["weight_map"]
         absent = sorted({name for name in weight_map.values() if not (source / name).is_file()})
         if absent:
-            raise ValueError(f"{source / INDEX} names files that are not there: {', '.join(absent[:3])}")
+            raise ValueError(f"{source / INDEX} names missing files: {', '.join(absent[:3])}")
         return {name: source / file for name, file in weight_map.items()}
     if (source / SINGLE).is_file():
         with safe_open(source / SINGLE, framework="pt") as file:
@@ -150,9 +152,9 @@ def _may_be_dropped(name: str, model: PreTrainedModel) -> bool:
     return any(re.search(pattern, name) for pattern in [*patterns, r"attn\.masked_bias$", r"rotary_emb\.inv_freq$"])
 
 
-def _read(places: dict[str, tuple[Path, str]]) -> dict[str, Tensor]:
+def _read(located: dict[str, tuple[Path, str]]) -> dict[str, Tensor]:
     by_file = defaultdict(list)
-    for key, (path, name) in places.items():
+    for key, (path, name) in located.items():
         by_file[path].append((key, name))
     tensors: dict[str, Tensor] = {}
     for path, names in by_file.items():

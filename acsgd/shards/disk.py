@@ -1,14 +1,14 @@
-"""A model on disk: one safetensors file per layer, and a JSON manifest that is written last.
+"""Layer shards: a model on disk as one safetensors file per layer and a JSON manifest, written last.
 
-    manifest.json            format, version, step, the state of the run, and of every file: name, bytes, sha256
-    embed.safetensors        parameters under their Hugging Face names, in the dtype they were given in;
-    block-00000.safetensors  of a checkpoint also "name/parameter": what the optimizer remembers of it
+    manifest.json            format, version, step, state of the run; name, size in bytes and sha256 of every file
+    embed.safetensors        parameters under their Hugging Face names, in their original dtype;
+    block-00000.safetensors  in a checkpoint also optimizer state, as "name/parameter": "exp_avg/lm_head.weight"
     ...
     head.safetensors
     config.json, tokenizer   as Hugging Face wrote them
 
-No rank and no stage in any name, so a run of any size can read what a run of any other size wrote. Every byte is
-covered by a checksum, those of the manifest by its last field.
+No name holds a rank or a stage, so any number of ranks can read what any other number wrote. Checksums cover every
+byte: the manifest has those of all files, and its last field is its own.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ MODEL_FILES = (
     "chat_template*",
     "*.model",
 )
-"""Files that make weights a usable Hugging Face model."""
+"""Patterns of the files that a Hugging Face model needs besides its weights."""
 
 
 class CorruptFileError(RunError):
-    """A file is not the one that was written."""
+    """A file of a shard directory is missing, unreadable or not as it was written."""
 
     def __init__(self, path: Path, message: str) -> None:
         super().__init__(f"{path} {message}")
@@ -57,7 +57,7 @@ class CorruptFileError(RunError):
 
 @dataclass(frozen=True)
 class StoredFile:
-    """The manifest's entry of one file."""
+    """Manifest entry of one file."""
 
     file: str
     bytes: int
@@ -66,26 +66,26 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete shard directory holds."""
+    """Contents of a complete shard directory."""
 
     step: int
-    """Optimizer steps trained."""
+    """Number of optimizer steps trained."""
     layers: dict[str, StoredFile]
-    """By layer, first to last."""
+    """File of each layer, first layer first."""
     replicas: dict[str, list[StoredFile]]
-    """By layer, what each replica remembers of it in a data-parallel mode with memory."""
+    """For each layer, one file per replica with the state of a stateful data-parallel mode."""
     model_files: list[StoredFile]
-    """config.json and the tokenizer's files."""
+    """config.json and the tokenizer files."""
     run: dict[str, Any] | None
-    """What a run needs besides its tensors to go on; None of a model that no run has saved."""
+    """State of the run besides its tensors, needed to resume; None for a converted model."""
 
     @property
     def files(self) -> list[StoredFile]:
-        """All files but the manifest."""
+        """All files except the manifest."""
         return [*self.layers.values(), *(file for files in self.replicas.values() for file in files), *self.model_files]
 
     def write(self, directory: Path) -> None:
-        """Complete a shard directory, all other files of which are there."""
+        """Write the manifest, which completes a shard directory, and wait until it is on disk."""
         path = directory / MANIFEST
         with path.open("wb") as file:
             file.write(_with_checksum({"format": FORMAT, "version": VERSION, **asdict(self)}))
@@ -121,28 +121,28 @@ class Manifest:
 def write_layer(
     directory: Path, stem: str, tensors: Mapping[str, Tensor], state: WeightState | None = None
 ) -> StoredFile:
-    """Write one layer's file into `directory`, wait until the disk has it, and return its entry.
+    """Write one layer's file into `directory`, wait until it is on disk, and return its manifest entry.
 
-    stem: of the file's name, the layer's; state: what is remembered of its parameters.
+    stem: file name without suffix; state: optimizer or mode state of the layer's parameters.
     """
     path = directory / f"{stem}.safetensors"
-    remembered = {f"{name}/{key}": x for name, by_key in (state or {}).items() for key, x in by_key.items()}
-    on_host = {key: tensor.detach().cpu().contiguous() for key, tensor in {**tensors, **remembered}.items()}
+    state_tensors = {f"{name}/{key}": x for name, by_key in (state or {}).items() for key, x in by_key.items()}
+    on_host = {key: tensor.detach().cpu().contiguous() for key, tensor in {**tensors, **state_tensors}.items()}
     save_file(on_host, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors lets only the owner read
-    return _synced(path)
+    path.chmod(0o644)  # safetensors makes it readable for its owner only
+    return _flushed(path)
 
 
 def copy_model_files(source: Path, target: Path) -> list[StoredFile]:
-    """Copy the config and tokenizer files of a model directory and return their entries."""
+    """Copy the config and tokenizer files of a model directory; return their manifest entries."""
     paths = sorted({path for pattern in MODEL_FILES for path in source.glob(pattern)})
     for path in paths:
         shutil.copyfile(path, target / path.name)
-    return [_synced(target / path.name) for path in paths]
+    return [_flushed(target / path.name) for path in paths]
 
 
 def fsync_directory(directory: Path) -> None:
-    """Wait until the disk has the names of a directory's files."""
+    """Wait until the entries of a directory are on disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -151,19 +151,19 @@ def fsync_directory(directory: Path) -> None:
 
 
 class ShardDirectory:
-    """A complete shard directory, opened for reading. Each file is checked against the manifest before it is used."""
+    """A complete shard directory, opened for reading. Verifies each file before its first use."""
 
     def __init__(self, path: Path) -> None:
-        """Read the manifest, as `Manifest.read` does."""
+        """Read the manifest. Raises as `Manifest.read`."""
         self.path = path
         self.manifest = Manifest.read(path)
         self.step = self.manifest.step
-        self._sound: set[str] = set()
+        self._verified: set[str] = set()
 
     def tensors(self, layer: str, keys: Collection[str]) -> dict[str, Tensor]:
-        """Read the named parameters of one layer, which must be all of them.
+        """Read all parameters of one layer; the tensors lie in the memory-mapped file.
 
-        The tensors lie in the mapped file. Raises RunError if the layer has others, CorruptFileError if it is damaged.
+        Raises RunError if `keys` are not exactly the layer's parameters, CorruptFileError if the file is corrupt.
         """
         path = self.verify(self._file(layer))
         with safe_open(path, framework="pt") as file:
@@ -181,35 +181,35 @@ class ShardDirectory:
             return file.get_tensor(key)
 
     def state(self, layer: str) -> WeightState:
-        """Read what the optimizer remembers of a layer's parameters; the tensors lie in the mapped file."""
+        """Read the optimizer state of a layer's parameters; the tensors lie in the memory-mapped file."""
         return self._state(self._file(layer))
 
     def replica_states(self, layer: str) -> list[WeightState]:
-        """Read what each replica remembers of a layer in a data-parallel mode with memory; empty without."""
+        """Read the saved mode state of a layer, one entry per replica; empty for a stateless mode."""
         return [self._state(file) for file in self.manifest.replicas.get(layer, [])]
 
     def verify(self, entry: StoredFile) -> Path:
-        """Check a file against its entry, once, and return its path. Raises CorruptFileError."""
+        """Verify a file against its manifest entry, once, and return its path. Raises CorruptFileError."""
         path = self.path / entry.file
-        if entry.file not in self._sound:
+        if entry.file not in self._verified:
             try:
                 _verify(path, entry)
             except OSError as error:
                 raise CorruptFileError(path, f"cannot be read ({error.strerror})") from None
-            self._sound.add(entry.file)
+            self._verified.add(entry.file)
         return path
 
     def corrupt_files(self) -> Iterator[CorruptFileError]:
-        """Check every file and yield what is wrong."""
+        """Verify every file and yield an error for each corrupt one."""
         for entry in self.manifest.files:
             try:
                 self.verify(entry)
-            except CorruptFileError as damage:
-                yield damage
+            except CorruptFileError as error:
+                yield error
 
     def _file(self, layer: str) -> StoredFile:
         if layer not in self.manifest.layers:
-            raise RunError(f'{self.path / MANIFEST} lists no layer "{layer}"; it is the manifest of another model')
+            raise RunError(f'{self.path / MANIFEST} lists no layer "{layer}"; it belongs to another model')
         return self.manifest.layers[layer]
 
     def _state(self, entry: StoredFile) -> WeightState:
@@ -233,13 +233,13 @@ def _verify(path: Path, entry: StoredFile) -> None:
 
 
 def _with_checksum(fields: dict[str, Any]) -> bytes:
-    """Return a manifest's bytes: JSON in one fixed form, whose last field is the hash of the form without it."""
+    """Serialise a manifest canonically, with the sha256 of the other fields as its last field."""
     digest = hashlib.sha256(_canonical(fields)).hexdigest()
     return _canonical({**fields, "sha256": digest})
 
 
 def _verified_fields(raw: bytes, path: Path) -> dict[str, Any]:
-    """Return the fields of a manifest, every bit of which is as it was written. Raises CorruptFileError.
+    """Parse and verify a manifest. Raises CorruptFileError if any byte differs from what was written.
 
     A manifest of another program or of version 1, which had no checksum, is returned unverified.
     """
@@ -250,14 +250,14 @@ def _verified_fields(raw: bytes, path: Path) -> dict[str, Any]:
         fields.pop("sha256", None)
         is_valid = _with_checksum(fields) == raw
     except (ValueError, TypeError, AttributeError):
-        raise CorruptFileError(path, "is corrupt: it is no JSON object") from None
+        raise CorruptFileError(path, "is corrupt: it is not a JSON object") from None
     if not is_valid:
         raise CorruptFileError(path, "is corrupt: its content differs from its checksum")
     return fields
 
 
 def _check_version(directory: Path, fields: dict[str, Any]) -> None:
-    """Raise ValueError if a manifest is not of this format and version."""
+    """Raise ValueError if a manifest has another format or version."""
     if fields.get("format") != FORMAT:
         raise ValueError(f"{directory / MANIFEST} is not the manifest of a layer-shard directory")
     version = fields.get("version")
@@ -274,12 +274,12 @@ def _canonical(fields: dict[str, Any]) -> bytes:
 
 
 def _keys(file: Any) -> list[str]:
-    """List the tensors of an open safetensors file, which is no mapping."""
+    """List the tensor names of an open safetensors file."""
     return list(file.keys())
 
 
-def _synced(path: Path) -> StoredFile:
-    """Return the entry of a file, once the disk has it."""
+def _flushed(path: Path) -> StoredFile:
+    """Wait until a file is on disk; return its manifest entry."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return StoredFile(path.name, path.stat().st_size, _sha256(path))

@@ -1,4 +1,4 @@
-"""GPT-2 and the models of its shape: learned positions, attention that is causal by itself."""
+"""GPT-2: learned positions."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """A model as a list of layers, built from transformers' own modules.
 
-B sequences of a micro-batch, T tokens, D hidden, V vocabulary.
+Shapes: B sequences of a micro-batch, T tokens, D hidden size, V vocabulary size.
 
-What a layer takes and gives is a `State`, a dict of named tensors: {"tokens": [B, T]} enters the first layer,
-{"logits": [B, T, V]} leaves the last, and what lies between is what travels from stage to stage.
+Input and output of a layer are a `State`, a dict of named tensors: {"tokens": [B, T]} for the first layer,
+{"logits": [B, T, V]} from the last. What is between is also what stages send to each other.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class LayerShard:
-    """One layer: the unit that is saved to one file and never split between stages."""
+    """One layer of a model: stored in one file and never split between stages."""
 
     name: str
-    """Stem of its file."""
+    """Name of its file, without suffix."""
     kind: Literal["embed", "block", "head"]
     index: int
-    """Place in the model, 0 = embedding; also the layer's number in every seed."""
+    """Position in the model, 0 = embedding; also part of every seed that concerns the layer."""
     modules: tuple[str, ...]
-    """Paths of its modules in the Hugging Face model; their parameters keep their Hugging Face names."""
+    """Paths of its modules in the Hugging Face model."""
 
 
 class ModelFamily(Protocol):
-    """What acsgd must know of a Hugging Face model to cut it into layers. One file per family."""
+    """How to split the Hugging Face models of one family into layers and run them. One file per family."""
 
     def layers(self, config: PreTrainedConfig) -> list[LayerShard]:
-        """List the layers, first to last."""
+        """List the layers, first layer first."""
         ...
 
     def longest(self, config: PreTrainedConfig) -> int:
-        """Return the longest sequence the model can take, in tokens."""
+        """Return the maximum sequence length of the model, in tokens."""
         ...
 
     def boundary(self, config: PreTrainedConfig, batch: int, sequence: int) -> dict[str, tuple[int, ...]]:
-        """Name the tensors that travel between stages, and their shapes."""
+        """Return name and shape of each tensor sent between stages."""
         ...
 
     def rebuild_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
-        """Make on `device` the buffers of `model` that no file holds (rotary frequencies)."""
+        """Create on `device` the buffers of `model` that are not in any file, such as rotary frequencies."""
         ...
 
     def context(self, model: PreTrainedModel, state: State) -> Any:
-        """Return what all blocks share for this input: masks, rotary tables. Opaque to the caller."""
+        """Return what all blocks need besides the hidden state: masks, rotary tables. Opaque to the caller."""
         ...
 
     def call(self, model: PreTrainedModel, shard: LayerShard, state: State, context: Any) -> State:
@@ -59,12 +59,12 @@ class ModelFamily(Protocol):
         ...
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss summed over the target tokens; labels [B, T] of -100 are no targets."""
+        """Return the loss summed over the target tokens; labels [B, T] of -100 are ignored."""
         ...
 
 
 class Decoder:
-    """What the families of decoder-only models share; a family states where its modules are."""
+    """Base of the decoder-only families; a family sets the paths of its modules."""
 
     embeddings: tuple[str, ...]
     blocks: str
@@ -116,18 +116,18 @@ class Decoder:
 
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the Hugging Face model on the meta device: all of its structure, none of its memory."""
+    """Build the Hugging Face model on the meta device: its structure, without memory for weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
 
 def tied_keys(model: PreTrainedModel) -> dict[str, str]:
-    """Map each tied parameter to the one it shares its values with: {"lm_head.weight": "...wte.weight"}."""
+    """Map each tied parameter to the one whose values it shares: {"lm_head.weight": "...wte.weight"}."""
     return dict(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
 
 
 def parameter_keys(model: PreTrainedModel, shard: LayerShard) -> list[str]:
-    """List the Hugging Face names of all parameters of a layer, the tied ones included."""
+    """List the Hugging Face names of all parameters of a layer, including tied ones."""
     return [
         f"{path}.{name}"
         for path in shard.modules
@@ -136,6 +136,6 @@ def parameter_keys(model: PreTrainedModel, shard: LayerShard) -> list[str]:
 
 
 def stored_keys(model: PreTrainedModel, shard: LayerShard) -> list[str]:
-    """List the parameters that the layer's file holds: a tied copy is stored once, with its original."""
+    """List the parameters in the layer's file: all but tied copies, which are stored with their original."""
     tied = tied_keys(model)
     return [key for key in parameter_keys(model, shard) if key not in tied]

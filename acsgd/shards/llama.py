@@ -1,4 +1,4 @@
-"""Llama, Mistral and Qwen2: rotary positions, and masks that may slide."""
+"""Llama, Mistral and Qwen2: rotary positions and sliding-window masks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_slidi
 
 
 class Context(NamedTuple):
-    """What all blocks share: one mask per kind of attention, and the rotary tables."""
+    """Inputs common to all blocks."""
 
     masks: list[Any]
-    """One per block, in whatever form the attention implementation takes; blocks of one kind share theirs."""
+    """Mask of each block, in the form its attention implementation takes; the same object for blocks of one kind."""
     positions: Tensor
     rotary: tuple[Tensor, Tensor]
 
@@ -40,12 +40,12 @@ class Llama(Decoder):
     def context(self, model: PreTrainedModel, state: State) -> Context:
         hidden = state["hidden"]
         positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
-        kinds = _attention_kinds(model.config)
+        types = _attention_types(model.config)
         masks = {
-            kind: MASKS[kind](model.config, hidden, attention_mask=None, past_key_values=None) for kind in set(kinds)
+            kind: MASKS[kind](model.config, hidden, attention_mask=None, past_key_values=None) for kind in set(types)
         }
         rotary = model.model.rotary_emb(hidden, position_ids=positions)
-        return Context([masks[kind] for kind in kinds], positions, rotary)
+        return Context([masks[kind] for kind in types], positions, rotary)
 
     def block(self, block: nn.Module, index: int, hidden: Tensor, context: Any) -> Tensor:
         return block(
@@ -56,8 +56,8 @@ class Llama(Decoder):
         )
 
 
-def _attention_kinds(config: PreTrainedConfig) -> list[str]:
-    """Return each block's kind of attention: Qwen2 lists them, Mistral has one window for all, Llama none."""
+def _attention_types(config: PreTrainedConfig) -> list[str]:
+    """Return the attention type of each block: Qwen2 lists them, Mistral slides in all blocks, Llama in none."""
     listed: list[str] | None = getattr(config, "layer_types", None)
     if listed:
         return listed

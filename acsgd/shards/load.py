@@ -1,4 +1,4 @@
-"""Put single layers of a meta-device model onto a device, from a shard directory or freshly initialised."""
+"""Load single layers of a meta-device model onto a device, from layer shards or with random weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from acsgd.shards.weights import Weight
 
 
 class WeightSource(Protocol):
-    """Where the weights of layers come from."""
+    """Source of the weights of layers."""
 
     def tensors(self, layer: str, keys: Collection[str]) -> dict[str, Tensor]:
         """Return all tensors of one layer."""
@@ -28,7 +28,7 @@ class WeightSource(Protocol):
 
 
 class RandomWeights:
-    """New weights, drawn as transformers draws them, each layer by (seed, layer): equal at every number of stages.
+    """Weights initialised as transformers does, each layer from (seed, layer): independent of the number of stages.
 
     Reseeds torch's global generators.
     """
@@ -60,10 +60,10 @@ def load_layer(
     dtype: torch.dtype,
     embedding: LayerShard,
 ) -> list[Weight]:
-    """Give one layer of a meta-device `model` its memory and values; return its weights.
+    """Replace the meta parameters of one layer of `model`, in place, by loaded ones; return its weights.
 
-    Mutates `model`. embedding: the layer that holds the originals of tied parameters. A tied parameter becomes
-    the very object of its original where that is loaded already, else a copy marked as such.
+    embedding: the layer that holds the originals of tied parameters. A tied parameter becomes the same object as its
+    original if that is loaded on this rank, else a copy with `copy_of` set. Raises RunError if a shape differs.
     """
     weights = []
     stored = source.tensors(shard.name, stored_keys(model, shard))
@@ -71,20 +71,20 @@ def load_layer(
     for key in parameter_keys(model, shard):
         original = tied.get(key)
         if original is not None and model.get_parameter(original).device.type != "meta":
-            _place(model, key, model.get_parameter(original))
+            _set_parameter(model, key, model.get_parameter(original))
             continue
         tensor = stored[key] if original is None else source.tensor(embedding.name, original)
         expected = model.get_parameter(key).shape
         if tensor.shape != expected:
             raise RunError(f"{key} has shape {tuple(tensor.shape)}, the model's config says {tuple(expected)}")
-        # copies, because what was read lies in the mapped file
+        # copies, because `tensor` lies in a memory-mapped file
         master = nn.Parameter(tensor.to(device=device, dtype=torch.float32, copy=True))
         param = master if dtype == torch.float32 else nn.Parameter(tensor.to(device=device, dtype=dtype, copy=True))
-        _place(model, key, param)
+        _set_parameter(model, key, param)
         weights.append(Weight(key, param, master, original, is_tied=original is not None or key in tied.values()))
     return weights
 
 
-def _place(model: PreTrainedModel, key: str, param: nn.Parameter) -> None:
+def _set_parameter(model: PreTrainedModel, key: str, param: nn.Parameter) -> None:
     path, _, name = key.rpartition(".")
     setattr(model.get_submodule(path), name, param)

@@ -1,4 +1,4 @@
-"""Which layers go to which stage: what each layer costs, and the cut that keeps the dearest stage cheapest."""
+"""Assign layers to stages: estimate the cost of each layer and minimise the cost of the most expensive stage."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from transformers import PreTrainedConfig
 from acsgd.shards.layers import LayerShard, ModelFamily, meta_model
 
 FLOPS_PER_BYTE = {"cpu": 8.0, "cuda": 200.0}
-"""Arithmetic a device does while it moves one byte that an operation gives; from timings of single blocks on a
-CPU core, and for GPUs from the ratio of bf16 arithmetic to memory bandwidth of present data-centre cards."""
+"""Arithmetic operations in the time that a device takes to write one byte of output. CPU: from timings of single blocks
+on one core; GPU: ratio of bf16 arithmetic to memory bandwidth of current data-centre cards."""
 
 
 class StageSpec(NamedTuple):
-    """A contiguous range of layers, half-open."""
+    """Layers of a stage: the half-open range [first, last)."""
 
     first: int
     last: int
 
 
 def plan(costs: Sequence[float], stages: int) -> list[StageSpec]:
-    """Cut layers into contiguous stages, none empty, keeping the dearest stage as cheap as possible.
+    """Split layers into contiguous, non-empty stages, minimising the cost of the most expensive stage.
 
     costs: one per layer, any unit. Raises ValueError if there are fewer layers than stages.
     Exact, by dynamic programming over prefixes: O(stages * layers^2).
@@ -40,7 +40,7 @@ def plan(costs: Sequence[float], stages: int) -> list[StageSpec]:
             f"a head); use at most {num_layers}"
         )
     total = [0.0, *itertools.accumulate(costs)]
-    # best[n]: (cost of the dearest stage, cuts) for the first n layers in the number of stages reached so far
+    # best[n]: (cost of the most expensive stage, cuts) for the first n layers in `count` stages
     best: list[tuple[float, tuple[int, ...]]] = [(total[n], (0, n)) for n in range(num_layers + 1)]
     for count in range(2, stages + 1):
         longer = list(best)
@@ -52,7 +52,7 @@ def plan(costs: Sequence[float], stages: int) -> list[StageSpec]:
 
 
 def plan_blocks(blocks: Sequence[int], num_blocks: int, stages: int) -> list[StageSpec]:
-    """Cut as told: blocks per stage, the embedding and the head on top of the first and the last.
+    """Split layers by the number of blocks per stage; the embedding joins the first stage, the head the last.
 
     Raises ValueError if the numbers do not fit the model or the number of stages, or leave a stage empty.
     """
@@ -68,32 +68,31 @@ def plan_blocks(blocks: Sequence[int], num_blocks: int, stages: int) -> list[Sta
 
 
 def layer_costs(family: ModelFamily, config: PreTrainedConfig, *, sequence: int, device: str) -> list[float]:
-    """Compute what forward and backward of each layer cost on one sequence, in arithmetic operations.
+    """Estimate the cost of forward and backward of each layer on one sequence, in arithmetic operations.
 
-    The layers are run on the meta device, which touches no memory: matrix products count their operations, and
-    everything that is made counts its bytes, weighed by what the kind of device, "cpu" or "cuda", moves meanwhile.
-    Layers made of the same modules cost the same; one of them is run.
+    Runs the layers on the meta device, which needs no memory: cost = operations of the matrix products + bytes of all
+    outputs * FLOPS_PER_BYTE[device]. Of layers with equal modules only one is run. device: "cpu" or "cuda".
     """
     model = meta_model(config)
     family.rebuild_buffers(model, torch.device("meta"))
     state = {"tokens": torch.empty(1, sequence, dtype=torch.long, device="meta")}
     context: Any = None
-    known: dict[str, float] = {}
+    cost_by_modules: dict[str, float] = {}
     costs = []
     for shard in family.layers(config):
-        made_of = repr([model.get_submodule(path) for path in shard.modules])
-        if made_of in known:
-            costs.append(known[made_of])  # and its output has the shape of the state that there is
+        modules = repr([model.get_submodule(path) for path in shard.modules])
+        if modules in cost_by_modules:
+            costs.append(cost_by_modules[modules])  # its output has the shape of `state`
             continue
-        with FlopCounterMode(display=False) as flops, _BytesMade() as moved:
+        with FlopCounterMode(display=False) as flops, _OutputBytes() as outputs:
             if shard.kind == "block" and context is None:
                 context = family.context(model, state)
             out = family.call(model, shard, _detached(state), context)
             total = sum(_scalar(family, shard, tensor) for tensor in out.values())
             assert isinstance(total, Tensor)
             total.backward()
-        known[made_of] = flops.get_total_flops() + FLOPS_PER_BYTE[device] * moved.bytes
-        costs.append(known[made_of])
+        cost_by_modules[modules] = flops.get_total_flops() + FLOPS_PER_BYTE[device] * outputs.bytes
+        costs.append(cost_by_modules[modules])
         state = out
     return costs
 
@@ -103,14 +102,14 @@ def _detached(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _scalar(family: ModelFamily, shard: LayerShard, out: Tensor) -> Tensor:
-    """Reduce a layer's output to what backward can start from."""
+    """Reduce a layer's output to a scalar for backward."""
     if shard.kind == "head":
         return family.loss(out, torch.empty(out.shape[:-1], dtype=torch.long, device="meta"))
     return out.sum()
 
 
-class _BytesMade(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations give."""
+class _OutputBytes(TorchDispatchMode):
+    """Counts the bytes of the outputs of all operations."""
 
     def __init__(self) -> None:
         super().__init__()

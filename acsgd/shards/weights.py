@@ -1,4 +1,4 @@
-"""One parameter of a layer, and named state of several."""
+"""A parameter of a layer, and the type of per-parameter state."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from torch import Tensor, nn
 
 
 class Weight(NamedTuple):
-    """One parameter of a layer on this rank, under its Hugging Face name."""
+    """A parameter of a layer on this rank."""
 
     key: str
+    """Hugging Face name."""
     param: nn.Parameter
-    """Takes part in forward and backward, in the dtype of the run."""
+    """Used in forward and backward, in the dtype of the run."""
     master: nn.Parameter
-    """fp32; holds the gradient and is what the optimizer updates. The same object as `param` in an fp32 run."""
+    """fp32 master weight with the gradient; updated by the optimizer. The same object as `param` in an fp32 run."""
     copy_of: str | None = None
-    """The key of which this is a second, tied copy, held because the first lies on another rank."""
+    """Key of the tied original, if this is a copy because the original is on another rank."""
     is_tied: bool = False
-    """Whether another rank may hold a copy of it, or it is one."""
+    """Whether the parameter is tied to another one, as original or copy."""
 
 
 WeightState = dict[str, dict[str, Tensor]]
-"""What is remembered of parameters between steps: name -> key of the parameter -> tensor."""
+"""Per-parameter state that persists between steps: name ("exp_avg") -> key of the parameter -> tensor."""

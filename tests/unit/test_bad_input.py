@@ -122,7 +122,7 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_id_that_the_hub_does_not_give_is_refused(tmp_path: Path) -> None:
-    assert "model.name=no/such-model is neither a directory here nor" in refuse(tmp_path, "--model.name no/such-model")
+    assert "model.name=no/such-model is neither a local directory nor" in refuse(tmp_path, "--model.name no/such-model")
 
 
 @pytest.mark.parametrize("model_type", ["opt", "gtp2"])

@@ -45,6 +45,8 @@ ORDER = """
     shards.load
     shards.plan
     shards.convert
+    shards.hub
+    shards.tokenizer
     optim.base
     optim.schedule
     optim.clipping
@@ -118,7 +120,6 @@ ORDER = """
     io.telemetry.wandb_log
     io.telemetry.metrics
     run.control
-    run.model_files
     run.job
     run.inputs
     run.session

@@ -114,7 +114,7 @@ def test_tensors_that_would_be_lost_or_are_missing_are_named(tiny_model: TinyMod
     (bad / "config.json").write_bytes((model / "config.json").read_bytes())
     tensors = load_file(model / "model.safetensors")
     save_file(tensors | {"value_head.weight": torch.ones(2)}, bad / "model.safetensors")
-    with pytest.raises(ValueError, match=r"would be lost, the first: \['value_head.weight'\]"):
+    with pytest.raises(ValueError, match=r"would be lost: value_head.weight"):
         from_hf(bad, tmp_path)
     del tensors["transformer.h.3.mlp.c_fc.weight"]
     save_file(tensors, bad / "model.safetensors")
