@@ -4,7 +4,7 @@ BIN := .venv/bin
 .PHONY: help setup debian-venv demo test lint types docs clean
 
 help:
-	@echo "make demo    set up .venv, train a small model on this machine, export it, let it speak"
+	@echo "make demo    set up .venv, train a small model on this machine, export it, generate text with it"
 	@echo "make test    set up .venv, run lint, types, docs and all tests"
 	@echo "make docs    build the documentation into site/; open site/index.html"
 	@echo "make setup   only make .venv and install what the project needs into it"

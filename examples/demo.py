@@ -1,10 +1,9 @@
-"""Train, save, export and read back a small language model on this machine, the way a real run does it.
+"""Train a small language model on this machine, save it, export it and generate text with it.
 
     python examples/demo.py            (or `make demo`, which sets up .venv first)
 
-Everything is made here, nothing is downloaded: the text is the help topics that every Python carries, the
-tokenizer is trained on it, the model is built from a config. Four processes under torchrun train it, as two
-pipeline stages x two replicas.
+Nothing is downloaded: the text is Python's own help topics, the tokenizer is trained on it, and the model is
+initialized from a config. Four processes under torchrun train it, as two pipeline stages x two replicas.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ VOCABULARY = 2048
 END = "<|endoftext|>"
 PROMPT = "The for statement is used to"
 
-SPEAK = """
+GENERATE = """
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 directory, prompt = sys.argv[1:]
@@ -44,7 +43,7 @@ print(" ".join(tokenizer.decode(out[0]).split()))
 
 
 def main() -> None:
-    """Run the demo from the root of the project; ends the process with the status of what failed."""
+    """Run the demo, from the root of the project. Exits with the status of the first command that fails."""
     console = Console(soft_wrap=True)
     started = time.monotonic()
     shutil.rmtree(RUN, ignore_errors=True)
@@ -56,9 +55,9 @@ def main() -> None:
     console.rule("3  export to Hugging Face format")
     run([sys.executable, "-m", "acsgd.cli", "convert", "to-hf", str(checkpoint), str(RUN / "hf")])
     console.print(f"wrote {RUN / 'hf'}")
-    console.rule("4  a fresh process: AutoModelForCausalLM.from_pretrained")
-    spoken = run([sys.executable, "-c", SPEAK, str(RUN / "hf"), PROMPT], capture=True)
-    console.print(spoken.strip(), markup=False, highlight=False)
+    console.rule("4  text generation by transformers alone: AutoModelForCausalLM.from_pretrained")
+    text = run([sys.executable, "-c", GENERATE, str(RUN / "hf"), PROMPT], capture=True)
+    console.print(text.strip(), markup=False, highlight=False)
     console.print(closing_table(checkpoint, time.monotonic() - started))
 
 
@@ -92,13 +91,13 @@ def make_model(directory: Path) -> None:
 
 
 def torchrun() -> str:
-    """Return the torchrun that belongs to this Python."""
+    """Return the path of torchrun in this Python's environment."""
     return str(Path(sys.executable).with_name("torchrun"))
 
 
 def run(command: Sequence[str], *, capture: bool = False) -> str:
-    """Run a command to its end; one thread per process, for there are as many processes as the machine bears."""
-    # the BLAS of each process would otherwise start a thread per core
+    """Run a command and return its output if `capture`. Exits if the command fails."""
+    # one thread per process: four processes with a thread per core each would slow each other down
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -111,19 +110,19 @@ def run(command: Sequence[str], *, capture: bool = False) -> str:
 
 
 def closing_table(checkpoint: Path, seconds: float) -> Table:
-    """Summarise the run from its metrics.jsonl."""
+    """Summarize the run from its metrics.jsonl."""
     records = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text().splitlines()]
     first, last = records[0], records[-1]
     training_s = sum(record["step_s"] for record in records)
-    table = Table(title=f"demo: {seconds:.0f} s in all", show_header=False, title_justify="left")
-    table.add_row("loss, first -> last step", f"{first['loss']:.3f} -> {last['loss']:.3f}")
-    table.add_row("held-out loss at the end", f"{last['eval_loss']:.3f}")
-    table.add_row("tokens trained on", f"{last['tokens']:,}")
-    table.add_row("tokens/s", f"{last['tokens'] / training_s:,.0f}")
-    table.add_row("bytes/step between stages, forward", f"{last['pp_forward_bytes']:,}")
-    table.add_row("bytes/step between stages, backward", f"{last['pp_backward_bytes']:,}")
-    table.add_row("bytes/step between replicas", f"{last['dp_bytes']:,}")
-    table.add_row("layer shards", str(checkpoint))
+    table = Table(title=f"demo: {seconds:.0f} s in total", show_header=False, title_justify="left")
+    table.add_row("train loss, first -> last step", f"{first['loss']:.3f} -> {last['loss']:.3f}")
+    table.add_row("held-out loss, last step", f"{last['eval_loss']:.3f}")
+    table.add_row("target tokens", f"{last['tokens']:,}")
+    table.add_row("target tokens per second", f"{last['tokens'] / training_s:,.0f}")
+    table.add_row("bytes per step between stages, activations", f"{last['pp_forward_bytes']:,}")
+    table.add_row("bytes per step between stages, gradients", f"{last['pp_backward_bytes']:,}")
+    table.add_row("bytes per step between replicas", f"{last['dp_bytes']:,}")
+    table.add_row("checkpoint (layer shards)", str(checkpoint))
     table.add_row("Hugging Face model", str(RUN / "hf"))
     table.add_row("metrics, configuration", f"{RUN / 'metrics.jsonl'}, {RUN / 'config.toml'}")
     return table

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import re
 import shlex
 import tomllib
@@ -24,7 +25,7 @@ from acsgd.codecs import CODECS
 from acsgd.codecs.base import Field, pack, unpack, wire_bytes
 from acsgd.config.run_file import parse
 from acsgd.config.spec import from_spec
-from acsgd.dp import MODES
+from acsgd.dp import MODES, hooks
 from acsgd.io.sources.sources import Piece
 from acsgd.pp import SCHEDULES, Action, Op, lower, validate
 from acsgd.pp.wire.delta import Delta
@@ -162,6 +163,14 @@ def test_names_and_paths_exist() -> None:
         for module, names in re.findall(r"^\W?\s*from (acsgd[\w.]*) import ([\w, ]+)$", text, re.MULTILINE):
             wrong += [(page, f"{module}.{name}") for name in names.split(", ") if not _exists(f"{module}.{name}")]
     assert not wrong
+
+
+def test_hooks_take_the_arguments_shown() -> None:
+    calls = re.findall(r"\b(CocktailState|MeanState)(\([^)]*\))", PAGES["docs/howto/ddp-hooks.md"])
+    assert len(calls) == 2
+    for name, arguments in calls:
+        call = eval(f"lambda model, f: f{arguments}")
+        call(None, inspect.signature(getattr(hooks, name)).bind)
 
 
 def test_links_of_the_readme_lead_to_files() -> None:
