@@ -82,7 +82,9 @@ def test_the_example_codec_encodes_and_decodes() -> None:
     wire = codec.wire(x.shape)
     message = torch.empty(wire_bytes(wire), dtype=torch.uint8)
     pack(codec.encode(x), message)
-    assert codec.decode(unpack(message, wire), x.shape, x.dtype).tolist() == [[2.0, -2.0, 0.0], [2.0, -2.0, 2.0]]
+    decoded = codec.decode(unpack(message, wire), x.shape, x.dtype)
+    assert decoded.tolist() == [[2.0, -2.0, 0.0], [2.0, -2.0, 2.0]]
+    assert ((decoded - x).abs() <= codec.error_bound(x)).all()
 
 
 def test_the_example_source_yields_documents(tmp_path: Path) -> None:
