@@ -40,6 +40,8 @@ class Launch:
     """Number of processes of the run on this host."""
     under_torchrun: bool = False
     """Whether torchrun started this process."""
+    error_file: str = ""
+    """File whose content torchrun prints if this process fails; empty = none."""
 
     @classmethod
     def from_env(cls) -> Launch:
@@ -51,6 +53,7 @@ class Launch:
             world_size=int(env.get("WORLD_SIZE", 1)),
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
             under_torchrun="TORCHELASTIC_RUN_ID" in env,
+            error_file=env.get("TORCHELASTIC_ERROR_FILE", ""),
         )
 
 
@@ -145,6 +148,21 @@ class Groups:
                 )
             time.sleep(POLL_S)
         return [self.store.get(key).decode() for key in keys]
+
+    @contextlib.contextmanager
+    def raise_on_all_ranks(self, name: str, *, timeout_s: float) -> Iterator[None]:
+        """Raise a RunError on all ranks if any rank raises ValueError, RunError or OSError in the context.
+
+        A collective: every rank must enter the context. name, timeout_s: as in `all_gather_text`.
+        """
+        error = ""
+        try:
+            yield
+        except (ValueError, RunError, OSError) as failure:
+            error = str(failure)
+        errors = self.all_gather_text(name, error, timeout_s=timeout_s)
+        if any(errors):
+            raise RunError(next(error for error in errors if error))
 
 
 @contextlib.contextmanager

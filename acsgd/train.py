@@ -35,6 +35,7 @@ from acsgd.run.control import NO_VOTES, StepExchange, Votes
 from acsgd.run.failures import report_failure, report_startup_error
 from acsgd.run.inputs import Inputs, open_inputs
 from acsgd.run.job import Job, prepare
+from acsgd.run.lock import RunLock, run_lock
 from acsgd.run.nan_diagnosis import explain_non_finite
 from acsgd.run.session import Session, StepResult
 from acsgd.run.signals import StopSignals, end_with_torchrun
@@ -45,22 +46,27 @@ from acsgd.topology import Groups, Launch, connect
 log = logging.getLogger(__name__)
 
 
-def main(argv: list[str], *, prog: str = "train.py") -> None:
-    """Run a training job from its command line: prepare it, connect the ranks, train. prog: name of the command."""
+def main(argv: list[str], parent: int, *, prog: str = "train.py") -> None:
+    """Run a training job from its command line: prepare it, connect the ranks, train.
+
+    parent: os.getppid() at the start of the process; prog: name of the command.
+    """
     launch = Launch.from_env()
     if launch.under_torchrun:
-        end_with_torchrun(is_main=launch.local_rank == 0)
+        end_with_torchrun(parent, is_main=launch.local_rank == 0)
     with contextlib.ExitStack() as stack:
-        with report_startup_error(launch.rank, launch.local_rank):
+        with report_startup_error(launch):
             job = prepare(parse(argv, prog=prog, is_main=launch.rank == 0), launch)
-            inputs = open_inputs(job)
             timeout_s = job.config.run.timeout
             groups = stack.enter_context(connect(job.topology, timeout=timedelta(seconds=timeout_s)))
-        with report_failure(groups.store, rank=launch.rank, world_size=launch.world_size, timeout_s=timeout_s):
-            train(job, inputs, groups)
+            lock = stack.enter_context(run_lock(job, groups))
+            with groups.raise_on_all_ranks("inputs", timeout_s=job.disk_timeout_s):
+                inputs = open_inputs(job)
+        with report_failure(groups.store, launch, timeout_s=timeout_s):
+            train(job, inputs, groups, lock)
 
 
-def train(job: Job, inputs: Inputs, groups: Groups) -> None:
+def train(job: Job, inputs: Inputs, groups: Groups, lock: RunLock) -> None:
     """Build or resume the session of this rank, and run all remaining steps."""
     config, topology = job.config, job.topology
     run_dir, is_main = Path(config.log.dir), topology.rank == 0
@@ -74,12 +80,13 @@ def train(job: Job, inputs: Inputs, groups: Groups) -> None:
             text_log = open_text_log(run_dir, rank=topology.rank, stages=job.stages, replica=topology.replica)
             stack.enter_context(text_log)
         begun = start(job, inputs, groups)
+        lock.verify()
         stack.callback(begun.worker.close)
         resumed_at = begun.progress.step
         metrics = stack.enter_context(Metrics.open(config, run_dir, resumed_at=resumed_at, speaks=is_main))
         for note in [job.describe(), *inputs.notes, *begun.told]:
             metrics.note(note)
-        checkpointing = stack.enter_context(Checkpointing.open(begun, inputs.identity, groups, note=metrics.note))
+        checkpointing = stack.enter_context(Checkpointing.open(begun, inputs.identity, groups, lock, note=metrics.note))
         signals = stack.enter_context(StopSignals())
         run_steps(begun.worker, begun.progress, inputs, metrics, checkpointing, signals)
 
@@ -99,7 +106,7 @@ def run_steps(
     batches = iter(Dataset(inputs.reader, range(progress.step, steps)))
     while progress.step < steps and not stopped:
         started = time.perf_counter()
-        votes = checkpointing.votes(stop=signals.wished is not None)
+        votes = checkpointing.votes(stop=signals.received is not None)
         update = progress.step not in spike_guard.skipped_steps
         result = train_step(session, next(batches), progress, votes, update=update)
         step_s = time.perf_counter() - started
@@ -121,7 +128,7 @@ def run_steps(
     end = f"done: step {progress.step} of {steps}, {checkpointing.newest}"
     if progress.step < steps:
         end = (
-            f"stopped after step {progress.step} of {steps} on {signals.wished or 'a signal to another rank'}; "
+            f"stopped after step {progress.step} of {steps} on {signals.received or 'a signal to another rank'}; "
             f"the same command, with any number of processes, resumes from {checkpointing.newest}"
         )
     metrics.note(end)

@@ -43,6 +43,7 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
+from acsgd.run.lock import run_lock
 from acsgd.run.session import Session
 from acsgd.shards.disk import Manifest, StoredFile
 from acsgd.topology import Launch, connect
@@ -136,10 +137,9 @@ def run_rank(rank: int, world_size: int, config: Config, told: Path, fsync_s: fl
     _take_notes(told, rank)
     _slow_down(fsync_s)
     job = prepare(config, Launch(rank, rank, world_size))
-    inputs = open_inputs(job)
     store = dist.FileStore(str(told / "store"), world_size)
-    with connect(job.topology, timeout=TIMEOUT, store=store) as groups:
-        train.train(job, inputs, groups)
+    with connect(job.topology, timeout=TIMEOUT, store=store) as groups, run_lock(job, groups) as lock:
+        train.train(job, open_inputs(job), groups, lock)
 
 
 def finish(config: Config, processes: int) -> Result:

@@ -12,6 +12,7 @@ from acsgd.io.checkpoint.progress import Identity, Progress
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.io.checkpoint.saver import Saver
 from acsgd.run.control import Votes
+from acsgd.run.lock import RunLock
 from acsgd.run.session import Session
 from acsgd.run.state import Start, layer_states
 from acsgd.topology import Groups
@@ -24,20 +25,29 @@ class Checkpointing:
     """
 
     def __init__(
-        self, session: Session, saver: Saver, identity: Identity, newest: Path | None, note: Callable[[str], None]
+        self,
+        session: Session,
+        saver: Saver,
+        identity: Identity,
+        newest: Path | None,
+        lock: RunLock,
+        note: Callable[[str], None],
     ) -> None:
         self.newest = newest
         """Newest complete checkpoint that this rank knows of."""
         self._session = session
         self._saver = saver
         self._identity = identity
+        self._lock = lock
         self._note = note
         self._config = session.job.config.checkpoint
         self._saved_at = time.monotonic()
         self._has_copy = False
 
     @classmethod
-    def open(cls, start: Start, identity: Identity, groups: Groups, *, note: Callable[[str], None]) -> Checkpointing:
+    def open(
+        cls, start: Start, identity: Identity, groups: Groups, lock: RunLock, *, note: Callable[[str], None]
+    ) -> Checkpointing:
         """Return the checkpointing of a run that has just started."""
         job = start.worker.job
         saver = Saver(
@@ -49,8 +59,9 @@ class Checkpointing:
             groups=groups,
             streams=job.streams,
             timeout_s=job.disk_timeout_s,
+            verify=lock.verify,
         )
-        return cls(start.worker, saver, identity, start.newest, note)
+        return cls(start.worker, saver, identity, start.newest, lock, note)
 
     def __enter__(self) -> Checkpointing:
         self._saver.__enter__()
@@ -70,8 +81,10 @@ class Checkpointing:
     def copy_state(self, progress: Progress, *, due: bool, evaluated: bool) -> float:
         """Copy the state to host memory if a save is due, or if the evaluation of this step is the best so far.
 
-        Returns the seconds for which training stood still. Raises RunError if the previous save failed.
+        Returns the seconds for which training stood still. Raises RunError if the previous save failed, or another
+        run has taken over the run directory.
         """
+        self._lock.check()
         best = evaluated and self._config.best and progress.eval_loss == progress.best_eval_loss
         if not (due or best):
             return 0.0

@@ -1,4 +1,4 @@
-"""What ends a run from outside: a signal that asks it to stop, and the death of the torchrun that started it."""
+"""Ends from outside: stop signals, and the death of the torchrun that started this rank."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from types import FrameType, TracebackType
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Signals that ask for an end after the current step. Slurm is told to send SIGUSR1 before a job's time is up."""
+from acsgd.run.processes import find_torchrun, has_proc, start_time
 
-ONE_INTERRUPT_S = 0.5
-"""Seconds within which interrupts are one: a terminal or Slurm may reach a process besides torchrun, which passes
-on what it gets; it does so within milliseconds."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""Signals that stop a run after the current step. The Slurm scripts send SIGUSR1 before a job's time limit."""
+
+REPEAT_S = 0.5
+"""Interrupts within this many seconds count as one: a Ctrl-C reaches a rank both directly and through torchrun, which
+forwards it within milliseconds."""
 
 WATCH_S = 0.5
-"""Seconds between looks at the parent process."""
+"""Seconds between two checks whether torchrun is alive."""
 
 
 class StopSignals:
-    """While open, SIGTERM, SIGUSR1 and the first SIGINT only set `wished`; an interrupt after that ends the process.
+    """Context manager that records stop signals instead of ending the process; a second Ctrl-C ends it.
 
-    After a SIGINT, a later SIGTERM ends the process too: torchrun passes a second Ctrl-C on as SIGTERM. The exit code
-    is then 130. Open it in the main thread. On leaving, the former handlers are back, unless an exception leaves:
-    torchrun's SIGTERM must not cut short the report of a failure.
+    After a SIGINT, a later SIGTERM ends the process as well, since torchrun forwards a second Ctrl-C as SIGTERM. The
+    exit code is then 130. Must be entered in the main thread. On exit the former handlers are restored, unless an
+    exception is raised: torchrun's SIGTERM must not interrupt the failure report.
 
-    Python runs a handler in the main thread only, and not while that waits for a message inside gloo. So the
-    handlers do nothing, and a thread reads the signals' numbers from a pipe into which Python's C handler writes at
-    once (signal.set_wakeup_fd). sigwait in a thread would need the signals blocked in all threads, torch's included.
+    Python runs handlers in the main thread only, and not while that thread waits inside gloo. So the handlers do
+    nothing; Python's C-level handler writes the signal number to a pipe (signal.set_wakeup_fd), which a thread reads.
+    (sigwait in a thread would require blocking the signals in all threads, including torch's.)
     """
 
     def __init__(self) -> None:
-        self.wished: str | None = None
-        """Name of the first signal that came, e.g. "SIGTERM"."""
+        self.received: str | None = None
+        """Name of the first stop signal received, e.g. "SIGTERM"."""
         self._interrupted_at: float | None = None
 
     def __enter__(self) -> StopSignals:
@@ -44,7 +45,7 @@ class StopSignals:
         self._listener = threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True)
         self._listener.start()
         self._former_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._former = {number: signal.signal(number, _do_nothing) for number in STOPPING}
+        self._former = {number: signal.signal(number, _do_nothing) for number in STOP_SIGNALS}
         return self
 
     def __exit__(
@@ -61,51 +62,44 @@ class StopSignals:
     def _listen(self, reader: int) -> None:
         while numbers := os.read(reader, 64):
             for number in numbers:
-                self._note(number, time.monotonic())
+                self._record(number, time.monotonic())
         os.close(reader)
 
-    def _note(self, number: int, now: float) -> None:
-        """Take in a signal that arrived at `now`, a time.monotonic()."""
-        if number not in STOPPING:
+    def _record(self, number: int, now: float) -> None:
+        """Record a signal received at `now` (time.monotonic); end the process if it is a second interrupt."""
+        if number not in STOP_SIGNALS:
             return
         interrupted_at = self._interrupted_at
-        if number != signal.SIGUSR1 and interrupted_at is not None and now - interrupted_at >= ONE_INTERRUPT_S:
+        if number != signal.SIGUSR1 and interrupted_at is not None and now - interrupted_at >= REPEAT_S:
             os._exit(128 + signal.SIGINT)
         if number == signal.SIGINT and interrupted_at is None:
             self._interrupted_at = now
-        self.wished = self.wished or signal.Signals(number).name
+        self.received = self.received or signal.Signals(number).name
 
 
-def end_with_torchrun(*, is_main: bool) -> None:
-    """End this process with code 1 within a second of the death of torchrun, its parent, which nobody else notices.
+def end_with_torchrun(parent: int, *, is_main: bool) -> None:
+    """Start a thread that ends this process with code 1 within a second of torchrun's death.
 
-    is_main: whether this process says so; one per host.
+    parent: os.getppid() at the start of the process. If torchrun died since then, the parent is another process by
+    now: process 1, or a subreaper as `systemd --user` or tini. If torchrun died even before, no ancestor is torchrun.
+    is_main: whether this process prints the error; one per host.
     """
-    torchrun = os.getppid()
-    gone = torchrun == 1 and not _may_be_torchrun(torchrun)  # it died before this process could look
+    torchrun = find_torchrun(parent) if has_proc() else parent
+    started = start_time(torchrun) if torchrun else ""
+
+    def is_alive() -> bool:
+        return torchrun is not None and os.getppid() == parent and start_time(torchrun) == started
 
     def watch() -> None:
-        while not gone and os.getppid() == torchrun:
+        while is_alive():
             time.sleep(WATCH_S)
         if is_main:
-            told = "that started this run" if gone else f"process {torchrun},"
-            print(f"\nerror: torchrun, {told} is gone; this host's ranks end with it", file=sys.stderr, flush=True)
+            name = f"process {torchrun}," if torchrun else "which started this run,"
+            print(f"\nerror: torchrun, {name} has ended; this host's ranks end with it", file=sys.stderr, flush=True)
         os._exit(1)
 
-    threading.Thread(target=watch, name="torchrun", daemon=True).start()
-
-
-def _may_be_torchrun(pid: int) -> bool:
-    """Whether a process may have started this one under torchrun: it is the same user's and has torch in memory.
-
-    Orphans belong to process 1, but in a container torchrun may be process 1.
-    """
-    process = Path(f"/proc/{pid}")
-    try:
-        return process.stat().st_uid == os.getuid() and "libtorch" in (process / "maps").read_text()
-    except OSError:
-        return True  # cannot be known here
+    threading.Thread(target=watch, name="torchrun watch", daemon=True).start()
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Let Python write the signal's number to the pipe; a signal without a handler would end the process."""
+    """Handle a signal by nothing: the pipe gets its number; without a handler it would end the process."""

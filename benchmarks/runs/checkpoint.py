@@ -35,6 +35,7 @@ from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.run.session import Session
 from acsgd.run.state import start
+from acsgd.run.lock import RunLock
 from acsgd.topology import Launch, connect
 from acsgd.train import train_step
 
@@ -68,7 +69,7 @@ def rank_rounds(rank: int, directory: Path) -> list[Round]:
     inputs = open_inputs(job)
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(directory / "store"), RANKS)) as groups:
         begun = start(job, inputs, groups)
-        with Checkpointing.open(begun, inputs.identity, groups, note=lambda text: None) as saves:
+        with Checkpointing.open(begun, inputs.identity, groups, RunLock([]), note=lambda text: None) as saves:
             batch = inputs.reader.batch(0)
             progress = _steps(begun.worker, batch, begun.progress, WARMUP)[0]
             _save(saves, progress)  # makes the buffers

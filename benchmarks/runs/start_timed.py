@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -69,4 +70,4 @@ noting("find text and checkpoint", "open_inputs")
 noting("verify and load", "start")
 train.connect = connect
 train.train_step = train_step
-train.main(sys.argv[2:])
+train.main(sys.argv[2:], os.getppid())

@@ -21,6 +21,7 @@ from acsgd.dp.sync import GradSync, Mode
 from acsgd.errors import RunError
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
+from acsgd.run.lock import RunLock
 from acsgd.shards.disk import Manifest, ShardDirectory
 from acsgd.shards.weights import Weight, WeightState
 from acsgd.topology import Launch, connect
@@ -75,7 +76,7 @@ def _train(rank: int, world_size: int, store: Path, config: Config, *, remembers
     if remembers:
         job = dataclasses.replace(job, mode=Remembering(job.mode))
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups:
-        train.train(job, open_inputs(job), groups)
+        train.train(job, open_inputs(job), groups, RunLock([]))
 
 
 def remembered_in(checkpoint: Path) -> dict[str, list[torch.Tensor]]:

@@ -34,6 +34,7 @@ from acsgd.optim.loss_scale import LossScale
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
+from acsgd.run.lock import RunLock
 from acsgd.run.session import Session, StepResult
 from acsgd.shards.disk import Manifest, ShardDirectory
 from acsgd.topology import Launch, connect
@@ -102,7 +103,7 @@ def run_ranks(rank: int, world_size: int, store: Path, plans: Sequence[Plan]) ->
             file_store = dist.FileStore(f"{store}-{number}", world_size)
             with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
                 try:
-                    train.train(job, inputs, groups)
+                    train.train(job, inputs, groups, RunLock([]))
                 except RunError as failure:
                     error = str(failure)
         all_told.append(Told(steps, error, notes))

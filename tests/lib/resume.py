@@ -28,6 +28,7 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
+from acsgd.run.lock import RunLock
 from acsgd.run.session import Session, StepResult
 from acsgd.topology import Launch, connect
 
@@ -64,7 +65,7 @@ def train_ranks(rank: int, world_size: int, store: Path, configs: Sequence[Confi
             inputs = open_inputs(job)
             file_store = dist.FileStore(f"{store}-{number}", world_size)
             with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
-                train.train(job, inputs, groups)
+                train.train(job, inputs, groups, RunLock([]))
         all_trained.append(trained)
     return all_trained
 

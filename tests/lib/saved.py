@@ -20,6 +20,7 @@ from acsgd.config.options import (
 )
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
+from acsgd.run.lock import RunLock
 from acsgd.topology import Launch, connect
 
 SMALL = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 32}
@@ -43,5 +44,5 @@ def train_alone(config: Config) -> Path:
     job = prepare(config, Launch())
     inputs = open_inputs(job)
     with connect(job.topology, timeout=timedelta(seconds=60), store=dist.HashStore()) as groups:
-        train.train(job, inputs, groups)
+        train.train(job, inputs, groups, RunLock([]))
     return job.checkpoints.path

@@ -15,7 +15,7 @@ from acsgd.errors import RunError, reason
 from acsgd.run import failures as failure
 from acsgd.run.failures import Report, attribute_failure, report_failure, report_startup_error
 from acsgd.run.signals import WATCH_S
-from acsgd.topology import publish_host
+from acsgd.topology import Launch, publish_host
 
 HOST = socket.gethostname()
 
@@ -82,7 +82,7 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_rank_0_tells_a_mistake_at_once(slept: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended, report_startup_error(0, 0):
+    with pytest.raises(SystemExit) as ended, report_startup_error(Launch()):
         raise ValueError("a=1 must be 2")
     assert ended.value.code == 2
     assert capsys.readouterr().err == "\nerror: a=1 must be 2\n"
@@ -91,20 +91,23 @@ def test_rank_0_tells_a_mistake_at_once(slept: list[float], capsys: pytest.Captu
 
 @pytest.mark.parametrize(("rank", "local_rank"), [(4, 0), (5, 1)])
 def test_others_wait_to_be_ended_before_they_tell(rank: int, local_rank: int, slept: list[float]) -> None:
-    with pytest.raises(SystemExit), report_startup_error(rank, local_rank):
+    with pytest.raises(SystemExit), report_startup_error(Launch(rank, local_rank)):
         raise RunError("a file that only this host lacks")
     assert slept == [10.0 * (1 + local_rank)]
 
 
 def test_help_is_no_failure(slept: list[float]) -> None:
-    with pytest.raises(SystemExit) as ended, report_startup_error(3, 1):
+    with pytest.raises(SystemExit) as ended, report_startup_error(Launch(3, 1)):
         raise SystemExit(0)
     assert ended.value.code == 0
     assert slept == []
 
 
 def fail(error: Exception, store: DictStore, *, rank: int = 0, world_size: int = 2) -> None:
-    with pytest.raises(Ended) as ended, report_failure(store, rank=rank, world_size=world_size, timeout_s=0.4):
+    with (
+        pytest.raises(Ended) as ended,
+        report_failure(store, Launch(rank, rank, world_size, world_size), timeout_s=0.4),
+    ):
         raise error
     assert ended.value.args == (1,)
 
@@ -143,14 +146,14 @@ def test_the_silent_rank_is_told_with_its_host(capsys: pytest.CaptureFixture[str
     publish_host(store, 1)
     fail(RunError("3 waited for rank 2", awaited=[2]), store, rank=3, world_size=4)
     assert capsys.readouterr().err == (
-        f"\nerror: 2 waited for rank 1; rank 1 on {HOST} is silent: gone, or hanging; see its log\n"
+        f"\nerror: 2 waited for rank 1; rank 1 on {HOST} is silent: ended or hanging; see its log\n"
     )
 
 
 @pytest.mark.parametrize("left_well", [True, False])
 def test_a_rank_answers_when_another_fails_and_when_it_has_ended(left_well: bool) -> None:
     store = DictStore()
-    with report_failure(store, rank=1, world_size=2, timeout_s=0.4):
+    with report_failure(store, Launch(1, 1, 2, 2), timeout_s=0.4):
         if not left_well:
             store.add("acsgd/failures", 1)
     assert store.check(["acsgd/answer/1"])

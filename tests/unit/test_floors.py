@@ -54,6 +54,7 @@ ORDER = """
     optim.adamw
     optim
     topology
+    run.processes
     run.signals
     run.failures
     pp.schedules.placement
@@ -121,6 +122,7 @@ ORDER = """
     io.telemetry.metrics
     run.control
     run.job
+    run.lock
     run.inputs
     run.session
     run.nan_diagnosis

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from acsgd.run import signals
-from acsgd.run.signals import ONE_INTERRUPT_S, STOPPING, StopSignals
+from acsgd.run.signals import REPEAT_S, STOP_SIGNALS, StopSignals
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
@@ -23,24 +23,24 @@ class Ended(BaseException):
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     """Every test leaves the process as it was."""
-    handlers = [signal.getsignal(number) for number in STOPPING]
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     yield
-    assert [signal.getsignal(number) for number in STOPPING] == handlers
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
     assert signal.set_wakeup_fd(-1) == -1
     assert not [thread for thread in threading.enumerate() if thread.name == "signals"]
 
 
 def wait_for_wish(stop: StopSignals) -> str | None:
     deadline = time.monotonic() + 10
-    while stop.wished is None and time.monotonic() < deadline:
+    while stop.received is None and time.monotonic() < deadline:
         time.sleep(0.001)
-    return stop.wished
+    return stop.received
 
 
-@pytest.mark.parametrize("number", STOPPING)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_becomes_a_wish(number: signal.Signals) -> None:
     with StopSignals() as stop:
-        assert stop.wished is None
+        assert stop.received is None
         os.kill(os.getpid(), number)
         assert wait_for_wish(stop) == number.name
 
@@ -63,11 +63,11 @@ def test_a_wish_is_heard_while_the_main_thread_runs_no_python() -> None:
 @pytest.mark.parametrize(
     ("received", "ends"),
     [
-        pytest.param([(INT, 0), (INT, ONE_INTERRUPT_S)], True, id="second"),
-        pytest.param([(INT, 0), (TERM, ONE_INTERRUPT_S)], True, id="second-through-torchrun"),
+        pytest.param([(INT, 0), (INT, REPEAT_S)], True, id="second"),
+        pytest.param([(INT, 0), (TERM, REPEAT_S)], True, id="second-through-torchrun"),
         pytest.param([(TERM, 0), (INT, 9), (INT, 10)], True, id="second-after-a-term"),
-        pytest.param([(INT, 0), (INT, ONE_INTERRUPT_S - 0.1)], False, id="echo"),
-        pytest.param([(INT, 0), (INT, 0.1), (INT, ONE_INTERRUPT_S)], True, id="echo-and-second"),
+        pytest.param([(INT, 0), (INT, REPEAT_S - 0.1)], False, id="echo"),
+        pytest.param([(INT, 0), (INT, 0.1), (INT, REPEAT_S)], True, id="echo-and-second"),
         pytest.param([(TERM, 0), (TERM, 9)], False, id="two-terms"),
         pytest.param([(TERM, 0), (INT, 9)], False, id="first-after-a-term"),
         pytest.param([(INT, 0), (USR1, 9), (signal.SIGCHLD, 10)], False, id="others"),
@@ -83,15 +83,15 @@ def test_only_a_second_interrupt_ends(
     stop, codes = StopSignals(), []
     for number, now in received:
         try:
-            stop._note(number, 100.0 + now)
+            stop._record(number, 100.0 + now)
         except Ended as ended:
             codes.append((number, ended.args[0]))
     assert codes == ([(received[-1][0], 130)] if ends else [])
-    assert stop.wished == received[0][0].name
+    assert stop.received == received[0][0].name
 
 
 def test_a_failure_leaves_the_signals_caught_until_it_is_told() -> None:
-    former = {number: signal.getsignal(number) for number in STOPPING}
+    former = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     stop = StopSignals()
     with pytest.raises(ZeroDivisionError), stop:
         raise ZeroDivisionError

@@ -76,6 +76,7 @@ class Saver:
         groups: Groups,
         streams: Streams,
         timeout_s: float,
+        verify: Callable[[], None],
     ) -> None:
         self._directory = directory
         self._config = config
@@ -85,6 +86,7 @@ class Saver:
         self._groups = groups
         self._streams = streams
         self._timeout_s = timeout_s
+        self._verify = verify
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None
@@ -183,11 +185,15 @@ class Saver:
         error = self._attempt(lambda: written.extend(self._write(partial, copies, event)))
         said = self._say("written", {"files": [asdict(file) for file in written], "error": error})
         error = _first_error(said)
-        if error is None and self._topology.rank == 0:
-            files = [_Written(**file) for each in said for file in each["files"]]
-            error = self._attempt(lambda: self._complete(step, files, run, best))
         if error is not None:
             shutil.rmtree(partial, ignore_errors=True)
+        elif self._topology.rank == 0:
+            files = [_Written(**file) for each in said for file in each["files"]]
+            error = self._attempt(self._verify)  # if it fails, another run owns the directory: remove nothing
+            if error is None:
+                error = self._attempt(lambda: self._complete(step, files, run, best))
+                if error is not None:
+                    shutil.rmtree(partial, ignore_errors=True)
         return path, _first_error(self._say("completed", {"error": error}))
 
     def _write(self, partial: Path, copies: Sequence[LayerState], event: Event) -> Iterator[_Written]:

@@ -1,0 +1,50 @@
+"""Processes of this host, as /proc shows them. Imports no torch, so that it can be called before slow imports."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def start_time(pid: int) -> str:
+    """Return when a process started, in clock ticks since boot; empty if it does not exist or has ended."""
+    fields = _stat(pid)
+    return fields[19] if fields and fields[0] not in "ZX" else ""
+
+
+def find_torchrun(pid: int) -> int | None:
+    """Return the nearest process among `pid` and its ancestors that is torchrun's agent; None if there is none.
+
+    Ancestors count, because torchrun may start the ranks through a profiler or a shell script.
+    """
+    while pid > 0:
+        if _is_agent(pid):
+            return pid
+        fields = _stat(pid)
+        pid = int(fields[1]) if fields else 0
+    return None
+
+
+def has_proc() -> bool:
+    """Return whether this system shows processes in /proc."""
+    return bool(_stat(os.getpid()))
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the third (the state); empty if it cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _is_agent(pid: int) -> bool:
+    """Return whether a process has torchrun's name, or has loaded torch, as a script that calls torchrun's API.
+
+    A process whose memory cannot be read is another user's, and therefore not the agent of this rank.
+    """
+    process = Path(f"/proc/{pid}")
+    try:
+        return (process / "comm").read_text().strip() == "pt_elastic" or "libtorch" in (process / "maps").read_text()
+    except OSError:
+        return False

@@ -1,0 +1,207 @@
+"""Laws of the run lock: one holder per directory, taken over only from a holder that is gone."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from acsgd.errors import RunError
+from acsgd.run import lock
+from acsgd.run.lock import HEARTBEAT_S, STALE_S, WAIT_S, Lease, Process, RunLock
+from acsgd.run.processes import start_time
+
+HERE = Process.current()
+ELSEWHERE = dataclasses.replace(HERE, host="other-host", machine="another boot")
+
+
+class Clock:
+    """A clock that runs only in sleep; `every` seconds, it calls `event`."""
+
+    def __init__(self, event: Callable[[], object] = lambda: None, every: float = HEARTBEAT_S) -> None:
+        self.now = 100.0
+        self._event = event
+        self._every = every
+        self._next = self.now + every
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now >= self._next:
+            self._next += self._every
+            self._event()
+
+    @property
+    def elapsed(self) -> float:
+        return self.now - 100.0
+
+
+def lease_of(directory: Path, process: Process = HERE, clock: Clock | None = None) -> Lease:
+    clock = clock or Clock()
+    return Lease(directory, "log.dir", process, clock=clock, sleep=clock.sleep)
+
+
+def acquired(directory: Path, process: Process = HERE) -> Lease:
+    lease = lease_of(directory, process)
+    lease.acquire(pytest.fail)
+    return lease
+
+
+def dead_process() -> Process:
+    """Return a process of this host that has ended and is a zombie, so that its pid is not reused."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    started = start_time(child.pid)
+    while start_time(child.pid):
+        time.sleep(0.01)
+    return dataclasses.replace(HERE, pid=child.pid, started=started)
+
+
+def test_a_free_directory_is_taken_at_once_and_left_as_it_was(tmp_path: Path) -> None:
+    for directory in (tmp_path, tmp_path / "new"):
+        for _ in range(2):
+            lease = acquired(directory)
+            assert [path.name for path in directory.iterdir()] == [".lock-00000001"]
+            lease.release()
+            assert list(tmp_path.iterdir()) == []
+
+
+def test_a_live_holder_is_waited_for_and_then_named(tmp_path: Path) -> None:
+    for holder in (HERE, ELSEWHERE):
+        directory = tmp_path / holder.host
+        held = acquired(directory, holder)
+        clock, notes = Clock(held.renew), list[str]()
+        with pytest.raises(RunError) as error:
+            lease_of(directory, clock=clock).acquire(notes.append)
+        assert WAIT_S <= clock.elapsed < WAIT_S + 2 * HEARTBEAT_S
+        message = f"log.dir: {directory} is in use by another run: process {holder.pid} on {holder.host}, started "
+        assert str(error.value).startswith(message)
+        assert f"(on {holder.host}: kill {holder.pid}), or use another --log.dir" in str(error.value)
+        assert len(notes) == 1
+        assert notes[0].endswith("Waiting up to 30 s for it to end")
+        held.renew()
+
+
+def test_a_live_holder_of_this_host_is_never_taken_over_even_without_heartbeats(tmp_path: Path) -> None:
+    acquired(tmp_path)
+    with pytest.raises(RunError, match="heartbeat 30 s ago"):
+        lease_of(tmp_path).acquire(lambda note: None)
+
+
+def test_a_holder_that_ends_meanwhile_leaves_the_directory_free(tmp_path: Path) -> None:
+    held = acquired(tmp_path)
+    clock = Clock(held.release, every=WAIT_S / 2)
+    lease_of(tmp_path, clock=clock).acquire(lambda note: None)
+    assert clock.elapsed < WAIT_S
+
+
+def test_a_dead_process_of_this_host_is_taken_over_at_once(tmp_path: Path) -> None:
+    reused = dataclasses.replace(HERE, started="1")
+    for number, gone in enumerate((dead_process(), reused)):
+        directory = tmp_path / str(number)
+        acquired(directory, gone)
+        acquired(directory)
+        assert [path.name for path in directory.iterdir()] == [".lock-00000002"]
+
+
+def test_a_holder_of_another_host_is_taken_over_after_it_was_silent_for_long_enough(tmp_path: Path) -> None:
+    held = acquired(tmp_path, ELSEWHERE)
+    clock = Clock()
+    taker = lease_of(tmp_path, clock=clock)
+    taker.acquire(lambda note: None)
+    assert STALE_S <= clock.elapsed < STALE_S + 1
+    with pytest.raises(RunError, match=rf"{tmp_path} was taken over by process {HERE.pid} on {HERE.host}, because"):
+        held.renew()
+    taker.renew()
+    held.release()
+    taker.renew()
+
+
+def test_a_lease_without_content_is_taken_over_like_one_of_another_host(tmp_path: Path) -> None:
+    """Its creator died between creating and writing it."""
+    (tmp_path / ".lock-00000007").write_text("")
+    clock = Clock()
+    lease_of(tmp_path, clock=clock).acquire(lambda note: None)
+    assert STALE_S <= clock.elapsed < STALE_S + 1
+    assert [path.name for path in tmp_path.iterdir()] == [".lock-00000008"]
+
+
+def test_a_start_that_judged_an_older_lease_withdraws(tmp_path: Path) -> None:
+    late = lease_of(tmp_path)
+    held = acquired(tmp_path)
+    assert not late._create({})
+    assert not late._create({3: "a lease that ended"})
+    held.renew()
+    assert [path.name for path in tmp_path.iterdir()] == [".lock-00000001"]
+
+
+def hold(directory: Path, go: float, results: multiprocessing.SimpleQueue[str]) -> None:
+    time.sleep(max(0.0, go - time.monotonic()))
+    try:
+        lease = Lease(directory, "log.dir", Process.current())
+        lease.acquire(lambda note: None)
+        results.put(f"holds {os.getpid()}")
+        signal.pause()
+    except RunError as error:
+        results.put(str(error))
+
+
+def test_of_several_starts_that_find_a_killed_holder_one_takes_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "WAIT_S", 1.0)
+    context = multiprocessing.get_context("fork")
+    for _ in range(3):
+        results = context.SimpleQueue()
+        starts = [context.Process(target=hold, args=(tmp_path, time.monotonic() + 0.2, results)) for _ in range(4)]
+        try:
+            for start in starts:
+                start.start()
+            holder, *refused = sorted(results.get() for _ in starts)
+            pid = holder.removeprefix("holds ")
+            assert all(f"process {pid} on" in message for message in refused), [holder, *refused]
+        finally:
+            for start in starts:
+                start.kill()
+                start.join()
+
+
+def test_a_lock_that_is_lost_fails_every_later_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.01)
+    with RunLock([acquired(tmp_path)]) as held:
+        held.start()
+        held.verify()
+        held.check()
+        (tmp_path / ".lock-00000002").write_text("")
+        while not held.is_lost:
+            time.sleep(0.01)
+        for check in (held.check, held.verify):
+            with pytest.raises(RunError, match="was taken over by another run"):
+                check()
+    assert [path.name for path in tmp_path.iterdir()] == [".lock-00000002"]
+
+
+def test_a_heartbeat_that_cannot_be_written_loses_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = acquired(tmp_path)
+
+    def full(*_: object) -> int:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    held.renew()
+
+
+def test_a_rank_without_leases_passes_all_checks() -> None:
+    with RunLock([]) as held:
+        held.start()
+        held.check()
+        held.verify()
