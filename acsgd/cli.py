@@ -86,7 +86,7 @@ class Inspect:
             print(json.dumps([report.to_dict() for report in reports], indent=2))
         else:
             Console(soft_wrap=True).print(as_tables(reports))
-        if any(report.damages for report in reports):
+        if any(report.errors for report in reports):
             sys.exit(1)
 
 

@@ -132,7 +132,7 @@ class Campaign:
     def _look(self) -> tuple[int, list[str]]:
         """Return the step of the newest checkpoint in place, and the names of what lies about beside them."""
         directory = checkpoints_of(self.config)
-        assert not list(directory.path.glob("damaged-*")), "a checkpoint in place was damaged"
+        assert not list(directory.path.glob("corrupt-*")), "a published checkpoint was corrupt"
         return max(directory.steps(), default=0), [path.name for path in directory.leftovers()]
 
     def _compare(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from acsgd.errors import RunError
-from acsgd.io.checkpoint.progress import Identity, Progress
+from acsgd.io.checkpoint.progress import Progress, RunIdentity
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.io.checkpoint.saver import Saver
 from acsgd.run.control import Votes
@@ -28,7 +28,7 @@ class Checkpointing:
         self,
         session: Session,
         saver: Saver,
-        identity: Identity,
+        identity: RunIdentity,
         newest: Path | None,
         lock: RunLock,
         note: Callable[[str], None],
@@ -46,7 +46,7 @@ class Checkpointing:
 
     @classmethod
     def open(
-        cls, start: Start, identity: Identity, groups: Groups, lock: RunLock, *, note: Callable[[str], None]
+        cls, start: Start, identity: RunIdentity, groups: Groups, lock: RunLock, *, note: Callable[[str], None]
     ) -> Checkpointing:
         """Return the checkpointing of a run that has just started."""
         job = start.worker.job
@@ -72,11 +72,11 @@ class Checkpointing:
 
     def votes(self, *, stop: bool) -> Votes:
         """Return this rank's votes for the end of the current step. stop: whether it received a stop signal."""
-        every_s, ended = self._config.every_s, self._saver.ended
+        every_s, result = self._config.every_s, self._saver.result
         is_due = every_s is not None and time.monotonic() - self._saved_at >= every_s
         # by the clock of rank 0 alone, or two ranks would vote at different steps for the same save
         save = is_due and self._session.job.topology.rank == 0
-        return Votes(stop=stop, save=save, failed_save=ended is not None and ended.error is not None)
+        return Votes(stop=stop, save=save, failed_save=result is not None and result.error is not None)
 
     def copy_state(self, progress: Progress, *, due: bool, evaluated: bool) -> float:
         """Copy the state to host memory if a save is due, or if the evaluation of this step is the best so far.
@@ -91,7 +91,7 @@ class Checkpointing:
         started = time.perf_counter()
         self.finish_save(wait=True)
         run = {"progress": progress.to_dict(), "identity": self._identity.to_dict()}
-        self._saver.take(progress.step, layer_states(self._session), run, best=best)
+        self._saver.snapshot(progress.step, layer_states(self._session), run, best=best)
         self._saved_at, self._has_copy = time.monotonic(), True
         return time.perf_counter() - started
 
@@ -102,23 +102,23 @@ class Checkpointing:
         self._has_copy = False
 
     def finish_save(self, *, wait: bool, last: bool = False) -> None:
-        """Report the outcome of the save in progress if it has ended.
+        """Report the result of the save in progress if it has ended.
 
         wait: wait for its end, which all ranks do together; last: no other save follows. Raises RunError if the save
         failed, unless checkpoint.on_error="continue" and another save follows.
         """
-        ended, stops = self._saver.ended, last or self._config.on_error == "stop"
-        if not wait and (ended is None or (ended.error is not None and stops)):
+        result, stops = self._saver.result, last or self._config.on_error == "stop"
+        if not wait and (result is None or (result.error is not None and stops)):
             return  # a failure ends the run on all ranks together: after the next step, when all know of it
-        outcome = self._saver.take_outcome()
-        if outcome is None:
+        result = self._saver.wait()
+        if result is None:
             return
-        if outcome.error is None:
-            self.newest = outcome.path
-            self._note(f"saved {outcome.path}, on disk after {outcome.seconds:.1f} s")
+        if result.error is None:
+            self.newest = result.path
+            self._note(f"saved {result.path}, on disk after {result.seconds:.1f} s")
             return
         newest = "there is no checkpoint yet" if self.newest is None else f"the newest checkpoint is {self.newest}"
-        failure = f"step {outcome.step} could not be saved: {outcome.error}; {newest}"
+        failure = f"step {result.step} could not be saved: {result.error}; {newest}"
         if stops:
             raise RunError(f"{failure}; fix the cause and start the run again")
         self._note(f"{failure}; training continues (checkpoint.on_error)")

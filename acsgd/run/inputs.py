@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from acsgd.io.cache import once_per_host
-from acsgd.io.checkpoint.progress import Identity
+from acsgd.io.checkpoint.progress import RunIdentity
 from acsgd.io.checkpoint.resume import Candidates, find
 from acsgd.io.sampling.batches import Reader
 from acsgd.io.sampling.held_out import HeldOut, held_out, split
@@ -29,7 +29,7 @@ class Inputs:
 
     reader: Reader
     held_out: HeldOut | None
-    identity: Identity
+    identity: RunIdentity
     """What a checkpoint must have been made with."""
     candidates: Candidates
     source: WeightSource | None
@@ -56,7 +56,7 @@ def open_inputs(job: Job) -> Inputs:
     """
     reader, held = open_data(job), open_held_out(job)
     data = job.config.data
-    identity = Identity.of(
+    identity = RunIdentity.of(
         job.model_config,
         tokenizer=tokenizer_fingerprint(job.tokenizer),
         texts=reader.fingerprint(),
@@ -69,7 +69,7 @@ def open_inputs(job: Job) -> Inputs:
         },
     )
     candidates = find(job.checkpoints, job.config.checkpoint.resume, identity)
-    fresh = not candidates.checkpoints and not candidates.refused
+    fresh = not candidates.checkpoints and not candidates.rejected
     cache_plan = plan_activation_caches(job, sum(reader.sampler.sizes), run_id=identity.digest(), fresh=fresh)
     return Inputs(reader, held, identity, candidates, open_source(job) if fresh else None, cache_plan)
 

@@ -56,7 +56,7 @@ def test_all_ranks_pass_over_what_one_finds_damaged(layer: str, whole: Config, t
         assert told[0].error is None
         assert [step.step for step in told[0].steps] == [2, 3]
     notes = by_rank[0][0].notes
-    assert [note for note in notes if f"{layer}.safetensors is corrupt" in note and "damaged-step-00000003" in note]
+    assert [note for note in notes if f"{layer}.safetensors is corrupt" in note and "corrupt-step-00000003" in note]
     assert end_of(config).layers == end_of(whole).layers
 
 
@@ -78,6 +78,6 @@ def test_all_ranks_refuse_alike(whole: Config, tmp_path: Path) -> None:
     assert offers.error is not None
     assert offers.error.endswith(f"step-00000001: --checkpoint.resume {directory.of(1)}")
     assert refuses.error is not None
-    assert refuses.error.startswith("no checkpoint is sound: ")
+    assert refuses.error.startswith("no checkpoint is valid: ")
     assert checkpoints_of(asking).steps() == []
     assert checkpoints_of(damaged).steps() == [1, 2, 3]

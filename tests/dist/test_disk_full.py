@@ -1,4 +1,4 @@
-"""Law: a save that fails costs that save and nothing else; all ranks go on together, or end together."""
+"""Law: a failed save costs only that save; all ranks continue together or end together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from acsgd import train
 from acsgd.config.options import CheckpointConfig, Config
 from acsgd.errors import RunError
-from acsgd.io.checkpoint import saver as checkpoint
+from acsgd.io.checkpoint import saver as saver_module
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.checkpoint.saver import Saver
@@ -34,7 +34,7 @@ STEPS, EVERY = 8, 2
 HOST = socket.gethostname()
 FAILED = "could not be saved"
 Runs = dict[int, tuple[Config, Result]]
-"""By the number of processes, a run whose saves all succeed, and what it gave."""
+"""Number of processes -> a run whose saves all succeed, and its result."""
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def changed(config: Config, run_dir: Path, **checkpoint: Any) -> Config:
     )
 
 
-def in_place(config: Config) -> list[int]:
-    """Return the steps of all checkpoints, each of whose hashes is right, beside which nothing lies."""
+def valid_steps(config: Config) -> list[int]:
+    """Return the steps of all checkpoints, after checking that all are valid and that nothing else is left."""
     directory = checkpoints_of(config)
     for step in directory.steps():
         assert not list(ShardDirectory(directory.of(step)).corrupt_files())
@@ -65,12 +65,12 @@ def in_place(config: Config) -> list[int]:
     return directory.steps()
 
 
-# Faults: called in each rank's process, they let the saves of some steps fail.
+# Faults, called in the process of each rank: the saves of some steps fail.
 
 
 def full_in_a_layer(steps: list[int], error: Callable[[str], Exception]) -> None:
-    """Let the rank with the last layer fail in the middle of its file."""
-    write_layer = checkpoint.write_layer
+    """Fail on the rank with the last layer, in the middle of its file."""
+    write_layer = saver_module.write_layer
 
     def full(directory: Path, stem: str, *args: Any) -> StoredFile:
         entry = write_layer(directory, stem, *args)
@@ -79,7 +79,7 @@ def full_in_a_layer(steps: list[int], error: Callable[[str], Exception]) -> None
             raise error(str(directory / entry.file))
         return entry
 
-    checkpoint.write_layer = full
+    saver_module.write_layer = full
 
 
 def full_in_the_manifest(steps: list[int]) -> None:
@@ -95,7 +95,7 @@ def full_in_the_manifest(steps: list[int]) -> None:
 
 
 def not_writable(steps: list[int]) -> None:
-    """Let no directory be made; root could make it whatever its permissions are."""
+    """Fail to create the directory; permissions do not stop root."""
     mkdir = Path.mkdir
 
     def refused(path: Path, *args: Any, **options: Any) -> None:
@@ -115,17 +115,17 @@ def no_space(path: str) -> OSError:
 
 
 FAULTS: dict[str, tuple[int, Callable[[list[int]], None], str]] = {
-    # processes, what is at fault, what is told of it
+    # processes, fault, part of the message
     "layer, 1 rank": (1, partial(full_in_a_layer, error=no_space), f"rank 0 on {HOST}: [Errno 28] No space left on "),
     "layer, 1 of 2": (2, partial(full_in_a_layer, error=no_space), f"rank 1 on {HOST}: [Errno 28] No space left on "),
-    "unforeseen": (2, partial(full_in_a_layer, error=MemoryError), f"rank 1 on {HOST}: MemoryError: "),
+    "unexpected": (2, partial(full_in_a_layer, error=MemoryError), f"rank 1 on {HOST}: MemoryError: "),
     "manifest": (2, full_in_the_manifest, f"rank 0 on {HOST}: [Errno 28] No space left on "),
     "permissions": (2, not_writable, f"rank 0 on {HOST}: [Errno 13] Permission denied"),
 }
 
 
 def at_fault(rank: int, *, fault: Callable[[list[int]], None], steps: list[int], ends: Path) -> None:
-    """Put a fault into this rank, and let it write down after which step it ends with an error, and with which."""
+    """Inject a fault into this rank; record the step and the error with which it ends."""
     fault(steps)
     run_steps, train_step, copy_state = train.run_steps, train.train_step, Checkpointing.copy_state
     done = 0
@@ -152,14 +152,14 @@ def at_fault(rank: int, *, fault: Callable[[list[int]], None], steps: list[int],
 
 
 def ends_of(directory: Path) -> list[tuple[int, str]]:
-    """Return of every rank that ended with an error the step after which, and the error."""
+    """Return (step, error) of every rank that ended with an error."""
     ends = [path.read_text().partition(" ") for path in sorted(directory.glob("rank-*"))]
     return [(int(step), error) for step, _, error in ends]
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_training_goes_on_without_the_saves_that_fail_and_says_so(name: str, calm: Runs, tmp_path: Path) -> None:
-    processes, fault, told = FAULTS[name]
+def test_training_continues_without_failed_saves_and_reports_them(name: str, calm: Runs, tmp_path: Path) -> None:
+    processes, fault, message = FAULTS[name]
     config = changed(calm[processes][0], tmp_path, on_error="continue")
     with started(config, processes, before=partial(at_fault, fault=fault, steps=[2, 6], ends=tmp_path)) as run:
         assert run.join() == [0] * processes, run.notes()
@@ -168,17 +168,17 @@ def test_training_goes_on_without_the_saves_that_fail_and_says_so(name: str, cal
     second, sixth = failures
     assert second.startswith("step 2 could not be saved: ")
     assert sixth.startswith("step 6 could not be saved: ")
-    assert told in second
-    assert told in sixth
+    assert message in second
+    assert message in sixth
     assert "; there is no checkpoint yet; training continues" in second
     assert f"; the newest checkpoint is {checkpoints_of(config).of(4)}; training continues" in sixth
-    assert in_place(config) == [4, 8]
+    assert valid_steps(config) == [4, 8]
     assert result_of(config) == calm[processes][1]
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_all_ranks_end_after_one_step_with_one_error(name: str, calm: Runs, tmp_path: Path) -> None:
-    processes, fault, told = FAULTS[name]
+def test_all_ranks_end_after_the_same_step_with_the_same_error(name: str, calm: Runs, tmp_path: Path) -> None:
+    processes, fault, message = FAULTS[name]
     config = changed(calm[processes][0], tmp_path, on_error="stop")
     with started(config, processes, before=partial(at_fault, fault=fault, steps=[4], ends=tmp_path)) as run:
         assert run.join() == [1] * processes, run.notes()
@@ -188,13 +188,13 @@ def test_all_ranks_end_after_one_step_with_one_error(name: str, calm: Runs, tmp_
     step, error = ends[0]
     assert 4 <= step <= 6, "not later than the next save"
     assert error.startswith("step 4 could not be saved: ")
-    assert told in error
+    assert message in error
     assert f"; the newest checkpoint is {checkpoints_of(config).of(2)}; " in error
-    assert in_place(config) == [2]
+    assert valid_steps(config) == [2]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_that_cannot_save_its_end_fails(processes: int, calm: Runs, tmp_path: Path) -> None:
+def test_a_run_whose_last_save_fails_fails(processes: int, calm: Runs, tmp_path: Path) -> None:
     config = changed(calm[processes][0], tmp_path, on_error="continue")
     fault = partial(full_in_a_layer, error=no_space)
     with started(config, processes, before=partial(at_fault, fault=fault, steps=[STEPS], ends=tmp_path)) as run:
@@ -205,16 +205,16 @@ def test_a_run_that_cannot_save_its_end_fails(processes: int, calm: Runs, tmp_pa
     assert len(set(ends)) == 1
     assert ends[0][0] == STEPS
     assert ends[0][1].startswith(f"step {STEPS} could not be saved: ")
-    assert in_place(config) == [2, 4, 6]
-    assert finish(config, processes) == calm[processes][1], "started again when there is room"
+    assert valid_steps(config) == [2, 4, 6]
+    assert finish(config, processes) == calm[processes][1], "started again with free space"
 
 
-# The real thing: a disk that is full, and a limit of the size of files.
+# Real faults: a full disk, and a limit of the size of files.
 
 
 @pytest.fixture
 def disk(tmp_path: Path, calm: Runs) -> Iterator[Path]:
-    """A disk with room for two checkpoints and a half, and for the time in which a third is written."""
+    """A disk with room for two and a half checkpoints."""
     one = sum(path.stat().st_size for path in checkpoints_of(calm[1][0]).of(2).iterdir())
     path = tmp_path / "disk"
     path.mkdir()
@@ -228,7 +228,7 @@ def disk(tmp_path: Path, calm: Runs) -> Iterator[Path]:
 
 
 def filled_at_first(rank: int, *, ballast: Path) -> None:
-    """Let there be room when, and because, training has said that there was none."""
+    """Free the space of `ballast` when training reports a failed save."""
 
     def make_room() -> None:
         ballast.unlink(missing_ok=True)
@@ -237,27 +237,27 @@ def filled_at_first(rank: int, *, ballast: Path) -> None:
 
 
 def limited(rank: int, *, at_step: int, nbytes: int) -> None:
-    """Let no file be larger than nbytes from a step on, until training has said so."""
-    take = Saver.take
+    """Limit the size of files from a step on, until training reports a failed save."""
+    snapshot = Saver.snapshot
 
     def limiting(saver: Saver, step: int, *args: Any, **options: Any) -> None:
         if step == at_step:
             resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
-        take(saver, step, *args, **options)
+        snapshot(saver, step, *args, **options)
 
-    Saver.take = limiting  # type: ignore[method-assign]
+    Saver.snapshot = limiting  # type: ignore[method-assign]
     on_failure(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)))
 
 
 def on_failure(react: Callable[[], None]) -> None:
     note = Metrics.note
 
-    def noted(metrics: Metrics, text: str) -> None:
+    def reacting(metrics: Metrics, text: str) -> None:
         if FAILED in text:
             react()
         note(metrics, text)
 
-    Metrics.note = noted  # type: ignore[method-assign]
+    Metrics.note = reacting  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -273,12 +273,12 @@ def test_a_full_disk_costs_one_save(processes: int, disk: Path, calm: Runs, tmp_
     assert failures[0].startswith("step 4 could not be saved: ")
     assert "No space left on device" in failures[0]
     assert f"the newest checkpoint is {checkpoints_of(config).of(2)}" in failures[0]
-    assert in_place(config) == [8]
+    assert valid_steps(config) == [8]
     assert result_of(config) == calm[processes][1]
 
 
 @pytest.mark.parametrize("on_error", ["stop", "continue"])
-def test_a_disk_that_stays_full_keeps_what_is_on_it(
+def test_a_disk_that_stays_full_keeps_its_checkpoints(
     on_error: Literal["stop", "continue"], disk: Path, calm: Runs, tmp_path: Path
 ) -> None:
     config = changed(calm[2][0], tmp_path, dir=str(disk / "checkpoints"), on_error=on_error)
@@ -288,10 +288,10 @@ def test_a_disk_that_stays_full_keeps_what_is_on_it(
     assert run.notes()[-1].startswith(f"RunError: step {lost} could not be saved: ")
     assert "No space left on device" in run.notes()[-1]
     assert f"the newest checkpoint is {checkpoints_of(config).of(4)}" in run.notes()[-1]
-    assert in_place(config) == [2, 4]
+    assert valid_steps(config) == [2, 4]
 
 
-def test_a_limit_of_the_size_of_files_costs_one_save(calm: Runs, tmp_path: Path) -> None:
+def test_a_file_size_limit_costs_one_save(calm: Runs, tmp_path: Path) -> None:
     config = changed(calm[1][0], tmp_path, on_error="continue")
     largest = max(file.bytes for file in calm[1][1].layers.values())
     with started(config, 1, before=partial(limited, at_step=4, nbytes=largest // 2)) as run:
@@ -300,5 +300,5 @@ def test_a_limit_of_the_size_of_files_costs_one_save(calm: Runs, tmp_path: Path)
     assert len(failures) == 1
     assert failures[0].startswith("step 4 could not be saved: ")
     assert "File too large" in failures[0]
-    assert in_place(config) == [2, 6, 8]
+    assert valid_steps(config) == [2, 6, 8]
     assert result_of(config) == calm[1][1]

@@ -1,4 +1,4 @@
-"""Law: a checkpoint is the state after its step, whatever training does meanwhile; saves are made one at a time."""
+"""Law: a checkpoint is the state after its step, though training continues; saves are made one at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from acsgd import train
 from acsgd.config.options import CheckpointConfig, Config
-from acsgd.io.checkpoint import saver as checkpoint
+from acsgd.io.checkpoint import saver as saver_module
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.saver import Saver
 from acsgd.io.telemetry.metrics import Metrics
@@ -29,9 +29,9 @@ from acsgd.shards.disk import Manifest, StoredFile
 from benchmarks.forks import checkpoints_of, finish, make_config, save_model, started
 
 PROCESSES = 2
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 WRITTEN_S = 1.0
-"""More than a save takes."""
+"""Longer than a save takes."""
 
 
 @pytest.fixture(scope="module")
@@ -52,21 +52,21 @@ def manifests(config: Config) -> dict[int, Manifest]:
 
 
 def assert_same(config: Config, calm: Config) -> None:
-    """Compare all checkpoints of two runs: weights, moments and step counts by their hashes, and all else."""
+    """Compare all checkpoints of two runs: their manifests, which have the hashes of weights and moments."""
     mine, theirs = manifests(config), manifests(calm)
     assert mine == theirs
     assert len({str(manifest.layers) for manifest in mine.values()}) == len(mine), (
-        "the weights change from save to save"
+        "the weights do not change from save to save"
     )
 
 
-# What is different in the processes of a test: called with the rank.
+# Changes of the processes of a test: called with the rank.
 
 
-def written_late(rank: int, *, save: int, until: int, told: Path) -> None:
-    """Write nothing of a save before training has made step `until`; note which step that was after."""
+def written_late(rank: int, *, save: int, until: int, out: Path) -> None:
+    """Delay the write of a save until training has completed step `until`; record that it was delayed."""
     trained = threading.Event()
-    train_step, write_layer = train.train_step, checkpoint.write_layer
+    train_step, write_layer = train.train_step, saver_module.write_layer
 
     def step_made(worker: Session, *args: Any, **options: Any) -> StepResult:
         result = train_step(worker, *args, **options)
@@ -76,18 +76,18 @@ def written_late(rank: int, *, save: int, until: int, told: Path) -> None:
 
     def write(directory: Path, *args: Any) -> StoredFile:
         if f"{save:08d}" in directory.name:
-            assert trained.wait(PATIENCE_S)
-            (told / f"late-{rank}").touch()
+            assert trained.wait(TIMEOUT_S)
+            (out / f"late-{rank}").touch()
         return write_layer(directory, *args)
 
     train.train_step = step_made
-    checkpoint.write_layer = write
+    saver_module.write_layer = write
 
 
-def test_what_is_saved_is_the_state_after_its_step_though_training_goes_on(model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_the_state_after_its_step(model: Path, tmp_path: Path) -> None:
     calm, late = (saving(model, tmp_path / name, every=3) for name in ("calm", "late"))
     finish(calm, PROCESSES)
-    before = partial(written_late, save=3, until=5, told=tmp_path)
+    before = partial(written_late, save=3, until=5, out=tmp_path)
     with started(late, PROCESSES, before=before) as run:
         assert run.join() == [0] * PROCESSES, run.notes()
     assert all((tmp_path / f"late-{rank}").exists() for rank in range(PROCESSES))
@@ -95,38 +95,38 @@ def test_what_is_saved_is_the_state_after_its_step_though_training_goes_on(model
     assert_same(late, calm)
 
 
-def one_at_a_time(rank: int, *, save: int, told: Path) -> None:
-    """Write nothing of a save before the next one waits for it; write down what was seen, and how long it waited."""
+def one_at_a_time(rank: int, *, save: int, out: Path) -> None:
+    """Delay the write of a save until the next save waits for it; record what was seen, and the time it waited."""
     waiting = threading.Event()
-    take_outcome, take, write_layer = Saver.take_outcome, Saver.take, checkpoint.write_layer
-    seen: dict[str, Any] = {"partials": [], "in place": {}}
+    wait, snapshot, write_layer = Saver.wait, Saver.snapshot, saver_module.write_layer
+    seen: dict[str, Any] = {"partials": [], "published": {}}
 
     def awaited(saver: Saver) -> Any:
         due = saver._thread is not None and saver._thread.name == f"save {save}"
-        seen["under way"] = seen.get("under way", False) or (due and saver.ended is None)
+        seen["in progress"] = seen.get("in progress", False) or (due and saver.result is None)
         started = time.perf_counter()
         if due:
             waiting.set()
-        outcome = take_outcome(saver)
+        result = wait(saver)
         if due:
             seen["waited_s"] = time.perf_counter() - started
-        return outcome
+        return result
 
-    def taken(saver: Saver, step: int, *args: Any, **options: Any) -> None:
-        seen["in place"][step] = saver._directory.steps()
-        take(saver, step, *args, **options)
+    def copied(saver: Saver, step: int, *args: Any, **options: Any) -> None:
+        seen["published"][step] = saver._directory.steps()
+        snapshot(saver, step, *args, **options)
 
     def write(directory: Path, *args: Any) -> StoredFile:
         if f"{save:08d}" in directory.name:
-            assert waiting.wait(PATIENCE_S)
-            time.sleep(0.01)  # so that there is something to measure
+            assert waiting.wait(TIMEOUT_S)
+            time.sleep(0.01)  # a wait that can be measured
         seen["partials"].append(len(list(directory.parent.glob(".step-*.partial"))))
         return write_layer(directory, *args)
 
-    Saver.take_outcome = awaited  # type: ignore[method-assign]
-    Saver.take = taken  # type: ignore[method-assign]
-    checkpoint.write_layer = write
-    at_the_end(lambda: (told / f"seen-{rank}").write_text(json.dumps(seen)))
+    Saver.wait = awaited  # type: ignore[method-assign]
+    Saver.snapshot = copied  # type: ignore[method-assign]
+    saver_module.write_layer = write
+    at_the_end(lambda: (out / f"seen-{rank}").write_text(json.dumps(seen)))
 
 
 def at_the_end(act: Callable[[], Any]) -> None:
@@ -139,15 +139,15 @@ def at_the_end(act: Callable[[], Any]) -> None:
     train.run_steps = acting
 
 
-def test_a_save_that_is_due_while_one_is_under_way_waits_and_that_is_counted(model: Path, tmp_path: Path) -> None:
+def test_a_save_waits_for_the_previous_one_and_the_wait_is_reported(model: Path, tmp_path: Path) -> None:
     calm, busy = (saving(model, tmp_path / name, every=1) for name in ("calm", "busy"))
     finish(calm, PROCESSES)
-    with started(busy, PROCESSES, before=partial(one_at_a_time, save=3, told=tmp_path)) as run:
+    with started(busy, PROCESSES, before=partial(one_at_a_time, save=3, out=tmp_path)) as run:
         assert run.join() == [0] * PROCESSES, run.notes()
     for rank in range(PROCESSES):
         seen = json.loads((tmp_path / f"seen-{rank}").read_text())
-        assert seen["under way"], "save 4 was due while save 3 was under way"
-        assert seen["in place"]["4"] == [1, 2, 3], "and was taken when that had ended"
+        assert seen["in progress"], "save 4 was not due while save 3 was in progress"
+        assert seen["published"]["4"] == [1, 2, 3], "save 4 copied the state before save 3 ended"
         assert set(seen["partials"]) == {1}
     assert_same(busy, calm)
     lines = [json.loads(line) for line in (Path(busy.log.dir) / "metrics.jsonl").read_text().splitlines()]
@@ -175,22 +175,22 @@ def test_no_checkpoint_is_ahead_of_the_metrics(model: Path, tmp_path: Path) -> N
     finish(config, 1)  # finds each step once in metrics.jsonl
 
 
-def noting_buffers(rank: int, *, told: Path) -> None:
-    """Write down where the copies of each save lie, and how long they are."""
-    take, saves = Saver.take, []
+def recording_buffers(rank: int, *, out: Path) -> None:
+    """Record address and size of the copies of each save."""
+    snapshot, saves = Saver.snapshot, []
 
-    def taken(saver: Saver, *args: Any, **options: Any) -> None:
-        take(saver, *args, **options)
+    def copied(saver: Saver, *args: Any, **options: Any) -> None:
+        snapshot(saver, *args, **options)
         saves.append([(buffer.data_ptr(), buffer.nbytes) for buffer in saver._buffers.values()])
 
-    Saver.take = taken  # type: ignore[method-assign]
-    at_the_end(lambda: (told / f"buffers-{rank}").write_text(json.dumps(saves)))
+    Saver.snapshot = copied  # type: ignore[method-assign]
+    at_the_end(lambda: (out / f"buffers-{rank}").write_text(json.dumps(saves)))
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_the_extra_memory_is_one_copy_of_what_a_rank_writes(processes: int, model: Path, tmp_path: Path) -> None:
     config = saving(model, tmp_path / "run", every=1, processes=processes, steps=3)
-    with started(config, processes, before=partial(noting_buffers, told=tmp_path)) as run:
+    with started(config, processes, before=partial(recording_buffers, out=tmp_path)) as run:
         assert run.join() == [0] * processes, run.notes()
     sizes = [bytes_of(checkpoints_of(config).of(3), layer) for layer in ("embed", "block-00000", "block-00001", "head")]
     stages = [[0, 1, 2, 3]] if processes == 1 else [[0, 1], [2, 3]]
@@ -199,13 +199,13 @@ def test_the_extra_memory_is_one_copy_of_what_a_rank_writes(processes: int, mode
         replica, stage = divmod(rank, len(stages))
         saves = json.loads((tmp_path / f"buffers-{rank}").read_text())
         assert len(saves) == 3
-        assert saves[0] == saves[1] == saves[2], "the same memory for every save"
+        assert saves[0] == saves[1] == saves[2], "saves do not share their memory"
         mine = [sizes[layer] for layer in stages[stage] if layer % replicas == replica]
         assert sum(nbytes for _, nbytes in saves[0]) == sum(mine) > 0
 
 
 def bytes_of(directory: Path, layer: str) -> int:
-    """Return 12 bytes per parameter of a layer, for its master and AdamW's moments, and 4 per tensor, for its count."""
+    """Return 12 bytes per parameter of a layer (master weight and two moments) and 4 per tensor (step count)."""
     with safe_open(directory / f"{layer}.safetensors", framework="pt") as file:
         weights = [file.get_tensor(key) for key in list(file.keys()) if "/" not in key]
     return sum(12 * weight.numel() + 4 for weight in weights)
@@ -229,7 +229,7 @@ def ended_before_training(rank: int) -> None:
     train.run_steps = ended
 
 
-def test_best_is_found_again_if_a_run_dies_before_it_is_marked_or_if_it_is_damaged(model: Path, tmp_path: Path) -> None:
+def test_best_is_restored_after_a_kill_and_after_corruption(model: Path, tmp_path: Path) -> None:
     calm, config = (saving(model, tmp_path / name, 1, processes=1, best=True) for name in ("calm", "run"))
     expected = finish(calm, 1)
     evaluated = [3, 6, 7]
@@ -260,7 +260,7 @@ def not_removable(rank: int) -> None:
     CheckpointDirectory.remove = refused  # type: ignore[method-assign]
 
 
-def test_a_checkpoint_that_cannot_be_removed_is_no_failure(model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_removed_does_not_fail_the_run(model: Path, tmp_path: Path) -> None:
     config = saving(model, tmp_path / "run", every=2, processes=1)
     config = dataclasses.replace(
         config,

@@ -1,4 +1,4 @@
-"""Every mistake is found before any process group exists, is told in one sentence, and leaves nothing behind."""
+"""Every configuration error is found before any process group exists, is one sentence, and leaves no files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TinyModel = Callable[..., Path]
 
 
 def refuse(tmp_path: Path, flags: str, *, world_size: int = 1) -> str:
-    """Return the message with which a run is refused; checks that it wrote nothing."""
+    """Return the message with which a run is refused, after checking that it wrote nothing."""
     run_dir = tmp_path / "runs" / "bad"
     before = contents(tmp_path)
     given = flags.split()
@@ -47,12 +47,12 @@ def refuse(tmp_path: Path, flags: str, *, world_size: int = 1) -> str:
 
 
 def decide(config: Config, launch: Launch) -> None:
-    """Do all that a rank does before it meets the others."""
+    """Do what a rank does before it connects."""
     open_inputs(prepare(config, launch))
 
 
 def contents(directory: Path) -> dict[Path, bytes | None]:
-    """Return every file with what is in it, and every directory, but for the cache and the one that it lies in."""
+    """Return every file with its content, and every directory, except the cache and its parent."""
     return {
         path: path.read_bytes() if path.is_file() else None
         for path in sorted(directory.rglob("*"))
@@ -98,21 +98,21 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (
             "--checkpoint.resume empty.jsonl",
             1,
-            'empty.jsonl is no complete checkpoint; give the path of a checkpoint, ".../step-00000100", or "auto"',
+            'empty.jsonl is not a complete checkpoint; give the path of a checkpoint, ".../step-00000100", or "auto"',
         ),
         ("--run.device cuda", 1, "local rank 0 has no GPU of its own"),
     ],
 )
-def test_a_run_that_cannot_be_is_refused(
+def test_an_impossible_run_is_refused(
     flags: str, world_size: int, message: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "blank.jsonl").write_text('{"text": ""}\n')
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "broken.jsonl").write_text('{"text": "fine"}\n{"txet": "not"}\n')
-    told = refuse(tmp_path, f"--model.name {tiny_model()} {flags}", world_size=world_size)
-    assert message in told
-    assert "\n" not in told
+    refused = refuse(tmp_path, f"--model.name {tiny_model()} {flags}", world_size=world_size)
+    assert message in refused
+    assert "\n" not in refused
 
 
 def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
     assert "model.name=./no/where is not a directory" in refuse(tmp_path, "--model.name ./no/where")
 
 
-def test_an_id_that_the_hub_does_not_give_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_hub_id_is_refused(tmp_path: Path) -> None:
     assert "model.name=no/such-model is neither a local directory nor" in refuse(tmp_path, "--model.name no/such-model")
 
 
@@ -129,8 +129,8 @@ def test_an_id_that_the_hub_does_not_give_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_family_is_refused_with_the_known_ones(model_type: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": model_type}))
-    told = refuse(tmp_path, "--model.name model")
-    assert f'unknown family "{model_type}"; use "gpt2", "llama", "mistral" or "qwen2"' in told
+    message = refuse(tmp_path, "--model.name model")
+    assert f'unknown family "{model_type}"; use "gpt2", "llama", "mistral" or "qwen2"' in message
 
 
 def test_a_broken_config_is_refused(tmp_path: Path) -> None:
@@ -145,8 +145,8 @@ def test_a_tokenizer_of_another_model_is_refused(tokenizer: PreTrainedTokenizerF
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     assert "model has no tokenizer (tokenizer.json" in refuse(tmp_path, "--model.name model --model.init scratch")
     tokenizer.save_pretrained(tmp_path / "model")
-    told = refuse(tmp_path, "--model.name model --model.init scratch")
-    assert f"has {len(tokenizer)} tokens, but the model's vocabulary only 100" in told
+    message = refuse(tmp_path, "--model.name model --model.init scratch")
+    assert f"has {len(tokenizer)} tokens, but the model's vocabulary only 100" in message
 
 
 def test_a_model_without_safetensors_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -155,9 +155,9 @@ def test_a_model_without_safetensors_is_refused(tiny_model: TinyModel, tmp_path:
     for path in tiny_model().iterdir():
         if path.suffix == ".json":
             (model / path.name).write_bytes(path.read_bytes())
-    told = refuse(tmp_path, "--model.name model")
-    assert "has neither model.safetensors nor model.safetensors.index.json" in told
-    assert "--model.init scratch" in told
+    message = refuse(tmp_path, "--model.name model")
+    assert "has neither model.safetensors nor model.safetensors.index.json" in message
+    assert "--model.init scratch" in message
 
 
 @pytest.fixture(scope="module")
@@ -170,13 +170,13 @@ def saved(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture
 def run(saved: Path, tmp_path: Path) -> Path:
-    """Return a copy of it, runs/run, beside which another can be started."""
+    """Return a copy of the run in runs/run of the working directory."""
     shutil.copytree(saved.parent / "cache", tmp_path / "runs" / "cache")
     return Path(shutil.copytree(saved, tmp_path / "runs" / "run", symlinks=True))
 
 
-def refuse_to_go_on(tmp_path: Path, model: Path, flags: str, run_dir: str = "runs/run") -> str:
-    """Return the sentence with which a start in a run's directory, as it was trained but for the flags, is refused."""
+def refuse_to_resume(tmp_path: Path, model: Path, flags: str, run_dir: str = "runs/run") -> str:
+    """Return the message that refuses to resume a run with its own options except `flags`."""
     as_trained = {
         "--model.name": str(model),
         "--data.sequence": "16",
@@ -185,26 +185,29 @@ def refuse_to_go_on(tmp_path: Path, model: Path, flags: str, run_dir: str = "run
         "--log.dir": run_dir,
     }
     given = [f"{flag} {value}" for flag, value in as_trained.items() if flag not in flags.split()]
-    told = refuse(tmp_path, f"{flags} {' '.join(given)}")
-    assert "\n" not in told
-    assert not told.endswith(".")
-    return told
+    message = refuse(tmp_path, f"{flags} {' '.join(given)}")
+    assert "\n" not in message
+    assert not message.endswith(".")
+    return message
 
 
-ANOTHER = "give what it was made with, or train a new run from its weights: --model.name {} --log.dir NEW"
+ADVICE = "use what it was trained with, or start a new run from its weights: --model.name {} --log.dir NEW"
 
 
 @pytest.mark.parametrize(
     ("flags", "difference"),
     [
-        ("--data.batch 4", "its batches were others: data.batch is 2 there and 4 here"),
-        ("--data.sequence 8", "its batches were others: data.sequence is 16 there and 8 here"),
-        ("--data.seed 7", "its batches were others: data.seed is 0 there and 7 here"),
-        ("--data.eval_fraction 0.01", "its batches were others: data.eval_fraction is 0.001 there and 0.01 here"),
-        ("--data.sources other.txt", "the texts of data.sources are not those it was trained on"),
+        ("--data.batch 4", "its batches differ: data.batch is 2 in the checkpoint, 4 in the run"),
+        ("--data.sequence 8", "its batches differ: data.sequence is 16 in the checkpoint, 8 in the run"),
+        ("--data.seed 7", "its batches differ: data.seed is 0 in the checkpoint, 7 in the run"),
+        (
+            "--data.eval_fraction 0.01",
+            "its batches differ: data.eval_fraction is 0.001 in the checkpoint, 0.01 in the run",
+        ),
+        ("--data.sources other.txt", "the text of data.sources differs from the text it was trained on"),
         (
             "--data.sources demo:0.5,other.txt:0.5",
-            "its batches were others: weights of data.sources is [1] there and [1, 1] here",
+            "its batches differ: weights of data.sources is [1] in the checkpoint, [1, 1] in the run",
         ),
     ],
 )
@@ -214,29 +217,27 @@ def test_a_checkpoint_of_other_data_is_refused(
     (tmp_path / "other.txt").write_text("other text " * 100)
     newest = Path("runs/run/checkpoints/step-00000002")
     for resume in ("", f"--checkpoint.resume {newest} "):
-        told = refuse_to_go_on(tmp_path, tiny_model("gpt2", **SMALL), resume + flags)
-        assert told == f"cannot go on from {newest}: {difference}; {ANOTHER.format(newest)}"
+        message = refuse_to_resume(tmp_path, tiny_model("gpt2", **SMALL), resume + flags)
+        assert message == f"cannot resume from {newest}: {difference}; {ADVICE.format(newest)}"
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny_model: TinyModel, run: Path, tmp_path: Path) -> None:
     newest = Path("runs/run/checkpoints/step-00000002")
     models = {
-        tiny_model("gpt2", **SMALL | {"n_layer": 2}): "it is of another model: n_layer is 1 there and 2 here",
+        tiny_model("gpt2", **SMALL | {"n_layer": 2}): "its model differs: n_layer is 1 in the checkpoint, 2 in the run",
         tiny_model(
             "gpt2", **SMALL | {"attn_pdrop": 0.5}
-        ): "it is of another model: attn_pdrop is 0.0 there and 0.5 here",
-        tiny_model("llama"): 'it is of family "gpt2", the run\'s model of family "llama"',
-        of_another_tokenizer(tiny_model("gpt2", **SMALL), tmp_path): (
-            "it was trained with another tokenizer than the run's model has"
-        ),
+        ): "its model differs: attn_pdrop is 0.0 in the checkpoint, 0.5 in the run",
+        tiny_model("llama"): 'its model is of family "gpt2", the run\'s of family "llama"',
+        with_another_tokenizer(tiny_model("gpt2", **SMALL), tmp_path): ("its tokenizer differs from the run's"),
     }
     for model, difference in models.items():
-        told = refuse_to_go_on(tmp_path, model, "")
-        assert told == f"cannot go on from {newest}: {difference}; {ANOTHER.format(newest)}"
+        message = refuse_to_resume(tmp_path, model, "")
+        assert message == f"cannot resume from {newest}: {difference}; {ADVICE.format(newest)}"
 
 
-def of_another_tokenizer(model: Path, tmp_path: Path) -> Path:
-    """Return a copy of a model whose tokenizer has its tokens in another order."""
+def with_another_tokenizer(model: Path, tmp_path: Path) -> Path:
+    """Return a copy of a model whose tokenizer has two tokens swapped."""
     copy = Path(shutil.copytree(model, tmp_path / "copy"))
     rules = json.loads((copy / "tokenizer.json").read_text())
     vocabulary = rules["model"]["vocab"]
@@ -270,9 +271,10 @@ def test_a_checkpoint_of_another_version_is_refused(
         fields = json.loads((newest / MANIFEST).read_text())
         del fields["sha256"]
         (newest / MANIFEST).write_text(json.dumps(fields))
-    told = refuse_to_go_on(tmp_path, tiny_model("gpt2", **SMALL), f"--checkpoint.resume {resume}")
+    message = refuse_to_resume(tmp_path, tiny_model("gpt2", **SMALL), f"--checkpoint.resume {resume}")
     assert (
-        told == f"{newest} was written in version {version} of the format, this acsgd reads version {VERSION}; {advice}"
+        message
+        == f"{newest} was written in version {version} of the format, this acsgd reads version {VERSION}; {advice}"
     )
 
 
@@ -281,17 +283,17 @@ def test_a_checkpoint_of_another_version_is_refused(
     [
         (
             "never",
-            "checkpoint.resume=never, but runs/run/checkpoints holds checkpoints of an earlier run, the newest of step "
-            "2; give another log.dir, remove them, or use --checkpoint.resume auto",
+            "checkpoint.resume=never, but runs/run/checkpoints holds checkpoints of an earlier run up to step 2; "
+            "give another log.dir, remove them, or use --checkpoint.resume auto",
         ),
         (
             "runs/run/checkpoints/step-00000001",
             "checkpoint.resume=runs/run/checkpoints/step-00000001 is of step 1, but runs/run/checkpoints holds step 2, "
-            "from which the next start would go on; give another log.dir, or move the newer ones away",
+            "from which a later start would resume; give another log.dir, or move the newer ones away",
         ),
         (
             "runs/run",
-            "checkpoint.resume=runs/run is no complete checkpoint; give the path of a checkpoint, "
+            "checkpoint.resume=runs/run is not a complete checkpoint; give the path of a checkpoint, "
             'runs/run/checkpoints/step-00000002, or "auto"',
         ),
         (
@@ -301,12 +303,12 @@ def test_a_checkpoint_of_another_version_is_refused(
         ),
         (
             "converted",
-            "converted holds a model, but no state of a run; to train from its weights: --model.name converted",
+            "converted holds a model without run state; to train from its weights: --model.name converted",
         ),
         ("foreign", "foreign/manifest.json is not the manifest of a layer-shard directory"),
     ],
 )
-def test_what_a_run_cannot_go_on_from_is_refused(
+def test_a_path_without_a_usable_checkpoint_is_refused(
     resume: str, message: str, tiny_model: TinyModel, run: Path, tmp_path: Path
 ) -> None:
     model = tiny_model("gpt2", **SMALL)
@@ -314,26 +316,26 @@ def test_what_a_run_cannot_go_on_from_is_refused(
     from_hf(model, tmp_path / "converted")
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / MANIFEST).write_text('{"manifest_version": 3}')
-    assert refuse_to_go_on(tmp_path, model, f"--checkpoint.resume {resume}") == message
+    assert refuse_to_resume(tmp_path, model, f"--checkpoint.resume {resume}") == message
 
 
-def test_a_half_written_checkpoint_that_is_asked_for_is_refused(
-    tiny_model: TinyModel, run: Path, tmp_path: Path
-) -> None:
+def test_a_requested_incomplete_checkpoint_is_refused(tiny_model: TinyModel, run: Path, tmp_path: Path) -> None:
     newest = Path("runs/run/checkpoints/step-00000002")
     (newest / MANIFEST).unlink()
-    told = refuse_to_go_on(tmp_path, tiny_model("gpt2", **SMALL), f"--checkpoint.resume {newest}")
-    assert told.startswith(f"checkpoint.resume={newest} is no complete checkpoint; give the path of a checkpoint, ")
+    message = refuse_to_resume(tmp_path, tiny_model("gpt2", **SMALL), f"--checkpoint.resume {newest}")
+    assert message.startswith(
+        f"checkpoint.resume={newest} is not a complete checkpoint; give the path of a checkpoint, "
+    )
 
 
 @pytest.mark.parametrize("key", ["log.dir", "checkpoint.dir"])
-def test_a_directory_that_may_not_be_written_is_refused(
+def test_a_directory_without_write_permission_is_refused(
     key: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Root may write anywhere, so the system's answer is given in its place."""
+    """Root can write anywhere, so the answer of the system is replaced."""
     locked = tmp_path / "locked"
     locked.mkdir()
     may = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).is_relative_to(locked) and may(path, mode))
-    told = refuse(tmp_path, f"--model.name {tiny_model()} --{key} locked/run")
-    assert told == f"{key}=locked/run: no permission to write to {locked}; give another directory"
+    message = refuse(tmp_path, f"--model.name {tiny_model()} --{key} locked/run")
+    assert message == f"{key}=locked/run: no permission to write to {locked}; give another directory"

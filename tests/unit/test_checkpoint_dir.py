@@ -1,4 +1,4 @@
-"""Law: whenever a run dies, each checkpoint in sight is whole, and those that were to stay are there."""
+"""Law: whenever a process is killed, every published checkpoint is complete and none to be kept is missing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.shards.disk import MANIFEST, Manifest, ShardDirectory, StoredFile, copy_model_files
 
 
-class Died(BaseException):
-    """What a process that is killed raises: nothing catches it."""
+class Killed(BaseException):
+    """Raised in place of a kill: nothing catches it."""
 
 
 def write(directory: CheckpointDirectory, step: int, content: str = "") -> None:
-    """Write a complete checkpoint that is not in place yet."""
+    """Write a complete checkpoint that is not published yet."""
     partial, source = directory.partial(step), directory.path.parent / "model"
     for path in (partial, source):
         path.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def save(directory: CheckpointDirectory, *steps: int, content: str = "") -> None
 
 
 def content_of(directory: CheckpointDirectory, step: int) -> str:
-    """Return what a checkpoint holds; all of it must be sound."""
+    """Return the content of a checkpoint, after verifying it."""
     shards = ShardDirectory(directory.of(step))
     assert shards.step == step
     assert not list(shards.corrupt_files())
@@ -49,15 +49,15 @@ def directory(tmp_path: Path) -> CheckpointDirectory:
     return CheckpointDirectory(tmp_path / "checkpoints")
 
 
-def test_a_directory_that_is_not_there_holds_nothing(directory: CheckpointDirectory) -> None:
+def test_a_missing_directory_has_no_checkpoints(directory: CheckpointDirectory) -> None:
     assert directory.steps() == directory.leftovers() == []
     assert directory.best() is None
 
 
-def test_only_checkpoints_in_place_are_listed_oldest_first(directory: CheckpointDirectory) -> None:
+def test_only_published_checkpoints_are_listed_oldest_first(directory: CheckpointDirectory) -> None:
     save(directory, 20, 100_000_000, 3)
     write(directory, 7)
-    for name in ("step-1", "step-00000001x", "damaged-step-00000005", ".step-00000009.removed"):
+    for name in ("step-1", "step-00000001x", "corrupt-step-00000005", ".step-00000009.removed"):
         (directory.path / name).mkdir()
     (directory.path / "step-00000004").touch()
     directory.mark_best(20)
@@ -68,23 +68,22 @@ def test_only_checkpoints_in_place_are_listed_oldest_first(directory: Checkpoint
     assert directory.steps() == [3, 20, 100_000_000]
 
 
-@pytest.mark.parametrize("keep", [1, 2, 5, 20])
-@pytest.mark.parametrize("keep_every", [None, 1, 3, 4])
-@pytest.mark.parametrize("best", [None, 1, 6, 12])
-def test_the_newest_the_multiples_and_the_best_stay(
-    keep: int, keep_every: int | None, best: int | None, directory: CheckpointDirectory
-) -> None:
+def test_prune_keeps_the_newest_the_multiples_and_the_best(tmp_path: Path) -> None:
     everything = list(range(1, 13))
-    save(directory, *everything)
-    if best is not None:
-        directory.mark_best(best)
-    directory.prune(12, keep=keep, keep_every=keep_every)
-    multiples = {step for step in everything if keep_every and step % keep_every == 0}
-    assert directory.steps() == sorted({*everything[-keep:], *multiples, *({best} - {None})})
-    assert directory.leftovers() == []
+    for case in itertools.product([1, 2, 5, 20], [None, 1, 3, 4], [None, 1, 6, 12]):
+        keep, keep_every, best = case
+        directory = CheckpointDirectory(tmp_path / f"{case}")
+        for step in everything:
+            directory.of(step).mkdir(parents=True)
+        if best is not None:
+            directory.mark_best(best)
+        directory.prune(12, keep=keep, keep_every=keep_every)
+        multiples = {step for step in everything if keep_every and step % keep_every == 0}
+        assert directory.steps() == sorted({*everything[-keep:], *multiples, *({best} - {None})}), case
+        assert directory.leftovers() == [], case
 
 
-def test_what_is_newer_than_the_save_neither_counts_nor_goes(directory: CheckpointDirectory) -> None:
+def test_prune_ignores_checkpoints_newer_than_the_save(directory: CheckpointDirectory) -> None:
     save(directory, 1, 2, 3, 4, 8, 9)
     directory.prune(4, keep=2, keep_every=None)
     assert directory.steps() == [3, 4, 8, 9]
@@ -97,7 +96,7 @@ def test_a_step_that_is_saved_again_is_replaced(directory: CheckpointDirectory) 
     assert directory.leftovers() == []
 
 
-def test_hidden_remains_are_in_nobodys_way(directory: CheckpointDirectory) -> None:
+def test_leftovers_do_not_prevent_a_save(directory: CheckpointDirectory) -> None:
     save(directory, 1)
     for name in (".step-00000001.old", ".step-00000001.removed"):
         shutil.copytree(directory.of(1), directory.path / name)
@@ -107,16 +106,16 @@ def test_hidden_remains_are_in_nobodys_way(directory: CheckpointDirectory) -> No
     assert directory.steps() == directory.leftovers() == []
 
 
-def test_what_is_damaged_is_set_aside_once_and_again(directory: CheckpointDirectory) -> None:
+def test_a_corrupt_checkpoint_can_be_set_aside_twice(directory: CheckpointDirectory) -> None:
     for content in ("first", "second"):
         save(directory, 1, 2, content=content)
         aside = directory.set_aside(directory.of(2))
-        assert aside == directory.path / "damaged-step-00000002"
+        assert aside == directory.path / "corrupt-step-00000002"
         assert (aside / "config.json").read_text() == f"2 {content}"
         assert directory.steps() == [1]
 
 
-def test_best_leads_to_the_last_one_marked_wherever_the_run_is_moved(directory: CheckpointDirectory) -> None:
+def test_best_points_to_the_last_one_marked_also_in_a_moved_run(directory: CheckpointDirectory) -> None:
     save(directory, 1, 2)
     for step in (1, 2, 1):
         directory.mark_best(step)
@@ -127,7 +126,7 @@ def test_best_leads_to_the_last_one_marked_wherever_the_run_is_moved(directory: 
 
 
 CHANGES: dict[str, tuple[Callable[[CheckpointDirectory], Any], set[int], set[int]]] = {
-    # what is done to checkpoints 1 2 3 with best = 1; which must be there at any time, and which afterwards
+    # change of checkpoints 1 2 3 with best = 1; steps present at any time; steps present afterwards
     "publish": (lambda directory: directory.publish(4), {1, 2, 3}, {1, 2, 3, 4}),
     "publish again": (lambda directory: directory.publish(3), {1, 2}, {1, 2, 3}),
     "remove": (lambda directory: directory.remove(2), {1, 3}, {1, 3}),
@@ -137,17 +136,17 @@ CHANGES: dict[str, tuple[Callable[[CheckpointDirectory], Any], set[int], set[int
     "clean": (lambda directory: directory.clean(), {1, 2, 3}, {1, 2, 3}),
 }
 CALLS = ["rename", "replace", "unlink", "rmdir", "symlink", "link", "remove", "fsync"]
-"""Of os, by which names and files come and go; pathlib and shutil call them as well."""
+"""Functions of os that change directories; pathlib and shutil call them, too."""
 
 
-def dying_at(number: int, patch: pytest.MonkeyPatch) -> None:
-    """Let the process die at its n-th call that changes a directory, n from 0."""
+def kill_at(number: int, patch: pytest.MonkeyPatch) -> None:
+    """Raise Killed at the n-th call that changes a directory, n from 0."""
     calls = itertools.count()
 
     def mortal(call: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **options: Any) -> Any:
             if next(calls) == number:
-                raise Died
+                raise Killed
             return call(*args, **options)
 
         return called
@@ -156,46 +155,46 @@ def dying_at(number: int, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(os, name, mortal(getattr(os, name)))
 
 
-def deaths(tmp_path: Path, change: Callable[[CheckpointDirectory], Any]) -> Iterator[CheckpointDirectory]:
-    """Yield what each possible death during a change leaves; at last, what the change itself does."""
+def interrupted(tmp_path: Path, change: Callable[[CheckpointDirectory], Any]) -> Iterator[CheckpointDirectory]:
+    """Yield the directory after a kill at each call of a change; at last, after the complete change."""
     for number in itertools.count():
-        directory = CheckpointDirectory(tmp_path / f"death-{number}" / "checkpoints")
+        directory = CheckpointDirectory(tmp_path / f"kill-{number}" / "checkpoints")
         save(directory, 1, 2, 3, content="old")
         directory.mark_best(1)
         write(directory, 3, "new")
         write(directory, 4, "new")
         with pytest.MonkeyPatch.context() as patch:
-            dying_at(number, patch)
+            kill_at(number, patch)
             try:
                 change(directory)
-            except Died:
-                died = True
+            except Killed:
+                was_killed = True
             else:
-                died = False
+                was_killed = False
         yield directory
-        if not died:
+        if not was_killed:
             assert number, "no call was seen"
             return
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_whenever_a_run_dies_all_in_sight_is_whole(name: str, tmp_path: Path) -> None:
+def test_published_checkpoints_are_complete_whenever_a_run_is_killed(name: str, tmp_path: Path) -> None:
     change, always, afterwards = CHANGES[name]
-    for directory in deaths(tmp_path, change):
+    for directory in interrupted(tmp_path, change):
         assert always <= set(directory.steps()) <= always | afterwards | {1, 2, 3}
         contents = [content_of(directory, step) for step in directory.steps()]
         assert all(content.split()[1] in ("old", "new") for content in contents)
         best = directory.best()
         assert best in (directory.of(1), directory.of(3))
-        assert (best / MANIFEST).is_file(), "best leads nowhere"
+        assert (best / MANIFEST).is_file(), "best is a dangling link"
         directory.clean()
         assert directory.leftovers() == []
-        change_again_is_possible(directory)
+        assert_can_save(directory)
     assert set(directory.steps()) - {5} == afterwards
 
 
-def change_again_is_possible(directory: CheckpointDirectory) -> None:
-    """Check that the next start can save, mark and prune in what a death has left."""
+def assert_can_save(directory: CheckpointDirectory) -> None:
+    """Check that the next run can save, mark and prune after a kill."""
     save(directory, 5)
     directory.mark_best(1)
     directory.prune(5, keep=10, keep_every=None)

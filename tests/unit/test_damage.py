@@ -43,12 +43,12 @@ def contents(directory: Path) -> dict[Path, bytes]:
 def assert_named(path: Path) -> None:
     """Check that looking at a checkpoint finds this file damaged, and no other."""
     (report,) = inspect(path.parent)
-    assert [damage.partition(" ")[0] for damage in report.damages] == [str(path)]
+    assert [damage.partition(" ")[0] for damage in report.errors] == [str(path)]
 
 
 def test_a_checkpoint_as_it_was_written_is_sound_and_names_all_its_files(checkpoint: Path) -> None:
     (report,) = inspect(checkpoint)
-    assert report.damages == []
+    assert report.errors == []
     named = {file.file for file in Manifest.read(checkpoint).files}
     assert named | {MANIFEST} == {path.name for path in checkpoint.iterdir()}
     assert len(named) >= 5
@@ -103,7 +103,7 @@ def test_a_copy_that_broke_off_is_told_by_its_size(checkpoint: Path) -> None:
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:100])
     (report,) = inspect(checkpoint)
-    assert report.damages == [f"{path} is corrupt: it has 100 bytes, the manifest says {size}"]
+    assert report.errors == [f"{path} is corrupt: it has 100 bytes, the manifest says {size}"]
 
 
 def test_every_file_that_is_not_there_is_named(checkpoint: Path) -> None:
@@ -123,7 +123,7 @@ def test_two_files_that_changed_places_are_both_named(checkpoint: Path) -> None:
     first.write_bytes(other)
     second.write_bytes(one)
     (report,) = inspect(checkpoint)
-    assert sorted(Path(damage.split()[0]).name for damage in report.damages) == names
+    assert sorted(Path(damage.split()[0]).name for damage in report.errors) == names
 
 
 def test_a_file_that_the_disk_does_not_give_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_a_file_that_the_disk_does_not_give_is_named(checkpoint: Path, monkeypat
 
     monkeypatch.setattr(disk, "_sha256", failing)
     (report,) = inspect(checkpoint)
-    assert report.damages == [f"{checkpoint / 'head.safetensors'} cannot be read (Input/output error)"]
+    assert report.errors == [f"{checkpoint / 'head.safetensors'} cannot be read (Input/output error)"]
 
 
 def _with_a_key_twice(text: str) -> str:

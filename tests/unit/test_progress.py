@@ -1,4 +1,4 @@
-"""How far a run has come goes through JSON unchanged, and a checkpoint of another training is told from one's own."""
+"""Progress and identity of a run: exact round trips through JSON, and the differences that prevent a resume."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
-from acsgd.io.checkpoint.progress import RECENT, Identity, Progress
+from acsgd.io.checkpoint.progress import RECENT, Progress, RunIdentity
 from acsgd.optim.loss_scale import LossScale
 
 DATA = {"data.sequence": 32, "data.batch": 4, "data.seed": 0, "weights of data.sources": [1, 3]}
@@ -27,8 +27,8 @@ def identity(
     tokenizer: str = "t",
     texts: str = "some text",
     data: dict[str, Any] | None = None,
-) -> Identity:
-    return Identity.of(model or gpt2(), tokenizer=tokenizer, texts=texts, data={**DATA, **(data or {})})
+) -> RunIdentity:
+    return RunIdentity.of(model or gpt2(), tokenizer=tokenizer, texts=texts, data={**DATA, **(data or {})})
 
 
 def random_progress(seed: int) -> Progress:
@@ -48,15 +48,15 @@ def random_progress(seed: int) -> Progress:
     )
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_progress_goes_through_json_bit_for_bit(seed: int) -> None:
-    progress = random_progress(seed)
-    again = Progress.from_dict(json.loads(json.dumps(progress.to_dict(), allow_nan=False)))
-    assert again == progress
-    assert repr(again) == repr(progress), "types as well"
+def test_progress_survives_json_bit_for_bit() -> None:
+    for seed in range(50):
+        progress = random_progress(seed)
+        restored = Progress.from_dict(json.loads(json.dumps(progress.to_dict(), allow_nan=False)))
+        assert restored == progress, seed
+        assert repr(restored) == repr(progress), f"seed {seed}: types differ"
 
 
-def test_a_step_adds_to_what_was_done() -> None:
+def test_a_step_advances_the_progress() -> None:
     progress = Progress(eval_loss=3.0)
     for step in range(RECENT + 5):
         progress = progress.after(float(step), 10, LossScale(2.0**step))
@@ -67,13 +67,13 @@ def test_a_step_adds_to_what_was_done() -> None:
     assert progress.eval_loss == 3.0
 
 
-def test_a_step_left_out_counts_but_its_loss_does_not() -> None:
+def test_a_skipped_step_counts_but_its_loss_does_not() -> None:
     before = Progress(step=3, tokens=7, skipped=1, recent=(2.0, 1.0))
     after = before.after(None, 5, LossScale())
     assert after == dataclasses.replace(before, step=4, tokens=12, skipped=2)
 
 
-def test_the_best_evaluation_is_remembered() -> None:
+def test_the_lowest_evaluation_loss_is_kept() -> None:
     progress = Progress()
     for loss, best in [(3.0, 3.0), (2.0, 2.0), (2.5, 2.0)]:
         progress = progress.evaluated(loss)
@@ -86,27 +86,27 @@ def test_the_best_evaluation_is_remembered() -> None:
         (FULL, 6.0, 3.0, False),
         (FULL, math.nextafter(6.0, 7.0), 3.0, True),
         (FULL, 1e9, None, False),
-        (FULL[1:], 1e9, 3.0, False),  # the first losses of a run fall too fast to be a measure
+        (FULL[1:], 1e9, 3.0, False),  # the first losses of a run fall too fast
         ((), 1e9, 3.0, False),
         ((*FULL[1:], 34.0), 13.0, 3.0, True),  # the mean is 4
         ((*FULL[1:], 34.0), 12.0, 3.0, False),
     ],
 )
-def test_a_spike_is_measured_against_the_mean_of_a_full_row(
+def test_a_spike_is_measured_against_the_mean_of_the_last_losses(
     recent: tuple[float, ...], loss: float, factor: float | None, spike: bool
 ) -> None:
     assert Progress(recent=recent).is_spike(loss, factor) is spike
 
 
-def test_an_identity_goes_through_json_and_is_its_own() -> None:
+def test_an_identity_survives_json() -> None:
     for model in (gpt2(), AutoConfig.for_model("llama", rope_theta=5e5), AutoConfig.for_model("qwen2")):
         ours = identity(model)
-        saved = Identity.from_dict(json.loads(json.dumps(ours.to_dict())))
+        saved = RunIdentity.from_dict(json.loads(json.dumps(ours.to_dict())))
         assert saved == ours
         assert ours.difference(saved) is None
 
 
-def test_what_does_not_change_training_is_no_difference() -> None:
+def test_keys_that_do_not_change_training_are_ignored() -> None:
     other = gpt2(use_cache=False, architectures=["GPT2LMHeadModel"], dtype="float16")
     other.transformers_version, other._name_or_path = "5.99.0", "elsewhere"
     assert identity().difference(identity(other)) is None
@@ -115,18 +115,18 @@ def test_what_does_not_change_training_is_no_difference() -> None:
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
-        (identity(AutoConfig.for_model("llama")), 'it is of family "llama", the run\'s model of family "gpt2"'),
-        (identity(gpt2(n_layer=3)), "it is of another model: n_layer is 3 there and 2 here"),
-        (identity(gpt2(attn_pdrop=0.3)), "it is of another model: attn_pdrop is 0.3 there and 0.1 here"),
-        (identity(tokenizer="u"), "it was trained with another tokenizer than the run's model has"),
-        (identity(data={"data.batch": 8}), "its batches were others: data.batch is 8 there and 4 here"),
-        (identity(data={"data.seed": 1}), "its batches were others: data.seed is 1 there and 0 here"),
+        (identity(AutoConfig.for_model("llama")), 'its model is of family "llama", the run\'s of family "gpt2"'),
+        (identity(gpt2(n_layer=3)), "its model differs: n_layer is 3 in the checkpoint, 2 in the run"),
+        (identity(gpt2(attn_pdrop=0.3)), "its model differs: attn_pdrop is 0.3 in the checkpoint, 0.1 in the run"),
+        (identity(tokenizer="u"), "its tokenizer differs from the run's"),
+        (identity(data={"data.batch": 8}), "its batches differ: data.batch is 8 in the checkpoint, 4 in the run"),
+        (identity(data={"data.seed": 1}), "its batches differ: data.seed is 1 in the checkpoint, 0 in the run"),
         (
             identity(data={"weights of data.sources": [3, 1]}),
-            "its batches were others: weights of data.sources is [3, 1] there and [1, 3] here",
+            "its batches differ: weights of data.sources is [3, 1] in the checkpoint, [1, 3] in the run",
         ),
-        (identity(texts="another"), "the texts of data.sources are not those it was trained on"),
+        (identity(texts="another"), "the text of data.sources differs from the text it was trained on"),
     ],
 )
-def test_another_training_is_named(saved: Identity, message: str) -> None:
+def test_a_difference_is_named(saved: RunIdentity, message: str) -> None:
     assert identity().difference(saved) == message

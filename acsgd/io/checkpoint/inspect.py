@@ -1,4 +1,4 @@
-"""Say what a checkpoint holds, and whether every byte of it is as it was written."""
+"""Report the content of checkpoints and verify every byte of them."""
 
 from __future__ import annotations
 
@@ -18,46 +18,47 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.shards.disk import MANIFEST, CorruptFileError, ShardDirectory
 
 DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
-"""What safetensors calls a type -> what model.dtype does."""
+"""safetensors name of a dtype -> its name in model.dtype."""
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer of a checkpoint."""
+    """Content of one layer of a checkpoint."""
 
     layer: str
     file: str
     bytes: int
     parameters: int
     dtype: str
-    """Of the weights."""
-    remembers: list[str]
-    """What the optimizer remembers of each parameter."""
+    """Type of the weights."""
+    optimizer_state: list[str]
+    """Names of the optimizer's tensors, such as exp_avg."""
 
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """One checkpoint."""
+    """Content of one checkpoint."""
 
     path: str
     step: int | None
-    """Optimizer steps; None if the manifest is damaged."""
+    """Number of optimizer steps; None if the manifest is missing or corrupt."""
     tokens: int | None = None
-    """Trained on; None of a model that no run has saved."""
+    """Number of target tokens trained on; None for a converted model."""
     loss: float | None = None
     eval_loss: float | None = None
     bytes: int = 0
     layers: list[LayerReport] = field(default_factory=list)
-    """Those whose files are sound."""
-    damages: list[str] = field(default_factory=list)
+    """Layers whose files are valid."""
+    errors: list[str] = field(default_factory=list)
+    """One message for each missing or corrupt file."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
 
 def inspect(path: Path) -> list[CheckpointReport]:
-    """Look at a checkpoint or a layer-shard directory, or at all checkpoints of a run, oldest first.
+    """Report on a checkpoint, a layer-shard directory, or all checkpoints of a run, oldest first.
 
     Reads and verifies every byte. Raises ValueError if `path` is none of these.
     """
@@ -70,7 +71,7 @@ def inspect(path: Path) -> list[CheckpointReport]:
             return [_report(directory.of(step)) for step in steps]
     if step_of(path) is None and not (path / MANIFEST).is_file():
         raise ValueError(
-            f"{path} holds no checkpoint, and no {MANIFEST} of one; "
+            f"{path} has no checkpoints and no {MANIFEST}; "
             "give a checkpoint, a layer-shard directory or a run directory"
         )
     return [_report(path)]
@@ -78,13 +79,13 @@ def inspect(path: Path) -> list[CheckpointReport]:
 
 def _report(path: Path) -> CheckpointReport:
     if not (path / MANIFEST).is_file():
-        why = f"{path / MANIFEST} is missing: {path.name} is half-written, or a part of it was not copied"
-        return CheckpointReport(str(path), step=None, damages=[why])
+        error = f"{path / MANIFEST} is missing: {path.name} is incomplete, or was not copied completely"
+        return CheckpointReport(str(path), step=None, errors=[error])
     try:
         shards = ShardDirectory(path)
-    except CorruptFileError as damage:
-        return CheckpointReport(str(path), step=None, damages=[str(damage)])
-    damages = {damage.file: str(damage) for damage in shards.corrupt_files()}
+    except CorruptFileError as corrupt:
+        return CheckpointReport(str(path), step=None, errors=[str(corrupt)])
+    errors = {corrupt.file: str(corrupt) for corrupt in shards.corrupt_files()}
     manifest = shards.manifest
     progress = Progress.from_dict(manifest.run["progress"]) if manifest.run else None
     return CheckpointReport(
@@ -94,8 +95,8 @@ def _report(path: Path) -> CheckpointReport:
         loss=progress.loss if progress else None,
         eval_loss=progress.eval_loss if progress else None,
         bytes=sum(file.bytes for file in manifest.files),
-        layers=[_layer(path, layer, file.file) for layer, file in manifest.layers.items() if file.file not in damages],
-        damages=list(damages.values()),
+        layers=[_layer(path, layer, file.file) for layer, file in manifest.layers.items() if file.file not in errors],
+        errors=list(errors.values()),
     )
 
 
@@ -110,14 +111,14 @@ def _layer(directory: Path, layer: str, name: str) -> LayerReport:
             bytes=path.stat().st_size,
             parameters=sum(prod(weight.get_shape()) for weight in weights),
             dtype=", ".join(sorted({DTYPES.get(weight.get_dtype(), weight.get_dtype()) for weight in weights})),
-            remembers=sorted({key.partition("/")[0] for key in keys if "/" in key}),
+            optimizer_state=sorted({key.partition("/")[0] for key in keys if "/" in key}),
         )
 
 
 def as_tables(reports: list[CheckpointReport]) -> Group:
-    """Return what a terminal shows: of one checkpoint its layers, of several one line each; then what is damaged."""
-    damages = [Text(f"DAMAGED: {damage}") for report in reports for damage in report.damages]
-    verdict = damages or [Text("every file is as it was written")]
+    """Return what a terminal shows: the layers of one checkpoint, or a line for each of several; then the errors."""
+    errors = [Text(f"CORRUPT: {error}") for report in reports for error in report.errors]
+    verdict = errors or [Text("all files are valid")]
     if len(reports) > 1:
         return Group(_checkpoints_table(reports), *verdict)
     report = reports[0]
@@ -129,7 +130,7 @@ def as_tables(reports: list[CheckpointReport]) -> Group:
 def _headline(report: CheckpointReport) -> str:
     size = f"{_megabytes(report.bytes)} MB"
     if report.tokens is None:
-        return f"a model that no run has saved, {size}"
+        return f"a converted model without run state, {size}"
     return (
         f"step {report.step}: {report.tokens:,} tokens, loss {_loss(report.loss)}, "
         f"held-out loss {_loss(report.eval_loss)}, {size}"
@@ -145,16 +146,16 @@ def _checkpoints_table(reports: list[CheckpointReport]) -> Table:
             _loss(report.loss),
             _loss(report.eval_loss),
             "-" if report.step is None else _megabytes(report.bytes),
-            "DAMAGED" if report.damages else "sound",
+            "CORRUPT" if report.errors else "valid",
         )
     return table
 
 
 def _layers_table(report: CheckpointReport) -> Table:
-    table = _table("layer", "parameters", "MB", text=["dtype", "optimizer remembers"])
+    table = _table("layer", "parameters", "MB", text=["dtype", "optimizer state"])
     for layer in report.layers:
-        remembers = ", ".join(layer.remembers) or "nothing"
-        table.add_row(layer.layer, f"{layer.parameters:,}", _megabytes(layer.bytes), layer.dtype, remembers)
+        optimizer_state = ", ".join(layer.optimizer_state) or "none"
+        table.add_row(layer.layer, f"{layer.parameters:,}", _megabytes(layer.bytes), layer.dtype, optimizer_state)
     table.add_section()
     parameters = sum(layer.parameters for layer in report.layers)
     table.add_row(f"{len(report.layers)} layers", f"{parameters:,}", _megabytes(sum(x.bytes for x in report.layers)))
@@ -162,7 +163,7 @@ def _layers_table(report: CheckpointReport) -> Table:
 
 
 def _table(first: str, *numbers: str, text: list[str]) -> Table:
-    """Return a table without rows: a name, numbers flush right, text."""
+    """Return an empty table whose columns are a name, right-aligned numbers, and text."""
     table = Table(first, box=box.SIMPLE_HEAD, pad_edge=False)
     for header in numbers:
         table.add_column(header, justify="right")

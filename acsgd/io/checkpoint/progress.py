@@ -1,4 +1,4 @@
-"""How far a run has come, and what must be the same for another start to go on with it."""
+"""Progress of a run, and the identity that a checkpoint and the run that resumes from it must share."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from transformers import PreTrainedConfig
 from acsgd.optim.loss_scale import LossScale
 
 RECENT = 16
-"""Losses that a spike is measured against."""
+"""Number of losses whose mean a loss spike is measured against."""
 VOLATILE = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")
-"""Keys of a model's config that say nothing of what it computes in training."""
+"""Keys of a model config that do not change training."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The part of a run's state that is no tensor. Data and dropout are functions of the seed and `step` alone."""
+    """State of a run besides tensors. Data and dropout need no state: they are functions of the seed and `step`."""
 
     step: int = 0
-    """Optimizer steps done; the next one trains on batch `step`."""
+    """Number of completed optimizer steps; the next one trains on batch `step`."""
     tokens: int = 0
-    """Target tokens of these steps."""
+    """Number of target tokens of these steps."""
     skipped: int = 0
-    """Steps whose update was left out."""
+    """Number of steps whose update was skipped."""
     loss_scale: LossScale = field(default_factory=LossScale)
     recent: tuple[float, ...] = ()
     """Losses of the last RECENT updates."""
     eval_loss: float | None = None
-    """Of the last evaluation."""
+    """Loss of the last evaluation."""
     best_eval_loss: float | None = None
+    """Lowest loss of an evaluation."""
 
     def __str__(self) -> str:
         loss = "" if self.loss is None else f", loss {self.loss:.4f}"
@@ -45,7 +46,7 @@ class Progress:
         return self.recent[-1] if self.recent else None
 
     def after(self, loss: float | None, tokens: int, loss_scale: LossScale) -> Progress:
-        """Return the progress after one more step; loss: None if its update was left out."""
+        """Return the progress after one more step. loss: None if its update was skipped."""
         return replace(
             self,
             step=self.step + 1,
@@ -61,69 +62,69 @@ class Progress:
         return replace(self, eval_loss=loss, best_eval_loss=best)
 
     def is_spike(self, loss: float, factor: float | None) -> bool:
-        """Whether a loss is more than `factor` times the mean of the recent ones, of which there must be RECENT."""
+        """Return whether `loss` exceeds `factor` times the mean of the last RECENT losses. False if there are fewer."""
         return factor is not None and len(self.recent) == RECENT and loss > factor * sum(self.recent) / RECENT
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `from_dict` reads, for JSON."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Progress:
-        """Read what `to_dict` gave."""
+        """Inverse of `to_dict`."""
         return cls(**{**fields, "loss_scale": LossScale(**fields["loss_scale"]), "recent": tuple(fields["recent"])})
 
 
 @dataclass(frozen=True)
-class Identity:
-    """What makes two starts the same training: the model, and which text step t trains on."""
+class RunIdentity:
+    """What a run must have in common with a checkpoint to resume from it: the model and the samples of each step."""
 
     model: dict[str, Any]
-    """The model's config, without what does not change training."""
+    """Config of the model, without VOLATILE keys."""
     tokenizer: str
-    """A hash."""
+    """Hash of the tokenizer."""
     texts: str
-    """A hash of the tokens of all sources."""
+    """Hash of the tokens of all sources."""
     data: dict[str, Any]
-    """The keys of [data] on which the samples of a step depend."""
+    """Options on which the samples of a step depend."""
 
     @classmethod
-    def of(cls, model: PreTrainedConfig, *, tokenizer: str, texts: str, data: Mapping[str, Any]) -> Identity:
-        """Collect what identifies a run; `texts` may be long."""
+    def of(cls, model: PreTrainedConfig, *, tokenizer: str, texts: str, data: Mapping[str, Any]) -> RunIdentity:
+        """Return the identity of a run. texts: a string of any length, which is hashed."""
         config = json.loads(model.to_json_string(use_diff=False))
         kept = {key: value for key, value in config.items() if key not in VOLATILE}
         return cls(kept, tokenizer, hashlib.sha256(texts.encode()).hexdigest(), dict(data))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `from_dict` reads, for JSON."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
     def digest(self) -> str:
-        """Return a hash that changes with any of it."""
+        """Return a hash of all fields."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Identity:
-        """Read what `to_dict` gave."""
+    def from_dict(cls, fields: Mapping[str, Any]) -> RunIdentity:
+        """Inverse of `to_dict`."""
         return cls(**fields)
 
-    def difference(self, saved: Identity) -> str | None:
-        """Say in one sentence why a run cannot go on from what another has saved; None if it can."""
+    def difference(self, saved: RunIdentity) -> str | None:
+        """Return a clause that says why this run cannot resume from a checkpoint of `saved`; None if it can."""
         ours, theirs = self.model["model_type"], saved.model["model_type"]
         if ours != theirs:
-            return f'it is of family "{theirs}", the run\'s model of family "{ours}"'
+            return f'its model is of family "{theirs}", the run\'s of family "{ours}"'
         if differing := _differing(self.model, saved.model):
-            return f"it is of another model: {differing}"
+            return f"its model differs: {differing}"
         if self.tokenizer != saved.tokenizer:
-            return "it was trained with another tokenizer than the run's model has"
+            return "its tokenizer differs from the run's"
         if differing := _differing(self.data, saved.data):
-            return f"its batches were others: {differing}"
+            return f"its batches differ: {differing}"
         if self.texts != saved.texts:
-            return "the texts of data.sources are not those it was trained on"
+            return "the text of data.sources differs from the text it was trained on"
         return None
 
 
 def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """List the first keys whose values differ."""
+    """List the first 3 keys whose values differ."""
     keys = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
-    return ", ".join(f"{key} is {theirs.get(key)} there and {ours.get(key)} here" for key in keys[:3])
+    return ", ".join(f"{key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the run" for key in keys[:3])

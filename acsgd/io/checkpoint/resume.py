@@ -1,6 +1,6 @@
-"""Find the checkpoint a run goes on from: the newest that is complete, sound, and of the same training.
+"""Find the checkpoint to resume from: the newest that is complete, valid, and of the same run identity.
 
-Nothing is passed over in silence: what is half-written, damaged or foreign is named.
+Every incomplete or corrupt checkpoint that is passed over is reported.
 """
 
 from __future__ import annotations
@@ -14,34 +14,32 @@ from typing import NamedTuple
 
 from acsgd.errors import RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
-from acsgd.io.checkpoint.progress import Identity, Progress
+from acsgd.io.checkpoint.progress import Progress, RunIdentity
 from acsgd.shards.disk import MANIFEST, CorruptFileError, ShardDirectory, StoredFile
 from acsgd.topology import Groups
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint, opened for reading."""
+    """A complete checkpoint, open for reading."""
 
     shards: ShardDirectory
     progress: Progress
-    identity: Identity
+    identity: RunIdentity
     is_best: bool
-    """Whether its evaluation was the best so far, and it was saved for that."""
+    """Whether it was saved because its evaluation loss was the lowest so far."""
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
         """Read a checkpoint's manifest.
 
-        Raises ValueError if `path` is no checkpoint of a run, CorruptFileError if its manifest is damaged.
+        Raises ValueError if `path` is not a checkpoint of a run, CorruptFileError if its manifest is corrupt.
         """
         shards = ShardDirectory(path)
         run = shards.manifest.run
         if run is None:
-            raise ValueError(
-                f"{path} holds a model, but no state of a run; to train from its weights: --model.name {path}"
-            )
-        progress, identity = Progress.from_dict(run["progress"]), Identity.from_dict(run["identity"])
+            raise ValueError(f"{path} holds a model without run state; to train from its weights: --model.name {path}")
+        progress, identity = Progress.from_dict(run["progress"]), RunIdentity.from_dict(run["identity"])
         return cls(shards, progress, identity, is_best=run.get("best", False))
 
     @property
@@ -50,134 +48,135 @@ class Checkpoint:
         return self.shards.path
 
 
-class Refusal(NamedTuple):
-    """A checkpoint that was found and cannot be used."""
+class Rejected(NamedTuple):
+    """An incomplete or corrupt checkpoint."""
 
     path: Path
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The checkpoints a run may go on from, before their layers are read."""
+    """Checkpoints a run may resume from. Only their manifests have been read."""
 
     directory: CheckpointDirectory
-    """The run's own."""
-    wanted: Path | None
-    """The one that was asked for; None = the newest."""
+    """Directory of the run's own checkpoints."""
+    requested: Path | None
+    """The path in checkpoint.resume; None = the newest."""
     checkpoints: list[Checkpoint]
-    """The newest first; if one was asked for, that one, and then those that may be offered in its place."""
-    refused: list[Refusal]
+    """Newest first. If one was requested: that one, then those to suggest in its place."""
+    rejected: list[Rejected]
 
     def choose(
         self, groups: Groups, needed: Callable[[Checkpoint], Iterable[StoredFile]], *, timeout_s: float
     ) -> Checkpoint | None:
-        """Return the first checkpoint that is sound for every rank, or None if there was nothing to choose from.
+        """Return the first checkpoint that is valid on every rank, None if there are no candidates. A collective call.
 
-        needed: the files of a checkpoint that this rank will read. Called by every rank. Adds to `refused`. Raises
-        RunError, which offers the newest sound one, if the one that was asked for is damaged, or if all are.
+        needed: returns the files of a checkpoint that this rank reads. Appends to `rejected`. Raises RunError if the
+        requested checkpoint, or every checkpoint, is corrupt; suggests the newest valid one.
         """
         for checkpoint in self.checkpoints:
-            why = _damage(groups, checkpoint, needed(checkpoint), timeout_s)
-            if why is not None:
-                self.refused.append(Refusal(checkpoint.path, why))
-            elif self.wanted is None or checkpoint.path == self.wanted:
+            reason = _verify(groups, checkpoint, needed(checkpoint), timeout_s)
+            if reason is not None:
+                self.rejected.append(Rejected(checkpoint.path, reason))
+            elif self.requested is None or checkpoint.path == self.requested:
                 return checkpoint
             else:
                 is_own = checkpoint.path.resolve().parent == self.directory.path.resolve()
                 raise RunError(
-                    f"{self.refused[0].why}; to go on from the newest sound one, {checkpoint.path.name}: "
+                    f"{self.rejected[0].reason}; to resume from the newest valid one, {checkpoint.path.name}: "
                     f"--checkpoint.resume {'auto' if is_own else checkpoint.path}"
                 )
-        if self.refused:
+        if self.rejected:
             raise RunError(
-                f"no checkpoint is sound: {'; '.join(refusal.why for refusal in self.refused)}; "
-                "to start anew, give another log.dir"
+                f"no checkpoint is valid: {'; '.join(rejected.reason for rejected in self.rejected)}; "
+                "to start a new run, give another log.dir"
             )
         return None
 
     def set_aside(self) -> list[str]:
-        """Rename what was refused, or a later start would take it for the newest; say so."""
-        renamed = [self.directory.set_aside(path) for path, _ in self.refused]
+        """Rename the rejected checkpoints, so that no later start finds them; return one sentence for each."""
         return [
-            f"refused a checkpoint: {why}; it is now {path.name}"
-            for (_, why), path in zip(self.refused, renamed, strict=True)
+            f"set aside a checkpoint: {reason}; renamed to {self.directory.set_aside(path).name}"
+            for path, reason in self.rejected
         ]
 
     def mark_best(self) -> None:
-        """Let the link "best" lead to the best that is left.
+        """Point the link "best" to the best remaining checkpoint.
 
-        It does not if a run died between the two renames, of the checkpoint and of the link, or if it was set aside.
+        Needed if the former best was set aside, or if a run was killed between publishing a checkpoint and linking it.
         """
-        refused = {path for path, _ in self.refused}
-        best = next((each for each in self.checkpoints if each.is_best and each.path not in refused), None)
-        if self.wanted is None and best is not None and self.directory.best() != best.path:
+        rejected = {path for path, _ in self.rejected}
+        best = next((each for each in self.checkpoints if each.is_best and each.path not in rejected), None)
+        if self.requested is None and best is not None and self.directory.best() != best.path:
             self.directory.mark_best(best.shards.step)
 
 
-def find(directory: CheckpointDirectory, resume: str, identity: Identity) -> Candidates:
-    """Look for what `checkpoint.resume` asks for: "auto", "never", or a checkpoint's path. Reads manifests only.
+def find(directory: CheckpointDirectory, resume: str, identity: RunIdentity) -> Candidates:
+    """Find the checkpoints that checkpoint.resume allows. Reads manifests only.
 
-    Raises ValueError if the path is no checkpoint, one is of another training, or the run's directory holds newer
-    ones than the run is to go on from.
+    resume: "auto", "never", or the path of a checkpoint. Raises ValueError if the path is not a checkpoint, if a
+    checkpoint has another identity, or if `directory` holds newer checkpoints than the requested one.
     """
     steps = directory.steps()
     if resume == "never":
         if steps:
             raise ValueError(
-                f"checkpoint.resume=never, but {directory.path} holds checkpoints of an earlier run, the newest of "
-                f"step {steps[-1]}; give another log.dir, remove them, or use --checkpoint.resume auto"
+                f"checkpoint.resume=never, but {directory.path} holds checkpoints of an earlier run up to step "
+                f"{steps[-1]}; give another log.dir, remove them, or use --checkpoint.resume auto"
             )
         return Candidates(directory, None, [], [])
     if resume == "auto":
         return _open(directory, None, [directory.of(step) for step in reversed(steps)], identity)
-    wanted = _wanted(resume)
-    candidates = _open(directory, wanted, [wanted], identity)
-    _refuse_newer(directory, candidates, steps)
-    candidates.checkpoints.extend(_others(wanted, identity))
+    requested = _requested(resume)
+    candidates = _open(directory, requested, [requested], identity)
+    _check_newest(directory, candidates, steps)
+    candidates.checkpoints.extend(_alternatives(requested, identity))
     return candidates
 
 
-def _wanted(resume: str) -> Path:
-    """Return the checkpoint of a path, through links such as "best"."""
+def _requested(resume: str) -> Path:
+    """Return the path of the requested checkpoint, with links such as "best" resolved."""
     path = Path(resume).expanduser()
     if not (path / MANIFEST).is_file():
-        what = "is no complete checkpoint" if path.exists() else "does not exist"
+        problem = "is not a complete checkpoint" if path.exists() else "does not exist"
         found = [each.of(each.steps()[-1]) for each in _directories(path) if each.steps()]
         example = found[0] if found else '".../step-00000100"'
-        raise ValueError(f'checkpoint.resume={resume} {what}; give the path of a checkpoint, {example}, or "auto"')
+        raise ValueError(f'checkpoint.resume={resume} {problem}; give the path of a checkpoint, {example}, or "auto"')
     return Path(os.path.relpath(path.resolve())) if not path.is_absolute() else path.resolve()
 
 
 def _directories(path: Path) -> list[CheckpointDirectory]:
-    """Return where checkpoints may lie that a path was to lead to."""
+    """Return directories that may hold the checkpoint that a wrong path was meant to name."""
     return [CheckpointDirectory(each) for each in (path, path / "checkpoints", path.parent)]
 
 
-def _open(directory: CheckpointDirectory, wanted: Path | None, paths: Iterable[Path], identity: Identity) -> Candidates:
-    checkpoints, refused = [], []
+def _open(
+    directory: CheckpointDirectory, requested: Path | None, paths: Iterable[Path], identity: RunIdentity
+) -> Candidates:
+    checkpoints, rejected = [], []
     for path in paths:
         if not (path / MANIFEST).is_file():
-            refused.append(Refusal(path, f"{path} is half-written: it has no {MANIFEST}"))
+            rejected.append(Rejected(path, f"{path} is incomplete: it has no {MANIFEST}"))
             continue
         try:
             checkpoint = Checkpoint.open(path)
-        except CorruptFileError as damage:
-            refused.append(Refusal(path, str(damage)))
+        except CorruptFileError as error:
+            rejected.append(Rejected(path, str(error)))
             continue
         if (difference := identity.difference(checkpoint.identity)) is not None:
             raise ValueError(
-                f"cannot go on from {path}: {difference}; give what it was made with, or train a new run from its "
+                f"cannot resume from {path}: {difference}; use what it was trained with, or start a new run from its "
                 f"weights: --model.name {path} --log.dir NEW"
             )
         checkpoints.append(checkpoint)
-    return Candidates(directory, wanted, checkpoints, refused)
+    return Candidates(directory, requested, checkpoints, rejected)
 
 
-def _others(wanted: Path, identity: Identity) -> list[Checkpoint]:
-    """Return the other checkpoints beside one, newest first, from which the run could go on as well."""
-    siblings, others = CheckpointDirectory(wanted.parent), []
-    for path in [siblings.of(step) for step in reversed(siblings.steps()) if siblings.of(step) != wanted]:
+def _alternatives(requested: Path, identity: RunIdentity) -> list[Checkpoint]:
+    """Return the checkpoints beside the requested one from which the run can resume, newest first."""
+    siblings, others = CheckpointDirectory(requested.parent), []
+    for path in [siblings.of(step) for step in reversed(siblings.steps()) if siblings.of(step) != requested]:
         with contextlib.suppress(ValueError, CorruptFileError):
             checkpoint = Checkpoint.open(path)
             if identity.difference(checkpoint.identity) is None:
@@ -185,22 +184,23 @@ def _others(wanted: Path, identity: Identity) -> list[Checkpoint]:
     return others
 
 
-def _refuse_newer(directory: CheckpointDirectory, candidates: Candidates, steps: Sequence[int]) -> None:
-    wanted = next((c.shards.step for c in candidates.checkpoints if c.path == candidates.wanted), None)
-    if wanted is not None and steps and steps[-1] > wanted:
+def _check_newest(directory: CheckpointDirectory, candidates: Candidates, steps: Sequence[int]) -> None:
+    """Raise ValueError if the run's directory holds a newer checkpoint than the requested one."""
+    requested = next((c.shards.step for c in candidates.checkpoints if c.path == candidates.requested), None)
+    if requested is not None and steps and steps[-1] > requested:
         raise ValueError(
-            f"checkpoint.resume={candidates.wanted} is of step {wanted}, but {directory.path} holds step {steps[-1]}, "
-            "from which the next start would go on; give another log.dir, or move the newer ones away"
+            f"checkpoint.resume={candidates.requested} is of step {requested}, but {directory.path} holds step "
+            f"{steps[-1]}, from which a later start would resume; give another log.dir, or move the newer ones away"
         )
 
 
-def _damage(groups: Groups, checkpoint: Checkpoint, needed: Iterable[StoredFile], timeout_s: float) -> str | None:
-    """Return what is wrong with a checkpoint, all ranks having looked at what they need."""
-    damage = ""
+def _verify(groups: Groups, checkpoint: Checkpoint, needed: Iterable[StoredFile], timeout_s: float) -> str | None:
+    """Verify the files that any rank needs; return the error of the first rank, None if all are valid."""
+    message = ""
     try:
         for file in needed:
             checkpoint.shards.verify(file)
     except CorruptFileError as error:
-        damage = str(error)
-    said = groups.all_gather_text(f"verify {checkpoint.path.name}", damage, timeout_s=timeout_s)
-    return next(filter(None, said), None)
+        message = str(error)
+    messages = groups.all_gather_text(f"verify {checkpoint.path.name}", message, timeout_s=timeout_s)
+    return next(filter(None, messages), None)

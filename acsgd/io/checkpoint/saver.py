@@ -1,9 +1,9 @@
-"""Save the state of a running job beside the training.
+"""Asynchronous checkpoints.
 
-Training stands still while the state is copied to host memory (`take`); the rest (`write`) is done by one thread per
-rank: write the files, tell the other ranks, and, on rank 0, complete the checkpoint and put it in place.
-A layer is written by one replica only, so replicas share the work. Extra memory per rank: one copy of what it
-writes, at most 12 bytes per parameter of its layers (weights and AdamW's two moments in fp32), kept between saves.
+Training waits while the state is copied to host memory (`snapshot`). One thread per rank does the rest (`write`): it
+writes the files, reports to the other ranks, and, on rank 0, completes and publishes the checkpoint. Each layer is
+written by one replica, so replicas share the work. Extra host memory per rank: one copy of what it writes, at most
+12 bytes per parameter of its layers (weights and two AdamW moments in fp32), kept between saves.
 """
 
 from __future__ import annotations
@@ -34,35 +34,37 @@ log = logging.getLogger(__name__)
 
 
 class LayerState(NamedTuple):
-    """One layer's part of the state, on the device, not copied."""
+    """State of one layer. `Saver` copies the tensors; they may be on any device."""
 
     layer: str
-    place: int
-    """In the model, 0 = first."""
+    position: int
+    """Index of the layer in the model, 0 = first."""
     weights: Mapping[str, Tensor]
-    """fp32 masters by their Hugging Face names; a tied weight is held by one layer only."""
+    """fp32 master weights by their Hugging Face names. A tied weight belongs to one layer only."""
     optimizer: WeightState
+    """State of the optimizer."""
     replica: WeightState
-    """What this replica remembers in its data-parallel mode."""
+    """State of the data-parallel mode that belongs to this replica."""
 
 
-class Outcome(NamedTuple):
-    """How a save ended; the same on every rank."""
+class SaveResult(NamedTuple):
+    """Result of a save; equal on all ranks except `seconds`."""
 
     step: int
     path: Path
     error: str | None
-    """Why it failed; the earlier checkpoints stay as they are."""
+    """Why the save failed, None if it succeeded. A failed save does not affect earlier checkpoints."""
     seconds: float
-    """From the start of the save until all of it was on disk."""
+    """Time from the start of the save until the checkpoint was on disk."""
 
 
 class Saver:
-    """Writes checkpoints, one at a time. Every rank has one; all save at the same steps.
+    """Writes checkpoints, one at a time. Every rank has one; all ranks save at the same steps.
 
-    A context manager: leaving it waits for the save under way, unless an exception is the reason.
-    model_dir: where config.json and the tokenizer are copied from; layers: all of the model, first to last;
-    timeout_s: how long a rank that is done writing waits for the others.
+    A context manager: leaving it waits for the save in progress, unless an exception was raised.
+
+    model_dir: directory from which config.json and the tokenizer are copied; layers: names of all layers of the model,
+    first to last; timeout_s: maximum time to wait for the other ranks to finish writing, seconds.
     """
 
     def __init__(
@@ -89,9 +91,9 @@ class Saver:
         self._verify = verify
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
-        self._outcome: Outcome | None = None
+        self._result: SaveResult | None = None
         self._saves = 0
-        self._broken: Exception | None = None
+        self._failure: Exception | None = None
 
     def __enter__(self) -> Saver:
         if self._topology.rank == 0:
@@ -103,41 +105,41 @@ class Saver:
         if kind is None:
             self._join()
 
-    def take(self, step: int, states: Sequence[LayerState], run: dict[str, Any], *, best: bool = False) -> None:
-        """Copy the state that is to be saved; nothing is written before `write`.
+    def snapshot(self, step: int, states: Sequence[LayerState], run: dict[str, Any], *, best: bool = False) -> None:
+        """Copy the state to host memory, for `write`. Called by every rank, after `wait` for the previous save.
 
-        states: of all layers this rank holds; they may change as soon as this returns. run: for the manifest.
-        best: whether the link "best" is to lead here. Every rank calls it, and has taken the last outcome.
+        states: of all layers this rank holds; may change as soon as this returns. run: state of the run for the
+        manifest. best: whether to point the link "best" to this checkpoint.
         """
-        assert self._thread is None, "the outcome of the last save was not taken"
+        assert self._thread is None, "the previous save was not waited for"
         started = time.perf_counter()
         copies = [self._copy(state) for state in states]
         event = self._streams.record_event()
         self._saves += 1
         self._thread = threading.Thread(
-            target=self._finish, args=(step, copies, event, run, best, started), name=f"save {step}", daemon=True
+            target=self._save, args=(step, copies, event, run, best, started), name=f"save {step}", daemon=True
         )
 
     def write(self) -> None:
-        """Start to write what was taken."""
-        assert self._thread is not None, "nothing was taken"
+        """Start to write the snapshot in the background."""
+        assert self._thread is not None, "there is no snapshot"
         self._thread.start()
 
     @property
-    def ended(self) -> Outcome | None:
-        """How the save under way has ended, if it has on this rank; on others it may end some steps later."""
-        return self._outcome
+    def result(self) -> SaveResult | None:
+        """Result of the save in progress once it has ended on this rank; on other ranks it may end some steps later."""
+        return self._result
 
-    def take_outcome(self) -> Outcome | None:
-        """Wait for the save under way, if any, and return, once, how it has ended.
+    def wait(self) -> SaveResult | None:
+        """Wait for the save in progress and return its result; None if there is none.
 
-        Raises what kept the ranks from telling each other: RunError if one was silent. Then each knows something else.
+        Raises RunError if a rank did not report the end of its part in time. Then the results of ranks may differ.
         """
         self._join()
-        if self._broken is not None:
-            raise self._broken
-        outcome, self._outcome = self._outcome, None
-        return outcome
+        if self._failure is not None:
+            raise self._failure
+        result, self._result = self._result, None
+        return result
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -145,13 +147,13 @@ class Saver:
             self._thread = None
 
     def _copy(self, state: LayerState) -> LayerState:
-        """Copy to host memory what this rank writes of a layer."""
+        """Copy the part of a layer that this rank writes."""
         layer = state.layer
         replica = self._copies(f"{layer} replica", state.replica)
-        if state.place % self._topology.replicas != self._topology.replica:
-            return LayerState(layer, state.place, {}, {}, replica)
+        if state.position % self._topology.replicas != self._topology.replica:
+            return LayerState(layer, state.position, {}, {}, replica)
         weights = self._copies(layer, {"": state.weights})[""]
-        return LayerState(layer, state.place, weights, self._copies(layer, state.optimizer), replica)
+        return LayerState(layer, state.position, weights, self._copies(layer, state.optimizer), replica)
 
     def _copies(self, owner: str, state: Mapping[str, Mapping[str, Tensor]]) -> WeightState:
         return {
@@ -165,58 +167,58 @@ class Saver:
             self._buffers[name] = raw.view(tensor.dtype).view(tensor.shape)
         return self._buffers[name].copy_(tensor.detach(), non_blocking=True)
 
-    # From here on, in the thread.
+    # The rest runs in the thread.
 
-    def _finish(
+    def _save(
         self, step: int, copies: list[LayerState], event: Event, run: dict[str, Any], best: bool, started: float
     ) -> None:
         try:
-            path, error = self._write_together(step, copies, event, run, best)
-        except Exception as broken:  # raised by the training thread: nobody looks at this one
-            self._broken, path, error = broken, self._directory.of(step), str(broken)
-        self._outcome = Outcome(step, path, error, time.perf_counter() - started)
+            error = self._write_all(step, copies, event, run, best)
+        except Exception as failure:  # `wait` raises it in the training thread
+            self._failure, error = failure, str(failure)
+        self._result = SaveResult(step, self._directory.of(step), error, time.perf_counter() - started)
 
-    def _write_together(
+    def _write_all(
         self, step: int, copies: list[LayerState], event: Event, run: dict[str, Any], best: bool
-    ) -> tuple[Path, str | None]:
-        """Write this rank's files, and on rank 0 complete the checkpoint; return its path, and why it failed."""
-        partial, path = self._directory.partial(step), self._directory.of(step)
-        written: list[_Written] = []
-        error = self._attempt(lambda: written.extend(self._write(partial, copies, event)))
-        said = self._say("written", {"files": [asdict(file) for file in written], "error": error})
-        error = _first_error(said)
+    ) -> str | None:
+        """Write this rank's files and, on rank 0, complete the checkpoint. Return the first error of any rank."""
+        partial = self._directory.partial(step)
+        written: list[_WrittenFile] = []
+        error = self._attempt(lambda: written.extend(self._write_layers(partial, copies, event)))
+        reports = self._all_gather("written", {"files": [asdict(file) for file in written], "error": error})
+        error = _first_error(reports)
         if error is not None:
             shutil.rmtree(partial, ignore_errors=True)
         elif self._topology.rank == 0:
-            files = [_Written(**file) for each in said for file in each["files"]]
+            files = [_WrittenFile(**file) for report in reports for file in report["files"]]
             error = self._attempt(self._verify)  # if it fails, another run owns the directory: remove nothing
             if error is None:
                 error = self._attempt(lambda: self._complete(step, files, run, best))
                 if error is not None:
                     shutil.rmtree(partial, ignore_errors=True)
-        return path, _first_error(self._say("completed", {"error": error}))
+        return _first_error(self._all_gather("completed", {"error": error}))
 
-    def _write(self, partial: Path, copies: Sequence[LayerState], event: Event) -> Iterator[_Written]:
+    def _write_layers(self, partial: Path, copies: Sequence[LayerState], event: Event) -> Iterator[_WrittenFile]:
         event.synchronize()
         partial.mkdir(parents=True, exist_ok=True)
         for copy in copies:
             if copy.weights:
                 file = write_layer(partial, copy.layer, copy.weights, copy.optimizer)
-                yield _Written(copy.layer, None, asdict(file))
+                yield _WrittenFile(copy.layer, None, asdict(file))
             if copy.replica:
                 replica = self._topology.replica
                 file = write_layer(partial, f"{copy.layer}.replica-{replica:05d}", {}, copy.replica)
-                yield _Written(copy.layer, replica, asdict(file))
+                yield _WrittenFile(copy.layer, replica, asdict(file))
 
-    def _complete(self, step: int, written: Sequence[_Written], run: dict[str, Any], best: bool) -> None:
-        """Complete a checkpoint all of whose layers are written, put it in place, and remove what is too old."""
+    def _complete(self, step: int, written: Sequence[_WrittenFile], run: dict[str, Any], best: bool) -> None:
+        """Write the manifest of a checkpoint whose layers are written, publish it, and remove old checkpoints."""
         partial = self._directory.partial(step)
-        _check_shared(partial, written)
-        whole = {file.layer: StoredFile(**file.entry) for file in written if file.replica is None}
+        _check_visible(partial, written)
+        layers = {file.layer: StoredFile(**file.entry) for file in written if file.replica is None}
         parts = sorted((file for file in written if file.replica is not None), key=lambda file: file.replica or 0)
         Manifest(
             step=step,
-            layers={layer: whole[layer] for layer in self._layers},
+            layers={layer: layers[layer] for layer in self._layers},
             replicas={
                 layer: [StoredFile(**file.entry) for file in parts if file.layer == layer]
                 for layer in sorted({file.layer for file in parts})
@@ -229,45 +231,45 @@ class Saver:
             self._directory.mark_best(step)
         try:
             self._directory.prune(step, keep=self._config.keep, keep_every=self._config.keep_every)
-        except OSError as error:  # what was to be saved is: the next save tries again
-            log.warning("checkpoints that are too old could not be removed: %s", error)
+        except OSError as error:  # this checkpoint is saved, and the next save tries again
+            log.warning("old checkpoints could not be removed: %s", error)
 
-    def _say(self, what: str, said: dict[str, Any]) -> list[dict[str, Any]]:
-        """Tell all ranks, and return what each says."""
-        texts = self._groups.all_gather_text(f"save {self._saves} {what}", json.dumps(said), timeout_s=self._timeout_s)
-        return [json.loads(text) for text in texts]
+    def _all_gather(self, phase: str, report: dict[str, Any]) -> list[dict[str, Any]]:
+        """Gather a report of each rank at the end of a phase."""
+        name, text = f"save {self._saves} {phase}", json.dumps(report)
+        return [json.loads(each) for each in self._groups.all_gather_text(name, text, timeout_s=self._timeout_s)]
 
     def _attempt(self, work: Callable[[], None]) -> str | None:
-        """Do something; return why it failed, whatever that is: the other ranks wait to hear of it."""
+        """Do `work`; return why it failed. Catches every error, since the other ranks wait for this rank's report."""
         try:
             work()
         except Exception as error:
-            return f"rank {self._topology.rank} on {socket.gethostname()}: {_said(error)}"
+            return f"rank {self._topology.rank} on {socket.gethostname()}: {_message(error)}"
         return None
 
 
 @dataclass(frozen=True)
-class _Written:
-    """One file of a checkpoint, as the ranks tell each other of it."""
+class _WrittenFile:
+    """Report of one written file. replica: None for the files that all replicas share."""
 
     layer: str
     replica: int | None
     entry: dict[str, Any]
 
 
-def _said(error: Exception) -> str:
-    """Return what an error says, with its type unless it is one that a disk or this package may raise."""
+def _message(error: Exception) -> str:
+    """Return the message of an error, with its type unless it is expected of a disk or this package."""
     return str(error) if isinstance(error, (OSError, SafetensorError, RunError)) else f"{type(error).__name__}: {error}"
 
 
-def _first_error(said: Sequence[dict[str, Any]]) -> str | None:
-    return next((each["error"] for each in said if each["error"]), None)
+def _first_error(reports: Sequence[dict[str, Any]]) -> str | None:
+    return next((report["error"] for report in reports if report["error"]), None)
 
 
-def _check_shared(partial: Path, written: Sequence[_Written]) -> None:
+def _check_visible(partial: Path, written: Sequence[_WrittenFile]) -> None:
     absent = [file.entry["file"] for file in written if not (partial / file.entry["file"]).is_file()]
     if absent:
         raise RunError(
-            f"{partial} lacks {', '.join(absent[:3])}, which other ranks have written: "
-            "checkpoint.dir must lie on a file system that all hosts share"
+            f"{partial} has no {', '.join(absent[:3])}, which other ranks have written; "
+            "put checkpoint.dir on a file system that all hosts share"
         )
