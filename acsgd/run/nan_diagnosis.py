@@ -22,12 +22,10 @@ def explain_non_finite(
         micro = None if tensor.micro is None else tensor.micro - session.job.micro_ids.start
         ids = batch.sample_ids if micro is None else batch.sample_ids[micro]
         found = {"tensor": tensor.to_dict(), "ids": ids.flatten().tolist()}
-    reports = session.groups.all_gather_text(
-        f"non-finite {step}", json.dumps(found), timeout_s=session.job.config.run.timeout
-    )
-    ids_of = {
-        NonFiniteTensor.from_dict(report["tensor"]): report["ids"] for report in map(json.loads, reports) if report
-    }
+    timeout_s = session.job.config.run.timeout
+    texts = session.groups.all_gather_text(f"non-finite {step}", json.dumps(found), timeout_s=timeout_s)
+    reports = [report for report in map(json.loads, texts) if report]
+    ids_of = {NonFiniteTensor.from_dict(report["tensor"]): report["ids"] for report in reports}
     summary = f"step {step + 1}: loss {loss:g}, gradient norm {grad_norm:g}"
     if not ids_of:
         return (
@@ -37,5 +35,5 @@ def explain_non_finite(
     first = first_non_finite(list(ids_of))
     return (
         f"{summary}; first in {first}, samples {ids_of[first]}; weights and checkpoints are unchanged; "
-        "try a smaller optim.lr, or --optim.on_nan skip to skip such updates"
+        "use a smaller optim.lr, or --optim.on_nan skip to skip such updates"
     )

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from lib.disturbed import Plan, checkpoints_of, end_of, make_config, run_ranks
 from lib.ranks import on_ranks
-from test_rollback import Plan, checkpoints_of, end_of, make_config, run_ranks
-from test_same_training import DROPOUT
+from lib.training import DROPOUT
 
 from acsgd.config.options import Config
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from lib.ranks import on_ranks
-from lib.training import losses_of_rank, oracle_losses
+from lib.training import DROPOUT, losses_of_rank, oracle_losses
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 
@@ -18,8 +18,6 @@ RELATIVE = 1e-5
 """Sums in another order differ by some 1e-7 in fp32, which ten steps of AdamW let grow."""
 SCHEDULES = ["gpipe", "1f1b", "interleaved:chunks=2"]
 TOPOLOGIES = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]
-DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-
 TinyModel = Callable[..., Path]
 
 

@@ -27,6 +27,8 @@ from acsgd.topology import Launch, connect
 from acsgd.train import train_step
 
 TIMEOUT = timedelta(seconds=120)
+DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+"""Options of a GPT-2 config, for `tiny_model`."""
 
 
 def losses_of_rank(

@@ -1,4 +1,4 @@
-"""Learning rate, decay, and masters that keep what bf16 cannot."""
+"""Learning rate, weight decay, the variants of an AdamW step, fp32 masters, and the table of optimizers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = OptimConfig(lr=1.0, steps=100, warmup=10)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_the_rate_rises_to_its_peak_and_falls_to_zero(schedule: str) -> None:
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_zero(schedule: str) -> None:
     config = dataclasses.replace(CONFIG, schedule=schedule)  # type: ignore[arg-type]
     rates = [learning_rate(step, config) for step in range(101)]
     assert rates[10] == max(rates) == 1.0
@@ -34,7 +34,7 @@ def test_the_rate_rises_to_its_peak_and_falls_to_zero(schedule: str) -> None:
     assert rates[99] > rates[100] == 0.0
 
 
-def test_without_warmup_the_first_step_has_the_peak() -> None:
+def test_without_warmup_the_first_step_has_the_peak_learning_rate() -> None:
     assert learning_rate(0, dataclasses.replace(CONFIG, warmup=0)) == 1.0
 
 
@@ -58,7 +58,7 @@ def test_norms_and_biases_do_not_decay() -> None:
 
 
 def trained(config: OptimConfig, steps: range, **how: Any) -> tuple[AdamWOptimizer, list[Weight]]:
-    """Return weights after one ordinary step and some that are made as told."""
+    """Return weights after one plain step and some as `how` says."""
     held = weights(torch.float32)
     optimizer = AdamWOptimizer(held, config)
     for step in [0, *steps]:
@@ -69,8 +69,8 @@ def trained(config: OptimConfig, steps: range, **how: Any) -> tuple[AdamWOptimiz
     return optimizer, held
 
 
-def test_without_momentum_a_step_is_that_of_beta_0() -> None:
-    """Also after a step with it."""
+def test_a_step_without_momentum_equals_one_with_beta1_of_0() -> None:
+    """Also after a step with momentum."""
     config = OptimConfig(lr=0.1, steps=10)
     _, ours = trained(config, range(1, 5), momentum=False)
     _, other = trained(dataclasses.replace(config, betas=(0.0, config.betas[1])), range(1, 5))
@@ -78,7 +78,7 @@ def test_without_momentum_a_step_is_that_of_beta_0() -> None:
         assert torch.equal(weight.master, expected.master)
 
 
-def test_frozen_second_moments_stay_and_first_moments_go_on() -> None:
+def test_frozen_second_moments_stay_and_first_moments_are_updated() -> None:
     """Against the formula in fp64. A step of fp32 rounds 8 times; weights and steps are below 2 and 1."""
     config = OptimConfig(lr=0.1, steps=10, betas=(0.9, 0.99), weight_decay=0.1)
     optimizer, held = trained(config, range(1, 5), frozen=True)
@@ -97,7 +97,7 @@ def test_frozen_second_moments_stay_and_first_moments_go_on() -> None:
         assert torch.allclose(second, 0.01 * grads[0].square(), rtol=2.0**-20)
 
 
-def test_second_moments_are_made_of_shares_of_squares() -> None:
+def test_second_moments_accumulate_shares_of_the_squares() -> None:
     """Against the formula in fp64. A step of fp32 rounds 12 times; weights and steps are below 2 and 1."""
     config = OptimConfig(lr=0.1, steps=10, betas=(0.9, 0.99), weight_decay=0.1)
     shares = {"matrix": torch.tensor([1.0, 0.5, 0.25, 0.75]), "norm": torch.tensor([0.5]), "bias": torch.tensor([1.0])}
@@ -119,8 +119,8 @@ def test_second_moments_are_made_of_shares_of_squares() -> None:
         assert torch.allclose(optimizer.second_moments([weight]).by_key[weight.key].double(), second, rtol=2.0**-18)
 
 
-def test_the_first_step_may_already_share() -> None:
-    """After one step of a share s, AdamW's is 1 / sqrt(s) long."""
+def test_the_first_step_may_already_have_shares() -> None:
+    """With a share s, the first AdamW step has length lr / sqrt(s)."""
     config = OptimConfig(lr=0.1, steps=10, weight_decay=0.0)
     held = weights(torch.float32)
     for weight in held:
@@ -129,13 +129,14 @@ def test_the_first_step_may_already_share() -> None:
     assert all(torch.allclose(1 - weight.master, torch.tensor(0.2), rtol=1e-5) for weight in held)
 
 
-def test_there_is_nothing_to_freeze_before_the_first_step() -> None:
-    """As where every step so far was left out, for the loss scale was too large."""
+def test_a_frozen_step_without_moments_is_a_plain_step() -> None:
+    """As where all steps so far were skipped, since the loss scale was too large."""
     config = OptimConfig(lr=0.1, steps=10)
     held = weights(torch.float32)
     optimizer = AdamWOptimizer(held, config)
     for weight in held:
         weight.master.grad = torch.ones_like(weight.master)
+    assert optimizer.state_of(held) == {}, "as a save would ask"
     optimizer.step(3, LocalStep(frozen=True))
     assert all((weight.master < 1 - 0.5 * learning_rate(3, config)).all() for weight in held)
 
@@ -158,7 +159,7 @@ def test_an_unknown_optimizer_is_refused_with_the_known_names() -> None:
         from_spec("adam", OPTIMIZERS, key="optim.name")
 
 
-def test_masters_add_up_steps_too_small_for_bf16() -> None:
+def test_masters_accumulate_steps_too_small_for_bf16() -> None:
     held = weights(torch.bfloat16)
     config = OptimConfig(lr=1e-4, steps=10**6, weight_decay=0.0)
     optimizer = AdamWOptimizer(held, config)

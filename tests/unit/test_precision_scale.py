@@ -1,4 +1,4 @@
-"""fp16's loss scale: a power of two that falls at once, rises slowly, and stays within bounds."""
+"""The fp16 loss scale: a power of two that falls at once, rises slowly and stays in bounds; the gradient scale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from acsgd.config.options import Config, DataConfig, ModelConfig, OptimConfig
 from acsgd.errors import RunError
-from acsgd.optim.loss_scale import GROWTH_STEPS, LARGEST_SCALE, SMALLEST_SCALE, LossScale
+from acsgd.optim.loss_scale import GROWTH_STEPS, LARGEST_SCALE, SMALLEST_SCALE, GradientScale, LossScale, max_targets
 
 
 def config(dtype: Literal["fp32", "bf16", "fp16"], loss_scale: float = 65536.0) -> Config:
@@ -24,12 +24,12 @@ def good(scale: LossScale, steps: int) -> LossScale:
     return scale
 
 
-def test_an_overflow_halves_it_and_starts_the_count_anew() -> None:
+def test_an_overflow_halves_the_scale_and_resets_the_count() -> None:
     scale = LossScale(1024.0, good_steps=GROWTH_STEPS - 1, dynamic=True)
     assert scale.after(overflowed=True) == LossScale(512.0, 0, dynamic=True)
 
 
-def test_it_doubles_after_so_many_good_steps_in_a_row_and_not_one_sooner() -> None:
+def test_the_scale_doubles_after_growth_steps_without_overflow_and_not_one_sooner() -> None:
     scale = LossScale(1024.0, dynamic=True)
     assert good(scale, GROWTH_STEPS - 1).value == 1024.0
     assert good(scale, GROWTH_STEPS) == LossScale(2048.0, 0, dynamic=True)
@@ -39,14 +39,14 @@ def test_it_doubles_after_so_many_good_steps_in_a_row_and_not_one_sooner() -> No
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_it_stays_a_power_of_two_within_its_bounds(seed: int) -> None:
+def test_the_scale_stays_a_power_of_two_within_its_bounds(seed: int) -> None:
     draw = random.Random(seed)
     scale = LossScale(65536.0, dynamic=True)
     seen = set()
     for _ in range(200):
         if scale.value > SMALLEST_SCALE and draw.random() < 0.45 + 0.1 * (seed % 2):
             scale = scale.after(overflowed=True)
-        else:  # the steps between are known to change nothing
+        else:  # the steps between change nothing
             scale = dataclasses.replace(scale, good_steps=GROWTH_STEPS - 1).after(overflowed=False)
         assert SMALLEST_SCALE <= scale.value <= LARGEST_SCALE
         assert scale.value.hex().startswith("0x1.0000000000000p")
@@ -54,11 +54,11 @@ def test_it_stays_a_power_of_two_within_its_bounds(seed: int) -> None:
     assert len(seen) > 5
 
 
-def test_it_does_not_grow_over_the_largest() -> None:
+def test_the_scale_does_not_grow_beyond_the_largest() -> None:
     assert good(LossScale(LARGEST_SCALE, dynamic=True), GROWTH_STEPS).value == LARGEST_SCALE
 
 
-def test_an_overflow_at_the_smallest_ends_the_run() -> None:
+def test_an_overflow_at_the_smallest_scale_raises() -> None:
     scale = LossScale(2 * SMALLEST_SCALE, dynamic=True).after(overflowed=True)
     assert scale.value == SMALLEST_SCALE
     with pytest.raises(RunError, match=r"overflow fp16 even at a loss scale of 0\.000976562; use --model\.dtype bf16"):
@@ -67,14 +67,14 @@ def test_an_overflow_at_the_smallest_ends_the_run() -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("overflowed", [False, True])
-def test_without_fp16_it_is_one_and_stays(dtype: Literal["fp32", "bf16"], overflowed: bool) -> None:
+def test_without_fp16_the_scale_is_always_one(dtype: Literal["fp32", "bf16"], overflowed: bool) -> None:
     scale = LossScale.of(config(dtype))
     assert scale == LossScale(1.0, 0, dynamic=False)
     for _ in range(3):
         assert scale.after(overflowed=overflowed) == scale
 
 
-def test_a_run_goes_on_with_the_scale_it_had_and_with_a_new_one_in_another_type() -> None:
+def test_an_fp16_run_resumes_with_its_scale_and_starts_anew_from_another_dtype() -> None:
     fp16 = LossScale(512.0, good_steps=7, dynamic=True)
     fp32 = LossScale.of(config("fp32"))
     assert LossScale.of(config("fp16", 1024.0)) == LossScale(1024.0, 0, dynamic=True)
@@ -82,3 +82,14 @@ def test_a_run_goes_on_with_the_scale_it_had_and_with_a_new_one_in_another_type(
     assert LossScale.of(config("fp16", 1024.0), fp32) == LossScale(1024.0, 0, dynamic=True)
     for dtype in ("fp32", "bf16"):
         assert LossScale.of(config(dtype), fp16) == fp32
+
+
+def test_gradients_are_of_the_mean_over_the_targets_they_were_summed_over() -> None:
+    """Stages divide by all tokens of the batch, here 16, and backward starts from the loss scale, here 4."""
+    run = dataclasses.replace(config("fp16"), data=DataConfig("demo", sequence=8, batch=2))
+    assert max_targets(run) == 16
+    scale = GradientScale.of(run, LossScale(4.0, dynamic=True))
+    assert scale.mean_loss(3.0 / 16, 12.0) == 3.0 / 12
+    assert scale.factors(12.0, [8.0, 4.0], local=False) == [16 / 12 / 4] * 2
+    assert scale.factors(12.0, [8.0, 4.0], local=True) == [16 / 8 / 4, 16 / 4 / 4]
+    assert scale.factors(0.0, [0.0], local=True) == [4.0], "no targets: gradients are 0, whatever the factor"

@@ -1,0 +1,192 @@
+"""Training runs on several ranks in which something goes wrong at a given step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from acsgd import train
+from acsgd.config.options import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    PipelineConfig,
+)
+from acsgd.errors import RunError
+from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.sampling.batches import Batch, Reader
+from acsgd.optim.loss_scale import LossScale
+from acsgd.pp.stage import MicroBatch, Stage
+from acsgd.run.inputs import open_inputs
+from acsgd.run.job import prepare
+from acsgd.run.lock import RunLock
+from acsgd.run.session import Session, StepResult
+from acsgd.shards.disk import Manifest, ShardDirectory
+from acsgd.topology import Launch, connect
+
+TIMEOUT = timedelta(seconds=120)
+STEPS = 24
+RARE_TOKEN = 511
+"""A token that hardly occurs in the text."""
+
+
+class Step(NamedTuple):
+    """One step as a rank ran it."""
+
+    step: int
+    updated: bool
+    scale: float
+    """Loss scale of the step."""
+    samples: list[list[int]]
+    """Sample ids of each micro-batch of this replica."""
+
+
+class Outcome(NamedTuple):
+    """What one rank observed of a run."""
+
+    steps: list[Step]
+    error: str | None
+    notes: list[str]
+
+
+class Plan(NamedTuple):
+    """A run and its disturbances. Steps count from 0."""
+
+    config: Config
+    garbled: frozenset[int] = frozenset()
+    """Steps whose labels are all RARE_TOKEN."""
+    skipped: frozenset[int] = frozenset()
+    """Steps whose update is skipped."""
+    scale: tuple[int, float] | None = None
+    """A step, and the fp16 loss scale from there on."""
+    skip_overflows_of: int | None = None
+    """Index of an earlier plan: skip the updates before its first, and continue with its loss scale."""
+    nan: tuple[int, int, str] | None = None
+    """Step, rank and module whose output is NaN."""
+
+
+def run_ranks(rank: int, world_size: int, store: Path, plans: Sequence[Plan]) -> list[Outcome]:
+    """Run this rank's part of each plan, one after the other."""
+    torch.set_num_threads(1)
+    outcomes: list[Outcome] = []
+    for number, plan in enumerate(plans):
+        if plan.skip_overflows_of is not None:
+            first = next(step for step in outcomes[plan.skip_overflows_of].steps if step.updated)
+            plan = plan._replace(skipped=frozenset(range(first.step)), scale=(first.step, first.scale))
+        steps: list[Step] = []
+        notes: list[str] = []
+        error = None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train, "train_step", _recording(plan, steps))
+            patch.setattr(Reader, "batch", _garbling(plan.garbled))
+            patch.setattr("acsgd.io.telemetry.metrics.Metrics.note", lambda _, text, notes=notes: notes.append(text))
+            if plan.nan is not None and plan.nan[1] == rank:
+                patch.setattr(Stage, "forward", _planting_nan(plan.nan[0], plan.nan[2]))
+            job = prepare(plan.config, Launch(rank, rank, world_size))
+            inputs = open_inputs(job)
+            file_store = dist.FileStore(f"{store}-{number}", world_size)
+            with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
+                try:
+                    train.train(job, inputs, groups, RunLock([]))
+                except RunError as failure:
+                    error = str(failure)
+        outcomes.append(Outcome(steps, error, notes))
+    return outcomes
+
+
+def _recording(plan: Plan, recorded: list[Step]) -> Callable[..., StepResult]:
+    """Return a train_step that is recorded, and that skips the updates the plan says."""
+    train_step = train.train_step
+
+    def recording(session: Session, batch: Batch, progress: Progress, *args: Any, update: bool = True) -> StepResult:
+        step = progress.step
+        if plan.scale is not None and plan.scale[0] == step:
+            progress = dataclasses.replace(progress, loss_scale=LossScale(plan.scale[1], dynamic=True))
+        recorded.append(Step(step, False, progress.loss_scale.value, batch.sample_ids.tolist()))
+        result = train_step(session, batch, progress, *args, update=update and step not in plan.skipped)
+        recorded[-1] = recorded[-1]._replace(updated=result.updated)
+        return result
+
+    return recording
+
+
+def _garbling(garbled: frozenset[int]) -> Callable[[Reader, int], Batch]:
+    read = Reader.batch
+
+    def batch(reader: Reader, step: int) -> Batch:
+        made = read(reader, step)
+        if step in garbled and made.labels is not None:
+            made.labels.fill_(RARE_TOKEN)
+        return made
+
+    return batch
+
+
+def _planting_nan(at_step: int, module: str) -> Callable[..., Any]:
+    """Return a Stage.forward in which the output of a module is NaN in one step, however often that is run."""
+    forward, hooked, now = Stage.forward, set[int](), -1
+
+    def hook(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * torch.nan if now == at_step else output
+
+    def planted(stage: Stage, micro: MicroBatch, *args: Any, **options: Any) -> Any:
+        nonlocal now
+        now = micro.step
+        if id(stage) not in hooked:  # at the first step, so that it runs before the hooks of a diagnosis
+            hooked.add(id(stage))
+            stage.model.get_submodule(module).register_forward_hook(hook)
+        return forward(stage, micro, *args, **options)
+
+    return planted
+
+
+def make_config(
+    model: Path, run_dir: Path, *, stages: int = 1, dtype: Any = "fp32", every: str = "10", **optim: Any
+) -> Config:
+    """Return a run of STEPS steps; optim: overrides options of [optim]."""
+    return Config(
+        model=ModelConfig(str(model), dtype=dtype),
+        data=DataConfig(sources="demo", sequence=32, batch=4, seed=3),
+        optim=OptimConfig(**{"lr": 3e-2, "steps": STEPS, "clip": 0.5} | optim),
+        pp=PipelineConfig(stages=stages, micro=1),
+        checkpoint=CheckpointConfig(every=every),
+        log=LogConfig(dir=str(run_dir), to="jsonl"),
+    )
+
+
+def records_of(config: Config) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl; each step must be there once, in order."""
+    records = [json.loads(line) for line in (Path(config.log.dir) / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, config.optim.steps + 1))
+    return records
+
+
+def checkpoints_of(config: Config) -> CheckpointDirectory:
+    """Return the directory of a run's checkpoints."""
+    return CheckpointDirectory(Path(config.log.dir) / "checkpoints")
+
+
+def end_of(config: Config) -> Manifest:
+    """Return the manifest of the last checkpoint, which must be valid; it has the hashes of all layers."""
+    shards = ShardDirectory(checkpoints_of(config).of(config.optim.steps))
+    assert not list(shards.corrupt_files())
+    return shards.manifest
+
+
+def assert_same_end(one: Config, other: Config) -> None:
+    """Check that two runs end with the same weights and moments, bit for bit, and the same progress and losses."""
+    assert end_of(one).layers == end_of(other).layers
+    assert end_of(one).run == end_of(other).run
+    assert [record["loss"] for record in records_of(one)] == [record["loss"] for record in records_of(other)]
