@@ -98,6 +98,7 @@ def metrics() -> str:
 def commands() -> str:
     """Return the help texts of the command-line tools."""
     tools: dict[str, Callable[[], object]] = {
+        "acsgd": lambda: _acsgd(),
         "acsgd inspect": lambda: _acsgd("inspect"),
         "acsgd convert to-hf": lambda: _acsgd("convert", "to-hf"),
         "acsgd convert from-hf": lambda: _acsgd("convert", "from-hf"),
@@ -105,7 +106,8 @@ def commands() -> str:
     parts = [
         "# Commands\n",
         "## train.py\n\n```\ntorchrun --nproc-per-node 4 train.py RUN.toml [--section.name VALUE ...]\n"
-        "torchrun --nproc-per-node 4 -m acsgd RUN.toml      # the same, from an installed package\n"
+        "torchrun --nproc-per-node 4 -m acsgd RUN.toml      # the same loop, without a checkout\n"
+        "acsgd train RUN.toml                               # the same in one process\n"
         "python train.py --help\n```\n\nAll options: [Options](options.md).\n",
         *(f"## {name}\n\n```text\n{_help(run)}\n```\n" for name, run in tools.items()),
         "## python -m acsgd.pp.schedules.simulate\n\nDraws a schedule and prints its bubble and its memory:\n\n"
