@@ -36,8 +36,8 @@ from acsgd.io.cache import once_per_host
 from acsgd.io.sources.sources import parse_sources
 from acsgd.shards.convert import to_hf
 from benchmarks.common.small_model import cut, digest, save_blank, with_dropout, written
-from benchmarks.forks import started
 from benchmarks.replicas import ddp
+from tests.lib.forks import started
 
 ROOT = Path(__file__).parents[2]
 PROCESSES = 2

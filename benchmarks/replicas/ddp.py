@@ -35,7 +35,7 @@ from acsgd.run.inputs import open_data, open_held_out, open_source
 from acsgd.run.job import Job, prepare
 from acsgd.shards.layers import meta_model, stored_keys
 from acsgd.topology import Launch, connect
-from benchmarks.forks import PRELOAD
+from tests.lib.forks import PRELOAD
 
 TORCH = "torch:"
 """How the names of torch's ways begin, in place of a mode."""

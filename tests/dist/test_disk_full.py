@@ -28,7 +28,7 @@ from acsgd.io.telemetry.metrics import Metrics
 from acsgd.run.checkpointing import Checkpointing
 from acsgd.run.session import Session, StepResult
 from acsgd.shards.disk import Manifest, ShardDirectory, StoredFile
-from benchmarks.forks import Result, checkpoints_of, finish, make_config, result_of, save_model, started
+from tests.lib.forks import Result, checkpoints_of, finish, make_config, result_of, save_model, started
 
 STEPS, EVERY = 8, 2
 HOST = socket.gethostname()

@@ -26,7 +26,7 @@ from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.record import Record
 from acsgd.run.session import Session, StepResult
 from acsgd.shards.disk import Manifest, StoredFile
-from benchmarks.forks import checkpoints_of, finish, make_config, save_model, started
+from tests.lib.forks import checkpoints_of, finish, make_config, save_model, started
 
 PROCESSES = 2
 TIMEOUT_S = 60.0

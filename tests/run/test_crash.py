@@ -14,8 +14,8 @@ from test_ends import Run, running
 
 from acsgd.config.options import CheckpointConfig, Config
 from acsgd.config.run_file import to_toml
-from benchmarks.crash import Campaign, summary
-from benchmarks.forks import Result, checkpoints_of, finish, make_config, save_model
+from tests.lib.crashes import Campaign, summary
+from tests.lib.forks import Result, checkpoints_of, finish, make_config, save_model
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "train.py")

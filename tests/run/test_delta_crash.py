@@ -15,7 +15,7 @@ from test_crash import Started
 from test_ends import Run
 
 from acsgd.config.options import CheckpointConfig, EvalConfig
-from benchmarks.forks import make_config, save_model
+from tests.lib.forks import make_config, save_model
 
 STEPS = 100
 TEXT = "the quick brown fox jumps over the lazy dog, again and again and "

@@ -9,7 +9,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +23,6 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
-
-sys.path.append(str(Path(__file__).parents[1]))  # of a script only its own directory is there
 
 from acsgd import train
 from acsgd.config.options import (

@@ -1,43 +1,32 @@
-"""Does a run survive being ended at any moment? Ends one again and again, starts it again, and compares, bit for bit:
+"""Runs that are ended at random moments and started again, compared with a run that was not disturbed.
 
-    .venv/bin/python benchmarks/crash.py [--kills 500] [--processes 1|2|4] [--signal KILL|TERM] [--seed 0]
-
-The run is small, saves after every step and keeps two checkpoints and the best, and its disk is slow, so that most
-moments fall into a save. Every start must go on from the newest checkpoint that the one before left in place, all of
-whose hashes must be right, and remove what it left half-written. A run that comes to its last step must have the
-weights, moments, losses and best checkpoint of one that nobody disturbed; then another begins. SIGTERM is sent to some
-of the ranks and must end all of them well, with all that was trained saved.
+The run is small, saves after every step, keeps two checkpoints and the best, and its disk is slow, so that most ends
+happen during a save. Each start must resume from the newest checkpoint that the previous start left, all of whose
+hashes must match, and remove its incomplete ones. A run that reaches its last step must have the weights, moments,
+losses and best checkpoint of the undisturbed run; then the next run begins. SIGTERM is sent to some of the ranks; all
+ranks must exit 0, with all trained steps saved.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import random
 import signal
-import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
-sys.path.append(str(Path(__file__).parents[1]))  # of a script only its own directory is there
-
 from acsgd.config.options import CheckpointConfig
-from benchmarks.forks import Started, checkpoints_of, finish, make_config, result_of, save_model, started
+from tests.lib.forks import Started, checkpoints_of, finish, make_config, result_of, save_model, started
 
 STEPS = 150
 FSYNC_S = 0.003
 SPREAD_S = 0.5
 """Seconds of training within which a run is ended."""
 EARLY = 0.1
-"""Share of the kills that may fall into the time before training starts."""
+"""Fraction of the kills that may happen before training starts."""
 
 
 class End(NamedTuple):
@@ -174,54 +163,9 @@ def summary(campaign: Campaign, seconds: float) -> dict[str, Any]:
     }
 
 
-def table(result: dict[str, Any]) -> Table:
-    """Show what happened."""
-    phases, steps = result["phases"], result["resumed_from"]
-    shown = Table(title=f"{result['signal']}, processes: {result['processes']}", show_header=False)
-    rows = {
-        "starts that were ended": result["kills"],
-        "... while starting": phases["starting"],
-        "... between saves": phases["training"],
-        "... while saving": phases["saving"],
-        "... while removing an old checkpoint": phases["removing"],
-        "starts that went on from a checkpoint": result["resumed"],
-        "... of so many different steps": f"{len(steps)}, {min(steps, default=0)} to {max(steps, default=0)}",
-        "half-written directories found, told and removed": result["leftovers"],
-        "runs that came to their end, all bit for bit the undisturbed one": result["runs_finished_and_equal"],
-        "seconds": result["seconds"],
-    }
-    for name, value in rows.items():
-        shown.add_row(name, str(value))
-    return shown
-
-
-def main() -> None:
-    """Run a campaign, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=500)
-    parser.add_argument("--processes", type=int, default=1, choices=(1, 2, 4))
-    parser.add_argument("--signal", default="KILL", choices=("KILL", "TERM"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/crash.json"), help="where the numbers go")
-    options = parser.parse_args()
-    begun = time.monotonic()
-    with tempfile.TemporaryDirectory() as directory:
-        number = signal.Signals[f"SIG{options.signal}"]
-        campaign = Campaign(Path(directory), options.processes, number, options.seed)
-        campaign.run(options.kills)
-    result = summary(campaign, time.monotonic() - begun)
-    Console(width=120).print(table(result))
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(result, indent=1))
-
-
 def _phase(is_done: bool, began_at: int | None, leftovers: list[str]) -> str:
     if is_done or began_at is None:
         return "done" if is_done else "starting"
     if any(name.endswith(".partial") for name in leftovers):
         return "saving"
     return "removing" if leftovers else "training"
-
-
-if __name__ == "__main__":
-    main()
