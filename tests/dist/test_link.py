@@ -1,14 +1,15 @@
-"""Messages between two ranks: what is sent arrives, what does not fit is named, and a lost peer is an error."""
+"""Messages between two ranks: what is sent arrives, mismatches are named, and a lost peer is an error."""
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from lib.links import connect_pipeline
+from lib.links import CPU, connect_pipeline
 from lib.ranks import on_ranks
 from torch import Tensor
 
@@ -16,14 +17,16 @@ from acsgd import codecs
 from acsgd.codecs.base import wire_bytes
 from acsgd.errors import RunError
 from acsgd.meter import Meter
+from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.pp.wire.coder import TensorSpec, TransferInfo
+from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
 from acsgd.pp.wire.link import MAX_SENDS_IN_FLIGHT, Link, LinkFactory
-from acsgd.streams import Streams
+from acsgd.streams import Event, Streams
 from acsgd.topology import Groups
 
 SHAPES = {"hidden": (2, 3, 5), "mask": (7,)}
-TIMEOUT_S = 3.0
+TIMEOUT_S = 1.5
 FORWARD, BACKWARD = "none:dtype=bf16", "none"
 
 
@@ -32,18 +35,11 @@ def open_link(
 ) -> tuple[Link, Meter, Meter]:
     tensors = {name: TensorSpec(shape, torch.float32) for name, shape in shapes.items()}
     meters = Meter(), Meter()
-    factory = LinkFactory(
-        groups.pp,
-        Streams(torch.device("cpu")),
-        tensors,
-        codecs.parse(forward),
-        codecs.parse(BACKWARD),
-        *meters,
-    )
+    factory = LinkFactory(groups.pp, CPU, tensors, codecs.parse(forward), codecs.parse(BACKWARD), *meters)
     return factory.open(0, peer=1 - rank, downstream=rank == 0), *meters
 
 
-def made(step: int, micro: int) -> dict[str, Tensor]:
+def state_of(step: int, micro: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(100 * step + micro)
     return {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
 
@@ -55,9 +51,9 @@ def send_both_ways(rank: int, world_size: int, store: Path, micros: int) -> int:
             for _ in range(micros):
                 link.inbox.post()
             for micro in range(micros):
-                link.outbox.send(TransferInfo(step, micro), made(step, micro))
+                link.send(TransferInfo(step, micro), state_of(step, micro))
             for micro in range(micros):
-                got, sent = link.inbox.receive(TransferInfo(step, micro)), made(step, micro)
+                got, sent = link.receive(TransferInfo(step, micro)), state_of(step, micro)
                 for name, tensor in sent.items():
                     expected = tensor.bfloat16().float() if rank == 1 else tensor
                     assert torch.equal(got[name], expected)
@@ -67,7 +63,7 @@ def send_both_ways(rank: int, world_size: int, store: Path, micros: int) -> int:
         return sent_bytes
 
 
-def test_all_tensors_arrive_in_order_in_the_dtype_of_the_wire(tmp_path: Path) -> None:
+def test_all_tensors_arrive_in_order_in_the_dtype_of_the_codec(tmp_path: Path) -> None:
     micros = 2 * MAX_SENDS_IN_FLIGHT
     sent = on_ranks(2, send_both_ways, tmp_path / "store", micros)
     for spec, sent_bytes in zip((FORWARD, BACKWARD), sent, strict=True):
@@ -76,12 +72,12 @@ def test_all_tensors_arrive_in_order_in_the_dtype_of_the_wire(tmp_path: Path) ->
 
 
 def overlap(rank: int, world_size: int, store: Path) -> None:
-    """Each rank waits, as in a long computation, until the other has come past what must not block it."""
+    """Each rank waits, as in a long computation, until the other has passed what must not block it."""
     large = {"hidden": (8 * 2**20,)}  # 32 MB: far more than the sockets of the kernel hold
     with connect_pipeline(rank, world_size, store) as groups:
         link, *_ = open_link(rank, groups, shapes=large)
         if rank == 0:
-            link.outbox.send(TransferInfo(0, 0), {"hidden": torch.ones(large["hidden"])})
+            link.send(TransferInfo(0, 0), {"hidden": torch.ones(large["hidden"])})
             groups.store.set("send returned", "")
             link.outbox.drain()
             groups.store.set("all sent", "")
@@ -89,30 +85,30 @@ def overlap(rank: int, world_size: int, store: Path) -> None:
             groups.store.wait(["send returned"], timedelta(seconds=30))
             link.inbox.post()
             groups.store.wait(["all sent"], timedelta(seconds=30))
-            assert bool((link.inbox.receive(TransferInfo(0, 0))["hidden"] == 1).all())
+            assert bool((link.receive(TransferInfo(0, 0))["hidden"] == 1).all())
 
 
-def test_a_send_waits_for_nobody_and_a_posted_receive_fills_while_its_rank_computes(tmp_path: Path) -> None:
+def test_send_does_not_block_and_a_posted_receive_fills_while_its_rank_computes(tmp_path: Path) -> None:
     on_ranks(2, overlap, tmp_path / "store")
 
 
-def squeeze_before_computing(rank: int, world_size: int, store: Path) -> None:
-    """Rank 0 computes until rank 1 has what was sent before that."""
+def entropy_code_before_computing(rank: int, world_size: int, store: Path) -> None:
+    """Rank 0 computes until rank 1 has received what was sent before."""
     large = {"hidden": (2**10, 2**11)}
     with connect_pipeline(rank, world_size, store) as groups:
         link, *_ = open_link(rank, groups, forward="fixpoint:bits=4,entropy_coding=true", shapes=large)
         if rank == 0:
-            link.outbox.send(TransferInfo(0, 0), {"hidden": torch.eye(*large["hidden"])})
-            groups.store.wait(["taken"], timedelta(seconds=30))
+            link.send(TransferInfo(0, 0), {"hidden": torch.eye(*large["hidden"])})
+            groups.store.wait(["received"], timedelta(seconds=30))
             link.outbox.drain()
         else:
             link.inbox.post()
-            link.inbox.receive(TransferInfo(0, 0))
-            groups.store.set("taken", "")
+            link.receive(TransferInfo(0, 0))
+            groups.store.set("received", "")
 
 
-def test_a_message_behind_the_entropy_coder_leaves_before_its_rank_computes(tmp_path: Path) -> None:
-    on_ranks(2, squeeze_before_computing, tmp_path / "store")
+def test_entropy_coded_message_is_sent_before_its_rank_computes(tmp_path: Path) -> None:
+    on_ranks(2, entropy_code_before_computing, tmp_path / "store")
 
 
 def open_with_other_codecs(rank: int, world_size: int, store: Path) -> str:
@@ -121,29 +117,29 @@ def open_with_other_codecs(rank: int, world_size: int, store: Path) -> str:
     return str(error.value)
 
 
-def test_ends_that_would_send_other_lengths_find_out_before_they_do(tmp_path: Path) -> None:
-    for rank, told in enumerate(on_ranks(2, open_with_other_codecs, tmp_path / "store")):
-        assert f"rank {1 - rank} sent handshake" in told
-        assert "expected handshake" in told
+def test_handshake_finds_different_codecs(tmp_path: Path) -> None:
+    for rank, message in enumerate(on_ranks(2, open_with_other_codecs, tmp_path / "store")):
+        assert f"rank {1 - rank} sent handshake" in message
+        assert "expected handshake" in message
 
 
-def take_another(rank: int, world_size: int, store: Path) -> str:
+def receive_another(rank: int, world_size: int, store: Path) -> str:
     with connect_pipeline(rank, world_size, store) as groups:
         link, *_ = open_link(rank, groups)
         if rank == 0:
-            link.outbox.send(TransferInfo(4, 1), made(4, 1))
+            link.send(TransferInfo(4, 1), state_of(4, 1))
             link.outbox.drain()
             return ""
         link.inbox.post()
         with pytest.raises(RunError) as error:
-            link.inbox.receive(TransferInfo(4, 0))
+            link.receive(TransferInfo(4, 0))
         return str(error.value)
 
 
-def test_a_message_out_of_turn_is_named_with_what_was_expected(tmp_path: Path) -> None:
-    told = on_ranks(2, take_another, tmp_path / "store")[1]
-    assert "rank 0 sent activation 0 across boundary 0-1, step 5, micro-batch 1" in told
-    assert "expected activation 0 across boundary 0-1, step 5, micro-batch 0" in told
+def test_unexpected_message_is_named_with_the_expected_one(tmp_path: Path) -> None:
+    message = on_ranks(2, receive_another, tmp_path / "store")[1]
+    assert "rank 0 sent activation 0 across boundary 0-1, step 5, micro-batch 1" in message
+    assert "expected activation 0 across boundary 0-1, step 5, micro-batch 0" in message
 
 
 def lose_the_peer(rank: int, world_size: int, store: Path, how: str) -> str:
@@ -155,16 +151,16 @@ def lose_the_peer(rank: int, world_size: int, store: Path, how: str) -> str:
             return ""  # and close the connection
         link.inbox.post()
         with pytest.raises(RunError) as error:
-            link.inbox.receive(TransferInfo(0, 0))
+            link.receive(TransferInfo(0, 0))
         return str(error.value)
 
 
 @pytest.mark.parametrize("how", ["leave", "hang"])
-def test_a_lost_peer_is_an_error_that_says_who_was_awaited_for_what(how: str, tmp_path: Path) -> None:
-    told = on_ranks(2, lose_the_peer, tmp_path / "store", how)[1]
-    assert told.startswith("rank 1 on ")
-    assert "waiting for activation 0 across boundary 0-1, step 1, micro-batch 0" in told
-    assert "from rank 0 failed after" in told
+def test_lost_peer_is_an_error_that_names_rank_and_message(how: str, tmp_path: Path) -> None:
+    message = on_ranks(2, lose_the_peer, tmp_path / "store", how)[1]
+    assert message.startswith("rank 1 on ")
+    assert "waiting for activation 0 across boundary 0-1, step 1, micro-batch 0" in message
+    assert "from rank 0 failed after" in message
 
 
 def test_headers_read_back() -> None:
@@ -175,25 +171,84 @@ def test_headers_read_back() -> None:
         Header.unpack(b"HTTP" + bytes(28))
 
 
-def send_what_is_not_finite(rank: int, world_size: int, store: Path) -> None:
+def send_not_finite(rank: int, world_size: int, store: Path) -> None:
     with connect_pipeline(rank, world_size, store) as groups:
         link, *_ = open_link(rank, groups, forward="fixpoint:bits=4")
         if rank == 0:
             for micro in range(3):
-                state = made(0, micro)
+                state = state_of(0, micro)
                 if micro == 1:
                     state["hidden"][0, 1, 2] = torch.inf
-                link.outbox.send(TransferInfo(0, micro), state)
+                link.send(TransferInfo(0, micro), state)
             link.outbox.drain()
             return
         for _ in range(3):
             link.inbox.post()
         for micro in range(3):
-            got = link.inbox.receive(TransferInfo(0, micro))
+            got = link.receive(TransferInfo(0, micro))
             assert bool(got["hidden"].isnan().all()) == (micro == 1)
             assert bool(got["hidden"].isfinite().all()) == (micro != 1)
             assert bool(got["mask"].isfinite().all())
 
 
-def test_what_a_codec_cannot_encode_arrives_as_nan_and_the_next_message_as_ever(tmp_path: Path) -> None:
-    on_ranks(2, send_what_is_not_finite, tmp_path / "store")
+def test_tensor_that_a_codec_cannot_encode_arrives_as_nan_and_the_next_as_usual(tmp_path: Path) -> None:
+    on_ranks(2, send_not_finite, tmp_path / "store")
+
+
+class PendingEvent:
+    """Event of work that is done when someone waits for it, as on a GPU."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        pass
+
+
+class PendingStreams(Streams):
+    def record_event(self) -> Event:
+        return PendingEvent()
+
+
+def close_links(rank: int, world_size: int, store: Path, directory: Path) -> list[str]:
+    """Return the names of the threads that a link and the exchange of a tied weight leave behind when closed."""
+    before = set(threading.enumerate())
+    delta = Delta(bits=4, cache="disk", entropy_coding=True, first_bits=8)
+    with connect_pipeline(rank, world_size, store) as groups:
+        factory = LinkFactory(
+            group=groups.pp,
+            streams=PendingStreams(torch.device("cpu")),
+            tensors={"hidden": TensorSpec((2, 64), torch.float32)},
+            forward=delta,
+            backward=codecs.parse(BACKWARD),
+            forward_meter=Meter(),
+            backward_meter=Meter(),
+            cache_plan=CachePlan(4, directory, ["block-00001"], "test", fresh=True),
+        )
+        link = factory.open(0, peer=1 - rank, downstream=rank == 0)
+        outbox, inbox = factory.open_tie(0, TensorSpec((3,), torch.float32), peer=1 - rank)
+        link.begin_step([3, 5], [3, 5])
+        if rank == 0:
+            link.send(TransferInfo(0, 0, samples=(3, 5)), {"hidden": torch.eye(2, 64)})
+            link.outbox.drain()
+        else:
+            link.inbox.post()
+            link.receive(TransferInfo(0, 0, samples=(3, 5)))
+        inbox.post()
+        outbox.send(TransferInfo(0, 0), {"gradient": torch.full((3,), float(rank))})
+        outbox.flush(wait=True)
+        assert torch.equal(inbox.receive(TransferInfo(0, 0))["gradient"], torch.full((3,), 1.0 - rank))
+        outbox.drain()
+        names = {thread.name.split("_")[0] for thread in set(threading.enumerate()) - before}
+        assert any(name.startswith("cache ") for name in names), names
+        assert ("entropy coder" in names) == (rank == 0), names
+        outbox.close()
+        link.close()
+        return [thread.name for thread in set(threading.enumerate()) - before if "_" in thread.name]
+
+
+def test_closed_links_leave_no_thread_and_save_their_caches(tmp_path: Path) -> None:
+    directory = tmp_path / "activation-cache"
+    assert on_ranks(2, close_links, tmp_path / "store", directory) == [[], []]
+    sent, received = (directory / f"block-00001.{side}.hidden" for side in ("sender", "receiver"))
+    assert sent.read_bytes() == received.read_bytes()

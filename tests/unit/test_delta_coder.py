@@ -1,0 +1,251 @@
+"""Options of delta, the size of its caches, and its coder with numbers that are not finite or too large."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from math import inf, nan
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from acsgd.codecs.base import NotFiniteError, pack, unpack, wire_bytes
+from acsgd.config.spec import from_spec
+from acsgd.pp.wire.cache import ActivationCache, HostMemoryStore
+from acsgd.pp.wire.cache_plan import CachePlan, check_space, plan_capacity
+from acsgd.pp.wire.coder import TensorSpec, TransferInfo
+from acsgd.pp.wire.delta import Delta, DeltaCoder
+from acsgd.streams import Streams
+
+SHAPE = (3, 5, 8)
+FP16_MAX = torch.finfo(torch.float16).max
+CPU = Streams(torch.device("cpu"))
+
+MISTAKES = {
+    "delta:bit=4": ['"bits"', '"step"', '"cache_gib"', 'did you mean "bits"?'],
+    "delta:rounding=stochastic": ['no option "rounding"', '"first_bits"', '"cache_bits"'],
+    "delta:bits=0": ["bits=0 is outside 1 to 8"],
+    "delta:bits=9": ["bits=9 is outside 1 to 8"],
+    "delta:bits=-1": ["bits=-1 is outside 1 to 8"],
+    "delta:bits=2.5": ["int"],
+    "delta:bits=4,bits=4": ["given twice"],
+    "delta:step=-1": ["step=-1", "between 0 and 512"],
+    "delta:step=513": ["step=513", "between 0 and 512"],
+    "delta:step=nan": ["step=nan"],
+    "delta:step=1,bits=1": ["bits=2 or more"],
+    "delta:first_bits=9": ["first_bits=9 is outside 0 to 8"],
+    "delta:first_bits=-1": ["first_bits=-1 is outside 0 to 8"],
+    "delta:cache_bits=3": ["cache_bits=3 is none of 2, 4, 8 and 16"],
+    "delta:cache_bits=32": ["cache_bits=32 is none of 2, 4, 8 and 16"],
+    "delta:cache=tape": ["ram, disk"],
+    "delta:cache_gib=-1": ["cache_gib=-1", "must be 0 (no limit) or more"],
+    "delta:cache_gib=inf": ["cache_gib=inf"],
+    "delta:cache_gib=nan": ["cache_gib=nan"],
+    "delta:dims=group": ["group=0", "for example group=128"],
+    "delta:group=16": ["group=16 needs dims=group"],
+    "delta:scale=l3": ["max, l2"],
+    "delta:memory=disk": ['"memory" is now called "cache"'],
+    "delta:memory_bits=8": ['"memory_bits" is now called "cache_bits"'],
+    "delta:memory_gib=1": ['"memory_gib" is now called "cache_gib"'],
+    "delta:squeeze=true": ['"squeeze" is now called "entropy_coding"'],
+}
+
+
+def parse(spec: str) -> Delta:
+    delta = from_spec(spec, {"delta": Delta}, key="pp.forward")
+    assert isinstance(delta, Delta)
+    return delta
+
+
+def test_mistakes_in_a_spec_are_named() -> None:
+    for spec, expected in MISTAKES.items():
+        with pytest.raises(ValueError) as error:
+            parse(spec)
+        for text in [f'pp.forward="{spec}"', *expected]:
+            assert text in str(error.value), spec
+
+
+def test_bounds_of_the_options_work() -> None:
+    for spec in ["delta", "delta:bits=1", "delta:bits=8,step=512", "delta:bits=2,step=0.001"]:
+        ends = Ends(parse(spec))
+        for step in range(4):
+            ends.transfer(step, [0, 1, 2], activations(step))
+
+
+@pytest.mark.parametrize("cache_bits", [16, 8, 2])
+@pytest.mark.parametrize("per_step", [1, 6, 1000])
+def test_cache_too_small_for_a_step_is_refused_and_the_advised_size_is_enough(per_step: int, cache_bits: int) -> None:
+    specs = [TensorSpec(SHAPE, torch.float32), TensorSpec((3, 7), torch.float32)]
+    entry_bytes = sum(map(parse(f"delta:cache_bits={cache_bits}").entry_bytes, specs))
+
+    def capacity(gib: float, samples: int = 5000) -> int:
+        delta = Delta(cache_bits=cache_bits, cache_gib=gib)  # type: ignore[arg-type]
+        return plan_capacity(delta, entry_bytes, samples=samples, per_step=per_step)
+
+    assert capacity(per_step * entry_bytes / 2**30) == per_step
+    assert capacity(0) == 5000
+    assert capacity(1.0, samples=17) == 17
+    with pytest.raises(ValueError) as error:
+        capacity((per_step - 0.5) * entry_bytes / 2**30)
+    assert f"room for {per_step - 1} samples of {entry_bytes} bytes" in str(error.value)
+    advised = re.search(r"give cache_gib=(\S+) or more", str(error.value))
+    assert advised
+    assert per_step <= capacity(float(advised[1])) <= 1.2 * per_step + 1
+
+
+def test_caches_larger_than_the_free_space_are_refused_and_the_advised_size_fits(tmp_path: Path) -> None:
+    for cache, place in (("ram", "this host"), ("disk", str(tmp_path))):
+        delta = Delta(cache=cache)  # type: ignore[arg-type]
+        check_space(delta, tmp_path / "cache", 2**20, ends=2, processes=2)
+        with pytest.raises(ValueError, match="ends of links need 1e") as error:
+            check_space(delta, tmp_path / "cache", 10**6 * 2**30, ends=2, processes=2)
+        for text in (place, "for 2 processes", "fewer cache_bits"):
+            assert text in str(error.value), cache
+        assert ("or cache=disk" in str(error.value)) is (cache == "ram")
+        advised = re.search(r"give cache_gib=([^,]+),", str(error.value))
+        assert advised
+        check_space(delta, tmp_path / "cache", int(0.9 * float(advised[1]) * 2**30), ends=2, processes=2)
+
+
+def test_a_cache_file_is_reused_only_for_equal_encodings(tmp_path: Path) -> None:
+    """Encodings of a sample that differ, whether in size or not, do not read each other's files."""
+    plan = CachePlan(9, tmp_path, ["block-00001"], "a", fresh=False)
+    encodings = [
+        (Delta(cache="disk", cache_bits=bits), TensorSpec(shape, dtype))  # type: ignore[arg-type]
+        for bits in (8, 16)
+        for shape in ((3, 4, 8), (3, 8, 4))
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    for delta, spec in encodings:
+        for expected in (0, 1):
+            cache = plan.open(0, "sender.hidden", delta, spec, CPU)
+            assert len(cache) == expected, (delta, spec)
+            if not expected:
+                buffer = cache.reserve(5)
+                assert buffer is not None
+                cache.write(5, buffer, 0, 0)
+            cache.close()
+
+
+class Ends:
+    """Both ends of a channel in one process."""
+
+    def __init__(self, delta: Delta, dtype: torch.dtype = torch.float32, capacity: int = 100) -> None:
+        self.spec = TensorSpec(SHAPE, dtype)
+        self.caches = [ActivationCache(capacity, HostMemoryStore(delta.entry_bytes(self.spec), CPU)) for _ in range(2)]
+        self._sender, self._receiver = (DeltaCoder(delta, self.spec, cache, CPU) for cache in self.caches)
+
+    def transfer(self, step: int, samples: Sequence[int], x: Tensor) -> Tensor:
+        """Send a micro-batch; return what arrives. Raises NotFiniteError; the receiver then gets nothing."""
+        info = TransferInfo(step, 0, samples=tuple(samples))
+        wire = self._sender.wire(info)
+        assert self._receiver.wire(info) == wire
+        assert wire_bytes(wire) <= self._sender.max_bytes
+        message = torch.zeros(wire_bytes(wire), dtype=torch.uint8)
+        pack(self._sender.encode(x, info), message)
+        got = self._receiver.decode(unpack(message, wire), info)
+        assert got.dtype == self.spec.dtype
+        assert self.entries()[0] == self.entries()[1]
+        return got
+
+    def entries(self) -> list[dict[int, tuple[int, bytes]]]:
+        return [
+            {sample: (version, cache.read(sample).numpy().tobytes()) for sample, version in cache.versions().items()}
+            for cache in self.caches
+        ]
+
+    def cached(self, sample: int) -> Tensor:
+        """Return the decoded entry of a sample; for cache_bits=16."""
+        return self.caches[0].read(sample).view(torch.float16)[: SHAPE[1] * SHAPE[2]].view(SHAPE[1:]).float()
+
+
+def activations(step: int, size: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    base, drift = (torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)) for seed in (999, step))
+    return (size * (base + 0.1 * drift)).to(dtype)
+
+
+DELTAS = [Delta(), Delta(bits=1), Delta(step=1.0, first_bits=8), Delta(cache_bits=4), Delta(dims="token", scale="l2")]
+BATCHES = [((0, 1, 2), 1), ((0, 7, 2), 2), ((0, 7, 2), 1), ((7, 8, 9), 0)]
+"""Samples of a micro-batch, of which 7 to 9 are cache misses, and the row that is not finite."""
+
+
+@pytest.mark.parametrize("delta", DELTAS, ids=repr)
+def test_activations_that_are_not_finite_are_not_cached(delta: Delta) -> None:
+    """They arrive as they are, or the coder raises; the entry of their sample is unchanged at both ends."""
+    for value, (samples, row) in itertools.product((nan, inf, -inf), BATCHES):
+        case = f"{value} in row {row} of {samples}"
+        ends = Ends(delta)
+        for step in range(2):
+            ends.transfer(step, [0, 1, 2], activations(step))
+        before = ends.entries()
+        bad = activations(2)
+        bad[row, 3, 4] = value
+        try:
+            got = ends.transfer(2, samples, bad)
+        except NotFiniteError:
+            assert ends.entries() == before, case
+        else:
+            assert samples[row] in (7, 8, 9), f"{case}: a difference that is not finite has no code"
+            assert not delta.first_bits, case
+            assert torch.equal(got[row], bad[row]) or value != value, case
+            assert not got[row].isfinite().all(), case
+            for entries, old in zip(ends.entries(), before, strict=True):
+                assert entries.get(samples[row]) == old.get(samples[row]), case
+        assert ends.transfer(3, [0, 1, 2], activations(3)).isfinite().all(), case
+
+
+def test_activations_too_large_for_fp16_saturate_in_the_cache() -> None:
+    for dtype, limit in itertools.product((torch.float32, torch.bfloat16, torch.float16), (1e5, 1e30, 3e38)):
+        size = min(limit, torch.finfo(dtype).max)
+        case = f"{size} in {dtype}"
+        ends, x = Ends(Delta(bits=4), dtype), torch.full(SHAPE, size).to(dtype)
+        x[:, :, ::2] *= -1
+        assert torch.equal(ends.transfer(0, [0, 1, 2], x), x), f"{case}: a cache miss is exact"
+        assert torch.equal(ends.cached(0), x[0].float().clamp(-FP16_MAX, FP16_MAX)), case
+        for step in range(1, 4):
+            ends.transfer(step, [0, 1, 2], x)
+            assert ends.cached(0).isfinite().all(), case
+            assert torch.equal(ends.cached(0).sign(), x[0].float().sign()), case
+        small = activations(0, dtype=dtype)  # it recovers: each step leaves at most one level of the range as error
+        for step in range(4, 30):
+            got = ends.transfer(step, [0, 1, 2], small)
+        assert torch.allclose(got.float(), small.float(), atol=0.01, rtol=0.01), case
+
+
+def test_difference_larger_than_the_largest_float_keeps_the_cache_finite() -> None:
+    """An entry is at most 65504, so the difference to the largest float is still finite."""
+    for dtype in (torch.float32, torch.bfloat16):
+        ends, largest = Ends(Delta(bits=8), dtype), torch.finfo(dtype).max
+        ends.transfer(0, [0, 1, 2], torch.full(SHAPE, -largest, dtype=dtype))
+        ends.transfer(1, [0, 1, 2], torch.full(SHAPE, largest, dtype=dtype))
+        assert ends.cached(0).isfinite().all(), dtype
+
+
+@pytest.mark.parametrize("delta", DELTAS, ids=repr)
+def test_a_sample_may_come_twice_in_a_micro_batch(delta: Delta) -> None:
+    for capacity in (0, 1, 2, 100):
+        ends, seen = Ends(delta, capacity=capacity), set[int]()
+        for step, samples in enumerate([(1, 1, 1), (1, 2, 1), (2, 2, 3), (3, 3, 1), (1, 2, 3)]):
+            ends.transfer(step, samples, activations(step))
+            seen |= set(samples)
+            assert set(ends.entries()[0]) <= seen, capacity
+            assert len(ends.entries()[0]) == min(capacity, len(seen)), capacity
+        versions = ends.caches[0].versions().values()
+        assert len(set(versions)) == len(versions), capacity
+
+
+def test_the_last_row_of_a_sample_is_cached() -> None:
+    ends, x = Ends(Delta()), activations(0)
+    ends.transfer(0, [4, 4, 4], x)
+    assert torch.equal(ends.cached(4), x[2].half().float())
+
+
+def test_a_transfer_without_samples_is_exact_and_leaves_the_cache_unchanged() -> None:
+    ends, x = Ends(Delta()), activations(0)
+    ends.transfer(0, [0, 1, 2], x)
+    before = ends.entries()
+    assert torch.equal(ends.transfer(1, [], 2 * x), 2 * x)
+    assert ends.entries() == before
