@@ -81,14 +81,14 @@ def train(job: Job, inputs: Inputs, groups: Groups, lock: RunLock) -> None:
             stack.enter_context(text_log)
         begun = start(job, inputs, groups)
         lock.verify()
-        stack.callback(begun.worker.close)
+        stack.callback(begun.session.close)
         resumed_at = begun.progress.step
         metrics = stack.enter_context(Metrics.open(config, run_dir, resumed_at=resumed_at, speaks=is_main))
-        for note in [job.describe(), *inputs.notes, *begun.told]:
+        for note in [job.describe(), *inputs.notes, *begun.notes]:
             metrics.note(note)
         checkpointing = stack.enter_context(Checkpointing.open(begun, inputs.identity, groups, lock, note=metrics.note))
         signals = stack.enter_context(StopSignals())
-        run_steps(begun.worker, begun.progress, inputs, metrics, checkpointing, signals)
+        run_steps(begun.session, begun.progress, inputs, metrics, checkpointing, signals)
 
 
 def run_steps(

@@ -1,4 +1,4 @@
-"""Data parallelism: how the replicas of a pipeline synchronize."""
+"""Data parallelism: synchronization of the replicas of a pipeline."""
 
 from acsgd.dp.modes import MODES
 

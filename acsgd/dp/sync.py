@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from acsgd.dp.exchange.peers import Peers
-from acsgd.errors import RunError
+from acsgd.dp.resize import ReplicaState
 from acsgd.meter import Meter
 from acsgd.optim.base import Capability, LocalStep, SecondMoments
 from acsgd.shards.weights import Weight, WeightState
@@ -22,6 +22,11 @@ class GradSync(Protocol):
     """
 
     meter: Meter
+
+    @property
+    def states(self) -> Sequence[ReplicaState]:
+        """The state that each replica keeps between steps."""
+        ...
 
     def local_step(self, step: int) -> LocalStep | None:
         """Return how the optimizer makes step `step` on local gradients; None = gradients are all-reduced."""
@@ -55,13 +60,13 @@ class GradSync(Protocol):
         ...
 
     def state_dict(self) -> WeightState:
-        """Return this replica's state, such as residuals, not copied."""
+        """Return this replica's tensors of `states`, not copied."""
         ...
 
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
         """Restore from the saved states of all replicas. The number of replicas may have changed.
 
-        The master weights must have been restored before.
+        The master weights must have been restored before. Raises RunError if another mode saved the states.
         """
         ...
 
@@ -77,59 +82,3 @@ class Mode(Protocol):
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the synchronization of one stage's weights with the other replicas."""
         ...
-
-
-class Memoryless:
-    """A mode whose every step is complete in itself."""
-
-    def local_step(self, step: int) -> None:
-        """All replicas make the same step."""
-
-    def after_step(self, step: int, moments: SecondMoments) -> None:
-        """Nothing is left to do."""
-
-    def global_weights(self) -> None:
-        """All replicas have the same weights."""
-
-    def state_dict(self) -> WeightState:
-        """Nothing is remembered."""
-        return {}
-
-    def load_state_dict(self, saved: Sequence[WeightState]) -> None:
-        """Raise RunError if there is something to remember: what the replicas owe each other would be lost."""
-        refuse_others(saved)
-
-
-def refuse_others(saved: Sequence[WeightState], known: Collection[str] = ()) -> None:
-    """Raise RunError if replicas remembered anything under a name that is not among `known`."""
-    names = {name for state in saved for name in state} - set(known)
-    if names:
-        raise RunError(
-            f"the checkpoint holds {sorted(names)} of another data-parallel mode, which this one would lose; "
-            "go on in the mode that saved it (dp.mode in its config.toml)"
-        )
-
-
-class Unsummed:
-    """What agreements have in common that leave each replica its own gradients."""
-
-    def __init__(self, weights: Sequence[Weight]) -> None:
-        self.meter = Meter()
-        self.weights = tuple(weights)
-
-    def begin_step(self, step: int, scale: float = 1.0) -> None:
-        for weight in self.weights:
-            weight.master.grad = None
-
-    def grad_ready(self, weight: Weight, *, is_final: bool) -> None:
-        pass
-
-    def reduce(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
-
-
-class Alone(Unsummed, Memoryless):
-    """The only replica agrees with itself."""

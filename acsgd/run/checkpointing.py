@@ -49,7 +49,7 @@ class Checkpointing:
         cls, start: Start, identity: RunIdentity, groups: Groups, lock: RunLock, *, note: Callable[[str], None]
     ) -> Checkpointing:
         """Return the checkpointing of a run that has just started."""
-        job = start.worker.job
+        job = start.session.job
         saver = Saver(
             job.checkpoints,
             job.config.checkpoint,
@@ -61,7 +61,7 @@ class Checkpointing:
             timeout_s=job.disk_timeout_s,
             verify=lock.verify,
         )
-        return cls(start.worker, saver, identity, start.newest, lock, note)
+        return cls(start.session, saver, identity, start.newest, lock, note)
 
     def __enter__(self) -> Checkpointing:
         self._saver.__enter__()

@@ -36,7 +36,7 @@ from rich.table import Table
 
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
-from acsgd.dp.exchange.second_moments import EVERY
+from acsgd.dp.exchange.second_moments import INTERVAL
 from benchmarks.common.compare import on_ranks
 from benchmarks.replicas.cost_ranks import Cost, Memory, Way, costs, make_weights, memories
 from benchmarks.replicas.encoders import Encoded, Spread, measure
@@ -83,7 +83,10 @@ class Row(NamedTuple):
 def ways_of(specs: Sequence[str]) -> list[Way]:
     """Return what is to be measured of modes: a period each."""
     modes = [from_spec(spec, MODES, key="--modes") for spec in specs]
-    periods = [math.lcm(getattr(mode, "inner", 1), EVERY if getattr(mode, "moments", False) else 1) for mode in modes]
+    periods = [
+        math.lcm(getattr(mode, "inner", 1), INTERVAL if getattr(mode, "moment_correction", False) else 1)
+        for mode in modes
+    ]
     return [Way(spec, period) for spec, period in zip(specs, periods, strict=True)]
 
 

@@ -21,7 +21,8 @@ from acsgd.config.options import OptimConfig
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.exchange.peers import Peers
-from acsgd.dp.sync import Alone, GradSync
+from acsgd.dp.exchange.single_replica import SingleReplicaSync
+from acsgd.dp.sync import GradSync
 from acsgd.meter import Meter
 from acsgd.optim.adamw import AdamWOptimizer
 from acsgd.optim.base import LocalStep
@@ -91,7 +92,7 @@ class Replica:
             self._optimizer.step(number, self.sync.local_step(number) or LocalStep())
             adamw_s += time.thread_time() - before
             self.sync.after_step(number, self._optimizer.second_moments(self._weights))
-        self._peers.begin(lambda: None).result(Meter())  # one thread does all: what is before it is done
+        self._peers.submit(lambda: None).result(Meter())  # one thread does all: what is before it is done
         mode_s = time.process_time() - began - drawing_s - adamw_s
         return Cost(*(total / len(numbers) for total in (mode_s, adamw_s, self.sync.meter.sent_bytes)))
 
@@ -167,7 +168,7 @@ def _memory(way: Way, width: int, blocks: int, peers: Peers, *, is_alone: bool =
     gc.collect()  # what was measured before may hang in cycles
     before = live_bytes()
     weights = make_weights(width, blocks)
-    replica = Replica(weights, way.spec, peers, Alone(weights) if is_alone else None)
+    replica = Replica(weights, way.spec, peers, SingleReplicaSync(weights) if is_alone else None)
     noise = replica._noise.nbytes
     replica.round(way.numbers(0))
     dist.barrier()

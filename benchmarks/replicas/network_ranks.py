@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, PipelineConfig, ReplicaConfig, RunConfig
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
-from acsgd.dp.exchange.second_moments import EVERY
+from acsgd.dp.exchange.second_moments import INTERVAL
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
 from acsgd.run.build import build_session
@@ -131,7 +131,7 @@ def period(mode: str) -> int:
         return 1
     opened = from_spec(mode, MODES, key="--modes")
     between_exchanges = getattr(opened, "inner", 1) // getattr(opened, "fragments", 1)
-    return math.lcm(between_exchanges, EVERY if getattr(opened, "moments", False) else 1)
+    return math.lcm(between_exchanges, INTERVAL if getattr(opened, "moment_correction", False) else 1)
 
 
 def be_replica(rank: int, setting: Setting, store: str, pipe: Connection) -> None:

@@ -223,16 +223,16 @@ def lose(rank: int, world_size: int, store: Path, spec: str, victim: int, how: s
         sync = from_spec(spec, MODES, key="dp.mode").open(weights, peers)
         dist.barrier()
         if rank == victim:
-            swap, swaps = peers.swap, itertools.count()
+            exchange, calls = peers.exchange, itertools.count()
 
-            def swap_at_first(*args: Any) -> Any:
-                if next(swaps) == 2:
+            def exchange_at_first(*args: Any) -> Any:
+                if next(calls) == 2:
                     if how == "is silent":
                         file_store.wait(["failed"], TIMEOUT)
                     os._exit(0)
-                return swap(*args)
+                return exchange(*args)
 
-            peers.swap = swap_at_first  # type: ignore[method-assign]
+            peers.exchange = exchange_at_first  # type: ignore[method-assign]
         try:
             _make_step(sync, weights, rank, 0, 1.0)
         except RunError as error:
@@ -258,18 +258,18 @@ def test_a_replica_that_is_lost_in_the_middle_is_named(spec: str, victim: int, h
 
 def test_buckets_hold_every_gradient_once_last_layer_first() -> None:
     weights = make_weights()
-    for nbytes in (1, 100, 10**9):
-        buckets = make_buckets(weights, nbytes)
+    for megabytes in (1e-6, 1e-4, 1e3):
+        buckets = make_buckets(weights, megabytes)
         assert [w.key for bucket in buckets for w in bucket.weights] == [w.key for w in reversed(weights)]
         for bucket in buckets:
-            bucket.begin()
+            bucket.reset()
             for weight in bucket.weights:
                 weight.master.grad = torch.ones_like(weight.master)
                 bucket.adopt(weight)
                 weight.master.grad += 1.0
                 bucket.adopt(weight)
             assert torch.equal(bucket.flat, torch.full_like(bucket.flat, 2.0))
-            bucket.begin()
+            bucket.reset()
             for weight in bucket.weights:
                 bucket.adopt(weight)
             assert not bucket.flat.any()

@@ -78,16 +78,17 @@ def remembered(rank: int, world_size: int, store: Path, config: Config) -> Weigh
         restore(worker, Checkpoint.open(checkpoint_of(config, HALF)))
         states = [stage.sync.state_dict() for stage in worker.stages.values()]
         dist.barrier()
-        return {"gradient_error": {key: x.clone() for state in states for key, x in state["gradient_error"].items()}}
+        residuals = {key: x.clone() for state in states for key, x in state["gradient_residual"].items()}
+        return {"gradient_residual": residuals}
 
 
 def errors_of(states: list[WeightState], *keys: str) -> list[torch.Tensor]:
     """Return all that is owed of some weights, fp64."""
-    return [state["gradient_error"][key].double() for state in states for key in keys if key in _errors(state)]
+    return [state["gradient_residual"][key].double() for state in states for key in keys if key in _errors(state)]
 
 
 def _errors(state: WeightState) -> dict[str, torch.Tensor]:
-    return state.get("gradient_error", {})
+    return state.get("gradient_residual", {})
 
 
 @pytest.mark.parametrize(("stages", "ranks"), [(1, 1), (1, 2), (2, 4), (1, 3), (2, 6), (3, 3)])

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from acsgd.dp.exchange.error_feedback import Owed
+from acsgd.dp.exchange.error_feedback import ErrorFeedback
 from acsgd.dp.exchange.second_moments import by_rows
 
 STEPS = 6
@@ -65,20 +65,21 @@ def add_up(rank: int, form: str, may_be_idle: bool) -> Sums:
     saved = run.state.state_dict()
     order = {id(param): place for place, param in enumerate(run.model.parameters())}
     buckets = [[order[each] for each in bucket] for bucket in run.buckets]
-    own, served = (of_kind(saved, kind) for kind in ("own_error", "served_error"))
+    own, served = (of_kind(saved, kind) for kind in ("residual", "server_residual"))
     return Sums(made, applied, own, served, max(magnitudes), dropped, buckets)
 
 
 def record_magnitudes(patch: pytest.MonkeyPatch) -> list[float]:
-    exchange, magnitudes = Owed.exchange, []
+    sharded_mean, magnitudes = ErrorFeedback.sharded_mean, []
 
-    def recorded(owed: Owed, *args: Any) -> Tensor:
-        magnitudes.append(float(owed.own.abs().max()))
-        mean = exchange(owed, *args)
-        magnitudes.extend(float(x.abs().max()) for x in (owed.own, owed.served, mean) if len(x))
+    def recorded(feedback: ErrorFeedback, *args: Any) -> Tensor:
+        magnitudes.append(float(feedback.residual.abs().max()))
+        mean = sharded_mean(feedback, *args)
+        tensors = (feedback.residual, feedback.server_residual, mean)
+        magnitudes.extend(float(x.abs().max()) for x in tensors if len(x))
         return mean
 
-    patch.setattr(Owed, "exchange", recorded)
+    patch.setattr(ErrorFeedback, "sharded_mean", recorded)
     return magnitudes
 
 
@@ -246,7 +247,7 @@ def of_kind(saved: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
 
 def owed_together(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what all replicas owe, in the mean, by parameter."""
-    own, served = (of_kind(saved, kind) for kind in ("own_error", "served_error"))
+    own, served = (of_kind(saved, kind) for kind in ("residual", "server_residual"))
     owed = {name: own[name] / dist.get_world_size() + served[name] for name in own}
     for tensor in owed.values():
         dist.all_reduce(tensor)

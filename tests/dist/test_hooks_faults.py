@@ -42,7 +42,7 @@ def fail(rank: int, how: str) -> str:
 def test_a_failure_reaches_backward_and_names_the_replica(how: str, tmp_path: Path) -> None:
     first, second = on_plain_ranks(2, fail, tmp_path / "store", how)
     if how == "nan":
-        assert "replica 1, rank 1, has given up; its own error says why" in first
+        assert "replica 1, rank 1, has failed; see its own error" in first
     else:
         assert "exchanging updates with replica 1, rank 1, failed after" in first
     assert ("Timed out" in first) == (how == "silent"), "only silence is noticed by the timeout"
@@ -67,7 +67,7 @@ def train_alone(rank: int) -> tuple[bool, list[str]]:
 
 def test_one_process_keeps_its_gradients(tmp_path: Path) -> None:
     alone = on_plain_ranks(1, train_alone, tmp_path / "store")[0]
-    assert alone == (True, ["one process: there is nobody to exchange gradients with"])
+    assert alone == (True, ["one process: no gradients are exchanged"])
 
 
 def refuse(rank: int) -> list[str]:
@@ -79,7 +79,7 @@ def refuse(rank: int) -> list[str]:
         *(partial(CocktailState, model, precondition=value) for value in (0.0, 1.0)),
         partial(MeanState, model, bits=12),
         partial(state.load_state_dict, {**good, "replica": torch.tensor([0, 2])}),
-        partial(state.load_state_dict, {**good, "own_error/other": torch.zeros(1)}),
+        partial(state.load_state_dict, {**good, "residual/other": torch.zeros(1)}),
         partial(CocktailState(model, precondition=0.9).load_state_dict, good),
     ):
         with pytest.raises(ValueError) as failed:
@@ -92,8 +92,8 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     said = on_plain_ranks(1, refuse, tmp_path / "store")[0]
     expected = ["must lie in (0, 1]"] * 2 + ["bits=9 ", "precondition=0.0 ", "precondition=1.0 ", "bits=12 "]
     expected += [
-        "what replica 0 of 2 owes",
-        "that was saved is of another model or",
-        "precondition=0.9 is not",
+        "the state of replica 0 of 2 cannot be loaded by replica 0 of 1",
+        "the saved state is of another model or",
+        "precondition=0.9 differs from that of the saved state",
     ]
     assert all(part in text for text, part in zip(said, expected, strict=True)), said

@@ -17,8 +17,10 @@ from test_same_training import RELATIVE
 from acsgd import train
 from acsgd.config.options import Config
 from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import GradSync, Mode
 from acsgd.errors import RunError
+from acsgd.optim.base import Capability
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.run.lock import RunLock
@@ -33,11 +35,17 @@ class Remembering:
 
     inner: Mode
 
+    @property
+    def requires(self) -> frozenset[Capability]:
+        return self.inner.requires
+
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         return _RememberingSync(weights, self.inner.open(weights, peers), peers.replica)  # type: ignore[return-value]
 
 
 class _RememberingSync:
+    states = (ReplicaState("own", merge="mean"),)
+
     def __init__(self, weights: Sequence[Weight], inner: GradSync, replica: int) -> None:
         self.own = {weight.key: torch.zeros_like(weight.master) for weight in weights}
         self._weights, self._inner, self._replica = weights, inner, replica

@@ -13,7 +13,7 @@ from torch import Tensor
 from acsgd.dp.exchange.peers import Peers
 from acsgd.shards.weights import WeightState
 
-OWED = {"own", "own_error", "served_error", "momentum", "sent"}
+OWED = {"local_weights", "residual", "server_residual", "outer_momentum", "sent_update"}
 """Names of what is remembered that makes weights change later."""
 
 
@@ -31,7 +31,7 @@ def take_over(rank: int, peers: Peers, spec: str, model: dict[str, Tensor], save
 
 def owed(model: dict[str, Tensor], states: Sequence[WeightState], name: str, *, mean: bool) -> dict[str, Tensor]:
     """Return the sum or mean over the replicas of something remembered; of "own", what it is ahead of the model."""
-    ahead = model if name == "own" else dict.fromkeys(model, torch.zeros(()))
+    ahead = model if name == "local_weights" else dict.fromkeys(model, torch.zeros(()))
     sums = {k: sum((s[name][k].double() - ahead[k].double() for s in states), torch.zeros(())) for k in model}
     return {key: total / len(states) if mean else total for key, total in sums.items()}
 
@@ -43,8 +43,9 @@ def test_what_is_owed_outlives_a_change_of_the_number_of_replicas(spec: str, rep
     model, states = kept[0][0], [state for _, state in kept]
     after = on_replicas(replicas, take_over, tmp_path / "after", spec, model, states)
     for name in OWED & states[0].keys():
-        before, now = (owed(model, each, name, mean=name != "served_error") for each in (states, after))
-        assert any(tensor.any() for tensor in before.values()) or "topk=1" in spec or name in ("own", "sent")
+        before, now = (owed(model, each, name, mean=name != "server_residual") for each in (states, after))
+        may_be_zero = "topk=1" in spec or name in ("local_weights", "sent_update")
+        assert any(tensor.any() for tensor in before.values()) or may_be_zero
         for key, total in before.items():
             magnitude = max(float(state[name][key].abs().max()) for state in states)
             assert (now[key] - total).abs().max() <= 4 * 2.0**-24 * magnitude, (name, key)
@@ -69,9 +70,9 @@ def test_nothing_of_a_change_is_lost(spec: str, replicas: int, tmp_path: Path) -
     kept = on_replicas(replicas, train_and_keep, tmp_path / "store", spec)
     states = [state for _, state in kept]
     for index, key in enumerate(kept[0][0]):
-        own = torch.stack([state.get("own", model)[key].double() for model, state in kept]).mean(0)
-        served = sum((state.get("served_error", {}).get(key, torch.zeros(())).double() for state in states), own * 0)
-        unsaid = sum((state.get("own_error", {}).get(key, torch.zeros(())).double() for state in states), own * 0)
+        own = torch.stack([state.get("local_weights", model)[key].double() for model, state in kept]).mean(0)
+        served = sum((state.get("server_residual", {}).get(key, torch.zeros(())).double() for state in states), own * 0)
+        unsaid = sum((state.get("residual", {}).get(key, torch.zeros(())).double() for state in states), own * 0)
         made = [gradients(rank, step)[index].double() for rank in range(replicas) for step in range(STEPS)]
         expected = -LR * torch.stack(made).sum(0) / replicas
         largest = LR * float(torch.stack(made).abs().sum(0).max())

@@ -155,7 +155,7 @@ def test_copies_of_a_tied_weight_stay_equal_on_each_replica(whole: Config) -> No
     directory = checkpoint_of(whole)
     for replica in range(2):
         files = [load_file(directory / f"{layer}.replica-{replica:05d}.safetensors") for layer in ("embed", "head")]
-        names = {name.partition("/")[0] for name in files[0]} & {"own", "own_error"}
+        names = {name.partition("/")[0] for name in files[0]} & {"local_weights", "residual"}
         assert names
         for name in (*names, "optimizer.exp_avg", "optimizer.exp_avg_sq"):
             first, copy = (

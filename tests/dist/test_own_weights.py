@@ -235,12 +235,13 @@ def change_mode(rank: int, peers: Peers, before: str, after: str) -> str:
         ("local", "cocktail", ""),
         ("local", "sparseloco:inner=2", ""),
         ("local", "diloco:inner=2", ""),
-        ("cocktail", "diloco:inner=2", "the checkpoint holds ['served_error'] of another data-parallel mode"),
-        ("diloco:inner=2", "local", "the checkpoint holds ['momentum'] of another data-parallel mode"),
+        ("cocktail", "diloco:inner=2", "the checkpoint holds ['server_residual'] of another data-parallel mode"),
+        ("diloco:inner=2", "local", "the checkpoint holds ['outer_momentum'] of another data-parallel mode"),
         (
             "cocktail",
             "allreduce",
-            "the checkpoint holds ['moment_rows', 'own', 'served_error'] of another data-parallel mode",
+            "the checkpoint holds ['local_weights', 'second_moment_means', 'second_moment_ratios', 'server_residual'] "
+            "of another data-parallel mode",
         ),
     ],
 )

@@ -46,7 +46,7 @@ class Step(NamedTuple):
     after: WeightState
 
     def error(self, key: str, *, before: bool = False) -> Tensor:
-        errors = (self.before if before else self.after).get("gradient_error", {})
+        errors = (self.before if before else self.after).get("gradient_residual", {})
         return errors.get(key, torch.zeros(SHAPES[key])).view(SHAPES[key])
 
 
@@ -232,7 +232,7 @@ def test_what_is_owed_outlives_a_change_of_the_number_of_replicas(replicas: int,
         assert ((now - owed).abs() <= U * replicas * (owed.abs() / replicas)).all()
         if replicas == 1:
             assert torch.equal(after[0].applied[key], owed.float()), "it is paid at once"
-            assert "gradient_error" not in after[0].after
+            assert "gradient_residual" not in after[0].after
         else:
             assert after[0].applied[key].any(), "it is paid little by little"
 
@@ -286,7 +286,7 @@ def test_what_another_mode_remembers_is_not_lost_in_silence(replicas: int, tmp_p
 
 
 def refuse(rank: int, peers: Peers) -> bool:
-    run, saved = Run("powersgd", peers), {"own": {"wide": torch.zeros(12, 50)}}
-    with pytest.raises(RunError, match=r"holds \['own'\] of another data-parallel mode"):
+    run, saved = Run("powersgd", peers), {"local_weights": {"wide": torch.zeros(12, 50)}}
+    with pytest.raises(RunError, match=r"holds \['local_weights'\] of another data-parallel mode"):
         run.sync.load_state_dict([saved] * peers.size)
     return True

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
-from acsgd.dp.sync import Alone
+from acsgd.dp.exchange.single_replica import SingleReplicaSync
 from acsgd.pp.stage import Stage
 from acsgd.run.build import build_session
 from acsgd.run.inputs import open_source
@@ -121,6 +121,6 @@ def build_stages(
             layers[index]: load_layer(model, layers[index], source, device=cpu, dtype=dtype, embedding=layers[0])
             for index in cut
         }
-        sync = Alone([weight for weights in held.values() for weight in weights])
+        sync = SingleReplicaSync([weight for weights in held.values() for weight in weights])
         stages.append(Stage(model, family, held, sync, seed=0, **{"targets": SEQUENCE} | options))
     return stages

@@ -87,7 +87,7 @@ class Started:
             code = run.process.wait(MARGIN_S)
             run.wait_until(lambda: not run.environments(), MARGIN_S)
             if found:
-                assert f"going on from {checkpoints_of(self.config).of(found)}: step {found}, " in run.stdout
+                assert f"resuming from {checkpoints_of(self.config).of(found)}: step {found}, " in run.stdout
             return code, run.stdout, run.stderr
 
     def finish(self) -> Result:

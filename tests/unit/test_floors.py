@@ -75,15 +75,18 @@ ORDER = """
     pp.wire.cache_plan
     pp.wire.link
     dp.exchange.peers
+    dp.resize
     dp.sync
+    dp.exchange.single_replica
+    dp.exchange.flat
     dp.exchange.averaging
     dp.exchange.masks
-    dp.exchange.buckets
     dp.exchange.error_feedback
+    dp.exchange.buckets
     dp.exchange.second_moments
-    dp.modes.allreduce
     dp.exchange.local_weights
-    dp.exchange.local_updates
+    dp.exchange.reduced_updates
+    dp.modes.allreduce
     dp.modes.sharded_ps
     dp.modes.central_ps
     dp.modes.powersgd
@@ -95,7 +98,8 @@ ORDER = """
     dp.modes.cocktail_grad
     dp.modes
     dp
-    dp.hooks.units
+    dp.hooks.pending
+    dp.hooks.param_buffer
     dp.hooks.hooks
     dp.hooks
     pp.nonfinite

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from acsgd.dp.exchange.local_weights import make_units
+from acsgd.dp.exchange.local_weights import make_buffers
 from acsgd.shards.weights import Weight
 
 
@@ -16,14 +16,15 @@ def weight(key: str, n: int) -> Weight:
 
 def test_every_weight_is_in_one_unit_in_order_and_none_is_too_large() -> None:
     weights = [weight(str(index), n) for index, n in enumerate([3, 4, 4, 9, 1, 2, 8])]
-    units = make_units(weights, largest=8)
-    assert [[each.key for each in unit.weights] for unit in units] == [["0", "1"], ["2"], ["3"], ["4", "5"], ["6"]]
-    for unit in units:
-        for each, view in zip(unit.weights, unit.views(unit.own).values(), strict=True):
-            assert each.master.data_ptr() == view.data_ptr()
-            assert torch.equal(each.master, torch.arange(float(len(each.master))))
+    buffers = make_buffers(weights, max_elements=8)
+    views = [buffer.layout.views(buffer.local) for buffer in buffers]
+    assert [list(by_key) for by_key in views] == [["0", "1"], ["2"], ["3"], ["4", "5"], ["6"]]
+    by_key = {key: view for each in views for key, view in each.items()}
+    for each in weights:
+        assert each.master.data_ptr() == by_key[each.key].data_ptr()
+        assert torch.equal(each.master, torch.arange(float(len(each.master))))
 
 
 def test_a_tied_weight_is_alone() -> None:
     weights = [weight("a", 2), weight("head", 3)._replace(is_tied=True), weight("b", 2)]
-    assert [[each.key for each in unit.weights] for unit in make_units(weights)] == [["head"], ["a", "b"]]
+    assert [list(buffer.layout.views(buffer.local)) for buffer in make_buffers(weights)] == [["head"], ["a", "b"]]

@@ -1,1 +1,1 @@
-"""What data-parallel modes are made of: messages between replicas, averaging, error feedback, buckets."""
+"""Building blocks of data-parallel modes: messages between replicas, averaging, error feedback, buckets, moments."""

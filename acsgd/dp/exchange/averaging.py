@@ -1,4 +1,4 @@
-"""The mean over the replicas of a vector, through a compressor: by servers of a part each, or from all to all.
+"""Compressed means of a vector over the replicas: sharded by owner, or all-gathered.
 
 R replicas; n = elements of a vector, on any device, fp32; messages are uint8 in host memory.
 """
@@ -11,79 +11,94 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from acsgd.codecs.base import NotFiniteError
 from acsgd.codecs.message import MessageCodec
 from acsgd.dp.exchange.peers import Peers
 from acsgd.errors import RunError
 from acsgd.meter import Meter
 
 
-def parts(flat: Tensor, count: int) -> list[Tensor]:
-    """Cut a tensor [n] into `count` views of about the same length."""
+def split_evenly(flat: Tensor, count: int) -> list[Tensor]:
+    """Split a tensor [n] into `count` views of nearly equal length."""
     return [flat[len(flat) * j // count : len(flat) * (j + 1) // count] for j in range(count)]
 
 
-class Agreed(NamedTuple):
-    """What came of an exchange."""
+class ShardedMean(NamedTuple):
+    """Result of `sharded_mean`."""
 
     sent: list[Tensor]
-    """By part, what this replica's messages stand for, fp32; the rest is what it still owes."""
+    """Decoded messages of this replica, by part, fp32. Its input minus these is its residual."""
     mean: list[Tensor]
-    """By part, the mean that all replicas have decoded, fp32; equal on all."""
-    error: Tensor
-    """Of the part that this replica serves: what the mean still lacks, fp32."""
+    """Decoded means, by part, fp32; equal on all replicas."""
+    server_residual: Tensor
+    """Residual of the mean of the part that this replica owns, fp32."""
 
 
-def served_mean(
-    parts: Sequence[Tensor], error: Tensor | None, compressor: MessageCodec, peers: Peers, meter: Meter
-) -> Agreed:
-    """Exchange vectors that are cut into R parts, part j of which replica j collects, averages and tells.
+def sharded_mean(
+    parts: Sequence[Tensor], server_residual: Tensor | None, codec: MessageCodec, peers: Peers, meter: Meter
+) -> ShardedMean:
+    """Average vectors in R parts: replica j receives part j of all, averages them and sends the mean to all.
 
-    parts: R of them, [n_j], fp32; error: [n_r], of part r that this replica serves, what earlier means have lacked;
-    None = it is forgotten. Compressed both ways: what the answer lacks is the new error. Each replica sends and
-    receives about 2 (R - 1) / R messages of the whole, however many there are. To be called in the thread of `peers`.
+    Both directions are compressed. Each replica sends and receives about 2 (R - 1) / R messages of the whole vector,
+    for any R. Call it in the thread of `peers`.
+
+    Args:
+        parts: R parts [n_j], fp32.
+        server_residual: [n_r], what compression has omitted from earlier means of the part r that this replica owns;
+            added to the mean. None = no error feedback for the mean.
+
+    Raises:
+        RunError: A vector is not finite, or a peer failed.
     """
     others, mine = [peer for peer in range(peers.size) if peer != peers.replica], parts[peers.replica]
-    messages = [compressor.encode(part) for part in parts]
-    sent = [compressor.decode(message, len(part)) for message, part in zip(messages, parts, strict=True)]
-    longest = compressor.max_bytes(len(mine))
-    asked = peers.swap({peer: messages[peer].cpu() for peer in others}, dict.fromkeys(others, longest), meter)
+    messages = [_encode(codec, part, peers.replica) for part in parts]
+    sent = [codec.decode(message, len(part)) for message, part in zip(messages, parts, strict=True)]
+    longest = codec.max_bytes(len(mine))
+    received = peers.exchange({peer: messages[peer].cpu() for peer in others}, dict.fromkeys(others, longest), meter)
     mean = torch.zeros_like(mine)
-    for peer in range(peers.size):  # in one order, so that a replica may take the place of another
-        mean += sent[peer] if peer == peers.replica else read_message(compressor, asked[peer], mine, peer)
-    owed = mean.div_(peers.size)
-    if error is not None:
-        owed += error
-    answer = compressor.encode(owed)
-    lengths = {peer: compressor.max_bytes(len(parts[peer])) for peer in others}
-    answers = peers.swap(dict.fromkeys(others, answer.cpu()), lengths, meter)
+    for peer in range(peers.size):  # the same order on every owner
+        mean += sent[peer] if peer == peers.replica else decode_message(codec, received[peer], mine, peer)
+    mean.div_(peers.size)
+    if server_residual is not None:
+        mean += server_residual
+    answer = _encode(codec, mean, peers.replica)
+    lengths = {peer: codec.max_bytes(len(parts[peer])) for peer in others}
+    answers = peers.exchange(dict.fromkeys(others, answer.cpu()), lengths, meter)
     answers[peers.replica] = answer
-    means = [read_message(compressor, answers[peer], part, peer) for peer, part in enumerate(parts)]
-    return Agreed(sent, means, owed - means[peers.replica])
+    means = [decode_message(codec, answers[peer], part, peer) for peer, part in enumerate(parts)]
+    return ShardedMean(sent, means, mean - means[peers.replica])
 
 
-def told_mean(x: Tensor, compressor: MessageCodec, peers: Peers, meter: Meter) -> tuple[Tensor, Tensor]:
-    """Exchange vectors [n], each of which every replica decodes; return what this one's stands for, and the mean.
+def gathered_mean(x: Tensor, codec: MessageCodec, peers: Peers, meter: Meter) -> tuple[Tensor, Tensor]:
+    """All-gather compressed vectors [n]; return this replica's decoded message and the mean of all.
 
-    Compressed once, so nothing is lost on the way back; each replica receives R - 1 messages of the whole. To be called
-    in the thread of `peers`.
+    Compressed in one direction only; each replica receives R - 1 messages of the whole vector. Call it in the thread of
+    `peers`. Raises RunError if x is not finite or a peer failed.
     """
     others = [peer for peer in range(peers.size) if peer != peers.replica]
-    message = compressor.encode(x)
-    lengths = dict.fromkeys(others, compressor.max_bytes(len(x)))
-    told = peers.swap(dict.fromkeys(others, message.cpu()), lengths, meter)
-    told[peers.replica] = message
+    message = _encode(codec, x, peers.replica)
+    lengths = dict.fromkeys(others, codec.max_bytes(len(x)))
+    received = peers.exchange(dict.fromkeys(others, message.cpu()), lengths, meter)
+    received[peers.replica] = message
     mean = torch.zeros_like(x)
     for peer in range(peers.size):
-        decoded = read_message(compressor, told[peer], x, peer)
+        decoded = decode_message(codec, received[peer], x, peer)
         mean += decoded
         if peer == peers.replica:
             sent = decoded
     return sent, mean.div_(peers.size)
 
 
-def read_message(compressor: MessageCodec, message: Tensor, like: Tensor, peer: int) -> Tensor:
-    """Return what the message of a replica stands for, as long as `like` and on its device. Raises RunError."""
+def decode_message(codec: MessageCodec, message: Tensor, like: Tensor, peer: int) -> Tensor:
+    """Decode the message of a replica to the length and device of `like`. Raises RunError if it is invalid."""
     try:
-        return compressor.decode(message.to(like.device), len(like))
+        return codec.decode(message.to(like.device), len(like))
     except ValueError as error:
         raise RunError(f"replica {peer} sent a message that cannot be decoded: {error}") from None
+
+
+def _encode(codec: MessageCodec, x: Tensor, replica: int) -> Tensor:
+    try:
+        return codec.encode(x)
+    except NotFiniteError as error:
+        raise RunError(f"replica {replica}: update is not finite ({error}); resume from a checkpoint") from error

@@ -1,43 +1,52 @@
-"""Gradients gathered into buckets."""
+"""Reduction of gradients in buckets, overlapped with the backward pass."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from acsgd.dp.sync import Memoryless
+from acsgd.codecs.identity import DTYPES
+from acsgd.dp.exchange.flat import FlatLayout
+from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.resize import ReplicaState, check_names
 from acsgd.meter import Meter
-from acsgd.optim.base import Capability
-from acsgd.shards.weights import Weight
+from acsgd.optim.base import Capability, SecondMoments
+from acsgd.shards.weights import Weight, WeightState
+from acsgd.topology import collective_errors
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+"""Dtype of gradients in messages. fp16 has more bits than bf16, but a range of only 6e-8 to 65504."""
+BUCKET_MB = 25.0
 
 
 class Bucket:
-    """Gradients that travel together: one flat fp32 tensor, into which the masters' gradients become views."""
+    """Gradients that are reduced in one message: a flat fp32 tensor, of which the masters' gradients become views."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self.weights = tuple(weights)
-        masters = [weight.master for weight in weights]
-        self.flat = torch.zeros(sum(master.numel() for master in masters), device=masters[0].device)
-        pieces = self.flat.split([master.numel() for master in masters])
-        self._views: dict[str, Tensor] = {
-            weight.key: piece.view(weight.master.shape) for weight, piece in zip(weights, pieces, strict=True)
-        }
+        layout = FlatLayout({weight.key: weight.master.shape for weight in weights})
+        self.flat = torch.zeros(layout.n, device=weights[0].master.device)
+        self._views = layout.views(self.flat)
         self.missing = 0
+        """Number of gradients that are not final yet."""
 
-    def begin(self) -> None:
-        """Forget the gradients and expect all of them anew."""
+    def reset(self) -> None:
+        """Clear the gradients for the next step."""
         self.missing = len(self.weights)
         for weight in self.weights:
             weight.master.grad = None
 
     def adopt(self, weight: Weight) -> None:
-        """Make a gradient that is a tensor of its own, or none, a view into the flat one; later sums go there.
+        """Make the gradient of a weight a view of the flat tensor, so that later backward passes accumulate there.
 
-        Autograd hands over its first gradient without a copy, so this costs less than zeroing and adding.
+        A weight without a gradient gets zeros. Autograd hands over its first gradient without a copy, so this costs
+        less than zeroing and adding.
         """
         view, grad = self._views[weight.key], weight.master.grad
         if grad is None:
@@ -47,15 +56,15 @@ class Bucket:
         weight.master.grad = view
 
 
-def make_buckets(weights: Sequence[Weight], nbytes: int) -> list[Bucket]:
-    """Cut weights into buckets of about `nbytes` of gradients, last layer first: as backward completes them."""
+def make_buckets(weights: Sequence[Weight], megabytes: float = BUCKET_MB) -> list[Bucket]:
+    """Split weights into buckets of about as many megabytes of gradients, last layer first, as backward makes them."""
     buckets: list[Bucket] = []
     members: list[Weight] = []
     size = 0
     for weight in reversed(weights):
         members.append(weight)
         size += weight.master.nbytes
-        if size >= nbytes:
+        if size >= int(megabytes * 1e6):
             buckets.append(Bucket(members))
             members, size = [], 0
     if members:
@@ -64,66 +73,114 @@ def make_buckets(weights: Sequence[Weight], nbytes: int) -> list[Bucket]:
 
 
 @dataclass(frozen=True)
-class InBuckets:
-    """What modes have in common that sum gradients bucket by bucket."""
+class BucketOptions:
+    """Options of the modes that reduce gradients in buckets."""
 
     requires: ClassVar[frozenset[Capability]] = frozenset()
 
-    bucket_mb: float = 25.0
-    """Megabytes of gradients per message. Smaller = earlier start, more messages."""
+    bucket_mb: float = BUCKET_MB
+    """Gradients per message, megabytes. Smaller = earlier start, more messages."""
 
     def __post_init__(self) -> None:
         if not self.bucket_mb > 0:
             raise ValueError(f"bucket_mb={self.bucket_mb} must be greater than 0")
 
-    def buckets(self, weights: Sequence[Weight]) -> list[Bucket]:
-        """Cut a stage's weights into buckets."""
-        return make_buckets(weights, int(self.bucket_mb * 1e6))
 
+class BucketSync:
+    """Base of syncs that reduce gradients in buckets.
 
-class BucketSync(Memoryless):
-    """Buckets leave in one fixed order on every replica, each as soon as it and those before it are full.
-
-    A mode adds what it means to leave.
+    Buckets are reduced in the same order on every replica, each as soon as it and all before it are final.
     """
+
+    states: Sequence[ReplicaState] = ()
 
     def __init__(self, buckets: list[Bucket]) -> None:
         self.meter = Meter()
         self._buckets = buckets
         self._bucket_of = {weight.key: bucket for bucket in buckets for weight in bucket.weights}
-        self._under_way: list[Callable[[], None]] = []
+        self._pending: list[Callable[[], None]] = []
 
-    def leave(self, bucket: Bucket) -> Callable[[], None]:
-        """Start to exchange a bucket; return what waits until it is summed, in its flat tensor."""
+    def start_reduction(self, bucket: Bucket) -> Callable[[], None]:
+        """Start to reduce a bucket; return a function that waits for the sum, in the bucket's flat tensor."""
         raise NotImplementedError
 
+    def local_step(self, step: int) -> None:
+        pass
+
     def begin_step(self, step: int, scale: float = 1.0) -> None:
-        assert not self._under_way
+        assert not self._pending
         for bucket in self._buckets:
-            bucket.begin()
+            bucket.reset()
 
     def grad_ready(self, weight: Weight, *, is_final: bool) -> None:
         bucket = self._bucket_of[weight.key]
         bucket.adopt(weight)
         if is_final:
             bucket.missing -= 1
-            while self._next_is_full():
-                self._launch()
+            while self._next_is_final():
+                self._start_next()
 
     def reduce(self) -> None:
-        for bucket in self._buckets[len(self._under_way) :]:  # those with a parameter that took no part
+        for bucket in self._buckets[len(self._pending) :]:  # those with a weight that has no gradient in this step
             for weight in bucket.weights:
                 bucket.adopt(weight)
-            self._launch()
+            self._start_next()
 
     def wait(self) -> None:
-        for finish in self._under_way:
+        for finish in self._pending:
             finish()
-        self._under_way.clear()
+        self._pending.clear()
 
-    def _next_is_full(self) -> bool:
-        launched = len(self._under_way)
-        return launched < len(self._buckets) and self._buckets[launched].missing == 0
+    def after_step(self, step: int, moments: SecondMoments) -> None:
+        pass
 
-    def _launch(self) -> None:
-        self._under_way.append(self.leave(self._buckets[len(self._under_way)]))
+    def global_weights(self) -> None:
+        pass
+
+    def state_dict(self) -> WeightState:
+        return {}
+
+    def load_state_dict(self, saved: Sequence[WeightState]) -> None:
+        check_names(self.states, saved)
+
+    def _next_is_final(self) -> bool:
+        started = len(self._pending)
+        return started < len(self._buckets) and self._buckets[started].missing == 0
+
+    def _start_next(self) -> None:
+        self._pending.append(self.start_reduction(self._buckets[len(self._pending)]))
+
+
+class AllReduceSync(BucketSync):
+    """Gradient sync by all-reduce of each bucket."""
+
+    def __init__(self, buckets: list[Bucket], peers: Peers, dtype: Dtype = "fp32") -> None:
+        super().__init__(buckets)
+        self._group = peers.group
+        self._dtype = DTYPES[dtype]
+        self._divisor = peers.size if dtype == "fp16" else 1  # fp16 sums the mean, which overflows no sooner
+
+    def start_reduction(self, bucket: Bucket) -> Callable[[], None]:
+        flat, divisor = bucket.flat, self._divisor
+        message = (flat / divisor if divisor > 1 else flat).to(self._dtype)
+        wait = start_all_reduce(message, self._group, self.meter)
+
+        def finish() -> None:
+            wait()
+            if message is not flat:
+                flat.copy_(message).mul_(divisor)
+
+        return finish
+
+
+def start_all_reduce(message: Tensor, group: dist.ProcessGroup, meter: Meter) -> Callable[[], None]:
+    """Start to all-reduce a tensor, in place; return a function that waits for the sum. That may raise RunError."""
+    since = time.perf_counter()
+    work = dist.all_reduce(message, group=group, async_op=True)
+    meter.sent_bytes += 2 * (group.size() - 1) * message.nbytes // group.size()  # per rank of a ring
+
+    def wait() -> None:
+        with collective_errors("summing gradients", group):
+            meter.wait(work, since)
+
+    return wait

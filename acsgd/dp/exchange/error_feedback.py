@@ -1,7 +1,7 @@
-"""Error feedback on both sides of an exchange: what a message lacks is owed, and sent with what comes later.
+"""Error feedback: what compression omits from a message is added to the next one.
 
-Source: Tang et al. 2019, arXiv:1905.05957 (DoubleSqueeze), Algorithm 1. n = elements of a vector; R replicas; part j of
-R is what replica j serves.
+Sources: Karimireddy et al. 2019, arXiv:1901.09847; for both directions, Tang et al. 2019, arXiv:1905.05957
+(DoubleSqueeze), Algorithm 1. n = elements of a vector; R replicas; replica r owns part r of R.
 """
 
 from __future__ import annotations
@@ -9,44 +9,69 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from acsgd.codecs.base import NotFiniteError
 from acsgd.codecs.message import MessageCodec
-from acsgd.dp.exchange.averaging import parts, served_mean
+from acsgd.dp.exchange.averaging import gathered_mean, sharded_mean, split_evenly
 from acsgd.dp.exchange.peers import Peers
-from acsgd.errors import RunError
+from acsgd.dp.resize import ReplicaState
 from acsgd.meter import Meter
 
+RESIDUAL = ReplicaState("residual", merge="mean", single="add_to_weight")
+"""Residual of a replica's updates."""
+SERVER_RESIDUAL = ReplicaState("server_residual", merge="sum", single="add_to_weight")
+"""Residual of the means that a replica computes, 0 outside of the part that it owns."""
 
-class Owed:
-    """What this replica owes: sum of all that was added to `own`, in the mean, == sum of the means + what is owed."""
 
-    def __init__(self, own: Tensor, peers: Peers) -> None:
-        """own: [n], fp32; becomes what the replica has not told yet, and is changed in place by every exchange."""
-        self.own = own
-        self.served = torch.zeros_like(parts(own, peers.size)[peers.replica])
-        """Of the part that this replica serves: what all means so far have lacked."""
+class ErrorFeedback:
+    """Residuals of the repeated exchange of a vector [n], fp32.
+
+    The mean of all inputs equals the sum of all outputs plus the mean of `residual` over the replicas plus
+    `server_residual` of each part.
+    """
+
+    def __init__(self, like: Tensor, peers: Peers, *, sender: bool = True, server: bool = True) -> None:
+        """like: a tensor [n]. sender, server: which residuals there are; the other is empty."""
+        self.residual = torch.zeros_like(like if sender else like[:0])
+        """[n], what compression has omitted from the messages of this replica."""
+        self.server_residual = torch.zeros_like(split_evenly(like, peers.size)[peers.replica] if server else like[:0])
+        """[n_r], what compression has omitted from the means of the part that this replica owns."""
         self._peers = peers
 
+    def add(self, x: Tensor) -> None:
+        """Add a vector [n] to the residual, as input of the next exchange."""
+        self.residual += x
+
+    def subtract(self, x: Tensor) -> None:
+        """Subtract a vector [n] from the residual."""
+        self.residual -= x
+
     @torch.no_grad()
-    def exchange(self, compressor: MessageCodec, meter: Meter) -> Tensor:
-        """Send what is owed, as far as messages go; return the mean of what was sent, [n], equal on all replicas.
+    def sharded_mean(self, codec: MessageCodec, meter: Meter) -> Tensor:
+        """Send the residual; return the decoded mean [n], equal on all replicas. Both directions are compressed.
 
-        To be called in the thread of the peers. Raises RunError.
+        Call it in the thread of the peers. Raises RunError.
         """
-        cut = parts(self.own, self._peers.size)
-        try:
-            agreed = served_mean(cut, self.served, compressor, self._peers, meter)
-        except NotFiniteError as error:
-            raise RunError(
-                f"replica {self._peers.replica}: what it owes is not finite ({error}); go back to a checkpoint"
-            ) from error
-        for part, sent in zip(cut, agreed.sent, strict=True):
+        parts = split_evenly(self.residual, self._peers.size)
+        result = sharded_mean(parts, self.server_residual, codec, self._peers, meter)
+        for part, sent in zip(parts, result.sent, strict=True):
             part -= sent
-        self.served = agreed.error
-        return torch.cat(agreed.mean)
+        self.server_residual = result.server_residual
+        return torch.cat(result.mean)
 
-    def served_whole(self) -> Tensor:
-        """Return the served error as a tensor [n], 0 where other replicas serve."""
-        whole = torch.zeros_like(self.own)
-        parts(whole, self._peers.size)[self._peers.replica].copy_(self.served)
-        return whole
+    @torch.no_grad()
+    def gathered_mean(self, codec: MessageCodec, meter: Meter) -> Tensor:
+        """All-gather the compressed residuals; return the decoded mean [n], equal on all replicas.
+
+        Call it in the thread of the peers. Raises RunError.
+        """
+        sent, mean = gathered_mean(self.residual, codec, self._peers, meter)
+        self.subtract(sent)
+        return mean
+
+
+def pad_part(part: Tensor, like: Tensor, peers: Peers) -> Tensor:
+    """Return a tensor [n] that holds the part that this replica owns, 0 elsewhere. like: a tensor [n]."""
+    if len(part) == len(like):
+        return part
+    whole = torch.zeros_like(like)
+    split_evenly(whole, peers.size)[peers.replica].copy_(part)
+    return whole

@@ -1,4 +1,4 @@
-"""The replicas of one part of the model, seen from one of them: who they are, and messages between them.
+"""The replicas of one part of the model, and point-to-point messages between them.
 
 R replicas; a message is uint8[n], at least one byte.
 """
@@ -22,108 +22,112 @@ from acsgd.meter import Meter
 
 T = TypeVar("T")
 TAG = 2
-"""Of messages between replicas; those of collectives have tags of their own."""
-_FRAME = struct.Struct("<QQ")
-"""Round, bytes that follow. A receiver that is out of step says so instead of taking one message for another."""
-_GAVE_UP = 2**64 - 1
-"""In place of the bytes that follow: nothing will, now or later."""
+"""Tag of messages between replicas."""
+_HEADER = struct.Struct("<QQ")
+"""Number of the exchange, length of the message in bytes. The number detects replicas that are out of step."""
+_ABORTED = 2**64 - 1
+"""Length in the header of a replica that has failed and sends nothing more."""
 
 
-class UnderWay(Generic[T]):
-    """Something that the thread does."""
+class AsyncResult(Generic[T]):
+    """Result of work in the thread of `Peers`."""
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future
         self._since = time.perf_counter()
 
     def wait(self) -> bool:
-        """Block until it is done. Raises what it has raised."""
+        """Wait until the work is done. Raises what it raised."""
         self._future.result()
         return True
 
     def result(self, meter: Meter) -> T:
-        """Wait for it, counted by `meter`, and return what came of it. Raises what it has raised."""
+        """Wait for the work, record the wait in `meter`, and return its result. Raises what it raised."""
         meter.wait(self, self._since)
         return self._future.result()
 
 
 class Peers:
-    """This replica and all others.
+    """A data-parallel group, seen from one of its replicas.
 
-    What is exchanged beside the training goes through one thread per rank, in the order in which it was begun: the same
-    on all replicas.
+    One thread per rank runs all exchanges in the order in which they were submitted, the same on all replicas.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.size = group.size()
-        """R."""
+        """Number of replicas, R."""
         self.replica = group.rank()
         self._ranks = dist.get_process_group_ranks(group)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replicas")
-        self._rounds = 0
-        self._last_words: list[dist.Work] = []
-        """Kept, since what is on its way needs its buffer."""
+        self._exchanges = 0
+        self._abort_messages: list[dist.Work] = []
+        """Keeps the buffers of unfinished sends alive."""
 
-    def begin(self, work: Callable[[], T]) -> UnderWay[T]:
-        """Do something in the thread."""
-        return UnderWay(self._thread.submit(work))
+    def submit(self, work: Callable[[], T]) -> AsyncResult[T]:
+        """Run a function in the thread."""
+        return AsyncResult(self._thread.submit(work))
 
-    def swap(self, outgoing: Mapping[int, Tensor], longest: Mapping[int, int], meter: Meter) -> dict[int, Tensor]:
-        """Send a message to each of some replicas, wait, and return those that they send, by replica.
+    def exchange(self, outgoing: Mapping[int, Tensor], longest: Mapping[int, int], meter: Meter) -> dict[int, Tensor]:
+        """Send a message to some replicas, and receive one from some. Call it in the thread.
 
-        outgoing: in host memory; longest: the most bytes that each may send. Those that are named here must name this
-        replica. To be called in the thread. Raises RunError that names the replica which does not do its part.
+        Args:
+            outgoing: Messages to send, by replica, in host memory.
+            longest: Maximum number of bytes to receive, by replica; each of them must send to this one.
+            meter: Counts the bytes sent.
+
+        Raises:
+            RunError: A replica failed or timed out; the error names it.
         """
-        self._rounds += 1
+        self._exchanges += 1
         since, buffers, receiving, sending = time.perf_counter(), {}, {}, {}
         for peer, nbytes in longest.items():
-            buffers[peer] = torch.empty(_FRAME.size + nbytes, dtype=torch.uint8)
-            with self._with(peer, since):
-                receiving[peer] = _begun(dist.irecv(buffers[peer], self._ranks[peer], self.group, TAG))
+            buffers[peer] = torch.empty(_HEADER.size + nbytes, dtype=torch.uint8)
+            with self._errors_of(peer, since):
+                receiving[peer] = _started(dist.irecv(buffers[peer], self._ranks[peer], self.group, TAG))
         for peer, message in outgoing.items():
-            frame = bytearray(_FRAME.pack(self._rounds, len(message)))
-            framed = torch.cat([torch.frombuffer(frame, dtype=torch.uint8), message])
-            with self._with(peer, since):
-                sending[peer] = _begun(dist.isend(framed, self._ranks[peer], self.group, TAG))
+            header = bytearray(_HEADER.pack(self._exchanges, len(message)))
+            framed = torch.cat([torch.frombuffer(header, dtype=torch.uint8), message])
+            with self._errors_of(peer, since):
+                sending[peer] = _started(dist.isend(framed, self._ranks[peer], self.group, TAG))
             meter.sent_bytes += len(framed)
-        told = {}
+        received = {}
         for peer, buffer in buffers.items():
-            with self._with(peer, since):
+            with self._errors_of(peer, since):
                 receiving[peer].wait()
-            told[peer] = self._body(peer, buffer)  # before what this one would no longer receive is waited for
+            received[peer] = self._body(peer, buffer)  # an aborted peer no longer receives: raise before waiting for it
         for peer, sent in sending.items():
-            with self._with(peer, since):
+            with self._errors_of(peer, since):
                 sent.wait()
-        return told
+        return received
 
-    def give_up(self) -> None:
-        """Tell all others that nothing will follow, so that none waits for it until the timeout.
+    def abort(self) -> None:
+        """Make the next exchange of all other replicas fail now instead of at its timeout.
 
-        To be called in the thread, after a failure; their next `swap` fails.
+        Call it in the thread, after a failure.
         """
-        frame = torch.frombuffer(bytearray(_FRAME.pack(self._rounds, _GAVE_UP)), dtype=torch.uint8)
+        header = torch.frombuffer(bytearray(_HEADER.pack(self._exchanges, _ABORTED)), dtype=torch.uint8)
         for peer, rank in enumerate(self._ranks):
             if peer != self.replica:
-                with contextlib.suppress(RuntimeError):  # it is gone itself
-                    self._last_words.append(_begun(dist.isend(frame, rank, self.group, TAG)))
+                with contextlib.suppress(RuntimeError):  # the peer has failed, too
+                    self._abort_messages.append(_started(dist.isend(header, rank, self.group, TAG)))
 
     def _body(self, peer: int, buffer: Tensor) -> Tensor:
-        number, length = _FRAME.unpack(bytes(buffer[: _FRAME.size].tolist()))
-        if length == _GAVE_UP:
+        number, length = _HEADER.unpack(bytes(buffer[: _HEADER.size].tolist()))
+        if length == _ABORTED:
             rank = self._ranks[peer]
-            raise RunError(f"replica {peer}, rank {rank}, has given up; its own error says why", awaited=[rank])
-        if number != self._rounds or length > len(buffer) - _FRAME.size:
+            raise RunError(f"replica {peer}, rank {rank}, has failed; see its own error", awaited=[rank])
+        if number != self._exchanges or length > len(buffer) - _HEADER.size:
             raise RunError(
                 f"replica {peer} (rank {self._ranks[peer]}) sent message {number} of {length} bytes, not message "
-                f"{self._rounds} of at most {len(buffer) - _FRAME.size}: the two run different programs, check that "
-                "all hosts have the same acsgd, run file and flags"
+                f"{self._exchanges} of at most {len(buffer) - _HEADER.size}: the two run different programs, check "
+                "that all hosts have the same acsgd, run file and flags"
             )
-        return buffer[_FRAME.size : _FRAME.size + length]
+        return buffer[_HEADER.size : _HEADER.size + length]
 
     @contextlib.contextmanager
-    def _with(self, peer: int, since: float) -> Iterator[None]:
-        """Say of a failure with whom it was."""
+    def _errors_of(self, peer: int, since: float) -> Iterator[None]:
+        """Name the replica in errors of its messages."""
         try:
             yield
         except RuntimeError as error:
@@ -135,6 +139,6 @@ class Peers:
             ) from error
 
 
-def _begun(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "only ranks outside of the group get none"
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "None is returned to ranks outside of the group"
     return work

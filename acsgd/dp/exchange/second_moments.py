@@ -1,10 +1,11 @@
-"""AdamW's second moments on replicas that step apart: row by row as large as they would be for the mean gradient.
+"""Correction of second moments on replicas that make local steps: row by row as large as those of the mean gradient.
 
-AdamW divides by the root of the mean square of the gradients that it sees. On one of R replicas that is signal + noise,
-of their mean it is signal + noise / R: up to R times less, so a step on the mean is up to sqrt(R) times longer. By how
-much differs most between rows, the row of a rare token, say, which one replica has a gradient for and the others have
-not. So a row keeps its form, which is that of a replica's own gradients, and gets its size from all: now and then three
-numbers per row travel, of which one, a random projection of g, tells the square of the mean g without exchanging g.
+AdamW divides by the root of the mean square of the gradients that it sees. On one of R replicas that is signal + noise;
+for the mean gradient it is signal + noise / R: up to R times less, so a step on the mean gradient is up to sqrt(R)
+times longer. The ratio differs most between rows: a rare token's row, for example, has a gradient on one replica only.
+So the second moments of a row keep the relative sizes that a replica's own gradients give them, and their mean is
+corrected. At some steps the replicas exchange three numbers per row. One is a random projection of the gradient row,
+whose mean over the replicas gives the square of the mean gradient without exchanging the gradient.
 
 R replicas; N = rows of all weights of a stage; g = a row of a gradient.
 """
@@ -18,168 +19,182 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.log_levels import LogLevels
-from acsgd.dp.exchange.averaging import parts, served_mean
+from acsgd.dp.exchange.averaging import sharded_mean, split_evenly
+from acsgd.dp.exchange.flat import FlatLayout
 from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.resize import ReplicaState, restore
 from acsgd.meter import Meter
 from acsgd.optim.base import SecondMoments
 from acsgd.seeds import mix_seed
 from acsgd.shards.weights import WeightState
 
-ROWS = "moment_rows"
-"""Name under which [rows, 4] per weight is saved: the fields of _Rows."""
-NARROWEST = 8
-"""Elements of a row at least, where a weight can be cut so; what travels per row is not worth it for fewer."""
-EVERY, KEPT = 16, 0.7
-"""Steps between two measurements, and what an earlier one counts for in the next."""
+MIN_ROW = 8
+"""Minimum elements of a row, where a weight can be divided so; shorter rows are not worth their traffic."""
+INTERVAL = 16
+"""Steps between two measurements."""
+DECAY = 0.7
+"""Weight of the earlier measurements in a new one."""
 PRIOR = 2.0
-"""Measurements of a row that its weight as a whole counts for: one projection says little."""
-BLOCK = 128
-"""Rows that share two draws of signs."""
+"""Measurements of a row that the ratio of its whole weight counts for, since one projection is noisy."""
+SIGN_ROWS = 128
+"""Rows that share two draws of random signs."""
 
 
-class _Rows(NamedTuple):
-    """What is known of each row of a stage, fp32 [N] each."""
+class _RowStatistics(NamedTuple):
+    """Statistics of the rows of a stage, fp32 [N] each."""
 
-    agreed: Tensor
-    """Of its second moments, what is left of the mean on which replicas have agreed; NaN = not known yet."""
-    of_mean: Tensor
-    """Sum over the measurements of (mean of p)^2, p a replica's projection of g; earlier ones count for less."""
-    of_each: Tensor
-    """The same of the mean of p^2."""
-    measured: Tensor
-    """How many measurements that are: those in which the row had a gradient."""
+    mean: Tensor
+    """Mean second moment of the row on which the replicas have agreed, decayed since; NaN = none yet."""
+    mean_squared: Tensor
+    """Decayed sum over the measurements of (mean of p)^2, where p is a replica's projection of g."""
+    squared_mean: Tensor
+    """Decayed sum over the measurements of the mean of p^2."""
+    measurements: Tensor
+    """Decayed number of measurements in which the row had a gradient."""
 
 
-class RowMoments:
-    """Keeps the second moments of a stage, together with the same stage of all other replicas."""
+def _rows_shape(weight: Tensor) -> tuple[int, ...]:
+    return (len(by_rows(weight)),)
+
+
+ROW_MEANS = ReplicaState("second_moment_means", merge="mean", shape=_rows_shape)
+"""_RowStatistics.mean."""
+ROW_RATIOS = ReplicaState("second_moment_ratios", merge="reset", shape=lambda weight: (*_rows_shape(weight), 3))
+"""The other fields of _RowStatistics."""
+MOMENT_STATES = (ROW_MEANS, ROW_RATIOS)
+
+
+class SecondMomentCorrection:
+    """Correction of the second moments of a stage, together with the same stage on all other replicas."""
 
     def __init__(self, weights: Mapping[str, Tensor], peers: Peers) -> None:
-        """weights: by key; their shapes count, and the device that they are on."""
+        """weights: by key; used for their shapes and device."""
+        self._weights = weights
         self._peers = peers
-        self._lengths = {key: len(by_rows(weight)) for key, weight in weights.items()}
+        self._layout = FlatLayout({key: _rows_shape(weight) for key, weight in weights.items()})
         device = next(iter(weights.values())).device
-        self._rows = _Rows(*torch.zeros(4, sum(self._lengths.values()), device=device))
-        self._rows.agreed.fill_(torch.nan)
-        self._share = torch.ones_like(self._rows.agreed)
-        """How much of the squares of a replica's gradients is to be added to second moments, [N], in [1 / R, 1]."""
+        self._rows = _RowStatistics(*torch.zeros(4, self._layout.n, device=device))
+        self._rows.mean.fill_(torch.nan)
+        self._shares = torch.ones_like(self._rows.mean)
+        """Fraction of a replica's squared gradients that its second moments accumulate, [N], in [1 / R, 1]."""
 
-    def is_due(self, steps: int) -> bool:
-        """Whether to measure after so many steps apart: more often at the start."""
-        return steps % EVERY == 0 or steps in (1, 2, 4, 8)
+    def is_due(self, local_steps: int) -> bool:
+        """Whether to measure after a number of local steps; more often at the start."""
+        return local_steps % INTERVAL == 0 or local_steps in (1, 2, 4, 8)
 
     def shares(self) -> dict[str, Tensor]:
-        """Return by key, [rows], what shares of the squares of gradients AdamW is to add."""
-        return self._split(self._share)
+        """Return the fraction of squared gradients that second moments accumulate, by key, [rows]."""
+        return self._layout.views(self._shares)
 
-    def note(self, step: int, moments: SecondMoments) -> None:
-        """Take note that step `step`, counted from 0, has been made apart.
+    def decay(self, step: int, moments: SecondMoments) -> None:
+        """Decay the row means as the optimizer has decayed the second moments in local step `step`.
 
-        A weight that took no part in it has lost nothing; that counts as gained, when it is measured.
+        A weight without a gradient in this step has not decayed; the next measurement corrects that.
         """
-        agreed = self._rows.agreed
         if step == 0:
-            agreed.zero_()
-        agreed.mul_(moments.decay)
+            self._rows.mean.zero_()
+        self._rows.mean.mul_(moments.decay)
 
     @torch.no_grad()
     def measure(self, step: int, grads: Mapping[str, Tensor], moments: SecondMoments, meter: Meter) -> None:
-        """Look at the gradients of a step and its second moments, by key; agree on shares, and on the means of rows.
+        """Exchange row statistics, update the shares, and scale the second moments to the agreed row means, in place.
 
-        A weight that has no gradient here has one of zeros. Changes the second moments. To be called in the thread of
-        the peers, by all of them, after `note`.
+        Called in the thread of the peers, by all of them, after `decay`.
+
+        Args:
+            step: The step that was made.
+            grads: Its gradients, by key; weights without one count as zeros.
+            moments: The second moments after it.
+            meter: Counts the bytes sent.
         """
-        agreed, *sums = self._rows
-        now = self._means(moments)
-        agreed.copy_(torch.where(agreed.isnan(), now, agreed))
-        projected = torch.zeros_like(now)
-        for key, piece in self._split(projected).items():
+        mean, *sums = self._rows
+        present = self._present_means(moments)
+        mean.copy_(torch.where(mean.isnan(), present, mean))
+        projected = torch.zeros_like(present)
+        for key, piece in self._layout.views(projected).items():
             if key in grads:
                 piece.copy_(project(by_rows(grads[key]), step))
         levels = LogLevels()
-        projected = levels.decode(levels.encode(projected), len(projected))  # so that its square is told exactly
-        told = torch.cat([(now - agreed).clamp_min_(0) / self._share, projected.square(), projected])
-        means = served_mean(parts(told, self._peers.size), None, levels, self._peers, meter).mean
-        added, squares, projected = torch.cat(means).split(len(now))
+        projected = levels.decode(levels.encode(projected), len(projected))  # so that its square is exact in a message
+        statistics = torch.cat([(present - mean).clamp_min_(0) / self._shares, projected.square(), projected])
+        means = sharded_mean(split_evenly(statistics, self._peers.size), None, levels, self._peers, meter).mean
+        added, squares, projected = torch.cat(means).split(len(present))
         for total, latest in zip(sums, (projected.square(), squares, torch.ones_like(squares)), strict=True):
-            total.copy_(torch.where(squares > 0, KEPT * total + latest, total))
-        self._find_shares()
-        agreed.add_(self._share * added)
-        self._resize(moments, now)
+            total.copy_(torch.where(squares > 0, DECAY * total + latest, total))
+        self._update_shares()
+        mean.add_(self._shares * added)
+        self._scale_rows(moments, present)
 
     def state_dict(self) -> WeightState:
-        """Return what is known of the rows, by key, [rows, 4]."""
-        return {ROWS: self._split(torch.stack(self._rows, 1))}
+        """Return the row statistics, by key: [rows] and [rows, 3]."""
+        return {
+            ROW_MEANS.name: self._layout.views(self._rows.mean),
+            ROW_RATIOS.name: self._layout.views(torch.stack(self._rows[1:], 1)),
+        }
 
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
-        """Take over what as many replicas knew; of more or fewer the sizes alone hold, in the mean."""
-        known = [state[ROWS] for state in saved if ROWS in state]
-        if known and len(known) == len(saved) == self._peers.size:
-            self.load(known[self._peers.replica])
-            return
-        rows = torch.zeros(sum(self._lengths.values()), 4)
-        rows[:, 0] = torch.nan
-        if known and len(known) == len(saved):
-            rows[:, 0] = torch.stack([torch.cat([each[key][:, 0] for key in self._lengths]) for each in known]).mean(0)
-        self.load(self._split(rows))
+        """Restore from the saved states of all replicas."""
+        here = {"replica": self._peers.replica, "replicas": self._peers.size}
+        self.load(*(restore(state, saved, self._weights, **here) for state in MOMENT_STATES))
 
     @torch.no_grad()
-    def load(self, rows: Mapping[str, Tensor]) -> None:
-        """Take over what this replica itself knew, by key, [rows, 4]."""
-        whole = torch.cat([rows[key] for key in self._lengths])
-        for total, column in zip(self._rows, whole.unbind(1), strict=True):
+    def load(self, means: Mapping[str, Tensor], ratios: Mapping[str, Tensor]) -> None:
+        """Load what `state_dict` returned on this replica; rows that are missing have not been measured."""
+        self._rows.mean.fill_(torch.nan)
+        self._layout.fill(self._rows.mean, means)
+        columns = self._rows.mean.new_zeros(self._layout.n, 3)
+        self._layout.fill(columns, ratios)
+        for total, column in zip(self._rows[1:], columns.unbind(1), strict=True):
             total.copy_(column)
-        self._find_shares()
+        self._update_shares()
 
-    def _split(self, rows: Tensor) -> dict[str, Tensor]:
-        """View [N, ...] as what belongs to each weight, by key."""
-        return dict(zip(self._lengths, rows.split(list(self._lengths.values())), strict=True))
-
-    def _means(self, moments: SecondMoments) -> Tensor:
-        """Return the means of the rows of second moments, [N]; 0 where there are none."""
-        means = torch.zeros_like(self._share)
-        for key, piece in self._split(means).items():
+    def _present_means(self, moments: SecondMoments) -> Tensor:
+        """Return the row means of second moments, [N]; 0 for weights that have none yet."""
+        means = torch.zeros_like(self._shares)
+        for key, piece in self._layout.views(means).items():
             if key in moments.by_key:
                 piece.copy_(by_rows(moments.by_key[key]).mean(1))
         return means
 
-    def _find_shares(self) -> None:
-        _, of_mean, of_each, measured = self._rows
-        own = (of_mean / of_each).nan_to_num(1.0)
-        sums = zip(self._split(of_mean).values(), self._split(of_each).values(), strict=True)
-        whole = torch.cat([(mean.sum() / each.sum()).nan_to_num(1.0).expand(len(mean)) for mean, each in sums])
-        shares = (measured * own + PRIOR * whole) / (measured + PRIOR)
-        self._share = shares.clamp_(1 / self._peers.size, 1.0)
+    def _update_shares(self) -> None:
+        _, mean_squared, squared_mean, measurements = self._rows
+        of_row = (mean_squared / squared_mean).nan_to_num(1.0)
+        sums = zip(*(self._layout.views(total).values() for total in (mean_squared, squared_mean)), strict=True)
+        of_weight = torch.cat([(mean.sum() / each.sum()).nan_to_num(1.0).expand(len(mean)) for mean, each in sums])
+        shares = (measurements * of_row + PRIOR * of_weight) / (measurements + PRIOR)
+        self._shares = shares.clamp_(1 / self._peers.size, 1.0)
 
-    def _resize(self, moments: SecondMoments, now: Tensor) -> None:
-        """Multiply rows, whose means are now those, so that they are what is agreed; a row of zeros is filled."""
-        agreed = self._rows.agreed
-        factors = self._split(torch.where(now > 0, agreed / now, 1.0))
-        fills = self._split(torch.where(now > 0, 0.0, agreed))
+    def _scale_rows(self, moments: SecondMoments, present: Tensor) -> None:
+        """Scale rows, whose present means are given, to the agreed means; rows of zeros are filled with the mean."""
+        mean = self._rows.mean
+        factors = self._layout.views(torch.where(present > 0, mean / present, 1.0))
+        fills = self._layout.views(torch.where(present > 0, 0.0, mean))
         for key, factor in factors.items():
             if key in moments.by_key:
                 by_rows(moments.by_key[key]).mul_(factor.unsqueeze(1)).add_(fills[key].unsqueeze(1))
 
 
 def by_rows(x: Tensor) -> Tensor:
-    """Return a view [rows, elements] of a weight, cut by its first dimension unless that makes rows too short."""
+    """Return a view [rows, elements] of a weight, divided by its first dimension unless its rows are too short."""
     elements = x.numel() // len(x) if x.dim() > 1 else 1
-    if elements < NARROWEST:
-        elements = NARROWEST if x.numel() % NARROWEST == 0 else x.numel()
+    if elements < MIN_ROW:
+        elements = MIN_ROW if x.numel() % MIN_ROW == 0 else x.numel()
     return x.view(-1, elements)
 
 
 def project(grad: Tensor, step: int) -> Tensor:
-    """Return random projections [rows] of the rows of a gradient, [rows, n]; the mean of a square is that of g^2.
+    """Return random projections [rows] of the rows of a gradient [rows, n]; the expected square is the mean of g^2.
 
-    On signs drawn anew in each step, the same on all replicas and for copies of a weight. Rows of a gradient are often
-    alike, so each is projected on others: else what a weight as a whole is taken to have would be that of one number.
+    The random signs are the same on all replicas and for copies of a weight, and differ between steps. They also differ
+    between rows, since rows of a gradient are often alike and the mean over a weight's rows would else be as noisy as
+    a single projection.
     """
-    n, count = grad.shape[1], min(BLOCK, grad.shape[1])
+    n, count = grad.shape[1], min(SIGN_ROWS, grad.shape[1])
     generator = torch.Generator().manual_seed(mix_seed(step, grad.numel()))
     pieces = []
     for rows in grad.split(count):
         one, other = torch.randint(0, 2, (2, n), generator=generator).mul_(2).sub_(1).to(grad.device, grad.dtype)
-        # one, turned by a place per row, times the other, turned the other way
+        # one vector rotated by the index of the row, times the other rotated in the opposite direction
         signs = one.repeat(2).unfold(0, n, 1)[:count] * other.repeat(2).unfold(0, n, 1)[:count].flip(0)
         pieces.append((rows * signs[: len(rows)]).sum(1))
     return torch.cat(pieces) / n**0.5

@@ -1,14 +1,14 @@
-"""Communication hooks for anybody's DistributedDataParallel: a compressed mean of gradients that loses nothing.
+"""Communication hooks for DistributedDataParallel: a compressed mean of gradients with error feedback.
 
     model = DistributedDataParallel(model)
     model.register_comm_hook(CocktailState(model), cocktail_hook)
 
-What a replica's messages lack of its gradients, and what the answers lack of the mean, stays owed and travels with the
-gradients of later steps (owed.py). Parameters are cut into units here, once: DDP cuts its buckets anew after the first
-backward of every process, and a unit leaves when the buckets that hold its parameters have come, however they are cut.
-So errors stay with their parameters, and a resumed run is the undisturbed one.
+What compression omits from the messages of a replica and from their mean is added to the gradients of later steps.
+Parameters are grouped into buffers here, once: DDP rebuilds its buckets after the first backward of every process, and
+a buffer is exchanged when all buckets that hold its parameters are ready. So residuals stay with their parameters, and
+a resumed run equals an uninterrupted one.
 
-R replicas; n = elements of a unit.
+R replicas; n = elements of a buffer.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with types.
@@ -30,42 +30,43 @@ from acsgd.codecs.identity import Identity
 from acsgd.codecs.message import MessageCodec, PackedCodec
 from acsgd.codecs.topk import TopK
 from acsgd.dp.exchange.peers import Peers
-from acsgd.dp.hooks.units import SECOND_MOMENT, Arrived, Lane, Unit, make_units
+from acsgd.dp.hooks.param_buffer import SECOND_MOMENT, ParamBuffer, make_param_buffers
+from acsgd.dp.hooks.pending import PendingBucket, SideStream
 from acsgd.meter import Meter
 
 log = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(minutes=10)
-"""For a replica that keeps silent; one that is gone is noticed at once."""
+"""Time to wait for another replica. A replica whose process ends is noticed at once."""
 REPLICA = "replica"
-"""Name under which are saved the number of a replica and how many there are, int64 [2]."""
+"""Name in a saved state of the replica's number and the number of replicas, int64 [2]."""
 GROUP = 128
-"""Elements that share a scale in a dense mean of few bits."""
+"""Number of values that share a scale in `mean_hook` with few bits."""
 
 
 def cocktail_hook(state: "CocktailState", bucket: dist.GradBucket) -> Future[Tensor]:
-    """Replace a bucket of gradients by their mean over the replicas, of which the largest few are told."""
+    """Replace a bucket of gradients by their mean over the replicas, with top-k compression."""
     return state.reduce(bucket)
 
 
 def mean_hook(state: "MeanState", bucket: dist.GradBucket) -> Future[Tensor]:
-    """Replace a bucket of gradients by their mean over the replicas, of which all are told, in few bits."""
+    """Replace a bucket of gradients by their mean over the replicas, quantized."""
     return state.reduce(bucket)
 
 
 class HookState:
-    """What replicas owe each other, from backward to backward. It belongs to one wrapped model.
+    """State of a communication hook of one wrapped model: residuals, and second moments if it preconditions.
 
-    All replicas make it together, since it opens a group of its own over gloo, whatever the backend of the model. An
-    error of an exchange is raised by backward, on all replicas; the state is of no use afterwards. Gradients accumulate
-    under the model's no_sync(). Not for gradients that are scaled in their turn (torch.amp.GradScaler): those may be
-    infinite, and what is owed would count in another step's scale.
+    All replicas create it together, since it opens a gloo group of its own, whatever the backend of the model. An error
+    of an exchange is raised by backward, on all replicas; the state cannot be used afterwards. To accumulate gradients,
+    use the model's no_sync(). Not for scaled gradients (torch.amp.GradScaler): those may be infinite, and residuals
+    would be added at the scale of another step.
     """
 
     def __init__(
         self,
         model: DistributedDataParallel,
-        compressor: MessageCodec,
+        codec: MessageCodec,
         *,
         precondition: float | None,
         moment_correction: bool,
@@ -76,84 +77,93 @@ class HookState:
         if getattr(model, "skip_all_reduce_unused_params", False):
             raise ValueError("skip_all_reduce_unused_params=True keeps gradients from the hook; leave it out")
         self.meter = Meter()
-        """Of the bytes that this replica has sent; `meter.reset()` begins anew."""
+        """Bytes sent by this replica since `meter.reset()`."""
         self._precondition = precondition
-        self._peers = Peers(_own_group(model, timeout))
-        self._units = make_units(model, self._peers, compressor, precondition=precondition, moments=moment_correction)
-        self._lanes = {unit.device: Lane(unit.device) for unit in self._units}
-        self._unit_of = {id(param): (unit, name) for unit in self._units for name, param in unit.params.items()}
+        self._peers = Peers(_new_group(model, timeout))
+        self._buffers = make_param_buffers(
+            model, self._peers, codec, precondition=precondition, moment_correction=moment_correction
+        )
+        self._streams = {buffer.device: SideStream(buffer.device) for buffer in self._buffers}
+        self._buffer_of = {
+            id(param): (buffer, name) for buffer in self._buffers for name, param in buffer.params.items()
+        }
         self._failure: Exception | None = None
         if self._peers.size == 1:
-            log.warning("one process: there is nobody to exchange gradients with")
+            log.warning("one process: no gradients are exchanged")
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Start to replace a bucket of gradients by what the replicas agree on; return its promise."""
+        """Start to replace a bucket of gradients by their mean; return its future."""
         if self._failure is not None:
             raise self._failure
-        arrived = Arrived(bucket, self._lanes[bucket.buffer().device])
+        pending = PendingBucket(bucket, self._streams[bucket.buffer().device])
         for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            unit, name = self._unit_of[id(param)]
-            unit.arrived[name] = grad, arrived
-        for unit in self._units:
-            if len(unit.arrived) == len(unit.params):
-                self._peers.begin(partial(self._agree, unit, unit.arrived))
-                unit.arrived = {}
-        return arrived.future
+            buffer, name = self._buffer_of[id(param)]
+            buffer.ready[name] = grad, pending
+        for buffer in self._buffers:
+            if len(buffer.ready) == len(buffer.params):
+                self._peers.submit(partial(self._exchange, buffer, buffer.ready))
+                buffer.ready = {}
+        return pending.future
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what this replica owes, by parameter, not copied: tensors alone, for safetensors' save_file.
+        """Return the state of this replica, not copied: tensors only, for safetensors' save_file.
 
         Each replica saves its own.
         """
-        tensors = {key: tensor for unit in self._units for key, tensor in unit.state().items()}
+        tensors = {key: tensor for buffer in self._buffers for key, tensor in buffer.state_dict().items()}
         return {REPLICA: torch.tensor([self._peers.replica, self._peers.size]), **tensors}
 
     @torch.no_grad()
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Take over what this replica owed. Raises ValueError for the state of another replica, model or hook."""
-        place, here = saved[REPLICA].tolist(), [self._peers.replica, self._peers.size]
-        if place != here:
+        """Load what this replica saved. Raises ValueError for the state of another replica, model or hook."""
+        saved_by, here = saved[REPLICA].tolist(), [self._peers.replica, self._peers.size]
+        if saved_by != here:
             raise ValueError(
-                f"what replica {place[0]} of {place[1]} owes cannot be taken over by replica {here[0]} of {here[1]}: "
-                "each loads what it has saved, and there must be as many"
+                f"the state of replica {saved_by[0]} of {saved_by[1]} cannot be loaded by replica {here[0]} of "
+                f"{here[1]}: each loads what it has saved, and the number of replicas must be the same"
             )
         if any(key.startswith(SECOND_MOMENT) for key in saved) != (self._precondition is not None):
-            raise ValueError(f"precondition={self._precondition} is not that of the state that was saved")
+            raise ValueError(f"precondition={self._precondition} differs from that of the saved state")
         if others := self.state_dict().keys() ^ saved.keys():
             raise ValueError(
-                f"the state that was saved is of another model or moment_correction=: it differs in {sorted(others)}"
+                f"the saved state is of another model or moment_correction=: it differs in {sorted(others)}"
             )
-        for unit in self._units:
-            unit.load(saved)
+        for buffer in self._buffers:
+            buffer.load_state_dict(saved)
 
-    def _agree(self, unit: Unit, arrived: Mapping[str, tuple[Tensor, Arrived]]) -> None:
-        """Replace the gradients of a unit. Runs in the thread of the peers; a failure is told through the buckets."""
-        with self._lanes[unit.device].after({bucket.ready for _, bucket in arrived.values()}):
+    def _exchange(self, buffer: ParamBuffer, ready: Mapping[str, tuple[Tensor, PendingBucket]]) -> None:
+        """Replace the gradients of a buffer. Runs in the thread of the peers; the buckets' futures raise its errors."""
+        with self._streams[buffer.device].after({bucket.ready for _, bucket in ready.values()}):
             try:
-                if self._failure is not None:  # peers would take one unit's messages for another's
+                if self._failure is not None:  # peers would mistake messages of one buffer for those of another
                     raise self._failure
-                unit.agree({name: grad.view(-1) for name, (grad, _) in arrived.items()}, self.meter)
+                buffer.reduce({name: grad.view(-1) for name, (grad, _) in ready.items()}, self.meter)
             except Exception as error:
                 if self._failure is None:
-                    self._peers.give_up()
+                    self._peers.abort()
                 self._failure = error
-            for _, bucket in arrived.values():
+            for _, bucket in ready.values():
                 bucket.count_down(self._failure)
 
 
 class CocktailState(HookState):
-    """For `cocktail_hook`.
+    """State of `cocktail_hook`.
 
-    With precondition=None the mean gradient comes back: for SGD-like optimizers. Under Adam, gradients that have waited
-    come as bursts, which it divides by what it has seen of bursts.
+    With precondition=None the hook returns the mean gradient: for SGD-like optimizers. Under Adam, gradients that have
+    waited in a residual arrive as bursts, and Adam divides them by second moments of bursts.
 
-    With precondition=0.999, an AdamW's beta2, each replica divides its gradient by the root of its second moment before
-    it is compressed, and what comes back is for torch.optim.SGD(lr, weight_decay=...): AdamW without its first moment.
-    With `moment_correction`, replicas exchange three numbers per row of a parameter every 16 steps, in a byte each, to
-    keep second moments as large as those of the mean gradient; without, each replica divides by its own noise.
+    With precondition=0.999, AdamW's beta2, each replica divides its gradient by the root of its second moment before
+    compression; use torch.optim.SGD(lr, weight_decay=...) to get AdamW without its first moment. With
+    `moment_correction`, replicas exchange three numbers per row of a parameter every 16 steps, in a byte each, to keep
+    second moments as large as those of the mean gradient; without, each replica divides by its own noise.
 
-    topk: share that is told, in (0, 1]; bits: per value, 1 to 8; group: values that share a scale; timeout: how long a
-    replica waits for another.
+    Args:
+        topk: Fraction of coordinates sent per step, in (0, 1].
+        bits: Bits per value, 1 to 8.
+        group: Number of values that share a scale.
+        precondition: Decay of second moments, in (0, 1); None = no preconditioning.
+        moment_correction: Whether to correct second moments; used with precondition only.
+        timeout: Time to wait for another replica.
     """
 
     def __init__(
@@ -167,14 +177,17 @@ class CocktailState(HookState):
         moment_correction: bool = True,
         timeout: timedelta = TIMEOUT,
     ) -> None:
-        compressor = TopK(topk, bits, group)
-        super().__init__(
-            model, compressor, precondition=precondition, moment_correction=moment_correction, timeout=timeout
-        )
+        codec = TopK(topk, bits, group)
+        super().__init__(model, codec, precondition=precondition, moment_correction=moment_correction, timeout=timeout)
 
 
 class MeanState(HookState):
-    """For `mean_hook`. bits: 32, 16 (bf16), or 1 to 8 with a scale per 128 elements; the others as in CocktailState."""
+    """State of `mean_hook`.
+
+    Args:
+        bits: Bits per value: 32, 16 (bf16), or 1 to 8 with a scale per 128 values.
+        precondition, moment_correction, timeout: As in CocktailState.
+    """
 
     def __init__(
         self,
@@ -185,15 +198,13 @@ class MeanState(HookState):
         moment_correction: bool = True,
         timeout: timedelta = TIMEOUT,
     ) -> None:
-        whole: dict[int, Codec] = {32: Identity("fp32"), 16: Identity("bf16")}
-        codec = whole.get(bits) or FixPoint(bits, dims="group", group=GROUP)
-        super().__init__(
-            model, PackedCodec(codec), precondition=precondition, moment_correction=moment_correction, timeout=timeout
-        )
+        unquantized: dict[int, Codec] = {32: Identity("fp32"), 16: Identity("bf16")}
+        codec = PackedCodec(unquantized.get(bits) or FixPoint(bits, dims="group", group=GROUP))
+        super().__init__(model, codec, precondition=precondition, moment_correction=moment_correction, timeout=timeout)
 
 
-def _own_group(model: DistributedDataParallel, timeout: timedelta) -> dist.ProcessGroup:
-    """Open a group for messages between the replicas of a model: two models' would meet in one, and nccl has none."""
+def _new_group(model: DistributedDataParallel, timeout: timedelta) -> dist.ProcessGroup:
+    """Open a gloo group for the messages of one model: several models' must not mix, and nccl has no such messages."""
     if model.process_group.size() == 1:
         return model.process_group
     ranks = dist.get_process_group_ranks(model.process_group)

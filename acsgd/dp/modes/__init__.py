@@ -1,4 +1,4 @@
-"""How replicas agree. To add a mode, write its file and one line in the table; that also gets it tested."""
+"""Data-parallel modes, by name. To add one, write its file and one line in the table; tests cover every entry."""
 
 from __future__ import annotations
 

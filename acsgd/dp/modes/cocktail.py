@@ -1,10 +1,11 @@
-"""CocktailSGD: replicas step on their own gradients and, one step later, exchange a few coordinates of the change.
+"""CocktailSGD: local steps, and a sparse quantized exchange of sampled coordinates, overlapped with the next step.
 
-Source: Wang et al. 2023, "CocktailSGD: Fine-tuning Foundation Models over 500Mbps Networks" (ICML), Algorithm 1. Unlike
-its code: shared copy and errors in fp32, the fraction asked is the fraction sent, any number of replicas and weights,
-an error of the exchange ends the run, positions are entropy-coded, and `outer_lr`.
+Source: Wang et al. 2023, "CocktailSGD: Fine-tuning Foundation Models over 500Mbps Networks" (ICML), Algorithm 1.
+Differences from its code: global weights and residuals are fp32, the fraction of coordinates sent is exactly that of
+the options, any number of replicas and weights, errors of an exchange end the run, positions are entropy-coded, and
+there is an outer learning rate.
 
-n = weights of a unit, R = replicas; part j of n is what replica j serves.
+n = weights of a buffer, R = replicas; replica j owns part j of n.
 """
 
 from __future__ import annotations
@@ -17,44 +18,25 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from acsgd.codecs.base import NotFiniteError
-from acsgd.codecs.message import MessageCodec
 from acsgd.codecs.topk import TopK
-from acsgd.dp.exchange.averaging import Agreed, parts, served_mean
-from acsgd.dp.exchange.local_weights import SERVED_ERROR, Merging, OwnWeights, Unit, load_served, served_state
-from acsgd.dp.exchange.masks import Draw, chosen
-from acsgd.dp.exchange.peers import Peers, UnderWay
+from acsgd.dp.exchange.averaging import ShardedMean, sharded_mean, split_evenly
+from acsgd.dp.exchange.error_feedback import SERVER_RESIDUAL, ErrorFeedback
+from acsgd.dp.exchange.local_weights import LocalWeightsSync, WeightBuffer
+from acsgd.dp.exchange.masks import Sampling, sample_coordinates
+from acsgd.dp.exchange.peers import AsyncResult, Peers
+from acsgd.dp.exchange.single_replica import SingleReplicaSync
 from acsgd.dp.sync import GradSync
-from acsgd.errors import RunError
 from acsgd.optim.base import Capability, SecondMoments
 from acsgd.shards.weights import Weight, WeightState
 
 
 @dataclass(frozen=True)
 class Cocktail:
-    """Local steps; of the changes, a `random` share of the coordinates is looked at, of which the `topk` share is sent.
+    """Local steps; of the updates, a sample of the coordinates is considered, of which the largest are sent.
 
-    What is not sent stays owed: by the replica in its own weights, by the server of a part in an error. The exchange
-    runs beside forward and backward of the next step.
+    The residual of a replica stays in its local weights, that of a mean with the owner of the part. The exchange runs
+    during forward and backward of the next step.
     """
-
-    random: float = 0.1
-    """Share of the coordinates that is looked at in a step, in (0, 1]."""
-    topk: float = 0.2
-    """Share of these that is sent, the largest, in (0, 1]."""
-    bits: int = 4
-    """Per value, 1 to 8."""
-    group: int = 128
-    """Values that share a scale."""
-    sampling: Draw = "rolling"
-    """How the coordinates are drawn."""
-    outer_lr: float = 1.0
-    """The mean change is applied so many times."""
-    moment_correction: bool = True
-    """Whether AdamW's second moments are kept at the size that they have for mean gradients, row by row (moments.py);
-    else each replica divides by the noise of its own, and the mean step is up to sqrt(R) times shorter."""
-    exact_steps: int = 0
-    """So many steps at the start are made together, on gradients summed exactly."""
 
     RENAMED: ClassVar[dict[str, str]] = {
         "bucket": "group",
@@ -62,6 +44,24 @@ class Cocktail:
         "gain": "outer_lr",
         "moments": "moment_correction",
     }
+
+    random: float = 0.1
+    """Fraction of coordinates sampled per step, in (0, 1]."""
+    topk: float = 0.2
+    """Fraction of the sampled coordinates that is sent, the largest, in (0, 1]."""
+    bits: int = 4
+    """Bits per value, 1 to 8."""
+    group: int = 128
+    """Number of values that share a scale."""
+    sampling: Sampling = "rolling"
+    """Order in which coordinates are sampled: rolling, shuffled or random."""
+    outer_lr: float = 1.0
+    """Multiplier on the decoded mean update (outer learning rate). 1 = as published."""
+    moment_correction: bool = True
+    """Whether to keep AdamW's second moments as large as those of the mean gradient, row by row. Otherwise each replica
+    divides by its own noise, and the mean update is up to sqrt(R) times smaller."""
+    exact_steps: int = 0
+    """Number of initial steps that use exact all-reduce. 0 = none."""
 
     def __post_init__(self) -> None:
         for name in ("random", "topk"):
@@ -71,10 +71,10 @@ class Cocktail:
             raise ValueError(f"outer_lr={self.outer_lr} must be greater than 0; 1 = as published")
         if self.exact_steps < 0:
             raise ValueError(f"exact_steps={self.exact_steps} must be 0 or more")
-        self.compressor()
+        self.codec()
 
-    def compressor(self) -> MessageCodec:
-        """Return what makes messages of what is looked at."""
+    def codec(self) -> TopK:
+        """Return the codec of sampled updates. Raises ValueError if an option is invalid."""
         return TopK(self.topk, self.bits, self.group)
 
     @property
@@ -83,88 +83,88 @@ class Cocktail:
         return frozenset(("second_moments",)) if self.moment_correction else frozenset()
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
-        """Return the agreement of this replica with its peers on one stage's weights."""
-        return Merging(weights) if peers.size == 1 else _CocktailSync(self, weights, peers)
+        """Return the synchronization of one stage's weights with the other replicas."""
+        if peers.size == 1:
+            return SingleReplicaSync(weights, CocktailSync.states)
+        return CocktailSync(self, weights, peers)
 
 
-class _Change(NamedTuple):
-    """What an exchange changes in a unit."""
+class _Exchange(NamedTuple):
+    """Result of the exchange of one buffer."""
 
-    where: list[Tensor | slice]
-    """By part, the coordinates within it that were looked at."""
-    agreed: Agreed
+    sampled: list[Tensor | slice]
+    """Sampled coordinates, by part."""
+    result: ShardedMean
 
 
-class _CocktailSync(OwnWeights):
-    remembers = (SERVED_ERROR,)
+class CocktailSync(LocalWeightsSync):
+    """Local weights with an overlapped exchange; error feedback on the server's side only."""
+
+    states = (*LocalWeightsSync.states, SERVER_RESIDUAL)
 
     def __init__(self, mode: Cocktail, weights: Sequence[Weight], peers: Peers) -> None:
-        super().__init__(weights, peers, exact_steps=mode.exact_steps, moments=mode.moment_correction)
+        super().__init__(weights, peers, exact_steps=mode.exact_steps, moment_correction=mode.moment_correction)
         self._mode = mode
-        self._compressor = mode.compressor()
-        self._errors = [torch.zeros_like(parts(unit.own, peers.size)[peers.replica]) for unit in self.units]
-        self._under_way: UnderWay[list[_Change]] | None = None
+        self._codec = mode.codec()
+        self._feedback = [ErrorFeedback(buffer.local, peers, sender=False) for buffer in self.buffers]
+        self._pending: AsyncResult[list[_Exchange]] | None = None
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        return super().tensors() | {SERVER_RESIDUAL.name: [feedback.server_residual for feedback in self._feedback]}
 
     def begin_step(self, step: int, scale: float = 1.0) -> None:
         super().begin_step(step)
-        if step > self.exact_steps:  # there is a local step behind
-            self._under_way = self.peers.begin(partial(self._exchange, step))
+        if step > self.exact_steps:  # the previous step was a local one
+            self._pending = self.peers.submit(partial(self._exchange_all, step))
 
     def wait(self) -> None:
         super().wait()
-        if self._under_way is not None:
-            changes = self._under_way.result(self.meter)
-            self._under_way = None
-            for unit, error, change in zip(self.units, self._errors, changes, strict=True):
-                self._apply(unit, error, change)
+        if self._pending is not None:
+            exchanges = self._pending.result(self.meter)
+            self._pending = None
+            for buffer, feedback, exchange in zip(self.buffers, self._feedback, exchanges, strict=True):
+                self._apply(buffer, feedback, exchange)
 
     def after_step(self, step: int, moments: SecondMoments) -> None:
         if step < self.exact_steps:
-            for unit in self.units:
-                unit.shared.copy_(unit.own)
+            for buffer in self.buffers:
+                buffer.shared.copy_(buffer.local)
         super().after_step(step, moments)
 
-    def state_dict(self) -> WeightState:
-        return {**super().state_dict(), SERVED_ERROR: served_state(self.units, self._errors, self.peers)}
-
-    @torch.no_grad()
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
-        self._under_way = None
         super().load_state_dict(saved)
-        load_served(self.units, self._errors, self.peers, saved)
+        self._pending = None
 
     @torch.no_grad()
-    def _exchange(self, step: int) -> list[_Change]:
-        try:
-            return [
-                self._exchange_unit(unit, error, step) for unit, error in zip(self.units, self._errors, strict=True)
-            ]
-        except NotFiniteError as error:
-            raise RunError(
-                f"replica {self.peers.replica}: weights are not finite ({error}); go back to a checkpoint"
-            ) from error
+    def _exchange_all(self, step: int) -> list[_Exchange]:
+        pairs = zip(self.buffers, self._feedback, strict=True)
+        return [self._exchange(buffer, feedback, step) for buffer, feedback in pairs]
 
-    def _exchange_unit(self, unit: Unit, error: Tensor, step: int) -> _Change:
+    def _exchange(self, buffer: WeightBuffer, feedback: ErrorFeedback, step: int) -> _Exchange:
         mode, peers = self._mode, self.peers
-        own, shared = parts(unit.own, peers.size), parts(unit.shared, peers.size)
-        where = [chosen(len(part), mode.random, step, mode.sampling, seed=0, device=part.device) for part in own]
-        changed = [mine[index] - common[index] for mine, common, index in zip(own, shared, where, strict=True)]
-        agreed = served_mean(changed, error[where[peers.replica]], self._compressor, peers, self.meter)
-        return _Change(where, agreed)
+        local, shared = split_evenly(buffer.local, peers.size), split_evenly(buffer.shared, peers.size)
+        sampled = [
+            sample_coordinates(len(part), mode.random, step, mode.sampling, seed=0, device=part.device)
+            for part in local
+        ]
+        updates = [mine[index] - common[index] for mine, common, index in zip(local, shared, sampled, strict=True)]
+        residual = feedback.server_residual[sampled[peers.replica]]
+        return _Exchange(sampled, sharded_mean(updates, residual, self._codec, peers, self.meter))
 
     @torch.no_grad()
-    def _apply(self, unit: Unit, error: Tensor, change: _Change) -> None:
-        agreed, peers = change.agreed, self.peers
-        error[change.where[peers.replica]] = agreed.error
-        for own, shared, index, sent, mean in zip(
-            parts(unit.own, peers.size),
-            parts(unit.shared, peers.size),
-            change.where,
-            agreed.sent,
-            agreed.mean,
+    def _apply(self, buffer: WeightBuffer, feedback: ErrorFeedback, exchange: _Exchange) -> None:
+        """Move the global weights by the mean update, and the local weights by its difference from what was sent."""
+        result, replicas = exchange.result, self.peers.size
+        feedback.server_residual[exchange.sampled[self.peers.replica]] = result.server_residual
+        for local, shared, index, sent, mean in zip(
+            split_evenly(buffer.local, replicas),
+            split_evenly(buffer.shared, replicas),
+            exchange.sampled,
+            result.sent,
+            result.mean,
             strict=True,
         ):
-            step = mean * self._mode.outer_lr
-            own[index] += step - sent
-            shared[index] += step
-        unit.publish()
+            update = mean * self._mode.outer_lr
+            local[index] += update - sent
+            shared[index] += update
+        buffer.update_params()

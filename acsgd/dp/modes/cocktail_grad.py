@@ -1,9 +1,9 @@
-"""A few coordinates per step, on which all replicas agree before the next: the sparse exchange for equal replicas.
+"""Sparse exchange of updates in every step; all replicas keep the same weights.
 
-Gradients with error feedback do badly under Adam where few coordinates travel: one that waited comes as a burst, which
-Adam divides by what it has seen of bursts. Here each replica divides first: its own AdamW step is what it owes, without
-momentum, since what is owed takes its place, and with second moments as large as those of mean gradients (moments.py).
-Compare Lin et al. 2018, arXiv:1712.01887 (top-k of momentum, masked once sent) and Karimireddy et al. 2019,
+Sparse gradients with error feedback do badly under Adam: a coordinate that has waited arrives as a burst, and Adam
+divides it by second moments of bursts. Here each replica preconditions first: it adds its own AdamW update, without
+momentum, to its residual, which takes the place of momentum; second moments are kept as large as those of the mean
+gradient. Compare Lin et al. 2018, arXiv:1712.01887 (top-k of momentum with masking) and Karimireddy et al. 2019,
 arXiv:1901.09847 (error feedback after the learning rate).
 """
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from acsgd.codecs.topk import TopK
-from acsgd.dp.exchange.local_updates import UpdateSync
-from acsgd.dp.exchange.local_weights import Merging
 from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.exchange.reduced_updates import ReducedUpdateSync
+from acsgd.dp.exchange.single_replica import SingleReplicaSync
 from acsgd.dp.sync import GradSync
 from acsgd.optim.base import Capability, LocalStep
 from acsgd.shards.weights import Weight
@@ -24,31 +24,31 @@ from acsgd.shards.weights import Weight
 
 @dataclass(frozen=True)
 class CocktailGrad:
-    """From the same weights each replica makes a step; of what it owes, the largest `topk` share travels, both ways.
+    """Top-k exchange of updates with error feedback in both directions, between two steps.
 
-    The exchange takes place between two steps. AdamW runs without its first moment, whatever optim.betas says.
+    AdamW runs without its first moment, whatever optim.betas is.
     """
 
-    topk: float = 0.02
-    """Share of the weights that is sent, in (0, 1]."""
-    bits: int = 4
-    """Per value, 1 to 8."""
-    group: int = 128
-    """Values that share a scale."""
-    moment_correction: bool = True
-    """Whether AdamW's second moments are kept at the size that they have for mean gradients, by row (moments.py)."""
-    exact_steps: int = 0
-    """So many steps at the start are made on gradients summed exactly, with momentum."""
-
     RENAMED: ClassVar[dict[str, str]] = {"bucket": "group", "moments": "moment_correction"}
+
+    topk: float = 0.02
+    """Fraction of coordinates sent per step, in (0, 1]."""
+    bits: int = 4
+    """Bits per value, 1 to 8."""
+    group: int = 128
+    """Number of values that share a scale."""
+    moment_correction: bool = True
+    """Whether to keep AdamW's second moments as large as those of the mean gradient, row by row."""
+    exact_steps: int = 0
+    """Number of initial steps that use exact all-reduce and momentum. 0 = none."""
 
     def __post_init__(self) -> None:
         if self.exact_steps < 0:
             raise ValueError(f"exact_steps={self.exact_steps} must be 0 or more")
-        self.compressor()
+        self.codec()
 
-    def compressor(self) -> TopK:
-        """Return what makes messages of what is owed. Raises ValueError."""
+    def codec(self) -> TopK:
+        """Return the codec of updates. Raises ValueError if an option is invalid."""
         return TopK(self.topk, self.bits, self.group)
 
     @property
@@ -57,14 +57,14 @@ class CocktailGrad:
         return frozenset(("no_momentum", "second_moments") if self.moment_correction else ("no_momentum",))
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
-        """Return the agreement of this replica with its peers on one stage's weights."""
+        """Return the synchronization of one stage's weights with the other replicas."""
         if peers.size == 1:
-            return Merging(weights)
-        return UpdateSync(
+            return SingleReplicaSync(weights, ReducedUpdateSync.states)
+        return ReducedUpdateSync(
             weights,
             peers,
-            self.compressor(),
+            self.codec(),
             exact_steps=self.exact_steps,
             how=LocalStep(momentum=False),
-            moments=self.moment_correction,
+            moment_correction=self.moment_correction,
         )

@@ -1,4 +1,4 @@
-"""Replicas that never agree while they train; the model is their mean."""
+"""Independent training of the replicas; the model is the mean of their weights."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from acsgd.dp.exchange.local_weights import Merging, OwnWeights
+from acsgd.dp.exchange.local_weights import LocalWeightsSync
 from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.exchange.single_replica import SingleReplicaSync
 from acsgd.dp.sync import GradSync
 from acsgd.optim.base import Capability
 from acsgd.shards.weights import Weight
@@ -20,21 +21,23 @@ from acsgd.topology import collective_errors
 
 @dataclass(frozen=True)
 class Local:
-    """Each replica trains for itself; their mean is what is evaluated and saved. The least that any mode can send."""
+    """Local steps without communication; the mean weights are evaluated and saved. Baseline of the other modes."""
 
     requires: ClassVar[frozenset[Capability]] = frozenset()
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
-        """Return the agreement of this replica with its peers on one stage's weights."""
-        return Merging(weights) if peers.size == 1 else _LocalSync(weights, peers)
+        """Return the synchronization of one stage's weights with the other replicas."""
+        return SingleReplicaSync(weights, LocalSync.states) if peers.size == 1 else LocalSync(weights, peers)
 
 
-class _LocalSync(OwnWeights):
+class LocalSync(LocalWeightsSync):
+    """Sync that averages weights only where they are read."""
+
     @torch.no_grad()
     def global_weights(self) -> Mapping[str, Tensor] | None:
-        for unit in self.units:
-            unit.shared.copy_(unit.own)
+        for buffer in self.buffers:
+            buffer.shared.copy_(buffer.local)
             with collective_errors("averaging weights", self.peers.group):
-                dist.all_reduce(unit.shared, group=self.peers.group)
-            unit.shared /= self.peers.size
+                dist.all_reduce(buffer.shared, group=self.peers.group)
+            buffer.shared /= self.peers.size
         return super().global_weights()

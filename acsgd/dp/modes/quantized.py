@@ -1,8 +1,8 @@
-"""Momentum in few bits: after some exact steps AdamW's second moments are frozen, and its first are exchanged.
+"""Quantized updates with frozen second moments, after initial exact steps.
 
-Sources: Tang et al. 2021, arXiv:2102.02888 (1-bit Adam), Algorithm 1; QuantizedAdam of AC-SGD. Where the second moments
-are frozen and equal, a step is a fixed multiple of the momentum, weight by weight; so what travels here is the step,
-scaled as it will be applied, not the bare momentum, and each replica keeps its own momentum: the mean is the same.
+Sources: Tang et al. 2021, arXiv:2102.02888 (1-bit Adam), Algorithm 1; QuantizedAdam of AC-SGD. With second moments that
+are frozen and equal, an update is a fixed multiple of the momentum, weight by weight. So updates are sent instead of
+momentum: they are scaled as they are applied, and each replica keeps its own momentum, whose mean is the same.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import ClassVar
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.lloyd import Lloyd
 from acsgd.codecs.message import PackedCodec
-from acsgd.dp.exchange.local_updates import UpdateSync
-from acsgd.dp.exchange.local_weights import Merging
 from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.exchange.reduced_updates import ReducedUpdateSync
+from acsgd.dp.exchange.single_replica import SingleReplicaSync
 from acsgd.dp.sync import GradSync
 from acsgd.optim.base import Capability, LocalStep
 from acsgd.shards.weights import Weight
@@ -24,26 +24,27 @@ from acsgd.shards.weights import Weight
 
 @dataclass(frozen=True)
 class Quantized:
-    """`exact_steps` on summed gradients; then all steps are exchanged in few bits, errors fed back on both sides."""
-
-    bits: int = 4
-    """Per value, 1 to 8; of 1 bit a sign and the mean magnitude."""
-    group: int = 512
-    """Values that share a scale."""
-    exact_steps: int = 100
-    """At the start, from which the second moments are known; a tenth to a fifth of a run is usual."""
+    """Exact all-reduce for `exact_steps`, then quantized updates with error feedback in both directions."""
 
     RENAMED: ClassVar[dict[str, str]] = {"bucket": "group"}
+
+    bits: int = 4
+    """Bits per value, 1 to 8; 1 = a sign and the mean magnitude."""
+    group: int = 512
+    """Number of values that share a scale."""
+    exact_steps: int = 100
+    """Number of initial steps that use exact all-reduce, 1 or more; a tenth to a fifth of a run is usual. The second
+    moments are those of these steps."""
 
     def __post_init__(self) -> None:
         if self.exact_steps < 1:
             raise ValueError(f"exact_steps={self.exact_steps} must be 1 or more: second moments come from these steps")
         if self.group < 1:
             raise ValueError(f"group={self.group} must be 1 or more values that share a scale; 512 is usual")
-        self.compressor()
+        self.codec()
 
-    def compressor(self) -> PackedCodec:
-        """Return what makes messages of what is owed."""
+    def codec(self) -> PackedCodec:
+        """Return the codec of updates. Raises ValueError if an option is invalid."""
         if self.bits == 1:
             return PackedCodec(FixPoint(1, dims="group", group=self.group))
         return PackedCodec(Lloyd(self.bits, "group", self.group))
@@ -54,8 +55,8 @@ class Quantized:
         return frozenset(("frozen_second_moments",))
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
-        """Return the agreement of this replica with its peers on one stage's weights."""
+        """Return the synchronization of one stage's weights with the other replicas."""
         if peers.size == 1:
-            return Merging(weights)
+            return SingleReplicaSync(weights, ReducedUpdateSync.states)
         how = LocalStep(frozen=True)
-        return UpdateSync(weights, peers, self.compressor(), exact_steps=self.exact_steps, how=how)
+        return ReducedUpdateSync(weights, peers, self.codec(), exact_steps=self.exact_steps, how=how)

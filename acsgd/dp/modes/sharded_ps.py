@@ -1,4 +1,4 @@
-"""Exact agreement through servers: each adds up a part of the gradients and tells the sum to all.
+"""Exact reduction of gradients by a sharded parameter server: every replica owns a part.
 
 R replicas; n = gradients of a bucket.
 """
@@ -14,65 +14,68 @@ from torch import Tensor
 
 from acsgd.codecs.identity import Identity
 from acsgd.codecs.message import PackedCodec
-from acsgd.dp.exchange.averaging import parts, read_message
-from acsgd.dp.exchange.buckets import Bucket, BucketSync, InBuckets
+from acsgd.dp.exchange.averaging import decode_message, split_evenly
+from acsgd.dp.exchange.buckets import Bucket, BucketOptions, BucketSync, Dtype, make_buckets
 from acsgd.dp.exchange.peers import Peers
-from acsgd.dp.modes.allreduce import Dtype
-from acsgd.dp.sync import Alone, GradSync
+from acsgd.dp.exchange.single_replica import SingleReplicaSync
+from acsgd.dp.sync import GradSync
 from acsgd.shards.weights import Weight
 
 
 @dataclass(frozen=True)
-class ShardedPS(InBuckets):
-    """Replica j collects part j of R of each bucket from all, adds in replica order in fp32, and tells all.
+class ShardedPS(BucketOptions):
+    """Replica j receives part j of each bucket from all, sums it in replica order in fp32, and sends the sum to all.
 
-    Each replica sends 2 (R - 1) / R numbers per parameter and step, as in a ring, but in 2 hops instead of 2 (R - 1).
+    Each of R replicas sends 2 (R - 1) / R numbers per parameter and step, as in a ring, but in 2 hops instead of
+    2 (R - 1).
     """
 
     dtype: Dtype = "fp32"
-    """What travels, gradients and their sums."""
+    """Dtype of gradients and their sums in messages."""
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
-        """Return the agreement of this replica with its peers on one stage's weights."""
+        """Return the synchronization of one stage's weights with the other replicas."""
         if peers.size == 1:
-            return Alone(weights)
-        return ServedSync(self.buckets(weights), peers, servers=peers.size, dtype=self.dtype)
+            return SingleReplicaSync(weights)
+        return ParameterServerSync(make_buckets(weights, self.bucket_mb), peers, servers=peers.size, dtype=self.dtype)
 
 
-class ServedSync(BucketSync):
-    """The first `servers` replicas serve one part each. What comes of it depends neither on who nor on how many."""
+class ParameterServerSync(BucketSync):
+    """Gradient sync through servers: the first `servers` replicas, each of which owns a part of every bucket.
+
+    The sums do not depend on the number of servers, bit for bit.
+    """
 
     def __init__(self, buckets: list[Bucket], peers: Peers, *, servers: int, dtype: Dtype) -> None:
         super().__init__(buckets)
         self._peers = peers
         self._servers = servers
-        self._compressor = PackedCodec(Identity(dtype))
-        # the mean is told in fp16, so that a sum overflows no sooner than a gradient
-        self._divisor = peers.size if dtype == "fp16" else 1
+        self._codec = PackedCodec(Identity(dtype))
+        self._divisor = peers.size if dtype == "fp16" else 1  # fp16 sends the mean, which overflows no sooner
 
-    def leave(self, bucket: Bucket) -> Callable[[], None]:
-        under_way = self._peers.begin(partial(self._exchange, bucket.flat))
-        return lambda: under_way.result(self.meter)
+    def start_reduction(self, bucket: Bucket) -> Callable[[], None]:
+        pending = self._peers.submit(partial(self._sum, bucket.flat))
+        return lambda: pending.result(self.meter)
 
-    def _exchange(self, flat: Tensor) -> None:
-        """Replace a tensor [n] by its sum over the replicas. To be called in the thread of the peers."""
+    def _sum(self, flat: Tensor) -> None:
+        """Replace a tensor [n] by its sum over the replicas. Runs in the thread of the peers."""
         replicas = self._peers.size
-        served = parts(flat, self._servers) + [flat[:0]] * (replicas - self._servers)
-        mine = served[self._peers.replica]
-        told = self._swap([self._compressor.encode(part) for part in served], [mine] * replicas)
+        parts = split_evenly(flat, self._servers) + [flat[:0]] * (replicas - self._servers)
+        mine = parts[self._peers.replica]
+        received = self._exchange([self._codec.encode(part) for part in parts], [mine] * replicas)
         total = torch.zeros_like(mine)
-        for each in told:
+        for each in received:
             total += each
-        answer = self._compressor.encode(total.div_(self._divisor))
-        torch.cat(self._swap([answer] * replicas, served), out=flat).mul_(self._divisor)
+        answer = self._codec.encode(total.div_(self._divisor))
+        torch.cat(self._exchange([answer] * replicas, parts), out=flat).mul_(self._divisor)
 
-    def _swap(self, messages: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """Send a message to each replica, and return what theirs to this one stand for, with its own, in their order.
+    def _exchange(self, messages: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """Send a message to each replica; return the decoded messages of all, with this replica's own, in order.
 
-        like: by replica, vectors of the lengths and on the device of what is returned. Nothing travels of empty ones.
+        like: by replica, vectors of the lengths and device of the result. Empty vectors are not sent.
         """
         me = self._peers.replica
         outgoing = {peer: message.cpu() for peer, message in enumerate(messages) if peer != me and len(message)}
-        lengths = {peer: self._compressor.max_bytes(len(x)) for peer, x in enumerate(like) if peer != me and len(x)}
-        told = {me: messages[me]} | self._peers.swap(outgoing, lengths, self.meter)
-        return [read_message(self._compressor, told[peer], x, peer) if len(x) else x for peer, x in enumerate(like)]
+        lengths = {peer: self._codec.max_bytes(len(x)) for peer, x in enumerate(like) if peer != me and len(x)}
+        received = {me: messages[me]} | self._peers.exchange(outgoing, lengths, self.meter)
+        return [decode_message(self._codec, received[peer], x, peer) if len(x) else x for peer, x in enumerate(like)]

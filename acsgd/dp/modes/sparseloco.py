@@ -1,6 +1,6 @@
-"""SparseLoCo: local steps, then the largest few of the changes in every chunk, with error feedback and no momentum.
+"""SparseLoCo: local steps, then a chunk-wise top-k exchange of their sum with error feedback.
 
-Source: Sarfi et al. 2025, arXiv:2508.15706, Algorithm 1. n = weights of a unit, R = replicas.
+Source: Sarfi et al. 2025, arXiv:2508.15706, Algorithm 1. n = weights of a buffer, R = replicas.
 """
 
 from __future__ import annotations
@@ -14,36 +14,38 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.topk import TopK
-from acsgd.dp.exchange.averaging import told_mean
-from acsgd.dp.exchange.local_weights import OWN_ERROR, Merging, OwnWeights, Unit
+from acsgd.dp.exchange.error_feedback import RESIDUAL, ErrorFeedback
+from acsgd.dp.exchange.local_weights import LocalWeightsSync, WeightBuffer
 from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.exchange.single_replica import SingleReplicaSync
 from acsgd.dp.sync import GradSync
 from acsgd.optim.base import Capability, SecondMoments
-from acsgd.shards.weights import Weight, WeightState
+from acsgd.shards.weights import Weight
 
 
 @dataclass(frozen=True)
 class SparseLoCo:
-    """Every `inner` steps: e = decay e + own - shared; C(e) travels to all; e -= C(e); shared += outer_lr mean(C(e)).
+    """Every `inner` steps: e = decay e + local - global; all-gather C(e); e -= C(e); global += outer_lr mean(C(e)).
 
-    All replicas then go on from what is shared.
+    Then all replicas load the global weights.
     """
 
-    inner: int = 30
-    """Steps between exchanges, H."""
-    topk: float = 64 / 4096
-    """Share of every chunk that is sent, in (0, 1]."""
-    chunk: int = 4096
-    """Neighbours of which the largest are sent; 0 = all of a unit."""
-    bits: int = 2
-    """Per value, 1 to 8."""
-    decay: float = 0.95
-    """Of what is owed, from one exchange to the next, in [0, 1]."""
-    outer_lr: float = 1.0
-    moment_correction: bool = False
-    """Whether AdamW's second moments are kept at the size that they have for mean gradients, by row (moments.py)."""
-
     RENAMED: ClassVar[dict[str, str]] = {"moments": "moment_correction"}
+
+    inner: int = 30
+    """Number of local steps between exchanges, H."""
+    topk: float = 64 / 4096
+    """Fraction of coordinates sent per chunk, in (0, 1]."""
+    chunk: int = 4096
+    """Number of neighbouring coordinates among which the largest are selected; 0 = all of a buffer."""
+    bits: int = 2
+    """Bits per value, 1 to 8."""
+    decay: float = 0.95
+    """Decay of the residual per exchange, in [0, 1]."""
+    outer_lr: float = 1.0
+    """Multiplier on the decoded mean update (outer learning rate)."""
+    moment_correction: bool = False
+    """Whether to keep AdamW's second moments as large as those of the mean gradient, row by row."""
 
     def __post_init__(self) -> None:
         if self.inner < 1:
@@ -52,10 +54,10 @@ class SparseLoCo:
             raise ValueError(f"decay={self.decay} must lie in [0, 1]; 0.95 is usual")
         if not self.outer_lr > 0:
             raise ValueError(f"outer_lr={self.outer_lr} must be greater than 0; 1 is usual")
-        self.compressor()
+        self.codec()
 
-    def compressor(self) -> TopK:
-        """Return what makes messages of what is owed."""
+    def codec(self) -> TopK:
+        """Return the codec of updates. Raises ValueError if an option is invalid."""
         return TopK(self.topk, self.bits, group=max(1, round(self.topk * self.chunk)), chunk=self.chunk)
 
     @property
@@ -64,44 +66,38 @@ class SparseLoCo:
         return frozenset(("second_moments",)) if self.moment_correction else frozenset()
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
-        """Return the agreement of this replica with its peers on one stage's weights."""
-        return Merging(weights) if peers.size == 1 else _SparseLoCoSync(self, weights, peers)
+        """Return the synchronization of one stage's weights with the other replicas."""
+        if peers.size == 1:
+            return SingleReplicaSync(weights, SparseLoCoSync.states)
+        return SparseLoCoSync(self, weights, peers)
 
 
-class _SparseLoCoSync(OwnWeights):
-    remembers = (OWN_ERROR,)
+class SparseLoCoSync(LocalWeightsSync):
+    """Local weights with one error feedback per buffer, on the sender's side."""
+
+    states = (*LocalWeightsSync.states, RESIDUAL)
 
     def __init__(self, mode: SparseLoCo, weights: Sequence[Weight], peers: Peers) -> None:
-        super().__init__(weights, peers, moments=mode.moment_correction)
+        super().__init__(weights, peers, moment_correction=mode.moment_correction)
         self._mode = mode
-        self._errors = [torch.zeros_like(unit.own) for unit in self.units]
+        self._feedback = [ErrorFeedback(buffer.local, peers, server=False) for buffer in self.buffers]
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        return super().tensors() | {RESIDUAL.name: [feedback.residual for feedback in self._feedback]}
 
     @torch.no_grad()
     def after_step(self, step: int, moments: SecondMoments) -> None:
         if (step + 1) % self._mode.inner == 0:
-            for unit, error in zip(self.units, self._errors, strict=True):
-                self._exchange(unit, error)
+            for buffer, feedback in zip(self.buffers, self._feedback, strict=True):
+                self._exchange(buffer, feedback)
         super().after_step(step, moments)
 
-    def state_dict(self) -> WeightState:
-        pairs = zip(self.units, self._errors, strict=True)
-        return super().state_dict() | {
-            OWN_ERROR: {key: x for unit, error in pairs for key, x in unit.views(error).items()}
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, saved: Sequence[WeightState]) -> None:
-        super().load_state_dict(saved)
-        for unit, error in zip(self.units, self._errors, strict=True):
-            error.zero_()
-            if any(OWN_ERROR in state for state in saved):
-                self.load_into(unit, error, [state[OWN_ERROR] for state in saved])
-
-    def _exchange(self, unit: Unit, error: Tensor) -> None:
-        error.mul_(self._mode.decay).add_(unit.own).sub_(unit.shared)
-        exchange = partial(told_mean, error, self._mode.compressor(), self.peers, self.meter)
-        sent, mean = self.peers.begin(exchange).result(self.meter)
-        error -= sent
-        unit.shared.add_(mean, alpha=self._mode.outer_lr)
-        unit.own.copy_(unit.shared)
-        unit.publish()
+    def _exchange(self, buffer: WeightBuffer, feedback: ErrorFeedback) -> None:
+        feedback.residual *= self._mode.decay
+        feedback.add(buffer.local)
+        feedback.subtract(buffer.shared)
+        exchange = partial(feedback.gathered_mean, self._mode.codec(), self.meter)
+        mean = self.peers.submit(exchange).result(self.meter)
+        buffer.shared.add_(mean, alpha=self._mode.outer_lr)
+        buffer.local.copy_(buffer.shared)
+        buffer.update_params()

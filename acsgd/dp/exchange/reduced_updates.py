@@ -1,0 +1,67 @@
+"""Reduced updates: local steps from the global weights, of which all replicas apply the compressed mean.
+
+n = parameters of a buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from acsgd.codecs.message import MessageCodec
+from acsgd.dp.exchange.error_feedback import RESIDUAL, SERVER_RESIDUAL, ErrorFeedback
+from acsgd.dp.exchange.local_weights import LocalWeightsSync, WeightBuffer
+from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.exchange.second_moments import MOMENT_STATES
+from acsgd.optim.base import LocalStep, SecondMoments
+from acsgd.shards.weights import Weight
+
+
+class ReducedUpdateSync(LocalWeightsSync):
+    """Sync that exchanges the optimizer's updates after each step, with error feedback in both directions.
+
+    After the exchange the local weights equal the global ones, bit for bit on all replicas.
+    """
+
+    states = (RESIDUAL, SERVER_RESIDUAL, *MOMENT_STATES)
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        peers: Peers,
+        codec: MessageCodec,
+        *,
+        exact_steps: int,
+        how: LocalStep,
+        moment_correction: bool = False,
+    ) -> None:
+        super().__init__(weights, peers, exact_steps=exact_steps, how=how, moment_correction=moment_correction)
+        self._codec = codec
+        self._feedback = [ErrorFeedback(buffer.local, peers) for buffer in self.buffers]
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        return {
+            RESIDUAL.name: [feedback.residual for feedback in self._feedback],
+            SERVER_RESIDUAL.name: [feedback.server_residual for feedback in self._feedback],
+        }
+
+    @torch.no_grad()
+    def after_step(self, step: int, moments: SecondMoments) -> None:
+        if step < self.exact_steps:
+            for buffer in self.buffers:
+                buffer.shared.copy_(buffer.local)
+            return
+        for buffer, feedback in zip(self.buffers, self._feedback, strict=True):
+            self._exchange(buffer, feedback)
+        super().after_step(step, moments)
+
+    def _exchange(self, buffer: WeightBuffer, feedback: ErrorFeedback) -> None:
+        """Replace this replica's update by the mean of all."""
+        feedback.add(buffer.local.sub_(buffer.shared))
+        exchange = partial(feedback.sharded_mean, self._codec, self.meter)
+        buffer.shared += self.peers.submit(exchange).result(self.meter)
+        buffer.local.copy_(buffer.shared)
+        buffer.update_params()
