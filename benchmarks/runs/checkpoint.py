@@ -71,12 +71,12 @@ def rank_rounds(rank: int, directory: Path) -> list[Round]:
         begun = start(job, inputs, groups)
         with Checkpointing.open(begun, inputs.identity, groups, RunLock([]), note=lambda text: None) as saves:
             batch = inputs.reader.batch(0)
-            progress = _steps(begun.worker, batch, begun.progress, WARMUP)[0]
+            progress = _steps(begun.session, batch, begun.progress, WARMUP)[0]
             _save(saves, progress)  # makes the buffers
             saves.finish_save(wait=True)
             rounds = []
             for _ in range(ROUNDS):
-                progress, measured = _round(begun.worker, saves, batch, progress)
+                progress, measured = _round(begun.session, saves, batch, progress)
                 rounds.append(measured)
         return rounds
 
