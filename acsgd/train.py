@@ -83,7 +83,7 @@ def train(job: Job, inputs: Inputs, groups: Groups, lock: RunLock) -> None:
         lock.verify()
         stack.callback(begun.session.close)
         resumed_at = begun.progress.step
-        metrics = stack.enter_context(Metrics.open(config, run_dir, resumed_at=resumed_at, speaks=is_main))
+        metrics = stack.enter_context(Metrics.open(config, run_dir, resumed_at=resumed_at, is_main=is_main))
         for note in [job.describe(), *inputs.notes, *begun.notes]:
             metrics.note(note)
         checkpointing = stack.enter_context(Checkpointing.open(begun, inputs.identity, groups, lock, note=metrics.note))

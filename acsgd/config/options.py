@@ -170,7 +170,7 @@ class LogConfig:
     """Sinks, comma-separated: "print" (progress line), "jsonl" (metrics.jsonl), "text" (logs/, one file per rank),
     "wandb" (offline without login or network)."""
     name: str | None = None
-    """Name of the run in wandb. Default: the last component of log.dir."""
+    """Name of the run in wandb. Default: WANDB_NAME, else the last component of log.dir."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A step's record, as sinks are told it."""
+"""A record for tests of sinks."""
 
 from acsgd.io.telemetry.record import Record
 

@@ -122,6 +122,8 @@ ORDER = """
     io.checkpoint.inspect
     io.telemetry.text_log
     io.telemetry.record
+    io.telemetry.json_lines
+    io.telemetry.terminal
     io.telemetry.wandb_log
     io.telemetry.metrics
     run.control

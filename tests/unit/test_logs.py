@@ -1,4 +1,4 @@
-"""Text logs: each rank's own words in a file of its own, and nowhere else."""
+"""Text logs: the records of each rank in a file of its own, and nowhere else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def text(run_dir: Path, rank: int) -> list[str]:
     return (run_dir / "logs" / f"rank-{rank:05d}.log").read_text().splitlines()
 
 
-def test_a_line_says_when_how_urgent_who_where_and_what(tmp_path: Path) -> None:
+def test_a_line_has_time_level_rank_location_and_message(tmp_path: Path) -> None:
     with open_text_log(tmp_path, rank=3, stages=[1], replica=1):
         logging.getLogger("acsgd.run.session").info("step %d", 7)
         logging.getLogger("acsgd.run.session").warning("slow")
@@ -27,12 +27,12 @@ def test_a_line_says_when_how_urgent_who_where_and_what(tmp_path: Path) -> None:
     assert warned
     level, who, module, function, line, message = informed.groups()
     assert (level, who, module, message) == ("INFO", "rank 3, stage 1, replica 1", "acsgd.run.session", "step 7")
-    assert function == "test_a_line_says_when_how_urgent_who_where_and_what"
+    assert function == "test_a_line_has_time_level_rank_location_and_message"
     assert 'info("step %d", 7)' in Path(__file__).read_text().splitlines()[int(line) - 1]
     assert warned.group(1) == "WARNING"
 
 
-def test_a_rank_with_several_stages_names_them(tmp_path: Path) -> None:
+def test_a_line_names_all_stages_of_the_rank(tmp_path: Path) -> None:
     with open_text_log(tmp_path, rank=0, stages=[0, 2], replica=0):
         logging.getLogger("acsgd").info("here")
     assert " | rank 0, stages 0, 2, replica 0 | " in text(tmp_path, 0)[0]
@@ -45,7 +45,7 @@ def test_a_restart_appends(tmp_path: Path) -> None:
     assert [line.rpartition(" - ")[2] for line in text(tmp_path, 0)] == ["start 1", "start 2"]
 
 
-def test_an_error_goes_on_and_leaves_its_traceback_with_one_prefix(tmp_path: Path) -> None:
+def test_an_error_is_logged_with_its_traceback_and_raised(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), open_text_log(tmp_path, rank=0, stages=[0], replica=0):
         _ = 1 / 0
     first, *others = text(tmp_path, 0)
@@ -56,13 +56,13 @@ def test_an_error_goes_on_and_leaves_its_traceback_with_one_prefix(tmp_path: Pat
     assert not [line for line in others if "| rank 0" in line]
 
 
-def test_a_text_log_takes_the_lines_of_the_package_alone_and_prints_nothing(
+def test_only_records_of_the_package_are_logged_and_none_is_printed(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """caplog listens at the root logger, as the handler would that some library opens on the terminal."""
+    """caplog has a handler at the root logger, like a library that logs to the terminal."""
     package = logging.getLogger("acsgd")
     caplog.set_level(logging.ERROR, "acsgd")
     monkeypatch.setattr(package, "propagate", True)
@@ -79,7 +79,7 @@ def test_a_text_log_takes_the_lines_of_the_package_alone_and_prints_nothing(
     assert "ours" not in "".join(capsys.readouterr())
 
 
-def test_a_full_disk_ends_no_run_for_its_text_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))

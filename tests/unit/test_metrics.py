@@ -12,7 +12,8 @@ import pytest
 from lib.records import RECORD
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
-from acsgd.io.telemetry.metrics import PLAIN_LINES, Metrics
+from acsgd.io.telemetry.metrics import Metrics
+from acsgd.io.telemetry.terminal import PLAIN_LINES
 
 LINE = {name: value for name, value in RECORD._asdict().items() if name != "eval_loss"}
 
@@ -27,8 +28,8 @@ def configure(to: str, *, steps: int = 1000, dtype: Literal["fp32", "fp16"] = "f
 
 
 def log_steps(run_dir: Path, to: str, first: int, last: int, *, resumed_at: int, steps: int = 1000) -> None:
-    """Log steps first to last as one start of a run does; `tokens` tells the starts apart."""
-    with Metrics.open(configure(to, steps=steps), run_dir, resumed_at=resumed_at, speaks=True) as metrics:
+    """Log steps first to last as one start of a run; `tokens` identifies the start."""
+    with Metrics.open(configure(to, steps=steps), run_dir, resumed_at=resumed_at, is_main=True) as metrics:
         for step in range(first, last + 1):
             metrics.log(RECORD._replace(step=step, tokens=resumed_at))
 
@@ -37,8 +38,8 @@ def read_lines(run_dir: Path) -> list[dict[str, float | None]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_each_record_is_on_disk_when_it_is_logged(tmp_path: Path) -> None:
-    with Metrics.open(configure("jsonl"), tmp_path, resumed_at=0, speaks=True) as metrics:
+def test_a_record_is_in_the_file_when_log_returns(tmp_path: Path) -> None:
+    with Metrics.open(configure("jsonl"), tmp_path, resumed_at=0, is_main=True) as metrics:
         metrics.log(RECORD)
         assert read_lines(tmp_path) == [LINE]
         metrics.log(RECORD._replace(step=2, eval_loss=3.0))
@@ -54,8 +55,8 @@ def test_the_fields_of_a_line_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
-def test_what_is_not_finite_is_null(value: float | None, tmp_path: Path) -> None:
-    with Metrics.open(configure("jsonl"), tmp_path, resumed_at=0, speaks=True) as metrics:
+def test_values_that_are_not_finite_are_null(value: float | None, tmp_path: Path) -> None:
+    with Metrics.open(configure("jsonl"), tmp_path, resumed_at=0, is_main=True) as metrics:
         metrics.log(RECORD._replace(loss=value, grad_norm=value, skipped=1, eval_loss=value))
     [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
     strict = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -68,7 +69,7 @@ def test_what_is_not_finite_is_null(value: float | None, tmp_path: Path) -> None
     [
         b"",
         b'{"step": 6, "lo',
-        b'{"step": 6}',  # whole but for its end
+        b'{"step": 6}',  # complete except the newline
         b"\0" * 40,  # a file system that lost power
         b"[]\n",
     ],
@@ -87,7 +88,7 @@ def test_after_a_kill_and_a_resume_each_step_appears_once_in_order(
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_the_last_line_is_kept_if_only_its_end_is_missing(tmp_path: Path) -> None:
+def test_a_last_line_without_newline_is_kept(tmp_path: Path) -> None:
     log_steps(tmp_path, "jsonl", 1, 2, resumed_at=0)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes().rstrip())
@@ -95,33 +96,33 @@ def test_the_last_line_is_kept_if_only_its_end_is_missing(tmp_path: Path) -> Non
     assert [line["step"] for line in read_lines(tmp_path)] == [1, 2, 3]
 
 
-def test_a_fresh_start_starts_the_file_anew(tmp_path: Path) -> None:
+def test_a_new_run_starts_with_an_empty_file(tmp_path: Path) -> None:
     log_steps(tmp_path, "jsonl", 1, 5, resumed_at=0)
     log_steps(tmp_path, "jsonl", 1, 2, resumed_at=0)
     assert [line["step"] for line in read_lines(tmp_path)] == [1, 2]
 
 
-def test_a_run_resumed_in_another_directory_begins_its_file_there(tmp_path: Path) -> None:
+def test_a_run_resumed_in_another_directory_starts_a_file(tmp_path: Path) -> None:
     log_steps(tmp_path, "jsonl", 8, 9, resumed_at=7)
     assert [line["step"] for line in read_lines(tmp_path)] == [8, 9]
 
 
 @pytest.mark.parametrize("back_to", [0, 2, 3, 5])
 @pytest.mark.parametrize("resumed_at", [0, 2])
-def test_what_a_run_goes_back_beyond_is_dropped(back_to: int, resumed_at: int, tmp_path: Path) -> None:
+def test_a_return_to_an_earlier_step_drops_later_lines(back_to: int, resumed_at: int, tmp_path: Path) -> None:
     log_steps(tmp_path, "jsonl", 1, 3, resumed_at=0)
     back_to = max(back_to, resumed_at)
-    with Metrics.open(configure("jsonl"), tmp_path, resumed_at=resumed_at, speaks=True) as metrics:
+    with Metrics.open(configure("jsonl"), tmp_path, resumed_at=resumed_at, is_main=True) as metrics:
         for step in [*range(resumed_at + 1, 7), *range(back_to + 1, 5), *range(back_to + 1, 9)]:
             metrics.log(RECORD._replace(step=step))
             assert [line["step"] for line in read_lines(tmp_path)] == list(range(1, step + 1))
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_what_a_run_goes_back_beyond_is_dropped_though_it_found_no_room(tmp_path: Path) -> None:
+def test_a_return_to_an_earlier_step_drops_unwritten_lines(tmp_path: Path) -> None:
     length = len(json.dumps(LINE)) + 1
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Metrics.open(configure("jsonl"), tmp_path, resumed_at=0, speaks=True) as metrics:
+    with Metrics.open(configure("jsonl"), tmp_path, resumed_at=0, is_main=True) as metrics:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5 * length // 2, hard))
         try:
             for step in [1, 2, 3, 4, 5, 4, 3, 4]:
@@ -133,10 +134,12 @@ def test_what_a_run_goes_back_beyond_is_dropped_though_it_found_no_room(tmp_path
     assert [line["step"] for line in read_lines(tmp_path)] == [1, 2, 3, 4, 5]
 
 
-def test_lines_that_find_no_room_follow_when_there_is_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_that_do_not_fit_on_the_disk_are_written_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     length = len(json.dumps(LINE)) + 1
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Metrics.open(configure("print,jsonl", steps=4), tmp_path, resumed_at=0, speaks=True) as metrics:
+    with Metrics.open(configure("print,jsonl", steps=4), tmp_path, resumed_at=0, is_main=True) as metrics:
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (length + length // 2, limits[1]))
             for step in (1, 2, 3):
@@ -149,8 +152,8 @@ def test_lines_that_find_no_room_follow_when_there_is_some(tmp_path: Path, capsy
     assert capsys.readouterr().out.count("metrics.jsonl cannot be written (File too large)") == 1
 
 
-def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Metrics.open(configure("print,jsonl,text,wandb"), tmp_path, resumed_at=0, speaks=False) as metrics:
+def test_ranks_other_than_the_main_rank_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Metrics.open(configure("print,jsonl,text,wandb"), tmp_path, resumed_at=0, is_main=False) as metrics:
         metrics.log(RECORD)
         metrics.note("hello")
     assert not list(tmp_path.iterdir())
@@ -162,7 +165,7 @@ def test_notes_reach_the_terminal_and_the_text_log(
 ) -> None:
     with (
         caplog.at_level(logging.INFO, "acsgd"),
-        Metrics.open(configure("print"), tmp_path, resumed_at=0, speaks=True) as metrics,
+        Metrics.open(configure("print"), tmp_path, resumed_at=0, is_main=True) as metrics,
     ):
         metrics.note("hello")
     assert capsys.readouterr().out.splitlines().count("hello") == 1
@@ -177,7 +180,7 @@ def printed_steps(capsys: pytest.CaptureFixture[str]) -> list[int]:
     return [int(line.removeprefix("step ").partition("/")[0]) for line in printed_lines(capsys)]
 
 
-def test_without_a_terminal_a_run_prints_a_few_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_a_few_plain_lines_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log_steps(tmp_path, "print", 1, 1000, resumed_at=0)
     lines = printed_lines(capsys)
     assert len(lines) == PLAIN_LINES + 1
@@ -186,13 +189,13 @@ def test_without_a_terminal_a_run_prints_a_few_plain_lines(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("resumed_at", [1, 49, 50, 733, 999])
-def test_a_resumed_run_prints_the_same_lines_and_its_first(
+def test_a_resumed_run_prints_its_first_step_and_the_same_later_ones(
     resumed_at: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log_steps(tmp_path, "print", 1, 1000, resumed_at=0)
-    undisturbed = printed_steps(capsys)
+    uninterrupted = printed_steps(capsys)
     log_steps(tmp_path, "print", resumed_at + 1, 1000, resumed_at=resumed_at)
-    later = {step for step in undisturbed if step > resumed_at}
+    later = {step for step in uninterrupted if step > resumed_at}
     assert printed_steps(capsys) == sorted(later | {resumed_at + 1})
 
 
@@ -205,7 +208,7 @@ def test_a_resumed_run_prints_the_same_lines_and_its_first(
         ("fp16", {"loss_scale": 1.0}, "step 1/4  loss 2.5000  32 tokens/s  scale 1"),
     ],
 )
-def test_a_printed_line_says_what_was_left_out(
+def test_a_printed_line_shows_skipped_updates_and_the_loss_scale(
     dtype: Literal["fp32", "fp16"],
     changed: dict[str, float | None],
     line: str,
@@ -213,16 +216,16 @@ def test_a_printed_line_says_what_was_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = configure("print", steps=4, dtype=dtype)
-    with Metrics.open(config, tmp_path, resumed_at=0, speaks=True) as metrics:
+    with Metrics.open(config, tmp_path, resumed_at=0, is_main=True) as metrics:
         metrics.log(RECORD._replace(**changed))
     assert printed_lines(capsys) == [line]
 
 
-def test_the_bar_of_a_resumed_run_starts_where_it_goes_on(
+def test_the_progress_bar_of_a_resumed_run_starts_at_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    with Metrics.open(configure("print"), tmp_path, resumed_at=733, speaks=True):
+    with Metrics.open(configure("print"), tmp_path, resumed_at=733, is_main=True):
         pass
     assert "733/1000" in capsys.readouterr().out

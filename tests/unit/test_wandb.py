@@ -1,4 +1,4 @@
-"""Metrics to wandb: they arrive with login and network or without, nothing else does, and no failure ends a run."""
+"""wandb: metrics arrive online and offline, nothing else is collected, and no error of wandb ends a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.record import Record
 from acsgd.io.telemetry.wandb_log import check_installed
 
-SECRET = "0123456789secret" * 4  # as long as wandb wants a key to be
+SECRET = "0123456789secret" * 4  # the length of a key of wandb
 CONFIG = Config(
     model=ModelConfig(name="some/model"),
     data=DataConfig(sources="demo", sequence=8, batch=2),
@@ -35,14 +35,14 @@ def record(step: int, loss: float | None = 2.5) -> Record:
 
 
 def log_steps(run_dir: Path, first: int, last: int, *, resumed_at: int = 0) -> None:
-    with Metrics.open(CONFIG, run_dir, resumed_at=resumed_at, speaks=True) as metrics:
+    with Metrics.open(CONFIG, run_dir, resumed_at=resumed_at, is_main=True) as metrics:
         for step in range(first, last + 1):
             metrics.log(record(step, loss=None if step == 2 else 2.5))
 
 
 @pytest.fixture
 def real_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The package itself, in a home of its own, knowing no key and a server that nobody can reach."""
+    """The real package with an empty home directory, without a key, and with an unreachable server."""
     wandb = pytest.importorskip("wandb", reason="the extra wandb is not installed")
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
@@ -59,7 +59,7 @@ def offline_directories(run_dir: Path) -> list[Path]:
 
 
 def read_offline(directory: Path) -> Iterator[Any]:
-    """Read the records that `wandb sync` would upload: LevelDB's log format, here of one block, after 7 bytes."""
+    """Read the records that `wandb sync` would upload: one block of LevelDB's log format after 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
     [path] = directory.glob("*.wandb")
@@ -73,13 +73,13 @@ def read_offline(directory: Path) -> Iterator[Any]:
 
 
 def read_kind(kind: str, run_dir: Path) -> list[Any]:
-    """Return the records of one kind in the one offline directory of a run."""
+    """Return the records of one kind in the only offline directory of a run."""
     [directory] = offline_directories(run_dir)
     return [getattr(r, kind) for r in read_offline(directory) if r.WhichOneof("record_type") == kind]
 
 
 def history(directory: Path) -> list[dict[str, float]]:
-    """Return what was logged, without what wandb adds of its own."""
+    """Return the logged values, without those that wandb adds."""
     items = [r.history.item for r in read_offline(directory) if r.WhichOneof("record_type") == "history"]
     rows = [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in row} for row in items]
     return [{key: row[key] for key in row if key == "_step" or not key.startswith("_")} for row in rows]
@@ -91,7 +91,7 @@ def test_configuration_and_numbers_arrive_offline(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     log_steps(tmp_path, 1, 3)
-    assert capsys.readouterr().out.startswith("wandb: offline, as wandb is told to be; to upload")
+    assert capsys.readouterr().out.startswith("wandb: offline mode; to upload")
     [run] = read_kind("run", tmp_path)
     assert (run.project, run.display_name, run.run_id) == ("acsgd", "my run", (tmp_path / "wandb-id").read_text())
     config = {update.key: json.loads(update.value_json) for update in run.config.update}
@@ -104,7 +104,33 @@ def test_configuration_and_numbers_arrive_offline(
 
 
 @pytest.mark.usefixtures("real_wandb")
-def test_nothing_of_the_environment_gets_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("log_name", "expected"), [(None, "from-environment"), ("from-config", "from-config")])
+def test_project_and_name_of_the_environment_are_respected(
+    log_name: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "my-project")
+    monkeypatch.setenv("WANDB_NAME", "from-environment")
+    config = dataclasses.replace(CONFIG, log=dataclasses.replace(CONFIG.log, name=log_name))
+    with Metrics.open(config, tmp_path, resumed_at=0, is_main=True) as metrics:
+        metrics.log(record(1))
+    [run] = read_kind("run", tmp_path)
+    assert (run.project, run.display_name) == ("my-project", expected)
+
+
+@pytest.mark.usefixtures("real_wandb")
+def test_without_names_a_run_is_named_after_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = dataclasses.replace(CONFIG, log=dataclasses.replace(CONFIG.log, name=None))
+    (tmp_path / "my-run").mkdir()
+    with Metrics.open(config, tmp_path / "my-run", resumed_at=0, is_main=True) as metrics:
+        metrics.log(record(1))
+    [run] = read_kind("run", tmp_path / "my-run")
+    assert (run.project, run.display_name) == ("acsgd", "my-run")
+
+
+@pytest.mark.usefixtures("real_wandb")
+def test_nothing_of_the_environment_is_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -114,8 +140,8 @@ def test_nothing_of_the_environment_gets_in(tmp_path: Path, monkeypatch: pytest.
     log_steps(run_dir, 1, 2)
     written = [path for path in run_dir.rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" for path in written)
-    for told in (SECRET, "script-of-mine"):
-        assert not [path for path in written if told.encode() in path.read_bytes()]
+    for private in (SECRET, "script-of-mine"):
+        assert not [path for path in written if private.encode() in path.read_bytes()]
     [run] = read_kind("run", run_dir)
     assert (run.host, run.HasField("git")) == ("", False)
     assert not read_kind("environment", run_dir)
@@ -124,9 +150,7 @@ def test_nothing_of_the_environment_gets_in(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("real_wandb")
-def test_a_resumed_job_goes_on_in_the_same_run_and_a_fresh_one_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_keeps_its_id_and_a_new_run_gets_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     ids = []
     for first, resumed_at in ((1, 0), (3, 2), (1, 0)):
@@ -140,20 +164,20 @@ def test_a_resumed_job_goes_on_in_the_same_run_and_a_fresh_one_does_not(
 
 
 @pytest.mark.usefixtures("real_wandb")
-def test_without_login_a_run_is_kept_offline_and_says_how_to_upload_it(
+def test_without_login_a_run_is_offline_and_prints_how_to_upload_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log_steps(tmp_path, 1, 2)
     [directory] = offline_directories(tmp_path)
     printed = capsys.readouterr()
-    [told] = [line for line in printed.out.splitlines() if line.startswith("wandb: ")]
-    assert told == f"wandb: not logged in; to upload the run later: wandb sync {directory}"
+    [message] = [line for line in printed.out.splitlines() if line.startswith("wandb: ")]
+    assert message == f"wandb: not logged in; to upload the run later: wandb sync {directory}"
     assert printed.err == ""
     assert [row["_step"] for row in history(directory)] == [1, 2]
 
 
 @pytest.mark.usefixtures("real_wandb")
-def test_a_user_who_disables_wandb_gets_none(
+def test_disabled_wandb_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
@@ -163,7 +187,7 @@ def test_a_user_who_disables_wandb_gets_none(
 
 
 class FakeWandb(ModuleType):
-    """The part of wandb that is called, logged in, with what fails as a set of the names below."""
+    """The part of wandb that is used, logged in. fails: names of the calls that fail."""
 
     def __init__(self, fails: set[str]) -> None:
         super().__init__("wandb")
@@ -171,6 +195,7 @@ class FakeWandb(ModuleType):
         self.calls: list[str] = []
         self.settings = self
         self.mode = "online"
+        self.project = self.run_name = None
         self.dir = self.url = "where"
 
     def setup(self, **_: object) -> FakeWandb:
@@ -203,7 +228,7 @@ class FakeWandb(ModuleType):
 
 
 @pytest.mark.parametrize(
-    ("fails", "calls", "told"),
+    ("fails", "calls", "printed"),
     [
         (set(), "setup, login, init None, log 1, log 2, finish 0, teardown", "wandb: where"),
         (
@@ -216,28 +241,28 @@ class FakeWandb(ModuleType):
             "setup, login, teardown, init offline, log 1, log 2, finish 0, teardown",
             "wandb: no connection (no way out); to upload the run later: wandb sync .",
         ),
-        ({"setup"}, "setup, teardown", "wandb failed (no way out); training goes on without it"),
+        ({"setup"}, "setup, teardown", "wandb failed (no way out); training continues without it"),
         (
             {"init None", "init offline"},
             "setup, login, init None, teardown, init offline, teardown",
-            "wandb failed (no way out); training goes on without it",
+            "wandb failed (no way out); training continues without it",
         ),
         (
             {"log 1"},
             "setup, login, init None, log 1, teardown",
-            "wandb: where\nwandb failed (no way out); training goes on without it",
+            "wandb: where\nwandb failed (no way out); training continues without it",
         ),
         (
             {"finish 0"},
             "setup, login, init None, log 1, log 2, finish 0, teardown",
-            "wandb: where\nwandb failed (no way out); training goes on without it",
+            "wandb: where\nwandb failed (no way out); training continues without it",
         ),
     ],
 )
-def test_a_failure_of_wandb_is_told_once_and_ends_no_training(
+def test_an_error_of_wandb_is_reported_once_and_does_not_end_training(
     fails: set[str],
     calls: str,
-    told: str,
+    printed: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -246,19 +271,19 @@ def test_a_failure_of_wandb_is_told_once_and_ends_no_training(
     monkeypatch.setitem(sys.modules, "wandb", fake)
     log_steps(tmp_path, 1, 2)
     assert fake.calls == calls.split(", ")
-    assert [line for line in capsys.readouterr().out.splitlines() if "wandb" in line] == told.split("\n")
+    assert [line for line in capsys.readouterr().out.splitlines() if "wandb" in line] == printed.split("\n")
 
 
-def test_a_run_that_an_error_ends_is_finished_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_with_an_error_is_finished_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb(set())
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    with pytest.raises(ZeroDivisionError), Metrics.open(CONFIG, tmp_path, resumed_at=0, speaks=True):
+    with pytest.raises(ZeroDivisionError), Metrics.open(CONFIG, tmp_path, resumed_at=0, is_main=True):
         _ = 1 / 0
     assert fake.calls[-2:] == ["finish 1", "teardown"]
 
 
-def test_wandb_that_is_not_installed_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "wandb").mkdir()  # as wandb leaves in the directory that it was run in
+def test_missing_wandb_is_an_error_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb").mkdir()  # wandb leaves such a directory in its working directory
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     check_installed("print,jsonl")
@@ -266,6 +291,6 @@ def test_wandb_that_is_not_installed_is_found_before_training(tmp_path: Path, mo
         check_installed("print,wandb")
 
 
-def test_wandb_that_is_installed_is_found() -> None:
+def test_installed_wandb_is_accepted() -> None:
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
     check_installed("print,wandb")

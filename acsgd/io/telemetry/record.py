@@ -1,4 +1,4 @@
-"""One step's metrics, and what takes them."""
+"""Metrics of one step, and the protocol of sinks."""
 
 from __future__ import annotations
 
@@ -7,38 +7,40 @@ from typing import NamedTuple, Protocol
 
 
 class Record(NamedTuple):
-    """One line of metrics.jsonl. Bytes are sums over all ranks, headers included."""
+    """Metrics of one step: one line of metrics.jsonl. Bytes are sums over all ranks and include headers."""
 
     step: int
-    """Optimizer steps done."""
+    """Number of completed optimizer steps."""
     loss: float | None
-    """Mean over the target tokens of the global batch, before the step; None = not finite, and the step left out."""
+    """Mean over the target tokens of the global batch, before the update; None = not finite, update skipped."""
     tokens: int
-    """Target tokens trained on since the start of the run."""
+    """Number of target tokens trained on since the start of the run."""
     tokens_per_s: float
     step_s: float
     lr: float
     grad_norm: float | None
-    """Before clipping; None = not finite, and the step left out."""
+    """Before clipping; None = not finite, update skipped."""
     pp_forward_bytes: int
+    """Sent between stages in forward."""
     pp_backward_bytes: int
-    """With the gradients of tied weights, where the two copies lie on different ranks."""
+    """Sent between stages in backward, including gradients of tied weights whose copies are on different ranks."""
     dp_bytes: int
-    """Since the line before: what replicas exchange after an update is in the next line, after the last one in none."""
+    """Sent between replicas since the previous line. Messages sent after an update are in the next line."""
     hidden_share: float
+    """Fraction of the time of transfers that overlapped with computation; 1 without transfers."""
     peak_memory_bytes: int
-    """Of the rank that has held most so far, among those of the first replica."""
+    """Peak of the run so far; maximum over the ranks of the first replica."""
     skipped: int = 0
-    """Steps of the run so far whose update was left out."""
+    """Number of skipped updates of the run so far."""
     loss_scale: float = 1.0
-    """What fp16 multiplies the loss by in the next step."""
+    """fp16 loss scale of the next step."""
     save_stall_s: float = 0.0
-    """Seconds of this step in which training stood still for a save."""
+    """Time in which training waited for a checkpoint, seconds."""
     eval_loss: float | None = None
-    """Mean over the target tokens of the held-out split, after the step; None = not evaluated."""
+    """Mean over the held-out target tokens, after the update; None = not evaluated."""
 
     def numbers(self) -> dict[str, float | None]:
-        """Return the fields as JSON takes them: None for what is not finite, no eval_loss where not evaluated."""
+        """Return the fields as JSON values: None for values that are not finite, no eval_loss if not evaluated."""
         numbers = {name: _finite(value) for name, value in self._asdict().items()}
         if self.eval_loss is None:
             del numbers["eval_loss"]
@@ -46,18 +48,18 @@ class Record(NamedTuple):
 
 
 class Sink(Protocol):
-    """Something that records are told to."""
+    """A destination of records and notes."""
 
     def log(self, record: Record) -> None:
-        """Take one step's record."""
+        """Write the record of a step."""
         ...
 
     def note(self, text: str) -> None:
-        """Say something that is no number."""
+        """Write a sentence for the user."""
         ...
 
     def close(self, *, failed: bool) -> None:
-        """Write out what is left; failed: whether an error ends the run."""
+        """Write what is buffered and close. failed: whether an error ended the run."""
         ...
 
 

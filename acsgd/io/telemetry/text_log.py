@@ -1,8 +1,8 @@
-"""Text logs: one file per rank, of what the modules of this package say through the standard library's logging.
+"""Text logs: one file per rank with the log records of this package.
 
     2026-11-20 16:05:35.123 | INFO     | rank 3, stage 1, replica 1 | acsgd.run.session:train_step:52 - message
 
-A module logs with `log = logging.getLogger(__name__)`; a script, whose name is "__main__", with "acsgd.NAME".
+Modules log with `log = logging.getLogger(__name__)`; scripts, whose __name__ is "__main__", use "acsgd.NAME".
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PACKAGE = "acsgd"
-"""The logger above those of all modules."""
+"""Name of the parent logger of all modules."""
 
 
 @contextlib.contextmanager
 def open_text_log(run_dir: Path, *, rank: int, stages: Sequence[int], replica: int) -> Iterator[None]:
-    """Write what the package logs, from INFO up, into run_dir/logs/rank-XXXXX.log until the context ends.
+    """Append the package's log records, level INFO and above, to run_dir/logs/rank-XXXXX.log while the context is open.
 
-    stages: those this rank holds. A file that is there is appended to. An error that ends the context is logged
-    with its traceback and goes on. Nothing reaches the handlers of other loggers, such as the root's on a terminal.
-    Raises OSError if the file cannot be opened; later failures to write, as on a full disk, end nothing.
+    stages: stages of this rank. An exception that leaves the context is logged with its traceback. Records do not reach
+    the handlers of other loggers. Raises OSError if the file cannot be opened; later write errors, such as a full disk,
+    are ignored.
     """
     path = run_dir / "logs" / f"rank-{rank:05d}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,19 +36,19 @@ def open_text_log(run_dir: Path, *, rank: int, stages: Sequence[int], replica: i
     try:
         yield
     except Exception:
-        logger.exception("this rank ends here")
+        logger.exception("this rank ends with an error")
         raise
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before[0])
         logger.propagate = before[1]
-        with contextlib.suppress(OSError):  # what found no room on the disk
+        with contextlib.suppress(OSError):  # the buffer does not fit on the disk
             handler.close()
 
 
 class _RankFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Say nothing: logging's own way is a traceback on the terminal for every line that finds no room."""
+        """Ignore write errors; logging would print a traceback for each line."""
 
 
 def _formatter(rank: int, stages: Sequence[int], replica: int) -> logging.Formatter:

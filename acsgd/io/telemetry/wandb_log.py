@@ -1,8 +1,10 @@
-"""Metrics to Weights & Biases: one run per job, from one rank, with login and network or without.
+"""Metrics to Weights & Biases, online or offline.
 
-A run without them is kept in RUN_DIR/wandb/offline-run-*, which `wandb sync DIR` uploads. A job that was resumed
-offline has one such directory for each start, all with the id in RUN_DIR/wandb-id; synced in the order of their
-start they are one run.
+Without login or network, a run is written to RUN_DIR/wandb/offline-run-*, which `wandb sync DIR` uploads. A run that
+was resumed offline has one such directory per start, all with the id in RUN_DIR/wandb-id; synced in order of their
+start, they are one run.
+
+WANDB_PROJECT, WANDB_NAME and WANDB_MODE are respected. log.name overrides WANDB_NAME.
 """
 
 from __future__ import annotations
@@ -22,67 +24,68 @@ if TYPE_CHECKING:
     import wandb
 
 PROJECT = "acsgd"
+"""Default project."""
 INIT_TIMEOUT_S = 30.0
-"""After which a server counts as out of reach; a compute node often knows a key but has no way out."""
+"""Time limit for a connection to the server; compute nodes often have a key but no internet access."""
 FINISH_TIMEOUT_S = 60.0
-"""After which the end of a run waits no longer for its upload; `wandb sync` uploads the rest."""
+"""Time limit for the upload at the end of a run; `wandb sync` uploads the rest."""
 
 
 def check_installed(to: str) -> None:
-    """Raise ValueError if log.to, `to`, asks for wandb and it is not installed."""
+    """Raise ValueError if log.to names wandb and it is not installed. to: the value of log.to."""
     if "wandb" not in to.split(","):
         return
     spec = importlib.util.find_spec("wandb")
-    if spec is None or spec.origin is None:  # a directory ./wandb, as wandb leaves them, is a namespace without origin
+    if spec is None or spec.origin is None:  # a directory ./wandb is a namespace package without origin
         raise ValueError(f'log.to="{to}" needs wandb: pip install "acsgd[wandb]"')
 
 
 class WandbSink:
-    """A run of wandb that a resumed job goes on with. Whatever fails in it is told once and ends no training.
+    """Logs to one wandb run, which a resumed run continues. Errors of wandb are reported once and do not end training.
 
-    A step that a resumed job makes again is not logged again: wandb keeps what it has.
+    wandb ignores steps that a resumed run repeats.
     """
 
-    def __init__(self, config: Config, run_dir: Path, *, resumed_at: int, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, config: Config, run_dir: Path, *, resumed_at: int, notify: Callable[[str], None]) -> None:
+        self._notify = notify
         self._run: wandb.Run | None = None
         try:
-            self._run = _open(config, run_dir, _run_id(run_dir, is_new=resumed_at == 0), tell)
-        except Exception as error:  # wandb raises its own errors, pydantic's, those of sockets and of a service
-            self._give_up(error)
+            self._run = _open(config, run_dir, _run_id(run_dir, is_new=resumed_at == 0), notify)
+        except Exception as error:  # wandb raises errors of its own, of pydantic, of sockets and of its service
+            self._disable(error)
 
     def log(self, record: Record) -> None:
-        """Log the record's numbers at its step; what was not finite stays a gap."""
+        """Log the numbers of a record, without those that are not finite."""
         if self._run is None:
             return
         numbers = {name: value for name, value in record.numbers().items() if name != "step" and value is not None}
         try:
             self._run.log(numbers, step=record.step)
         except Exception as error:
-            self._give_up(error)
+            self._disable(error)
 
     def note(self, text: str) -> None:
-        """Leave notes to the terminal and the text logs."""
+        """Do nothing: notes are for the terminal and the text logs."""
 
     def close(self, *, failed: bool) -> None:
-        """Finish the run, waiting at most FINISH_TIMEOUT_S for its upload; what is written by then is whole."""
+        """Finish the run; waits at most FINISH_TIMEOUT_S for its upload."""
         try:
             if self._run is not None:
                 self._run.finish(exit_code=int(failed))
         except Exception as error:
-            self._give_up(error)
-        with contextlib.suppress(Exception):  # told before, if it fails
+            self._disable(error)
+        with contextlib.suppress(Exception):  # already reported
             import wandb
 
-            wandb.teardown()  # `finish` alone may return before the last block is in the file
+            wandb.teardown()  # `finish` may return before the last block is written
 
-    def _give_up(self, error: Exception) -> None:
+    def _disable(self, error: Exception) -> None:
         self._run = None
-        self._tell(f"wandb failed ({_first_line(error)}); training goes on without it")
+        self._notify(f"wandb failed ({_first_line(error)}); training continues without it")
 
 
 def _run_id(run_dir: Path, *, is_new: bool) -> str:
-    """Return the id in run_dir/wandb-id, made there for a fresh start: wandb would drop its steps from an old run."""
+    """Return the id in run_dir/wandb-id. A new run writes a new id: wandb ignores repeated steps of an old one."""
     path = run_dir / "wandb-id"
     known = "" if is_new or not path.exists() else path.read_text().strip()
     if known:
@@ -91,14 +94,17 @@ def _run_id(run_dir: Path, *, is_new: bool) -> str:
     return new
 
 
-def _open(config: Config, run_dir: Path, run_id: str, tell: Callable[[str], None]) -> wandb.Run:
-    """Start the run, online if possible, in the mode the user told wandb, and tell where it is to be found."""
+def _open(config: Config, run_dir: Path, run_id: str, notify: Callable[[str], None]) -> wandb.Run:
+    """Start the run in the user's mode, falling back to offline, and print where to find it."""
     import wandb
+
+    # from WANDB_PROJECT, WANDB_NAME, WANDB_MODE or wandb's own settings files
+    user = wandb.setup(settings=wandb.Settings(silent=True)).settings
 
     def start(mode: Literal["offline"] | None = None) -> wandb.Run:
         return wandb.init(
-            project=PROJECT,
-            name=config.log.name or run_dir.resolve().name,
+            project=user.project or PROJECT,
+            name=config.log.name or user.run_name or run_dir.resolve().name,
             id=run_id,
             resume="allow",
             mode=mode,
@@ -107,27 +113,26 @@ def _open(config: Config, run_dir: Path, run_id: str, tell: Callable[[str], None
             settings=_private_settings(),
         )
 
-    told_mode = wandb.setup(settings=wandb.Settings(silent=True)).settings.mode  # WANDB_MODE or wandb's own files
-    if told_mode == "disabled":
+    if user.mode == "disabled":
         return start()
-    why = "offline, as wandb is told to be"
-    if told_mode not in ("offline", "dryrun"):
+    reason = "offline mode"
+    if user.mode not in ("offline", "dryrun"):
         try:
             if wandb.login(prompt=False, verify=False):
                 run = start()
-                tell(f"wandb: {run.url}")
+                notify(f"wandb: {run.url}")
                 return run
-            why = "not logged in"
+            reason = "not logged in"
         except Exception as error:
-            why = f"no connection ({_first_line(error)})"
+            reason = f"no connection ({_first_line(error)})"
             wandb.teardown()  # its service refuses the id of a run that failed to start
     run = start("offline")
-    tell(f"wandb: {why}; to upload the run later: wandb sync {Path(run.dir).parent}")
+    notify(f"wandb: {reason}; to upload the run later: wandb sync {Path(run.dir).parent}")
     return run
 
 
 def _private_settings() -> wandb.Settings:
-    """Return settings with which wandb collects nothing by itself: no host, user, program, arguments, code, output."""
+    """Return settings that disable all automatic collection: host, user, program, arguments, code, output."""
     import wandb
 
     return wandb.Settings(

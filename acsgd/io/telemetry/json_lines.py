@@ -1,0 +1,81 @@
+"""metrics.jsonl: one JSON object per optimizer step."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from acsgd.io.telemetry.record import Record
+
+
+class JsonLinesSink:
+    """Writes metrics.jsonl: every step once, in order, written when `log` returns.
+
+    If training returns to an earlier step, the lines after it are dropped. A full disk does not end the run: lines that
+    cannot be written are kept and written later.
+
+    resumed_at: completed steps of the checkpoint the run resumed from; 0 = a new run, whose file starts empty.
+    notify: prints a sentence for the user.
+    """
+
+    def __init__(self, path: Path, *, resumed_at: int, notify: Callable[[str], None]) -> None:
+        if path.exists():
+            _truncate_after(path, resumed_at)
+        # unbuffered, so that `write` returns how much of a line was written
+        self._file = path.open("a+b", buffering=0)
+        self._unwritten, self._last_step = b"", resumed_at
+        self._path, self._notify, self._has_warned = path, notify, False
+
+    def log(self, record: Record) -> None:
+        if record.step <= self._last_step:
+            self._rewind(record.step - 1)
+        self._last_step = record.step
+        self._unwritten += json.dumps(record.numbers(), allow_nan=False).encode() + b"\n"
+        self._write()
+
+    def note(self, text: str) -> None:
+        pass
+
+    def close(self, *, failed: bool) -> None:
+        self._write()
+        self._file.close()
+
+    def _rewind(self, step: int) -> None:
+        """Drop the lines after `step`, written and unwritten, by one truncation, which also works on a full disk."""
+        self._file.seek(0)
+        written = self._file.read()
+        kept = b"".join(_lines_until((written + self._unwritten).splitlines(), step))
+        self._file.truncate(min(len(kept), len(written)))
+        self._unwritten = kept[len(written) :]
+
+    def _write(self) -> None:
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if not self._has_warned:
+                self._notify(f"{self._path} cannot be written ({error.strerror}); its lines are kept until it can")
+            self._has_warned = True
+
+
+def _truncate_after(path: Path, step: int) -> None:
+    """Keep the complete lines of metrics.jsonl up to the step of the checkpoint; replaces the file atomically."""
+    partial = path.with_name(f".{path.name}.partial")
+    with path.open("rb") as lines, partial.open("wb") as file:
+        file.writelines(_lines_until(lines, step))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _lines_until(lines: Iterable[bytes], step: int) -> Iterator[bytes]:
+    """Yield the lines up to that of `step`, without incomplete lines."""
+    for line in lines:
+        try:
+            is_kept = json.loads(line)["step"] <= step
+        except (ValueError, KeyError, TypeError):  # incomplete
+            continue
+        if is_kept:
+            yield line.rstrip() + b"\n"

@@ -1,0 +1,57 @@
+"""Progress of a run on the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from acsgd.io.telemetry.record import Record
+
+PLAIN_LINES = 20
+"""Number of progress lines of a whole run if standard output is not a terminal."""
+
+
+class TerminalSink:
+    """Prints a progress bar on a terminal, a few plain lines elsewhere.
+
+    steps: optimizer steps of the run; resumed_at: completed steps of the checkpoint the run resumed from; fp16: whether
+    to print the loss scale.
+    """
+
+    def __init__(self, steps: int, *, resumed_at: int, fp16: bool) -> None:
+        self._steps, self._first, self._fp16 = steps, resumed_at + 1, fp16
+        self._console = Console()
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[state]}  ETA"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("train", total=steps, completed=resumed_at, state="starting")
+        self._progress.start()
+
+    def log(self, record: Record) -> None:
+        state = _state(record, fp16=self._fp16)
+        self._progress.update(self._task, completed=record.step, state=state)
+        every = max(1, self._steps // PLAIN_LINES)
+        if not self._console.is_terminal and (record.step % every == 0 or record.step in (self._first, self._steps)):
+            print(f"step {record.step}/{self._steps}  {state}", flush=True)
+
+    def note(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def close(self, *, failed: bool) -> None:
+        self._progress.stop()
+
+
+def _state(record: Record, *, fp16: bool) -> str:
+    loss = "nan" if record.loss is None else f"{record.loss:.4f}"
+    state = f"loss {loss}  {record.tokens_per_s:,.0f} tokens/s"
+    if record.skipped:
+        state += f"  skipped {record.skipped}"
+    if fp16:
+        state += f"  scale {record.loss_scale:.10g}"
+    return state
