@@ -1,4 +1,4 @@
-"""What must hold of the options of a run, whatever the model and the number of processes."""
+"""Checks of options that depend neither on the model nor on the number of processes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import re
 from acsgd.config.options import CheckpointConfig, Config, DataConfig, LogConfig, OptimConfig
 
 SINKS = ("print", "jsonl", "text", "wandb")
-"""What `log.to` may name."""
+"""Names allowed in log.to."""
 
 
 def check(config: Config) -> None:
-    """Raise ValueError, which says what to type, for the first value that no run can have."""
+    """Raise ValueError for the first invalid option; the message names the key and a valid value."""
     _check_positive(config)
     _check_optim(config.optim)
     _check_batch(config.data, config.pp.micro)
@@ -21,8 +21,8 @@ def check(config: Config) -> None:
     _check_log(config.log)
     if config.optim.spike is not None and config.checkpoint.every is None:
         raise ValueError(
-            f"optim.spike={config.optim.spike} goes back to the last checkpoint, but there is none before the end; "
-            'give checkpoint.every="500", say'
+            f"optim.spike={config.optim.spike} restores the last checkpoint, but there is none before the end of the "
+            'run; give, for example, checkpoint.every="500"'
         )
 
 
@@ -60,10 +60,10 @@ def _check_optim(optim: OptimConfig) -> None:
     if not all(0 <= beta < 1 for beta in optim.betas):
         raise ValueError(f"optim.betas={optim.betas} must lie in [0, 1)")
     if not (math.isfinite(optim.loss_scale) and math.log2(optim.loss_scale).is_integer()):
-        raise ValueError(f"optim.loss_scale={optim.loss_scale} must be a power of 2, or it costs bits; use 65536")
+        raise ValueError(f"optim.loss_scale={optim.loss_scale} must be a power of 2; use, for example, 65536")
     if optim.spike is not None and not optim.spike > 1:
         raise ValueError(
-            f"optim.spike={optim.spike} must be greater than 1, for it multiplies the mean of recent losses; use 2, say"
+            f"optim.spike={optim.spike} must be greater than 1, a multiple of the mean loss; use, for example, 2"
         )
 
 
@@ -84,15 +84,15 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
     if every is None:
         return
     if not (re.fullmatch(r"\d+|\d+(\.\d+)?min", every) and float(every.removesuffix("min")) > 0):
-        raise ValueError(f'checkpoint.every={every} is no time between saves; give steps, "500", or minutes, "10min"')
+        raise ValueError(f'checkpoint.every={every} is not an interval; give steps, "500", or minutes, "10min"')
 
 
 def _check_evaluation(config: Config) -> None:
-    asking = [f"eval.every={config.eval.every}"] if config.eval.every is not None else []
-    asking += ["checkpoint.best"] if config.checkpoint.best else []
-    if asking and config.data.eval_sources is None and not config.data.eval_fraction:
+    evaluating = [f"eval.every={config.eval.every}"] if config.eval.every is not None else []
+    evaluating += ["checkpoint.best"] if config.checkpoint.best else []
+    if evaluating and config.data.eval_sources is None and not config.data.eval_fraction:
         raise ValueError(
-            f"{asking[0]} has nothing to evaluate on; give data.eval_sources, or data.eval_fraction=0.05, say"
+            f"{evaluating[0]} needs evaluation data; give data.eval_sources or, for example, data.eval_fraction=0.05"
         )
 
 
@@ -100,6 +100,4 @@ def _check_log(log: LogConfig) -> None:
     unknown = set(filter(None, log.to.split(","))) - set(SINKS)
     if unknown:
         known = ", ".join(f'"{sink}"' for sink in SINKS)
-        raise ValueError(
-            f'log.to="{log.to}": unknown {", ".join(sorted(unknown))}; use {known}, or some of them with commas between'
-        )
+        raise ValueError(f'log.to="{log.to}": unknown {", ".join(sorted(unknown))}; use {known}, comma-separated')

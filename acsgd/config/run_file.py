@@ -39,7 +39,7 @@ def parse(argv: list[str], *, prog: str = "train.py", is_main: bool = True) -> C
 
 
 def to_toml(config: Config) -> str:
-    """Return the resolved configuration as TOML that `parse` reads back to an equal Config."""
+    """Return the configuration as TOML. `parse` of it returns an equal Config."""
     lines = []
     for section in dataclasses.fields(config):
         lines.append(f"[{section.name}]")
@@ -50,7 +50,7 @@ def to_toml(config: Config) -> str:
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """Read a run's TOML and refuse keys that do not exist."""
+    """Read a run file. Raises ValueError for unknown sections and keys."""
     try:
         with path.open("rb") as file:
             table = tomllib.load(file)
@@ -72,6 +72,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _refuse_renamed(argv: list[str]) -> None:
+    """Raise ValueError for a flag with a former name."""
     for argument in argv:
         key = argument.removeprefix("--").partition("=")[0]
         if argument.startswith("--") and key in RENAMED:
@@ -79,7 +80,7 @@ def _refuse_renamed(argv: list[str]) -> None:
 
 
 def _as_flags(table: dict[str, dict[str, Any]]) -> list[str]:
-    """Spell a TOML table as flags, so that file and command line pass one and the same type check."""
+    """Return a TOML table as flags, so that file and command line have the same type checks."""
     flags: list[str] = []
     for section, values in table.items():
         for key, value in values.items():

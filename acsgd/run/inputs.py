@@ -1,4 +1,4 @@
-"""What a job reads: text to train and to evaluate on, weights, and the checkpoints of an earlier start."""
+"""Inputs of a job: training and evaluation data, initial weights, and checkpoints to resume from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from acsgd.io.cache import once_per_host
 from acsgd.io.checkpoint.progress import RunIdentity
 from acsgd.io.checkpoint.resume import Candidates, find
-from acsgd.io.sampling.batches import Reader
+from acsgd.io.sampling.batches import BatchReader
 from acsgd.io.sampling.held_out import HeldOut, held_out, split
 from acsgd.io.sampling.sampler import Sampler, block_counts
 from acsgd.io.sampling.tokens import Corpus, num_sequences, tokenize_all, tokenizer_fingerprint
@@ -25,15 +25,15 @@ from acsgd.shards.load import RandomWeights, WeightSource
 
 @dataclass(frozen=True)
 class Inputs:
-    """All that a job reads, found and checked; no layer has been read yet."""
+    """Inputs of a job, found and checked. No weights have been read yet."""
 
-    reader: Reader
+    reader: BatchReader
     held_out: HeldOut | None
     identity: RunIdentity
-    """What a checkpoint must have been made with."""
+    """Identity that a checkpoint must have to be resumed from."""
     candidates: Candidates
-    source: WeightSource | None
-    """Where the weights of a fresh run come from; None if there is something to go on from."""
+    weight_source: WeightSource | None
+    """Initial weights of a new run; None if there are checkpoints to resume from."""
     cache_plan: CachePlan | None
     """Size and place of the activation caches; None without delta."""
 
@@ -44,15 +44,15 @@ class Inputs:
         return self.reader.notes + held_out + ((self.cache_plan.note,) if self.cache_plan else ())
 
     def fingerprint(self) -> str:
-        """Return what must be the same on every rank."""
+        """Return a string that must be equal on all ranks."""
         steps = [checkpoint.progress.step for checkpoint in self.candidates.checkpoints]
         return self.reader.fingerprint() + repr((self.held_out and self.held_out.fingerprint(), steps))
 
 
 def open_inputs(job: Job) -> Inputs:
-    """Find and check all that a job reads, tokenising and converting into the cache what is not there yet.
+    """Find and check the inputs of a job. Tokenizes text and converts weights into the cache if they are not there yet.
 
-    Writes nothing else. Raises ValueError if something is missing, broken, or belongs to another training.
+    Writes nothing else. Raises ValueError if an input is missing or invalid, or if a checkpoint has another identity.
     """
     reader, held = open_data(job), open_held_out(job)
     data = job.config.data
@@ -71,13 +71,13 @@ def open_inputs(job: Job) -> Inputs:
     candidates = find(job.checkpoints, job.config.checkpoint.resume, identity)
     fresh = not candidates.checkpoints and not candidates.rejected
     cache_plan = plan_activation_caches(job, sum(reader.sampler.sizes), run_id=identity.digest(), fresh=fresh)
-    return Inputs(reader, held, identity, candidates, open_source(job) if fresh else None, cache_plan)
+    return Inputs(reader, held, identity, candidates, open_weight_source(job) if fresh else None, cache_plan)
 
 
-def open_data(job: Job) -> Reader:
-    """Return what makes this replica's batch of any step, tokenising into the cache first what is not there yet.
+def open_data(job: Job) -> BatchReader:
+    """Return the reader of this replica's batches. Tokenizes text into the cache if it is not there yet.
 
-    Raises ValueError if a text cannot be read or is too short.
+    Raises ValueError if a source cannot be read or is too short.
     """
     config = job.config
     corpora = _tokenized(job, job.sources)
@@ -88,7 +88,7 @@ def open_data(job: Job) -> Reader:
         counts=block_counts([weight for _, weight in job.sources]),
         sizes=tuple(split(size, config.data.eval_fraction) for size in sizes),
     )
-    return Reader(
+    return BatchReader(
         [tokens for tokens, _ in corpora],
         sampler,
         sequence=config.data.sequence,
@@ -101,7 +101,7 @@ def open_data(job: Job) -> Reader:
 
 
 def open_held_out(job: Job) -> HeldOut | None:
-    """Return this replica's batches to evaluate on, tokenising as `open_data` does; None if nothing is held out."""
+    """Return this replica's held-out data, None if nothing is held out. Tokenizes like `open_data`."""
     config, topology = job.config, job.topology
     return held_out(
         _tokenized(job, job.sources),
@@ -116,8 +116,8 @@ def open_held_out(job: Job) -> HeldOut | None:
     )
 
 
-def open_source(job: Job) -> WeightSource:
-    """Return where the weights come from, converting a Hugging Face directory into the cache first."""
+def open_weight_source(job: Job) -> WeightSource:
+    """Return the initial weights. Converts a Hugging Face directory into the cache if it is not there yet."""
     if job.config.model.init == "scratch":
         return RandomWeights(job.model_config, job.layers, seed=job.config.data.seed)
     if (job.model_dir / MANIFEST).is_file():
@@ -136,7 +136,7 @@ def open_source(job: Job) -> WeightSource:
 def plan_activation_caches(job: Job, samples: int, *, run_id: str, fresh: bool) -> CachePlan | None:
     """Plan the activation caches of this rank's links; None without delta or without links.
 
-    samples: of all training sources; run_id, fresh: as of CachePlan. Raises ValueError if there is no room for them.
+    samples: number of training samples; run_id, fresh: see CachePlan. Raises ValueError if they do not fit.
     """
     delta = job.forward
     if not isinstance(delta, Delta) or job.topology.stages == 1:

@@ -53,7 +53,7 @@ def start(job: Job, inputs: Inputs, groups: Groups) -> Start:
     if job.topology.rank == 0:
         notes += found.set_aside()
         found.mark_best()
-    source = checkpoint.shards if checkpoint else inputs.source
+    source = checkpoint.shards if checkpoint else inputs.weight_source
     assert source is not None
     session = build_session(job, source, groups, inputs.cache_plan)
     if checkpoint is None:

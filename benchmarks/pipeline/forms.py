@@ -16,7 +16,7 @@ from acsgd.config.options import Config
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
 from acsgd.run.build import build_session
-from acsgd.run.inputs import open_source, plan_activation_caches
+from acsgd.run.inputs import open_weight_source, plan_activation_caches
 from acsgd.run.job import Job
 from acsgd.run.session import Session, StepResult
 from acsgd.topology import Groups, connect
@@ -61,4 +61,4 @@ def open_trainings(jobs: Sequence[Job], store: str, *, sequences: int) -> Iterat
 def _open_session(job: Job, groups: Groups, sequences: int) -> Session:
     """Load this rank's layers and open its links."""
     cache_plan = plan_activation_caches(job, sequences, run_id="", fresh=True)
-    return build_session(job, open_source(job), groups, cache_plan)
+    return build_session(job, open_weight_source(job), groups, cache_plan)

@@ -31,7 +31,7 @@ from acsgd.config.spec import from_spec
 from acsgd.dp.hooks import CocktailState, cocktail_hook
 from acsgd.io.sampling.batches import Batch, Dataset
 from acsgd.optim.schedule import learning_rate
-from acsgd.run.inputs import open_data, open_held_out, open_source
+from acsgd.run.inputs import open_data, open_held_out, open_weight_source
 from acsgd.run.job import Job, prepare
 from acsgd.shards.layers import meta_model, stored_keys
 from acsgd.topology import Launch, connect
@@ -153,7 +153,7 @@ def run_rank(rank: int, world_size: int, config: Config, store: str) -> None:
 
 def make_model(job: Job) -> PreTrainedModel:
     """Return the whole model with the weights that acsgd would begin with."""
-    source, meta = open_source(job), meta_model(job.model_config)
+    source, meta = open_weight_source(job), meta_model(job.model_config)
     weights: dict[str, Tensor] = {}
     for shard in job.layers:
         weights |= source.tensors(shard.name, stored_keys(meta, shard))

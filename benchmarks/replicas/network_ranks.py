@@ -26,7 +26,7 @@ from acsgd.dp.exchange.second_moments import INTERVAL
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
 from acsgd.run.build import build_session
-from acsgd.run.inputs import open_source
+from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import Job, prepare
 from acsgd.topology import Groups, Launch, Topology, connect
 from acsgd.train import train_step
@@ -182,7 +182,7 @@ def make_batch(job: Job, setting: Setting) -> Batch:
 
 def acsgd(job: Job, batch: Batch, groups: Groups) -> Step:
     """Return acsgd's step in the mode of a job."""
-    worker, replicas = build_session(job, open_source(job), groups), job.topology.replicas
+    worker, replicas = build_session(job, open_weight_source(job), groups), job.topology.replicas
 
     def step(number: int) -> Made:
         result = train_step(worker, batch, Progress(step=number))

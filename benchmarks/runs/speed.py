@@ -42,7 +42,7 @@ from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, Opt
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
 from acsgd.run.build import build_session
-from acsgd.run.inputs import open_source
+from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import Job, prepare
 from acsgd.run.session import Session
 from acsgd.topology import Launch, connect
@@ -223,7 +223,7 @@ def rank_rounds(rank: int, index: int, model: Path, store: str, rounds: int) -> 
     world_size = case.stages * case.replicas
     job = prepare(case.config(model), Launch(rank, rank, world_size))
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(store, world_size)) as groups:
-        ours, theirs = acsgd(build_session(job, open_source(job), groups)), case.baseline(job)
+        ours, theirs = acsgd(build_session(job, open_weight_source(job), groups)), case.baseline(job)
         return alternate(ours, theirs, warmup=WARMUP, rounds=rounds, steps=STEPS_PER_BLOCK, barrier=dist.barrier)
 
 

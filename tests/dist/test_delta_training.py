@@ -59,8 +59,8 @@ def losses_and_bytes(rank: int, world_size: int, store: Path, configs: Sequence[
         job = prepare(config, Launch(rank, rank, world_size))
         inputs = open_inputs(job)
         with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(f"{store}-{number}", world_size)) as groups:
-            assert inputs.source is not None
-            worker = build_session(job, inputs.source, groups, inputs.cache_plan)
+            assert inputs.weight_source is not None
+            worker = build_session(job, inputs.weight_source, groups, inputs.cache_plan)
             with Dataset(inputs.reader, range(config.optim.steps)) as batches:
                 runs.append(train(worker, batches))
             worker.close()

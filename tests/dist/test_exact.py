@@ -18,7 +18,7 @@ from acsgd.config.options import Config
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.run.build import build_session
-from acsgd.run.inputs import open_source
+from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
 from acsgd.topology import Launch, connect
 from acsgd.train import train_step
@@ -37,7 +37,7 @@ def steps_and_evaluations(
         job = prepare(config, Launch(rank, rank, world_size))
         file_store = dist.FileStore(f"{store}-{number}", world_size)
         with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
-            worker, progress, run = build_session(job, open_source(job), groups), Progress(), []
+            worker, progress, run = build_session(job, open_weight_source(job), groups), Progress(), []
             for batch in batches_of(job):
                 evaluated = worker.evaluate([batch], progress.step)
                 result = train_step(worker, batch, progress)

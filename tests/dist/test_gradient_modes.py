@@ -18,7 +18,7 @@ from test_same_training import DROPOUT
 from acsgd.config.options import Config, ReplicaConfig
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.run.build import build_session
-from acsgd.run.inputs import open_source
+from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
 from acsgd.run.state import restore
 from acsgd.shards.disk import Manifest, ShardDirectory
@@ -74,7 +74,7 @@ def remembered(rank: int, world_size: int, store: Path, config: Config) -> Weigh
     """Return what this rank remembers that goes on from the half of a run."""
     job = prepare(config, Launch(rank, rank, world_size))
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups:
-        worker = build_session(job, open_source(job), groups)
+        worker = build_session(job, open_weight_source(job), groups)
         restore(worker, Checkpoint.open(checkpoint_of(config, HALF)))
         states = [stage.sync.state_dict() for stage in worker.stages.values()]
         dist.barrier()

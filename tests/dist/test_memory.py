@@ -15,7 +15,7 @@ MEASURE = """
 import json, sys
 from datetime import timedelta
 from acsgd.config.run_file import parse
-from acsgd.run.inputs import open_source
+from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
 from acsgd.shards.convert import read_config
 from acsgd.shards.layers import meta_model
@@ -25,7 +25,7 @@ import transformers.models.gpt2.modeling_gpt2
 
 rank, argv = int(sys.argv[1]), sys.argv[2:]
 job = prepare(parse(argv), Launch(rank, rank, 4))
-source = open_source(job)
+source = open_weight_source(job)
 # the groups play no part in loading; one process alone stands for its rank
 with connect(Topology(0, 1, 1), timeout=timedelta(seconds=60)) as groups:
     before = job.streams.peak_memory_bytes()

@@ -20,7 +20,7 @@ from acsgd.config.options import Config, ReplicaConfig
 from acsgd.dp.exchange.second_moments import by_rows
 from acsgd.io.sampling.batches import Batch
 from acsgd.run.build import build_session
-from acsgd.run.inputs import open_source
+from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
 from acsgd.shards.disk import Manifest, ShardDirectory
 from acsgd.topology import Launch, connect
@@ -53,7 +53,7 @@ def _weights_after(
     torch.set_num_threads(1)
     job = prepare(config, Launch(rank, rank, world_size))
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups:
-        worker = build_session(job, open_source(job), groups)
+        worker = build_session(job, open_weight_source(job), groups)
         train(worker, map(mask, batches_of(job)) if batches is None else batches)
         return {weight.key: weight.master.detach().clone() for weight in worker.weights}
 
@@ -78,7 +78,7 @@ def moments(
     torch.set_num_threads(1)
     job = prepare(config, Launch(rank, rank, world_size))
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups:
-        worker = build_session(job, open_source(job), groups)
+        worker = build_session(job, open_weight_source(job), groups)
         train(worker, batches_of(job))
         states = [(weight, worker.optimizer.state_of([weight])) for weight in worker.weights]
         return [

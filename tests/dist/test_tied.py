@@ -15,7 +15,7 @@ from test_same_training import make_config
 
 from acsgd.config.options import Config
 from acsgd.run.build import build_session
-from acsgd.run.inputs import open_source
+from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
 from acsgd.topology import Launch, connect
 
@@ -29,7 +29,7 @@ def train_and_hash(rank: int, world_size: int, store: Path, config: Config) -> d
     job = prepare(config, Launch(rank, rank, world_size))
     file_store = dist.FileStore(str(store), world_size)
     with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
-        worker = build_session(job, open_source(job), groups)
+        worker = build_session(job, open_weight_source(job), groups)
         train(worker, batches_of(job))
         return {
             w.key: (hashlib.sha256(w.param.detach().numpy().tobytes()).hexdigest(), w.copy_of)

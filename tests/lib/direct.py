@@ -18,7 +18,7 @@ from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, Opt
 from acsgd.dp.exchange.single_replica import SingleReplicaSync
 from acsgd.pp.stage import Stage
 from acsgd.run.build import build_session
-from acsgd.run.inputs import open_source
+from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
 from acsgd.run.session import Session
 from acsgd.shards import family_of
@@ -75,7 +75,7 @@ def worker_of(config: Config, rank: int, world_size: int, store: str) -> Iterato
     torch.set_num_threads(1)
     job = prepare(config, Launch(rank, rank, world_size))
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(store, world_size)) as groups:
-        yield build_session(job, open_source(job), groups)
+        yield build_session(job, open_weight_source(job), groups)
 
 
 @torch.no_grad()

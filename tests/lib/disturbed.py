@@ -26,7 +26,7 @@ from acsgd.config.options import (
 from acsgd.errors import RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.sampling.batches import Batch, Reader
+from acsgd.io.sampling.batches import Batch, BatchReader
 from acsgd.optim.loss_scale import LossScale
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.run.inputs import open_inputs
@@ -90,7 +90,7 @@ def run_ranks(rank: int, world_size: int, store: Path, plans: Sequence[Plan]) ->
         error = None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train, "train_step", _recording(plan, steps))
-            patch.setattr(Reader, "batch", _garbling(plan.garbled))
+            patch.setattr(BatchReader, "batch", _garbling(plan.garbled))
             patch.setattr("acsgd.io.telemetry.metrics.Metrics.note", lambda _, text, notes=notes: notes.append(text))
             if plan.nan is not None and plan.nan[1] == rank:
                 patch.setattr(Stage, "forward", _planting_nan(plan.nan[0], plan.nan[2]))
@@ -122,10 +122,10 @@ def _recording(plan: Plan, recorded: list[Step]) -> Callable[..., StepResult]:
     return recording
 
 
-def _garbling(garbled: frozenset[int]) -> Callable[[Reader, int], Batch]:
-    read = Reader.batch
+def _garbling(garbled: frozenset[int]) -> Callable[[BatchReader, int], Batch]:
+    read = BatchReader.batch
 
-    def batch(reader: Reader, step: int) -> Batch:
+    def batch(reader: BatchReader, step: int) -> Batch:
         made = read(reader, step)
         if step in garbled and made.labels is not None:
             made.labels.fill_(RARE_TOKEN)

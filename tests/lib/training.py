@@ -18,7 +18,7 @@ from acsgd.io.sampling.batches import Batch
 from acsgd.optim.loss_scale import LossScale
 from acsgd.optim.schedule import learning_rate
 from acsgd.run.build import build_session
-from acsgd.run.inputs import open_data, open_source
+from acsgd.run.inputs import open_data, open_weight_source
 from acsgd.run.job import Job, prepare
 from acsgd.run.session import Session
 from acsgd.seeds import mix_seed
@@ -44,7 +44,7 @@ def losses_of_rank(
         job = prepare(config, Launch(rank, rank, world_size))
         file_store = dist.FileStore(f"{store}-{number}", world_size)
         with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
-            worker = build_session(job, open_source(job), groups)
+            worker = build_session(job, open_weight_source(job), groups)
             batches = batches_of(job)
             all_losses.append(train(worker, map(mask, batches) if masked else batches))
     return all_losses

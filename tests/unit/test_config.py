@@ -1,4 +1,4 @@
-"""Configuration: flags > file > defaults, and every mistake is refused with its key."""
+"""Configuration: flags > file > defaults; every error names its key."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_no_file_is_needed() -> None:
 
 
 def test_every_option_is_a_field_with_a_docstring() -> None:
-    """An attribute without annotation would be no field, and could never be set."""
+    """An attribute without annotation would not be a field and could not be set."""
     source = Path(config_module.__file__).read_text()
     for section in dataclasses.fields(Config):
         kind = typing.get_type_hints(Config)[section.name]
@@ -83,7 +83,7 @@ def test_every_option_is_a_field_with_a_docstring() -> None:
         ("[model", "is not TOML"),
     ],
 )
-def test_a_mistake_in_the_file_is_named(text: str, message: str, tmp_path: Path) -> None:
+def test_an_error_in_the_file_is_named(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"bad\.toml") as error:
@@ -104,14 +104,14 @@ def test_a_missing_file_is_named() -> None:
         ("--optim.lr nan", "optim.lr=nan must be greater than 0"),
         ("--optim.warmup 9", "optim.warmup=9 must lie between 0 and optim.steps=5"),
         ("--optim.betas 0.9 1.0", "must lie in [0, 1)"),
-        ("--optim.spike 1", "optim.spike=1.0 must be greater than 1, for it multiplies the mean of recent losses"),
+        ("--optim.spike 1", "optim.spike=1.0 must be greater than 1, a multiple of the mean loss"),
         ("--optim.spike nan", "optim.spike=nan must be greater than 1"),
         (
             "--optim.spike 3",
-            "optim.spike=3.0 goes back to the last checkpoint, but there is none before the end; "
-            'give checkpoint.every="500", say',
+            "optim.spike=3.0 restores the last checkpoint, but there is none before the end of the run; "
+            'give, for example, checkpoint.every="500"',
         ),
-        ("--optim.loss_scale 1000", "optim.loss_scale=1000.0 must be a power of 2, or it costs bits; use 65536"),
+        ("--optim.loss_scale 1000", "optim.loss_scale=1000.0 must be a power of 2; use, for example, 65536"),
         ("--optim.loss_scale inf", "optim.loss_scale=inf must be a power of 2"),
         ("--optim.loss_scale 0", "optim.loss_scale=0.0 must be greater than 0"),
         ("--checkpoint.keep 0", "checkpoint.keep=0 must be greater than 0"),
@@ -119,37 +119,37 @@ def test_a_missing_file_is_named() -> None:
         *(
             (
                 f"--checkpoint.every {every}",
-                f'checkpoint.every={every} is no time between saves; give steps, "500", or minutes, "10min"',
+                f'checkpoint.every={every} is not an interval; give steps, "500", or minutes, "10min"',
             )
             for every in ("0", "x", "-5", "5m", "0min", "min", "1.5", "5minmin", "1e3")
         ),
         (
             "--eval.every 5",
-            "eval.every=5 has nothing to evaluate on; give data.eval_sources, or data.eval_fraction=0.05, say",
+            "eval.every=5 needs evaluation data; give data.eval_sources or, for example, data.eval_fraction=0.05",
         ),
         (
             "--checkpoint.best",
-            "checkpoint.best has nothing to evaluate on; give data.eval_sources, or data.eval_fraction=0.05, say",
+            "checkpoint.best needs evaluation data; give data.eval_sources or, for example, data.eval_fraction=0.05",
         ),
         ("--log.to print,wandbb", 'log.to="print,wandbb": unknown wandbb; use "print", "jsonl", "text", "wandb"'),
     ],
 )
-def test_a_value_no_run_can_have_is_named(flags: str, message: str, run_file: Path) -> None:
+def test_an_invalid_value_is_named(flags: str, message: str, run_file: Path) -> None:
     with pytest.raises(ValueError) as error:
         check(parse([str(run_file), *flags.split()]))
     assert message in str(error.value)
 
 
-def test_a_time_between_saves_with_a_blank_in_it_is_named(run_file: Path) -> None:
+def test_a_checkpoint_interval_with_a_blank_is_named(run_file: Path) -> None:
     with pytest.raises(ValueError) as error:
         check(parse([str(run_file), "--checkpoint.every", "5 min"]))
-    assert "checkpoint.every=5 min is no time between saves" in str(error.value)
+    assert "checkpoint.every=5 min is not an interval" in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("every", "steps", "seconds"), [("500", 500, None), ("10min", None, 600.0), ("0.5min", None, 30)]
 )
-def test_a_time_between_saves_is_steps_or_minutes(
+def test_a_checkpoint_interval_is_steps_or_minutes(
     every: str, steps: int | None, seconds: float | None, run_file: Path
 ) -> None:
     config = parse([str(run_file), "--checkpoint.every", every])
@@ -161,7 +161,7 @@ def test_a_time_between_saves_is_steps_or_minutes(
     ("flags", "message"),
     [("--data.btach 3", "--data.batch"), ("--model.dtype fp8", "fp8"), ("--data.batch x", "'x'")],
 )
-def test_a_mistaken_flag_is_named(flags: str, message: str, run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_flag_is_named(flags: str, message: str, run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse([str(run_file), *flags.split()])
     assert ended.value.code
@@ -171,7 +171,9 @@ def test_a_mistaken_flag_is_named(flags: str, message: str, run_file: Path, caps
 
 
 @pytest.mark.parametrize("flags", ["--data.btach 3", "--data.batch x", "--model.dtype fp8"])
-def test_a_rank_that_may_not_speak_says_nothing(flags: str, run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_other_than_the_main_rank_print_nothing(
+    flags: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         parse([str(run_file), *flags.split()], is_main=False)
     assert capsys.readouterr() == ("", "")

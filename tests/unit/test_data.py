@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.io.sampling import tokens as tokens_module
-from acsgd.io.sampling.batches import Batch, Dataset, Reader
+from acsgd.io.sampling.batches import Batch, BatchReader, Dataset
 from acsgd.io.sampling.sampler import Sampler, Samples, block_counts, deal, shuffled
 from acsgd.io.sampling.tokens import num_sequences, tokenize, tokenize_all, tokenizer_fingerprint
 from acsgd.io.sources.sources import Source, parse_sources
@@ -30,9 +30,9 @@ def source_of(path: Path, text: str) -> Source:
     return parse_sources(str(path))[0].source
 
 
-def reader(micros: range, **options: bool) -> Reader:
+def reader(micros: range, **options: bool) -> BatchReader:
     """Read MIXTURE in sequences of 5 and micro-batches of 2."""
-    return Reader(CORPORA, MIXTURE, sequence=5, micro=2, micros=micros, **options)
+    return BatchReader(CORPORA, MIXTURE, sequence=5, micro=2, micros=micros, **options)
 
 
 def keys(number: int, count: int) -> np.ndarray:
@@ -225,7 +225,7 @@ def test_every_token_but_the_first_is_a_target_once() -> None:
         count = num_sequences(tokens, sequence)
         if count:
             sampler = Sampler(seed=0, batch=count, counts=(1,), sizes=(count,))
-            labels = Reader([tokens], sampler, sequence, 1, range(count)).batch(0).labels
+            labels = BatchReader([tokens], sampler, sequence, 1, range(count)).batch(0).labels
             assert labels is not None
             assert sorted(labels.flatten().tolist()) == list(range(1, count * sequence + 1)), length
         assert length - count * sequence <= sequence, "the dropped remainder is at most a sequence"
@@ -441,8 +441,8 @@ def test_the_thread_ends_with_the_data() -> None:
 
 def test_reading_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    original = Reader.batch
-    monkeypatch.setattr(Reader, "batch", lambda self, step: (read.append(step), original(self, step))[1])
+    original = BatchReader.batch
+    monkeypatch.setattr(BatchReader, "batch", lambda self, step: (read.append(step), original(self, step))[1])
     with Dataset(reader(range(6)), range(10), ahead=2) as dataset:
         for step, _ in zip(range(4), dataset, strict=False):
             assert max(read) <= step + 2
@@ -450,7 +450,7 @@ def test_reading_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_of_the_thread_is_raised_by_the_iteration() -> None:
-    torn = Reader([CORPORA[0], CORPORA[1][:7]], MIXTURE, sequence=5, micro=2, micros=range(6))
+    torn = BatchReader([CORPORA[0], CORPORA[1][:7]], MIXTURE, sequence=5, micro=2, micros=range(6))
     with pytest.raises(ValueError, match="broadcast"):
         list(Dataset(torn, range(9)))
     assert not read_ahead_threads()

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.run_file import parse
-from acsgd.io.sampling.batches import Batch, Reader
+from acsgd.io.sampling.batches import Batch, BatchReader
 from acsgd.io.sampling.held_out import HeldOut, held_out, parse_eval, split
 from acsgd.io.sampling.sampler import Sampler
 from acsgd.io.sampling.tokens import Corpus, num_sequences, tokenize_all
@@ -124,7 +124,7 @@ def test_trained_and_held_out_targets_are_disjoint_and_together_complete(fractio
     kept = tuple(split(size, fraction) for size in sizes)
     epoch = sum(kept)  # weights in proportion to the sizes make one epoch of each source in as many samples
     sampler = Sampler(seed=3, batch=epoch, counts=kept, sizes=kept)
-    batch = Reader([tokens for tokens, _ in LONG], sampler, T, 1, range(epoch)).batch(0)
+    batch = BatchReader([tokens for tokens, _ in LONG], sampler, T, 1, range(epoch)).batch(0)
     trained = targets(iter([batch]))
     held = targets(ends(fraction).batches(4)) if fraction else []
     assert sorted(trained + held) == windows(LONG)
@@ -203,7 +203,7 @@ def test_notes_report_lines_skipped_from_evaluation_sources(tokenizer: PreTraine
     assert held.notes[0].startswith(f"data.eval_sources: {tmp_path / 'a.jsonl'}: skipped 1 of 2 lines")
     shared = held_out(own + trained, [], 0.5, **layout)
     assert shared is not None
-    assert shared.notes == ()  # they are in Reader.notes
+    assert shared.notes == ()  # they are in BatchReader.notes
 
 
 def test_options_of_a_run_select_its_held_out_data(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_options_of_a_run_select_its_held_out_data(tiny_model: Callable[..., Pat
         "--data.sequence 16 --data.batch 4 --data.on_error skip --pp.stages 2 --pp.micro 2 --optim.lr 1 --optim.steps 2"
     )
 
-    def opened(rank: int, options: str) -> tuple[Reader, HeldOut | None]:
+    def opened(rank: int, options: str) -> tuple[BatchReader, HeldOut | None]:
         job = prepare(parse([*flags.split(), *rest.split(), *options.split()]), Launch(rank, rank, 4))
         return open_data(job), open_held_out(job)
 

@@ -44,7 +44,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Reader:
+class BatchReader:
     """Reads one replica's batch of any step."""
 
     corpora: Sequence[Tokens]
@@ -90,7 +90,7 @@ class Dataset:
     ahead: maximum number of batches read ahead.
     """
 
-    def __init__(self, reader: Reader, steps: range, *, ahead: int = 3) -> None:
+    def __init__(self, reader: BatchReader, steps: range, *, ahead: int = 3) -> None:
         self.reader = reader
         self._batches = _read_ahead(reader.batch, steps, ahead)
 

@@ -94,7 +94,7 @@ def held_out(
         replica=replica,
         wants_tokens=wants_tokens,
         wants_labels=wants_labels,
-        # lines skipped from the training sources are in Reader.notes
+        # lines skipped from the training sources are in BatchReader.notes
         notes=tuple(corpus.skipped for corpus in separate if corpus.skipped),
     )
 
