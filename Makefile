@@ -43,9 +43,9 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# --strict: a link or an anchor that leads nowhere is an error. Works without a network.
+# --strict: a link or an anchor that leads nowhere is an error (but not with --quiet). Works without a network.
 docs: setup
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "documentation: site/index.html"
 
 clean:
