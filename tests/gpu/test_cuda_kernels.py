@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lib.kernel_laws import BITS, DTYPES, ENTRY_DTYPES, check_begin_anywhere, check_codec, check_update, codecs, data
+from lib.kernel_laws import (
+    BITS,
+    DTYPES,
+    ENTRY_DTYPES,
+    check_alignment,
+    check_codec,
+    check_update,
+    codecs_and_shapes,
+    data,
+)
 
 from acsgd.codecs.cache_update import decode_update, encode_update
 from acsgd.codecs.fixpoint import FixPoint
@@ -27,38 +36,38 @@ def kernels(device: torch.device) -> Kernels:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", BITS)
-def test_codes_and_values_are_those_of_torch(
+def test_codes_and_values_equal_those_of_torch(
     bits: int, dtype: torch.dtype, kernels: Kernels, device: torch.device
 ) -> None:
-    for codec, shape in codecs(bits):
+    for codec, shape in codecs_and_shapes(bits):
         check_codec(kernels, device, codec, data(shape, bits, dtype))
-    check_begin_anywhere(kernels, device, bits, dtype)
+    check_alignment(kernels, device, bits, dtype)
 
 
-@pytest.mark.parametrize("m_dtype", ENTRY_DTYPES)
+@pytest.mark.parametrize("entry_dtype", ENTRY_DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", BITS)
-def test_updates_are_those_of_torch(
-    bits: int, dtype: torch.dtype, m_dtype: torch.dtype, kernels: Kernels, device: torch.device
+def test_cache_updates_equal_those_of_torch(
+    bits: int, dtype: torch.dtype, entry_dtype: torch.dtype, kernels: Kernels, device: torch.device
 ) -> None:
-    for codec, shape in codecs(bits):
-        check_update(kernels, device, codec, data(shape, bits, dtype), data(shape, bits, m_dtype, seed=1))
+    for codec, shape in codecs_and_shapes(bits):
+        check_update(kernels, device, codec, data(shape, bits, dtype), data(shape, bits, entry_dtype, seed=1))
 
 
 @pytest.mark.parametrize("bits", [3, 4])
-def test_a_tensor_may_take_several_launches(bits: int, kernels: Kernels, device: torch.device) -> None:
+def test_large_tensors_take_several_launches(bits: int, kernels: Kernels, device: torch.device) -> None:
     check_codec(kernels, device, FixPoint(bits, dims="group", group=96), data(((1 << 27) + 5,), bits, torch.bfloat16))
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_both_ends_of_a_memory_stay_equal_on_a_side_stream(bits: int, kernels: Kernels, device: torch.device) -> None:
-    """The sender is a GPU, beside its main stream, the receiver a CPU."""
+def test_cache_entries_stay_equal_on_a_side_stream(bits: int, kernels: Kernels, device: torch.device) -> None:
+    """The sender runs on a side stream of a GPU, the receiver on a CPU."""
     codec, shape = FixPoint(bits), (513, 768)
     at_sender = torch.zeros(shape, dtype=torch.float16, device=device)
     at_receiver, side = at_sender.cpu(), torch.cuda.Stream(device)
-    for visit in range(5):
+    for step in range(5):
         with torch.cuda.stream(side):
-            x = torch.randn(shape, device=device, dtype=torch.bfloat16) + visit
+            x = torch.randn(shape, device=device, dtype=torch.bfloat16) + step
             fields = encode_update(codec, x, at_sender)
         side.synchronize()
         decode_update(codec, tuple(field.cpu() for field in fields), at_receiver, torch.bfloat16)

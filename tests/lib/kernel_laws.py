@@ -1,4 +1,4 @@
-"""What the fused kernels must do, whoever runs them: equal the torch operations bit for bit."""
+"""Laws of the fused kernels, for any launcher: results equal the torch operations bit for bit."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ENTRY_DTYPES = (torch.float32, torch.float16)
 
 def every_kernel() -> list[str]:
     """Return the C++ names of all kernels."""
-    types, memories = ("float", "Half", "BFloat16"), ("float", "Half", "None")
-    ways = [way for x in types for m in memories for way in (f"encode<%d, {x}, {m}>", f"decode<%d, {m}, {x}>")]
-    return [way % bits for bits in BITS for way in ways]
+    types, entries = ("float", "Half", "BFloat16"), ("float", "Half", "None")
+    kernels = [name for x in types for e in entries for name in (f"encode<%d, {x}, {e}>", f"decode<%d, {e}, {x}>")]
+    return [name % bits for bits in BITS for name in kernels]
 
 
-def codecs(bits: int) -> Iterator[tuple[FixPoint, Shape]]:
-    """Yield codecs with shapes of tensors: rows and columns that do and do not fill threads, warps and blocks."""
+def codecs_and_shapes(bits: int) -> Iterator[tuple[FixPoint, Shape]]:
+    """Yield codecs and tensor shapes: rows and columns that do and do not fill threads, warps and blocks."""
     for count in (0, 1, 7, 8, 9, 15, 255, 257, 2049):
         yield FixPoint(bits, dims="tensor"), (count,)
         yield FixPoint(bits, dims="group", group=4), (count,)
@@ -37,13 +37,13 @@ def codecs(bits: int) -> Iterator[tuple[FixPoint, Shape]]:
         yield FixPoint(bits, dims="token"), (rows, width)
     yield FixPoint(bits, dims="group", group=1), (1001,)
     yield FixPoint(bits, dims="group", group=64), (64, 65)
-    yield FixPoint(bits, "l2", clip=0.5), (64, 24)  # most are clipped
+    yield FixPoint(bits, "l2", clip=0.5), (64, 24)  # most elements are clipped
     if bits > 1:
         yield FixPoint(bits, centroids=True), (37, 24)
 
 
 def data(shape: Shape, bits: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Return normal numbers, some of them halfway between two levels, or next to that, and a column of zeros."""
+    """Return normal numbers, some of them halfway between two levels or next to that, and a column of zeros."""
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=draw).view(-1)
     if x.numel():
@@ -60,64 +60,65 @@ def data(shape: Shape, bits: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return x.to(dtype)
 
 
-def levels_of(codec: FixPoint, fields: tuple[Tensor, ...], shape: Shape, device: torch.device) -> Quantization:
-    """Return the levels that the fields of a message tell of."""
-    _, half, exponent, *inwards = (field.to(device) for field in fields)
+def quantization_of(codec: FixPoint, fields: tuple[Tensor, ...], shape: Shape, device: torch.device) -> Quantization:
+    """Return the quantization that the fields of a message describe."""
+    _, half, exponent, *shift = (field.to(device) for field in fields)
     steps = decode_scales(half, exponent) / (0.5 if codec.bits == 1 else 2.0 ** (codec.bits - 1))
     layout = layout_of(shape, codec.dims, codec.group)
-    return Quantization(codec.bits, layout, steps, inwards[0].float() if inwards else None)
+    return Quantization(codec.bits, layout, steps, shift[0].float() if shift else None)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors on any devices are equal to the sign of a zero."""
+    """Whether two tensors, on any devices, are equal including the sign of zeros."""
     return a.dtype == b.dtype and torch.equal(a.cpu().view(-1).view(torch.uint8), b.cpu().view(-1).view(torch.uint8))
 
 
 def check_codec(kernels: Kernels, device: torch.device, codec: FixPoint, x: Tensor) -> None:
-    """Encode and decode a tensor of the CPU, there and by the kernels."""
-    shape = tuple(x.shape)
+    """Compare the codec on the CPU with the kernels, for a CPU tensor."""
+    shape, case = tuple(x.shape), (codec, tuple(x.shape), x.dtype)
     fields = codec.encode(x)
-    levels = levels_of(codec, fields, shape, device)
-    stream = kernels.encode(x.to(device).view(-1), levels)
-    assert same_bits(stream, fields[0])
-    y = kernels.decode(stream, levels, x.dtype)
-    assert same_bits(y, codec.decode(fields, shape, x.dtype))
+    quantization = quantization_of(codec, fields, shape, device)
+    stream = kernels.encode(x.to(device).view(-1), quantization)
+    assert same_bits(stream, fields[0]), case
+    y = kernels.decode(stream, quantization, x.dtype)
+    assert same_bits(y, codec.decode(fields, shape, x.dtype)), case
 
 
-def check_update(kernels: Kernels, device: torch.device, codec: FixPoint, x: Tensor, m: Tensor) -> None:
-    """Update memories of both ends, on the CPU by the definition, and by the kernels."""
-    shape = tuple(x.shape)
-    fields = codec.encode(x.float() - m.float())
-    expected = m.clone()
+def check_update(kernels: Kernels, device: torch.device, codec: FixPoint, x: Tensor, entry: Tensor) -> None:
+    """Compare cache updates on the CPU, by their definition, with the kernels of sender and receiver."""
+    shape, case = tuple(x.shape), (codec, tuple(x.shape), x.dtype, entry.dtype)
+    fields = codec.encode(x.float() - entry.float())
+    expected = entry.clone()
     total = add_saturated(expected, codec.decode(fields, shape, torch.float32))
 
-    levels = levels_of(codec, fields, shape, device)
-    at_sender, at_receiver = m.to(device, copy=True).view(-1), m.to(device, copy=True).view(-1)
-    stream = kernels.encode(x.to(device).view(-1), levels, at_sender)
-    y = kernels.decode(stream, levels, x.dtype, at_receiver)
-    assert same_bits(stream, fields[0])
-    assert same_bits(at_sender, expected)
-    assert same_bits(at_receiver, expected)
-    assert same_bits(y, total.to(x.dtype))
+    quantization = quantization_of(codec, fields, shape, device)
+    at_sender, at_receiver = entry.to(device, copy=True).view(-1), entry.to(device, copy=True).view(-1)
+    stream = kernels.encode(x.to(device).view(-1), quantization, at_sender)
+    y = kernels.decode(stream, quantization, x.dtype, at_receiver)
+    assert same_bits(stream, fields[0]), case
+    assert same_bits(at_sender, expected), case
+    assert same_bits(at_receiver, expected), case
+    assert same_bits(y, total.to(x.dtype)), case
 
 
-def check_begin_anywhere(kernels: Kernels, device: torch.device, bits: int, dtype: torch.dtype) -> None:
-    """Compare tensors that begin in the middle of an aligned word with others that do not."""
-    shape, count = (29, 40), 29 * 40
-    x, m, steps = data((count,), bits, dtype), data((count,), bits, torch.float16, seed=1), torch.linspace(0.1, 0.2, 40)
-    levels = Quantization(bits, layout_of(shape, "channel", 0), steps.to(device))
-    memory = m.to(device, copy=True)
-    stream = kernels.encode(x.to(device), levels, memory)
-    y = kernels.decode(stream, levels, dtype)
+def check_alignment(kernels: Kernels, device: torch.device, bits: int, dtype: torch.dtype) -> None:
+    """Compare tensors that start in the middle of an aligned word with others that do not."""
+    shape, count, case = (29, 40), 29 * 40, (bits, dtype)
+    x, steps = data((count,), bits, dtype), torch.linspace(0.1, 0.2, 40)
+    before = data((count,), bits, torch.float16, seed=1).to(device)
+    quantization = Quantization(bits, layout_of(shape, "channel", 0), steps.to(device))
+    entry = before.clone()
+    stream = kernels.encode(x.to(device), quantization, entry)
+    y = kernels.decode(stream, quantization, dtype)
     for offset in (1, 2, 4):
-        moved = levels._replace(steps=_moved(levels.steps, offset))
-        moved_memory = _moved(m.to(device), offset)
-        assert same_bits(kernels.encode(_moved(x.to(device), offset), moved, moved_memory), stream)
-        assert same_bits(moved_memory, memory)
-        assert same_bits(kernels.decode(_moved(stream, offset), moved, dtype), y)
-        kernels.decode(_moved(stream, offset), moved, dtype, moved_memory)
+        moved = quantization._replace(steps=_moved(quantization.steps, offset))
+        moved_entry = _moved(before, offset)
+        assert same_bits(kernels.encode(_moved(x.to(device), offset), moved, moved_entry), stream), case
+        assert same_bits(moved_entry, entry), case
+        assert same_bits(kernels.decode(_moved(stream, offset), moved, dtype), y), case
+        kernels.decode(_moved(stream, offset), moved, dtype, moved_entry)
 
 
 def _moved(tensor: Tensor, offset: int) -> Tensor:
-    """Return a copy that begins `offset` elements after an aligned address."""
+    """Return a copy that starts `offset` elements after an aligned address."""
     return torch.cat([tensor[:1].expand(offset), tensor])[offset:]

@@ -1,6 +1,6 @@
-// kernels.cu as a library for a host: one block after another, and of a block one thread after another. A thread runs
-// until it waits for its warp, or to its end; then comes the next. So one that does not wait where it must meets what
-// others have not written yet.
+// kernels.cu as a library for a host, which runs blocks and the threads of a block one after another. A thread runs
+// until it synchronizes with its warp or ends; then the next one runs. A missing synchronization therefore reads data
+// that other threads have not written yet.
 
 #include <ucontext.h>
 
@@ -43,7 +43,7 @@ static inline To bits_as(From from) {
 static inline unsigned __float_as_uint(float value) { return bits_as<unsigned>(value); }
 static inline float __uint_as_float(unsigned bits) { return bits_as<float>(bits); }
 
-// As far off as a GPU's may be, upwards or downwards.
+// With the largest error that a GPU may have, upwards or downwards.
 static inline float reciprocal(float x) { return 1 / x * (__float_as_uint(x) & 1 ? 1 + 0x1p-22f : 1 - 0x1p-22f); }
 
 // ---- threads ----
@@ -99,7 +99,7 @@ static void run(void (*kernel)(T...), int blocks, bool backwards, const long lon
     run(kernel, blocks, backwards, arguments, std::index_sequence_for<T...>());
 }
 
-// Define a function `symbol` of the library, which runs a kernel.
+// Define the function `symbol` of the library, which runs a kernel.
 #define EXPORT(symbol, ...) \
     extern "C" void symbol(int blocks, bool backwards, const long long *arguments) { \
         run(&__VA_ARGS__, blocks, backwards, arguments); \

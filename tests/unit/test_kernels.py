@@ -1,4 +1,4 @@
-"""The CUDA kernels, compiled for the host, equal the torch operations bit for bit; and they compile for a GPU."""
+"""The CUDA kernels, compiled for the host, equal the torch operations bit for bit. nvcc compiles them for a GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,10 @@ from lib.kernel_laws import (
     BITS,
     DTYPES,
     ENTRY_DTYPES,
-    check_begin_anywhere,
+    check_alignment,
     check_codec,
     check_update,
-    codecs,
+    codecs_and_shapes,
     data,
     every_kernel,
     same_bits,
@@ -36,8 +37,8 @@ CPU = torch.device("cpu")
 FLAGS = ("-std=c++17", f"-DTHREADS={THREADS}")
 
 
-class OnHost:
-    """Launches kernels of a library made of kernels_on_host.h."""
+class HostLaunch:
+    """Launches kernels of a library built from kernels_on_host.h."""
 
     def __init__(self, library: ctypes.CDLL, *, backwards: bool = False) -> None:
         self._library = library
@@ -55,71 +56,71 @@ def symbol(kernel: str) -> str:
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     compiler = shutil.which("g++") or pytest.skip("no g++")
-    place = tmp_path_factory.mktemp("kernels")
+    build = tmp_path_factory.mktemp("kernels")
     exports = [f"EXPORT({symbol(kernel)}, {kernel})" for kernel in every_kernel()]
-    (place / "kernels.cu").write_text(source())
-    (place / "host.cpp").write_text("\n".join(['#include "kernels_on_host.h"', *exports, ""]))
+    (build / "kernels.cu").write_text(source())
+    (build / "host.cpp").write_text("\n".join(['#include "kernels_on_host.h"', *exports, ""]))
     include = f"-I{Path(__file__).parents[1] / 'lib'}"
     strict = ("-ffp-contract=off", "-fsanitize=alignment,bounds,shift", "-fsanitize-undefined-trap-on-error")
     command = [compiler, *FLAGS, *strict, "-I.", include, "-fPIC", "-shared", "-o", "host.so", "host.cpp"]
-    subprocess.run(command, cwd=place, check=True)
-    return ctypes.CDLL(str(place / "host.so"))
+    subprocess.run(command, cwd=build, check=True)
+    return ctypes.CDLL(str(build / "host.so"))
 
 
 @pytest.fixture
 def on_host(library: ctypes.CDLL) -> Kernels:
-    return Kernels(OnHost(library))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", BITS)
-def test_codes_and_values_are_those_of_torch(bits: int, dtype: torch.dtype, on_host: Kernels) -> None:
-    for codec, shape in codecs(bits):
-        check_codec(on_host, CPU, codec, data(shape, bits, dtype))
-
-
-@pytest.mark.parametrize("m_dtype", ENTRY_DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", BITS)
-def test_updates_are_those_of_torch(bits: int, dtype: torch.dtype, m_dtype: torch.dtype, on_host: Kernels) -> None:
-    for codec, shape in codecs(bits):
-        check_update(on_host, CPU, codec, data(shape, bits, dtype), data(shape, bits, m_dtype, seed=1))
+    return Kernels(HostLaunch(library))
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_a_tensor_may_take_several_launches(bits: int, on_host: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_and_values_equal_those_of_torch(bits: int, on_host: Kernels) -> None:
+    for dtype in DTYPES:
+        for codec, shape in codecs_and_shapes(bits):
+            check_codec(on_host, CPU, codec, data(shape, bits, dtype))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_cache_updates_equal_those_of_torch(bits: int, on_host: Kernels) -> None:
+    for dtype, entry_dtype in product(DTYPES, ENTRY_DTYPES):
+        for codec, shape in codecs_and_shapes(bits):
+            check_update(on_host, CPU, codec, data(shape, bits, dtype), data(shape, bits, entry_dtype, seed=1))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_large_tensors_take_several_launches(bits: int, on_host: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bits_module, "BLOCK", 1 << 10)
-    for codec, shape in codecs(bits):
+    for codec, shape in codecs_and_shapes(bits):
         check_codec(on_host, CPU, codec, data(shape, bits, torch.float32))
         check_update(on_host, CPU, codec, data(shape, bits, torch.bfloat16), data(shape, bits, torch.float16, seed=1))
 
 
-def test_a_million_and_three(on_host: Kernels) -> None:
+def test_a_million_and_three_elements(on_host: Kernels) -> None:
     check_codec(on_host, CPU, FixPoint(3, dims="group", group=96), data((1_000_003,), 3, torch.bfloat16))
 
 
+def test_cache_entries_saturate(on_host: Kernels) -> None:
+    for bits, dtype in product(BITS, ENTRY_DTYPES):
+        largest = torch.finfo(dtype).max
+        x, entry = data((64, 8), bits, torch.float32) * (largest / 8), data((64, 8), bits, torch.float32, seed=1)
+        entry = (entry.sign() * largest).to(dtype)
+        x = entry.float() + x.clamp(
+            -largest / 2, largest / 2
+        )  # beyond the range of the entry, or of fp32: then clamped
+        check_update(on_host, CPU, FixPoint(bits), x.clamp(-torch.finfo().max, torch.finfo().max), entry)
+
+
+def test_any_magnitude(on_host: Kernels) -> None:
+    for bits, power in product(BITS, (-149, -126, -110, -60, 100, 126)):
+        x = data((64, 24), bits, torch.float32)
+        x[:, ::5] *= 2.0**-20
+        x = (x * 0.25).clamp(-1, 1) * 2.0**power
+        check_codec(on_host, CPU, FixPoint(bits), x)
+        check_codec(on_host, CPU, FixPoint(bits, "l2", clip=2.0**-16), x)
+
+
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("m_dtype", ENTRY_DTYPES)
-def test_a_memory_saturates(bits: int, m_dtype: torch.dtype, on_host: Kernels) -> None:
-    largest = torch.finfo(m_dtype).max
-    x, m = data((64, 8), bits, torch.float32) * (largest / 8), data((64, 8), bits, torch.float32, seed=1)
-    m = (m.sign() * largest).to(m_dtype)
-    x = m.float() + x.clamp(-largest / 2, largest / 2)  # beyond what m can hold, or what fp32 can: then as far as that
-    check_update(on_host, CPU, FixPoint(bits), x.clamp(-torch.finfo().max, torch.finfo().max), m)
-
-
-@pytest.mark.parametrize("magnitude", [2.0**-149, 2.0**-126, 2.0**-110, 2.0**-60, 2.0**100, 2.0**126])
-@pytest.mark.parametrize("bits", BITS)
-def test_any_magnitude(bits: int, magnitude: float, on_host: Kernels) -> None:
-    x = data((64, 24), bits, torch.float32)
-    x[:, ::5] *= 2.0**-20
-    check_codec(on_host, CPU, FixPoint(bits), (x * 0.25).clamp(-1, 1) * magnitude)
-    check_codec(on_host, CPU, FixPoint(bits, "l2", clip=2.0**-16), (x * 0.25).clamp(-1, 1) * magnitude)
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_every_quotient_near_the_middle_of_two_codes(bits: int, on_host: Kernels) -> None:
-    """A product with a reciprocal, instead of the division, gives other codes here."""
+def test_quotients_near_the_midpoint_of_two_codes(bits: int, on_host: Kernels) -> None:
+    """A product with a reciprocal, instead of the division, would give other codes here."""
     steps = torch.linspace(1, 2, 4096).half().float()
     middles = (torch.arange(-(2 ** (bits - 1)) - 1, 2 ** (bits - 1) + 1) + 0.5)[:, None] * steps
     x = torch.cat([middles, middles.nextafter(torch.tensor(9e9)), middles.nextafter(torch.tensor(-9e9))])
@@ -129,7 +130,7 @@ def test_every_quotient_near_the_middle_of_two_codes(bits: int, on_host: Kernels
 
 
 def torch_stream(x: Tensor, bits: int, steps: Tensor) -> Tensor:
-    """Return the stream that FixPoint makes of x when its steps come out as `steps`: a first row sees to that."""
+    """Return the stream of x from FixPoint with these steps, which an additional first row determines."""
     if bits == 1:
         return FixPoint(1).encode(x)[0]
     peak = -steps * 2 ** (bits - 1)
@@ -137,45 +138,42 @@ def torch_stream(x: Tensor, bits: int, steps: Tensor) -> Tensor:
     return fields[0][len(steps) * bits // 8 :]
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_nothing_depends_on_the_order_of_threads(bits: int, library: ctypes.CDLL) -> None:
-    x, m = data((61, 71), bits, torch.float16), data((61, 71), bits, torch.float16, seed=1)
-    kernels = Kernels(OnHost(library, backwards=True))
-    check_codec(kernels, CPU, FixPoint(bits), x)
-    check_update(kernels, CPU, FixPoint(bits), x, m)
+def test_results_do_not_depend_on_the_order_of_threads(library: ctypes.CDLL) -> None:
+    kernels = Kernels(HostLaunch(library, backwards=True))
+    for bits in BITS:
+        x, entry = data((61, 71), bits, torch.float16), data((61, 71), bits, torch.float16, seed=1)
+        check_codec(kernels, CPU, FixPoint(bits), x)
+        check_update(kernels, CPU, FixPoint(bits), x, entry)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("count", [1, 8, 13, 255, 2047, 2056])
-def test_nothing_is_written_beside_a_tensor(
-    count: int, bits: int, on_host: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rooms: list[tuple[Tensor, int]] = []
+def test_nothing_is_written_beyond_a_tensor(on_host: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers: list[tuple[Tensor, int]] = []
 
     def guarded(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         nbytes = shape[0] * dtype.itemsize
-        rooms.append((torch.full((64 + nbytes,), 165, dtype=torch.uint8), nbytes))
-        return rooms[-1][0][32 : 32 + nbytes].view(dtype)
+        buffers.append((torch.full((64 + nbytes,), 165, dtype=torch.uint8), nbytes))
+        return buffers[-1][0][32 : 32 + nbytes].view(dtype)
 
-    x, steps = data((count,), bits, torch.float32), torch.ones(1)
-    memory = torch.zeros(count + 16, dtype=torch.float16)
-    levels = Quantization(bits, layout_of((count,), "tensor", 0), steps)
     monkeypatch.setattr(kernels_module.torch, "empty", guarded)
-    stream = on_host.encode(x, levels, memory[8:-8])
-    on_host.encode(x, levels)
-    on_host.decode(stream, levels, torch.bfloat16)
-    on_host.decode(stream, levels, torch.float32, memory[8:-8])
-    assert len(rooms) == 4
-    for room, nbytes in rooms:
-        assert torch.equal(torch.cat([room[:32], room[32 + nbytes :]]), torch.full((64,), 165, dtype=torch.uint8))
-    assert not torch.cat([memory[:8], memory[-8:]]).any()
+    for bits, count in product(BITS, (1, 8, 13, 255, 2047, 2056)):
+        buffers.clear()
+        x, steps = data((count,), bits, torch.float32), torch.ones(1)
+        entry = torch.zeros(count + 16, dtype=torch.float16)
+        quantization = Quantization(bits, layout_of((count,), "tensor", 0), steps)
+        stream = on_host.encode(x, quantization, entry[8:-8])
+        on_host.encode(x, quantization)
+        on_host.decode(stream, quantization, torch.bfloat16)
+        on_host.decode(stream, quantization, torch.float32, entry[8:-8])
+        assert len(buffers) == 4
+        for buffer, nbytes in buffers:
+            assert torch.cat([buffer[:32], buffer[32 + nbytes :]]).eq(165).all(), (bits, count)
+        assert not torch.cat([entry[:8], entry[-8:]]).any(), (bits, count)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", BITS)
-def test_tensors_may_begin_anywhere(bits: int, dtype: torch.dtype, on_host: Kernels) -> None:
-    """The library stops the process at an access that is not aligned as its type needs it."""
-    check_begin_anywhere(on_host, CPU, bits, dtype)
+def test_tensors_may_start_at_any_address(on_host: Kernels) -> None:
+    """The library stops the process at an access that is not aligned as its type needs."""
+    for bits, dtype in product(BITS, DTYPES):
+        check_alignment(on_host, CPU, bits, dtype)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +204,7 @@ def test_launches_cover_every_element_once_and_divide_exactly(layout: Layout) ->
             assert (place * 4 * per_width) >> 64 == place // width
 
 
-def test_without_cupy_torch_serves_and_says_so_once(
+def test_without_cupy_torch_is_used_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)  # makes its import fail
@@ -220,33 +218,33 @@ def test_without_cupy_torch_serves_and_says_so_once(
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_other_devices_never_ask_for_cupy(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels_module, "_cupy", lambda: pytest.fail("asked"))
+def test_other_devices_never_import_cupy(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_module, "_cupy", lambda: pytest.fail("imported"))
     assert kernels_for(Layout(8, 8, by_column=True), torch.device(device), torch.float32) is None
     assert kernels_for(Layout(8, 8, by_column=True), torch.device("cuda", 0), torch.float64) is None
     assert kernels_for(Layout(8, 2 * MAX_WIDTH, by_column=False), torch.device("cuda", 0), torch.float32) is None
 
 
-def test_codecs_use_the_kernels_that_there_are(on_host: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, m = data((64, 24), 4, torch.bfloat16), data((64, 24), 4, torch.float16, seed=1)
+def test_codecs_use_available_kernels(on_host: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, entry = data((64, 24), 4, torch.bfloat16), data((64, 24), 4, torch.float16, seed=1)
     codec = FixPoint(4, centroids=True)
 
     def results() -> list[Tensor]:
-        at_sender, at_receiver, fields = m.clone(), m.clone(), codec.encode(x)
+        at_sender, at_receiver, fields = entry.clone(), entry.clone(), codec.encode(x)
         sent = codec.encode_update(x, at_sender)
         arrived = codec.decode_update(sent, at_receiver, torch.bfloat16)
         decoded = codec.decode(fields, (64, 24), torch.float32)
-        drawn = FixPoint(4, rounding="stochastic").encode(x)  # never by kernels
+        drawn = FixPoint(4, rounding="stochastic").encode(x)  # never uses kernels
         return [*fields, *sent, arrived, at_sender, at_receiver, decoded, *drawn]
 
-    by_torch, asked = results(), []
-    monkeypatch.setattr("acsgd.codecs.fixpoint.kernels_for", lambda *given: asked.append(given[2:]) or on_host)
+    by_torch, requested = results(), []
+    monkeypatch.setattr("acsgd.codecs.fixpoint.kernels_for", lambda *given: requested.append(given[2:]) or on_host)
     assert all(map(same_bits, results(), by_torch))
     fp32, fp16, bf16 = DTYPES
-    assert asked == [(bf16,), (bf16, fp16), (fp16, bf16), (fp32,)]
+    assert requested == [(bf16,), (bf16, fp16), (fp16, bf16), (fp32,)]
 
 
-def test_nvcc_compiles_them(tmp_path: Path) -> None:
+def test_nvcc_compiles_the_kernels(tmp_path: Path) -> None:
     compiler = shutil.which("nvcc") or pytest.skip("no nvcc")
     some = [kernel for kernel in every_kernel() if "BFloat16" in kernel]
     lines = [source(), "void *kernels[] = {", *(f"    (void *)&{kernel}," for kernel in some), "};", ""]
