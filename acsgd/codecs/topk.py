@@ -84,7 +84,7 @@ class TopK:
         message[head:] = quotients
         return message
 
-    def decode(self, message: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def decode(self, message: Tensor, n: int) -> Tensor:
         """Return the decoded vector [n], on the message's device.
 
         Raises ValueError for a message that is not one of n elements. There is no checksum: some corruption is
@@ -102,7 +102,7 @@ class TopK:
         values = self._value_codec(n).decode(tuple(fields), (kept,), torch.float32)
         if not values.isfinite().all():
             raise ValueError(f"corrupt message of {n} elements: some decoded values are not finite")
-        return torch.zeros(n, dtype=dtype, device=message.device).index_copy_(0, positions, values.to(dtype))
+        return torch.zeros(n, device=message.device).index_copy_(0, positions, values)
 
     def error_bound(self, x: Tensor) -> Tensor:
         """The bound of the value codec for kept elements, the magnitude for the others."""

@@ -1,6 +1,8 @@
-"""The bit stream is that of numpy.packbits, and codes come back from it."""
+"""Bit packing equals numpy.packbits, and is inverted by unpacking."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,46 +16,45 @@ BITS = range(1, 9)
 LENGTHS = (0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 64, 1001)
 
 
-def codes(count: int, bits: int) -> Tensor:
+def random_codes(count: int, bits: int) -> Tensor:
     draw = torch.Generator().manual_seed(count)
     return torch.randint(0, 2**bits, (count,), dtype=torch.uint8, generator=draw)
 
 
-def one_bit_per_byte(codes: Tensor, bits: int) -> Tensor:
+def packed_by_numpy(codes: Tensor, bits: int) -> Tensor:
     """The definition of the stream."""
-    spread = np.unpackbits(codes.numpy()).reshape(-1, 8)[:, 8 - bits :]
-    return torch.from_numpy(np.packbits(spread.reshape(-1)))
+    one_bit_per_byte = np.unpackbits(codes.numpy()).reshape(-1, 8)[:, 8 - bits :]
+    return torch.from_numpy(np.packbits(one_bit_per_byte.reshape(-1)))
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("count", LENGTHS)
-def test_the_stream_is_that_of_packbits_and_returns(count: int, bits: int) -> None:
-    sent = codes(count, bits)
-    stream = pack_bits(sent, bits)
-    assert torch.equal(stream, one_bit_per_byte(sent, bits))
-    assert len(stream) == packed_bytes(count, bits)
-    assert torch.equal(unpack_bits(stream, bits, count), sent)
+def test_the_stream_is_that_of_packbits() -> None:
+    for bits, count in product(BITS, LENGTHS):
+        codes = random_codes(count, bits)
+        stream = pack_bits(codes, bits)
+        assert torch.equal(stream, packed_by_numpy(codes, bits)), (bits, count)
+        assert len(stream) == packed_bytes(count, bits), (bits, count)
+        assert torch.equal(unpack_bits(stream, bits, count), codes), (bits, count)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_blocks_leave_no_trace(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = codes(1001, bits)
+def test_the_stream_does_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bits_module, "BLOCK", 64)
-    assert torch.equal(pack_bits(sent, bits), one_bit_per_byte(sent, bits))
-    assert torch.equal(unpack_bits(one_bit_per_byte(sent, bits), bits, 1001), sent)
+    for bits in BITS:
+        codes = random_codes(1001, bits)
+        assert torch.equal(pack_bits(codes, bits), packed_by_numpy(codes, bits)), bits
+        assert torch.equal(unpack_bits(packed_by_numpy(codes, bits), bits, 1001), codes), bits
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_neither_codes_nor_stream_need_be_aligned(bits: int) -> None:
-    sent = codes(1003, bits)
-    room = torch.full((3 + packed_bytes(1000, bits),), 255, dtype=torch.uint8)
-    pack_bits(sent[3:], bits, room[3:])
-    assert torch.equal(room[3:], one_bit_per_byte(sent[3:], bits))
-    assert torch.equal(unpack_bits(room[3:], bits, 1000), sent[3:])
+def test_codes_and_stream_may_start_at_any_address() -> None:
+    for bits in BITS:
+        codes = random_codes(1003, bits)
+        stream = torch.full((3 + packed_bytes(1000, bits),), 255, dtype=torch.uint8)
+        pack_bits(codes[3:], bits, stream[3:])
+        assert torch.equal(stream[3:], packed_by_numpy(codes[3:], bits)), bits
+        assert torch.equal(unpack_bits(stream[3:], bits, 1000), codes[3:]), bits
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_part_of_a_stream_is_the_stream_of_a_part(bits: int) -> None:
-    sent = codes(1001, bits)
-    part = stream_slice(pack_bits(sent, bits), 24, 80, bits)
-    assert torch.equal(part, pack_bits(sent[24:104], bits))
+def test_a_slice_of_a_stream_is_the_stream_of_a_slice() -> None:
+    for bits in BITS:
+        codes = random_codes(1001, bits)
+        part = stream_slice(pack_bits(codes, bits), 24, 80, bits)
+        assert torch.equal(part, pack_bits(codes[24:104], bits)), bits
