@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from lib.disturbed import Plan, checkpoints_of, end_of, make_config, run_ranks
+from lib.models import DROPOUT
 from lib.ranks import on_ranks
-from lib.training import DROPOUT
 
 from acsgd.config.options import Config
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lib.ranks import on_ranks
-from lib.training import TIMEOUT, oracle_losses, train
-from test_same_training import RELATIVE, make_config
+from lib.training import RELATIVE, TIMEOUT, make_config, oracle_losses, train
 from torch import Tensor
 
 from acsgd.codecs.fixpoint import FixPoint

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
 from lib.direct import (
     SEQUENCE,
     SEQUENCES,
@@ -22,14 +20,14 @@ from lib.direct import (
     make_config,
     worker_of,
 )
+from lib.models import DROPOUT, TINY, dropout_of, tiny_config
 from lib.ranks import on_ranks
 from lib.resume import checkpoint_of, losses_of, stopped_half_way, train_ranks
 from lib.resume import make_config as make_long_config
-from lib.training import oracle_losses
-from test_same_training import DROPOUT, TOPOLOGIES, assert_same_training
-from test_same_training import make_config as make_training_config
+from lib.training import TOPOLOGIES, assert_same_training, oracle_losses
+from lib.training import make_config as make_training_config
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from acsgd.config.options import Config, LogConfig, PipelineConfig
 from acsgd.pp.stage import MicroBatch
@@ -51,17 +49,13 @@ CUTS = [[range(4)], [range(2), range(2, 4)], [range(1), range(1, 2), range(2, 4)
 """Stages up to the third block."""
 
 
-def dropout_of(family: str) -> dict[str, float]:
-    return DROPOUT if family == "gpt2" else {"attention_dropout": 0.1}
-
-
 def per_sample(config: Config) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, dropout_mask="sample"))
 
 
 @pytest.mark.parametrize("family", TINY)
 def test_a_sample_gives_the_same_activation_at_every_visit(family: str) -> None:
-    config = _config(family, **dropout_of(family))
+    config = tiny_config(family, **dropout_of(family))
     first = MicroBatch(0, 0, 0, (SAMPLE,))
     expected = _activation(config, CUTS[0], first)[0]
     for cuts in CUTS:
@@ -76,7 +70,7 @@ def test_a_sample_gives_the_same_activation_at_every_visit(family: str) -> None:
 
 @pytest.mark.parametrize("family", TINY)
 def test_samples_have_masks_of_their_own(family: str) -> None:
-    config = _config(family, **dropout_of(family))
+    config = tiny_config(family, **dropout_of(family))
     same_text = _tokens([0]).expand(4, SEQUENCE)
     rows = _activation(config, CUTS[0], MicroBatch(0, 0, 0, (3, 8, 3, 9)), same_text)
     assert torch.equal(rows[0], rows[2])
@@ -187,8 +181,8 @@ def test_a_model_without_dropout_does_not_notice(tiny_model: TinyModel, tmp_path
             for number, config in enumerate([by_step, per_sample(by_step)])
         )
         assert by_sample == usual
-        assert _calls(_config(family)) == 1
-        assert _calls(_config(family, **dropout_of(family))) == 3
+        assert _calls(tiny_config(family)) == 1
+        assert _calls(tiny_config(family, **dropout_of(family))) == 3
 
 
 def evaluate_on_rank(rank: int, world_size: int, store: Path, config: Config) -> tuple[float, str, str]:
@@ -224,10 +218,6 @@ def test_a_resumed_run_goes_on_bit_for_bit(stages: int, replicas: int, tiny_mode
     on_ranks(stages * replicas, train_ranks, tmp_path / "half", [half])
     assert losses_of(half) == losses_of(config)
     assert Manifest.read(checkpoint_of(half)).layers == Manifest.read(checkpoint_of(config)).layers
-
-
-def _config(family: str, **options: Any) -> PreTrainedConfig:
-    return AutoConfig.for_model(family, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **TINY[family] | options)
 
 
 def _tokens(sample_ids: Sequence[int]) -> Tensor:

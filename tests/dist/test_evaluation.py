@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from lib.direct import descend, digest, draw_batch, gradients, make_config, worker_of
+from lib.models import DROPOUT
 from lib.ranks import on_ranks
-from test_same_training import DROPOUT, RELATIVE, SCHEDULES, TOPOLOGIES
+from lib.training import RELATIVE, SCHEDULES, TOPOLOGIES
 from transformers import AutoModelForCausalLM
 
 from acsgd.config.options import Config

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from lib.ranks import on_ranks
-from lib.training import TIMEOUT, batches_of
-from test_same_training import make_config
+from lib.training import TIMEOUT, batches_of, make_config
 
 from acsgd.codecs.base import wire_bytes
 from acsgd.codecs.identity import Identity

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 from lib.direct import digest, draw_batch, gradients, make_config, worker_of
+from lib.models import DROPOUT
 from lib.ranks import on_ranks
-from test_same_training import DROPOUT
 from torch import Tensor, nn
 
 from acsgd.config.options import Config

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from lib.models import DROPOUT
 from lib.ranks import on_ranks
 from lib.resume import HALF, TIMEOUT, TinyModel, checkpoint_of, losses_of, train_ranks
 from lib.training import losses_of_rank
 from test_own_training import make_run
-from test_same_training import DROPOUT
 
 from acsgd.config.options import Config, ReplicaConfig
 from acsgd.io.checkpoint.resume import Checkpoint

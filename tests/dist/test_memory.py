@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import save_tiny_model
+from lib.models import save_tiny_model
 from transformers import PreTrainedTokenizerFast
 
 MEASURE = """

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lib.ranks import on_ranks
 from lib.resume import TIMEOUT, TinyModel, checkpoint_of, make_config, stopped_half_way
-from test_same_training import RELATIVE
+from lib.training import RELATIVE
 
 from acsgd import train
 from acsgd.config.options import Config

@@ -10,11 +10,11 @@ from typing import Literal
 import pytest
 import torch
 import torch.distributed as dist
+from lib.models import DROPOUT
 from lib.ranks import on_ranks
 from lib.resume import HALF, TIMEOUT, TinyModel, checkpoint_of, make_config, train_ranks
 from lib.training import batches_of, mask, train
 from safetensors.torch import load_file
-from test_same_training import DROPOUT
 
 from acsgd.config.options import Config, ReplicaConfig
 from acsgd.dp.exchange.second_moments import by_rows

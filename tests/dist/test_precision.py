@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
 from lib.direct import (
     RATE,
     SEQUENCE,
@@ -22,10 +21,11 @@ from lib.direct import (
     make_config,
     worker_of,
 )
+from lib.models import TINY, tiny_config
 from lib.ranks import on_ranks
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 
 from acsgd.config.options import Config
 from acsgd.pp.stage import MicroBatch, Stage
@@ -143,13 +143,13 @@ def test_gradients_below_fp16s_least_number_vanish_without_a_scale(family: str) 
 
 
 def _one_gradient(family: str, *, targets: float, scale: float) -> list[Tensor]:
-    (stage,) = build_stages(_config(family), [range(8)], dtype=torch.float16, targets=targets)
+    (stage,) = build_stages(tiny_config(family), [range(8)], dtype=torch.float16, targets=targets)
     _forward_and_backward(stage, 0, scale)
     return _masters_gradients(stage)
 
 
 def test_gradients_of_micro_batches_are_summed_in_fp32() -> None:
-    (stage,) = build_stages(_config("llama"), [range(8)], dtype=torch.float16)
+    (stage,) = build_stages(tiny_config("llama"), [range(8)], dtype=torch.float16)
     each = []
     for micro in range(3):
         stage.sync.begin_step(0)
@@ -162,10 +162,6 @@ def test_gradients_of_micro_batches_are_summed_in_fp32() -> None:
     sums = _masters_gradients(stage)
     assert all(grad.dtype == torch.float32 for grad in sums)
     assert digest(sums) == digest(a + b + c for a, b, c in zip(*each, strict=True))
-
-
-def _config(family: str) -> PreTrainedConfig:
-    return AutoConfig.for_model(family, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **TINY[family])
 
 
 def _forward_and_backward(stage: Stage, micro: int, scale: float) -> None:

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
 from lib.direct import (
     SEQUENCE,
-    VOCABULARY,
     build_stages,
     descend,
     digest,
@@ -20,12 +18,12 @@ from lib.direct import (
     make_config,
     worker_of,
 )
+from lib.models import TINY, dropout_of, tiny_config
 from lib.ranks import on_ranks
-from test_same_training import DROPOUT
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from acsgd.config.options import Config
 from acsgd.pp.stage import MicroBatch, Stage
@@ -51,7 +49,7 @@ def train_on_rank(rank: int, world_size: int, store: Path, configs: Sequence[Con
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_it_is_the_same_training_bit_for_bit(stages: int, tiny_model: TinyModel, tmp_path: Path) -> None:
-    models = [tiny_model(family, **_dropout(family)) for family in TINY]
+    models = [tiny_model(family, **dropout_of(family)) for family in TINY]
     schedule = "interleaved:chunks=2" if stages > 1 else "gpipe"
     kept, again = (
         [make_config(model, tmp_path, stages=stages, schedule=schedule, recompute=recompute) for model in models]
@@ -66,7 +64,7 @@ def test_it_is_the_same_training_bit_for_bit(stages: int, tiny_model: TinyModel,
 @pytest.mark.parametrize("family", TINY)
 @pytest.mark.parametrize("dropout", [False, True])
 def test_a_stage_keeps_what_enters_its_layers(family: str, dropout: bool) -> None:
-    config = _config(family, **(_dropout(family) if dropout else {}))
+    config = tiny_config(family, **(dropout_of(family) if dropout else {}))
     hidden_bytes = _hidden_bytes(config)
     cuts = [range(3), range(3, 5), range(5, 8)]
     by_recompute = [build_stages(config, cuts, recompute=recompute) for recompute in (False, True)]
@@ -83,18 +81,10 @@ def test_a_stage_keeps_what_enters_its_layers(family: str, dropout: bool) -> Non
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_an_evaluation_keeps_only_what_it_returns(recompute: bool) -> None:
-    config = _config("llama")
+    config = tiny_config("llama")
     for stage in build_stages(config, [range(3), range(3, 8)], recompute=recompute):
         returned = 4 if stage.is_last else _hidden_bytes(config)
         assert _alive_after(stage.evaluate, MICRO, *_inputs(stage, config)) == returned
-
-
-def _dropout(family: str) -> dict[str, float]:
-    return DROPOUT if family == "gpt2" else {"attention_dropout": 0.1}
-
-
-def _config(family: str, **options: Any) -> PreTrainedConfig:
-    return AutoConfig.for_model(family, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **TINY[family] | options)
 
 
 def _hidden_bytes(config: PreTrainedConfig) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lib.models import DROPOUT
 from lib.ranks import on_ranks
 from lib.resume import (
     HALF,
@@ -18,7 +19,7 @@ from lib.resume import (
     stopped_half_way,
     train_ranks,
 )
-from test_same_training import DROPOUT, RELATIVE, TOPOLOGIES
+from lib.training import RELATIVE, TOPOLOGIES
 
 from acsgd.config.options import Config
 from acsgd.shards.disk import Manifest, ShardDirectory

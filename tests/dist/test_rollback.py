@@ -19,8 +19,8 @@ from lib.disturbed import (
     records_of,
     run_ranks,
 )
+from lib.models import DROPOUT
 from lib.ranks import on_ranks
-from lib.training import DROPOUT
 
 from acsgd.config.options import Config
 from acsgd.io.checkpoint.progress import RECENT

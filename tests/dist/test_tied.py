@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lib.ranks import on_ranks
-from lib.training import TIMEOUT, batches_of, train
-from test_same_training import make_config
+from lib.training import TIMEOUT, batches_of, make_config, train
 
 from acsgd.config.options import Config
 from acsgd.run.build import build_session

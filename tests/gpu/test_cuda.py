@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from lib.ranks import on_ranks
-from lib.training import losses_of_rank, oracle_losses
-from test_same_training import STEPS, make_config
+from lib.training import STEPS, losses_of_rank, make_config, oracle_losses
 
 from acsgd.config.options import Config, RunConfig
 from acsgd.streams import open_streams

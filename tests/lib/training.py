@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from acsgd.config.options import Config
+from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
 from acsgd.optim.loss_scale import LossScale
@@ -25,10 +26,37 @@ from acsgd.seeds import mix_seed
 from acsgd.shards import family_of
 from acsgd.topology import Launch, connect
 from acsgd.train import train_step
+from lib.ranks import on_ranks
 
 TIMEOUT = timedelta(seconds=120)
-DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-"""Options of a GPT-2 config, for `tiny_model`."""
+STEPS = 10
+RELATIVE = 1e-5
+"""Tolerance on losses: sums in another order differ by about 1e-7 in fp32, and ten steps of AdamW amplify that."""
+SCHEDULES = ["gpipe", "1f1b", "interleaved:chunks=2"]
+TOPOLOGIES = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]
+"""Stages and replicas."""
+
+
+def make_config(model: Path, run_dir: Path, *, steps: int = STEPS, **pp: object) -> Config:
+    """Return a run of 6 sequences per step: in micro-batches of 2 they are three, uneven for two replicas."""
+    return Config(
+        model=ModelConfig(name=str(model)),
+        data=DataConfig(sources="demo", sequence=32, batch=6, seed=3),
+        optim=OptimConfig(lr=1e-3, steps=steps, warmup=3, clip=0.5, weight_decay=0.1),
+        pp=PipelineConfig(**pp),  # type: ignore[arg-type]
+        log=LogConfig(dir=str(run_dir / "run")),
+    )
+
+
+def assert_same_training(
+    configs: Sequence[Config], world_size: int, tmp_path: Path, oracle: Callable[[Config], list[float]]
+) -> None:
+    """Train each config on `world_size` ranks and compare the losses with those of one process."""
+    by_rank = on_ranks(world_size, losses_of_rank, tmp_path / f"store-{world_size}", configs)
+    assert all(losses == by_rank[0] for losses in by_rank), "the ranks do not agree on the loss"
+    for config, losses in zip(configs, by_rank[0], strict=True):
+        assert losses == pytest.approx(oracle(config), rel=RELATIVE), (world_size, config.model, config.pp)
+        assert losses[-1] < losses[0]
 
 
 def losses_of_rank(
@@ -36,7 +64,7 @@ def losses_of_rank(
 ) -> list[list[float]]:
     """Train each config on this rank, one after the other; return the loss of every step of each.
 
-    masked: whether some labels are no targets, more of them in some replicas than in others.
+    masked: whether some labels are ignored, more of them in some replicas than in others.
     """
     torch.set_num_threads(1)
     all_losses = []
@@ -51,7 +79,7 @@ def losses_of_rank(
 
 
 def train(worker: Session, batches: Iterable[Batch]) -> list[float]:
-    """Make one step per batch from the start of a run; return the losses."""
+    """Train one step per batch from the start of a run; return the losses."""
     progress, losses = Progress(loss_scale=LossScale.of(worker.job.config)), []
     for batch in batches:
         result = train_step(worker, batch, progress)
