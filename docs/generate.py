@@ -88,9 +88,9 @@ def plugins() -> str:
 
 def metrics() -> str:
     """Return the fields of metrics.jsonl."""
-    rows = ((f"`{field.name}`", field.type, field.doc) for field in _fields(Record))
+    rows = ((f"`{field.name}`", field.type, field.doc.replace("None =", "null =")) for field in _fields(Record))
     return (
-        "# metrics.jsonl\n\nOne JSON object per optimizer step, written by rank 0 into the run directory. "
+        "# metrics.jsonl\n\nOne JSON object per optimizer step, written by rank 0 into the run directory.\n\n"
         f"{_docstring(Record)}\n\n{_table(('field', 'type', 'meaning'), rows)}\n"
     )
 
@@ -196,13 +196,13 @@ def _fields(kind: Any) -> list[_Field]:
         if base.__module__.startswith("acsgd"):
             docs |= _field_docs(base)
     hints = typing.get_type_hints(kind)
+    if undocumented := [name for name, doc in docs.items() if name in hints and not doc]:
+        raise ValueError(f"{kind.__module__}.{kind.__name__}: no docstring below the field {undocumented[0]}")
     if dataclasses.is_dataclass(kind):
         defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     else:
         defaults = {name: kind._field_defaults.get(name, dataclasses.MISSING) for name in kind._fields}
-    return [
-        _Field(name, _type(hints[name]), _default(default), docs.get(name, "")) for name, default in defaults.items()
-    ]
+    return [_Field(name, _type(hints[name]), _default(default), docs[name]) for name, default in defaults.items()]
 
 
 def _field_docs(kind: type) -> dict[str, str]:

@@ -16,10 +16,13 @@ class Record(NamedTuple):
     tokens: int
     """Number of target tokens trained on since the start of the run."""
     tokens_per_s: float
+    """Target tokens of the step, per second."""
     step_s: float
+    """Duration of the step, without evaluation and checkpoint, seconds."""
     lr: float
+    """Learning rate of the step."""
     grad_norm: float | None
-    """Before clipping; None = not finite, update skipped."""
+    """Global gradient norm before clipping; None = not finite, update skipped."""
     pp_forward_bytes: int
     """Sent between stages in forward."""
     pp_backward_bytes: int
