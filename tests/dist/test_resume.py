@@ -19,13 +19,13 @@ from lib.resume import (
     stopped_half_way,
     train_ranks,
 )
-from lib.training import RELATIVE, TOPOLOGIES
+from lib.training import RELATIVE
 
 from acsgd.config.options import Config
 from acsgd.shards.disk import Manifest, ShardDirectory
 
 ROUNDED = 2.0**-8
-"""A sum in another order may round a bf16 weight otherwise, by half of 2**-8; fp16's 2**-11 is less."""
+"""A sum in another order may change the rounding of a bf16 weight, by half of 2**-8; of fp16, 2**-11."""
 
 
 def weights_of(config: Config) -> dict[str, torch.Tensor]:
@@ -43,66 +43,72 @@ def _keys(shards: ShardDirectory, layer: str) -> list[str]:
     return list(shards.state(layer)["exp_avg"])
 
 
+Uninterrupted = tuple[dict[str, Config], dict[str, Trained]]
+"""Runs of one process by name, and the batches that each trained on."""
+
+
 @pytest.fixture(scope="module")
-def whole(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Config], list[Trained]]:
-    """Return runs of one process that were never stopped, and what they trained on."""
-    runs = tmp_path_factory.mktemp("whole")
-    configs = [
-        make_config(tiny_model("gpt2", **DROPOUT), runs / "dropout", "fp32", "none"),
-        make_config(tiny_model("gpt2", **DROPOUT), runs / "recompute", "fp32", "layers"),
-        make_config(tiny_model("llama"), runs / "bf16", "bf16", "none"),
-        make_config(tiny_model("gpt2", **DROPOUT), runs / "fp16", "fp16", "layers"),
-    ]
-    return configs, on_ranks(1, train_ranks, runs / "store", configs)[0]
+def uninterrupted(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
+    """Return finished runs of one process."""
+    runs = tmp_path_factory.mktemp("uninterrupted")
+    configs = {
+        "dropout": make_config(tiny_model("gpt2", **DROPOUT), runs / "dropout", "fp32", "none"),
+        "recompute": make_config(tiny_model("gpt2", **DROPOUT), runs / "recompute", "fp32", "layers"),
+        "bf16": make_config(tiny_model("llama"), runs / "bf16", "bf16", "none"),
+        "fp16": make_config(tiny_model("gpt2", **DROPOUT), runs / "fp16", "fp16", "layers"),
+    }
+    trained = on_ranks(1, train_ranks, runs / "store", list(configs.values()))[0]
+    return configs, dict(zip(configs, trained, strict=True))
 
 
-def test_at_the_same_size_it_is_the_same_run_bit_for_bit(
-    whole: tuple[list[Config], list[Trained]], tmp_path: Path
+def test_a_run_resumed_at_the_same_size_is_bit_identical(uninterrupted: Uninterrupted, tmp_path: Path) -> None:
+    configs, _ = uninterrupted
+    resumed = {name: stopped_half_way(config, tmp_path) for name, config in configs.items()}
+    on_ranks(1, train_ranks, tmp_path / "store", list(resumed.values()))
+    for name, config in configs.items():
+        assert losses_of(resumed[name]) == losses_of(config), name
+        one, other = (Manifest.read(checkpoint_of(each)) for each in (config, resumed[name]))
+        assert one.layers == other.layers, f"{name}: weights, moments or step counts differ"
+        assert one.run == other.run, name
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "names"),
+    # pairwise: each dtype, and recompute, with several stages and with several replicas
+    [
+        (1, 2, ["dropout", "fp16"]),
+        (2, 1, ["recompute", "bf16"]),
+        (2, 2, ["bf16", "fp16"]),
+        (4, 1, ["dropout", "bf16", "fp16"]),
+    ],
+)
+def test_a_run_resumed_at_another_size_is_equal_up_to_rounding(
+    stages: int, replicas: int, names: list[str], uninterrupted: Uninterrupted, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    configs, _ = whole
-    halves = [stopped_half_way(config, tmp_path) for config in configs]
-    on_ranks(1, train_ranks, tmp_path / "store", halves)
-    for config, half in zip(configs, halves, strict=True):
-        assert losses_of(half) == losses_of(config)
-        one, other = (Manifest.read(checkpoint_of(each)) for each in (config, half))
-        assert one.layers == other.layers, "weights, moments and step counts, by their sha256"
-        assert one.run == other.run
-
-
-@pytest.mark.parametrize(("stages", "replicas"), TOPOLOGIES[1:])
-def test_at_another_size_it_is_the_same_run_up_to_rounding(
-    stages: int, replicas: int, whole: tuple[list[Config], list[Trained]], tmp_path: Path
-) -> None:
-    configs, all_trained = whole
+    """And the run of many ranks, resumed at the same size, is bit-identical."""
+    configs, all_trained = uninterrupted
     schedule = "interleaved" if stages == 2 else "1f1b"
-    halves = [stopped_half_way(config, tmp_path, stages=stages, schedule=schedule) for config in configs]
-    by_rank = on_ranks(stages * replicas, train_ranks, tmp_path / "store", halves)
-    for number, (config, half) in enumerate(zip(configs, halves, strict=True)):
-        relative = RELATIVE if config.model.dtype == "fp32" else ROUNDED
-        assert losses_of(half) == pytest.approx(losses_of(config), rel=relative), config.log.dir
+    resumed = [stopped_half_way(configs[name], tmp_path, stages=stages, schedule=schedule) for name in names]
+    many = make_config(tiny_model("gpt2", **DROPOUT), tmp_path / "many" / "run", "fp32", "none")
+    many = dataclasses.replace(many, pp=dataclasses.replace(many.pp, stages=stages))
+    by_rank = on_ranks(stages * replicas, train_ranks, tmp_path / "store", [*resumed, many])
+    for number, (name, half) in enumerate(zip(names, resumed, strict=True)):
+        relative = RELATIVE if half.model.dtype == "fp32" else ROUNDED
+        assert losses_of(half) == pytest.approx(losses_of(configs[name]), rel=relative), name
         pipelines = [by_rank[replica * stages][number] for replica in range(replicas)]
         together = [
             (step, [sample for trained in pipelines for sample in trained[at][1]])
             for at, (step, _) in enumerate(pipelines[0])
         ]
-        assert together == all_trained[number][HALF:], "the samples, each once"
-
-
-@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (2, 2), (4, 1)])
-def test_a_run_of_many_ranks_goes_on_bit_for_bit(
-    stages: int, replicas: int, tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    config = make_config(tiny_model("gpt2", **DROPOUT), tmp_path / "whole" / "run", "fp32", "none")
-    config = dataclasses.replace(config, pp=dataclasses.replace(config.pp, stages=stages))
-    on_ranks(stages * replicas, train_ranks, tmp_path / "store", [config])
-    half = stopped_half_way(config, tmp_path)
+        assert together == all_trained[name][HALF:], f"{name}: the samples differ"
+    half = stopped_half_way(many, tmp_path)
     on_ranks(stages * replicas, train_ranks, tmp_path / "half", [half])
-    assert losses_of(half) == losses_of(config)
-    assert Manifest.read(checkpoint_of(half)).layers == Manifest.read(checkpoint_of(config)).layers
+    assert losses_of(half) == losses_of(many)
+    assert Manifest.read(checkpoint_of(half)).layers == Manifest.read(checkpoint_of(many)).layers
 
 
-def test_the_whole_runs_learn(whole: tuple[list[Config], list[Trained]]) -> None:
-    for config in whole[0]:
+def test_the_loss_of_the_uninterrupted_runs_falls(uninterrupted: Uninterrupted) -> None:
+    for name, config in uninterrupted[0].items():
         losses = losses_of(config)
-        assert losses[-1] < losses[0]
-        assert all(tensor.isfinite().all() for tensor in weights_of(config).values())
+        assert losses[-1] < losses[0], name
+        assert all(tensor.isfinite().all() for tensor in weights_of(config).values()), name
