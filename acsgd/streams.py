@@ -81,6 +81,16 @@ class CudaStreams(Streams):
         return torch.cuda.max_memory_allocated(self.device)
 
 
+def seed_generators(seed: int) -> None:
+    """Seed torch's global generators, as torch.manual_seed does, on the CPU and on the GPUs in use.
+
+    In a process that uses no GPU, torch.manual_seed formats and keeps several stack traces per call.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
 def open_streams(device: str, local_rank: int) -> Streams:
     """Return the streams of this rank's device.
 

@@ -15,6 +15,7 @@ from acsgd.dp.sync import GradSync
 from acsgd.seeds import mix_seed
 from acsgd.shards.layers import LayerShard, ModelFamily, State
 from acsgd.shards.weights import Weight
+from acsgd.streams import seed_generators
 
 _NOT_BUILT: Any = object()
 """Marks a context that is not built yet; None is a valid context."""
@@ -171,7 +172,7 @@ class Stage:
 
         def run(state: State) -> State:
             if self._random and self.model.training:
-                torch.manual_seed(self._seed_of(micro, shard))
+                seed_generators(self._seed_of(micro, shard))
             outputs = self._family.call(self.model, shard, state, context)
             if shard.kind == "head" and labels is not None:
                 return {"loss": self._family.loss(outputs["logits"], labels)}
