@@ -196,12 +196,12 @@ def _fields(kind: Any) -> list[_Field]:
         if base.__module__.startswith("acsgd"):
             docs |= _field_docs(base)
     hints = typing.get_type_hints(kind)
-    if undocumented := [name for name, doc in docs.items() if name in hints and not doc]:
-        raise ValueError(f"{kind.__module__}.{kind.__name__}: no docstring below the field {undocumented[0]}")
     if dataclasses.is_dataclass(kind):
         defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     else:
         defaults = {name: kind._field_defaults.get(name, dataclasses.MISSING) for name in kind._fields}
+    if missing := [name for name in defaults if not docs[name]]:
+        raise ValueError(f"{kind.__module__}.{kind.__name__}: no docstring below the field {missing[0]}")
     return [_Field(name, _type(hints[name]), _default(default), docs[name]) for name, default in defaults.items()]
 
 
