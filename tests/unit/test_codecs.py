@@ -175,7 +175,8 @@ def test_messages_depend_only_on_the_tensor() -> None:
     """Neither on what the buffer held before, so that padding is deterministic, nor on earlier calls."""
     for spec in SPECS:
         codec = codecs.parse(spec)
-        for case, x in inputs().items():
+        for case in ("gaussian", "one element", "empty", "odd sizes", "outlier"):
+            x = inputs()[case]
             n = wire_bytes(codec.wire(tuple(x.shape), x.dtype))
             first, second = torch.full((n,), 255, dtype=torch.uint8), torch.zeros(n, dtype=torch.uint8)
             pack(codec.encode(x), first)
