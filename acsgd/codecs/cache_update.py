@@ -23,7 +23,7 @@ class FusedUpdate(Protocol):
 
 
 def encode_update(codec: Codec, x: Tensor, entry: Tensor) -> tuple[Tensor, ...]:
-    """Return the encoded difference x - entry, and add what it decodes to to `entry`, in place.
+    """Encode the difference x - entry, and add its decoded value to `entry`, in place. Return the fields.
 
     Difference and sum are computed in fp32. Entries saturate instead of overflowing.
 
