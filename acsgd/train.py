@@ -79,16 +79,16 @@ def train(job: Job, inputs: Inputs, groups: Groups, lock: RunLock) -> None:
         if "text" in config.log.to.split(","):
             text_log = open_text_log(run_dir, rank=topology.rank, stages=job.stages, replica=topology.replica)
             stack.enter_context(text_log)
-        begun = start(job, inputs, groups)
+        begin = start(job, inputs, groups)
         lock.verify()
-        stack.callback(begun.session.close)
-        resumed_at = begun.progress.step
+        stack.callback(begin.session.close)
+        resumed_at = begin.progress.step
         metrics = stack.enter_context(Metrics.open(config, run_dir, resumed_at=resumed_at, is_main=is_main))
-        for note in [job.describe(), *inputs.notes, *begun.notes]:
+        for note in [job.describe(), *inputs.notes, *begin.notes]:
             metrics.note(note)
-        checkpointing = stack.enter_context(Checkpointing.open(begun, inputs.identity, groups, lock, note=metrics.note))
+        checkpointing = stack.enter_context(Checkpointing.open(begin, inputs.identity, groups, lock, note=metrics.note))
         signals = stack.enter_context(StopSignals())
-        run_steps(begun.session, begun.progress, inputs, metrics, checkpointing, signals)
+        run_steps(begin.session, begin.progress, inputs, metrics, checkpointing, signals)
 
 
 def run_steps(
@@ -145,10 +145,12 @@ def train_step(
     scale = GradientScale.of(config, progress.loss_scale)
     batch = batch.to(job.streams.device)
 
+    # Forward, backward and data-parallel reduce; then every rank reports its losses, norms and votes to all others.
     exchange = StepExchange(session.groups.world, job.topology)  # posts receives, so that reports need no round trip
     loss_part = session.forward_backward(batch, step, scale.loss_scale)
     summary = exchange.exchange(session.report(loss_part, batch, votes))
 
+    # Loss and gradient norm of the mean over target tokens, whose number is known only now.
     local_step = session.local_step(step)
     loss = scale.mean_loss(summary.loss, summary.targets)
     factors = scale.factors(summary.targets, summary.replica_targets, local=local_step is not None)
@@ -159,6 +161,8 @@ def train_step(
     overflowed = progress.loss_scale.dynamic and math.isfinite(loss) and not finite
     if not (finite or overflowed) and config.optim.on_nan == "stop":
         raise RunError(explain_non_finite(session, batch, step, scale.loss_scale, loss=loss, grad_norm=grad_norm))
+
+    # Clip, step, synchronize. Nothing has changed the weights before all ranks reported.
     updated = update and finite
     if updated:
         replica = job.topology.replica

@@ -126,7 +126,7 @@ class Session:
         scale_gradients_(self.weights, factor * clip_factor(norm, self.job.config.optim.clip))
 
     def sync_after_step(self, step: int) -> None:
-        """Let the data-parallel mode exchange what it exchanges after the optimizer step."""
+        """Run the part of data-parallel synchronization that follows the optimizer step."""
         for stage in self.stages.values():
             stage.sync.after_step(step, self.optimizer.second_moments(stage.weights))
 
