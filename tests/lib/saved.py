@@ -1,4 +1,4 @@
-"""Real checkpoints, made in this process."""
+"""Runs of one process with real checkpoints, for tests."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from acsgd.run.lock import RunLock
 from acsgd.topology import Launch, connect
 
 SMALL = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 32}
-"""Of GPT-2, so small that all bytes of a checkpoint are hashed in a millisecond."""
+"""Options of a GPT-2 so small that a checkpoint is hashed in a millisecond."""
 
 
 def small_run(model: Path, run_dir: Path, *, steps: int = 2, every: str | None = "1", **checkpoint: Any) -> Config:
-    """Return a run of a few steps, saved after each."""
+    """Return the config of a run of a few steps, saved after each. checkpoint: further checkpoint options."""
     return Config(
         model=ModelConfig(str(model)),
         data=DataConfig(sources="demo", sequence=16, batch=2, eval_fraction=0.001),
@@ -40,7 +40,7 @@ def small_run(model: Path, run_dir: Path, *, steps: int = 2, every: str | None =
 
 
 def train_alone(config: Config) -> Path:
-    """Train a run to its end and return the directory of its checkpoints."""
+    """Train a run in this process and return the directory of its checkpoints."""
     job = prepare(config, Launch())
     inputs = open_inputs(job)
     with connect(job.topology, timeout=timedelta(seconds=60), store=dist.HashStore()) as groups:

@@ -1,4 +1,4 @@
-"""What a run says of itself: every record on disk at once, one rank that speaks."""
+"""Metrics and their sinks: metrics.jsonl, the terminal, and the main rank that has them."""
 
 from __future__ import annotations
 
