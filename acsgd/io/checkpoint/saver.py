@@ -64,7 +64,8 @@ class Saver:
     A context manager: leaving it waits for the save in progress, unless an exception was raised.
 
     model_dir: directory from which config.json and the tokenizer are copied; layers: names of all layers of the model,
-    first to last; timeout_s: maximum time to wait for the other ranks to finish writing, seconds.
+    first to last; timeout_s: maximum time to wait for the other ranks to finish writing, seconds; verify: raises
+    RunError if another run owns the directory, called on rank 0 before it completes a checkpoint.
     """
 
     def __init__(
