@@ -83,6 +83,7 @@ def fold(table: Sequence[ReplicaState], saved: Sequence[WeightState], weights: S
     Returns what is to be added to the next gradients, by name and key, fp32.
     """
     gradients: WeightState = {}
+    table = sorted(table, key=lambda state: state.single != "replace_weight")  # residuals are added to these
     for weight in weights:
         folded: Tensor = weight.master
         for state in table:

@@ -7,7 +7,7 @@ gradients and makes steps as a worker does, without a model. CPU time is that of
 copies to and from sockets included; waiting is none of it. What is left of it without the gradients and AdamW is the
 mode's. All modes live in the same processes and take turns; a round is a whole period of a mode that exchanges every H
 steps, or looks at second moments every 16. The yardstick is AdamW in steps of `local`; what it does besides, as with
-`moments`, is the mode's.
+`moment_correction`, is the mode's.
 
 Memory: bytes that are allocated and not freed, more than those of a run with one replica: weights, gradients, moments.
 glibc counts them, exactly; what is allocated and never touched counts, as a GPU would hold it. Peaks are of a whole

@@ -1,4 +1,4 @@
-"""Laws of PowerSGD: what it applies is Algorithm 1 of Vogels et al., and what it leaves out stays owed."""
+"""Laws of PowerSGD: it applies Algorithm 1 of Vogels et al., and keeps what that omits as residual."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from lib.ranks import told_to_all
-from test_own_weights import copied, on_replicas
+from lib.ranks import gather_states
+from lib.replicas import copied, on_replicas
 from torch import Tensor, nn
 
 from acsgd.config.spec import from_spec
@@ -24,7 +24,7 @@ from acsgd.optim.base import SecondMoments
 from acsgd.shards.weights import Weight, WeightState
 
 SHAPES = {"exact": (40,), "wide": (12, 50), "tall": (64, 9), "cube": (6, 5, 4), "narrow": (2, 2)}
-"""Of weights; "exact" has no matrix, and of "narrow" a product of rank 1 would be no shorter."""
+"""Shapes of weights; "exact" has no matrix, and factors of rank 1 of "narrow" are not smaller."""
 COMPRESSED = ("wide", "tall", "cube")
 SMALL = "bucket_mb=1e-6"
 SPECS = ["powersgd:rank=2", f"powersgd:rank=1,{SMALL}", f"powersgd:rank=2,warm_start=false,exact_steps=2,{SMALL}"]
@@ -39,19 +39,19 @@ def gradient(replica: int, step: int, key: str) -> Tensor:
 
 
 class Step(NamedTuple):
-    """What a replica has before and after one step."""
+    """State of a replica before and after a step, and the gradients that the step applies."""
 
     before: WeightState
     applied: dict[str, Tensor]
     after: WeightState
 
-    def error(self, key: str, *, before: bool = False) -> Tensor:
-        errors = (self.before if before else self.after).get("gradient_residual", {})
-        return errors.get(key, torch.zeros(SHAPES[key])).view(SHAPES[key])
+    def residual(self, key: str, *, before: bool = False) -> Tensor:
+        residuals = (self.before if before else self.after).get("gradient_residual", {})
+        return residuals.get(key, torch.zeros(SHAPES[key])).view(SHAPES[key])
 
 
 class Run:
-    """A replica's training under way, of which only gradients are looked at."""
+    """Training of one replica, of which only gradients matter."""
 
     def __init__(self, spec: str, peers: Peers) -> None:
         self.weights = []
@@ -62,20 +62,24 @@ class Run:
         self._replica = peers.replica
 
     def make(self, step: int, *, times: float = 1.0, scale: float = 1.0, update: bool = True) -> Step:
-        """Make a step; scale: of its gradients; update: whether the optimizer makes it, too."""
+        """Make a step. scale: loss scale; update: whether the optimizer makes the step, too."""
         before = copied(self.sync.state_dict())
-        self.sync.begin_step(step, scale)
+        grads = {key: times * scale * gradient(self._replica, step, key) for key in SHAPES}
+        applied = self.reduce(step, grads, scale)
         for weight in self.weights:
-            weight.master.grad = times * scale * gradient(self._replica, step, weight.key)
-            self.sync.grad_ready(weight, is_final=True)
-        self.sync.reduce()
-        self.sync.wait()
-        applied = {weight.key: _grad(weight).clone() for weight in self.weights}
-        for weight in self.weights:
-            _grad(weight).mul_(0.5)  # clipping does so
+            _grad(weight).mul_(0.5)  # as clipping does
         if update:
             self.sync.after_step(step, SecondMoments({}, 0.999))
         return Step(before, applied, copied(self.sync.state_dict()))
+
+    def reduce(self, step: int, grads: dict[str, Tensor], scale: float = 1.0) -> dict[str, Tensor]:
+        self.sync.begin_step(step, scale)
+        for weight in self.weights:
+            weight.master.grad = grads[weight.key]
+            self.sync.grad_ready(weight, is_final=True)
+        self.sync.reduce()
+        self.sync.wait()
+        return {weight.key: _grad(weight).clone() for weight in self.weights}
 
 
 def _grad(weight: Weight) -> Tensor:
@@ -83,96 +87,96 @@ def _grad(weight: Weight) -> Tensor:
     return weight.master.grad
 
 
-def train(rank: int, peers: Peers, spec: str) -> list[Step]:
-    run = Run(spec, peers)
-    return [run.make(step) for step in range(STEPS)]
+def train_all(rank: int, peers: Peers) -> dict[str, list[Step]]:
+    return {spec: [run.make(step) for step in range(STEPS)] for spec in SPECS for run in [Run(spec, peers)]}
 
 
-@pytest.fixture(scope="module", params=list(itertools.product(SPECS, [2, 3])), ids=str)
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PowerSGD, list]:
-    """Return a mode, and what each of some replicas had in each step."""
-    spec, replicas = request.param
-    steps = on_replicas(replicas, train, tmp_path_factory.mktemp("train") / "store", spec)
-    return from_spec(spec, MODES, key="k"), steps
+Trained = list[tuple[str, PowerSGD, list[list[Step]]]]
+"""Spec, mode, and the steps of each replica."""
 
 
-def test_what_is_applied_and_what_is_owed_is_what_was_due(trained: tuple[PowerSGD, list[list[Step]]]) -> None:
-    """Over all steps and replicas. u is the rounding of one operation, r the rank, R the replicas.
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Return the steps of 2 and of 3 replicas in each mode."""
+    directory, cases = tmp_path_factory.mktemp("train"), []
+    for replicas in (2, 3):
+        results = on_replicas(replicas, train_all, directory / f"store-{replicas}")
+        cases += [(spec, from_spec(spec, MODES, key="k"), [result[spec] for result in results]) for spec in SPECS]
+    return cases
 
-    To a replica's M = g + e, and to M - P Q^T, one operation each; the product has r terms of each element, in the
-    error and in what is applied, and Q is summed over R. P has orthonormal columns, so by Cauchy and Schwarz the terms
-    of an element in column j of M add up to no more than the norm of that column. What is exact has R additions.
+
+def test_applied_gradients_and_residuals_add_up_to_all_gradients(trained: Trained) -> None:
+    """Over all steps and replicas. u is the rounding of one operation, r the rank, R the number of replicas.
+
+    A replica's M = g + residual and M - P Q^T take one operation each; the product has r terms per element, in the
+    residual and in what is applied, and Q is summed over R. P has orthonormal columns, so by Cauchy and Schwarz the
+    terms of an element in column j of M add up to no more than the norm of that column. Exact gradients take R
+    additions.
     """
-    mode, replicas = trained
-    for key, shape in SHAPES.items():
-        applied, due, bound = (torch.zeros(shape, dtype=torch.float64) for _ in range(3))
+    for (spec, mode, replicas), (key, shape) in itertools.product(trained, SHAPES.items()):
+        applied, total, bound = (torch.zeros(shape, dtype=torch.float64) for _ in range(3))
         for step in range(STEPS):
             applied += replicas[0][step].applied[key]
             for replica, steps in enumerate(replicas):
-                given, error = gradient(replica, step, key).double(), steps[step].error(key, before=True)
-                due += given
-                owed = (given + error).flatten(1) if len(shape) > 1 else given.view(-1, 1)
-                products = (2 * mode.rank + len(replicas)) * owed.norm(dim=0).expand_as(owed) + owed.abs()
-                bound += U * (2 * owed.abs() + products).view(shape) * 1.01
-        left = sum(steps[-1].error(key).double() for steps in replicas)
-        assert ((applied + left - due).abs() <= bound).all(), key
-        assert bool(torch.as_tensor(left).any()) == (key in COMPRESSED), key
+                grad, residual = gradient(replica, step, key).double(), steps[step].residual(key, before=True)
+                total += grad
+                matrix = (grad + residual).flatten(1) if len(shape) > 1 else grad.view(-1, 1)
+                products = (2 * mode.rank + len(replicas)) * matrix.norm(dim=0).expand_as(matrix) + matrix.abs()
+                bound += U * (2 * matrix.abs() + products).view(shape) * 1.01
+        left = sum(steps[-1].residual(key).double() for steps in replicas)
+        assert ((applied + left - total).abs() <= bound).all(), (spec, len(replicas), key)
+        assert bool(torch.as_tensor(left).any()) == (key in COMPRESSED), (spec, len(replicas), key)
 
 
-def algorithm(owed: Sequence[Tensor], basis: Tensor) -> tuple[Tensor, float]:
-    """Apply Algorithm 1 in fp64 to what replicas owe, [rows, cols] each; return the sum, and how far fp32 may be off.
+def algorithm(matrices: Sequence[Tensor], basis: Tensor) -> tuple[Tensor, float]:
+    """Apply Algorithm 1 in fp64 to the matrices [rows, cols] of all replicas; return the sum and the error of fp32.
 
     P is orthonormal(S), S = sum M Q. By rounding S is off by E1, at most (cols + R) u sum |M| |Q|, and by what makes
     Householder's P not quite span it, E2 of norm at most c rows r u |S| (Higham 2002, theorem 19.4; c = 4 is ample):
     projections on both differ by at most |E1 + E2| / smallest singular value of S. P's columns are c rows r**1.5 u
     from orthonormal ones. The products of P have rows, r and R terms.
     """
-    rows, rank, replicas = len(owed[0]), basis.shape[1], len(owed)
-    total = torch.stack([each.double() for each in owed]).sum(0)
+    rows, rank, replicas = len(matrices[0]), basis.shape[1], len(matrices)
+    total = torch.stack([each.double() for each in matrices]).sum(0)
     sketch = total @ basis.double()
     left = torch.linalg.qr(sketch).Q
-    magnitudes = torch.stack([each.double().abs() for each in owed]).sum(0)
+    magnitudes = torch.stack([each.double().abs() for each in matrices]).sum(0)
     off = (len(basis) + replicas) * U * (magnitudes @ basis.double().abs()).norm() + 4 * rows * rank * U * sketch.norm()
     angle = float(off / torch.linalg.svdvals(sketch)[-1])
-    norms = sum(float(each.norm()) for each in owed)
+    norms = sum(float(each.norm()) for each in matrices)
     bound = angle * float(total.norm()) + (8 * rows * rank**1.5 + (rows + rank + replicas) * rank**0.5) * U * norms
     return left @ (left.T @ total), bound
 
 
-def test_each_step_is_the_published_one(trained: tuple[PowerSGD, list[list[Step]]]) -> None:
-    mode, replicas = trained
-    for step, key in itertools.product(range(STEPS), COMPRESSED):
-        owed = [
-            (gradient(replica, step, key) + steps[step].error(key, before=True)).flatten(1)
+def test_each_step_is_the_published_one(trained: Trained) -> None:
+    for (spec, mode, replicas), step, key in itertools.product(trained, range(STEPS), COMPRESSED):
+        matrices = [
+            (gradient(replica, step, key) + steps[step].residual(key, before=True)).flatten(1)
             for replica, steps in enumerate(replicas)
         ]
-        applied = replicas[0][step].applied[key].flatten(1)
+        applied, case = replicas[0][step].applied[key].flatten(1), (spec, len(replicas), step, key)
         if step < mode.exact_steps:
-            assert torch.equal(applied, torch.stack(owed).sum(0)) or len(owed) > 2
+            assert torch.equal(applied, torch.stack(matrices).sum(0)) or len(matrices) > 2, case
             continue
         bases = [steps[step].before.get("basis", {}).get(key) for steps in replicas]
-        basis = mode.first_basis(key, owed[0], step) if bases[0] is None else bases[0]
-        assert all(other is None or torch.equal(other, basis) for other in bases)
-        assert (bases[0] is None) == (step == mode.exact_steps or not mode.warm_start), "it starts warm where it can"
-        expected, bound = algorithm(owed, basis)
-        assert bound < 0.05 * expected.norm(), "nothing is shown"
-        assert (applied - expected).norm() <= bound
+        basis = mode.first_basis(key, matrices[0], step) if bases[0] is None else bases[0]
+        assert all(other is None or torch.equal(other, basis) for other in bases), case
+        assert (bases[0] is None) == (step == mode.exact_steps or not mode.warm_start), case
+        expected, bound = algorithm(matrices, basis)
+        assert bound < 0.05 * expected.norm(), "the bound is too wide to show anything"
+        assert (applied - expected).norm() <= bound, case
 
 
-def apply_low_rank(rank: int, peers: Peers, ranks: int) -> dict[str, Tensor]:
-    """Apply gradients which are, summed over the replicas, of rank `ranks`."""
-    run = Run("powersgd:rank=2", peers)
-    run.sync.begin_step(0)
-    for weight in run.weights:
-        weight.master.grad = low_rank(rank, weight.key, ranks)
-        run.sync.grad_ready(weight, is_final=True)
-    run.sync.reduce()
-    run.sync.wait()
-    return {weight.key: _grad(weight) for weight in run.weights}
+def apply_low_rank(rank: int, peers: Peers) -> dict[int, dict[str, Tensor]]:
+    """Reduce gradients whose sum has rank 2 or 6; return what is applied."""
+    return {
+        ranks: Run("powersgd:rank=2", peers).reduce(0, {key: low_rank(rank, key, ranks) for key in SHAPES})
+        for ranks in (2, 6)
+    }
 
 
 def low_rank(replica: int, key: str, ranks: int) -> Tensor:
-    """Return small integers, so that sums are exact; of two replicas, each has half of the rank."""
+    """Return small integers, so that sums are exact; each of two replicas has half of the rank."""
     generator = torch.Generator().manual_seed(replica)
     rows, rest = SHAPES[key][0], math.prod(SHAPES[key][1:])
     half = ranks // 2
@@ -181,112 +185,133 @@ def low_rank(replica: int, key: str, ranks: int) -> Tensor:
 
 
 def test_a_sum_of_no_higher_rank_is_exact(tmp_path: Path) -> None:
-    for ranks, is_exact in ((2, True), (6, False)):
-        applied = on_replicas(2, apply_low_rank, tmp_path / f"store-{ranks}", ranks)[0]
+    for ranks, applied in on_replicas(2, apply_low_rank, tmp_path / "store")[0].items():
         for key in COMPRESSED:
-            given = [low_rank(replica, key, ranks).flatten(1) for replica in range(2)]
-            total = sum(each.double() for each in given)
-            wrong = float((applied[key].flatten(1) - total).norm())
-            if is_exact:
-                assert wrong <= algorithm(given, PowerSGD(rank=2).first_basis(key, given[0], 0))[1], key
+            grads = [low_rank(replica, key, ranks).flatten(1) for replica in range(2)]
+            total = sum(each.double() for each in grads)
+            error = float((applied[key].flatten(1) - total).norm())
+            if ranks == 2:
+                assert error <= algorithm(grads, PowerSGD(rank=2).first_basis(key, grads[0], 0))[1], key
             else:
-                assert wrong >= 0.999 * float(torch.linalg.svdvals(total)[2:].norm()), key
+                assert error >= 0.999 * float(torch.linalg.svdvals(total)[2:].norm()), key
 
 
-def train_and_resume(rank: int, peers: Peers, spec: str, at: int) -> bool:
-    """Whether a run that was stopped after `at` steps goes on as one that was not."""
-    whole, half = Run(spec, peers), Run(spec, peers)
-    for step in range(at):
-        whole.make(step)
-    half.sync.load_state_dict(told_to_all(copied(whole.sync.state_dict()), peers.group))
-    pairs = [(whole.make(step), half.make(step)) for step in range(at, STEPS)]
-    return all(
-        torch.equal(one.applied[key], other.applied[key]) and torch.equal(one.error(key), other.error(key))
-        for one, other in pairs
-        for key in SHAPES
-    )
+def train_and_resume(rank: int, peers: Peers) -> list[tuple[str, int]]:
+    """Return the specs and steps at which a stopped run does not continue as an uninterrupted one."""
+    different = []
+    for spec, at in itertools.product(SPECS, [1, 4]):
+        whole, half = Run(spec, peers), Run(spec, peers)
+        for step in range(at):
+            whole.make(step)
+        half.sync.load_state_dict(gather_states(copied(whole.sync.state_dict()), peers.group))
+        for step in range(at, STEPS):
+            one, other = whole.make(step), half.make(step)
+            for key in SHAPES:
+                same = torch.equal(one.applied[key], other.applied[key])
+                if not (same and torch.equal(one.residual(key), other.residual(key))):
+                    different.append((spec, at))
+    return different
 
 
-@pytest.mark.parametrize(("spec", "at"), list(itertools.product(SPECS, [1, 4])))
-def test_a_resumed_run_is_the_undisturbed_one(spec: str, at: int, tmp_path: Path) -> None:
-    assert on_replicas(3, train_and_resume, tmp_path / "store", spec, at) == [True] * 3
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    assert on_replicas(3, train_and_resume, tmp_path / "store") == [[]] * 3
 
 
-def take_over(rank: int, peers: Peers, spec: str, saved: list[WeightState]) -> Step:
-    """Take over from other replicas; return the next step, of gradients that are 0."""
+def restore(rank: int, peers: Peers, spec: str, saved: list[WeightState]) -> Step:
+    """Restore the state of other replicas; return the next step, with gradients of 0."""
     run = Run(spec, peers)
     run.sync.load_state_dict(saved)
     return run.make(STEPS, times=0.0)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_what_is_owed_outlives_a_change_of_the_number_of_replicas(replicas: int, tmp_path: Path) -> None:
-    """Each share is rounded once, and so is what several old errors add up to."""
-    steps = on_replicas(3 if replicas == 2 else 2, train, tmp_path / "before", "powersgd:rank=2")
-    ends = [of_replica[-1] for of_replica in steps]
-    after = on_replicas(replicas, take_over, tmp_path / "after", "powersgd:rank=1", [end.after for end in ends])
+def test_residuals_are_conserved_when_the_number_of_replicas_changes(
+    replicas: int, trained: Trained, tmp_path: Path
+) -> None:
+    """Each share is rounded once, and so is the sum of several residuals."""
+    saving = 3 if replicas == 2 else 2
+    ends = next([steps[-1] for steps in of] for spec, _, of in trained if spec == SPECS[0] and len(of) == saving)
+    after = on_replicas(replicas, restore, tmp_path / "after", "powersgd:rank=1", [end.after for end in ends])
     for key in COMPRESSED:
-        owed = torch.stack([end.error(key).double() for end in ends]).sum(0)
-        now = torch.stack([step.error(key, before=True).double() for step in after]).sum(0)
-        assert owed.any()
-        assert ((now - owed).abs() <= U * replicas * (owed.abs() / replicas)).all()
+        total = torch.stack([end.residual(key).double() for end in ends]).sum(0)
+        now = torch.stack([step.residual(key, before=True).double() for step in after]).sum(0)
+        assert total.any()
+        assert ((now - total).abs() <= U * replicas * (total.abs() / replicas)).all()
         if replicas == 1:
-            assert torch.equal(after[0].applied[key], owed.float()), "it is paid at once"
+            assert torch.equal(after[0].applied[key], total.float()), "a single replica applies it at once"
             assert "gradient_residual" not in after[0].after
         else:
-            assert after[0].applied[key].any(), "it is paid little by little"
+            assert after[0].applied[key].any()
 
 
-def leave_out(rank: int, peers: Peers, spec: str) -> bool:
-    """Whether a step that the optimizer does not make, for a gradient is not finite, leaves what was remembered."""
+def check_one_group(rank: int, peers: Peers) -> tuple[list[str], tuple[Step, Step]]:
+    """Return failed checks of skipped steps and loss scales, and a step after residuals in exact modes."""
+    failed = [f"skipped {spec}" for spec in SPECS if not skip_step(rank, peers, spec)]
+    failed += [f"scaled {spec}" for spec in SPECS if not scale_losses(peers, spec)]
+    run = Run("powersgd:rank=2", peers)
+    run.make(0)
+    states = gather_states(copied(run.sync.state_dict()), peers.group)
+    exact, plain = Run("powersgd:exact_steps=9", peers), Run("allreduce", peers)
+    exact.sync.load_state_dict(states)
+    return failed, (exact.make(1), plain.make(1))
+
+
+def skip_step(rank: int, peers: Peers, spec: str) -> bool:
+    """Whether a step that the optimizer skips, since a gradient is not finite, changes no state."""
     run = Run(spec, peers)
     for step in range(3):
         run.make(step)
-    left_out = run.make(3, times=float("nan") if rank else 1.0, update=False)
+    skipped = run.make(3, times=float("nan") if rank else 1.0, update=False)
     again = run.make(3)
-    same = {name: left_out.before[name].keys() for name in left_out.before} == {
-        name: left_out.after[name].keys() for name in left_out.after
-    } and all(
-        torch.equal(tensor, left_out.after[name][key])
-        for name, by_key in left_out.before.items()
-        for key, tensor in by_key.items()
+    before, after = (
+        {(name, key): x for name, by_key in state.items() for key, x in by_key.items()}
+        for state in (skipped.before, skipped.after)
     )
-    told = all(left_out.applied[key].isnan().any() for key in SHAPES)
-    return same and told and all(again.applied[key].isfinite().all() for key in SHAPES)
+    same = before.keys() == after.keys() and all(torch.equal(x, after[key]) for key, x in before.items())
+    is_nan = all(skipped.applied[key].isnan().any() for key in SHAPES)
+    return same and is_nan and all(again.applied[key].isfinite().all() for key in SHAPES)
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_a_step_that_is_left_out_is_forgotten(spec: str, tmp_path: Path) -> None:
-    assert on_replicas(2, leave_out, tmp_path / "store", spec) == [True, True]
+def scale_losses(peers: Peers, spec: str) -> bool:
+    """Whether a loss scale, another power of two in each step, changes no bit of anything but the scale."""
+    plain, scaled = Run(spec, peers), Run(spec, peers)
+    same = []
+    for step, scale in enumerate([1.0, 2.0**12, 2.0**11, 0.5, 2.0**7, 1.0]):
+        expected, found = plain.make(step), scaled.make(step, scale=scale)
+        same += [torch.equal(found.applied[key], scale * expected.applied[key]) for key in SHAPES]
+        same += [torch.equal(found.residual(key), expected.residual(key)) for key in SHAPES]
+    return all(same)
 
 
-def pay(rank: int, peers: Peers) -> tuple[Step, Step]:
-    """Go on in a mode that compresses nothing yet: what is owed is paid at once, to the bit as in all-reduce."""
-    run = Run("powersgd:rank=2", peers)
-    run.make(0)
-    states = told_to_all(copied(run.sync.state_dict()), peers.group)
-    exact, plain = Run("powersgd:exact_steps=9", peers), Run("allreduce", peers)
-    exact.sync.load_state_dict(states)
-    return exact.make(1), plain.make(1)
-
-
-def test_exact_steps_pay_what_is_owed(tmp_path: Path) -> None:
-    by_replica = on_replicas(2, pay, tmp_path / "store")
+def test_skipped_steps_loss_scales_and_exact_steps(tmp_path: Path) -> None:
+    """Exact steps apply residuals at once, to the bit as all-reduce would."""
+    results = on_replicas(2, check_one_group, tmp_path / "store")
+    assert [failed for failed, _ in results] == [[], []]
     for key in SHAPES:
-        due = [gradient(replica, 1, key) + steps[0].error(key, before=True) for replica, steps in enumerate(by_replica)]
-        for paid, plain in by_replica:
-            assert torch.equal(paid.applied[key], due[0] + due[1])
-            assert torch.equal(plain.applied[key], paid.applied[key]) == (key not in COMPRESSED)
-            assert not paid.after
+        grads = [
+            gradient(replica, 1, key) + steps[0].residual(key, before=True)
+            for replica, (_, steps) in enumerate(results)
+        ]
+        for _, (exact, plain) in results:
+            assert torch.equal(exact.applied[key], grads[0] + grads[1])
+            assert torch.equal(plain.applied[key], exact.applied[key]) == (key not in COMPRESSED)
+            assert not exact.after
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_what_another_mode_remembers_is_not_lost_in_silence(replicas: int, tmp_path: Path) -> None:
-    assert on_replicas(replicas, refuse, tmp_path / "store") == [True] * replicas
+def check_single(rank: int, peers: Peers) -> list[str]:
+    return [spec for spec in SPECS if not scale_losses(peers, spec)] + refuse(rank, peers)
 
 
-def refuse(rank: int, peers: Peers) -> bool:
+def refuse(rank: int, peers: Peers) -> list[str]:
+    """Return an error if the state of another mode is accepted."""
     run, saved = Run("powersgd", peers), {"local_weights": {"wide": torch.zeros(12, 50)}}
-    with pytest.raises(RunError, match=r"holds \['local_weights'\] of another data-parallel mode"):
+    try:
         run.sync.load_state_dict([saved] * peers.size)
-    return True
+    except RunError as error:
+        return [] if "holds ['local_weights'] of another data-parallel mode" in str(error) else [str(error)]
+    return ["not refused"]
+
+
+def test_a_single_replica_ignores_the_loss_scale_and_refuses_the_state_of_another_mode(tmp_path: Path) -> None:
+    assert on_replicas(1, check_single, tmp_path / "single") == [[]]
+    assert on_replicas(2, refuse, tmp_path / "two") == [[], []]

@@ -1,4 +1,4 @@
-"""A model with a communication hook on plain DistributedDataParallel, as anybody's script has it."""
+"""A model with a communication hook on plain DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lib.ranks import on_ranks
 
 LR = 0.01
 SMALL_MB = 0.001
-"""Of a bucket, so that there are several."""
+"""Size of a bucket, so that there are several."""
 TIMEOUT = timedelta(seconds=60)
 FORMS: dict[str, tuple[Callable[..., HookState], Any]] = {
     "few": (partial(CocktailState, topk=0.1, bits=3, group=16), cocktail_hook),
@@ -26,15 +26,15 @@ FORMS: dict[str, tuple[Callable[..., HookState], Any]] = {
     "few bits": (partial(MeanState, bits=2), mean_hook),
     "bf16": (partial(MeanState, bits=16), mean_hook),
     "all": (partial(MeanState, bits=32), mean_hook),
-    "divided": (partial(CocktailState, topk=0.1, precondition=0.999), cocktail_hook),
-    "divided, all": (partial(MeanState, bits=32, precondition=0.999, moment_correction=False), mean_hook),
-    "sized": (partial(MeanState, bits=32, precondition=0.97), mean_hook),
-    "unsized": (partial(MeanState, bits=32, precondition=0.97, moment_correction=False), mean_hook),
+    "preconditioned": (partial(CocktailState, topk=0.1, precondition=0.999), cocktail_hook),
+    "preconditioned, all": (partial(MeanState, bits=32, precondition=0.999, moment_correction=False), mean_hook),
+    "corrected": (partial(MeanState, bits=32, precondition=0.97), mean_hook),
+    "uncorrected": (partial(MeanState, bits=32, precondition=0.97, moment_correction=False), mean_hook),
 }
 
 
 class Net(nn.Module):
-    """Two branches, of which each call may use any; a parameter shorter than there are replicas."""
+    """Two branches, of which each call may use any; a parameter shorter than the number of replicas."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def batch(rank: int, number: int) -> Tensor:
 
 
 class Run:
-    """A model with a hook, as anybody's script has it."""
+    """Training of a model with a hook on one replica."""
 
     def __init__(
         self, form: str, module: nn.Module | None = None, timeout: timedelta = TIMEOUT, **of_model: Any
@@ -70,10 +70,10 @@ class Run:
         self.state = make(self.model, timeout=timeout)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, weight_decay=0.1)
         self.buckets: list[list[int]] = []
-        """Of each call of the hook, the parameters, by identity."""
+        """Parameters of each call of the hook, by id."""
         buckets = self.buckets
 
-        def recording(state, bucket):  # DDP takes no annotations that are strings
+        def recording(state, bucket):  # DDP refuses annotations that are strings
             buckets.append([id(param) for param in bucket.parameters()])
             return hook(state, bucket)
 
@@ -98,6 +98,6 @@ def _initialized(body: Callable[..., Any], rank: int, world_size: int, store: Pa
     dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world_size, timeout=TIMEOUT)
     result = body(rank, *args)
     if dist.is_initialized():
-        dist.barrier()  # a rank that leaves while another still connects would end that one
+        dist.barrier()  # a rank that leaves early would disturb the others' connections
         dist.destroy_process_group()
     return result

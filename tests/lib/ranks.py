@@ -32,8 +32,8 @@ def on_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_s: f
         return [future.result(timeout=timeout_s) for future in futures]
 
 
-def told_to_all(state: dict[str, dict[str, torch.Tensor]], group: dist.ProcessGroup) -> list[dict[str, Any]]:
-    """Return what each rank of a group remembers, in their order; all have tensors of the same names and shapes."""
+def gather_states(state: dict[str, dict[str, torch.Tensor]], group: dist.ProcessGroup) -> list[dict[str, Any]]:
+    """All-gather the state of each rank of a group; all have tensors of the same names and shapes."""
     states: list[dict[str, Any]] = [{name: {} for name in state} for _ in range(group.size())]
     for name in sorted(state):
         for key, tensor in sorted(state[name].items()):

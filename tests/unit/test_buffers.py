@@ -1,4 +1,4 @@
-"""How weights are cut into what is exchanged at once."""
+"""Laws of the buffers in which weights are exchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def weight(key: str, n: int) -> Weight:
     return Weight(key, param, param)
 
 
-def test_every_weight_is_in_one_unit_in_order_and_none_is_too_large() -> None:
+def test_every_weight_is_in_one_buffer_in_order_and_none_is_too_large() -> None:
     weights = [weight(str(index), n) for index, n in enumerate([3, 4, 4, 9, 1, 2, 8])]
     buffers = make_buffers(weights, max_elements=8)
     views = [buffer.layout.views(buffer.local) for buffer in buffers]
@@ -25,6 +25,6 @@ def test_every_weight_is_in_one_unit_in_order_and_none_is_too_large() -> None:
         assert torch.equal(each.master, torch.arange(float(len(each.master))))
 
 
-def test_a_tied_weight_is_alone() -> None:
+def test_a_tied_weight_has_a_buffer_of_its_own() -> None:
     weights = [weight("a", 2), weight("head", 3)._replace(is_tied=True), weight("b", 2)]
     assert [list(buffer.layout.views(buffer.local)) for buffer in make_buffers(weights)] == [["head"], ["a", "b"]]

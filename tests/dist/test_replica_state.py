@@ -1,4 +1,4 @@
-"""Law: what replicas remember in a data-parallel mode is training state: it is saved per replica, and comes back."""
+"""Law: the state of a data-parallel mode is saved and restored per replica."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from acsgd.topology import Launch, connect
 
 
 @dataclasses.dataclass(frozen=True)
-class Remembering:
-    """All-reduce in which each replica also adds up its own gradients, as error feedback would."""
+class AccumulatingMode:
+    """A mode whose replicas also accumulate their own gradients, as error feedback would."""
 
     inner: Mode
 
@@ -40,14 +40,14 @@ class Remembering:
         return self.inner.requires
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
-        return _RememberingSync(weights, self.inner.open(weights, peers), peers.replica)  # type: ignore[return-value]
+        return _AccumulatingSync(weights, self.inner.open(weights, peers), peers.replica)  # type: ignore[return-value]
 
 
-class _RememberingSync:
-    states = (ReplicaState("own", merge="mean"),)
+class _AccumulatingSync:
+    states = (ReplicaState("accumulated", merge="mean"),)
 
     def __init__(self, weights: Sequence[Weight], inner: GradSync, replica: int) -> None:
-        self.own = {weight.key: torch.zeros_like(weight.master) for weight in weights}
+        self.accumulated = {weight.key: torch.zeros_like(weight.master) for weight in weights}
         self._weights, self._inner, self._replica = weights, inner, replica
 
     def __getattr__(self, name: str) -> Any:
@@ -55,72 +55,74 @@ class _RememberingSync:
 
     def grad_ready(self, weight: Weight, *, is_final: bool) -> None:
         if is_final:  # not yet summed over the replicas
-            self.own[weight.key] += weight.master.grad
+            self.accumulated[weight.key] += weight.master.grad
         self._inner.grad_ready(weight, is_final=is_final)
 
     def state_dict(self) -> WeightState:
-        return {"own": self.own}
+        return {"accumulated": self.accumulated}
 
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
-        for key, tensor in self.own.items():
-            tensor.copy_(saved[self._replica]["own"][key])
+        for key, tensor in self.accumulated.items():
+            tensor.copy_(saved[self._replica]["accumulated"][key])
 
 
-def train_remembering(rank: int, world_size: int, store: Path, config: Config) -> None:
-    """Run on this rank in a mode with memory."""
-    _train(rank, world_size, store, config, remembers=True)
+def train_with_state(rank: int, world_size: int, store: Path, config: Config) -> None:
+    """Run on this rank in a mode with state."""
+    _train(rank, world_size, store, config, has_state=True)
 
 
-def train_forgetting(rank: int, world_size: int, store: Path, config: Config) -> str:
-    """Run on this rank in a mode without; return why it cannot."""
+def train_without_state(rank: int, world_size: int, store: Path, config: Config) -> str:
+    """Run on this rank in a mode without state; return the error."""
     with pytest.raises(RunError) as error:
-        _train(rank, world_size, store, config, remembers=False)
+        _train(rank, world_size, store, config, has_state=False)
     return str(error.value)
 
 
-def _train(rank: int, world_size: int, store: Path, config: Config, *, remembers: bool) -> None:
+def _train(rank: int, world_size: int, store: Path, config: Config, *, has_state: bool) -> None:
     torch.set_num_threads(1)
     job = prepare(config, Launch(rank, rank, world_size))
-    if remembers:
-        job = dataclasses.replace(job, mode=Remembering(job.mode))
+    if has_state:
+        job = dataclasses.replace(job, mode=AccumulatingMode(job.mode))
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups:
         train.train(job, open_inputs(job), groups, RunLock([]))
 
 
-def remembered_in(checkpoint: Path) -> dict[str, list[torch.Tensor]]:
-    """Return what each replica remembers of each weight, all of them verified."""
+def saved_in(checkpoint: Path) -> dict[str, list[torch.Tensor]]:
+    """Return the state of each replica by weight, verified."""
     shards = ShardDirectory(checkpoint)
     states = {layer: shards.replica_states(layer) for layer in shards.manifest.layers}
     return {
-        key: [state["own"][key] for state in of_layer] for of_layer in states.values() for key in of_layer[0]["own"]
+        key: [state["accumulated"][key] for state in of_layer]
+        for of_layer in states.values()
+        for key in of_layer[0]["accumulated"]
     }
 
 
 @pytest.fixture
 def whole(tiny_model: TinyModel, tmp_path: Path) -> Config:
-    """Return a run on 2 stages x 2 replicas that was never stopped."""
+    """Return an uninterrupted run on 2 stages x 2 replicas."""
     config = make_config(tiny_model("llama"), tmp_path / "whole" / "run", "fp32", "none")
     config = dataclasses.replace(config, pp=dataclasses.replace(config.pp, stages=2))
-    on_ranks(4, train_remembering, tmp_path / "store", config)
+    on_ranks(4, train_with_state, tmp_path / "store", config)
     return config
 
 
-def test_it_comes_back_bit_for_bit_and_follows_its_layer_to_another_stage(whole: Config, tmp_path: Path) -> None:
+def test_state_is_restored_bit_for_bit_also_on_another_stage(whole: Config, tmp_path: Path) -> None:
     half = stopped_half_way(whole, tmp_path / "same")
-    on_ranks(4, train_remembering, tmp_path / "store-same", half)
+    on_ranks(4, train_with_state, tmp_path / "store-same", half)
     files = [Manifest.read(checkpoint_of(config)).replicas for config in (whole, half)]
     assert files[0] == files[1]
     moved = stopped_half_way(whole, tmp_path / "moved", stages=1)
-    on_ranks(2, train_remembering, tmp_path / "store-moved", moved)
-    before, after = (remembered_in(checkpoint_of(config)) for config in (whole, moved))
+    on_ranks(2, train_with_state, tmp_path / "store-moved", moved)
+    before, after = (saved_in(checkpoint_of(config)) for config in (whole, moved))
     assert before.keys() == after.keys()
     for key, replicas in before.items():
-        assert not torch.equal(*replicas), "the replicas remember the same: nothing is shown"
+        assert not torch.equal(*replicas), "the replicas have the same state: nothing is shown"
         for one, other in zip(replicas, after[key], strict=True):
             assert torch.linalg.norm(one - other) <= RELATIVE * torch.linalg.norm(one), key
 
 
-def test_a_mode_without_memory_does_not_forget_it_in_silence(whole: Config, tmp_path: Path) -> None:
-    half = stopped_half_way(whole, tmp_path / "forgets")
-    for told in on_ranks(4, train_forgetting, tmp_path / "store-forgets", half):
-        assert "the checkpoint holds ['own'] of another data-parallel mode" in told
+def test_a_mode_without_state_refuses_it(whole: Config, tmp_path: Path) -> None:
+    half = stopped_half_way(whole, tmp_path / "refused")
+    for error in on_ranks(4, train_without_state, tmp_path / "store-refused", half):
+        assert "the checkpoint holds ['accumulated'] of another data-parallel mode" in error

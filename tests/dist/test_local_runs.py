@@ -1,0 +1,188 @@
+"""Laws of whole runs in which replicas have local weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from lib.ranks import on_ranks
+from lib.replica_runs import make_replica_config, resumed_at_half
+from lib.resume import TIMEOUT, TinyModel, checkpoint_of, train_ranks
+from lib.training import DROPOUT, batches_of, mask, train
+from safetensors.torch import load_file
+
+from acsgd.config.options import Config
+from acsgd.dp.exchange.second_moments import by_rows
+from acsgd.io.sampling.batches import Batch
+from acsgd.run.build import build_session
+from acsgd.run.inputs import open_weight_source
+from acsgd.run.job import prepare
+from acsgd.shards.disk import Manifest, ShardDirectory
+from acsgd.topology import Launch, connect
+
+MODES = {
+    "local": "fp32",
+    "diloco:inner=4,fragments=2,delay=1,moment_correction=true": "bf16",
+    "cocktail:random=0.5,topk=0.2,exact_steps=3": "fp32",
+    "sparseloco:inner=3,chunk=256,moment_correction=true": "bf16",
+    "cocktail_grad:topk=0.1,exact_steps=1": "bf16",
+}
+"""Dtype of the parameters, by mode."""
+
+
+def weights_after(
+    rank: int, world_size: int, store: Path, config: Config, batches: list[Batch] | None = None
+) -> dict[str, torch.Tensor]:
+    """Train on this rank, on the job's own batches with masked labels unless some are given; return the weights."""
+    torch.set_num_threads(1)
+    job = prepare(config, Launch(rank, rank, world_size))
+    with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups:
+        session = build_session(job, open_weight_source(job), groups)
+        train(session, map(mask, batches_of(job)) if batches is None else batches)
+        return {weight.key: weight.master.detach().clone() for weight in session.weights}
+
+
+def test_a_replica_of_mode_local_trains_as_a_single_process_would(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """On its part of every batch; some labels are masked, more on one replica than on the other."""
+    config = make_replica_config(tiny_model("llama"), tmp_path / "run", "local", stages=1)
+    together = on_ranks(2, weights_after, tmp_path / "store", config)
+    single = dataclasses.replace(config, data=dataclasses.replace(config.data, batch=4))
+    for replica, ours in enumerate(together):
+        batches = [mask(batch) for batch in batches_of(prepare(config, Launch(replica, replica, 2)))]
+        [alone] = on_ranks(1, weights_after, tmp_path / f"store-{replica}", single, batches)
+        assert any(not torch.equal(ours[key], together[1 - replica][key]) for key in ours)
+        assert all(torch.equal(ours[key], alone[key]) for key in ours)
+
+
+Moments = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""AdamW's two moments of each weight after a run, and the last gradient."""
+STEPPED = ["quantized:exact_steps=2", "cocktail_grad:moment_correction=false", "local"]
+CORRECTED = [
+    "cocktail",
+    "cocktail_grad",
+    "sparseloco:inner=3,moment_correction=true",
+    "diloco:inner=4,moment_correction=true",
+]
+MEASURED = 8
+"""A step after which second moments are measured."""
+
+
+def moments_after(rank: int, world_size: int, store: Path, configs: list[Config]) -> list[Moments]:
+    torch.set_num_threads(1)
+    results = []
+    for number, config in enumerate(configs):
+        job = prepare(config, Launch(rank, rank, world_size))
+        file_store = dist.FileStore(f"{store}-{number}", world_size)
+        with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
+            session = build_session(job, open_weight_source(job), groups)
+            train(session, batches_of(job))
+            states = [(weight, session.optimizer.state_of([weight])) for weight in session.weights]
+            results.append([(s["exp_avg"][w.key], s["exp_avg_sq"][w.key], w.master.grad.clone()) for w, s in states])
+    return results
+
+
+def test_optimizer_steps_and_second_moments_are_those_of_the_mode(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Frozen second moments are equal on all replicas; without momentum the first moment is the last gradient.
+
+    Corrected second moments have equal row means on all replicas after a measurement, but differ within rows.
+    """
+    model = tiny_model("llama")
+    configs = [
+        make_replica_config(model, tmp_path / f"run-{number}", mode, stages=1)
+        for number, mode in enumerate([*STEPPED, *CORRECTED])
+    ]
+    for number, config in list(enumerate(configs))[len(STEPPED) :]:
+        configs[number] = dataclasses.replace(config, optim=dataclasses.replace(config.optim, steps=MEASURED + 1))
+    by_config = list(zip(*on_ranks(2, moments_after, tmp_path / "store", configs), strict=True))
+    for mode, replicas in zip(STEPPED, by_config, strict=False):
+        for (first, second, grad), other in zip(*replicas, strict=True):
+            assert torch.equal(second, other[1]) == mode.startswith("quantized"), mode
+            assert torch.equal(first, grad) == mode.startswith("cocktail_grad"), mode
+            assert not torch.equal(first, other[0]), mode
+    for mode, replicas in zip(CORRECTED, by_config[len(STEPPED) :], strict=True):
+        for (_, mine, _), (_, other, _) in zip(*replicas, strict=True):
+            assert torch.allclose(by_rows(mine).mean(1), by_rows(other).mean(1), rtol=1e-5, atol=0), mode
+            assert not torch.equal(mine, other), mode
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> list[Config]:
+    """Return an uninterrupted run of each mode on 2 stages x 2 replicas, of a model with a tied weight."""
+    runs, model = tmp_path_factory.mktemp("local"), tiny_model("gpt2", **DROPOUT)
+    configs = [
+        make_replica_config(model, runs / f"whole-{number}" / "run", mode, dtype)
+        for number, (mode, dtype) in enumerate(MODES.items())
+    ]
+    on_ranks(4, train_ranks, runs / "store", configs)
+    return configs
+
+
+def resumed(configs: list[Config], directory: Path, *, stages: int, ranks: int) -> list[Config]:
+    """Resume all runs at their half on other ranks; return their configs."""
+    halves = [
+        resumed_at_half(config, directory / f"resumed-{number}" / "run", stages=stages)
+        for number, config in enumerate(configs)
+    ]
+    directory.mkdir(exist_ok=True)
+    on_ranks(ranks, train_ranks, directory / "store", halves)
+    return halves
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(whole: list[Config], tmp_path: Path) -> None:
+    for config, half in zip(whole, resumed(whole, tmp_path, stages=2, ranks=4), strict=True):
+        ends = [Manifest.read(checkpoint_of(each)) for each in (config, half)]
+        assert ends[0].layers == ends[1].layers, config.dp.mode
+        assert ends[0].replicas == ends[1].replicas, config.dp.mode
+        assert len(ends[0].replicas["embed"]) == 2, config.dp.mode
+
+
+def assert_copies_equal(config: Config) -> None:
+    """Check the state of a tied weight and of its copy in the last checkpoint of a run."""
+    directory = checkpoint_of(config)
+    for replica in range(2):
+        files = [load_file(directory / f"{layer}.replica-{replica:05d}.safetensors") for layer in ("embed", "head")]
+        names = {name.partition("/")[0] for name in files[0]} & {"local_weights", "residual"}
+        assert names, config.dp.mode
+        for name in (*names, "optimizer.exp_avg", "optimizer.exp_avg_sq"):
+            original, copy = (
+                file[f"{name}/{key}"]
+                for file, key in zip(files, ("transformer.wte.weight", "lm_head.weight"), strict=True)
+            )
+            assert original.any(), (config.dp.mode, name)
+            assert torch.equal(original, copy), (config.dp.mode, name)
+
+
+def test_copies_of_a_tied_weight_stay_equal_on_each_replica(whole: list[Config]) -> None:
+    for config in whole:
+        assert_copies_equal(config)
+
+
+def test_a_run_resumes_on_other_ranks(whole: list[Config], tmp_path: Path) -> None:
+    for stages, ranks in [(1, 2), (2, 2), (1, 3)]:
+        for config in resumed(whole, tmp_path / f"{stages}-{ranks}", stages=stages, ranks=ranks):
+            shards, case = ShardDirectory(checkpoint_of(config)), (config.dp.mode, stages, ranks)
+            assert not list(shards.corrupt_files()), case
+            assert len(shards.replica_states("embed")) == (ranks // stages if ranks > stages else 0), case
+
+
+def test_a_new_copy_of_a_tied_weight_gets_the_state_of_the_original(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """On two stages after one."""
+    model = tiny_model("gpt2", **DROPOUT)
+    configs = [
+        make_replica_config(model, tmp_path / f"whole-{number}" / "run", mode, stages=1)
+        for number, mode in enumerate(["cocktail", "cocktail_grad:topk=0.1"])
+    ]
+    on_ranks(2, train_ranks, tmp_path / "store", configs)
+    for config in resumed(configs, tmp_path / "two", stages=2, ranks=4):
+        assert_copies_equal(config)
+
+
+def test_the_description_of_a_job_notes_that_a_single_replica_needs_no_mode(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    config = make_replica_config(tiny_model("gpt2", **DROPOUT), tmp_path / "run", "cocktail")
+    assert "dp.mode=cocktail has nothing to do: there is one replica" in prepare(config, Launch(0, 0, 2)).describe()
+    assert "nothing to do" not in prepare(config, Launch(0, 0, 4)).describe()
