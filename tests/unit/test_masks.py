@@ -33,7 +33,7 @@ def test_rolling_samples_every_coordinate_equally_often() -> None:
     for fraction in FRACTIONS:
         counts = torch.zeros(n)
         for step in range(steps):
-            counts[indices(n, fraction, step, "rolling")] += 1
+            counts[sample_coordinates(n, fraction, step, "rolling", seed=0, device=CPU)] += 1
         assert (counts - fraction * steps).abs().max() <= 1, fraction
 
 
