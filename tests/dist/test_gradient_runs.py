@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from lib.models import DROPOUT
 from lib.ranks import on_ranks
 from lib.replica_runs import make_replica_config, resumed_at_half
 from lib.resume import HALF, TIMEOUT, TinyModel, checkpoint_of, losses_of, train_ranks
-from lib.training import DROPOUT, losses_of_rank
+from lib.training import losses_of_rank
 
 from acsgd.config.options import Config, ReplicaConfig
 from acsgd.io.checkpoint.resume import Checkpoint

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from lib.models import DROPOUT
 from lib.ranks import on_ranks
 from lib.replica_runs import make_replica_config, resumed_at_half
 from lib.resume import TIMEOUT, TinyModel, checkpoint_of, train_ranks
-from lib.training import DROPOUT, batches_of, mask, train
+from lib.training import batches_of, mask, train
 from safetensors.torch import load_file
 
 from acsgd.config.options import Config
