@@ -33,8 +33,8 @@ demo: setup
 # Files side by side, those that take longest first; but whole runs, whose ends are timed, one after the other.
 test: lint types docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
-		--no-loadscope-reorder --ignore tests/run
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/run
+		--no-loadscope-reorder --ignore tests/run --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/run --durations=10
 
 lint: setup
 	$(BIN)/ruff check .

@@ -12,16 +12,20 @@ def start_time(pid: int) -> str:
     return fields[19] if fields and fields[0] not in "ZX" else ""
 
 
-def find_torchrun(pid: int) -> int | None:
-    """Return the nearest process among `pid` and its ancestors that is torchrun's agent; None if there is none.
+def find_torchrun(parent: int) -> int | None:
+    """Return the pid of torchrun's agent; None if it has ended. parent: this process's parent.
 
-    Ancestors count, because torchrun may start the ranks through a profiler or a shell script.
+    torchrun starts each rank as the leader of a new session, directly or through a profiler or a shell script. So it
+    is an ancestor of this process, at most the parent of the session's leader.
     """
+    session, child, pid = os.getsid(0), os.getpid(), parent
     while pid > 0:
         if _is_agent(pid):
             return pid
         fields = _stat(pid)
-        pid = int(fields[1]) if fields else 0
+        if child == session or not fields:
+            return None
+        child, pid = pid, int(fields[1])
     return None
 
 

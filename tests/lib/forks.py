@@ -34,10 +34,12 @@ from acsgd.config.options import (
     ModelConfig,
     OptimConfig,
     PipelineConfig,
+    RunConfig,
 )
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.metrics import Metrics
+from acsgd.run.failures import report_failure, report_startup_error
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.run.lock import run_lock
@@ -97,6 +99,17 @@ class Started:
         path = self.told / f"began-at-{rank}"
         return int(path.read_text()) if path.exists() else None
 
+    @property
+    def stderr(self) -> str:
+        """What the ranks have printed to stderr."""
+        path = self.told / "stderr"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def errors(self) -> list[str]:
+        """The error messages among it."""
+        return [line for line in self.stderr.splitlines() if line.startswith("error: ")]
+
     def notes(self) -> list[str]:
         """Return what rank 0 has said; its errors as well."""
         path = self.told / "notes"
@@ -126,17 +139,26 @@ def started(config: Config, processes: int, *, fsync_s: float = 0.0, before: Bef
 
 
 def run_rank(rank: int, world_size: int, config: Config, told: Path, fsync_s: float, before: Before | None) -> None:
-    """Be one rank of a run."""
+    """Run one rank as `train.main` does; what it prints goes to the file `stderr`."""
     torch.set_num_threads(1)
+    with (told / "stderr").open("a") as file:
+        os.dup2(file.fileno(), 2)
     transformers_logging.disable_progress_bar()
     if before is not None:
         before(rank)
     _take_notes(told, rank)
     _slow_down(fsync_s)
-    job = prepare(config, Launch(rank, rank, world_size))
+    launch = Launch(rank, rank, world_size, world_size)
     store = dist.FileStore(str(told / "store"), world_size)
-    with connect(job.topology, timeout=TIMEOUT, store=store) as groups, run_lock(job, groups) as lock:
-        train.train(job, open_inputs(job), groups, lock)
+    timeout_s = config.run.timeout
+    with contextlib.ExitStack() as stack:
+        with report_startup_error(launch):
+            job = prepare(config, launch)
+            groups = stack.enter_context(connect(job.topology, timeout=timedelta(seconds=timeout_s), store=store))
+            lock = stack.enter_context(run_lock(job, groups))
+            inputs = open_inputs(job)
+        with report_failure(store, launch, timeout_s=timeout_s):
+            train.train(job, inputs, groups, lock)
 
 
 def finish(config: Config, processes: int) -> Result:
@@ -167,6 +189,7 @@ def checkpoints_of(config: Config) -> CheckpointDirectory:
 def make_config(model: Path, run_dir: Path, *, processes: int, steps: int, checkpoint: CheckpointConfig) -> Config:
     """Return a run with dropout, evaluations and, of four processes, two replicas of two stages."""
     return Config(
+        run=RunConfig(timeout=TIMEOUT.total_seconds()),
         model=ModelConfig(str(model)),
         data=DataConfig(sources="demo", sequence=16, batch=4, seed=3, eval_fraction=0.0001),
         optim=OptimConfig(lr=1e-3, steps=steps, warmup=3, clip=0.5, weight_decay=0.1),

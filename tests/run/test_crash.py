@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_ends import Run, running
 
 from acsgd.config.options import CheckpointConfig, Config
 from acsgd.config.run_file import to_toml
 from tests.lib.crashes import Campaign, summary
 from tests.lib.forks import Result, checkpoints_of, finish, make_config, save_model
+from tests.lib.launched import Run, running
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "train.py")

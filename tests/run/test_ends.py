@@ -1,211 +1,133 @@
-"""How runs end that cannot go on: every rank ends, soon, and one message names the one at fault."""
+"""Laws of runs that fail: all ranks end soon, one message names the rank at fault, and no rank outlives torchrun."""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from acsgd.config.options import CheckpointConfig, Config, RunConfig
+from acsgd.pp.stage import Stage
+from acsgd.run import lock
 from acsgd.run.failures import GRACE_S
 from acsgd.run.signals import REPEAT_S, WATCH_S
+from tests.lib.forks import Started, make_config, save_model, started
+from tests.lib.launched import MARGIN_S, TRAIN, running
 
-ROOT = Path(__file__).parents[2]
-TRAIN = str(ROOT / "train.py")
-TinyModel = Callable[..., Path]
 HOST = socket.gethostname()
-TIMEOUT_S = 10.0
-MARGIN_S = 10.0
-"""For the end of a process that has torch in it, on a busy machine."""
-
-FAULTY = """
-import os, runpy, signal, sys, time
-import acsgd.pp.stage as stage
-forward, rank = stage.Stage.forward, os.environ.get("RANK", "0")
-_, at_rank, fault, *sys.argv = sys.argv
-def faulty(self, micro, *args, **options):
-    if rank == at_rank and micro.step == 2:
-        print("at fault", flush=True)
-        exec(fault)
-    return forward(self, micro, *args, **options)
-stage.Stage.forward = faulty
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""Runs a script in which one rank does something in a forward of the third step: RANK CODE SCRIPT ARGUMENTS."""
-STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
-KILL = "os.kill(os.getpid(), signal.SIGKILL)"
-RAISE = "raise ValueError('a fault of its own')"
+TIMEOUT_S = 5.0
 
 
-class Run:
-    """A command under way, with all processes that come of it."""
-
-    def __init__(self, command: list[str], cwd: Path) -> None:
-        self._mark = f"ACSGD_TEST_RUN={cwd}"
-        self._out, self._err = cwd / "stdout", cwd / "stderr"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-        environment |= dict([self._mark.split("=", 1)])
-        with self._out.open("w") as out, self._err.open("w") as err:
-            self.process = subprocess.Popen(
-                command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err
-            )
-
-    @property
-    def stdout(self) -> str:
-        return self._out.read_text()
-
-    @property
-    def stderr(self) -> str:
-        return self._err.read_text()
-
-    @property
-    def errors(self) -> list[str]:
-        return [line for line in self.stderr.splitlines() if line.startswith("error: ")]
-
-    def environments(self) -> dict[int, list[str]]:
-        """Return the environment of each process of this run that has not ended, by process id."""
-        found = {}
-        for directory in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
-                environment = (directory / "environ").read_text(errors="replace").split("\0")
-                if self._mark in environment:
-                    found[int(directory.name)] = environment
-        return found
-
-    def ranks(self) -> dict[int, int]:
-        """Return the process id of each rank that has not ended."""
-        pids = {}
-        for pid, environment in self.environments().items():
-            ranks = [entry.removeprefix("RANK=") for entry in environment if entry.startswith("RANK=")]
-            pids |= {int(rank): pid for rank in ranks}
-        return pids
-
-    def wait_until(self, holds: Callable[[], object], timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not holds():
-            assert time.monotonic() < deadline, f"{self.stdout}\n{self.stderr}"
-            time.sleep(0.05)
-
-    def wait_for_fault(self) -> None:
-        self.wait_until(lambda: "at fault" in self.stdout, 120)
+def config_of(directory: Path, *, processes: int, stages: int, timeout_s: float = TIMEOUT_S) -> Config:
+    """Return a run of many steps."""
+    config = make_config(
+        save_model(directory / "model"),
+        directory / "run",
+        processes=processes,
+        steps=100_000,
+        checkpoint=CheckpointConfig(),
+    )
+    pp = dataclasses.replace(config.pp, stages=stages, layers=None)
+    return dataclasses.replace(config, pp=pp, run=RunConfig(timeout=timeout_s))
 
 
-@contextlib.contextmanager
-def running(command: list[str], cwd: Path) -> Iterator[Run]:
-    """Start a command; end all that came of it, whatever happened."""
-    run = Run(command, cwd)
-    try:
-        yield run
-    finally:
-        while pids := run.environments():
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            run.process.poll()
-            time.sleep(0.05)
-        run.process.wait()
+def inject(rank: int, *, at_rank: int, fault: str, notice: Path) -> None:
+    """Let one rank have a fault in a forward of the third step: "STOP", "KILL", "sleep" or "raise"."""
+    forward = Stage.forward
+
+    def faulty(self: Stage, micro: Any, *args: Any, **options: Any) -> Any:
+        if rank == at_rank and micro.step == 2:
+            notice.touch()
+            if fault == "raise":
+                raise ValueError("a fault of its own")
+            if fault == "sleep":
+                time.sleep(600)
+            os.kill(os.getpid(), signal.Signals[f"SIG{fault}"])
+        return forward(self, micro, *args, **options)
+
+    Stage.forward = faulty  # type: ignore[method-assign]
 
 
-@pytest.fixture
-def command(tiny_model: TinyModel, tmp_path: Path) -> Callable[..., list[str]]:
-    """Return a function that gives the command of a run without end, in which one rank may have a fault."""
-    (tmp_path / "faulty.py").write_text(FAULTY)
-    settings = {
-        "model.name": tiny_model(),
-        "data.sources": "demo",
-        "data.sequence": 32,
-        "data.batch": 8,
-        "pp.micro": 2,
-        "optim.lr": 1e-3,
-        "optim.steps": 100_000,
-        "log.dir": tmp_path / "run",
-        "run.timeout": TIMEOUT_S,
-    }
-
-    def make(processes: int, stages: int, at_rank: int, fault: str, **changes: object) -> list[str]:
-        launcher = [sys.executable]
-        if processes > 1:
-            launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        flags = [f"--{key}={value}" for key, value in (settings | {"pp.stages": stages} | changes).items()]
-        return [*launcher, "faulty.py", str(at_rank), fault, TRAIN, *flags]
-
-    return make
+def wait_for(path: Path, run: Started) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, run.stderr
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
-    ("stages", "at_rank", "fault"), [(4, 1, STOP), (4, 2, STOP), (2, 3, STOP), (4, 1, KILL), (2, 3, KILL)]
+    ("stages", "at_rank", "fault"), [(4, 1, "STOP"), (2, 3, "STOP"), (4, 2, "KILL"), (1, 1, "KILL")]
 )
 def test_a_rank_that_hangs_or_dies_is_named_once_and_all_others_end(
-    stages: int, at_rank: int, fault: str, command: Callable[..., list[str]], tmp_path: Path
+    stages: int, at_rank: int, fault: str, tmp_path: Path
 ) -> None:
-    with running(command(4, stages, at_rank, fault), tmp_path) as run:
-        run.wait_for_fault()
-        # of a dead rank gloo tells at once, of one that hangs only the timeout
-        run.wait_until(lambda: not run.ranks().keys() - {at_rank}, TIMEOUT_S + min(GRACE_S, TIMEOUT_S / 4) + MARGIN_S)
-        assert len(run.errors) == 1, run.stderr
-        told = run.errors[0]
-        assert f"; rank {at_rank} on {HOST} is silent: ended or hanging" in told
-        assert told.startswith("error: step 3, stage ")
-        assert ", action " in told.partition(": rank ")[0]
-        assert f"rank {at_rank}" in told.partition(";")[0] or f"{at_rank}]" in told.partition(";")[0]
-        assert "Traceback" not in run.stderr.partition("torch.distributed.elastic")[0]
-
-
-def test_a_ranks_own_fault_is_told_with_its_traceback_and_nothing_else(
-    command: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    with running(command(4, 4, 2, RAISE), tmp_path) as run:
-        assert run.process.wait(120) == 1
-        assert run.errors == [f"error: rank 2 on {HOST}: ValueError: a fault of its own"]
-        own = run.stderr.partition(run.errors[0])[2].partition("\n\n")[0]
-        assert own.splitlines()[1] == "Traceback (most recent call last):"
-        assert "in faulty" in own
-        assert run.stderr.count("ValueError: a fault of its own") == 2
-
-
-def test_no_rank_outlives_its_torchrun(command: Callable[..., list[str]], tmp_path: Path) -> None:
-    with running(command(2, 2, 0, "pass", **{"run.timeout": 600}), tmp_path) as run:
-        run.wait_for_fault()
-        run.process.kill()
-        run.process.wait()
-        run.wait_until(lambda: not run.ranks(), WATCH_S + MARGIN_S)
-        message = f"error: torchrun, process {run.process.pid}, has ended; this host's ranks end with it"
-        assert run.errors == [message], run.stderr
-
-
-def test_a_second_interrupt_ends_at_once_without_a_traceback(command: Callable[..., list[str]], tmp_path: Path) -> None:
-    with running(command(1, 1, 0, "time.sleep(600)"), tmp_path) as run:
-        run.wait_for_fault()
-        run.process.send_signal(signal.SIGINT)
-        time.sleep(REPEAT_S / 2)
-        run.process.send_signal(signal.SIGINT)  # as from a terminal, and passed on by torchrun
-        time.sleep(REPEAT_S)
-        assert run.process.poll() is None
-        run.process.send_signal(signal.SIGINT)
-        assert run.process.wait(MARGIN_S) == 130
+    processes = max(2, stages)
+    if (stages, at_rank) == (2, 3):
+        processes = 4
+    config = config_of(tmp_path, processes=processes, stages=min(stages, 2))
+    notice = tmp_path / "fault"
+    with started(config, processes, before=partial(inject, at_rank=at_rank, fault=fault, notice=notice)) as run:
+        wait_for(notice, run)
+        # gloo reports a dead peer at once, a hanging one only after run.timeout
+        limit_s = TIMEOUT_S + 4 * min(GRACE_S, TIMEOUT_S / 4) + MARGIN_S
+        others = [process for rank, process in enumerate(run.processes) if rank != at_rank]
+        for process in others:
+            process.join(limit_s)
+        assert [process.exitcode for process in others] == [1] * len(others)
+        (error,) = run.errors
+        assert f"; rank {at_rank} on {HOST} is silent: ended or hanging" in error
+        assert error.startswith("error: step 3, stage ")
+        assert ", action " in error.partition(": rank ")[0]
+        cause = error.partition(";")[0]
+        assert f"rank {at_rank}" in cause or f"{at_rank}]" in cause
         assert "Traceback" not in run.stderr
 
 
-@pytest.mark.parametrize("to_torchrun", [False, True])
-def test_a_second_interrupt_ends_a_rank_that_waits_inside_gloo(
-    to_torchrun: bool, command: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    with running(command(2, 2, 1, STOP, **{"run.timeout": 600}), tmp_path) as run:
-        run.wait_for_fault()
-        waiting = run.ranks()[0]
-        target = run.process.pid if to_torchrun else waiting
-        os.kill(target, signal.SIGINT)
+def test_an_error_of_one_rank_is_printed_with_its_traceback_and_nothing_else(tmp_path: Path) -> None:
+    config, notice = config_of(tmp_path, processes=4, stages=2), tmp_path / "fault"
+    with started(config, 4, before=partial(inject, at_rank=2, fault="raise", notice=notice)) as run:
+        assert run.join() == [1] * 4
+        assert run.errors == [f"error: rank 2 on {HOST}: ValueError: a fault of its own"]
+        lines = run.stderr.strip().splitlines()
+        assert lines[1] == "Traceback (most recent call last):"
+        assert "in faulty" in run.stderr
+        assert lines[-1] == "ValueError: a fault of its own"
+
+
+def test_a_second_interrupt_ends_at_once_without_a_traceback(tmp_path: Path) -> None:
+    config, notice = config_of(tmp_path, processes=1, stages=1), tmp_path / "fault"
+    with started(config, 1, before=partial(inject, at_rank=0, fault="sleep", notice=notice)) as run:
+        wait_for(notice, run)
+        run.send(signal.SIGINT, [0])
+        time.sleep(REPEAT_S / 2)
+        run.send(signal.SIGINT, [0])  # an echo: from the terminal and forwarded by torchrun
+        time.sleep(REPEAT_S)
+        assert run.processes[0].is_alive()
+        run.send(signal.SIGINT, [0])
+        run.processes[0].join(MARGIN_S)
+        assert run.processes[0].exitcode == 130
+        assert run.stderr == ""
+
+
+def test_a_second_interrupt_ends_a_rank_that_waits_inside_gloo(tmp_path: Path) -> None:
+    config, notice = config_of(tmp_path, processes=2, stages=2, timeout_s=600), tmp_path / "fault"
+    with started(config, 2, before=partial(inject, at_rank=1, fault="STOP", notice=notice)) as run:
+        wait_for(notice, run)
+        run.send(signal.SIGINT, [0])
         time.sleep(2 * REPEAT_S)
-        assert waiting in run.ranks().values()
-        os.kill(target, signal.SIGINT)
-        run.wait_until(lambda: 0 not in run.ranks(), MARGIN_S)
+        assert run.processes[0].is_alive()
+        run.send(signal.SIGINT, [0])
+        run.processes[0].join(MARGIN_S)
+        assert run.processes[0].exitcode == 130
         assert not run.errors
 
 
@@ -221,29 +143,86 @@ def test_a_signal_before_training_starts_ends_at_once_without_a_traceback(
         assert run.stderr == ""
 
 
-CHILD = """
-import os, subprocess, sys, time
-from acsgd.run.signals import end_with_torchrun
-if sys.argv[1] == "parent":
-    subprocess.Popen([sys.executable, __file__, "child", *sys.argv[2:]])
+def refuse_soon(rank: int) -> None:
+    lock.WAIT_S = 1.0
+
+
+def test_a_second_start_in_one_directory_is_refused_and_a_killed_one_is_taken_over(tmp_path: Path) -> None:
+    config = config_of(tmp_path, processes=2, stages=2)
+    elsewhere = dataclasses.replace(config.log, dir=str(tmp_path / "other"))
+    shared = dataclasses.replace(config.checkpoint, dir=str(tmp_path / "run" / "checkpoints"))
+    same_checkpoints = dataclasses.replace(config, log=elsewhere, checkpoint=shared)
+    with started(config, 2) as first:
+        first.wait_for_training()
+        pid = first.processes[0].pid
+        for second_config, option in ((config, "log.dir"), (same_checkpoints, "checkpoint.dir")):
+            before = (tmp_path / "run" / "config.toml").read_bytes()
+            with started(second_config, 2, before=refuse_soon) as second:
+                second.processes[0].join(60)
+                (error,) = second.errors
+                assert error.startswith(f"error: {option}: ")
+                assert f" is in use by another run: process {pid} on {HOST}, started " in error
+                assert second.processes[0].exitcode == 2
+            assert (tmp_path / "run" / "config.toml").read_bytes() == before
+        assert all(process.is_alive() for process in first.processes)
+        first.send(signal.SIGKILL, [0, 1])
+        first.join()
+        with started(config, 2, before=refuse_soon) as third:
+            third.wait_for_training()
+            assert all(process.is_alive() for process in third.processes), third.stderr
+
+
+CHAIN = """
+import ctypes, os, subprocess, sys, time
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
+prctl = ctypes.CDLL(None).prctl
+role, *options = sys.argv[1:]
+def start(role):
+    is_torchrun = sys.argv[1] == "torchrun"
+    subprocess.Popen([sys.executable, __file__, role, *options], start_new_session=is_torchrun)
+if role == "reaper":
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    start("torchrun")
+elif role == "torchrun":
+    prctl(PR_SET_NAME, b"pt_elastic", 0, 0, 0)
+    start("shell" if "wrapped" in options else "rank")
+elif role == "shell":
+    start("rank")
 else:
-    if "watch" in sys.argv:
-        end_with_torchrun(os.getppid(), is_main="speak" in sys.argv)
+    parent = os.getppid()
+    from acsgd.run.signals import end_with_torchrun
+    if "late" in options:
+        print("imported", flush=True)
+        while os.getppid() == parent:
+            time.sleep(0.01)
+    if "later" in options:
+        parent = os.getppid()
+    end_with_torchrun(parent, is_main=True)
     print("started", flush=True)
+print(f"{role} {os.getpid()}", flush=True)
 time.sleep(600)
 """
+"""A rank, its torchrun, and above them a subreaper, as systemd --user or tini: adopts the orphans."""
 
 
-@pytest.mark.parametrize("mode", ["watch speak", "watch", ""])
-def test_a_process_ends_with_its_parent_only_if_that_is_torchrun(mode: str, tmp_path: Path) -> None:
-    (tmp_path / "child.py").write_text(CHILD)
-    with running([sys.executable, "child.py", "parent", *mode.split()], tmp_path) as run:
-        run.wait_until(lambda: "started" in run.stdout, 60)
-        run.process.kill()
-        run.process.wait()
-        if mode:
-            run.wait_until(lambda: not run.environments(), WATCH_S + MARGIN_S)
-        else:
-            time.sleep(3 * WATCH_S)
-            assert len(run.environments()) == 1
-        assert len(run.errors) == ("speak" in mode)
+def pid_of(role: str, stdout: str) -> Iterator[int]:
+    return (int(line.split()[1]) for line in stdout.splitlines() if line.startswith(f"{role} "))
+
+
+@pytest.mark.parametrize("above", ["reaper", "torchrun"])
+@pytest.mark.parametrize("when", ["", "wrapped", "late", "late later"])
+def test_a_rank_ends_with_torchrun_whoever_adopts_it(above: str, when: str, tmp_path: Path) -> None:
+    """Cases: torchrun dies while the rank runs, or while it imports, or even before the rank's first instruction."""
+    (tmp_path / "chain.py").write_text(CHAIN)
+    with running([sys.executable, "chain.py", above, *when.split()], tmp_path) as run:
+        run.wait_until(lambda: ("imported" if "late" in when else "started") in run.stdout, 60)
+        run.wait_until(lambda: list(pid_of("torchrun", run.stdout)), 60)
+        os.kill(next(pid_of("torchrun", run.stdout)), signal.SIGKILL)
+        if above == "torchrun":
+            run.process.wait()
+        run.wait_until(lambda: run.errors, WATCH_S + MARGIN_S)
+        rank = next(pid_of("rank", run.stdout), 0)
+        run.wait_until(lambda: rank not in run.environments(), MARGIN_S)
+        assert len(run.errors) == 1
+        assert run.errors[0].startswith("error: torchrun, ")
+        assert run.errors[0].endswith(" has ended; this host's ranks end with it")
