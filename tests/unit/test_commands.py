@@ -26,7 +26,7 @@ def test_the_installed_module_prints_its_help_in_any_directory(tmp_path: Path) -
 
 def test_acsgd_train_passes_all_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(train, "main", lambda argv, *, prog: calls.append((argv, prog)))
+    monkeypatch.setattr(train, "main", lambda argv, parent, *, prog: calls.append((argv, prog)))
     monkeypatch.setattr(sys, "argv", ["acsgd", "train", "RUN.toml", "--help"])
     cli.main()
     assert calls == [(["RUN.toml", "--help"], "acsgd train")]

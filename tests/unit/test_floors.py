@@ -1,4 +1,4 @@
-"""The architecture, stated as tables and enforced: who may import whom, and who may touch the outside."""
+"""The architecture as tables: which file may import which, and which may name torch.distributed or torch.cuda."""
 
 from __future__ import annotations
 
@@ -140,9 +140,9 @@ ORDER = """
     __main__
     cli
 """
-PLACE = {f"acsgd.{name}": place for place, name in enumerate(ORDER.split())}
+POSITION = {f"acsgd.{name}": position for position, name in enumerate(ORDER.split())}
 
-# What only some files may name.
+# Names that only some files may use.
 RESERVED = {
     "torch.distributed": (
         "acsgd.topology",
@@ -205,9 +205,9 @@ def _names(tree: ast.AST) -> Iterator[str]:
             yield ast.unparse(node)
 
 
-def test_every_file_has_a_place_in_the_order() -> None:
-    assert not {module for module in FILES if module not in PLACE and not _is_bare_package(module)}
-    assert not PLACE.keys() - FILES.keys()
+def test_every_file_is_in_the_order() -> None:
+    assert not {module for module in FILES if module not in POSITION and not _is_bare_package(module)}
+    assert not POSITION.keys() - FILES.keys()
 
 
 def test_a_file_imports_only_files_above_it() -> None:
@@ -215,7 +215,7 @@ def test_a_file_imports_only_files_above_it() -> None:
         f"{module} imports {imported}"
         for module, path in FILES.items()
         for imported in _imports(ast.parse(path.read_text()))
-        if _within(imported, "acsgd") and PLACE.get(imported, -1) >= PLACE.get(module, 0)
+        if _within(imported, "acsgd") and POSITION.get(imported, -1) >= POSITION.get(module, 0)
     ]
     assert not wrong
 
@@ -229,7 +229,7 @@ def _is_bare_package(module: str) -> bool:
 
 
 @pytest.mark.parametrize("name", RESERVED)
-def test_reserved_names_stay_where_they_belong(name: str) -> None:
+def test_reserved_names_are_used_only_where_allowed(name: str) -> None:
     for module, path in FILES.items():
         if any(_within(module, owner) for owner in RESERVED[name]):
             continue
@@ -258,5 +258,5 @@ def test_optional_packages_are_not_imported_by_the_core() -> None:
         assert not imported, f"{module} imports {imported[0]}"
 
 
-def test_the_loop_can_be_read_aloud() -> None:
+def test_the_training_loop_is_short() -> None:
     assert len(FILES["acsgd.train"].read_text().splitlines()) < 200

@@ -83,15 +83,15 @@ def test_frozen_second_moments_stay_and_first_moments_are_updated() -> None:
     config = OptimConfig(lr=0.1, steps=10, betas=(0.9, 0.99), weight_decay=0.1)
     optimizer, held = trained(config, range(1, 5), frozen=True)
     _, start = trained(config, range(0))
-    for weight, begun in zip(held, start, strict=True):
-        grads = [torch.randn(begun.master.shape, generator=torch.Generator().manual_seed(step)) for step in range(5)]
-        expected, first = begun.master.detach().double(), 0.1 * grads[0].double()
+    for weight, initial in zip(held, start, strict=True):
+        grads = [torch.randn(initial.master.shape, generator=torch.Generator().manual_seed(step)) for step in range(5)]
+        expected, first = initial.master.detach().double(), 0.1 * grads[0].double()
         root = grads[0].double().abs()  # after one step its square is the second moment, corrected
         for step in range(1, 5):
             first = 0.9 * first + 0.1 * grads[step]
-            expected = expected * (1 - learning_rate(step, config) * (0.1 if begun.master.dim() > 1 else 0.0))
+            expected = expected * (1 - learning_rate(step, config) * (0.1 if initial.master.dim() > 1 else 0.0))
             expected -= learning_rate(step, config) * first / (1 - 0.9 ** (step + 1)) / (root + config.eps)
-        steps = (expected - begun.master).abs().max() + 2
+        steps = (expected - initial.master).abs().max() + 2
         assert (weight.master - expected).abs().max() <= 4 * 16 * 2.0**-24 * steps
         second = optimizer.second_moments([weight]).by_key[weight.key]
         assert torch.allclose(second, 0.01 * grads[0].square(), rtol=2.0**-20)
@@ -103,18 +103,18 @@ def test_second_moments_accumulate_shares_of_the_squares() -> None:
     shares = {"matrix": torch.tensor([1.0, 0.5, 0.25, 0.75]), "norm": torch.tensor([0.5]), "bias": torch.tensor([1.0])}
     optimizer, held = trained(config, range(1, 5), shares=shares)
     _, start = trained(config, range(0))
-    for weight, begun in zip(held, start, strict=True):
-        share = shares[weight.key].view(-1, *[1] * (begun.master.dim() - 1)).double()
-        grads = [torch.randn(begun.master.shape, generator=torch.Generator().manual_seed(step)) for step in range(5)]
-        expected = begun.master.detach().double()
+    for weight, initial in zip(held, start, strict=True):
+        share = shares[weight.key].view(-1, *[1] * (initial.master.dim() - 1)).double()
+        grads = [torch.randn(initial.master.shape, generator=torch.Generator().manual_seed(step)) for step in range(5)]
+        expected = initial.master.detach().double()
         first, second = 0.1 * grads[0].double(), 0.01 * grads[0].double().square()
         for step in range(1, 5):
             rate, grad = learning_rate(step, config), grads[step].double()
             first, second = 0.9 * first + 0.1 * grad, 0.99 * second + 0.01 * share * grad.square()
             root = (second / (1 - 0.99 ** (step + 1))).sqrt() + config.eps
-            expected = expected * (1 - rate * (0.1 if begun.master.dim() > 1 else 0.0))
+            expected = expected * (1 - rate * (0.1 if initial.master.dim() > 1 else 0.0))
             expected -= rate * first / (1 - 0.9 ** (step + 1)) / root
-        steps = (expected - begun.master).abs().max() + 2
+        steps = (expected - initial.master).abs().max() + 2
         assert (weight.master - expected).abs().max() <= 4 * 16 * 2.0**-24 * steps
         assert torch.allclose(optimizer.second_moments([weight]).by_key[weight.key].double(), second, rtol=2.0**-18)
 
@@ -136,7 +136,7 @@ def test_a_frozen_step_without_moments_is_a_plain_step() -> None:
     optimizer = AdamWOptimizer(held, config)
     for weight in held:
         weight.master.grad = torch.ones_like(weight.master)
-    assert optimizer.state_of(held) == {}, "as a save would ask"
+    assert optimizer.state_of(held) == {}, "as when a run is saved"
     optimizer.step(3, LocalStep(frozen=True))
     assert all((weight.master < 1 - 0.5 * learning_rate(3, config)).all() for weight in held)
 
