@@ -1,4 +1,4 @@
-"""Laws of the messages of the second-moment correction: levels, rows and their projections."""
+"""Laws of the messages of the second-moment correction: rows and their projections."""
 
 from __future__ import annotations
 
@@ -7,46 +7,7 @@ import math
 import pytest
 import torch
 
-from acsgd.codecs.log_levels import LogLevels
 from acsgd.dp.exchange.second_moments import by_rows, project
-
-
-@pytest.mark.parametrize("n", [0, 1, 7, 1000, 100_000])
-def test_numbers_of_any_size_are_exact_within_a_quarter_octave(n: int) -> None:
-    x = torch.randn(n, generator=torch.Generator().manual_seed(n)) * torch.logspace(-24, 1, n)
-    message = LogLevels().encode(x)
-    assert len(message) <= LogLevels().max_bytes(n)
-    ratio = LogLevels().decode(message, n) / x
-    in_range = (x.abs() > LogLevels.LOWEST) & (x.abs() < LogLevels.HIGHEST)
-    assert (ratio[in_range].log2().abs() <= 0.25 + 1e-4).all()
-
-
-def test_values_out_of_range_become_zero_or_the_highest_and_non_finite_ones_zero() -> None:
-    x = torch.tensor([0.0, -0.0, 1e-20, -1e-20, 1e9, -1e9, math.inf, math.nan])
-    high = LogLevels.HIGHEST
-    assert LogLevels().decode(LogLevels().encode(x), 8).tolist() == [0, 0, 0, 0, high, -high, 0, 0]
-
-
-def test_levels_and_their_squares_are_exact_in_any_vector() -> None:
-    """So a weight and its copy on another stage stay equal."""
-    levels = LogLevels()
-    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 1e-3
-    decoded = levels.decode(levels.encode(x), 1000)
-    assert torch.equal(levels.decode(levels.encode(decoded), 1000), decoded)
-    assert torch.allclose(levels.decode(levels.encode(decoded.square()), 1000), decoded.square(), rtol=2.0**-20)
-    among = torch.cat([100 * x, x, 1e-6 * x])
-    assert torch.equal(levels.decode(levels.encode(among), 3000)[1000:2000], decoded)
-
-
-def test_normal_squares_take_less_than_six_bits() -> None:
-    x = torch.randn(2**18, generator=torch.Generator().manual_seed(0)).square() * 1e-6
-    assert 8 * len(LogLevels().encode(x)) < 6 * len(x)
-
-
-def test_damaged_messages_are_refused() -> None:
-    message = LogLevels().encode(torch.ones(1000))
-    with pytest.raises(ValueError, match=r"decode|entropy coder"):
-        LogLevels().decode(message[:-2], 1000)
 
 
 @pytest.mark.parametrize(
