@@ -1,4 +1,4 @@
-"""Laws of model.dropout_mask = "sample": what a sequence drops depends on (seed, sample, layer) alone."""
+"""Laws of model.dropout_mask = "sample": the dropout mask of a sequence depends on (seed, sample, layer) alone."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ VISITS = [
     MicroBatch(3, 1, 4, (2, SAMPLE)),
     MicroBatch(11, 0, 1, (5, SAMPLE, 3, 1)),
 ]
-"""Of one sample, at other steps, in other micro-batches and in other company."""
+"""Micro-batches with the same sample: other steps, other positions and other samples beside it."""
 CUTS = [[range(4)], [range(2), range(2, 4)], [range(1), range(1, 2), range(2, 4)]]
-"""Stages up to the third block."""
+"""Ways to split the layers up to the third block into stages."""
 
 
 def per_sample(config: Config) -> Config:
@@ -54,7 +54,7 @@ def per_sample(config: Config) -> Config:
 
 
 @pytest.mark.parametrize("family", TINY)
-def test_a_sample_gives_the_same_activation_at_every_visit(family: str) -> None:
+def test_a_sample_gives_the_same_activation_at_every_step_and_in_every_micro_batch(family: str) -> None:
     config = tiny_config(family, **dropout_of(family))
     first = MicroBatch(0, 0, 0, (SAMPLE,))
     expected = _activation(config, CUTS[0], first)[0]
@@ -69,7 +69,7 @@ def test_a_sample_gives_the_same_activation_at_every_visit(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", TINY)
-def test_samples_have_masks_of_their_own(family: str) -> None:
+def test_masks_of_samples_differ(family: str) -> None:
     config = tiny_config(family, **dropout_of(family))
     same_text = _tokens([0]).expand(4, SEQUENCE)
     rows = _activation(config, CUTS[0], MicroBatch(0, 0, 0, (3, 8, 3, 9)), same_text)
@@ -95,7 +95,7 @@ def gradients_on_rank(rank: int, world_size: int, store: Path, configs: Sequence
 def test_neither_micro_batches_nor_recomputation_change_a_bit(
     stages: int, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """A sequence is a micro-batch of its own in all but the messages; so gradients are the same sums in one order."""
+    """Each sequence runs by itself, so gradients are summed in the same order however micro-batches are cut."""
     schedule = "interleaved:chunks=2" if stages > 1 else "gpipe"
     cuts = [(1, "none"), (2, "none"), (2, "layers"), (6, "layers")]
     for family, dtype in [("gpt2", "fp32"), ("llama", "bf16")]:
@@ -161,11 +161,12 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Config], list[
 
 
 @pytest.mark.parametrize(("stages", "replicas"), TOPOLOGIES)
-def test_every_cut_is_the_same_training(
+def test_stages_and_replicas_do_not_change_the_training(
     stages: int, replicas: int, tiny_model: TinyModel, tmp_path: Path, oracle: Callable[[Config], list[float]]
 ) -> None:
     gpt2, qwen2 = (tiny_model(family, **dropout_of(family)) for family in ("gpt2", "qwen2"))
     cuts = [(gpt2, "1f1b", 1), (gpt2, "interleaved:chunks=2", 2), (qwen2, "gpipe", 2), (gpt2, "1f1b:lead=2", 3)]
+    cuts = cuts[TOPOLOGIES.index((stages, replicas)) % 2 :: 2]
     configs = [
         per_sample(make_training_config(model, tmp_path, stages=stages, schedule=schedule, micro=micro))
         for model, schedule, micro in cuts
@@ -173,7 +174,7 @@ def test_every_cut_is_the_same_training(
     assert_same_training(configs, stages * replicas, tmp_path, oracle)
 
 
-def test_a_model_without_dropout_does_not_notice(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_a_model_without_dropout_is_unaffected(tiny_model: TinyModel, tmp_path: Path) -> None:
     for family in TINY:
         by_step = make_config(tiny_model(family), tmp_path, micro=3)
         usual, by_sample = (
@@ -197,7 +198,7 @@ def evaluate_on_rank(rank: int, world_size: int, store: Path, config: Config) ->
         return loss, before, digest(gradients(worker))
 
 
-def test_an_evaluation_is_the_same_and_training_does_not_notice_it(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_an_evaluation_is_the_same_and_does_not_affect_training(tiny_model: TinyModel, tmp_path: Path) -> None:
     config = make_config(
         tiny_model("gpt2", **DROPOUT), tmp_path, stages=2, micro=2, schedule="interleaved:chunks=2", recompute="layers"
     )
@@ -210,7 +211,7 @@ def test_an_evaluation_is_the_same_and_training_does_not_notice_it(tiny_model: T
 
 
 @pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (2, 2)])
-def test_a_resumed_run_goes_on_bit_for_bit(stages: int, replicas: int, tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_a_resumed_run_is_equal_bit_for_bit(stages: int, replicas: int, tiny_model: TinyModel, tmp_path: Path) -> None:
     config = per_sample(make_long_config(tiny_model("gpt2", **DROPOUT), tmp_path / "whole" / "run", "fp32", "layers"))
     config = dataclasses.replace(config, pp=dataclasses.replace(config.pp, stages=stages))
     on_ranks(stages * replicas, train_ranks, tmp_path / "store", [config])
@@ -221,7 +222,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(stages: int, replicas: int, tiny_mode
 
 
 def _tokens(sample_ids: Sequence[int]) -> Tensor:
-    """Return the text of samples, [B, T], which is theirs wherever they are."""
+    """Return tokens [B, T] that depend on the sample ids alone."""
     generators = [torch.Generator().manual_seed(sample_id) for sample_id in sample_ids]
     return torch.stack([torch.randint(VOCABULARY, (SEQUENCE,), generator=generator) for generator in generators])
 
@@ -234,7 +235,7 @@ def _activation(
     *,
     mask_per_sample: bool = True,
 ) -> Tensor:
-    """Return what leaves the last of some stages, [B, T, D]."""
+    """Return the output of the last stage, [B, T, D]."""
     state = {"tokens": _tokens(micro.sample_ids) if tokens is None else tokens}
     for stage in build_stages(config, cuts, mask_per_sample=mask_per_sample):
         state = stage.forward(micro, state)

@@ -1,4 +1,4 @@
-"""Laws of the loss scale and of fp16: a scale moves gradients into fp16's range and changes nothing else."""
+"""Laws of the loss scale and of fp16: the scale moves gradients into the range of fp16 and changes nothing else."""
 
 from __future__ import annotations
 
@@ -33,17 +33,19 @@ from acsgd.pp.stage import MicroBatch, Stage
 TinyModel = Callable[..., Path]
 SCALE = 2.0**16
 ROUNDING = 2.0**-11
-"""Of fp16, relative."""
+"""Relative rounding error of fp16."""
 STEPS = 8
 
 
 def gradients_on_rank(
-    rank: int, world_size: int, store: Path, configs: Sequence[Config], scale: float
+    rank: int, world_size: int, store: Path, cases: Sequence[tuple[Config, float]]
 ) -> list[tuple[float, str, str]]:
-    """Return this rank's share of a loss, and hashes of its gradients and of these over `scale`, for each config."""
+    """Return, for each config and loss scale, this rank's part of the loss, and hashes of its gradients before and
+    after division by the scale.
+    """
     results = []
-    for number, config in enumerate(configs):
-        with worker_of(config, rank, world_size, f"{store}-{scale}-{number}") as worker:
+    for number, (config, scale) in enumerate(cases):
+        with worker_of(config, rank, world_size, f"{store}-{number}") as worker:
             loss = worker.pipeline.run(draw_batch(config, 0, worker.job.micro_ids), 0, scale).item()
             grads = gradients(worker)
             results.append((loss, digest(grads), digest(grad / scale for grad in grads)))
@@ -54,17 +56,16 @@ def gradients_on_rank(
 def test_a_power_of_two_changes_no_bit(world_size: int, tiny_model: TinyModel, tmp_path: Path) -> None:
     models = [tiny_model(family) for family in ("gpt2", "llama")]
     configs = [make_config(model, tmp_path, stages=2) for model in models]
-    usual, scaled = (
-        on_ranks(world_size, gradients_on_rank, tmp_path / "store", configs, scale) for scale in (1.0, SCALE)
-    )
-    for rank, rank_scaled in zip(usual, scaled, strict=True):
-        for (loss, grads, _), (loss_scaled, grads_scaled, unscaled) in zip(rank, rank_scaled, strict=True):
+    cases = [(config, scale) for scale in (1.0, SCALE) for config in configs]
+    for results in on_ranks(world_size, gradients_on_rank, tmp_path / "store", cases):
+        usual, scaled = results[: len(configs)], results[len(configs) :]
+        for (loss, grads, _), (loss_scaled, grads_scaled, unscaled) in zip(usual, scaled, strict=True):
             assert (loss_scaled, unscaled) == (loss, grads)
             assert grads_scaled != grads
 
 
 def train_on_rank(rank: int, world_size: int, store: Path, configs: Sequence[Config]) -> list[list[float]]:
-    """Return this rank's share of the losses of some steps with SCALE, for each config."""
+    """Return this rank's part of the losses of some steps with loss scale SCALE, for each config."""
     trained = []
     for number, config in enumerate(configs):
         with worker_of(config, rank, world_size, f"{store}-{number}") as worker:
@@ -77,7 +78,7 @@ def train_on_rank(rank: int, world_size: int, store: Path, configs: Sequence[Con
 
 
 def oracle_losses(config: Config) -> tuple[list[float], list[float]]:
-    """Train the Hugging Face model in fp32; return the losses, and by how much fp16 may miss each.
+    """Train the Hugging Face model in fp32; return the losses, and a bound on the error of each in fp16.
 
     To first order, rounding every weight and every result x of an operation moves the loss by at most u |x dL/dx|.
     A gradient is the end of a chain of no more operations than there are, forward and backward, each of which adds u
@@ -130,8 +131,8 @@ def test_fp16_is_the_same_training_up_to_its_rounding(tiny_model: TinyModel, tmp
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_gradients_below_fp16s_least_number_vanish_without_a_scale(family: str) -> None:
-    """The gradient of a logit is at most 1 / targets; half of fp16's least number is 2**-25."""
+def test_gradients_below_the_smallest_fp16_number_vanish_without_a_scale(family: str) -> None:
+    """The gradient of a logit is at most 1 / targets; half of the smallest fp16 number is 2**-25."""
     targets = 2.0**26
     small, scaled, large = (
         _one_gradient(family, targets=targets_of, scale=scale)

@@ -24,18 +24,18 @@ TinyModel = Callable[..., Path]
 
 
 class Plant(NamedTuple):
-    """What is made wrong."""
+    """A NaN or inf to inject."""
 
     kind: str
-    """What `_plant` knows."""
+    """One of the kinds of `_plant`."""
     where: str
     """A weight's or a module's Hugging Face name."""
     micro: int | None
-    """In which micro-batch of the global batch; None of what is wrong in all."""
+    """Index of the micro-batch in the global batch; None for all."""
     phase: Any
-    """In which it must be found."""
+    """Phase in which it must be found."""
     tensor: str
-    """As it must be called; {} stands for `where`."""
+    """Name under which it must be reported; {} stands for `where`."""
     value: float = nan
 
 
@@ -62,7 +62,7 @@ CUTS = [
 
 
 @pytest.mark.parametrize(("stages", "replicas", "blocks", "schedule", "recompute"), CUTS)
-def test_all_ranks_name_what_was_planted(
+def test_the_injected_tensor_is_found(
     stages: int,
     replicas: int,
     blocks: tuple[int, ...],
@@ -74,17 +74,17 @@ def test_all_ranks_name_what_was_planted(
     model = tiny_model("gpt2", **DROPOUT)
     config = make_config(model, tmp_path, stages=stages, layers=blocks, schedule=schedule, recompute=recompute)
     by_rank = on_ranks(stages * replicas, find_on_rank, tmp_path / "store", config, PLANTS)
-    for plant, *said in zip(PLANTS, *by_rank, strict=True):
+    for plant, *reports in zip(PLANTS, *by_rank, strict=True):
         value: Any = "nan" if plant.value != plant.value else "inf"
         planted = NonFiniteTensor(
             plant.phase, _stage_of(plant.where, blocks), plant.micro, plant.tensor.format(plant.where), value
         )
-        found = [NonFiniteTensor.from_dict(fault) for fault in said if fault is not None]
+        found = [NonFiniteTensor.from_dict(fault) for fault in reports if fault is not None]
         assert first_non_finite(found) == first_non_finite(found[::-1]) == planted
 
 
 @pytest.mark.parametrize("recompute", ["none", "layers"])
-def test_it_is_found_where_sequences_run_one_by_one(recompute: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_it_is_found_if_sequences_run_one_by_one(recompute: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     options = {"micro": 2, "dropout_mask": "sample", "recompute": recompute}
     config = make_config(tiny_model("gpt2", **DROPOUT), tmp_path, stages=2, layers=(3, 3), **options)
     plants = [
@@ -93,14 +93,14 @@ def test_it_is_found_where_sequences_run_one_by_one(recompute: str, tiny_model: 
         Plant("weight's gradient", "transformer.h.3.mlp.c_fc.weight", 0, "backward", "gradient of {}"),
     ]
     by_rank = on_ranks(2, find_on_rank, tmp_path / "store", config, plants)
-    for plant, *said in zip(plants, *by_rank, strict=True):
+    for plant, *reports in zip(plants, *by_rank, strict=True):
         planted = NonFiniteTensor(
             plant.phase, _stage_of(plant.where, (3, 3)), plant.micro, plant.tensor.format(plant.where), "nan"
         )
-        assert first_non_finite([NonFiniteTensor.from_dict(fault) for fault in said if fault is not None]) == planted
+        assert first_non_finite([NonFiniteTensor.from_dict(fault) for fault in reports if fault is not None]) == planted
 
 
-def test_what_only_the_wire_cannot_carry_is_wrong_where_it_arrives(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_an_overflow_on_the_wire_is_found_at_the_receiver(tiny_model: TinyModel, tmp_path: Path) -> None:
     config = make_config(tiny_model("llama"), tmp_path, stages=2, layers=(3, 3), forward="none:dtype=fp16")
     too_large = [Plant("output", "model.layers.2", 3, "forward", "", value=1e6)]
     by_rank = on_ranks(2, find_on_rank, tmp_path / "store", config, too_large)
@@ -113,7 +113,7 @@ def test_what_only_the_wire_cannot_carry_is_wrong_where_it_arrives(tiny_model: T
 def find_on_rank(
     rank: int, world_size: int, store: Path, config: Config, plants: Sequence[Plant]
 ) -> list[dict[str, Any] | None]:
-    """Return what this rank finds of each plant, on its own."""
+    """Return what this rank finds of each plant."""
     found = []
     for number, plant in enumerate(plants):
         with (
@@ -129,7 +129,7 @@ def find_on_rank(
 
 
 def search_on_rank(rank: int, world_size: int, store: Path, config: Config, scale: float) -> None:
-    """Check that a search in a step in which nothing is wrong finds nothing and leaves what the step leaves."""
+    """Check that a search in a finite step finds nothing and has the same results as the step."""
     with worker_of(config, rank, world_size, str(store)) as worker:
         batch = draw_batch(config, 0, worker.job.micro_ids)
         loss, grads = worker.pipeline.run(batch, 0, scale), digest(gradients(worker))
@@ -143,7 +143,7 @@ def search_on_rank(rank: int, world_size: int, store: Path, config: Config, scal
 
 
 @pytest.mark.parametrize(("world_size", "micro", "dropout_mask"), [(1, 1, "step"), (4, 1, "step"), (4, 2, "sample")])
-def test_a_search_changes_nothing(
+def test_a_search_has_no_side_effects(
     world_size: int, micro: int, dropout_mask: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     stages = min(world_size, 2)
@@ -159,7 +159,7 @@ def _stage_of(name: str, blocks: Sequence[int]) -> int:
 
 
 def _plant(plant: Plant, worker: Session, patch: pytest.MonkeyPatch) -> None:
-    """Make something wrong on the ranks that hold it; a weight or a sum on the first replica only."""
+    """Inject the value on the ranks that hold the tensor; into weights and sums on the first replica only."""
     for stage in worker.stages.values():
         paths = [path for shard in stage.shards for path in shard.modules]
         if not any(f"{plant.where}.".startswith(f"{path}.") for path in paths):
@@ -190,22 +190,22 @@ def _spoil_sum(weight: nn.Parameter, _: None) -> None:
 
 
 def _spoiler(plant: Plant, stage: Stage, micros: range, patch: pytest.MonkeyPatch) -> Callable[[Tensor], Tensor]:
-    """Return what puts the value into a tensor while the stage works on the micro-batch."""
+    """Return a function that puts the value into a tensor while the stage runs the micro-batch."""
     forward, backward = stage.forward, stage.backward
-    place = -1
+    current = -1
 
     def watched_forward(micro: MicroBatch, *args: Any) -> Any:
-        nonlocal place
-        place = micro.global_index
+        nonlocal current
+        current = micro.global_index
         return forward(micro, *args)
 
     def watched_backward(micro: int, *args: Any, **options: Any) -> Any:
-        nonlocal place
-        place = micros[micro]
+        nonlocal current
+        current = micros[micro]
         return backward(micro, *args, **options)
 
     def spoil(tensor: Tensor) -> Tensor:
-        if place != plant.micro:
+        if current != plant.micro:
             return tensor
         spoilt = tensor.clone()
         spoilt.view(-1)[-1] = plant.value

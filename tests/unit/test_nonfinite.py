@@ -1,4 +1,4 @@
-"""Law: of all faults of a step, the one is named from which the others follow."""
+"""Law: of all non-finite tensors of a step, the origin of the others is found."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ IN_ORDER = [
     NonFiniteTensor("backward", 2, 5, "gradient of h", "nan"),
     NonFiniteTensor("reduce", 0, None, "gradient summed over replicas of i", "inf"),
 ]
-"""A weight, then forward by micro-batch and down the stages, then backward by micro-batch and up the stages."""
+"""Weights, then forwards by micro-batch and ascending stage, then backwards by micro-batch and descending stage."""
 
 
 @pytest.mark.parametrize("start", range(len(IN_ORDER)))
 def test_the_origin_is_found_in_any_order_of_ranks(start: int) -> None:
-    faults = IN_ORDER[start:]
-    random.Random(start).shuffle(faults)
-    assert first_non_finite(faults) == IN_ORDER[start]
+    found = IN_ORDER[start:]
+    random.Random(start).shuffle(found)
+    assert first_non_finite(found) == IN_ORDER[start]
 
 
-def test_what_a_rank_names_first_is_what_all_would_have_named() -> None:
-    """Ranks exchange one fault each: the origin of all is among the origins of any parts."""
+def test_the_origin_of_all_is_among_the_origins_of_the_ranks() -> None:
+    """So ranks need to exchange only one each."""
     rng = random.Random(0)
     for _ in range(100):
         shuffled = rng.sample(IN_ORDER, rng.randint(1, len(IN_ORDER)))
@@ -41,11 +41,11 @@ def test_what_a_rank_names_first_is_what_all_would_have_named() -> None:
         assert first_non_finite([first_non_finite(rank) for rank in ranks]) == first_non_finite(shuffled)
 
 
-@pytest.mark.parametrize("fault", IN_ORDER, ids=str)
-def test_a_fault_travels_as_json(fault: NonFiniteTensor) -> None:
-    assert NonFiniteTensor.from_dict(json.loads(json.dumps(fault.to_dict()))) == fault
+@pytest.mark.parametrize("tensor", IN_ORDER, ids=str)
+def test_json_round_trip(tensor: NonFiniteTensor) -> None:
+    assert NonFiniteTensor.from_dict(json.loads(json.dumps(tensor.to_dict()))) == tensor
 
 
-def test_a_fault_reads_well() -> None:
+def test_text() -> None:
     assert str(IN_ORDER[3]) == "output of d (inf; forward, stage 1, micro-batch 4)"
     assert str(IN_ORDER[0]) == "weight a (inf; weight, stage 1)"
