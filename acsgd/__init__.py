@@ -4,4 +4,4 @@ import logging
 
 __version__ = "0.1.0"
 
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless somebody asks to hear
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # no output unless the application configures logging

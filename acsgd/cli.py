@@ -20,40 +20,40 @@ from acsgd.shards.convert import from_hf, to_hf
 
 @dataclass(frozen=True)
 class Train:
-    """Train in this process: acsgd train RUN.toml; --help lists every option. Several processes: torchrun -m acsgd."""
+    """Train in this process: acsgd train RUN.toml. For several processes: torchrun ... -m acsgd RUN.toml."""
 
     def run(self) -> None:
-        """Do nothing: `main` passes the arguments of this subcommand to the training code unread."""
+        """Do nothing: `main` passes the arguments to the training loop."""
 
 
 @dataclass(frozen=True)
 class FromHF:
-    """Cut a Hugging Face directory into one safetensors file per layer."""
+    """Convert a Hugging Face directory into layer shards, one safetensors file per layer."""
 
     source: tyro.conf.Positional[Path]
     """Directory with config.json and *.safetensors."""
     target: tyro.conf.Positional[Path]
-    """Directory to make; must not exist."""
+    """Directory to create; must not exist."""
 
     def run(self) -> None:
-        """Convert."""
-        _make(self.target, lambda directory: from_hf(self.source, directory))
+        """Run the conversion."""
+        _create(self.target, lambda directory: from_hf(self.source, directory))
 
 
 @dataclass(frozen=True)
 class ToHF:
-    """Put layer shards, a checkpoint of a run for example, together as a Hugging Face directory."""
+    """Convert layer shards, such as a checkpoint of a run, into a Hugging Face directory."""
 
     source: tyro.conf.Positional[Path]
     """Layer-shard directory: runs/NAME/checkpoints/step-XXXXXXXX."""
     target: tyro.conf.Positional[Path]
-    """Directory to make; must not exist."""
+    """Directory to create; must not exist."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Cast to this type; by default tensors stay as they are, bit for bit."""
+    """Type to cast tensors to. Default: no cast, bit for bit."""
 
     def run(self) -> None:
-        """Convert."""
-        _make(self.target, lambda directory: to_hf(self.source, directory, dtype=self.dtype))
+        """Run the conversion."""
+        _create(self.target, lambda directory: to_hf(self.source, directory, dtype=self.dtype))
 
 
 Direction = Annotated[FromHF, tyro.conf.subcommand("from-hf")] | Annotated[ToHF, tyro.conf.subcommand("to-hf")]
@@ -66,21 +66,21 @@ class Convert:
     direction: tyro.conf.OmitSubcommandPrefixes[Direction]
 
     def run(self) -> None:
-        """Convert in the direction asked for."""
+        """Run the subcommand."""
         self.direction.run()
 
 
 @dataclass(frozen=True)
 class Inspect:
-    """Show what a checkpoint holds and verify every byte of it; exit 1 if anything is damaged."""
+    """Show the contents of checkpoints and verify every byte; exit with 1 if any file is corrupt."""
 
     path: tyro.conf.Positional[Path]
-    """A checkpoint, a layer-shard directory, or a run directory, all of whose checkpoints are then looked at."""
+    """Checkpoint, layer-shard directory, or run directory (all of its checkpoints)."""
     json: bool = False
     """Print JSON, a list of checkpoints, instead of a table."""
 
     def run(self) -> None:
-        """Inspect."""
+        """Print the report."""
         reports = inspect(self.path)
         if self.json:
             print(json.dumps([report.to_dict() for report in reports], indent=2))
@@ -104,8 +104,8 @@ def main() -> None:
         sys.exit(f"error: {error}")
 
 
-def _make(target: Path, build: Callable[[Path], None]) -> None:
-    """Build a directory beside `target` and rename it into place: it appears whole or not at all."""
+def _create(target: Path, build: Callable[[Path], None]) -> None:
+    """Build a directory beside `target` and rename it into place, so that it is never incomplete."""
     if target.exists():
         raise ValueError(f"{target} exists already; give a directory that does not, or remove it")
     partial = target.with_name(f".{target.name}.partial")

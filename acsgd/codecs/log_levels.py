@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ STEPS_PER_OCTAVE = 2
 """Levels are powers of the square root of 2."""
 
 
+@dataclass(frozen=True)
 class LogLevels:
     """Message codec that rounds each number to a sign and a power of the square root of 2, and entropy-codes the bytes.
 

@@ -123,9 +123,7 @@ class Lease:
     def renew(self) -> None:
         """Write a heartbeat. Raises RunError if another run has taken over."""
         self._beats += 1
-        with contextlib.suppress(
-            OSError
-        ):  # a full disk loses no lease: what counts is whether there is a higher number
+        with contextlib.suppress(OSError):  # on a full disk the lease is still valid, unless there is a higher number
             self._new(self._number).write_text(self._record())
             self._new(self._number).rename(self._path(self._number))
         successors = {number: text for number, text in self._read().items() if number > self._number}
