@@ -1,15 +1,18 @@
-"""How fast are the codecs on one core of a CPU, and how large is their error? Two tables, with one command:
+"""Throughput of the codecs on one CPU core, and their error:
 
     .venv/bin/python -m benchmarks.codecs.speed [--json runs/benchmarks/codec.json]
 
-Speed: in every round each codec encodes and decodes one fp32 tensor, and before each of both, copy_ copies the same
-tensor; the order of the codecs changes from round to round. GB/s are bytes of fp32 input (output, for decoding) per
-second. A machine's speed drifts and other programs take their share, so what counts is the time relative to the copy
-beside it: its median and quartiles over rounds. "numpy" packs as AQ-SGD's code does: one bit per byte, then packbits.
-"update" takes the difference to an fp16 memory, and adds to the memory what travels of it, as either end of a delta
-link does. "entropy coding" is the entropy coder alone, on the message of the codec named beside it.
+Speed: in every round each codec encodes and decodes one fp32 tensor; copy_ copies the same tensor before each of the
+two. The order of the codecs alternates between rounds. GB/s are bytes of the fp32 tensor per second. Machine speed
+drifts and other programs take CPU time, so codecs are compared by their time relative to the copy that precedes them:
+median and quartiles over rounds.
 
-Error: norm(y - x) / norm(x) of 512 x 1024 elements, with the bits per element of everything that travels.
+numpy             bit packing as in AQ-SGD's code: one bit per byte, then packbits
+update            one end of a delta link on a cache hit: encodes the difference to an fp16 cache entry, or decodes it,
+                  and adds the decoded difference to the entry
+entropy coding    the entropy coder alone, on a message of the codec named beside it
+
+Error: norm(y - x) / norm(x) of 512 x 1024 elements. Bits per element include scales.
 """
 
 from __future__ import annotations
@@ -60,16 +63,16 @@ SMALL = [
 ]
 
 
-class Transport(Protocol):
-    """What a codec and the numpy way have in common."""
+class Encoder(Protocol):
+    """Anything whose encode and decode are timed."""
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]: ...
 
     def decode(self, fields: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
 
 
-class NumpyWay:
-    """fixpoint with one bit per byte, as AQ-SGD's code does it (there with cupy)."""
+class NumpyPacking:
+    """fixpoint with numpy's packbits, as in AQ-SGD's code (there with cupy)."""
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
@@ -90,8 +93,8 @@ class NumpyWay:
         return ((codes.float() - levels) / levels * scales.float()).to(dtype)
 
 
-class UpdateWay:
-    """What the two ends of a delta link do with a sequence that comes again."""
+class CacheUpdate:
+    """The cache updates at the two ends of a delta link on a cache hit."""
 
     def __init__(self, codec: Codec, x: Tensor) -> None:
         self.codec = codec
@@ -105,7 +108,7 @@ class UpdateWay:
 
 
 class EntropyCoding:
-    """The entropy coder, on what a codec has made of one tensor; a copy of that comes on top, as it works in place."""
+    """The entropy coder on a codec's message of one tensor. Works in place, so the times include a copy of it."""
 
     def __init__(self, codec: Codec, x: Tensor) -> None:
         self.body = torch.zeros(wire_bytes(codec.wire(tuple(x.shape))), dtype=torch.uint8)
@@ -122,16 +125,18 @@ class EntropyCoding:
 
 
 class Speed(NamedTuple):
-    """One direction of one codec."""
+    """Speed of one codec in one direction."""
 
     gb_per_s: float
-    """Median, of fp32."""
+    """Median throughput, GB of fp32 per second."""
     relative: float
-    """Median of the time relative to a copy."""
+    """Median time relative to a copy."""
     quartiles: tuple[float, float]
+    """Quartiles of the time relative to a copy."""
 
 
 def main() -> None:
+    """Measure, print, save."""
     arguments = parse_arguments()
     torch.set_num_threads(1)
     console = Console(width=160)
@@ -143,18 +148,18 @@ def main() -> None:
 
 
 def measure_speed(rows: int, width: int, rounds: int) -> tuple[dict[str, dict[str, Speed]], float]:
-    """Return the speeds by name and direction, and GB/s of the copy."""
+    """Return the speeds by name and direction, and the throughput of the copy, GB/s."""
     x = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
     target, gigabytes = torch.empty_like(x), x.nbytes / 1e9
-    sides: dict[str, Transport] = {spec: codecs.parse(spec) for spec in FAST}
-    sides |= {f"numpy, {bits} bits": NumpyWay(bits) for bits in (2, 3, 4, 8)}
+    sides: dict[str, Encoder] = {spec: codecs.parse(spec) for spec in FAST}
+    sides |= {f"numpy, {bits} bits": NumpyPacking(bits) for bits in (2, 3, 4, 8)}
     deltas: dict[str, Codec] = {spec: from_spec(spec, {"delta": Delta}, key="codec").codec for spec in DELTAS}
-    sides |= {f"update, {spec}": UpdateWay(codec, x) for spec, codec in deltas.items()}
+    sides |= {f"update, {spec}": CacheUpdate(codec, x) for spec, codec in deltas.items()}
     sides |= {
         f"entropy coding, {spec}": EntropyCoding(codec, x) for spec, codec in deltas.items() if codec.entropy_coding
     }
     times: dict[str, dict[str, list[tuple[float, float]]]] = {name: {"encode": [], "decode": []} for name in sides}
-    for number in range(rounds + 1):  # the first warms up
+    for number in range(rounds + 1):  # the first round is the warm-up
         for name in list(sides)[:: 1 if number % 2 else -1]:
             copied = seconds(lambda: target.copy_(x))
             encoded = seconds(lambda side=sides[name]: side.encode(x))  # type: ignore[misc]
@@ -174,25 +179,27 @@ def measure_speed(rows: int, width: int, rounds: int) -> tuple[dict[str, dict[st
 
 
 def seconds(work: Callable[[], object]) -> float:
+    """Return the duration of a call, seconds."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def summarise(pairs: list[tuple[float, float]], gigabytes: float) -> Speed:
+    """Aggregate the rounds. pairs: seconds of the codec and of the copy."""
     ratios = [ours / copied for ours, copied in pairs]
     low, _, high = statistics.quantiles(ratios, n=4)
     return Speed(gigabytes / statistics.median(ours for ours, _ in pairs), statistics.median(ratios), (low, high))
 
 
 def data() -> dict[str, Tensor]:
-    """Return tensors [tokens, channels] of different tails and scales."""
-    draw = torch.Generator().manual_seed(0)
+    """Return tensors [tokens, channels] with different tails and scales."""
+    generator = torch.Generator().manual_seed(0)
 
     def gaussian(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=draw)
+        return torch.randn(*shape, generator=generator)
 
-    plain, uniform = gaussian(512, 1024), torch.rand(512, 1024, generator=draw) - 0.5
+    plain, uniform = gaussian(512, 1024), torch.rand(512, 1024, generator=generator) - 0.5
     outliers = plain.clone()
     outliers[:, :: 1024 // 16] *= 100
     return {
@@ -201,14 +208,14 @@ def data() -> dict[str, Tensor]:
         "student t, 3": plain / (gaussian(3, 512, 1024).square().mean(0)).sqrt(),
         "student t, 2": plain / (gaussian(2, 512, 1024).square().mean(0)).sqrt(),
         "outlier channels": outliers,
-        "own scale per channel": plain * gaussian(1024).exp() + 2 * gaussian(1024),
-        "own scale per token": plain * gaussian(512, 1).exp(),
+        "channels of different scale": plain * gaussian(1024).exp() + 2 * gaussian(1024),
+        "tokens of different scale": plain * gaussian(512, 1).exp(),
         "rectified": plain.relu(),
     }
 
 
 def measure_errors() -> dict[str, dict[str, float]]:
-    """Return by codec the bits per element and the relative errors by kind of data."""
+    """Return the bits per element and the relative error on each kind of data, by codec."""
     kinds, result = data(), {}
     for spec in SMALL:
         codec = codecs.parse(spec)
@@ -222,8 +229,9 @@ def measure_errors() -> dict[str, dict[str, float]]:
 
 
 def speed_table(speeds: dict[str, dict[str, Speed]], copy_gb_per_s: float) -> Table:
+    """Return a table of throughput and time relative to a copy, one codec per row."""
     table = Table(title=f"One core; copy_ of the same tensor: {copy_gb_per_s:.1f} GB/s")
-    for column in ("codec", "encode GB/s", "times a copy", "decode GB/s", "times a copy"):
+    for column in ("codec", "encode, GB/s", "times a copy", "decode, GB/s", "times a copy"):
         table.add_column(column, justify="left" if column == "codec" else "right", no_wrap=True)
     for name, directions in speeds.items():
         cells = []
@@ -235,6 +243,7 @@ def speed_table(speeds: dict[str, dict[str, Speed]], copy_gb_per_s: float) -> Ta
 
 
 def error_table(errors: dict[str, dict[str, float]]) -> Table:
+    """Return a table of bits per element and relative errors, one codec per row."""
     columns = list(next(iter(errors.values())))
     table = Table(title="Relative error")
     table.add_column("codec", no_wrap=True)
@@ -246,6 +255,7 @@ def error_table(errors: dict[str, dict[str, float]]) -> Table:
 
 
 def write_json(path: Path, arguments: argparse.Namespace, speeds: Any, copy_gb_per_s: float, errors: Any) -> None:
+    """Write all results."""
     result = {
         "machine": platform.processor() or platform.machine(),
         "torch": torch.__version__,
@@ -261,11 +271,12 @@ def write_json(path: Path, arguments: argparse.Namespace, speeds: Any, copy_gb_p
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--rows", type=int, default=2048, help="tokens of the tensor whose speed is measured")
-    parser.add_argument("--width", type=int, default=2048, help="channels of it")
-    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/codec.json"), help="where the numbers go")
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="timed rounds; in each, every codec runs once")
+    parser.add_argument("--rows", type=int, default=2048, help="number of tokens of the timed tensor")
+    parser.add_argument("--width", type=int, default=2048, help="number of channels of the timed tensor")
+    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/codec.json"), help="path of the results")
     return parser.parse_args()
 
 

@@ -1,17 +1,16 @@
-"""Is acsgd as fast as plain PyTorch? Three comparisons on the CPU, one thread per process, with one command:
+"""Step time relative to plain PyTorch, on the CPU with one thread per process:
 
     .venv/bin/python -m benchmarks.runs.speed [--json runs/benchmarks/speed.json]
 
-    1 process     acsgd.train.train_step against a loop over the Hugging Face model as one would write it by hand
-    2 stages      against torch.distributed.pipelining: the same cut, the same blocks, GPipe and 1F1B
+    1 process     against a training loop over the Hugging Face model
+    2 stages      against torch.distributed.pipelining with the same stages, GPipe and 1F1B
     2 replicas    against DistributedDataParallel: buckets of the same size, no_sync before the last micro-batch
 
-Both sides live in the same processes and take turns. They start from the same weights, see the same tokens in the
-same micro-batches, clip by the global gradient norm (always: the limit is low) and take the same fused AdamW step,
-all in fp32; before anything is timed, their losses must agree to LOSS_TOLERANCE. acsgd measures its loss, norm and
-bytes in every step, as it does in a run; the others leave out what they can. torch's pipelining cannot tie weights
-across stages, so there the head is untied on both sides. Loss is the sum over targets divided by their number, so
-nobody has to rescale gradients.
+The two sides alternate in the same processes. They have the same initial weights, tokens and micro-batches, clip by the
+global gradient norm (in every step: the limit is low) and use the same fused AdamW, all in fp32. Their losses in the
+warm-up must agree to LOSS_TOLERANCE. acsgd reduces loss, gradient norm and byte counts over all ranks in every step, as
+in any run; the other side does not. torch's pipelining cannot tie weights across stages, so in those cases the head is
+untied on both sides. The loss is the sum over target tokens divided by their number.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from benchmarks.common.compare import Comparison, RankRounds, Step, alternate, on_ranks, summarise
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, models
@@ -47,11 +45,13 @@ from acsgd.run.job import Job, prepare
 from acsgd.run.session import Session
 from acsgd.topology import Launch, connect
 from acsgd.train import train_step
+from benchmarks.common.compare import Comparison, RankRounds, Step, alternate, on_ranks, summarise
 
 VOCABULARY, SEQUENCE, MICRO, NUM_MICROS = 4096, 128, 2, 8  # sequences per micro-batch, micro-batches per step
-BUCKET_MB = 5  # of 2**20 bytes, as DistributedDataParallel counts; its default, 25, is most of this model: no overlap
+BUCKET_MB = 5
+"""Bucket size of both sides, 2**20 bytes. DistributedDataParallel's default, 25, is most of the model: no overlap."""
 OPTIM = OptimConfig(lr=3e-4, steps=10**9, clip=0.1, weight_decay=0.01)
-"""So many steps that the learning rate is constant."""
+"""The learning rate is nearly constant, since it decays over `steps`."""
 WARMUP, STEPS_PER_BLOCK = 3, 1
 LOSS_TOLERANCE = 1e-4
 TIMEOUT = timedelta(seconds=120)
@@ -62,17 +62,17 @@ class Case:
     """One comparison."""
 
     name: str
-    rival: str
+    baseline: str
     goal: float
-    """Largest ratio of step times that is fine."""
-    baseline: Callable[[Job], Step]
+    """Largest acceptable ratio of step times."""
+    open_baseline: Callable[[Job], Step]
     stages: int = 1
     replicas: int = 1
     schedule: str = "1f1b"
     tied: bool = True
 
     def config(self, model: Path) -> Config:
-        """Return acsgd's run."""
+        """Return acsgd's configuration."""
         return Config(
             model=ModelConfig(name=str(model)),
             data=DataConfig(sources="demo", sequence=SEQUENCE, batch=MICRO * NUM_MICROS),
@@ -84,14 +84,14 @@ class Case:
 
 
 def tokens_of(step: int) -> Tensor:
-    """Return the global batch, [M, B, T + 1]; only four different ones, so there is something to learn."""
+    """Return the global batch, [M, B, T + 1]; there are four different ones, so the loss falls."""
     generator = torch.Generator().manual_seed(step % 4)
     return torch.randint(VOCABULARY, (NUM_MICROS, MICRO, SEQUENCE + 1), generator=generator)
 
 
-def acsgd(worker: Session) -> Step:
+def acsgd(session: Session) -> Step:
     """Return acsgd's step."""
-    job = worker.job
+    job = session.job
     rows = slice(job.micro_ids.start, job.micro_ids.stop)
     is_first, is_last = 0 in job.stages, len(job.specs) - 1 in job.stages
 
@@ -103,26 +103,25 @@ def acsgd(worker: Session) -> Step:
             sample_ids=torch.zeros(len(tokens), MICRO, dtype=torch.int64),
             micro_ids=job.micro_ids,
         )
-        return train_step(worker, batch, Progress(step=number)).loss / job.topology.world_size
+        return train_step(session, batch, Progress(step=number)).loss / job.topology.world_size
 
     return step
 
 
 def plain(job: Job) -> Step:
-    """Return a step of one process in plain PyTorch, or of DistributedDataParallel where there are replicas."""
+    """Return the step of a plain PyTorch loop, or of DistributedDataParallel if there are replicas."""
     model: nn.Module = pretrained(job)
     adamw = make_adamw(model)
     replicas, rows = job.topology.replicas, slice(job.micro_ids.start, job.micro_ids.stop)
-    replicated = replicas > 1
-    if replicated:
+    if replicas > 1:
         model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
 
     def step(number: int) -> float:
         total = torch.zeros(())
         batch = tokens_of(number)[rows]
         for index, micro in enumerate(batch):
-            wait = replicated and index < len(batch) - 1
-            with model.no_sync() if wait else nullcontext():  # type: ignore[operator]
+            accumulate = replicas > 1 and index < len(batch) - 1
+            with model.no_sync() if accumulate else nullcontext():  # type: ignore[operator]
                 logits = model(micro[:, :-1], use_cache=False).logits
                 loss = summed_loss(logits, micro[:, 1:]) / (len(batch) * MICRO * SEQUENCE)
                 loss.backward()
@@ -136,7 +135,7 @@ def plain(job: Job) -> Step:
 
 
 def pipelined(job: Job) -> Step:
-    """Return a step of torch.distributed.pipelining, cut where acsgd cuts."""
+    """Return the step of torch.distributed.pipelining, with acsgd's stages."""
     rank, stages = job.topology.rank, job.topology.stages
     targets = NUM_MICROS * MICRO * SEQUENCE
     module = GPT2Stage(pretrained(job), *job.specs[rank])
@@ -166,7 +165,7 @@ def pipelined(job: Job) -> Step:
 
 
 class GPT2Stage(nn.Module):
-    """Layers `first` to `last` of a GPT-2: 0 = embedding, then the blocks, then norm and head."""
+    """Layers [first, last) of a GPT-2. Layer 0 is the embedding; the blocks follow, then norm and head."""
 
     def __init__(self, model: GPT2LMHeadModel, first: int, last: int) -> None:
         super().__init__()
@@ -177,27 +176,27 @@ class GPT2Stage(nn.Module):
         self.head = nn.Sequential(gpt2.ln_f, model.lm_head) if last == num_blocks + 2 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Take tokens [B, T] or what the previous stage gave; return hidden states [B, T, D] or logits [B, T, V]."""
+        """Map tokens [B, T] or hidden states [B, T, D] to hidden states [B, T, D] or logits [B, T, V]."""
         if self.embed is not None:
-            of_tokens, of_positions = self.embed
-            x = of_tokens(x) + of_positions(torch.arange(x.shape[1]))
+            tokens, positions = self.embed
+            x = tokens(x) + positions(torch.arange(x.shape[1]))
         for block in self.blocks:
             x = block(x)
         return x if self.head is None else self.head(x)
 
 
 def pretrained(job: Job) -> GPT2LMHeadModel:
-    """Load the whole model from the directory from which acsgd takes its layers."""
+    """Load the whole model from the directory from which acsgd loads its layers."""
     return AutoModelForCausalLM.from_pretrained(job.model_dir, dtype=torch.float32).train()
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross entropy, summed over all targets."""
+    """Return the cross entropy, summed over target tokens."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def make_adamw(model: nn.Module) -> torch.optim.AdamW:
-    """Return torch's fused AdamW with the options and the decay groups of acsgd's."""
+    """Return torch's fused AdamW with the options and the weight decay groups of acsgd's."""
     matrices = [param for param in model.parameters() if param.dim() > 1]
     vectors = [param for param in model.parameters() if param.dim() <= 1]
     groups = [
@@ -216,19 +215,19 @@ CASES = [
 
 
 def rank_rounds(rank: int, index: int, model: Path, store: str, rounds: int) -> RankRounds:
-    """Run one case on one rank."""
+    """Run one rank of a case."""
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)
     case = CASES[index]
     world_size = case.stages * case.replicas
     job = prepare(case.config(model), Launch(rank, rank, world_size))
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(store, world_size)) as groups:
-        ours, theirs = acsgd(build_session(job, open_weight_source(job), groups)), case.baseline(job)
+        ours, theirs = acsgd(build_session(job, open_weight_source(job), groups)), case.open_baseline(job)
         return alternate(ours, theirs, warmup=WARMUP, rounds=rounds, steps=STEPS_PER_BLOCK, barrier=dist.barrier)
 
 
 def save_model(directory: Path, *, tied: bool) -> Path:
-    """Write a GPT-2 of 9 M parameters (10 M if its head is untied) with new weights, and a tokenizer nobody uses."""
+    """Write a GPT-2 of 9 M parameters (10 M with an untied head) with new weights, and a placeholder tokenizer."""
     config = GPT2Config(
         vocab_size=VOCABULARY,
         n_positions=SEQUENCE,
@@ -250,7 +249,7 @@ def save_model(directory: Path, *, tied: bool) -> Path:
 
 
 def measure(index: int, rounds: int) -> Comparison:
-    """Run one case. Raises RuntimeError if the two sides do not compute the same."""
+    """Run one case. Raises RuntimeError if the losses of the two sides differ."""
     case = CASES[index]
     with tempfile.TemporaryDirectory() as directory:
         model = save_model(Path(directory) / "model", tied=case.tied)
@@ -259,23 +258,23 @@ def measure(index: int, rounds: int) -> Comparison:
     result = summarise(ranks, steps=STEPS_PER_BLOCK)
     if result.loss_error > LOSS_TOLERANCE:
         raise RuntimeError(
-            f"{case.name}: the losses differ by {result.loss_error:.1e}, relative: not the same training"
+            f"{case.name}: the relative difference of the two losses, {result.loss_error:.1e}, exceeds {LOSS_TOLERANCE:g}"
         )
     return result
 
 
 def table(results: Sequence[tuple[Case, Comparison]]) -> Table:
-    """Show step times and ratios, one case per row."""
-    shown = Table(title="Step time of acsgd relative to PyTorch's own; < 1 = acsgd is faster")
+    """Return a table of step times and ratios, one case per row."""
+    shown = Table(title="Step time of acsgd relative to PyTorch's tools; less than 1 = acsgd is faster")
     shown.add_column("acsgd")
-    shown.add_column("against")
-    for name in ("s", "their s", "ratio", "quartiles", "CPU ratio", "goal"):
+    shown.add_column("baseline")
+    for name in ("acsgd, s", "baseline, s", "ratio", "quartiles", "CPU ratio", "goal"):
         shown.add_column(name, justify="right")
     for case, result in results:
         low, high = result.quartiles
         numbers = f"{result.ours_s:.3f}", f"{result.theirs_s:.3f}", f"{result.median:.3f}", f"{low:.3f} - {high:.3f}"
         mark = "[green]met[/]" if result.median <= case.goal else "[red]missed[/]"
-        shown.add_row(case.name, case.rival, *numbers, f"{result.cpu:.3f}", f"<= {case.goal:g} {mark}")
+        shown.add_row(case.name, case.baseline, *numbers, f"{result.cpu:.3f}", f"<= {case.goal:g} {mark}")
     return shown
 
 
@@ -283,18 +282,18 @@ def main() -> None:
     """Measure, print, save."""
     transformers_logging.disable_progress_bar()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/speed.json"), help="where the numbers go")
-    parser.add_argument("--rounds", type=int, default=15, help="per case; an A and a B each")
-    parser.add_argument("--only", default="", help="only cases with this in their name")
+    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/speed.json"), help="path of the results")
+    parser.add_argument("--rounds", type=int, default=15, help="per case; a step of each side")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this")
     options = parser.parse_args()
     console = Console(width=120)
     results = []
     for index, case in enumerate(CASES):
         if options.only in case.name:
             results.append((case, measure(index, options.rounds)))
-            console.print(f"{case.name}: {results[-1][1].median:.3f} x {case.rival}")
+            console.print(f"{case.name}: {results[-1][1].median:.3f} x {case.baseline}")
     console.print(table(results))
-    rows = [{"case": case.name, "against": case.rival, "goal": case.goal, **r._asdict()} for case, r in results]
+    rows = [{"case": case.name, "baseline": case.baseline, "goal": case.goal, **r._asdict()} for case, r in results]
     about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.processor()}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"about": about, "cases": rows}, indent=1))

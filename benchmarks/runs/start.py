@@ -1,16 +1,17 @@
-"""From torchrun to the first step of a run that goes on from a checkpoint: which part takes how long.
+"""Time from torchrun to the first step of a resumed run, part by part:
 
-    .venv/bin/python -m benchmarks.runs.start            about 2 minutes
+    .venv/bin/python -m benchmarks.runs.start [--json runs/benchmarks/start.json]
 
-The model is that of `make demo`, on 2 stages x 2 replicas. Each start is a real one, under torchrun; every rank notes
-the time when it has come to the end of a part. Of each part the slowest rank counts.
+The run is that of examples/demo.py, on 2 stages x 2 replicas, started with torchrun. Every rank records the time at
+which it completes each part; a part ends when the slowest rank completes it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import runpy
+import platform
 import statistics
 import subprocess
 import sys
@@ -18,62 +19,71 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
+from examples.demo import make_model
+
 ROOT = Path(__file__).parents[2]
-RANKS, STARTS = 4, 7
+RANKS = 4
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
 
 
-def launch(directory: Path, *flags: str) -> float:
-    """Start the demo's run under torchrun, to its end; return the time.time() at which it was launched."""
-    run = [str(ROOT / "benchmarks/runs/start_timed.py"), str(directory / "notes"), str(ROOT / "examples/demo.toml")]
-    options = [
-        "--model.name",
-        str(directory / "model"),
-        "--log.dir",
-        str(directory / "run"),
-        "--log.to",
-        "jsonl",
-        "--optim.warmup",
-        "0",
-    ]
-    launched = time.time()
+def launch(directory: Path, *, steps: int) -> float:
+    """Run the demo under torchrun up to step `steps`; return the time.time() of the launch."""
+    script = [ROOT / "benchmarks/runs/start_timed.py", directory / "times", ROOT / "examples/demo.toml"]
+    flags = {"model.name": directory / "model", "log.dir": directory / "run", "log.to": "jsonl"}
+    flags |= {"optim.warmup": 0, "optim.steps": steps}
+    command = [*TORCHRUN, *map(str, script), *(f"--{key}={value}" for key, value in flags.items())]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    subprocess.run([*TORCHRUN, *run, *options, *flags], env=environment, check=True, stdout=subprocess.DEVNULL)
+    launched = time.time()
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
     return launched
 
 
-def parts(directory: Path, launched: float) -> dict[str, float]:
-    """Return the seconds of each part of a start: from the slowest rank of the part before to the slowest of this."""
-    ranks = [json.loads(path.read_text()) for path in sorted(directory.glob("notes-*"))]
+def parts_of(directory: Path, launched: float) -> dict[str, float]:
+    """Return the seconds of each part of a start: from the slowest rank's previous part to that of this one."""
+    ranks = [json.loads(path.read_text()) for path in sorted(directory.glob("times-*"))]
     assert len(ranks) == RANKS
-    seconds, before = {}, launched
-    for notes in zip(*ranks, strict=True):
-        latest = max(at for _, at in notes)
-        seconds[notes[0][0]] = latest - before
-        before = latest
+    seconds, previous = {}, launched
+    for times in zip(*ranks, strict=True):
+        latest = max(time_s for _, time_s in times)
+        seconds[times[0][0]] = latest - previous
+        previous = latest
     return seconds
 
 
-def main() -> None:
-    """Measure, print a table and a line of JSON."""
+def measure(number: int) -> list[dict[str, float]]:
+    """Return the seconds of each part, by start."""
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        runpy.run_path(str(ROOT / "examples/demo.py"))["make_model"](directory / "model")
-        launch(directory, "--optim.steps", "1")  # makes the checkpoint and fills the caches
-        starts = [parts(directory, launch(directory, "--optim.steps", str(2 + number))) for number in range(STARTS)]
-    whole = statistics.median(sum(start.values()) for start in starts)
-    table = Table("part", "share of the time, median", "quartiles", title=f"{STARTS} starts", title_justify="left")
+        make_model(directory / "model")
+        launch(directory, steps=1)  # writes the first checkpoint and fills the caches
+        return [parts_of(directory, launch(directory, steps=2 + index)) for index in range(number)]
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/start.json"), help="path of the results")
+    parser.add_argument("--starts", type=int, default=7, help="number of timed starts, 2 or more")
+    options = parser.parse_args()
+    starts = measure(options.starts)
+    total_s = statistics.median(sum(start.values()) for start in starts)
+    title = f"{options.starts} starts, {total_s:.1f} s each"
+    table = Table("part", "fraction of the time, median", "quartiles", title=title, title_justify="left")
     summary = {}
     for part in starts[0]:
-        shares = [start[part] / sum(start.values()) for start in starts]
-        low, median, high = statistics.quantiles(shares, n=4, method="inclusive")
+        fractions = [start[part] / sum(start.values()) for start in starts]
+        low, median, high = statistics.quantiles(fractions, n=4, method="inclusive")
         table.add_row(part, f"{median:.3f}", f"{low:.3f} - {high:.3f}")
         summary[part] = {"median": median, "quartiles": [low, high]}
     Console().print(table)
-    print(json.dumps({"starts": STARTS, "median_s": whole, "shares": summary}))
+    about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.processor()}
+    about |= {"starts": options.starts, "median_s": total_s}
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"about": about, "fractions": summary}, indent=1))
 
 
 if __name__ == "__main__":

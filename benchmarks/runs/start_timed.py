@@ -1,9 +1,9 @@
-"""train.py, noting when each part of its start is over; run by start.py, under torchrun.
+"""train.py with the time of each part of its start; run by start.py under torchrun.
 
-start_noted.py NOTES RUN.toml ...            writes NOTES-<rank>, a JSON list of [part, time.time() at its end]
+    start_timed.py TIMES RUN.toml ...           writes TIMES-<rank>, a JSON list of [part, time.time() at its end]
 """
 
-# ruff: noqa: E402, the imports are what is timed
+# ruff: noqa: E402, the imports are timed
 from __future__ import annotations
 
 import contextlib
@@ -15,59 +15,60 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-NOTES = [("torchrun and the interpreter", time.time())]
+TIMES = [("torchrun, Python", time.time())]
+PARENT = os.getppid()
 
 
-def note(part: str) -> None:
-    """Take the time at the end of a part."""
-    NOTES.append((part, time.time()))
+def record(part: str) -> None:
+    """Record the end of a part."""
+    TIMES.append((part, time.time()))
 
 
 import torch  # noqa: F401
 
-note("import torch")
+record("import torch")
 from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: F401
 
-note("import transformers")
+record("import transformers")
 from acsgd import train
 
-note("import acsgd")
+record("import acsgd")
 
 
-def noting(part: str, name: str) -> None:
-    """Let a function of train.py end with a note."""
+def record_after(part: str, name: str) -> None:
+    """Replace a function of acsgd.train by one that records the end of a part when it returns."""
     function = getattr(train, name)
 
-    def noted(*args: Any, **options: Any) -> Any:
+    def recording(*args: Any, **options: Any) -> Any:
         result = function(*args, **options)
-        note(part)
+        record(part)
         return result
 
-    setattr(train, name, noted)
+    setattr(train, name, recording)
 
 
 @contextlib.contextmanager
 def connect(*args: Any, **options: Any) -> Iterator[train.Groups]:
-    """Meet the other ranks, and note it."""
+    """Connect the ranks and record the end of that."""
     with CONNECT(*args, **options) as groups:
-        note("meet, open the groups")
+        record("connect ranks")
         yield groups
 
 
-def train_step(worker: train.Session, *args: Any, **options: Any) -> Any:
-    """Make the first step, write the notes, and be in the way no more."""
-    note("open logs and saver")
+def train_step(session: train.Session, *args: Any, **options: Any) -> Any:
+    """Run the first step, write the times, and restore the original function."""
+    record("open logs and saver")
     train.train_step = TRAIN_STEP
-    result = TRAIN_STEP(worker, *args, **options)
-    note("first step")
-    Path(f"{sys.argv[1]}-{worker.job.topology.rank}").write_text(json.dumps(NOTES))
+    result = TRAIN_STEP(session, *args, **options)
+    record("first step")
+    Path(f"{sys.argv[1]}-{session.job.topology.rank}").write_text(json.dumps(TIMES))
     return result
 
 
 CONNECT, TRAIN_STEP = train.connect, train.train_step
-noting("decide: configuration, model, plan", "prepare")
-noting("find text and checkpoint", "open_inputs")
-noting("verify and load", "start")
+record_after("plan the run", "prepare")
+record_after("open text and checkpoint", "open_inputs")
+record_after("verify and load the checkpoint", "start")
 train.connect = connect
 train.train_step = train_step
-train.main(sys.argv[2:], os.getppid())
+train.main(sys.argv[2:], PARENT)
