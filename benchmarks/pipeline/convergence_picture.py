@@ -125,7 +125,7 @@ def _draw_points(axes: Axes, summaries: Sequence[Summary]) -> None:
 
 
 def _draw_family(axes: Axes, summaries: Sequence[Summary]) -> None:
-    """Draw one family's points; the first, with the fewest bits, has the family's name and says what is counted."""
+    """Draw one family's points; the first, with the fewest bits, has the family's name and the unit."""
     points = sorted(summaries, key=lambda each: fmean(each.bits))
     x, y = [fmean(each.bits) for each in points], [fmean(each.last_excess) for each in points]
     for index, each in enumerate(points):
@@ -141,7 +141,7 @@ def _draw_family(axes: Axes, summaries: Sequence[Summary]) -> None:
 
 
 def _annotate(axes: Axes, point: tuple[float, float], text: str, color: str, by: tuple[int, int], **font: Any) -> None:
-    """Write a text beside a point, by so many points to the right and upwards."""
+    """Write a text beside a point. by: offset to the right and upwards, points."""
     sideways = "center" if not by[0] else "left" if by[0] > 0 else "right"
     upwards = "bottom" if by[1] > 0 else "top"
     place = {"xytext": by, "textcoords": "offset points", "ha": sideways, "va": upwards}

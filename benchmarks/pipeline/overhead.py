@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -171,7 +171,11 @@ def main() -> None:
     console = Console(width=140)
     console.print(table(rows))
     console.print(f"Besides, in every step: {rows[0].tied_bytes / 1e3:.1f} kB of the tied weight's gradient")
-    about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.processor()}
+    about: dict[str, Any] = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.processor(),
+    }
     about |= {"goal": GOAL, "rounds": options.rounds, "steps_per_block": STEPS_PER_BLOCK}
     forms = [each._asdict() | {"times": each.times._asdict()} for each in rows]
     options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,20 +1,20 @@
-"""What does it cost a replica to agree, besides the bytes? Three tables, with one command:
+"""CPU time and memory of the data-parallel modes, and the speed of their codecs:
 
     .venv/bin/python -m benchmarks.replicas.cost [--json runs/benchmarks/replica_cost.json]
 
-Time: replicas are processes of one thread over gloo on this machine. Each holds the weights of blocks of a GPT-2, draws
-gradients and makes steps as a worker does, without a model. CPU time is that of all threads of a rank, the kernel's
-copies to and from sockets included; waiting is none of it. What is left of it without the gradients and AdamW is the
-mode's. All modes live in the same processes and take turns; a round is a whole period of a mode that exchanges every H
-steps, or looks at second moments every 16. The yardstick is AdamW in steps of `local`; what it does besides, as with
-`moment_correction`, is the mode's.
+Time: replicas are processes of one thread over gloo on this machine. Each has the weights of GPT-2 blocks and runs
+steps on random gradients, without a model. CPU time is that of all threads of a rank, including the kernel's copies to
+and from sockets, without waiting. The mode's part is this time minus that of gradients and AdamW. All modes run in turn
+in the same processes; a round is one period of a mode: of its exchanges, and of the second-moment correction (16
+steps). The baseline is AdamW in steps of `local`; additional work in AdamW, as with `moment_correction`, is
+counted as the mode's.
 
-Memory: bytes that are allocated and not freed, more than those of a run with one replica: weights, gradients, moments.
-glibc counts them, exactly; what is allocated and never touched counts, as a GPU would hold it. Peaks are of a whole
-round, looked for every 0.2 ms. On more parameters, since messages of some modes have a fixed size.
+Memory: bytes allocated and not freed, in addition to the weights, gradients and moments of a run with one replica, as
+counted by glibc. Untouched pages count, since they would take memory on a GPU. Peaks are those of a round, sampled
+every 0.2 ms. There are more parameters than for time, since the messages of some modes have a fixed size.
 
-Compressors: alone, in one thread, on what a replica encodes in one exchange; each takes turns with a copy_ of the same
-tensor. Without a GPU, that half of the table is not measured.
+Codecs: in one thread, on the elements that a replica encodes in one exchange; each alternates with a copy_ of the same
+tensor. With a GPU, they are also measured there.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.exchange.second_moments import INTERVAL
 from benchmarks.common.compare import on_ranks
-from benchmarks.replicas.cost_ranks import Cost, Memory, Way, costs, make_weights, memories
+from benchmarks.replicas.cost_ranks import Cost, Measured, Memory, costs, make_weights, memories
 from benchmarks.replicas.encoders import Encoded, Spread, measure
 
-YARDSTICK = "local"
+BASELINE = "local"
 SPECS = (
     "allreduce",
     "allreduce:dtype=fp16",
@@ -57,88 +57,91 @@ SPECS = (
     "diloco:fragments=5,delay=2,bits=4",
 )
 GPU_PARAMETERS = 1 << 27
-"""Enough of cocktail's tenth for launches to be a small part."""
+"""So large that kernel launches take a small part of the time, also on the tenth that `cocktail` encodes."""
 GOAL, PUBLISHED = 200.0, 146.0
-"""Ratio of sparseloco's messages: what it should be, and what its paper has."""
+"""Compression ratio of sparseloco's messages: the goal, and that of the paper (arXiv:2508.15706)."""
 
 
 class Row(NamedTuple):
-    """What a mode costs. Nanoseconds are of CPU time per parameter and step, by round, mean over the replicas."""
+    """Cost of a mode. CPU times are nanoseconds per parameter and step, by round, mean over the replicas."""
 
     name: str
     mode_ns: list[float]
     adamw_ns: list[float]
-    dearest_ns: float
-    """Of the replica that has most to do, median."""
+    slowest_ns: float
+    """Median of the replica with the most CPU time."""
     sent_bytes: float
-    """Per parameter and step, mean over the replicas."""
+    """Bytes per parameter and step, mean over the replicas."""
     memory: Memory
-    """Of the rank that takes most."""
+    """Maximum over the replicas."""
 
     def ratios(self) -> Spread:
-        """Return the mode's time over AdamW's."""
+        """Return the mode's time relative to AdamW's."""
         return Spread.of([mode / adamw for mode, adamw in zip(self.mode_ns, self.adamw_ns, strict=True)])
 
 
-def ways_of(specs: Sequence[str]) -> list[Way]:
-    """Return what is to be measured of modes: a period each."""
+def with_periods(specs: Sequence[str]) -> list[Measured]:
+    """Return the modes with their periods."""
     modes = [from_spec(spec, MODES, key="--modes") for spec in specs]
     periods = [
         math.lcm(getattr(mode, "inner", 1), INTERVAL if getattr(mode, "moment_correction", False) else 1)
         for mode in modes
     ]
-    return [Way(spec, period) for spec, period in zip(specs, periods, strict=True)]
+    return [Measured(spec, period) for spec, period in zip(specs, periods, strict=True)]
 
 
 def measure_modes(options: argparse.Namespace, directory: Path) -> tuple[list[Row], Memory]:
-    """Measure time, then memory; return a row for each way, and what the only replica of a run takes."""
-    ways = ways_of([YARDSTICK, *(spec for spec in options.modes if spec != YARDSTICK)])
+    """Measure time, then memory; return a row per mode, and the memory of a single replica."""
+    modes = with_periods([BASELINE, *(spec for spec in options.modes if spec != BASELINE)])
     replicas = options.replicas
     parameters = count(options.width, options.blocks)
-    timed = options.width, options.blocks, options.rounds
-    taken = on_ranks(replicas, costs, replicas, str(directory / "costs"), ways, *timed)
-    weighed = options.width, options.memory_blocks
-    held = on_ranks(replicas, memories, replicas, str(directory / "memories"), ways, *weighed)
-    largest = [Memory(*map(max, zip(*ranks, strict=True))) for ranks in zip(*(more for _, more in held), strict=True)]
-    seen = [per_parameter(ranks, parameters) for ranks in zip(*taken, strict=True)]
-    plain = [cost.adamw_s for cost in mean_of_ranks(seen[0])]
-    by_way = zip(ways, seen, largest, strict=True)
-    return [row(way, ranks, plain, memory) for way, ranks, memory in by_way], held[0][0]
+    store, sizes = str(directory / "costs"), (options.width, options.blocks)
+    costs_by_rank = on_ranks(replicas, costs, replicas, store, modes, *sizes, options.rounds)
+    store, sizes = str(directory / "memories"), (options.width, options.memory_blocks)
+    memory_by_rank = on_ranks(replicas, memories, replicas, store, modes, *sizes)
+    additional = zip(*(by_mode for _, by_mode in memory_by_rank), strict=True)
+    largest = [Memory(*map(max, zip(*ranks, strict=True))) for ranks in additional]
+    by_mode = [per_parameter(ranks, parameters) for ranks in zip(*costs_by_rank, strict=True)]
+    adamw_s = [cost.adamw_s for cost in mean_of_ranks(by_mode[0])]
+    rows = [row(mode, ranks, adamw_s, memory) for mode, ranks, memory in zip(modes, by_mode, largest, strict=True)]
+    return rows, memory_by_rank[0][0]
 
 
 def per_parameter(ranks: Sequence[Sequence[Cost]], parameters: int) -> list[list[Cost]]:
+    """Divide the costs, by rank and round, by the number of parameters."""
     return [[Cost(*(number / parameters for number in cost)) for cost in rank] for rank in ranks]
 
 
 def mean_of_ranks(ranks: Sequence[Sequence[Cost]]) -> list[Cost]:
-    """Return by round."""
+    """Return the mean over the ranks, by round."""
     return [Cost(*map(statistics.fmean, zip(*costs, strict=True))) for costs in zip(*ranks, strict=True)]
 
 
-def row(way: Way, ranks: Sequence[Sequence[Cost]], plain: Sequence[float], memory: Memory) -> Row:
-    """Put together what the ranks saw of a way, per parameter. plain: seconds of AdamW where it does nothing else."""
+def row(mode: Measured, ranks: Sequence[Sequence[Cost]], adamw_s: Sequence[float], memory: Memory) -> Row:
+    """Return a mode's row. ranks: its costs per parameter; adamw_s: seconds of AdamW in the baseline, by round."""
     costs = mean_of_ranks(ranks)
-    dearest = max(statistics.median(cost.mode_s + cost.adamw_s for cost in rank) for rank in ranks)
+    slowest_s = max(statistics.median(cost.mode_s + cost.adamw_s for cost in rank) for rank in ranks)
     return Row(
-        name=way.spec,
-        mode_ns=[1e9 * (cost.mode_s + cost.adamw_s - adamw) for cost, adamw in zip(costs, plain, strict=True)],
-        adamw_ns=[1e9 * adamw for adamw in plain],
-        dearest_ns=1e9 * (dearest - statistics.median(plain)),
+        name=mode.spec,
+        mode_ns=[1e9 * (cost.mode_s + cost.adamw_s - adamw) for cost, adamw in zip(costs, adamw_s, strict=True)],
+        adamw_ns=[1e9 * adamw for adamw in adamw_s],
+        slowest_ns=1e9 * (slowest_s - statistics.median(adamw_s)),
         sent_bytes=statistics.fmean(cost.sent_bytes for cost in costs),
         memory=memory,
     )
 
 
 def count(width: int, blocks: int) -> int:
-    """Return how many parameters these weights have."""
+    """Return the number of parameters of the blocks."""
     return sum(weight.master.numel() for weight in make_weights(width, blocks))
 
 
 def cost_table(rows: Sequence[Row], options: argparse.Namespace) -> Table:
+    """Return a table of CPU times, one mode per row."""
     millions = count(options.width, options.blocks) / 1e6
-    shown = Table(title=f"CPU time of one of {options.replicas} replicas per step, {millions:.1f} M parameters")
+    shown = Table(title=f"CPU time per step and replica; {options.replicas} replicas, {millions:.1f} M parameters")
     shown.add_column("dp.mode", no_wrap=True)
-    columns = "ns / parameter", "quartiles", "dearest replica", "AdamW, ns", "times AdamW", "quartiles", "bytes sent"
+    columns = "ns / parameter", "quartiles", "slowest replica", "AdamW, ns", "times AdamW", "quartiles", "bytes sent"
     for name in columns:
         shown.add_column(name, justify="right")
     for each in rows:
@@ -147,7 +150,7 @@ def cost_table(rows: Sequence[Row], options: argparse.Namespace) -> Table:
             each.name,
             f"{ours.median:.2f}",
             f"{ours.low:.2f} - {ours.high:.2f}",
-            f"{each.dearest_ns:.2f}",
+            f"{each.slowest_ns:.2f}",
             f"{statistics.median(each.adamw_ns):.2f}",
             f"{ratios.median:.2f}",
             f"{ratios.low:.2f} - {ratios.high:.2f}",
@@ -156,9 +159,10 @@ def cost_table(rows: Sequence[Row], options: argparse.Namespace) -> Table:
     return shown
 
 
-def memory_table(rows: Sequence[Row], alone: Memory, options: argparse.Namespace) -> Table:
+def memory_table(rows: Sequence[Row], single: Memory, options: argparse.Namespace) -> Table:
+    """Return a table of memory, one mode per row. single: the memory of a single replica."""
     parameters = count(options.width, options.memory_blocks)
-    title = f"Bytes per parameter besides the {alone.between / parameters:.1f} of weights, gradients and moments"
+    title = f"Bytes per parameter beyond the {single.between / parameters:.1f} of weights, gradients and moments"
     shown = Table(title=f"{title}; {options.replicas} replicas, {parameters / 1e6:.1f} M parameters")
     shown.add_column("dp.mode", no_wrap=True)
     for name in ("between steps", "at the peak", "in a checkpoint"):
@@ -169,11 +173,11 @@ def memory_table(rows: Sequence[Row], alone: Memory, options: argparse.Namespace
 
 
 def encoder_table(encoded: Sequence[Encoded], device: str) -> Table:
-    """Show a row per compressor and kind of data; green = the goal is met."""
-    shown = Table(title=f"Compressors alone, {device}: per element encoded, and share of a copy's bandwidth")
-    for name in ("of dp.mode", "data"):
+    """Return a table of codecs, one row per codec and kind of data; green = goal met."""
+    shown = Table(title=f"Codecs, {device}: time per encoded element, and fraction of a copy's bandwidth")
+    for name in ("dp.mode", "data"):
         shown.add_column(name, no_wrap=True)
-    names = "elements", "encode, ns", "of a copy", "decode, ns", "of a copy", "bytes", "fp32 / bytes", "of all weights"
+    names = "elements", "encode, ns", "of a copy", "decode, ns", "of a copy", "bytes", "ratio", "of all weights"
     for name in names:
         shown.add_column(name, justify="right", no_wrap=True)
     for each in encoded:
@@ -196,7 +200,7 @@ def _with_share(nanoseconds: Spread, share: Spread) -> tuple[str, str]:
 
 
 def measure_encoders(options: argparse.Namespace, console: Console) -> dict[str, list[Encoded]]:
-    """Measure compressors on the CPU and on a GPU, if there is one; print and return what was found, by device."""
+    """Measure the codecs on the CPU and on a GPU if there is one; print and return the results by device."""
     devices = {"CPU, one core": (torch.device("cpu"), count(options.width, options.blocks))}
     if torch.cuda.is_available():
         devices[torch.cuda.get_device_name()] = torch.device("cuda"), GPU_PARAMETERS
@@ -204,9 +208,9 @@ def measure_encoders(options: argparse.Namespace, console: Console) -> dict[str,
     for name, (device, parameters) in devices.items():
         found[name] = measure(options.modes, parameters, options.rounds, device)
         console.print(encoder_table(found[name], name))
-    console.print(f"sparseloco: goal more than {GOAL:g} x with all headers, published {PUBLISHED:g} x", highlight=False)
+    console.print(f"sparseloco: goal more than {GOAL:g} x with headers, published {PUBLISHED:g} x", highlight=False)
     if not torch.cuda.is_available():
-        console.print("On a GPU: not measured, there is none here.", highlight=False)
+        console.print("No GPU: the codecs are measured on the CPU only.", highlight=False)
     return found
 
 
@@ -215,36 +219,38 @@ def main() -> None:
     options = parse_arguments()
     console = Console(width=170)
     with tempfile.TemporaryDirectory() as directory:
-        rows, alone = measure_modes(options, Path(directory))
+        rows, single = measure_modes(options, Path(directory))
     console.print(cost_table(rows, options))
-    console.print(memory_table(rows, alone, options))
+    console.print(memory_table(rows, single, options))
     encoded = measure_encoders(options, console)
     about = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
     about |= {name: getattr(options, name) for name in ("replicas", "rounds", "width", "blocks", "memory_blocks")}
     about |= {"parameters": count(options.width, options.blocks)}
-    about |= {"memory_parameters": count(options.width, options.memory_blocks), "alone_bytes": alone.between}
+    about |= {"memory_parameters": count(options.width, options.memory_blocks), "single_replica_bytes": single.between}
     modes = [each._asdict() | {"memory": each.memory._asdict()} for each in rows]
-    encoders = {device: [_nested(each) for each in each_of] for device, each_of in encoded.items()}
+    by_device = {device: [_nested(each) for each in results] for device, results in encoded.items()}
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"about": about, "modes": modes, "encoders": encoders}, indent=1))
+    options.json.write_text(json.dumps({"about": about, "modes": modes, "codecs": by_device}, indent=1))
 
 
 def _nested(encoded: Encoded) -> dict[str, object]:
+    """Return the fields with spreads as dictionaries."""
     fields = encoded._asdict()
     return {name: value._asdict() if isinstance(value, Spread) else value for name, value in fields.items()}
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--json", type=Path, default=Path("runs/benchmarks/replica_cost.json"), help="where the numbers go"
+        "--json", type=Path, default=Path("runs/benchmarks/replica_cost.json"), help="path of the results"
     )
     parser.add_argument("--modes", nargs="+", default=SPECS, help="values of dp.mode")
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=11, help="of each mode, a period of it each")
-    parser.add_argument("--width", type=int, default=768, help="of the GPT-2")
-    parser.add_argument("--blocks", type=int, default=1, help="of it, whose time is measured")
-    parser.add_argument("--memory-blocks", type=int, default=4, help="of it, whose memory is measured")
+    parser.add_argument("--replicas", type=int, default=2, help="number of replicas, one process each")
+    parser.add_argument("--rounds", type=int, default=11, help="rounds per mode, each one period, 2 or more")
+    parser.add_argument("--width", type=int, default=768, help="hidden size of the blocks")
+    parser.add_argument("--blocks", type=int, default=1, help="number of blocks for CPU time")
+    parser.add_argument("--memory-blocks", type=int, default=4, help="number of blocks for memory")
     return parser.parse_args()
 
 

@@ -1,6 +1,4 @@
-"""What one replica does for benchmarks/replicas/cost.py: steps on drawn gradients, without a model, as a worker makes
-them, and the CPU time and the memory that they take.
-"""
+"""One rank of cost.py: steps on random gradients, without a model, and their CPU time and memory."""
 
 from __future__ import annotations
 
@@ -30,46 +28,50 @@ from acsgd.shards.weights import Weight
 from acsgd.topology import Topology, connect
 
 FIRST = 3000
-"""Number of the first step that is made, or a few more, so that a period begins."""
+"""Number of the first step, rounded up to the start of a period."""
 POLL_S = 2e-4
+"""Interval at which peak memory is sampled, seconds."""
 TIMEOUT = timedelta(minutes=5)
 
 
-class Way(NamedTuple):
-    """Steps to measure."""
+class Measured(NamedTuple):
+    """A data-parallel mode to measure."""
 
     spec: str
     period: int = 1
-    """Of these steps, one exchanges; they make a round."""
+    """Number of steps after which the mode's exchanges repeat; a round is one period."""
 
     def numbers(self, index: int) -> range:
-        """Return the steps of a round."""
+        """Return the numbers of the steps of a round."""
         first = -(-FIRST // self.period) + index
         return range(first * self.period, (first + 1) * self.period)
 
 
 class Cost(NamedTuple):
-    """Of one rank and step, mean over a round."""
+    """Cost of one step on one rank, mean over a round."""
 
     mode_s: float
-    """CPU time, all threads: of everything but gradients and AdamW."""
+    """CPU time of all threads without gradients and AdamW, seconds."""
     adamw_s: float
+    """CPU time of AdamW, seconds."""
     sent_bytes: float
 
 
 class Memory(NamedTuple):
-    """Bytes of one rank; those between steps and at the peak are what it takes more than the only replica of a run."""
+    """Bytes of one rank."""
 
     between: int
+    """Allocated between steps."""
     peak: int
+    """Peak during a round."""
     saved: int
-    """What a mode asks a checkpoint to hold."""
+    """State of the mode in a checkpoint."""
 
 
 class Replica:
-    """Weights, how replicas agree on them, and their optimizer.
+    """Weights, their gradient sync and their optimizer.
 
-    sync: without it, of the mode `spec`.
+    sync: by default that of the mode `spec`.
     """
 
     def __init__(self, weights: list[Weight], spec: str, peers: Peers, sync: GradSync | None = None) -> None:
@@ -81,39 +83,39 @@ class Replica:
         self._noise = torch.randn(count + count // 8, generator=torch.Generator().manual_seed(peers.replica))
 
     def round(self, numbers: Sequence[int]) -> Cost:
-        """Make steps; what they have left under way is done when this returns, and counted."""
+        """Run steps and return their mean cost, which includes the exchanges that they leave in progress."""
         self.sync.meter.reset()
-        began, drawing_s, adamw_s = time.process_time(), 0.0, 0.0
+        started, gradients_s, adamw_s = time.process_time(), 0.0, 0.0
         for number in numbers:
-            drawing_s += self._backward(number)
+            gradients_s += self._backward(number)
             self.sync.reduce()
             self.sync.wait()
             before = time.thread_time()
             self._optimizer.step(number, self.sync.local_step(number) or LocalStep())
             adamw_s += time.thread_time() - before
             self.sync.after_step(number, self._optimizer.second_moments(self._weights))
-        self._peers.submit(lambda: None).result(Meter())  # one thread does all: what is before it is done
-        mode_s = time.process_time() - began - drawing_s - adamw_s
+        self._peers.submit(lambda: None).result(Meter())  # it runs in the thread of all exchanges, after them
+        mode_s = time.process_time() - started - gradients_s - adamw_s
         return Cost(*(total / len(numbers) for total in (mode_s, adamw_s, self.sync.meter.sent_bytes)))
 
     def _backward(self, number: int) -> float:
-        """Begin a step and make its gradients, last layer first; return the CPU seconds that making them took."""
+        """Start a step and create its gradients, last layer first; return the CPU seconds of creating them."""
         self.sync.begin_step(number)
-        drawing_s, spare = 0.0, len(self._noise) // 9
+        gradients_s, spare = 0.0, len(self._noise) // 9
         start = number * 7919 % spare
         for weight in reversed(self._weights):
             before = time.thread_time()
             end = start + weight.master.numel()
             grad = self._noise[start:end].view(weight.master.shape).clone()
-            drawing_s += time.thread_time() - before
+            gradients_s += time.thread_time() - before
             weight.master.grad, start = grad, end
-            del grad  # as autograd, which hands it over
+            del grad  # autograd keeps no reference either
             self.sync.grad_ready(weight, is_final=True)
-        return drawing_s
+        return gradients_s
 
 
 def make_weights(width: int, blocks: int) -> list[Weight]:
-    """Return the weights of blocks of a GPT-2 of this width, drawn: 12 width^2 + 13 width parameters each."""
+    """Return random weights of GPT-2 blocks; each block has 12 width^2 + 13 width parameters."""
     shapes: dict[str, tuple[int, ...]] = {
         "ln_1.weight": (width,),
         "ln_1.bias": (width,),
@@ -128,9 +130,9 @@ def make_weights(width: int, blocks: int) -> list[Weight]:
         "mlp.c_proj.weight": (4 * width, width),
         "mlp.c_proj.bias": (width,),
     }
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     params = {
-        f"h.{block}.{name}": nn.Parameter(torch.randn(shape, generator=draw).mul_(0.02))
+        f"h.{block}.{name}": nn.Parameter(torch.randn(shape, generator=generator).mul_(0.02))
         for block in range(blocks)
         for name, shape in shapes.items()
     }
@@ -138,57 +140,59 @@ def make_weights(width: int, blocks: int) -> list[Weight]:
 
 
 def costs(
-    rank: int, replicas: int, store: str, ways: Sequence[Way], width: int, blocks: int, rounds: int
+    rank: int, replicas: int, store: str, modes: Sequence[Measured], width: int, blocks: int, rounds: int
 ) -> list[list[Cost]]:
-    """Be one rank: all ways live in the same processes and take turns; return what each round of each took."""
+    """Run one rank; all modes run in turn in the same processes. Return the costs by mode and round."""
     with _group(rank, replicas, store) as group:
-        running = [Replica(make_weights(width, blocks), way.spec, Peers(group)) for way in ways]
-        taken: list[list[Cost]] = [[] for _ in ways]
+        running = [Replica(make_weights(width, blocks), mode.spec, Peers(group)) for mode in modes]
+        result: list[list[Cost]] = [[] for _ in modes]
         for index in range(rounds + 1):
-            for place in range(len(ways))[:: -1 if index % 2 else 1]:
+            for i in range(len(modes))[:: -1 if index % 2 else 1]:
                 dist.barrier()
-                taken[place].append(running[place].round(ways[place].numbers(index)))
+                result[i].append(running[i].round(modes[i].numbers(index)))
         dist.barrier()
-    return [each[1:] for each in taken]  # the first warms up
+    return [rounds_of[1:] for rounds_of in result]  # the first round is the warm-up
 
 
 def memories(
-    rank: int, replicas: int, store: str, ways: Sequence[Way], width: int, blocks: int
+    rank: int, replicas: int, store: str, modes: Sequence[Measured], width: int, blocks: int
 ) -> tuple[Memory, list[Memory]]:
-    """Be one rank: return all that the only replica takes, and what ways take more, one after the other."""
+    """Run one rank; return the memory of a single replica, and how much more each mode uses."""
     with _group(rank, replicas, store) as group:
-        alone = _memory(Way("local"), width, blocks, Peers(group), is_alone=True)
-        found = [_memory(way, width, blocks, Peers(group)) for way in ways]
+        single = _memory(Measured("local"), width, blocks, Peers(group), is_single=True)
+        found = [_memory(mode, width, blocks, Peers(group)) for mode in modes]
         dist.barrier()
-    return alone, [each._replace(between=each.between - alone.between, peak=each.peak - alone.peak) for each in found]
+    return single, [
+        each._replace(between=each.between - single.between, peak=each.peak - single.peak) for each in found
+    ]
 
 
-def _memory(way: Way, width: int, blocks: int, peers: Peers, *, is_alone: bool = False) -> Memory:
-    """Return what all that belongs to a replica takes after two rounds, and at most in the second."""
-    gc.collect()  # what was measured before may hang in cycles
+def _memory(mode: Measured, width: int, blocks: int, peers: Peers, *, is_single: bool = False) -> Memory:
+    """Return the memory of a replica after two rounds, and its peak in the second."""
+    gc.collect()  # the previous replica may be in reference cycles
     before = live_bytes()
     weights = make_weights(width, blocks)
-    replica = Replica(weights, way.spec, peers, SingleReplicaSync(weights) if is_alone else None)
+    replica = Replica(weights, mode.spec, peers, SingleReplicaSync(weights) if is_single else None)
     noise = replica._noise.nbytes
-    replica.round(way.numbers(0))
+    replica.round(mode.numbers(0))
     dist.barrier()
-    with watched() as peak:
-        replica.round(way.numbers(1))
+    with peak_bytes() as peak:
+        replica.round(mode.numbers(1))
     between = live_bytes()
     saved = sum(x.nbytes for by_key in replica.sync.state_dict().values() for x in by_key.values())
     return Memory(between - before - noise, peak[0] - before - noise, saved)
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[list[int]]:
-    """Look how many bytes are live, some thousand times per second; the list has the most that were seen."""
+def peak_bytes() -> Iterator[list[int]]:
+    """Sample the allocated bytes every POLL_S seconds; the list has one element, their maximum so far."""
     peak, ended = [live_bytes()], threading.Event()
 
-    def watch() -> None:
+    def sample() -> None:
         while not ended.wait(POLL_S):
             peak[0] = max(peak[0], live_bytes())
 
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=sample)
     thread.start()
     try:
         yield peak
@@ -208,9 +212,9 @@ class _MallInfo(ctypes.Structure):
 
 
 def live_bytes() -> int:
-    """Return how many bytes this process has allocated and not freed, all threads: tensors and all else. Needs glibc.
+    """Return the number of bytes that this process has allocated and not freed, in all threads. Needs glibc.
 
-    Also those never touched, which a GPU would hold and the resident size leaves out.
+    Unlike the resident size, it includes pages that were never touched, which would take memory on a GPU.
     """
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = _MallInfo

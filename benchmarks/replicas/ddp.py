@@ -1,6 +1,6 @@
-"""Torch's own replicas, to compare with: DistributedDataParallel, plain or with a hook, torch's or ours.
+"""Training runs with DistributedDataParallel, plain or with a communication hook, as a baseline for acsgd's modes.
 
-A run takes everything but the way replicas agree from a run of acsgd: weights, batches and their order, AdamW with its
+Apart from gradient synchronization, a run equals one of acsgd: initial weights, batches and their order, AdamW and its
 options, clipping, learning rate, held-out text. It writes the same metrics.jsonl.
 """
 
@@ -38,85 +38,85 @@ from acsgd.topology import Launch, connect
 from tests.lib.forks import PRELOAD
 
 TORCH = "torch:"
-"""How the names of torch's ways begin, in place of a mode."""
+"""Prefix of the names in VARIANTS when used in place of dp.mode."""
 TIMEOUT = timedelta(seconds=60)
 BUCKET_MB = 25
-"""As by default, but said, so that the first bucket is no smaller: then the model is one. Of several, the steps of
-PowerSGD's hook follow each other in an order that may differ from rank to rank over gloo."""
+"""DistributedDataParallel's default, given explicitly since the first bucket is smaller otherwise. The whole model is
+one bucket; with several, the order of the collectives of PowerSGD's hook may differ between ranks over gloo."""
 
-Sent = Callable[[], float]
-"""Says how many bytes this replica has sent for the step just made."""
+SentBytes = Callable[[], float]
+"""Returns the number of bytes that this replica sent in the step that has just ended."""
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Gradients are summed in fp32."""
+    """All-reduce of gradients in fp32."""
 
-    def attach(self, model: DistributedDataParallel, optim: OptimConfig) -> Sent:
-        return lambda: ring_bytes(4 * numbers_of(model))
+    def attach(self, model: DistributedDataParallel, optim: OptimConfig) -> SentBytes:
+        return lambda: ring_bytes(4 * num_params(model))
 
 
 @dataclass(frozen=True)
 class Half:
-    """Gradients are rounded to fp16 and summed."""
+    """All-reduce of gradients in fp16, with torch's hook."""
 
-    def attach(self, model: DistributedDataParallel, optim: OptimConfig) -> Sent:
+    def attach(self, model: DistributedDataParallel, optim: OptimConfig) -> SentBytes:
         model.register_comm_hook(None, fp16_compress_hook)
-        return lambda: ring_bytes(2 * numbers_of(model))
+        return lambda: ring_bytes(2 * num_params(model))
 
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """Of each matrix of gradients that this makes smaller by `min_compression_rate`, two thin factors are summed."""
+    """Torch's PowerSGD hook: all-reduce of two low-rank factors of each gradient matrix that they make smaller."""
 
     rank: int = 1
-    start: int = 10
-    """Steps at the start whose gradients are summed as they are; torch asks for 2 or more."""
+    exact_steps: int = 10
+    """Number of initial steps that use exact all-reduce, 2 or more."""
 
-    def attach(self, model: DistributedDataParallel, optim: OptimConfig) -> Sent:
-        state = PowerSGDState(None, matrix_approximation_rank=self.rank, start_powerSGD_iter=self.start)
+    def attach(self, model: DistributedDataParallel, optim: OptimConfig) -> SentBytes:
+        state = PowerSGDState(None, matrix_approximation_rank=self.rank, start_powerSGD_iter=self.exact_steps)
         model.register_comm_hook(state, powerSGD_hook)
         before = 0
 
-        def sent() -> float:
+        def sent_bytes() -> float:
             nonlocal before
-            told, before = state.total_numel_after_compression - before, state.total_numel_after_compression
-            return ring_bytes(4 * (told or numbers_of(model)))  # the first steps are not in its count
+            sent, before = state.total_numel_after_compression - before, state.total_numel_after_compression
+            return ring_bytes(4 * (sent or num_params(model)))  # torch does not count the exact steps
 
-        return sent
+        return sent_bytes
 
 
 @dataclass(frozen=True)
 class CocktailHook:
-    """Gradients are divided by the roots of their replica's second moments, and the largest few are told."""
+    """acsgd's `cocktail_hook` with preconditioning: top-k compression of preconditioned gradients."""
 
     topk: float = 0.02
     bits: int = 4
 
-    def attach(self, model: DistributedDataParallel, optim: OptimConfig) -> Sent:
+    def attach(self, model: DistributedDataParallel, optim: OptimConfig) -> SentBytes:
         state = CocktailState(model, topk=self.topk, bits=self.bits, precondition=optim.betas[1])
         model.register_comm_hook(state, cocktail_hook)
 
-        def sent() -> float:
-            told = state.meter.sent_bytes
+        def sent_bytes() -> float:
+            sent = state.meter.sent_bytes
             state.meter.reset()
-            return told
+            return sent
 
-        return sent
+        return sent_bytes
 
 
-WAYS = {"ddp": Plain, "fp16": Half, "powersgd": PowerSGD, "cocktail_hook": CocktailHook}
+VARIANTS = {"ddp": Plain, "fp16": Half, "powersgd": PowerSGD, "cocktail_hook": CocktailHook}
 
 
 def is_torch(mode: str) -> bool:
-    """Whether a mode is one of torch's."""
+    """Whether a mode is one of VARIANTS with the prefix TORCH."""
     return mode.startswith(TORCH)
 
 
 def finish(config: Config, processes: int, timeout: timedelta) -> None:
-    """Make a run from its first step to its last, in processes of its own; dp.mode names the way, "torch:ddp", say.
+    """Run all steps in processes of their own. config.dp.mode: "torch:ddp" or another of VARIANTS.
 
-    Raises RuntimeError if a rank fails, or does not come to its end in time.
+    Raises RuntimeError if a rank fails or does not end in time.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -133,7 +133,7 @@ def finish(config: Config, processes: int, timeout: timedelta) -> None:
             codes = [each.exitcode for each in ranks]
         finally:
             for each in ranks:
-                if each.pid is not None:  # else the end came before its start
+                if each.pid is not None:  # None if the process was not started
                     each.kill()
                     each.join()
     if codes != [0] * processes:
@@ -141,50 +141,50 @@ def finish(config: Config, processes: int, timeout: timedelta) -> None:
 
 
 def run_rank(rank: int, world_size: int, config: Config, store: str) -> None:
-    """Be one rank of a run."""
+    """Run one rank."""
     torch.set_num_threads(1)
-    way = from_spec(config.dp.mode.removeprefix(TORCH), WAYS, key="dp.mode")
+    variant = from_spec(config.dp.mode.removeprefix(TORCH), VARIANTS, key="dp.mode")
     job = prepare(replace(config, dp=ReplicaConfig()), Launch(rank, rank, world_size))
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(store, world_size)):
         model = DistributedDataParallel(make_model(job), bucket_cap_mb=BUCKET_MB)
-        make = make_sgd if isinstance(way, CocktailHook) else make_adamw
-        train(job, model, make(model, job.config.optim), way.attach(model, job.config.optim))
+        make = make_sgd if isinstance(variant, CocktailHook) else make_adamw
+        train(job, model, make(model, job.config.optim), variant.attach(model, job.config.optim))
 
 
 def make_model(job: Job) -> PreTrainedModel:
-    """Return the whole model with the weights that acsgd would begin with."""
+    """Return the whole model with acsgd's initial weights."""
     source, meta = open_weight_source(job), meta_model(job.model_config)
     weights: dict[str, Tensor] = {}
     for shard in job.layers:
         weights |= source.tensors(shard.name, stored_keys(meta, shard))
     model: PreTrainedModel = AutoModelForCausalLM.from_config(job.model_config, dtype=torch.float32)
-    told = model.load_state_dict(weights, strict=False)  # tied weights are stored once
-    assert not told.unexpected_keys, told
-    assert set(weights) >= {name for name, _ in model.named_parameters()}, told
+    loaded = model.load_state_dict(weights, strict=False)  # tied weights are stored once
+    assert not loaded.unexpected_keys, loaded
+    assert set(weights) >= {name for name, _ in model.named_parameters()}, loaded
     return model.train()
 
 
-def train(job: Job, model: DistributedDataParallel, optimizer: Optimizer, sent: Sent) -> None:
-    """Make all steps, evaluate as often as asked, and write it down on rank 0."""
-    optim, every, speaks = job.config.optim, job.config.eval.every, job.topology.rank == 0
+def train(job: Job, model: DistributedDataParallel, optimizer: Optimizer, sent_bytes: SentBytes) -> None:
+    """Run all steps and evaluate when due; rank 0 writes metrics.jsonl."""
+    optim, every, is_main = job.config.optim, job.config.eval.every, job.topology.rank == 0
     held_out = open_held_out(job)
     lines = []
     with Dataset(open_data(job), range(optim.steps)) as batches:
         for step, batch in enumerate(batches):
             loss = make_step(model, optimizer, batch, step, optim)
             line = {"step": step + 1, "loss": mean_over_ranks(loss, 1.0), "eval_loss": None, "pp_forward_bytes": 0}
-            line["dp_bytes"] = round(sent()) * job.topology.replicas
+            line["dp_bytes"] = round(sent_bytes()) * job.topology.replicas
             if held_out is not None and (step + 1 == optim.steps or (every is not None and (step + 1) % every == 0)):
                 line["eval_loss"] = evaluate(model, held_out.batches(len(job.micro_ids)))
             lines.append(line)
-    if speaks:
+    if is_main:
         (Path(job.config.log.dir) / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def make_step(
     model: DistributedDataParallel, optimizer: Optimizer, batch: Batch, step: int, optim: OptimConfig
 ) -> float:
-    """Make one optimizer step; return this replica's loss, the mean over its target tokens."""
+    """Run one optimizer step; return this replica's loss, the mean over its target tokens."""
     assert batch.tokens is not None
     assert batch.labels is not None
     loss = 0.0
@@ -193,7 +193,7 @@ def make_step(
             share = summed_loss(model(tokens, use_cache=False).logits, labels) / batch.labels.numel()
             share.backward()
         loss += share.item()
-    if isinstance(optimizer, torch.optim.AdamW):  # else they have been divided, and are no longer as large as gradients
+    if isinstance(optimizer, torch.optim.AdamW):  # SGD steps on preconditioned gradients
         nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, optim)
@@ -203,17 +203,17 @@ def make_step(
 
 
 def make_adamw(model: nn.Module, optim: OptimConfig) -> Optimizer:
-    """Return torch's AdamW with the options and the decay groups of acsgd's."""
+    """Return torch's AdamW with the options and the weight decay groups of acsgd's."""
     return torch.optim.AdamW(groups_of(model, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
 def make_sgd(model: nn.Module, optim: OptimConfig) -> Optimizer:
-    """Return what makes AdamW's step, but for its first moment, of gradients that have been divided."""
+    """Return SGD, which on preconditioned gradients is AdamW without its first moment."""
     return torch.optim.SGD(groups_of(model, optim), lr=optim.lr)
 
 
 def groups_of(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Return the parameters with and without weight decay."""
+    """Return parameter groups: matrices with weight decay, norms and biases without."""
     return [
         {"params": [param for param in model.parameters() if param.dim() > 1], "weight_decay": optim.weight_decay},
         {"params": [param for param in model.parameters() if param.dim() <= 1], "weight_decay": 0.0},
@@ -222,7 +222,7 @@ def groups_of(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def evaluate(model: DistributedDataParallel, batches: Iterable[Batch]) -> float:
-    """Return the mean loss over the target tokens of all replicas' batches."""
+    """Return the mean loss over the target tokens of all replicas."""
     loss, targets = 0.0, 0
     model.eval()
     for batch in batches:
@@ -236,22 +236,22 @@ def evaluate(model: DistributedDataParallel, batches: Iterable[Batch]) -> float:
 
 
 def mean_over_ranks(total: float, count: float) -> float:
-    """Return the sum of all ranks' totals over that of their counts."""
+    """Return the sum of `total` over all ranks divided by the sum of `count`."""
     sums = torch.tensor([total, count], dtype=torch.float64)
     dist.all_reduce(sums)
     return float(sums[0] / sums[1])
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross entropy, summed over the targets."""
+    """Return the cross entropy, summed over target tokens."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def numbers_of(model: nn.Module) -> int:
+def num_params(model: nn.Module) -> int:
     """Return the number of parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def ring_bytes(message: float) -> float:
-    """Return what each rank sends to sum a message of so many bytes along a ring, as gloo does."""
+    """Return the bytes that each rank sends in gloo's ring all-reduce of `message` bytes."""
     return 2 * (dist.get_world_size() - 1) / dist.get_world_size() * message

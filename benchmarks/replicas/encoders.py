@@ -1,6 +1,4 @@
-"""How long compressors of data-parallel modes take alone, and how short messages are: a part of
-benchmarks/replicas/cost.py.
-"""
+"""Speed of the codecs of data-parallel modes, and the length of their messages. A part of cost.py."""
 
 from __future__ import annotations
 
@@ -13,21 +11,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acsgd.codecs.message import MessageCodec
+from acsgd.codecs.message import MessageCodec, PackedCodec
+from acsgd.codecs.topk import TopK
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 
-FRAME_BYTES = 16
-"""Of every message between replicas, before its body (acsgd.dp.exchange.peers)."""
+HEADER_BYTES = 16
+"""Header of every message between replicas (acsgd/dp/exchange/peers.py)."""
 
 
 class Spread(NamedTuple):
-    """Of a number, over rounds."""
+    """Median and quartiles over rounds."""
 
     median: float
     low: float
     """Lower quartile."""
     high: float
+    """Upper quartile."""
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Spread:
@@ -36,50 +36,51 @@ class Spread(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A mode's compressor at work on one kind of data."""
+    """Results of a mode's codec on one kind of data."""
 
     spec: str
     data: str
     elements: int
+    """Number of encoded elements."""
     message_bytes: int
-    """With its frame."""
+    """Bytes of the message, with its header."""
     ratio: float
-    """Of fp32 of what is encoded, over the message."""
+    """Compression ratio: fp32 bytes of the encoded elements / bytes of the message."""
     parameters_ratio: float
-    """Of fp32 of all parameters, most of which are not looked at."""
+    """fp32 bytes of all parameters / bytes of the message."""
     encode_ns: Spread
-    """Per element that is encoded; waiting for a GPU included."""
+    """Nanoseconds per encoded element, including the wait for the GPU."""
     decode_ns: Spread
     encode_share: Spread
-    """Bytes that must move, elements and message once each, per second, relative to those of a copy."""
+    """Bytes of elements and message per second, relative to those that a copy reads and writes."""
     decode_share: Spread
 
 
-class Chosen(NamedTuple):
-    """A compressor, of a mode."""
+class ModeCodec(NamedTuple):
+    """The codec of a mode's messages."""
 
     spec: str
-    compressor: MessageCodec
-    looked_at: float
-    """Share of the parameters that are encoded."""
+    codec: MessageCodec
+    fraction: float
+    """Fraction of the parameters that are encoded."""
 
 
-def chosen_of(specs: Sequence[str]) -> list[Chosen]:
-    """Return the compressors of modes that have one, each once."""
-    found: dict[MessageCodec, Chosen] = {}
+def codecs_of(specs: Sequence[str]) -> list[ModeCodec]:
+    """Return the codecs of the modes that compress messages, without duplicates."""
+    found: dict[MessageCodec, ModeCodec] = {}
     for spec in specs:
         mode = from_spec(spec, MODES, key="--modes")
-        if hasattr(mode, "compressor"):
-            compressor = mode.compressor()
-            found.setdefault(compressor, Chosen(spec, compressor, getattr(mode, "random", 1.0)))
+        codec = mode.codec() if hasattr(mode, "codec") else None
+        if isinstance(codec, TopK | PackedCodec):
+            found.setdefault(codec, ModeCodec(spec, codec, getattr(mode, "random", 1.0)))
     return list(found.values())
 
 
-def drawn(n: int, device: torch.device) -> dict[str, Tensor]:
-    """Return vectors [n] with tails of different weight, none of them sorted or repeated."""
-    draw = torch.Generator(device).manual_seed(0)
-    normal = partial(torch.randn, n, generator=draw, device=device)
-    uniform = torch.rand(n, generator=draw, device=device) - 0.5
+def random_vectors(n: int, device: torch.device) -> dict[str, Tensor]:
+    """Return vectors [n] of distributions with different tails, by name."""
+    generator = torch.Generator(device).manual_seed(0)
+    normal = partial(torch.randn, n, generator=generator, device=device)
+    uniform = torch.rand(n, generator=generator, device=device) - 0.5
     squares = sum((normal().square() for _ in range(3)), torch.zeros(n, device=device))
     return {
         "normal": normal(),
@@ -89,35 +90,34 @@ def drawn(n: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def measure(specs: Sequence[str], parameters: int, rounds: int, device: torch.device) -> list[Encoded]:
-    """Return a row for each compressor and kind of data; a CPU works in one thread."""
+    """Return the results by codec and kind of data; on a CPU, of one thread."""
     torch.set_num_threads(1)
     return [
-        _encoded(chosen, kind, x, rounds)
-        for chosen in chosen_of(specs)
-        for kind, x in drawn(round(parameters * chosen.looked_at), device).items()
+        _measure(mode, kind, x, rounds)
+        for mode in codecs_of(specs)
+        for kind, x in random_vectors(round(parameters * mode.fraction), device).items()
     ]
 
 
-def _encoded(chosen: Chosen, kind: str, x: Tensor, rounds: int) -> Encoded:
-    n, compressor, target = len(x), chosen.compressor, torch.empty_like(x)
-    message = compressor.encode(x)
+def _measure(mode: ModeCodec, kind: str, x: Tensor, rounds: int) -> Encoded:
+    n, codec, target = len(x), mode.codec, torch.empty_like(x)
+    message = codec.encode(x)
     works: list[Callable[[], object]] = [
         lambda: target.copy_(x),
-        lambda: compressor.encode(x),
-        lambda: compressor.decode(message, n),
+        lambda: codec.encode(x),
+        lambda: codec.decode(message, n),
     ]
-    taken = [[_seconds(work, x.device) for work in works] for _ in range(rounds + 1)][1:]  # the first warms up
-    must_move = (x.nbytes + len(message)) / (2 * x.nbytes)
-    ways = {"encode": 1, "decode": 2}
-    nanoseconds = [Spread.of([seconds[way] / n * 1e9 for seconds in taken]) for way in ways.values()]
-    shares = [Spread.of([must_move * seconds[0] / seconds[way] for seconds in taken]) for way in ways.values()]
-    nbytes = FRAME_BYTES + len(message)
+    times = [[_seconds(work, x.device) for work in works] for _ in range(rounds + 1)][1:]  # the first is the warm-up
+    relative_bytes = (x.nbytes + len(message)) / (2 * x.nbytes)
+    nanoseconds = [Spread.of([seconds[i] / n * 1e9 for seconds in times]) for i in (1, 2)]
+    shares = [Spread.of([relative_bytes * seconds[0] / seconds[i] for seconds in times]) for i in (1, 2)]
+    nbytes = HEADER_BYTES + len(message)
     ratio = x.nbytes / nbytes
-    return Encoded(chosen.spec, kind, n, nbytes, ratio, ratio / chosen.looked_at, *nanoseconds, *shares)
+    return Encoded(mode.spec, kind, n, nbytes, ratio, ratio / mode.fraction, *nanoseconds, *shares)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return how long a piece of work takes, until the device has done it."""
+    """Return the seconds until the device has completed a call."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()

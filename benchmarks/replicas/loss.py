@@ -1,19 +1,19 @@
-"""What do ways in which replicas agree do to training? Trains a small GPT-2 again and again, once for each:
+"""Held-out loss and traffic of the data-parallel modes, each at its best learning rate, training a small GPT-2:
 
     python -m benchmarks.replicas.loss --task finetune [--rows "cocktail*" ...] [--pretrain a.txt --finetune b.txt]
     python -m benchmarks.replicas.loss --task scratch ...
-    python -m benchmarks.replicas.loss --svg docs/replicas_loss.svg        # draws what both have measured
+    python -m benchmarks.replicas.loss --svg docs/replicas_loss.svg        # draws the results of both tasks
 
-A model of 1.3 M parameters is pretrained on one text and fine-tuned for one epoch on another, or trained on that from
-scratch for two, by replicas in processes of their own (common/tuning.py): the same batches in every run of a seed,
-other batches and new weights for other seeds. Rows whose names begin with "torch:" are torch's own replicas on the same
-data (ddp.py). What counts is the loss on held-out text of what is saved at the end, and the bytes that a
-replica sends. With the first seed each mode runs at all --rates, and further on while the best is at an end; with the
-other seeds only at its best and at the best of all-reduce. By default the two texts are halves of the one that every
-Python carries.
+A model of 1.3 M parameters is pretrained on one text and fine-tuned on another for one epoch, or trained on the latter
+from scratch for two, with one process per replica (common/tuning.py). All runs of a seed use the same batches; seeds
+differ in batches and new weights. Rows with the prefix "torch:" are DistributedDataParallel on the same data (ddp.py).
+Modes are compared by the held-out loss of the final weights and by the bytes that a replica sends. With the first seed
+each mode runs at all --rates, and at up to two further ones while the best is the lowest or the highest; with the other
+seeds only at its best rate and at the best rate of all-reduce. By default the two texts are the halves of the "demo"
+source.
 
-What has been run is kept in --dir: started again, with other rows or more seeds, only what is missing is run, and all
-if the code has changed. The picture needs pip install '.[bench]'.
+Results are cached in --dir: a second start with other rows or more seeds runs only what is missing, or everything if
+the code has changed. The picture needs pip install '.[bench]'.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import fmean
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from rich.console import Console
@@ -66,23 +66,23 @@ MODES = (
     *(f"diloco:inner={inner},outer_lr=1,momentum=0,bits=4,moment_correction=true" for inner in (15, 75)),
     "local",
 )
-"""{tenth} = a tenth of the steps of a run."""
+"""{tenth} is replaced by a tenth of the number of steps."""
 AFTER_UPDATE = (CocktailGrad, DiLoCo, Quantized, SparseLoCo)
 """Modes that exchange between the update of a step and the next step."""
 FURTHER = 2
-"""Rates that are tried beyond either end."""
+"""Maximum number of learning rates to try beyond --rates."""
 
 
 class Task(NamedTuple):
-    """What is trained."""
+    """Initial weights, learning rate and length of a training run."""
 
     init: Literal["pretrained", "scratch"]
     lr: float
-    """What --rates are relative to."""
+    """Learning rate, multiplied by each of --rates."""
     epochs: int
 
     def setting(self, steps: int) -> Setting:
-        """Return what all runs have in common, of so many steps per epoch; a tenth of them are warm-up."""
+        """Return the options that all runs share. steps: per epoch; a tenth of all steps are warm-up."""
         return Setting(
             trained=steps * Setting.batch,
             init=self.init,
@@ -97,28 +97,28 @@ TASKS = {"finetune": Task("pretrained", 5e-4, epochs=1), "scratch": Task("scratc
 
 
 class Row(NamedTuple):
-    """What a mode has come to; lists are by seed."""
+    """Results of one mode; lists are by seed."""
 
     mode: str
     by_rate: dict[float, float]
-    """Held-out loss at the end with the first seed, by learning rate relative to the task's."""
+    """Final held-out loss of the first seed, by learning rate relative to the task's."""
     rate: float
-    """The best of them."""
+    """The best of these learning rates."""
     held_out: list[float]
-    """At the best rate."""
+    """Final held-out loss at the best rate."""
     above: list[float]
-    """Relative to all-reduce at its own best rate, 0 = equal."""
+    """Held-out loss relative to that of all-reduce at its own best rate, 0 = equal."""
     above_at_exact: list[float]
-    """The same, at all-reduce's best rate."""
+    """The same, with this mode, too, at all-reduce's best rate."""
     sent: float
-    """Bytes per step and replica, over the whole run."""
+    """Bytes per step and replica, mean over the whole run."""
     sent_late: float
-    """In the second half of it."""
+    """Bytes per step and replica, mean over the second half."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Runs of one task, made as they are asked for."""
+    """Runs of one task, each started when its result is needed."""
 
     tuning: Tuning
     replicas: int
@@ -127,7 +127,7 @@ class Sweep:
     console: Console
 
     def row(self, mode: str, exact: Row | None) -> Row:
-        """Find a mode's best rate and run it there with all seeds; exact: all-reduce's row, None = this is to be it."""
+        """Find a mode's best rate and run all seeds at it. exact: all-reduce's row; None = this is all-reduce."""
         by_rate = self.by_rate(mode)
         rate = min(by_rate, key=by_rate.__getitem__)
         outcomes = [self.outcome(mode, rate, seed) for seed in self.seeds]
@@ -149,7 +149,7 @@ class Sweep:
         )
 
     def by_rate(self, mode: str) -> dict[float, float]:
-        """Return the first seed's held-out loss by rate; of several, at further ones while the best is at an end."""
+        """Return the first seed's final held-out loss by rate; try further rates while the best is at an end."""
         losses = {rate: self.outcome(mode, rate, self.seeds[0]).held_out[-1] for rate in sorted(self.rates)}
         for _ in range(FURTHER if len(self.rates) > 1 else 0):
             best, ends = min(losses, key=losses.__getitem__), (min(losses), max(losses))
@@ -160,41 +160,41 @@ class Sweep:
         return losses
 
     def outcome(self, mode: str, rate: float, seed: int) -> Outcome:
-        """Make a run, unless it is there."""
-        began = time.monotonic()
+        """Return the result of a run, from the cache or by running it."""
+        started = time.monotonic()
         outcome = self.tuning.outcome(Variant(mode=mode, replicas=self.replicas, rate=rate), seed)
-        if (seconds := time.monotonic() - began) > 1:  # else it was there
-            told = f"held-out loss {outcome.held_out[-1]:.4f}, {seconds:.0f} s"
-            self.console.print(f"{mode}, rate x {rate:g}, seed {seed}: {told}", highlight=False)
+        if (seconds := time.monotonic() - started) > 1:  # else it is from the cache
+            result = f"held-out loss {outcome.held_out[-1]:.4f}, {seconds:.0f} s"
+            self.console.print(f"{mode}, rate x {rate:g}, seed {seed}: {result}", highlight=False)
         return outcome
 
     def compare_exact(self, rate: float) -> float:
-        """Return the largest difference of the train losses of torch's all-reduce from those of acsgd's."""
+        """Return the largest difference between the train losses of torch's all-reduce and acsgd's."""
         pair = [self.outcome(mode, rate, self.seeds[0]).losses for mode in (EXACT, EXACT_OF_TORCH)]
         return max(abs(mine - other) for mine, other in zip(*pair, strict=True))
 
 
 def sent_by_step(mode: str, outcome: Outcome) -> list[int]:
-    """Return the bytes that all replicas have sent for each step.
+    """Return the bytes that all replicas sent for each step.
 
-    What travels after the update is in the metrics of the next step, and what travels after the last update in none: it
-    is taken to be what has travelled a period before.
+    The metrics count an exchange after the update of a step in the next step, and the last exchange not at all: it is
+    assumed to equal the one a period earlier.
     """
-    opened = None if is_torch(mode) else from_spec(mode, MODES_OF_ACSGD, key="--modes")
-    if not isinstance(opened, AFTER_UPDATE):
+    parsed = None if is_torch(mode) else from_spec(mode, MODES_OF_ACSGD, key="--modes")
+    if not isinstance(parsed, AFTER_UPDATE):
         return outcome.dp_bytes
-    period = getattr(opened, "inner", 1) // getattr(opened, "fragments", 1)
+    period = getattr(parsed, "inner", 1) // getattr(parsed, "fragments", 1)
     first, *others = outcome.dp_bytes
     others[0] += first  # of an exact step, which exchanges before its update
     return [*others, outcome.dp_bytes[-period]]
 
 
 def table(rows: Sequence[Row], exact_bytes: float, title: str) -> Table:
-    """Show each mode's losses by rate, how it compares with all-reduce, and what it sends."""
+    """Return a table of losses by rate, comparison with all-reduce, and bytes, one mode per row."""
     shown = Table(title=title)
     shown.add_column("dp.mode", no_wrap=True)
     rates = sorted({rate for row in rows for rate in row.by_rate})
-    ends = ("seeds", "above all-reduce", "at its rate", "bytes", "2nd half", "fewer")
+    ends = ("all seeds", "above all-reduce", "at its rate", "bytes / step", "2nd half", "fewer")
     for name in (*(f"x {rate:g}" for rate in rates), *ends):
         shown.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -215,25 +215,29 @@ def table(rows: Sequence[Row], exact_bytes: float, title: str) -> Table:
 
 
 def percent(shares: Sequence[float]) -> str:
-    """Return the mean and the range of some shares."""
+    """Format the mean and the range of fractions, %."""
     return f"{fmean(shares):+.2%} ({100 * min(shares):+.2f} .. {100 * max(shares):+.2f})"
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=TASKS, default="finetune")
-    parser.add_argument("--rows", nargs="+", default=["*"], help='modes; "cocktail*" is each that matches')
-    parser.add_argument("--modes", nargs="+", default=MODES, help="what there is to choose from")
-    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--task", choices=TASKS, default="finetune", help="fine-tuning, or training from scratch")
+    parser.add_argument(
+        "--rows", nargs="+", default=["*"], help='modes to run; wildcards such as "cocktail*" match several'
+    )
+    parser.add_argument("--modes", nargs="+", default=MODES, help="modes that --rows chooses from")
+    parser.add_argument("--replicas", type=int, default=4, help="number of replicas, one process each")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--rates", nargs="+", type=float, default=[0.5, 1.0, 2.0, 4.0], help="of the task's")
-    parser.add_argument("--steps", type=int, default=150, help="per epoch")
+    parser.add_argument(
+        "--rates", nargs="+", type=float, default=[0.5, 1.0, 2.0, 4.0], help="learning rates, relative to the task's"
+    )
+    parser.add_argument("--steps", type=int, default=150, help="steps per epoch")
     parser.add_argument("--pretrain", help="text, as in data.sources")
     parser.add_argument("--finetune", help="another text, as in data.sources")
-    parser.add_argument("--dir", type=Path, default=Path("runs/benchmarks/replicas"), help="where runs are kept")
-    parser.add_argument("--json", default="runs/benchmarks/replicas_{task}_{replicas}.json", help="the numbers")
-    parser.add_argument("--svg", type=Path, help="draw the numbers of both tasks, measure nothing")
+    parser.add_argument("--dir", type=Path, default=Path("runs/benchmarks/replicas"), help="cache of results")
+    parser.add_argument("--json", default="runs/benchmarks/replicas_{task}_{replicas}.json", help="path of the results")
+    parser.add_argument("--svg", type=Path, help="draw the results of both tasks to this path; measure nothing")
     options = parser.parse_args()
     if (options.pretrain is None) != (options.finetune is None):
         parser.error("give both --pretrain and --finetune, or neither")
@@ -244,14 +248,14 @@ def main() -> None:
     """Measure, print, save; or draw."""
     options = parse_arguments()
     if options.svg is not None:
-        # here: the processes of the runs, which import this file, need no matplotlib
+        # here, so that the ranks, which import this file, need no matplotlib
         from benchmarks.common.pictures import save
         from benchmarks.replicas.loss_picture import draw
 
         paths = [Path(options.json.format(task=task, replicas=options.replicas)) for task in TASKS]
         save(draw([json.loads(path.read_text()) for path in paths]), options.svg)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # else its ranks would go on
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the ranks are terminated, too
     setting = TASKS[options.task].setting(options.steps)
     options.dir.mkdir(parents=True, exist_ok=True)
     pretrain, finetune = texts(options.pretrain, options.finetune)
@@ -260,12 +264,16 @@ def main() -> None:
 
 
 def measure(tuning: Tuning, options: argparse.Namespace) -> None:
-    """Make all runs that are not there yet; print and write down what they have come to."""
+    """Run what is not cached yet, print, save."""
     setting, console = tuning.setting, Console(width=210)
     steps = setting.epochs * setting.steps_per_epoch
     modes = [mode.format(tenth=steps // 10) for mode in options.modes]
     sweep = Sweep(tuning, options.replicas, options.seeds, options.rates, console)
-    about = {"torch": torch.__version__, "python": platform.python_version(), "setting": asdict(setting)}
+    about: dict[str, Any] = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "setting": asdict(setting),
+    }
     about |= {"task": options.task, "replicas": options.replicas, "seeds": options.seeds}
     about |= {"texts": [options.pretrain, options.finetune]}
     parameters = sum(parameter.numel() for parameter in meta_model(read_config(tuning.model)).parameters())
@@ -280,12 +288,12 @@ def measure(tuning: Tuning, options: argparse.Namespace) -> None:
     console.print(table(rows, exact_bytes, f"{options.task}, {options.replicas} replicas, {steps} steps, {seeds}"))
     if any(row.mode == EXACT_OF_TORCH for row in rows):
         about["largest_difference_of_torch"] = difference = sweep.compare_exact(exact.rate)
-        console.print(f"train losses of {EXACT_OF_TORCH} differ from those of {EXACT} by at most {difference:.1e}")
+        console.print(f"largest difference between the train losses of {EXACT_OF_TORCH} and {EXACT}: {difference:.1e}")
     write(path, about, rows)
 
 
-def write(path: Path, about: dict[str, object], rows: Sequence[Row]) -> None:
-    """Write down the numbers that there are."""
+def write(path: Path, about: dict[str, Any], rows: Sequence[Row]) -> None:
+    """Write the results so far."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"about": about, "rows": [row._asdict() for row in rows]}, indent=1))
 

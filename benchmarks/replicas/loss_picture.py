@@ -1,4 +1,4 @@
-"""The picture of loss.py: how far each mode is behind all-reduce, over how many fewer bytes it sends."""
+"""The figure of loss.py: held-out loss above all-reduce's against the reduction of bytes."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from matplotlib.transforms import Bbox
 
 GREY, INK, GRID, SHADE = "#5b6672", "#1f2933", "#e4e8ec", "#e3f0e6"
 LINEAR = 0.1
-"""Percent up to which the axis is linear, so that 0 is on it."""
+"""Percent below which the axis is linear; the axis includes 0."""
 TICKS = (-1, -0.5, -0.2, 0, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
 FEWER = (1, 10, 100, 1000)
 
 
 class Panel(NamedTuple):
-    """What is said of a task."""
+    """Title and goal of a task."""
 
     title: str
     fewer: float
-    """The goal: so many times fewer bytes ..."""
+    """Goal: smallest reduction of bytes, relative to all-reduce in fp16."""
     above: float
-    """... at a held-out loss of at most so many percent above that of all-reduce."""
+    """Goal: largest held-out loss above all-reduce's, percent."""
 
 
 PANELS = {"finetune": Panel("Fine-tuning", 250, 0.5), "scratch": Panel("From scratch", 100, 2.0)}
 
 
 class Family(NamedTuple):
-    """Modes that are drawn as one line."""
+    """Modes that share a color and a line."""
 
     name: str
     color: str
     patterns: tuple[str, ...]
+    """Patterns of dp.mode, as in fnmatch."""
 
 
 FAMILIES = (
@@ -60,16 +61,19 @@ class Point(NamedTuple):
     """A mode in a panel."""
 
     options: tuple[str, ...]
-    """That set it apart in its family: "topk 0.1"."""
+    """Options in which it differs from others of its family, such as "topk 0.1"."""
     fewer: float
+    """Reduction of bytes, relative to all-reduce in fp16."""
     above: float
-    """Percent: mean over the seeds, and the range."""
+    """Held-out loss above all-reduce's, percent, mean over the seeds."""
     lowest: float
+    """The same, minimum over the seeds."""
     highest: float
+    """The same, maximum over the seeds."""
 
 
 def draw(measured: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw a panel for each task; measured: what loss.py has written down of it."""
+    """Draw a panel for each task. measured: the JSON that loss.py wrote for it."""
     figure = Figure(figsize=(11.6, 5.2), layout="constrained")
     for axes, of_task in zip(figure.subplots(1, len(measured), squeeze=False)[0], measured, strict=True):
         lines = {family: list(_points(family, of_task)) for family in FAMILIES}
@@ -83,18 +87,18 @@ def draw(measured: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def _points(family: Family, measured: Mapping[str, Any]) -> Iterator[Point]:
-    """Yield a family's points, the one with the fewest bytes first."""
+    """Yield a family's points, fewest bytes first."""
     rows = [row for row in measured["rows"] if any(fnmatchcase(row["mode"], each) for each in family.patterns)]
     options = [set(row["mode"].removeprefix("torch:").partition(":")[2].split(",")) for row in rows]
     common = set.intersection(*options) if len(options) > 1 else set().union(*options)
     for row, of_row in sorted(zip(rows, options, strict=True), key=lambda pair: pair[0]["sent"]):
         above = [100 * share for share in row["above"]]
-        apart = tuple(each.replace("=", " ") for each in sorted(of_row - common - {""}))
-        yield Point(apart, measured["about"]["fp16_ring_bytes"] / row["sent"], fmean(above), min(above), max(above))
+        differing = tuple(each.replace("=", " ") for each in sorted(of_row - common - {""}))
+        yield Point(differing, measured["about"]["fp16_ring_bytes"] / row["sent"], fmean(above), min(above), max(above))
 
 
 def _prepare(axes: Axes, panel: Panel, points: Sequence[Point]) -> None:
-    """Set up axes on which all points have room, with the goal as a shaded box."""
+    """Set up axes that include all points, with the goal as a shaded box."""
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=LINEAR, linscale=0.5)
     right = 6 * max(panel.fewer, *(point.fewer for point in points))
@@ -120,7 +124,7 @@ def _prepare(axes: Axes, panel: Panel, points: Sequence[Point]) -> None:
 
 
 def _draw_family(axes: Axes, family: Family, points: Sequence[Point]) -> None:
-    """Draw means, ranges over the seeds, and a line through the means if what sets them apart is one option."""
+    """Draw means, ranges over the seeds, and a line through the means if the points differ in one option only."""
     if len({option.split()[0] for each in points for option in each.options}) == 1:
         axes.plot([each.fewer for each in points], [each.above for each in points], color=family.color, linewidth=0.8)
     for each in points:
@@ -129,7 +133,7 @@ def _draw_family(axes: Axes, family: Family, points: Sequence[Point]) -> None:
 
 
 def _draw_local(axes: Axes, measured: Mapping[str, Any]) -> None:
-    """Draw how far replicas are behind that are averaged once, at the end: no bytes, so no point."""
+    """Draw `local`, which averages the replicas once at the end, as a line, since it sends no bytes in steps."""
     for row in (row for row in measured["rows"] if row["mode"] == "local"):
         above = 100 * fmean(row["above"])
         axes.axhline(above, color=GREY, linewidth=0.8, linestyle=":")
@@ -138,33 +142,31 @@ def _draw_local(axes: Axes, measured: Mapping[str, Any]) -> None:
 
 
 def _write_labels(axes: Axes, lines: Mapping[Family, Sequence[Point]]) -> None:
-    """Write beside each point what it is, and a family's name at its first, where they cover no points or labels."""
+    """Write the options beside each point, and the family's name at its first, without covering points or labels."""
     figure = axes.get_figure(root=True)
     assert figure is not None
-    figure.draw_without_rendering()  # so that the panel's size is known
+    figure.draw_without_rendering()  # computes the size of the panel
     points = [point for family in lines.values() for point in family]
     panel, zero = axes.get_window_extent(), axes.transData.transform((1.0, 0.0))[1]
-    taken = [Bbox.from_extents(panel.x0, zero - 1, panel.x1, zero + 1)]  # the line of all-reduce
+    taken = [Bbox.from_extents(panel.x0, zero - 1, panel.x1, zero + 1)]  # all-reduce's line
     taken += [_box(axes, point, (-4, -4), 8, 8) for point in points]
     for family, own in lines.items():
         texts = [(own[0], family.name, 9.5)] if own else []
         texts += [(point, ", ".join(point.options), 8.0) for point in own if point.options]
         for point, text, size in texts:
-            by, box = _free_place(axes, point, 0.6 * size * len(text), 1.2 * size, taken)
+            by, box = _free_position(axes, point, 0.6 * size * len(text), 1.2 * size, taken)
             taken.append(box)
-            place = {"xytext": by, "textcoords": "offset points", "va": "bottom"}
-            weight = "bold" if text == family.name else "normal"
-            axes.annotate(
-                text, (point.fewer, point.above), color=family.color, fontsize=size, fontweight=weight, **place
-            )
+            font: dict[str, Any] = {"color": family.color, "fontsize": size, "va": "bottom"}
+            font["fontweight"] = "bold" if text == family.name else "normal"
+            axes.annotate(text, (point.fewer, point.above), xytext=by, textcoords="offset points", **font)
 
 
-def _free_place(
+def _free_position(
     axes: Axes, point: Point, width: float, height: float, taken: Sequence[Bbox]
 ) -> tuple[tuple[float, float], Bbox]:
-    """Return where the lower left corner of a text is to be, in points from a point, and what it then covers there.
+    """Return the offset of a text's lower left corner from its point, in points, and the box that it covers, in pixels.
 
-    The nearest place around the point that is free and in the panel; if there is none, the farthest.
+    It is the nearest position that is free and inside the panel, or the farthest one tried if there is none.
     """
     panel = axes.get_window_extent()
     for by in _around(width, height):
@@ -176,15 +178,17 @@ def _free_place(
 
 
 def _around(width: float, height: float) -> Iterator[tuple[float, float]]:
-    """Yield places of a text's lower left corner around a point, nearest first, in points."""
-    for away in range(6, 60, 6):
-        right, left, above, below = away, -away - width, away, -away - height
+    """Yield offsets of a text's lower left corner from its point, nearest first, in points."""
+    for gap in range(6, 60, 6):
+        right, left, above, below = gap, -gap - width, gap, -gap - height
         yield from ((right, -height / 2), (left, -height / 2), (-width / 2, above), (-width / 2, below))
         yield from ((right, above), (left, above), (right, below), (left, below))
 
 
 def _box(axes: Axes, point: Point, by: tuple[float, float], width: float, height: float) -> Bbox:
-    """Return what a text covers, in pixels; by, width, height: in points."""
+    """Return the box that a text covers, in pixels. by: its offset; by, width, height: in points."""
     x, y = axes.transData.transform((point.fewer, point.above))
-    scale = axes.get_figure(root=True).dpi / 72
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    scale = figure.dpi / 72
     return Bbox.from_bounds(x + scale * by[0], y + scale * by[1], scale * width, scale * height)

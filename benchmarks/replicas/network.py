@@ -1,23 +1,23 @@
-"""How fast is a training step where links between replicas are slow? A table and a picture, with one command, as root:
+"""Step time on rate-limited links between replicas; needs root:
 
     .venv/bin/python -m benchmarks.replicas.network [--replicas 2 4] [--json runs/benchmarks/replica_network.json]
 
-Replicas of a GPT-2 of 3 M parameters train in fp32, with a process of one thread per host. The hosts are network
-namespaces (netlab.py), without delay and with 20 ms from one to another. All modes live in the same processes, over the
-same connections, and take turns: in each round every mode makes a step on every network. The rival is torch's
-DistributedDataParallel on the same model, tokens, clipping and AdamW, gradients in fp32 or, with torch's own hook, in
-fp16. In their first step all must find the same loss.
+Replicas of a GPT-2 of 3 M parameters train in fp32, with one process of one thread per host. The hosts are network
+namespaces (netlab.py), without delay and with 20 ms between any two. All modes run in turn in the same processes over
+the same connections: in each round every mode runs a step on every network. The baseline is torch's
+DistributedDataParallel on the same model and tokens, with the same clipping and AdamW, and gradients in fp32 or, with
+torch's hook, in fp16. The losses of all modes in their first step must agree.
 
-compute     a step of `local`, in which replicas exchange no weights and no gradients, without delay. One is made before
-            and one after each step of a mode, which is compared with their mean. All cores are busy in it
+compute     a step of `local`, which exchanges no weights and no gradients, without delay. One is measured before and
+            one after each step of a mode, which is compared with their mean. All cores are busy in it
 traffic     the bytes of all messages between replicas that a host sends in a step, divided by the rate, which is the
-            same up and down. DistributedDataParallel sends 2 (R - 1) / R of its gradients, along a ring
+            same up and down. DistributedDataParallel sends 2 (R - 1) / R of its gradients (ring all-reduce)
 bound       max(compute, traffic). A step cannot be faster. It is slower by the headers of packets (6 % of the traffic),
-            by the work of compression, and, with delay, by the loss and norm that all ranks tell each other
-no limit    what a mode costs where bytes are free: of the step, not of the link
+            by the work of compression, and, with delay, by the control message that ends a step
+no limit    no rate limit: the cost of a mode apart from its traffic
 
-Of modes that exchange something every few steps, a step is the mean of so many. Steps are those after step 1200 of a
-run. What takes the link longer than 4 s is measured in the first round only.
+For modes that exchange every k-th step, a step is the mean over one period. Timed steps follow step 1200 of a run. A
+step whose traffic takes longer than 4 s is measured in the first round only.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ MODES = (
     "diloco:inner=50,fragments=10,delay=2,bits=4",
 )
 MIN_SHARE, MAX_SLOWDOWN = 0.9, 1.2
-"""Goals of modes that compress: of the bound, relative to compute."""
+"""Goals of modes that compress: fraction of the bound, step time relative to compute."""
 LOSS_TOLERANCE = 1e-4
 ONCE_S = 4.0
-"""A step whose traffic takes longer is made in the first round only: it is that of the link."""
+"""Traffic, seconds, above which a step is measured in the first round only."""
 INK, GRID = "#1f2933", "#e4e8ec"
 COLORS = ("#5b6672", "#9aa5b1", "#b4530a", "#e0a458", "#1f5fbf", "#0b7a6b", "#7a3fb0", "#c2255c", "#5c940d", "#0c8599")
 
 
 @dataclass
 class Cell(OnLink):
-    """One mode on one network. Lists have an entry per round."""
+    """One mode on one network. Lists have one entry per round."""
 
     replicas: int
     delay_s: float
@@ -82,21 +82,21 @@ class Cell(OnLink):
     """inf = no limit."""
     mode: str
     sent_bytes: float
-    """Per step and host."""
+    """Bytes per step and host."""
     steps: int
-    """In a block."""
+    """Number of steps in a block, one period of the mode."""
     compute_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
 
     @property
     def is_judged(self) -> bool:
-        """Whether the goals are meant for it."""
+        """Whether the goals apply: the mode compresses."""
         is_exact = is_ddp(self.mode) or self.mode.startswith("allreduce") or self.mode == LOCAL
         return not is_exact
 
     @property
     def is_slow(self) -> bool:
-        """Whether one round is enough."""
+        """Whether it is measured in the first round only."""
         return self.traffic_s > ONCE_S
 
     @property
@@ -105,7 +105,7 @@ class Cell(OnLink):
 
 
 def measure(setting: Setting, options: argparse.Namespace, console: Console) -> list[Cell]:
-    """Measure all modes on all networks, round by round; networks of all delays take turns."""
+    """Measure all modes on all networks, round by round; all delays in turn."""
     by_delay: dict[float, Replicas] = {}
     with contextlib.ExitStack() as running:
         for delay_s in (delay_ms / 1e3 for delay_ms in options.delays):
@@ -122,16 +122,16 @@ def measure(setting: Setting, options: argparse.Namespace, console: Console) -> 
 
 
 def warm_up(replicas: Replicas, modes: Sequence[str]) -> dict[str, float]:
-    """Make the first steps of every mode; return the bytes of a step by mode. Raises RuntimeError if losses differ."""
+    """Run the first steps of every mode; return the bytes of a step by mode. Raises RuntimeError if losses differ."""
     blocks = {mode: replicas.block(mode, period(mode)) for mode in modes}
     for mode, block in blocks.items():
         if abs(block.loss / blocks[LOCAL].loss - 1) > LOSS_TOLERANCE:
-            raise RuntimeError(f"{mode}: loss {block.loss:.6f}, {LOCAL}: {blocks[LOCAL].loss:.6f}; not the same model")
+            raise RuntimeError(f"first step: loss {block.loss:.6f} with {mode}, {blocks[LOCAL].loss:.6f} with {LOCAL}")
     return {mode: block.sent_bytes for mode, block in blocks.items()}
 
 
 def make_cells(setting: Setting, options: argparse.Namespace, sent: dict[str, float]) -> list[Cell]:
-    """Return what is to be measured, without limit on the first network only."""
+    """Return empty cells: without a rate limit for the first delay, then each rate with every delay."""
     cells = []
     networks = [(options.delays[0], math.inf), *((delay, mbit) for mbit in options.rates for delay in options.delays)]
     for delay_ms, mbit in networks:
@@ -141,7 +141,7 @@ def make_cells(setting: Setting, options: argparse.Namespace, sent: dict[str, fl
 
 
 def one_round(by_delay: dict[float, Replicas], cells: Sequence[Cell]) -> None:
-    """Measure every cell, in their order, all at the same rate; before and after each, compute."""
+    """Measure every cell in order, all at the same rate, and compute before and after each."""
     for replicas in by_delay.values():
         replicas.limit(None if math.isinf(cells[0].mbit) else cells[0].mbit)
     fastest = by_delay[min(by_delay)]
@@ -156,8 +156,8 @@ def one_round(by_delay: dict[float, Replicas], cells: Sequence[Cell]) -> None:
 
 
 def table(cells: Sequence[Cell], options: argparse.Namespace) -> Table:
-    """Show step times, a mode per row; green = a goal is met."""
-    shown = Table(title=f"Optimizer steps on slow links between replicas: {options.micros} micro-batches of each")
+    """Return a table of step times, one mode per row; green = goal met."""
+    shown = Table(title=f"Optimizer steps on slow links between replicas: {options.micros} micro-batches per replica")
     shown.add_column("replicas, delay, rate", no_wrap=True)
     shown.add_column("mode", no_wrap=True)
     for name in ("kB per host", "step, s", "bound, s", "of the bound", "times compute", "range"):
@@ -170,7 +170,7 @@ def table(cells: Sequence[Cell], options: argparse.Namespace) -> Table:
 
 
 def row(cell: Cell) -> list[str]:
-    """Return what the table shows of a cell."""
+    """Return a cell's table row."""
     judged = [f"{cell.share:.0%}", f"{cell.slowdown:.2f}"]
     if cell.is_judged:
         met = cell.share >= MIN_SHARE, cell.slowdown <= MAX_SLOWDOWN
@@ -180,7 +180,7 @@ def row(cell: Cell) -> list[str]:
 
 
 def draw(cells: Sequence[Cell]) -> Figure:
-    """Draw step time against rate, a panel per delay. cells: of one number of replicas."""
+    """Draw step time against rate, a panel per delay. cells: all with the same number of replicas."""
     from matplotlib.figure import Figure
 
     cells = [cell for cell in cells if cell.mode != LOCAL and math.isfinite(cell.mbit)]
@@ -230,16 +230,19 @@ def write_json(path: Path, options: argparse.Namespace, cells: Sequence[Cell]) -
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/replica_network.json"), help="the numbers")
-    parser.add_argument("--svg", type=Path, default=Path("docs/replicas.svg"), help="where the picture goes")
-    parser.add_argument("--replicas", type=int, nargs="+", default=[2], help="the first ones are drawn")
-    parser.add_argument("--modes", nargs="+", default=MODES, help="specs of dp.mode")
+    parser.add_argument(
+        "--json", type=Path, default=Path("runs/benchmarks/replica_network.json"), help="path of the results"
+    )
+    parser.add_argument("--svg", type=Path, default=Path("docs/replicas.svg"), help="path of the picture")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[2], help="numbers of replicas; the first is drawn")
+    parser.add_argument("--modes", nargs="+", default=MODES, help="values of dp.mode")
     parser.add_argument("--rates", type=float, nargs="+", default=[10.0, 100.0, 500.0], help="Mbit/s")
-    parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 20.0], help="ms, one way; 0 is compute's")
+    parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 20.0], help="one-way delays, ms")
     parser.add_argument("--micros", type=int, default=6, help="micro-batches per step and replica")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-picture", action="store_true", help="leave out the picture")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each mode on each network")
+    parser.add_argument("--no-picture", action="store_true", help="skip the picture")
     return parser.parse_args()
 
 
@@ -252,9 +255,9 @@ def main() -> None:
         sys.exit(f"benchmarks/replicas/network.py: {error}")
     if not options.no_picture and find_spec("matplotlib") is None:
         sys.exit(
-            "benchmarks/replicas/network.py: the picture needs matplotlib: pip install '.[bench]', or --no-picture"
+            "benchmarks/replicas/network.py: the picture needs matplotlib: pip install '.[bench]', or give --no-picture"
         )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # else namespaces would stay
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that namespaces are removed
     transformers_logging.disable_progress_bar()
     console, cells = Console(width=160), []
     with tempfile.TemporaryDirectory() as directory:

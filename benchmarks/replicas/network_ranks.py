@@ -1,4 +1,4 @@
-"""The replicas of benchmarks/replicas/network.py: processes that live on hosts and wait to make steps in any mode."""
+"""Processes of network.py: one per host, each a replica that runs steps in any mode on request."""
 
 from __future__ import annotations
 
@@ -36,22 +36,24 @@ from benchmarks.runs.speed import BUCKET_MB, OPTIM, make_adamw, pretrained, summ
 
 DDP, DDP_FP16, LOCAL = "DDP", "DDP, fp16", "local"
 FIRST_STEP = 1199
-"""Number of the first step of every mode: with all that is sent every 2, 3, 5, ... 60 steps, after it."""
+"""Number of the first step of every mode. The next number is divisible by most periods, so exchanges follow it."""
 SETTLING_BYTES = 1 << 20
+"""Size of the all-reduce after a change of the rate, so that TCP adapts."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What every replica is told."""
+    """Options of a run, sent to every replica."""
 
     model: Path
     replicas: int
     micros: int
-    """Micro-batches of a replica in a step, of one sequence each; every step has the same."""
+    """Micro-batches per step and replica, one sequence each; every step has the same."""
     modes: tuple[str, ...]
+    """Values of dp.mode, DDP or DDP_FP16."""
 
     def config(self, mode: str) -> Config:
-        """Return the run whose steps are made in a mode."""
+        """Return the configuration with this mode."""
         return Config(
             model=ModelConfig(str(self.model)),
             data=DataConfig(sources="demo", sequence=SEQUENCE, batch=self.micros * self.replicas),
@@ -64,39 +66,40 @@ class Setting:
 
 
 class Request(NamedTuple):
-    """Steps to make in one mode, one after the other."""
+    """Request to run consecutive steps in one mode."""
 
     mode: str | None
-    """None = send a message, so that TCP finds a rate that has changed."""
+    """None = all-reduce SETTLING_BYTES instead."""
     steps: int = 1
+    """Number of steps."""
 
 
 class Block(NamedTuple):
-    """What a rank says of such steps."""
+    """Results of consecutive steps."""
 
     seconds: float
     """Per step."""
     sent_bytes: float
-    """Per step and host, all messages between replicas."""
+    """Bytes of all messages between replicas, per step and host."""
     loss: float
-    """This rank's share of that of the first step; shares add up to the loss."""
+    """This rank's part of the loss of the first step; the parts sum to the loss."""
 
 
-class Made(NamedTuple):
-    """One step."""
+class StepCost(NamedTuple):
+    """Results of one step."""
 
     loss: float
-    """This rank's share."""
+    """This rank's part of the loss."""
     sent_bytes: float
     """Per host."""
 
 
-Step = Callable[[int], Made]
-"""Makes step n, together with the other replicas."""
+Step = Callable[[int], StepCost]
+"""Runs step n, together with the other replicas."""
 
 
 class Replicas:
-    """Replicas of a model, one per host, that are ready to make steps in any mode."""
+    """Replicas of a model, one per host, that run steps in any of the modes."""
 
     def __init__(self, setting: Setting, network: netlab.Lab) -> None:
         self.network = network
@@ -105,37 +108,37 @@ class Replicas:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Replicas]:
-        """Start the processes; end them at the end."""
+        """Start the replicas and terminate them at the end."""
         with on_hosts(self.network, be_replica, self._setting) as self._pipes:
             yield self
 
     def block(self, mode: str, steps: int) -> Block:
-        """Make steps; their time is that of the slowest rank. Raises RuntimeError if a rank is gone."""
-        told: list[Block] = request_all(self._pipes, Request(mode, steps))
-        return Block(max(each.seconds for each in told), told[0].sent_bytes, sum(each.loss for each in told))
+        """Run steps; their time is that of the slowest rank. Raises RuntimeError if a rank has ended."""
+        ranks: list[Block] = request_all(self._pipes, Request(mode, steps))
+        return Block(max(rank.seconds for rank in ranks), ranks[0].sent_bytes, sum(rank.loss for rank in ranks))
 
     def limit(self, mbit: float | None) -> None:
-        """Change the rate of all hosts and let TCP find it."""
+        """Change the rate of all hosts, and all-reduce a message so that TCP adapts."""
         self.network.limit(mbit)
         request_all(self._pipes, Request(None))
 
 
 def is_ddp(mode: str) -> bool:
-    """Whether a mode is torch's."""
+    """Whether a mode is DistributedDataParallel."""
     return mode in (DDP, DDP_FP16)
 
 
 def period(mode: str) -> int:
-    """Return the number of steps after which what a mode sends repeats itself."""
+    """Return the number of steps after which a mode's exchanges repeat."""
     if is_ddp(mode):
         return 1
-    opened = from_spec(mode, MODES, key="--modes")
-    between_exchanges = getattr(opened, "inner", 1) // getattr(opened, "fragments", 1)
-    return math.lcm(between_exchanges, INTERVAL if getattr(opened, "moment_correction", False) else 1)
+    parsed = from_spec(mode, MODES, key="--modes")
+    between_exchanges = getattr(parsed, "inner", 1) // getattr(parsed, "fragments", 1)
+    return math.lcm(between_exchanges, INTERVAL if getattr(parsed, "moment_correction", False) else 1)
 
 
 def be_replica(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
-    """Be one replica: make the steps that are asked for, until the other end of the pipe closes."""
+    """Run one replica: the steps of each request, until the pipe is closed."""
     files, timeout = dist.FileStore(store, setting.replicas), timedelta(seconds=TIMEOUT_S)
     topology = Topology(rank, setting.replicas, stages=1)
     with connect(topology, timeout=timeout, store=files) as groups, contextlib.suppress(EOFError):
@@ -148,12 +151,12 @@ def be_replica(rank: int, setting: Setting, store: str, pipe: Connection) -> Non
                 pipe.send(None)
                 continue
             first = numbers[request.mode]
-            pipe.send(make_block(steps[request.mode], range(first, first + request.steps)))
+            pipe.send(run_block(steps[request.mode], range(first, first + request.steps)))
             numbers[request.mode] += request.steps
 
 
 def open_steps(rank: int, setting: Setting, groups: Groups) -> dict[str, Step]:
-    """Return what makes a step, by mode, all over the same connections."""
+    """Return the step of each mode; all use the same process groups."""
     steps: dict[str, Step] = {}
     for mode in setting.modes:
         job = prepare(setting.config(LOCAL if is_ddp(mode) else mode), Launch(rank, 0, setting.replicas))
@@ -162,17 +165,17 @@ def open_steps(rank: int, setting: Setting, groups: Groups) -> dict[str, Step]:
     return steps
 
 
-def make_block(step: Step, numbers: range) -> Block:
-    """Make steps with these numbers."""
+def run_block(step: Step, numbers: range) -> Block:
+    """Run the steps with these numbers."""
     dist.barrier()
     start = time.perf_counter()
-    made = [step(number) for number in numbers]
+    steps = [step(number) for number in numbers]
     seconds = time.perf_counter() - start
-    return Block(seconds / len(made), sum(each.sent_bytes for each in made) / len(made), made[0].loss)
+    return Block(seconds / len(steps), sum(each.sent_bytes for each in steps) / len(steps), steps[0].loss)
 
 
 def make_batch(job: Job, setting: Setting) -> Batch:
-    """Return what a replica trains on in every step: random tokens."""
+    """Return a replica's batch of every step: random tokens."""
     generator = torch.Generator().manual_seed(0)
     all_tokens = torch.randint(VOCABULARY, (setting.micros * setting.replicas, 1, SEQUENCE + 1), generator=generator)
     tokens = all_tokens[job.micro_ids.start : job.micro_ids.stop]
@@ -182,17 +185,17 @@ def make_batch(job: Job, setting: Setting) -> Batch:
 
 def acsgd(job: Job, batch: Batch, groups: Groups) -> Step:
     """Return acsgd's step in the mode of a job."""
-    worker, replicas = build_session(job, open_weight_source(job), groups), job.topology.replicas
+    session, replicas = build_session(job, open_weight_source(job), groups), job.topology.replicas
 
-    def step(number: int) -> Made:
-        result = train_step(worker, batch, Progress(step=number))
-        return Made(result.loss / replicas, result.summary.dp_bytes / replicas)
+    def step(number: int) -> StepCost:
+        result = train_step(session, batch, Progress(step=number))
+        return StepCost(result.loss / replicas, result.summary.dp_bytes / replicas)
 
     return step
 
 
 def ddp(job: Job, batch: Batch, groups: Groups, *, fp16: bool) -> Step:
-    """Return a step of DistributedDataParallel; fp16: with torch's hook that sums gradients in fp16."""
+    """Return the step of DistributedDataParallel; fp16: with torch's hook for all-reduce in fp16."""
     replicas = job.topology.replicas
     model = DistributedDataParallel(
         pretrained(job), bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True, process_group=groups.dp
@@ -200,22 +203,22 @@ def ddp(job: Job, batch: Batch, groups: Groups, *, fp16: bool) -> Step:
     if fp16:
         model.register_comm_hook(groups.dp, fp16_compress_hook)
     adamw = make_adamw(model)
-    numbers = sum(parameter.numel() for parameter in model.parameters())
-    sent_bytes = 2 * (replicas - 1) / replicas * numbers * (2 if fp16 else 4)  # gloo sums along a ring
+    num_params = sum(parameter.numel() for parameter in model.parameters())
+    sent_bytes = 2 * (replicas - 1) / replicas * num_params * (2 if fp16 else 4)  # gloo's ring all-reduce
 
-    def step(number: int) -> Made:
+    def step(number: int) -> StepCost:
         loss, tokens, labels = torch.zeros(()), batch.tokens, batch.labels
         assert tokens is not None
         assert labels is not None
         for index, (micro, targets) in enumerate(zip(tokens, labels, strict=True)):
             with nullcontext() if index == len(tokens) - 1 else model.no_sync():
                 logits = model(micro, use_cache=False).logits
-                share = summed_loss(logits, targets) / labels.numel()
-                share.backward()
-            loss += share.detach()
+                part = summed_loss(logits, targets) / labels.numel()
+                part.backward()
+            loss += part.detach()
         nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip)
         adamw.step()
         adamw.zero_grad()
-        return Made(loss.item() / replicas, sent_bytes)
+        return StepCost(loss.item() / replicas, sent_bytes)
 
     return step

@@ -19,7 +19,7 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -168,7 +168,7 @@ def main() -> None:
         table.add_row(name, f"{median:.3f}", f"{low:.3f} - {high:.3f}")
         summary[name] = {"median": median, "quartiles": [low, high]}
     Console().print(table)
-    about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.processor()}
+    about: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.processor()}
     about |= {"rounds": options.rounds, "checkpoint_bytes": nbytes}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"about": about, "ratios": summary}, indent=1))

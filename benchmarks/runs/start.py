@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -80,7 +81,7 @@ def main() -> None:
         table.add_row(part, f"{median:.3f}", f"{low:.3f} - {high:.3f}")
         summary[part] = {"median": median, "quartiles": [low, high]}
     Console().print(table)
-    about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.processor()}
+    about: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.processor()}
     about |= {"starts": options.starts, "median_s": total_s}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"about": about, "fractions": summary}, indent=1))
