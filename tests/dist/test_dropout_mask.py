@@ -18,7 +18,7 @@ from lib.direct import (
     draw_batch,
     gradients,
     make_config,
-    worker_of,
+    session_of,
 )
 from lib.models import DROPOUT, TINY, dropout_of, tiny_config
 from lib.ranks import on_ranks
@@ -81,13 +81,13 @@ def gradients_on_rank(rank: int, world_size: int, store: Path, configs: Sequence
     """Return this rank's shares of some losses, added up, and a hash of all gradients and weights, for each config."""
     results = []
     for number, config in enumerate(configs):
-        with worker_of(config, rank, world_size, f"{store}-{number}") as worker:
+        with session_of(config, rank, world_size, f"{store}-{number}") as session:
             loss, grads = 0.0, []
             for step in range(STEPS):
-                loss += worker.pipeline.run(draw_batch(config, step, worker.job.micro_ids), step).item()
-                grads.append(digest(gradients(worker)))
-                descend(worker.weights)
-            results.append((loss, f"{grads} {digest(weight.param for weight in worker.weights)}"))
+                loss += session.pipeline.run(draw_batch(config, step, session.job.micro_ids), step).item()
+                grads.append(digest(gradients(session)))
+                descend(session.weights)
+            results.append((loss, f"{grads} {digest(weight.param for weight in session.weights)}"))
     return results
 
 
@@ -118,9 +118,9 @@ def test_neither_micro_batches_nor_recomputation_change_a_bit(
 def test_gradients_are_those_of_one_process_with_the_same_masks(tiny_model: TinyModel, tmp_path: Path) -> None:
     for family in TINY:
         config = per_sample(make_config(tiny_model(family, **dropout_of(family)), tmp_path, micro=3))
-        with worker_of(config, 0, 1, str(tmp_path / family)) as worker:
-            worker.pipeline.run(draw_batch(config, 0), 0)
-            found = {weight.key: weight.master.grad for weight in worker.weights}
+        with session_of(config, 0, 1, str(tmp_path / family)) as session:
+            session.pipeline.run(draw_batch(config, 0), 0)
+            found = {weight.key: weight.master.grad for weight in session.weights}
         expected = oracle_gradients(config)
         assert found.keys() == expected.keys()
         for key, grad in found.items():
@@ -188,14 +188,14 @@ def test_a_model_without_dropout_is_unaffected(tiny_model: TinyModel, tmp_path: 
 
 def evaluate_on_rank(rank: int, world_size: int, store: Path, config: Config) -> tuple[float, str, str]:
     """Return this rank's share of an evaluation's loss, and hashes of the gradients of a step before and after it."""
-    with worker_of(config, rank, world_size, str(store)) as worker:
-        batch = draw_batch(config, 0, worker.job.micro_ids)
-        worker.pipeline.run(batch, 0)
-        before = digest(gradients(worker))
+    with session_of(config, rank, world_size, str(store)) as session:
+        batch = draw_batch(config, 0, session.job.micro_ids)
+        session.pipeline.run(batch, 0)
+        before = digest(gradients(session))
         held_out = dataclasses.replace(batch, sample_ids=torch.zeros_like(batch.sample_ids))
-        loss = worker.pipeline.evaluate(held_out, 0).item()
-        worker.pipeline.run(batch, 0)
-        return loss, before, digest(gradients(worker))
+        loss = session.pipeline.evaluate(held_out, 0).item()
+        session.pipeline.run(batch, 0)
+        return loss, before, digest(gradients(session))
 
 
 def test_an_evaluation_is_the_same_and_does_not_affect_training(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lib.direct import descend, digest, draw_batch, gradients, make_config, worker_of
+from lib.direct import descend, digest, draw_batch, gradients, make_config, session_of
 from lib.models import DROPOUT
 from lib.ranks import on_ranks
 from lib.training import RELATIVE, SCHEDULES, TOPOLOGIES
@@ -23,9 +23,9 @@ def evaluate_on_rank(rank: int, world_size: int, store: Path, configs: Sequence[
     """Return this rank's part of the loss of two batches, for each config."""
     shares = []
     for number, config in enumerate(configs):
-        with worker_of(config, rank, world_size, f"{store}-{number}") as worker:
-            batches = [draw_batch(config, seed, worker.job.micro_ids) for seed in range(2)]
-            shares.append([worker.pipeline.evaluate(batch, 0).item() for batch in batches])
+        with session_of(config, rank, world_size, f"{store}-{number}") as session:
+            batches = [draw_batch(config, seed, session.job.micro_ids) for seed in range(2)]
+            shares.append([session.pipeline.evaluate(batch, 0).item() for batch in batches])
     return shares
 
 
@@ -68,18 +68,20 @@ def train_on_rank(
     """
     trained: dict[bool, list[tuple[list[float], str]]] = {False: [], True: []}
     for evaluated, (number, config) in product(trained, enumerate(configs)):
-        with worker_of(config, rank, world_size, f"{store}-{evaluated}-{number}") as worker:
+        with session_of(config, rank, world_size, f"{store}-{evaluated}-{number}") as session:
             losses = []
             for step in range(3):
                 for phase in range(2):
                     if evaluated:
                         before = torch.get_rng_state()
-                        worker.pipeline.evaluate(draw_batch(config, 100 + step, worker.job.micro_ids), step)
+                        session.pipeline.evaluate(draw_batch(config, 100 + step, session.job.micro_ids), step)
                         assert torch.equal(torch.get_rng_state(), before), "evaluation drew random numbers"
                     if phase == 0:
-                        losses.append(worker.pipeline.run(draw_batch(config, step, worker.job.micro_ids), step).item())
-                descend(worker.weights)
-            trained[evaluated].append((losses, digest([w.param for w in worker.weights] + gradients(worker))))
+                        losses.append(
+                            session.pipeline.run(draw_batch(config, step, session.job.micro_ids), step).item()
+                        )
+                descend(session.weights)
+            trained[evaluated].append((losses, digest([w.param for w in session.weights] + gradients(session))))
     return trained
 
 

@@ -36,10 +36,10 @@ def steps_and_evaluations(
         job = prepare(config, Launch(rank, rank, world_size))
         file_store = dist.FileStore(f"{store}-{number}", world_size)
         with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
-            worker, progress, run = build_session(job, open_weight_source(job), groups), Progress(), []
+            session, progress, run = build_session(job, open_weight_source(job), groups), Progress(), []
             for batch in batches_of(job):
-                evaluated = worker.evaluate([batch], progress.step)
-                result = train_step(worker, batch, progress)
+                evaluated = session.evaluate([batch], progress.step)
+                result = train_step(session, batch, progress)
                 progress = result.progress
                 run.append((result.loss, evaluated, int(result.summary.pp_forward_bytes)))
         runs.append(run)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from lib.direct import digest, draw_batch, gradients, make_config, worker_of
+from lib.direct import digest, draw_batch, gradients, make_config, session_of
 from lib.models import DROPOUT
 from lib.ranks import on_ranks
 from torch import Tensor, nn
@@ -117,29 +117,29 @@ def find_on_rank(
     found = []
     for number, plant in enumerate(plants):
         with (
-            worker_of(config, rank, world_size, f"{store}-{number}") as worker,
+            session_of(config, rank, world_size, f"{store}-{number}") as session,
             pytest.MonkeyPatch.context() as patch,
         ):
-            _plant(plant, worker, patch)
-            batch = draw_batch(config, 0, worker.job.micro_ids)
-            worker.pipeline.run(batch, 0)
-            fault = worker.pipeline.find_non_finite(batch, 0)
+            _plant(plant, session, patch)
+            batch = draw_batch(config, 0, session.job.micro_ids)
+            session.pipeline.run(batch, 0)
+            fault = session.pipeline.find_non_finite(batch, 0)
             found.append(None if fault is None else fault.to_dict())
     return found
 
 
 def search_on_rank(rank: int, world_size: int, store: Path, config: Config, scale: float) -> None:
     """Check that a search in a finite step finds nothing and has the same results as the step."""
-    with worker_of(config, rank, world_size, str(store)) as worker:
-        batch = draw_batch(config, 0, worker.job.micro_ids)
-        loss, grads = worker.pipeline.run(batch, 0, scale), digest(gradients(worker))
-        assert worker.pipeline.find_non_finite(batch, 0, scale) is None
-        assert digest(gradients(worker)) == grads
-        for stage in worker.stages.values():
+    with session_of(config, rank, world_size, str(store)) as session:
+        batch = draw_batch(config, 0, session.job.micro_ids)
+        loss, grads = session.pipeline.run(batch, 0, scale), digest(gradients(session))
+        assert session.pipeline.find_non_finite(batch, 0, scale) is None
+        assert digest(gradients(session)) == grads
+        for stage in session.stages.values():
             assert not any(m._forward_hooks or m._forward_pre_hooks for m in stage.model.modules())
             assert not any(weight.param._backward_hooks for weight in stage.weights)
-        assert worker.pipeline.run(batch, 0, scale) == loss
-        assert digest(gradients(worker)) == grads
+        assert session.pipeline.run(batch, 0, scale) == loss
+        assert digest(gradients(session)) == grads
 
 
 @pytest.mark.parametrize(("world_size", "micro", "dropout_mask"), [(1, 1, "step"), (4, 1, "step"), (4, 2, "sample")])
@@ -158,22 +158,22 @@ def _stage_of(name: str, blocks: Sequence[int]) -> int:
     return sum(end <= int(name.split(".")[2]) for end in accumulate(blocks))
 
 
-def _plant(plant: Plant, worker: Session, patch: pytest.MonkeyPatch) -> None:
+def _plant(plant: Plant, session: Session, patch: pytest.MonkeyPatch) -> None:
     """Inject the value on the ranks that hold the tensor; into weights and sums on the first replica only."""
-    for stage in worker.stages.values():
+    for stage in session.stages.values():
         paths = [path for shard in stage.shards for path in shard.modules]
         if not any(f"{plant.where}.".startswith(f"{path}.") for path in paths):
             continue
-        spoil = _spoiler(plant, stage, worker.job.micro_ids, patch)
+        spoil = _spoiler(plant, stage, session.job.micro_ids, patch)
         weights = {weight.key: weight.param for weight in stage.weights}
         if plant.kind in ("output", "gradient"):
             of_gradient = plant.kind == "gradient"
             stage.model.get_submodule(plant.where).register_forward_hook(_hook(spoil, of_gradient=of_gradient))
         elif plant.kind == "loss":
-            patch.setattr(worker.job.family, "loss", _then(worker.job.family.loss, spoil))
+            patch.setattr(session.job.family, "loss", _then(session.job.family.loss, spoil))
         elif plant.kind == "weight's gradient":
             weights[plant.where].register_hook(spoil)
-        elif worker.job.topology.replica == 0:
+        elif session.job.topology.replica == 0:
             if plant.kind == "weight":
                 weights[plant.where].data[-1] = plant.value
             else:

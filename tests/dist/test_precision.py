@@ -19,7 +19,7 @@ from lib.direct import (
     draw_batch,
     gradients,
     make_config,
-    worker_of,
+    session_of,
 )
 from lib.models import TINY, tiny_config
 from lib.ranks import on_ranks
@@ -45,9 +45,9 @@ def gradients_on_rank(
     """
     results = []
     for number, (config, scale) in enumerate(cases):
-        with worker_of(config, rank, world_size, f"{store}-{number}") as worker:
-            loss = worker.pipeline.run(draw_batch(config, 0, worker.job.micro_ids), 0, scale).item()
-            grads = gradients(worker)
+        with session_of(config, rank, world_size, f"{store}-{number}") as session:
+            loss = session.pipeline.run(draw_batch(config, 0, session.job.micro_ids), 0, scale).item()
+            grads = gradients(session)
             results.append((loss, digest(grads), digest(grad / scale for grad in grads)))
     return results
 
@@ -68,11 +68,11 @@ def train_on_rank(rank: int, world_size: int, store: Path, configs: Sequence[Con
     """Return this rank's part of the losses of some steps with loss scale SCALE, for each config."""
     trained = []
     for number, config in enumerate(configs):
-        with worker_of(config, rank, world_size, f"{store}-{number}") as worker:
+        with session_of(config, rank, world_size, f"{store}-{number}") as session:
             losses = []
             for step in range(STEPS):
-                losses.append(worker.pipeline.run(draw_batch(config, 0, worker.job.micro_ids), step, SCALE).item())
-                descend(worker.weights, SCALE)
+                losses.append(session.pipeline.run(draw_batch(config, 0, session.job.micro_ids), step, SCALE).item())
+                descend(session.weights, SCALE)
             trained.append(losses)
     return trained
 

@@ -16,7 +16,7 @@ from lib.direct import (
     draw_batch,
     gradients,
     make_config,
-    worker_of,
+    session_of,
 )
 from lib.models import TINY, dropout_of, tiny_config
 from lib.ranks import on_ranks
@@ -38,12 +38,12 @@ def train_on_rank(rank: int, world_size: int, store: Path, configs: Sequence[Con
     """Return the losses of five steps and a hash of the weights and gradients after them, for each config."""
     trained = []
     for number, config in enumerate(configs):
-        with worker_of(config, rank, world_size, f"{store}-{number}") as worker:
+        with session_of(config, rank, world_size, f"{store}-{number}") as session:
             losses = []
             for step in range(5):
-                losses.append(worker.pipeline.run(draw_batch(config, step, worker.job.micro_ids), step).item())
-                descend(worker.weights)
-            trained.append((losses, digest([w.param for w in worker.weights] + gradients(worker))))
+                losses.append(session.pipeline.run(draw_batch(config, step, session.job.micro_ids), step).item())
+                descend(session.weights)
+            trained.append((losses, digest([w.param for w in session.weights] + gradients(session))))
     return trained
 
 

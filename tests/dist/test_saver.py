@@ -68,8 +68,8 @@ def written_late(rank: int, *, save: int, until: int, out: Path) -> None:
     trained = threading.Event()
     train_step, write_layer = train.train_step, saver_module.write_layer
 
-    def step_made(worker: Session, *args: Any, **options: Any) -> StepResult:
-        result = train_step(worker, *args, **options)
+    def step_made(session: Session, *args: Any, **options: Any) -> StepResult:
+        result = train_step(session, *args, **options)
         if result.progress.step == until:
             trained.set()
         return result

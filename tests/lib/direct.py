@@ -70,7 +70,7 @@ def draw_batch(config: Config, step: int, micros: range | None = None) -> DrawnB
 
 
 @contextlib.contextmanager
-def worker_of(config: Config, rank: int, world_size: int, store: str) -> Iterator[Session]:
+def session_of(config: Config, rank: int, world_size: int, store: str) -> Iterator[Session]:
     """Yield one rank of a run; store: a file that only these ranks share, and only for this."""
     torch.set_num_threads(1)
     job = prepare(config, Launch(rank, rank, world_size))
@@ -96,9 +96,9 @@ def digest(tensors: Iterable[Tensor]) -> str:
     return sha.hexdigest()
 
 
-def gradients(worker: Session) -> list[Tensor]:
+def gradients(session: Session) -> list[Tensor]:
     """Return those of all weights of a rank."""
-    grads = [weight.master.grad for weight in worker.weights]
+    grads = [weight.master.grad for weight in session.weights]
     return [grad for grad in grads if grad is not None]
 
 

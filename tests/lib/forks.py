@@ -225,12 +225,12 @@ def _take_notes(told: Path, rank: int) -> None:
         write(text)
         note(metrics, text)
 
-    def begun(worker: Session, progress: Progress, *args: Any) -> None:
+    def begun(session: Session, progress: Progress, *args: Any) -> None:
         unfinished = told / f".began-at-{rank}"
         unfinished.write_text(str(progress.step))
         unfinished.rename(told / f"began-at-{rank}")
         try:
-            run(worker, progress, *args)
+            run(session, progress, *args)
         except Exception as error:
             write(f"{type(error).__name__}: {error}")
             raise

@@ -73,9 +73,9 @@ def train_ranks(rank: int, world_size: int, store: Path, configs: Sequence[Confi
 def _recording(trained: Trained) -> Callable[..., StepResult]:
     train_step = train.train_step
 
-    def recorded(worker: Session, batch: Batch, progress: Progress, *args: Any, **options: Any) -> StepResult:
+    def recorded(session: Session, batch: Batch, progress: Progress, *args: Any, **options: Any) -> StepResult:
         trained.append((progress.step, batch.sample_ids.flatten().tolist()))
-        return train_step(worker, batch, progress, *args, **options)
+        return train_step(session, batch, progress, *args, **options)
 
     return recorded
 

@@ -72,17 +72,17 @@ def losses_of_rank(
         job = prepare(config, Launch(rank, rank, world_size))
         file_store = dist.FileStore(f"{store}-{number}", world_size)
         with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
-            worker = build_session(job, open_weight_source(job), groups)
+            session = build_session(job, open_weight_source(job), groups)
             batches = batches_of(job)
-            all_losses.append(train(worker, map(mask, batches) if masked else batches))
+            all_losses.append(train(session, map(mask, batches) if masked else batches))
     return all_losses
 
 
-def train(worker: Session, batches: Iterable[Batch]) -> list[float]:
+def train(session: Session, batches: Iterable[Batch]) -> list[float]:
     """Train one step per batch from the start of a run; return the losses."""
-    progress, losses = Progress(loss_scale=LossScale.of(worker.job.config)), []
+    progress, losses = Progress(loss_scale=LossScale.of(session.job.config)), []
     for batch in batches:
-        result = train_step(worker, batch, progress)
+        result = train_step(session, batch, progress)
         progress = result.progress
         losses.append(result.loss)
     return losses
