@@ -62,7 +62,7 @@ def main(argv: list[str], parent: int, *, prog: str = "train.py") -> None:
             lock = stack.enter_context(run_lock(job, groups))
             with groups.raise_on_all_ranks("inputs", timeout_s=job.disk_timeout_s):
                 inputs = open_inputs(job)
-        with report_failure(groups.store, launch, timeout_s=timeout_s):
+        with report_failure(groups.store, launch, timeout_s=timeout_s, cleanup=lock.release):
             train(job, inputs, groups, lock)
 
 

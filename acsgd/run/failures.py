@@ -47,14 +47,17 @@ def report_startup_error(launch: Launch) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def report_failure(store: Store, launch: Launch, *, timeout_s: float) -> Iterator[None]:
+def report_failure(
+    store: Store, launch: Launch, *, timeout_s: float, cleanup: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Print an exception raised in the context, on one rank; exit all ranks with code 1.
 
     A rank that waited for a peer knows only that peer, which may itself wait for a third. So each rank reports to the
     store for which ranks it waited, a thread of each rank that still runs answers, and the rank that failed first
     prints the error of the rank that does neither. If a rank has an error of its own, that is printed instead, with
     its traceback unless it is a RunError.
-    timeout_s: limit of one communication (run.timeout); bounds the waits for reports and answers.
+    timeout_s: limit of one communication (run.timeout); bounds the waits for reports and answers. cleanup: called
+    before the exit, which runs no context managers.
     """
     board = FailureBoard(store, launch.rank, launch.world_size)
     grace_s = min(GRACE_S, timeout_s / 4)
@@ -70,6 +73,7 @@ def report_failure(store: Store, launch: Launch, *, timeout_s: float) -> Iterato
         if is_printer:
             _print_error(text)
             _within(grace_s, lambda: board.publish(text), None)
+        _within(grace_s, cleanup, None)
         sys.stdout.flush()
         os._exit(1)  # gloo's destructors would wait for pending collectives, until run.timeout
 

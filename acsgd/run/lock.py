@@ -228,6 +228,10 @@ class RunLock:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Release all leases."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -157,7 +157,7 @@ def run_rank(rank: int, world_size: int, config: Config, told: Path, fsync_s: fl
             groups = stack.enter_context(connect(job.topology, timeout=timedelta(seconds=timeout_s), store=store))
             lock = stack.enter_context(run_lock(job, groups))
             inputs = open_inputs(job)
-        with report_failure(store, launch, timeout_s=timeout_s):
+        with report_failure(store, launch, timeout_s=timeout_s, cleanup=lock.release):
             train.train(job, inputs, groups, lock)
 
 
