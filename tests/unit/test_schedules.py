@@ -19,7 +19,8 @@ from acsgd.pp.schedules.schedules import GPipe, Interleaved, OneFOneB
 from acsgd.pp.schedules.simulate import Cost, main, simulate
 
 SPECS = [*SCHEDULES, "1f1b:lead=2", "interleaved:chunks=1,lead=1", "interleaved:chunks=3"]
-SIZES = [(ranks, micros) for ranks in range(1, 9) for micros in range(1, 17)]
+# fewer micro-batches than ranks, as many, a multiple, and numbers that the ranks do not divide
+SIZES = sorted({(r, m) for r in (1, 2, 3, 4, 5, 8) for m in (1, r - 1, r, r + 1, 2 * r, 2 * r + 1, 16) if m > 0})
 
 every_schedule = pytest.mark.parametrize("schedule", [from_spec(spec, SCHEDULES, key="") for spec in SPECS], ids=SPECS)
 
