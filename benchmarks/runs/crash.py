@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from transformers.utils import logging as transformers_logging
 
 from tests.lib.crashes import Campaign, summary
 
@@ -24,7 +25,7 @@ from tests.lib.crashes import Campaign, summary
 def table(result: dict[str, Any]) -> Table:
     """Return a table of the number of starts by outcome."""
     phases, steps = result["phases"], result["resumed_from"]
-    shown = Table(title=f"{result['signal']}, {result['processes']} processes per run", show_header=False)
+    shown = Table(title=f"{result['signal']}, processes per run: {result['processes']}", show_header=False)
     rows = {
         "starts that were killed": result["kills"],
         "... while starting": phases["starting"],
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
     parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/crash.json"), help="path of the results")
     options = parser.parse_args()
+    transformers_logging.disable_progress_bar()
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         number = signal.Signals[f"SIG{options.signal}"]
