@@ -248,7 +248,7 @@ def finish(config: Config, processes: int) -> None:
         try:
             codes, notes = run.join(LONGEST), run.notes()
         finally:
-            shutil.rmtree(run.told)
+            shutil.rmtree(run.directory)
     if codes != [0] * processes:
         raise RuntimeError(f"a run ended with {codes}: {notes[-1] if notes else 'before it began'}")
 

@@ -161,7 +161,7 @@ def ends_of(directory: Path) -> list[tuple[int, str]]:
 def test_training_continues_without_failed_saves_and_reports_them(name: str, calm: Runs, tmp_path: Path) -> None:
     processes, fault, message = FAULTS[name]
     config = changed(calm[processes][0], tmp_path, on_error="continue")
-    with started(config, processes, before=partial(at_fault, fault=fault, steps=[2, 6], ends=tmp_path)) as run:
+    with started(config, processes, setup=partial(at_fault, fault=fault, steps=[2, 6], ends=tmp_path)) as run:
         assert run.join() == [0] * processes, run.notes()
     failures = [note for note in run.notes() if FAILED in note]
     assert len(failures) == 2
@@ -180,7 +180,7 @@ def test_training_continues_without_failed_saves_and_reports_them(name: str, cal
 def test_all_ranks_end_after_the_same_step_with_the_same_error(name: str, calm: Runs, tmp_path: Path) -> None:
     processes, fault, message = FAULTS[name]
     config = changed(calm[processes][0], tmp_path, on_error="stop")
-    with started(config, processes, before=partial(at_fault, fault=fault, steps=[4], ends=tmp_path)) as run:
+    with started(config, processes, setup=partial(at_fault, fault=fault, steps=[4], ends=tmp_path)) as run:
         assert run.join() == [1] * processes, run.notes()
     ends = ends_of(tmp_path)
     assert len(ends) == processes
@@ -197,7 +197,7 @@ def test_all_ranks_end_after_the_same_step_with_the_same_error(name: str, calm: 
 def test_a_run_whose_last_save_fails_fails(processes: int, calm: Runs, tmp_path: Path) -> None:
     config = changed(calm[processes][0], tmp_path, on_error="continue")
     fault = partial(full_in_a_layer, error=no_space)
-    with started(config, processes, before=partial(at_fault, fault=fault, steps=[STEPS], ends=tmp_path)) as run:
+    with started(config, processes, setup=partial(at_fault, fault=fault, steps=[STEPS], ends=tmp_path)) as run:
         assert run.join() == [1] * processes, run.notes()
     assert not any(note.startswith("done") for note in run.notes())
     ends = ends_of(tmp_path)
@@ -266,7 +266,7 @@ def test_a_full_disk_costs_one_save(processes: int, disk: Path, calm: Runs, tmp_
     ballast = disk / "ballast"
     with contextlib.suppress(OSError), ballast.open("wb") as file:
         file.write(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_bsize * 2 // 5))
-    with started(config, processes, before=partial(filled_at_first, ballast=ballast)) as run:
+    with started(config, processes, setup=partial(filled_at_first, ballast=ballast)) as run:
         assert run.join() == [0] * processes, run.notes()
     failures = [note for note in run.notes() if FAILED in note]
     assert len(failures) == 1
@@ -294,7 +294,7 @@ def test_a_disk_that_stays_full_keeps_its_checkpoints(
 def test_a_file_size_limit_costs_one_save(calm: Runs, tmp_path: Path) -> None:
     config = changed(calm[1][0], tmp_path, on_error="continue")
     largest = max(file.bytes for file in calm[1][1].layers.values())
-    with started(config, 1, before=partial(limited, at_step=4, nbytes=largest // 2)) as run:
+    with started(config, 1, setup=partial(limited, at_step=4, nbytes=largest // 2)) as run:
         assert run.join() == [0], run.notes()
     failures = [note for note in run.notes() if FAILED in note]
     assert len(failures) == 1

@@ -87,8 +87,8 @@ def written_late(rank: int, *, save: int, until: int, out: Path) -> None:
 def test_a_checkpoint_is_the_state_after_its_step(model: Path, tmp_path: Path) -> None:
     calm, late = (saving(model, tmp_path / name, every=3) for name in ("calm", "late"))
     finish(calm, PROCESSES)
-    before = partial(written_late, save=3, until=5, out=tmp_path)
-    with started(late, PROCESSES, before=before) as run:
+    setup = partial(written_late, save=3, until=5, out=tmp_path)
+    with started(late, PROCESSES, setup=setup) as run:
         assert run.join() == [0] * PROCESSES, run.notes()
     assert all((tmp_path / f"late-{rank}").exists() for rank in range(PROCESSES))
     assert list(manifests(calm)) == [3, 6, 7]
@@ -142,7 +142,7 @@ def at_the_end(act: Callable[[], Any]) -> None:
 def test_a_save_waits_for_the_previous_one_and_the_wait_is_reported(model: Path, tmp_path: Path) -> None:
     calm, busy = (saving(model, tmp_path / name, every=1) for name in ("calm", "busy"))
     finish(calm, PROCESSES)
-    with started(busy, PROCESSES, before=partial(one_at_a_time, save=3, out=tmp_path)) as run:
+    with started(busy, PROCESSES, setup=partial(one_at_a_time, save=3, out=tmp_path)) as run:
         assert run.join() == [0] * PROCESSES, run.notes()
     for rank in range(PROCESSES):
         seen = json.loads((tmp_path / f"seen-{rank}").read_text())
@@ -169,7 +169,7 @@ def killed_before_it_logs(rank: int, *, at_step: int) -> None:
 
 def test_no_checkpoint_is_ahead_of_the_metrics(model: Path, tmp_path: Path) -> None:
     config = saving(model, tmp_path / "run", every=1, processes=1)
-    with started(config, 1, before=partial(killed_before_it_logs, at_step=4)) as run:
+    with started(config, 1, setup=partial(killed_before_it_logs, at_step=4)) as run:
         assert run.join() == [-signal.SIGKILL]
     assert checkpoints_of(config).steps() == [1, 2, 3]
     finish(config, 1)  # finds each step once in metrics.jsonl
@@ -190,7 +190,7 @@ def recording_buffers(rank: int, *, out: Path) -> None:
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_the_extra_memory_is_one_copy_of_what_a_rank_writes(processes: int, model: Path, tmp_path: Path) -> None:
     config = saving(model, tmp_path / "run", every=1, processes=processes, steps=3)
-    with started(config, processes, before=partial(recording_buffers, out=tmp_path)) as run:
+    with started(config, processes, setup=partial(recording_buffers, out=tmp_path)) as run:
         assert run.join() == [0] * processes, run.notes()
     sizes = [bytes_of(checkpoints_of(config).of(3), layer) for layer in ("embed", "block-00000", "block-00001", "head")]
     stages = [[0, 1, 2, 3]] if processes == 1 else [[0, 1], [2, 3]]
@@ -236,17 +236,17 @@ def test_best_is_restored_after_a_kill_and_after_corruption(model: Path, tmp_pat
     losses = [expected.losses[step - 1][2] for step in evaluated]
     assert losses == sorted(losses, reverse=True), "each evaluation is the best so far"
     directory = checkpoints_of(config)
-    with started(config, 1, before=partial(killed_before_the_best_is_marked, at_step=6)) as run:
+    with started(config, 1, setup=partial(killed_before_the_best_is_marked, at_step=6)) as run:
         assert run.join() == [-signal.SIGKILL]
     assert directory.steps()[-1] == 6
     assert directory.best() == directory.of(3)
-    with started(config, 1, before=ended_before_training) as run:
+    with started(config, 1, setup=ended_before_training) as run:
         assert run.join() == [0]
     assert directory.best() == directory.of(6)
     file = directory.of(6) / "head.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with started(config, 1, before=ended_before_training) as run:
+    with started(config, 1, setup=ended_before_training) as run:
         assert run.join() == [0]
     assert directory.steps() == [1, 2, 3, 4, 5]
     assert directory.best() == directory.of(3)
@@ -267,7 +267,7 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_fail_the_run(model: Path, 
         checkpoint=dataclasses.replace(config.checkpoint, keep=1),
         log=dataclasses.replace(config.log, to="jsonl,text"),
     )
-    with started(config, 1, before=not_removable) as run:
+    with started(config, 1, setup=not_removable) as run:
         assert run.join() == [0], run.notes()
     assert checkpoints_of(config).steps() == [2, 4, 6, 7]
     assert "could not be removed: [Errno 13]" in (Path(config.log.dir) / "logs/rank-00000.log").read_text()

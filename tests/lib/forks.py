@@ -1,6 +1,6 @@
-"""Start runs of a small model as torchrun would, but in milliseconds: as forks of a process that has imported all.
+"""Runs of a small model whose ranks are forked from a server that has imported everything: they start in milliseconds.
 
-A start is otherwise the whole of `train.train`. Its rank 0 writes down what it says, and with which step it begins.
+Each rank runs the whole of `train.train`, and writes what a test needs to a directory: see `StartedRun`.
 """
 
 from __future__ import annotations
@@ -47,109 +47,113 @@ from acsgd.run.session import Session
 from acsgd.shards.disk import Manifest, StoredFile
 from acsgd.topology import Launch, connect
 
-PRELOAD = ["acsgd.run.state", "acsgd.run.signals", "transformers.models.gpt2.modeling_gpt2", "rich.progress"]
+PRELOAD = ["tests.lib.forks", "transformers.models.gpt2.modeling_gpt2", "rich.progress"]
 TIMEOUT = timedelta(seconds=60)
 POLL_S = 0.002
 
-Before = Callable[[int], None]
-"""Called with the rank in its process, before anything else: for what a test wants to be different there."""
+Setup = Callable[[int], None]
+"""Function that a test runs first in the process of each rank, e.g. to inject a fault. Its argument is the rank."""
 
 
 class Result(NamedTuple):
-    """What finished runs are compared by."""
+    """Files of a finished run, in a form that two runs can be compared by."""
 
     layers: dict[str, StoredFile]
-    """Weights, moments and step counts, by their sha256."""
+    """Files of weights, moments and step counts, with their sha256."""
     run: dict[str, Any] | None
     losses: list[tuple[int, float, float | None]]
     """Step, loss and evaluation loss of every line of metrics.jsonl."""
     best: str | None
-    """Name of the checkpoint that "best" leads to."""
+    """Name of the checkpoint that the link "best" points to."""
 
 
 @dataclass
-class Started:
-    """One start of a run: its processes, and what rank 0 has said."""
+class StartedRun:
+    """The processes of one start of a run, and what they have written so far."""
 
     processes: list[BaseProcess]
-    told: Path
-    """A directory with rank 0's `notes`, one JSON string per line, and each rank's `began-at`, a step."""
+    directory: Path
+    """Directory of the files `stderr`, `notes` (of rank 0: one JSON string per line) and `resumed-at-RANK` (a step)."""
 
     def send(self, number: int, ranks: list[int]) -> None:
-        """Send a signal to those of some ranks that have not ended."""
+        """Send a signal to ranks; ranks that have ended are skipped."""
         for rank in ranks:
             pid = self.processes[rank].pid
             if self.processes[rank].is_alive() and pid is not None:
                 os.kill(pid, number)
 
     def join(self, timeout: timedelta = TIMEOUT) -> list[int | None]:
-        """Wait until all ranks have ended, so long for each; return their exit codes, None of one that does not end."""
+        """Wait for the end of all ranks, at most `timeout` for each; return exit codes, None for one still running."""
         for process in self.processes:
             process.join(timeout.total_seconds())
         return [process.exitcode for process in self.processes]
 
     def wait_for_training(self) -> None:
-        """Return when each rank has begun to train, or has ended."""
+        """Wait until each rank trains or has ended."""
         for rank, process in enumerate(self.processes):
-            while self.began_at(rank) is None and process.is_alive():
+            while self.resumed_at(rank) is None and process.is_alive():
                 time.sleep(POLL_S)
 
-    def began_at(self, rank: int = 0) -> int | None:
-        """Return the step training went on from, None before it has."""
-        path = self.told / f"began-at-{rank}"
+    def resumed_at(self, rank: int = 0) -> int | None:
+        """Return the step from which training resumed, 0 for a new run; None before training starts."""
+        path = self.directory / f"resumed-at-{rank}"
         return int(path.read_text()) if path.exists() else None
 
     @property
     def stderr(self) -> str:
-        """What the ranks have printed to stderr."""
-        path = self.told / "stderr"
+        """Output of all ranks to stderr."""
+        path = self.directory / "stderr"
         return path.read_text() if path.exists() else ""
 
     @property
     def errors(self) -> list[str]:
-        """The error messages among it."""
+        """Lines of stderr that begin with "error: "."""
         return [line for line in self.stderr.splitlines() if line.startswith("error: ")]
 
     def notes(self) -> list[str]:
-        """Return what rank 0 has said; its errors as well."""
-        path = self.told / "notes"
+        """Return the notes that rank 0 has printed, and the error that ended its training."""
+        path = self.directory / "notes"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @contextlib.contextmanager
-def started(config: Config, processes: int, *, fsync_s: float = 0.0, before: Before | None = None) -> Iterator[Started]:
-    """Start a run in processes of its own, none of which outlives the context; fsync_s: what each fsync takes more."""
+def started(
+    config: Config, processes: int, *, fsync_s: float = 0.0, setup: Setup | None = None
+) -> Iterator[StartedRun]:
+    """Start a run; kill its processes on exit. fsync_s: delay added to each fsync, seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     Path(config.log.dir).parent.mkdir(parents=True, exist_ok=True)
-    told = Path(tempfile.mkdtemp(dir=Path(config.log.dir).parent, prefix="told-"))
-    ranks = [
-        context.Process(target=run_rank, args=(rank, processes, config, told, fsync_s, before), daemon=True)
-        for rank in range(processes)
-    ]
+    directory = Path(tempfile.mkdtemp(dir=Path(config.log.dir).parent, prefix="start-"))
+    # as under torchrun, no rank hosts the store, so it survives a rank that is killed
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    args = (processes, config, directory, store.port, fsync_s, setup)
+    ranks = [context.Process(target=run_rank, args=(rank, *args), daemon=True) for rank in range(processes)]
     try:
         for rank in ranks:
             rank.start()
-        yield Started(list(ranks), told)
+        yield StartedRun(list(ranks), directory)
     finally:
         for rank in ranks:
-            if rank.pid is not None:  # else the end came before its start
+            if rank.pid is not None:  # None: an earlier rank failed to start
                 rank.kill()
                 rank.join()
 
 
-def run_rank(rank: int, world_size: int, config: Config, told: Path, fsync_s: float, before: Before | None) -> None:
-    """Run one rank as `train.main` does; what it prints goes to the file `stderr`."""
+def run_rank(
+    rank: int, world_size: int, config: Config, directory: Path, port: int, fsync_s: float, setup: Setup | None
+) -> None:
+    """Run one rank as `train.main` does, with stderr redirected to a file. port: of the store."""
     torch.set_num_threads(1)
-    with (told / "stderr").open("a") as file:
+    with (directory / "stderr").open("a") as file:
         os.dup2(file.fileno(), 2)
     transformers_logging.disable_progress_bar()
-    if before is not None:
-        before(rank)
-    _take_notes(told, rank)
-    _slow_down(fsync_s)
+    if setup is not None:
+        setup(rank)
+    _record_notes(directory, rank)
+    _delay_fsync(fsync_s)
     launch = Launch(rank, rank, world_size, world_size)
-    store = dist.FileStore(str(told / "store"), world_size)
+    store = dist.TCPStore("127.0.0.1", port)
     timeout_s = config.run.timeout
     with contextlib.ExitStack() as stack:
         with report_startup_error(launch):
@@ -162,7 +166,7 @@ def run_rank(rank: int, world_size: int, config: Config, told: Path, fsync_s: fl
 
 
 def finish(config: Config, processes: int) -> Result:
-    """Start a run and let it come to its end. Raises AssertionError if it does not."""
+    """Run to the last step and return the result. Raises AssertionError if a rank fails."""
     with started(config, processes) as run:
         codes = run.join()
     assert codes == [0] * processes, (codes, run.notes())
@@ -170,7 +174,7 @@ def finish(config: Config, processes: int) -> Result:
 
 
 def result_of(config: Config) -> Result:
-    """Return what a finished run is compared by. Raises AssertionError if a step is not there, or twice."""
+    """Read the result of a finished run. Raises AssertionError unless metrics.jsonl has each step once."""
     directory = checkpoints_of(config)
     manifest = Manifest.read(directory.of(config.optim.steps))
     lines = [json.loads(line) for line in (Path(config.log.dir) / "metrics.jsonl").read_text().splitlines()]
@@ -187,7 +191,7 @@ def checkpoints_of(config: Config) -> CheckpointDirectory:
 
 
 def make_config(model: Path, run_dir: Path, *, processes: int, steps: int, checkpoint: CheckpointConfig) -> Config:
-    """Return a run with dropout, evaluations and, of four processes, two replicas of two stages."""
+    """Return the config of a run with dropout and evaluations; with four processes, of two replicas of two stages."""
     return Config(
         run=RunConfig(timeout=TIMEOUT.total_seconds()),
         model=ModelConfig(str(model)),
@@ -200,9 +204,11 @@ def make_config(model: Path, run_dir: Path, *, processes: int, steps: int, check
     )
 
 
-def save_model(directory: Path) -> Path:
-    """Write a GPT-2 of 10 thousand parameters with new weights, whose tokens are bytes."""
-    config = GPT2Config(vocab_size=257, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+def save_model(directory: Path, *, blocks: int = 2) -> Path:
+    """Write a GPT-2 of about 10 thousand parameters with random weights and a tokenizer whose tokens are bytes."""
+    config = GPT2Config(
+        vocab_size=257, n_positions=16, n_embd=16, n_layer=blocks, n_head=2, bos_token_id=0, eos_token_id=0
+    )
     torch.manual_seed(0)
     GPT2LMHeadModel(config).save_pretrained(directory)
     alphabet = ["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -212,39 +218,39 @@ def save_model(directory: Path) -> Path:
     return directory
 
 
-def _take_notes(told: Path, rank: int) -> None:
-    """Let this process write down what it says, the step it begins with, and the error it ends with."""
-    note, run = Metrics.note, train.run_steps
+def _record_notes(directory: Path, rank: int) -> None:
+    """Patch this process to write the step at which training starts and, on rank 0, its notes and its error."""
+    note, run_steps = Metrics.note, train.run_steps
 
     def write(text: str) -> None:
         if rank == 0:
-            with (told / "notes").open("a") as file:
+            with (directory / "notes").open("a") as file:
                 file.write(json.dumps(text) + "\n")
 
-    def noted(metrics: Metrics, text: str) -> None:
+    def recorded_note(metrics: Metrics, text: str) -> None:
         write(text)
         note(metrics, text)
 
-    def begun(session: Session, progress: Progress, *args: Any) -> None:
-        unfinished = told / f".began-at-{rank}"
+    def recorded_run_steps(session: Session, progress: Progress, *args: Any) -> None:
+        unfinished = directory / f".resumed-at-{rank}"
         unfinished.write_text(str(progress.step))
-        unfinished.rename(told / f"began-at-{rank}")
+        unfinished.rename(directory / f"resumed-at-{rank}")
         try:
-            run(session, progress, *args)
+            run_steps(session, progress, *args)
         except Exception as error:
             write(f"{type(error).__name__}: {error}")
             raise
 
-    Metrics.note = noted  # type: ignore[method-assign]
-    train.run_steps = begun
+    Metrics.note = recorded_note  # type: ignore[method-assign]
+    train.run_steps = recorded_run_steps
 
 
-def _slow_down(fsync_s: float) -> None:
-    """Let each fsync of this process take longer, as on a busy disk."""
+def _delay_fsync(seconds: float) -> None:
+    """Patch this process to take longer for each fsync, as on a busy disk."""
     fsync = os.fsync
 
     def slow(descriptor: int) -> None:
-        time.sleep(fsync_s)
+        time.sleep(seconds)
         fsync(descriptor)
 
     os.fsync = slow

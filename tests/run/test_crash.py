@@ -1,4 +1,4 @@
-"""Law: a run that is ended at any moment and started again, any number of times, equals the run nobody disturbed."""
+"""Law: a run that is interrupted at any moments and started again equals the undisturbed run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.lib.launched import MARGIN_S, TORCHRUN, TRAIN, running
 STEPS = 60
 
 
-@pytest.mark.parametrize(("processes", "kills"), [(1, 15), (2, 15)])
+@pytest.mark.parametrize(("processes", "kills"), [(1, 10), (2, 10)])
 def test_a_run_that_is_killed_repeatedly_equals_the_undisturbed_one(processes: int, kills: int, tmp_path: Path) -> None:
     campaign = Campaign(tmp_path, processes, seed=processes)
     campaign.run(kills)
@@ -39,21 +39,21 @@ def test_a_run_that_is_killed_repeatedly_equals_the_undisturbed_one(processes: i
 def test_a_run_that_is_stopped_repeatedly_equals_the_undisturbed_one(tmp_path: Path) -> None:
     campaign = Campaign(tmp_path, 2, signal.SIGTERM)
     for number in (signal.SIGUSR1, signal.SIGINT):
-        campaign.end_once(number)
-    campaign.run(10)
+        campaign.interrupt(number)
+    campaign.run(6)
     assert summary(campaign, 0.0)["leftovers"] == 0
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_command_that_is_interrupted_saves_and_resumes_to_the_undisturbed_run(processes: int, tmp_path: Path) -> None:
-    """One process receives SIGINT itself; torchrun receives SIGTERM and forwards it to its ranks."""
+    """A single process receives SIGINT; torchrun receives SIGTERM and forwards it to its ranks."""
     rarely, often = CheckpointConfig(best=True), CheckpointConfig(every="1", keep=2, best=True)
     model = save_model(tmp_path / "model")
-    calm = make_config(model, tmp_path / "calm", processes=processes, steps=STEPS, checkpoint=rarely)
-    expected = finish(calm, processes)
+    undisturbed = make_config(model, tmp_path / "undisturbed", processes=processes, steps=STEPS, checkpoint=rarely)
+    expected = finish(undisturbed, processes)
     config = make_config(model, tmp_path / "run", processes=processes, steps=STEPS, checkpoint=often)
-    aloud = dataclasses.replace(config, log=dataclasses.replace(config.log, to="print,jsonl"))
-    (tmp_path / "run.toml").write_text(to_toml(aloud))
+    printing = dataclasses.replace(config, log=dataclasses.replace(config.log, to="print,jsonl"))
+    (tmp_path / "run.toml").write_text(to_toml(printing))
     launcher = [*TORCHRUN, str(processes)] if processes > 1 else [sys.executable]
     with running([*launcher, TRAIN, "run.toml"], tmp_path) as run:
         run.wait_until(lambda: run.process.poll() is not None or len(checkpoints_of(config).steps()) >= 2, 120)
@@ -70,7 +70,7 @@ def test_a_command_that_is_interrupted_saves_and_resumes_to_the_undisturbed_run(
 
 
 def fail_while_saving(rank: int) -> None:
-    """Let the fourth step fail while a save runs forever in native code, where Python would abort at its exit."""
+    """Patch this process to raise in step 4 while a save is stuck in native code, where Python aborts if it exits."""
     writing, train_forward = threading.Event(), Session.forward_backward
 
     def write_forever(*_: Any) -> None:
@@ -82,7 +82,7 @@ def fail_while_saving(rank: int) -> None:
     def fail(self: Session, batch: Any, step: int, *args: Any) -> Any:
         if step == 3:
             writing.wait()
-            raise RunError("a failure outside the process")
+            raise RunError("a failure of the network")
         return train_forward(self, batch, step, *args)
 
     saver.write_layer = write_forever  # type: ignore[assignment]
@@ -92,8 +92,8 @@ def fail_while_saving(rank: int) -> None:
 def test_a_run_that_fails_during_a_save_ends_with_its_error_alone(tmp_path: Path) -> None:
     model, every = save_model(tmp_path / "model"), CheckpointConfig(every="3")
     config = make_config(model, tmp_path / "run", processes=1, steps=STEPS, checkpoint=every)
-    with started(config, 1, before=fail_while_saving) as run:
+    with started(config, 1, setup=fail_while_saving) as run:
         assert run.join() == [1]
-        assert run.stderr.strip() == "error: a failure outside the process"
+        assert run.stderr.strip() == "error: a failure of the network"
     assert checkpoints_of(config).steps() == []
     assert [path.name for path in checkpoints_of(config).leftovers()] == [".step-00000003.partial"]

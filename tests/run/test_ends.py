@@ -20,17 +20,17 @@ from acsgd.pp.stage import Stage
 from acsgd.run import lock
 from acsgd.run.failures import GRACE_S
 from acsgd.run.signals import REPEAT_S, WATCH_S
-from tests.lib.forks import Started, make_config, save_model, started
+from tests.lib.forks import StartedRun, make_config, save_model, started
 from tests.lib.launched import MARGIN_S, TRAIN, running
 
 HOST = socket.gethostname()
-TIMEOUT_S = 5.0
+TIMEOUT_S = 4.0
 
 
 def config_of(directory: Path, *, processes: int, stages: int, timeout_s: float = TIMEOUT_S) -> Config:
-    """Return a run of many steps."""
+    """Return the config of a run that does not end by itself."""
     config = make_config(
-        save_model(directory / "model"),
+        save_model(directory / "model", blocks=max(2, stages)),
         directory / "run",
         processes=processes,
         steps=100_000,
@@ -41,14 +41,17 @@ def config_of(directory: Path, *, processes: int, stages: int, timeout_s: float 
 
 
 def inject(rank: int, *, at_rank: int, fault: str, notice: Path) -> None:
-    """Let one rank have a fault in a forward of the third step: "STOP", "KILL", "sleep" or "raise"."""
+    """Patch this process: `at_rank` stops, dies, sleeps or raises in a forward of step 3, after creating `notice`.
+
+    fault: "STOP" or "KILL" (signals), "sleep" or "raise".
+    """
     forward = Stage.forward
 
     def faulty(self: Stage, micro: Any, *args: Any, **options: Any) -> Any:
         if rank == at_rank and micro.step == 2:
             notice.touch()
             if fault == "raise":
-                raise ValueError("a fault of its own")
+                raise ValueError("an error of one rank")
             if fault == "sleep":
                 time.sleep(600)
             os.kill(os.getpid(), signal.Signals[f"SIG{fault}"])
@@ -57,7 +60,7 @@ def inject(rank: int, *, at_rank: int, fault: str, notice: Path) -> None:
     Stage.forward = faulty  # type: ignore[method-assign]
 
 
-def wait_for(path: Path, run: Started) -> None:
+def wait_for(path: Path, run: StartedRun) -> None:
     deadline = time.monotonic() + 60
     while not path.exists():
         assert time.monotonic() < deadline, run.stderr
@@ -65,19 +68,17 @@ def wait_for(path: Path, run: Started) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "at_rank", "fault"), [(4, 1, "STOP"), (2, 3, "STOP"), (4, 2, "KILL"), (1, 1, "KILL")]
+    ("processes", "stages", "at_rank", "fault"),
+    [(4, 4, 1, "STOP"), (4, 4, 2, "KILL"), (4, 2, 3, "STOP"), (4, 2, 2, "KILL"), (2, 1, 1, "KILL")],
 )
 def test_a_rank_that_hangs_or_dies_is_named_once_and_all_others_end(
-    stages: int, at_rank: int, fault: str, tmp_path: Path
+    processes: int, stages: int, at_rank: int, fault: str, tmp_path: Path
 ) -> None:
-    processes = max(2, stages)
-    if (stages, at_rank) == (2, 3):
-        processes = 4
-    config = config_of(tmp_path, processes=processes, stages=min(stages, 2))
+    config = config_of(tmp_path, processes=processes, stages=stages)
     notice = tmp_path / "fault"
-    with started(config, processes, before=partial(inject, at_rank=at_rank, fault=fault, notice=notice)) as run:
+    with started(config, processes, setup=partial(inject, at_rank=at_rank, fault=fault, notice=notice)) as run:
         wait_for(notice, run)
-        # gloo reports a dead peer at once, a hanging one only after run.timeout
+        # gloo reports the death of a peer at once, a peer that hangs only after run.timeout
         limit_s = TIMEOUT_S + 4 * min(GRACE_S, TIMEOUT_S / 4) + MARGIN_S
         others = [process for rank, process in enumerate(run.processes) if rank != at_rank]
         for process in others:
@@ -94,18 +95,18 @@ def test_a_rank_that_hangs_or_dies_is_named_once_and_all_others_end(
 
 def test_an_error_of_one_rank_is_printed_with_its_traceback_and_nothing_else(tmp_path: Path) -> None:
     config, notice = config_of(tmp_path, processes=4, stages=2), tmp_path / "fault"
-    with started(config, 4, before=partial(inject, at_rank=2, fault="raise", notice=notice)) as run:
+    with started(config, 4, setup=partial(inject, at_rank=2, fault="raise", notice=notice)) as run:
         assert run.join() == [1] * 4
-        assert run.errors == [f"error: rank 2 on {HOST}: ValueError: a fault of its own"]
+        assert run.errors == [f"error: rank 2 on {HOST}: ValueError: an error of one rank"]
         lines = run.stderr.strip().splitlines()
         assert lines[1] == "Traceback (most recent call last):"
         assert "in faulty" in run.stderr
-        assert lines[-1] == "ValueError: a fault of its own"
+        assert lines[-1] == "ValueError: an error of one rank"
 
 
 def test_a_second_interrupt_ends_at_once_without_a_traceback(tmp_path: Path) -> None:
     config, notice = config_of(tmp_path, processes=1, stages=1), tmp_path / "fault"
-    with started(config, 1, before=partial(inject, at_rank=0, fault="sleep", notice=notice)) as run:
+    with started(config, 1, setup=partial(inject, at_rank=0, fault="sleep", notice=notice)) as run:
         wait_for(notice, run)
         run.send(signal.SIGINT, [0])
         time.sleep(REPEAT_S / 2)
@@ -120,7 +121,7 @@ def test_a_second_interrupt_ends_at_once_without_a_traceback(tmp_path: Path) -> 
 
 def test_a_second_interrupt_ends_a_rank_that_waits_inside_gloo(tmp_path: Path) -> None:
     config, notice = config_of(tmp_path, processes=2, stages=2, timeout_s=600), tmp_path / "fault"
-    with started(config, 2, before=partial(inject, at_rank=1, fault="STOP", notice=notice)) as run:
+    with started(config, 2, setup=partial(inject, at_rank=1, fault="STOP", notice=notice)) as run:
         wait_for(notice, run)
         run.send(signal.SIGINT, [0])
         time.sleep(2 * REPEAT_S)
@@ -143,7 +144,7 @@ def test_a_signal_before_training_starts_ends_at_once_without_a_traceback(
         assert run.stderr == ""
 
 
-def refuse_soon(rank: int) -> None:
+def wait_briefly_for_the_holder(rank: int) -> None:
     lock.WAIT_S = 1.0
 
 
@@ -157,7 +158,7 @@ def test_a_second_start_in_one_directory_is_refused_and_a_killed_one_is_taken_ov
         pid = first.processes[0].pid
         for second_config, option in ((config, "log.dir"), (same_checkpoints, "checkpoint.dir")):
             before = (tmp_path / "run" / "config.toml").read_bytes()
-            with started(second_config, 2, before=refuse_soon) as second:
+            with started(second_config, 2, setup=wait_briefly_for_the_holder) as second:
                 second.processes[0].join(60)
                 (error,) = second.errors
                 assert error.startswith(f"error: {option}: ")
@@ -167,7 +168,7 @@ def test_a_second_start_in_one_directory_is_refused_and_a_killed_one_is_taken_ov
         assert all(process.is_alive() for process in first.processes)
         first.send(signal.SIGKILL, [0, 1])
         first.join()
-        with started(config, 2, before=refuse_soon) as third:
+        with started(config, 2, setup=wait_briefly_for_the_holder) as third:
             third.wait_for_training()
             assert all(process.is_alive() for process in third.processes), third.stderr
 
@@ -202,7 +203,7 @@ else:
 print(f"{role} {os.getpid()}", flush=True)
 time.sleep(600)
 """
-"""A rank, its torchrun, and above them a subreaper, as systemd --user or tini: adopts the orphans."""
+"""Script that starts a rank below a process named as torchrun, optionally below a subreaper, which adopts orphans."""
 
 
 def pid_of(role: str, stdout: str) -> Iterator[int]:
@@ -211,8 +212,8 @@ def pid_of(role: str, stdout: str) -> Iterator[int]:
 
 @pytest.mark.parametrize("above", ["reaper", "torchrun"])
 @pytest.mark.parametrize("when", ["", "wrapped", "late", "late later"])
-def test_a_rank_ends_with_torchrun_whoever_adopts_it(above: str, when: str, tmp_path: Path) -> None:
-    """Cases: torchrun dies while the rank runs, or while it imports, or even before the rank's first instruction."""
+def test_a_rank_ends_with_torchrun_whichever_process_adopts_it(above: str, when: str, tmp_path: Path) -> None:
+    """when: "" = torchrun dies while the rank runs; late = while it imports; later = before its first instruction."""
     (tmp_path / "chain.py").write_text(CHAIN)
     with running([sys.executable, "chain.py", above, *when.split()], tmp_path) as run:
         run.wait_until(lambda: ("imported" if "late" in when else "started") in run.stdout, 60)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,22 +13,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from acsgd import cli
+from acsgd.config.run_file import parse
 from acsgd.shards.disk import ShardDirectory
+from tests.lib.forks import finish
+from tests.lib.launched import TORCHRUN, TRAIN, running
 
-ROOT = Path(__file__).parents[2]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 TinyModel = Callable[..., Path]
 STEPS = 6
+LIMIT_S = 120.0
 
 
-def start(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
-
-
-def train(processes: int, cwd: Path, run_file: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    launcher = [*TORCHRUN, str(processes)] if processes > 1 else [sys.executable]
-    return start([*launcher, str(ROOT / "train.py"), str(run_file), *flags], cwd)
+def train_forked(processes: int, run_file: Path, *flags: str) -> None:
+    """Run to the last step without torchrun."""
+    finish(parse([str(run_file), "--log.to", "jsonl", *flags]), processes)
 
 
 def run_file(cwd: Path, model: Path) -> Path:
@@ -49,7 +45,7 @@ def run_file(cwd: Path, model: Path) -> Path:
         lr = 1e-3
         steps = {STEPS}
         [log]
-        dir = "runs/one"
+        dir = "{cwd}/runs/one"
         """
     )
     return path
@@ -60,13 +56,13 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_of_four_is_the_run_of_one_and_its_export_is_what_it_trained(
-    tiny_model: TinyModel, tmp_path: Path
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = run_file(tmp_path, tiny_model())
-    alone = train(1, tmp_path, file)
-    assert alone.returncode == 0, alone.stderr
-    four = train(4, tmp_path, file, "--pp.stages", "2", "--log.dir", "runs/four", "--checkpoint.every", "4")
-    assert four.returncode == 0, four.stderr
+    train_forked(1, file)
+    flags = f"--pp.stages 2 --log.dir {tmp_path}/runs/four --checkpoint.every 4"
+    with running([*TORCHRUN, "4", TRAIN, str(file), *flags.split()], tmp_path) as run:
+        assert run.process.wait(LIMIT_S) == 0, run.stderr
     one, other = (records(tmp_path / "runs" / name) for name in ("one", "four"))
     assert [r["step"] for r in one] == [r["step"] for r in other] == list(range(1, STEPS + 1))
     for mine, theirs in zip(one, other, strict=True):
@@ -80,18 +76,18 @@ def test_a_run_of_four_is_the_run_of_one_and_its_export_is_what_it_trained(
         "step-00000004",
         "step-00000006",
     ]
-    assert_same_weights(tmp_path)
+    assert_same_weights(tmp_path, monkeypatch)
 
 
-def assert_same_weights(cwd: Path) -> None:
-    """Export both runs' last checkpoints and compare them as Hugging Face loads them."""
+def assert_same_weights(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Export the last checkpoints of both runs, load them with transformers, and compare the weights."""
     models = []
     for name in ("one", "four"):
-        checkpoint = cwd / "runs" / name / "checkpoints" / f"step-{STEPS:08d}"
+        checkpoint = directory / "runs" / name / "checkpoints" / f"step-{STEPS:08d}"
         assert ShardDirectory(checkpoint).step == STEPS
-        target = cwd / f"hf-{name}"
-        done = start([sys.executable, "-m", "acsgd.cli", "convert", "to-hf", str(checkpoint), str(target)], cwd)
-        assert done.returncode == 0, done.stderr
+        target = directory / f"hf-{name}"
+        monkeypatch.setattr(sys, "argv", ["acsgd", "convert", "to-hf", str(checkpoint), str(target)])
+        cli.main()
         models.append(AutoModelForCausalLM.from_pretrained(target))
     for key, tensor in models[0].state_dict().items():
         # AdamW divides by the root of the second moment, so where that is tiny, rounding moves up to a whole step
@@ -99,17 +95,16 @@ def assert_same_weights(cwd: Path) -> None:
         assert torch.allclose(tensor, models[1].state_dict()[key], atol=1e-4), key
 
 
-def test_training_goes_on_from_a_checkpoint_in_bf16_and_with_a_narrow_wire(
+def test_a_run_starts_from_a_checkpoint_of_another_run_in_bf16_and_interleaved(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     file = run_file(tmp_path, tiny_model("llama"))
-    assert train(1, tmp_path, file).returncode == 0
+    train_forked(1, file)
     checkpoint = tmp_path / f"runs/one/checkpoints/step-{STEPS:08d}"
-    flags = f"--model.name {checkpoint} --model.dtype bf16 --pp.stages 2 --pp.schedule interleaved --log.dir runs/bf16"
-    done = train(2, tmp_path, file, *flags.split())
-    assert done.returncode == 0, done.stderr
+    flags = "--model.dtype bf16 --pp.stages 2 --pp.schedule interleaved"
+    train_forked(2, file, "--model.name", str(checkpoint), "--log.dir", str(tmp_path / "runs/bf16"), *flags.split())
     before, after = records(tmp_path / "runs/one"), records(tmp_path / "runs/bf16")
-    # it starts from trained weights; bf16 has 8 bits, which a mean over 192 tokens averages
+    # training starts from trained weights; bf16 has 8 bits, which a mean over 192 tokens averages
     assert after[0]["loss"] == pytest.approx(before[-1]["loss"], abs=0.3)
     assert after[0]["loss"] < before[0]["loss"] - 0.1
     # interleaved: three boundaries between four stages, in bf16
@@ -118,15 +113,14 @@ def test_training_goes_on_from_a_checkpoint_in_bf16_and_with_a_narrow_wire(
 
 def test_an_error_at_start_is_printed_once_before_anything_is_written(tiny_model: TinyModel, tmp_path: Path) -> None:
     file = run_file(tmp_path, tiny_model())
-    before = sorted(tmp_path.rglob("*"))
-    message = "pp.stages=3 does not divide the number of processes, 4"
-    done = train(4, tmp_path, file, "--pp.stages", "3")
-    assert done.returncode != 0
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, done.stderr
-    assert errors[0].startswith(f"error: {message}")
-    assert done.stderr.strip().splitlines()[-2].startswith(f"  traceback : error: {message}"), "torchrun's summary"
-    assert sorted(tmp_path.rglob("*")) == before
+    with running([*TORCHRUN, "2", TRAIN, str(file), "--pp.stages", "3"], tmp_path) as run:
+        before = sorted(tmp_path.rglob("*"))
+        assert run.process.wait(LIMIT_S) != 0
+        (error,) = run.errors
+        message = "error: pp.stages=3 does not divide the number of processes, 2"
+        assert error.startswith(message)
+        assert run.stderr.strip().splitlines()[-2].startswith(f"  traceback : {message}"), "torchrun's summary"
+        assert sorted(tmp_path.rglob("*")) == before
 
 
 FAULTY = """
@@ -147,10 +141,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_a_dead_rank_is_named_once_with_stage_and_action(tiny_model: TinyModel, tmp_path: Path) -> None:
     file = run_file(tmp_path, tiny_model())
     (tmp_path / "faulty.py").write_text(FAULTY)
-    flags = ["--pp.stages", "2", "--run.timeout", "20", "--data.batch", "8", "--pp.micro", "2"]
-    done = start([*TORCHRUN, "2", "faulty.py", str(ROOT / "train.py"), str(file), *flags], tmp_path)
-    assert done.returncode != 0
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, done.stderr
-    assert errors[0].startswith("error: step 2, stage 0, action "), errors
-    assert f"rank 1 on {socket.gethostname()} is silent" in errors[0]
+    flags = ["--pp.stages", "2", "--run.timeout", "12", "--data.batch", "8", "--pp.micro", "2"]
+    with running([*TORCHRUN, "2", "faulty.py", TRAIN, str(file), *flags], tmp_path) as run:
+        assert run.process.wait(LIMIT_S) != 0
+        (error,) = run.errors
+        assert error.startswith("error: step 2, stage 0, action "), error
+        assert f"rank 1 on {socket.gethostname()} is silent" in error
