@@ -1,4 +1,4 @@
-"""Law: all ranks go on from the same checkpoint, though only one of them has read what is wrong with another."""
+"""Law: all ranks resume from the same checkpoint, even if only one rank has read the corrupt file of another."""
 
 from __future__ import annotations
 
@@ -19,65 +19,65 @@ STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """Return a run of two stages that was saved after each of its steps."""
+def finished(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Return the config of a finished run of two stages that was saved after every step."""
     runs = tmp_path_factory.mktemp("choice")
     model = tiny_model("gpt2", **DROPOUT, n_layer=2, n_embd=16)
-    config = make_config(model, runs / "runs" / "whole", stages=2, steps=STEPS, every="1")
+    config = make_config(model, runs / "runs" / "finished", stages=2, steps=STEPS, every="1")
     on_ranks(2, run_ranks, runs / "store", [Plan(config)])
     return config
 
 
-def stopped(whole: Config, run_dir: Path, *, resume: str = "auto") -> Config:
-    """Return the run as it was after its third step, elsewhere."""
+def copy_before_last_step(finished: Config, run_dir: Path, *, resume: str = "auto") -> Config:
+    """Copy the checkpoints of the first three steps to another run directory; return the config of that run."""
     config = dataclasses.replace(
-        whole,
-        log=dataclasses.replace(whole.log, dir=str(run_dir)),
-        checkpoint=dataclasses.replace(whole.checkpoint, resume=resume),
+        finished,
+        log=dataclasses.replace(finished.log, dir=str(run_dir)),
+        checkpoint=dataclasses.replace(finished.checkpoint, resume=resume),
     )
     for step in range(1, STEPS):
-        shutil.copytree(checkpoints_of(whole).of(step), checkpoints_of(config).of(step))
+        shutil.copytree(checkpoints_of(finished).of(step), checkpoints_of(config).of(step))
     return config
 
 
-def damage(path: Path) -> None:
+def corrupt(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
 
 
 @pytest.mark.parametrize("layer", ["block-00000", "block-00001", "head"])
-def test_all_ranks_pass_over_what_one_finds_damaged(layer: str, whole: Config, tmp_path: Path) -> None:
-    """The first rank reads the first block, the second the other and the head."""
-    config = stopped(whole, tmp_path / "runs" / "run")
-    damage(checkpoints_of(config).of(3) / f"{layer}.safetensors")
+def test_all_ranks_skip_a_checkpoint_that_one_rank_finds_corrupt(layer: str, finished: Config, tmp_path: Path) -> None:
+    """Rank 0 reads the first block, rank 1 the second block and the head."""
+    config = copy_before_last_step(finished, tmp_path / "runs" / "run")
+    corrupt(checkpoints_of(config).of(3) / f"{layer}.safetensors")
     by_rank = on_ranks(2, run_ranks, tmp_path / "store", [Plan(config)])
-    for told in by_rank:
-        assert told[0].error is None
-        assert [step.step for step in told[0].steps] == [2, 3]
+    for starts in by_rank:
+        assert starts[0].error is None
+        assert [step.step for step in starts[0].steps] == [2, 3]
     notes = by_rank[0][0].notes
     assert [note for note in notes if f"{layer}.safetensors is corrupt" in note and "corrupt-step-00000003" in note]
-    assert end_of(config).layers == end_of(whole).layers
+    assert end_of(config).layers == end_of(finished).layers
 
 
-def test_all_ranks_refuse_alike(whole: Config, tmp_path: Path) -> None:
-    """Each rank finds another checkpoint damaged, so none is sound; asked for one, they offer the same."""
-    config = stopped(whole, tmp_path / "runs" / "run")
+def test_all_ranks_raise_the_same_error(finished: Config, tmp_path: Path) -> None:
+    """Each rank finds another checkpoint corrupt. The error names a valid one if there is any."""
+    config = copy_before_last_step(finished, tmp_path / "runs" / "run")
     directory = checkpoints_of(config)
-    damage(directory.of(3) / "block-00000.safetensors")
-    damage(directory.of(2) / "head.safetensors")
-    asking = stopped(whole, tmp_path / "runs" / "asking", resume=str(directory.of(3)))
-    shutil.rmtree(checkpoints_of(asking).path)
-    damaged = stopped(whole, tmp_path / "runs" / "damaged")
+    corrupt(directory.of(3) / "block-00000.safetensors")
+    corrupt(directory.of(2) / "head.safetensors")
+    named = copy_before_last_step(finished, tmp_path / "runs" / "named", resume=str(directory.of(3)))
+    shutil.rmtree(checkpoints_of(named).path)
+    all_corrupt = copy_before_last_step(finished, tmp_path / "runs" / "all_corrupt")
     for step, layer in ((3, "block-00000"), (2, "head"), (1, "block-00001")):
-        damage(checkpoints_of(damaged).of(step) / f"{layer}.safetensors")
-    by_rank = on_ranks(2, run_ranks, tmp_path / "store", [Plan(asking), Plan(damaged)])
+        corrupt(checkpoints_of(all_corrupt).of(step) / f"{layer}.safetensors")
+    by_rank = on_ranks(2, run_ranks, tmp_path / "store", [Plan(named), Plan(all_corrupt)])
     assert by_rank[0] == by_rank[1]
-    offers, refuses = by_rank[0]
-    assert (offers.steps, refuses.steps) == ([], [])
-    assert offers.error is not None
-    assert offers.error.endswith(f"step-00000001: --checkpoint.resume {directory.of(1)}")
-    assert refuses.error is not None
-    assert refuses.error.startswith("no checkpoint is valid: ")
-    assert checkpoints_of(asking).steps() == []
-    assert checkpoints_of(damaged).steps() == [1, 2, 3]
+    named_start, unnamed_start = by_rank[0]
+    assert (named_start.steps, unnamed_start.steps) == ([], [])
+    assert named_start.error is not None
+    assert named_start.error.endswith(f"step-00000001: --checkpoint.resume {directory.of(1)}")
+    assert unnamed_start.error is not None
+    assert unnamed_start.error.startswith("no checkpoint is valid: ")
+    assert checkpoints_of(named).steps() == []
+    assert checkpoints_of(all_corrupt).steps() == [1, 2, 3]

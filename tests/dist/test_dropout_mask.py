@@ -38,13 +38,13 @@ from acsgd.shards.disk import Manifest
 TinyModel = Callable[..., Path]
 STEPS = 3
 SAMPLE = 7
-VISITS = [
+OTHER_BATCHES = [
     MicroBatch(9, 0, 0, (SAMPLE,)),
     MicroBatch(0, 2, 5, (SAMPLE,)),
     MicroBatch(3, 1, 4, (2, SAMPLE)),
     MicroBatch(11, 0, 1, (5, SAMPLE, 3, 1)),
 ]
-"""Micro-batches with the same sample: other steps, other positions and other samples beside it."""
+"""Micro-batches that hold the same sample in other steps, at other positions and with other samples."""
 CUTS = [[range(4)], [range(2), range(2, 4)], [range(1), range(1, 2), range(2, 4)]]
 """Ways to split the layers up to the third block into stages."""
 
@@ -59,13 +59,13 @@ def test_a_sample_gives_the_same_activation_at_every_step_and_in_every_micro_bat
     first = MicroBatch(0, 0, 0, (SAMPLE,))
     expected = _activation(config, CUTS[0], first)[0]
     for cuts in CUTS:
-        for visit in [first, *VISITS]:
-            row = visit.sample_ids.index(SAMPLE)
-            assert torch.equal(_activation(config, cuts, visit)[row], expected), (cuts, visit)
-    for visit in VISITS:
-        row = visit.sample_ids.index(SAMPLE)
-        new = _activation(config, CUTS[0], visit, mask_per_sample=False)[row]
-        assert not torch.equal(new, expected), "no dropout took place"
+        for micro in [first, *OTHER_BATCHES]:
+            row = micro.sample_ids.index(SAMPLE)
+            assert torch.equal(_activation(config, cuts, micro)[row], expected), (cuts, micro)
+    for micro in OTHER_BATCHES:
+        row = micro.sample_ids.index(SAMPLE)
+        new = _activation(config, CUTS[0], micro, mask_per_sample=False)[row]
+        assert not torch.equal(new, expected), "dropout is not active"
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -78,7 +78,7 @@ def test_masks_of_samples_differ(family: str) -> None:
 
 
 def gradients_on_rank(rank: int, world_size: int, store: Path, configs: Sequence[Config]) -> list[tuple[float, str]]:
-    """Return this rank's shares of some losses, added up, and a hash of all gradients and weights, for each config."""
+    """Return, by config, the sum of this rank's parts of the losses, and a hash of all gradients and weights."""
     results = []
     for number, config in enumerate(configs):
         with session_of(config, rank, world_size, f"{store}-{number}") as session:
@@ -92,10 +92,8 @@ def gradients_on_rank(rank: int, world_size: int, store: Path, configs: Sequence
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_neither_micro_batches_nor_recomputation_change_a_bit(
-    stages: int, tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    """Each sequence runs by itself, so gradients are summed in the same order however micro-batches are cut."""
+def test_micro_batches_and_recomputation_change_no_bit(stages: int, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Each sequence runs alone, so the order in which gradients are summed does not depend on the micro-batch size."""
     schedule = "interleaved:chunks=2" if stages > 1 else "gpipe"
     cuts = [(1, "none"), (2, "none"), (2, "layers"), (6, "layers")]
     for family, dtype in [("gpt2", "fp32"), ("llama", "bf16")]:
@@ -109,10 +107,10 @@ def test_neither_micro_batches_nor_recomputation_change_a_bit(
         configs = [*map(per_sample, by_step), by_step[0]]
         for *alike, other in on_ranks(stages, gradients_on_rank, tmp_path / f"store-{family}", configs):
             assert len({hashed for _, hashed in alike}) == 1
-            # the losses of the sequences of a micro-batch, which are above 0, are added in fp32, all others in fp64
+            # losses are positive; those of one micro-batch are added in fp32, micro-batches in fp64
             rounding = (SEQUENCES - 1) * 2.0**-24
             assert [loss for loss, _ in alike] == pytest.approx([alike[0][0]] * len(cuts), rel=rounding)
-            assert other[1] != alike[0][1], "the masks are those of the step"
+            assert other[1] != alike[0][1], "the masks of a sample are the same as those of a step"
 
 
 def test_gradients_are_those_of_one_process_with_the_same_masks(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -128,7 +126,7 @@ def test_gradients_are_those_of_one_process_with_the_same_masks(tiny_model: Tiny
 
 
 def oracle_gradients(config: Config) -> dict[str, Tensor]:
-    """Return the gradients of the first step of the Hugging Face model, which sees one sequence at a time."""
+    """Return the gradients of the first step, computed by the Hugging Face model one sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32).train()
     batch, sample = draw_batch(config, 0), 0
     for shard in family_of(model.config.model_type).layers(model.config):
@@ -148,7 +146,7 @@ def oracle_gradients(config: Config) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Config], list[float]]:
-    """Return the one-process losses of a config; runs that only differ in their cut share them."""
+    """Return a function that gives the losses of one process; cached for configs that differ in their split only."""
     log = LogConfig(dir=str(tmp_path_factory.mktemp("oracle") / "run"))
     known: dict[str, list[float]] = {}
 
@@ -187,7 +185,7 @@ def test_a_model_without_dropout_is_unaffected(tiny_model: TinyModel, tmp_path: 
 
 
 def evaluate_on_rank(rank: int, world_size: int, store: Path, config: Config) -> tuple[float, str, str]:
-    """Return this rank's share of an evaluation's loss, and hashes of the gradients of a step before and after it."""
+    """Return this rank's part of an evaluation loss, and hashes of the gradients before and after the evaluation."""
     with session_of(config, rank, world_size, str(store)) as session:
         batch = draw_batch(config, 0, session.job.micro_ids)
         session.pipeline.run(batch, 0)
@@ -243,7 +241,7 @@ def _activation(
 
 
 def _calls(config: PreTrainedConfig) -> int:
-    """Return how often a block runs in the forward of a micro-batch of three sequences."""
+    """Return the number of times a block runs in the forward of a micro-batch of three sequences."""
     (stage,) = build_stages(config, [range(2)], mask_per_sample=True)
     calls = []
     stage.model.get_submodule(stage.shards[1].modules[0]).register_forward_hook(lambda *_: calls.append(1))

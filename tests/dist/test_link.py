@@ -72,8 +72,8 @@ def test_all_tensors_arrive_in_order_in_the_dtype_of_the_codec(tmp_path: Path) -
 
 
 def overlap(rank: int, world_size: int, store: Path) -> None:
-    """Each rank waits, as in a long computation, until the other has passed what must not block it."""
-    large = {"hidden": (8 * 2**20,)}  # 32 MB: far more than the sockets of the kernel hold
+    """Each rank waits, as in a long computation, until the other has passed the call that must not block."""
+    large = {"hidden": (8 * 2**20,)}  # 32 MB: far more than the socket buffers of the kernel
     with connect_pipeline(rank, world_size, store) as groups:
         link, *_ = open_link(rank, groups, shapes=large)
         if rank == 0:
@@ -93,7 +93,7 @@ def test_send_does_not_block_and_a_posted_receive_fills_while_its_rank_computes(
 
 
 def entropy_code_before_computing(rank: int, world_size: int, store: Path) -> None:
-    """Rank 0 computes until rank 1 has received what was sent before."""
+    """Rank 0 computes until rank 1 has received the message that rank 0 sent before."""
     large = {"hidden": (2**10, 2**11)}
     with connect_pipeline(rank, world_size, store) as groups:
         link, *_ = open_link(rank, groups, forward="fixpoint:bits=4,entropy_coding=true", shapes=large)
@@ -196,7 +196,7 @@ def test_tensor_that_a_codec_cannot_encode_arrives_as_nan_and_the_next_as_usual(
 
 
 class PendingEvent:
-    """Event of work that is done when someone waits for it, as on a GPU."""
+    """Event that is complete only after `synchronize`, as on a GPU with much queued work."""
 
     def query(self) -> bool:
         return False
@@ -211,7 +211,7 @@ class PendingStreams(Streams):
 
 
 def close_links(rank: int, world_size: int, store: Path, directory: Path) -> list[str]:
-    """Return the names of the threads that a link and the exchange of a tied weight leave behind when closed."""
+    """Close a link and the exchange of a tied weight; return the names of the threads that are still alive."""
     before = set(threading.enumerate())
     delta = Delta(bits=4, cache="disk", entropy_coding=True, first_bits=8)
     with connect_pipeline(rank, world_size, store) as groups:

@@ -1,4 +1,4 @@
-"""Laws: computing the layers again gives the same training, bit for bit, and keeps only what enters each of them."""
+"""Laws of recomputation: training is the same bit for bit, and only the inputs of the layers are kept in memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train_on_rank(rank: int, world_size: int, store: Path, configs: Sequence[Con
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_it_is_the_same_training_bit_for_bit(stages: int, tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_recomputation_is_the_same_training_bit_for_bit(stages: int, tiny_model: TinyModel, tmp_path: Path) -> None:
     models = [tiny_model(family, **dropout_of(family)) for family in TINY]
     schedule = "interleaved:chunks=2" if stages > 1 else "gpipe"
     kept, again = (
@@ -63,24 +63,24 @@ def test_it_is_the_same_training_bit_for_bit(stages: int, tiny_model: TinyModel,
 
 @pytest.mark.parametrize("family", TINY)
 @pytest.mark.parametrize("dropout", [False, True])
-def test_a_stage_keeps_what_enters_its_layers(family: str, dropout: bool) -> None:
+def test_a_stage_keeps_the_inputs_of_its_layers(family: str, dropout: bool) -> None:
     config = tiny_config(family, **(dropout_of(family) if dropout else {}))
     hidden_bytes = _hidden_bytes(config)
     cuts = [range(3), range(3, 5), range(5, 8)]
     by_recompute = [build_stages(config, cuts, recompute=recompute) for recompute in (False, True)]
     for usual, sparing in zip(*by_recompute, strict=True):
-        # what a layer gives enters the next one, or leaves the stage; a loss is kept summed and divided, in fp32
+        # the output of a layer is the input of the next one or of the boundary; a loss is kept as sum and mean, in fp32
         num_layers = len(sparing.shards)
         given = (num_layers - 1) * hidden_bytes + 2 * 4 if sparing.is_last else num_layers * hidden_bytes
         assert _kept_by_forward(sparing, config) <= given + _context_bytes(sparing, config)
-        # usually each matrix keeps what it is multiplied with: of a block, those after the norms, that after the
-        # attention and the last of the MLP, each as large as what enters the block, or larger
+        # without recomputation each matrix product keeps its input: in a block the outputs of both norms, of the
+        # attention and of the MLP's activation, each at least as large as the input of the block
         num_blocks = sum(shard.kind == "block" for shard in usual.shards)
         assert _kept_by_forward(usual, config) >= given + 4 * num_blocks * hidden_bytes
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_an_evaluation_keeps_only_what_it_returns(recompute: bool) -> None:
+def test_an_evaluation_keeps_only_its_result(recompute: bool) -> None:
     config = tiny_config("llama")
     for stage in build_stages(config, [range(3), range(3, 8)], recompute=recompute):
         returned = 4 if stage.is_last else _hidden_bytes(config)
@@ -107,7 +107,7 @@ def _context_bytes(stage: Stage, config: PreTrainedConfig) -> int:
 
 
 def _alive_after(make: Callable[..., Any], *args: Any) -> int:
-    """Return the bytes of the tensors that `make` makes and that are still there when it returns."""
+    """Return the bytes of the tensors that `make` creates and that are alive when it returns."""
     with _Storages() as storages:
         result = make(*args)
     alive = storages.alive()
@@ -116,7 +116,7 @@ def _alive_after(make: Callable[..., Any], *args: Any) -> int:
 
 
 class _Storages(TorchDispatchMode):
-    """Takes note of every storage that an operation makes."""
+    """Records every storage that an operation creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class _Storages(TorchDispatchMode):
         self._given: set[StorageWeakRef] = set()
 
     def alive(self) -> int:
-        """Return the bytes of those that are still there."""
+        """Return the bytes of the recorded storages that are alive."""
         return sum(nbytes for storage, nbytes in self._made.items() if not storage.expired())
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

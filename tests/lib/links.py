@@ -39,7 +39,7 @@ SLOT_BYTES = 2 * TOKENS * WIDTH + 4 + TRAILER_BYTES
 Step = list[list[int]]
 """Sample ids of each micro-batch of a step."""
 Edit = Callable[[int, Path], None]
-"""Changes a rank's cache files (its rank, their directory) before a session."""
+"""Function of rank and directory that changes the cache files of a rank before a session."""
 
 
 def connect_pipeline(
@@ -52,7 +52,7 @@ def connect_pipeline(
 
 @dataclass
 class LinkSession:
-    """The steps between the opening and the closing of a link."""
+    """Steps of a link from open to close."""
 
     steps: Sequence[Step]
     layer: str = LAYER
@@ -61,10 +61,10 @@ class LinkSession:
     exact_steps: int = 0
     edit: Edit | None = None
     lost_writes: int = 0
-    """Number of rank 1's last writes that never reach the disk."""
+    """Number of writes at the end that rank 1 loses, as if killed before they reached the disk."""
     capacity: int = 100
     poison: tuple[int, int, float] | None = None
-    """Step, sample and value of an activation that is not finite."""
+    """Step, sample and value of an activation that is replaced by inf or nan."""
 
 
 @dataclass
@@ -83,12 +83,12 @@ Records = list[list[StepRecord]]
 
 @dataclass
 class Scenario:
-    """Sessions of one link, one after the other."""
+    """Consecutive sessions of one link."""
 
     delta: Delta
     sessions: Sequence[LinkSession]
     fault: Callable[[int], AbstractContextManager[None]] | None = None
-    """Given the rank, returns a context in which something fails; entries may then be lost unnoticed."""
+    """Takes the rank and returns a context manager that injects a fault; entries may then be lost without an error."""
 
 
 def activations(step: int, ids: Sequence[int]) -> Tensor:
@@ -178,7 +178,7 @@ def exact_samples(first_step: int, steps: Sequence[Step], records: Sequence[Step
 
 
 def random_steps(seed: int, samples: int, steps: int, micros: int = 3) -> list[Step]:
-    """Return steps of samples drawn with repetition, so some come twice in a step, and in a micro-batch."""
+    """Return steps of samples drawn with repetition, so that some occur twice in a step, or in a micro-batch."""
     draw = random.Random(seed)
     return [[[draw.randrange(samples) for _ in range(MICRO)] for _ in range(micros)] for _ in range(steps)]
 

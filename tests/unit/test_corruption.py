@@ -1,4 +1,4 @@
-"""Law: no bit of a checkpoint changes, and no byte of it goes or comes, without being detected and named."""
+"""Law: every changed bit and every missing or added byte of a checkpoint is detected, and the file is named."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FLIPS, TRUNCATIONS, ADDITIONS = 1000, 100, 30
 
 @pytest.fixture(scope="module")
 def checkpoint(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a checkpoint as a run has saved it."""
-    run = tmp_path_factory.mktemp("damage") / "runs" / "run"
+    """Return a checkpoint saved by a run."""
+    run = tmp_path_factory.mktemp("corruption") / "runs" / "run"
     return train_alone(small_run(tiny_model("gpt2", **SMALL), run)) / "step-00000002"
 
 
 @pytest.fixture(autouse=True)
-def _as_it_was(checkpoint: Path) -> Iterator[None]:
+def _restore(checkpoint: Path) -> Iterator[None]:
     before = contents(checkpoint)
     yield
     for path, content in before.items():
@@ -41,12 +41,12 @@ def contents(directory: Path) -> dict[Path, bytes]:
 
 
 def assert_named(path: Path) -> None:
-    """Check that looking at a checkpoint finds this file damaged, and no other."""
+    """Check that `inspect` reports exactly this file of a checkpoint."""
     (report,) = inspect(path.parent)
-    assert [damage.partition(" ")[0] for damage in report.errors] == [str(path)]
+    assert [error.partition(" ")[0] for error in report.errors] == [str(path)]
 
 
-def test_a_checkpoint_as_it_was_written_is_sound_and_names_all_its_files(checkpoint: Path) -> None:
+def test_a_new_checkpoint_is_valid_and_its_manifest_names_all_files(checkpoint: Path) -> None:
     (report,) = inspect(checkpoint)
     assert report.errors == []
     named = {file.file for file in Manifest.read(checkpoint).files}
@@ -71,7 +71,7 @@ def test_every_flip_of_a_bit_is_detected_and_named(checkpoint: Path) -> None:
 
 
 def test_every_flip_of_a_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
-    """All of them, of a short one."""
+    """Exhaustive, on a short manifest."""
     Manifest(step=2, layers={}, replicas={}, model_files=[], run=None).write(tmp_path)
     path = tmp_path / MANIFEST
     content = path.read_bytes()
@@ -98,7 +98,7 @@ def test_every_file_that_ends_early_or_late_is_detected_and_named(checkpoint: Pa
             path.write_bytes(content)
 
 
-def test_a_copy_that_broke_off_is_told_by_its_size(checkpoint: Path) -> None:
+def test_a_truncated_file_is_reported_with_both_sizes(checkpoint: Path) -> None:
     path = checkpoint / "embed.safetensors"
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:100])
@@ -106,7 +106,7 @@ def test_a_copy_that_broke_off_is_told_by_its_size(checkpoint: Path) -> None:
     assert report.errors == [f"{path} is corrupt: it has 100 bytes, the manifest says {size}"]
 
 
-def test_every_file_that_is_not_there_is_named(checkpoint: Path) -> None:
+def test_every_missing_file_is_named(checkpoint: Path) -> None:
     for path, content in contents(checkpoint).items():
         path.unlink()
         assert_named(path)
@@ -116,17 +116,17 @@ def test_every_file_that_is_not_there_is_named(checkpoint: Path) -> None:
         path.write_bytes(content)
 
 
-def test_two_files_that_changed_places_are_both_named(checkpoint: Path) -> None:
+def test_two_swapped_files_are_both_named(checkpoint: Path) -> None:
     names = ["block-00000.safetensors", "embed.safetensors"]
     first, second = (checkpoint / name for name in names)
     one, other = first.read_bytes(), second.read_bytes()
     first.write_bytes(other)
     second.write_bytes(one)
     (report,) = inspect(checkpoint)
-    assert sorted(Path(damage.split()[0]).name for damage in report.errors) == names
+    assert sorted(Path(error.split()[0]).name for error in report.errors) == names
 
 
-def test_a_file_that_the_disk_does_not_give_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = disk._sha256
 
     def failing(path: Path) -> str:
@@ -163,7 +163,7 @@ SAME_MEANING: dict[str, Callable[[str], str]] = {
 
 
 @pytest.mark.parametrize("change", SAME_MEANING)
-def test_a_manifest_that_says_the_same_in_other_bytes_is_damaged(change: str, checkpoint: Path) -> None:
+def test_a_manifest_with_the_same_content_in_other_bytes_is_corrupt(change: str, checkpoint: Path) -> None:
     path = checkpoint / MANIFEST
     text = path.read_text()
     changed = SAME_MEANING[change](text)
@@ -177,20 +177,20 @@ def test_a_manifest_that_says_the_same_in_other_bytes_is_damaged(change: str, ch
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-16-le"])
-def test_a_manifest_in_another_encoding_is_damaged(encoding: str, checkpoint: Path) -> None:
+def test_a_manifest_in_another_encoding_is_corrupt(encoding: str, checkpoint: Path) -> None:
     path = checkpoint / MANIFEST
     path.write_bytes(path.read_text().encode(encoding))
     assert_named(path)
 
 
 @pytest.mark.parametrize("value", ["[]", "1", "null", '"text"', '{"format": "acsgd-shards", "version": 3}'])
-def test_json_that_is_no_manifest_is_damaged(value: str, checkpoint: Path) -> None:
+def test_json_that_is_no_manifest_is_corrupt(value: str, checkpoint: Path) -> None:
     (checkpoint / MANIFEST).write_text(value)
     assert_named(checkpoint / MANIFEST)
 
 
-def test_what_is_read_is_verified_first(checkpoint: Path) -> None:
-    """Not only `inspect` looks: no tensor of a damaged file reaches a run."""
+def test_files_are_verified_before_a_run_reads_them(checkpoint: Path) -> None:
+    """No tensor of a corrupt file reaches a run, even without `inspect`."""
     shards = ShardDirectory(checkpoint)
     path = checkpoint / "block-00000.safetensors"
     content = bytearray(path.read_bytes())

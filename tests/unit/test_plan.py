@@ -1,4 +1,4 @@
-"""The plan: the best cut there is, by costs that know a dear head."""
+"""Laws of the plan: the split into stages minimizes the cost of the slowest stage; costs include the head."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from acsgd.shards.layers import meta_model
 from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
 
 
-def dearest(costs: list[float], specs: list[StageSpec]) -> float:
+def slowest(costs: list[float], specs: list[StageSpec]) -> float:
     return max(sum(costs[slice(*spec)]) for spec in specs)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_cut_is_better(seed: int) -> None:
+def test_no_other_split_has_a_faster_slowest_stage(seed: int) -> None:
     draw = random.Random(seed)
     costs = [draw.choice([0.1, 1.0, 1.0, 1.0, 7.0]) for _ in range(draw.randint(1, 9))]
     for stages in range(1, len(costs) + 1):
@@ -30,10 +30,10 @@ def test_no_cut_is_better(seed: int) -> None:
         assert len(specs) == stages
         every_cut = itertools.combinations(range(1, len(costs)), stages - 1)
         best = min(
-            dearest(costs, [StageSpec(*pair) for pair in itertools.pairwise([0, *cut, len(costs)])])
+            slowest(costs, [StageSpec(*pair) for pair in itertools.pairwise([0, *cut, len(costs)])])
             for cut in every_cut
         )
-        assert dearest(costs, specs) == pytest.approx(best, rel=1e-12)
+        assert slowest(costs, specs) == pytest.approx(best, rel=1e-12)
 
 
 def test_more_stages_than_layers_is_refused() -> None:
@@ -41,7 +41,7 @@ def test_more_stages_than_layers_is_refused() -> None:
         plan([1.0, 1.0, 1.0], 4)
 
 
-def test_a_plan_by_hand_counts_blocks() -> None:
+def test_pp_layers_counts_blocks() -> None:
     assert plan_blocks([2, 3, 0], 5, 3) == [(0, 3), (3, 6), (6, 7)]
     assert plan_blocks([5], 5, 1) == [(0, 7)]
     with pytest.raises(ValueError, match="leaves a stage without layers"):
@@ -49,7 +49,7 @@ def test_a_plan_by_hand_counts_blocks() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_head_of_a_small_model_with_a_large_vocabulary_is_dear(family: str) -> None:
+def test_the_head_of_a_small_model_with_a_large_vocabulary_costs_many_blocks(family: str) -> None:
     shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "vocab_size": 32000}
     config = AutoConfig.for_model(family, num_attention_heads=4, num_key_value_heads=4, **shape)
     costs = layer_costs(FAMILIES[family], config, sequence=64, device="cpu")
@@ -62,8 +62,8 @@ def test_the_head_of_a_small_model_with_a_large_vocabulary_is_dear(family: str) 
     assert specs[1].last - specs[1].first <= 2, "the head should be almost alone"
 
 
-def test_matrix_products_are_counted_as_they_are() -> None:
-    """At hidden 1024 they are nearly all of the work: 6 operations per weight and token, attention on top."""
+def test_costs_count_the_operations_of_matrix_products() -> None:
+    """At width 1024 they are nearly all operations: 6 per weight and token, plus attention."""
     config = AutoConfig.for_model("gpt2", n_embd=1024, n_layer=1, n_head=16, vocab_size=1000)
     tokens, hidden = 128, 1024
     _, block, _ = layer_costs(FAMILIES["gpt2"], config, sequence=tokens, device="cpu")
@@ -71,7 +71,7 @@ def test_matrix_products_are_counted_as_they_are() -> None:
     assert products < block < 1.5 * products
 
 
-def test_a_block_that_is_not_like_the_others_has_a_cost_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_unlike_the_others_gets_its_own_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     config = AutoConfig.for_model("gpt2", n_embd=64, n_layer=4, n_head=2, vocab_size=100)
     alike = layer_costs(FAMILIES["gpt2"], config, sequence=16, device="cpu")
 

@@ -1,4 +1,4 @@
-"""Law: Hugging Face -> shards -> Hugging Face loses nothing, and stages composed are the Hugging Face model."""
+"""Laws of layer shards: conversion to shards and back is lossless, and the layers together equal the original model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def convert(tmp_path: Path) -> Convert:
 
 
 def logits(directory: Path, source: WeightSource) -> tuple[Tensor, list[Weight]]:
-    """Run a model layer by layer, as stages do."""
+    """Return the logits of a model run layer by layer, as stages do, and its weights."""
     config = read_config(directory)
     family, model = FAMILIES[config.model_type], meta_model(config).eval()
     family.rebuild_buffers(model, CPU)
@@ -63,7 +63,7 @@ def tokens() -> Tensor:
 
 
 @pytest.mark.parametrize(("family", "options"), CASES)
-def test_there_and_back_is_equal_bit_for_bit(
+def test_conversion_to_shards_and_back_is_lossless(
     family: str, options: dict[str, Any], tiny_model: TinyModel, convert: Convert, tmp_path: Path
 ) -> None:
     source = tiny_model(family, **options)
@@ -83,7 +83,7 @@ def test_there_and_back_is_equal_bit_for_bit(
     assert AutoTokenizer.from_pretrained(back)("for a while").input_ids
 
 
-def test_a_file_per_layer_and_the_manifest_names_them_all(tiny_model: TinyModel, convert: Convert) -> None:
+def test_there_is_one_file_per_layer_and_the_manifest_names_all(tiny_model: TinyModel, convert: Convert) -> None:
     shards = convert(tiny_model())
     manifest = ShardDirectory(shards).manifest
     assert [*manifest.layers] == ["embed", *(f"block-{i:05d}" for i in range(6)), "head"]
@@ -93,8 +93,8 @@ def test_a_file_per_layer_and_the_manifest_names_them_all(tiny_model: TinyModel,
     assert Manifest.read(shards) == manifest
 
 
-def test_gpt2_as_the_hub_has_it_converts(tiny_model: TinyModel, convert: Convert, tmp_path: Path) -> None:
-    """The hub's file has no "transformer." in front, and buffers that transformers no longer has."""
+def test_gpt2_in_the_format_of_the_hub_converts(tiny_model: TinyModel, convert: Convert, tmp_path: Path) -> None:
+    """Names in the hub's file lack the prefix "transformer."; it has buffers that transformers no longer uses."""
     model = tiny_model()
     old = tmp_path / "old"
     old.mkdir()
@@ -144,14 +144,14 @@ def test_casting_on_export_is_rounding_to_nearest(tiny_model: TinyModel, convert
         assert torch.equal(tensor, original[key].bfloat16()), key
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-def test_a_damaged_file_is_named_and_refused(damage: str, tiny_model: TinyModel, convert: Convert) -> None:
+@pytest.mark.parametrize("corruption", ["flip", "truncate", "remove"])
+def test_a_corrupt_file_is_named_and_refused(corruption: str, tiny_model: TinyModel, convert: Convert) -> None:
     shards = convert(tiny_model())
     victim = shards / "block-00002.safetensors"
     content = bytearray(victim.read_bytes())
-    if damage == "remove":
+    if corruption == "remove":
         victim.unlink()
-    elif damage == "truncate":
+    elif corruption == "truncate":
         victim.write_bytes(content[:-1])
     else:
         content[len(content) // 2] ^= 1
@@ -162,7 +162,7 @@ def test_a_damaged_file_is_named_and_refused(damage: str, tiny_model: TinyModel,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loaded_weights_keep_no_file_mapped(dtype: torch.dtype, tiny_model: TinyModel, convert: Convert) -> None:
-    """A master that lies in a mapped file would cost its layer's pages twice, and the run if the file is replaced."""
+    """A master weight in a mapped file would occupy memory twice, and change if the file is replaced."""
     directory = convert(tiny_model())
     config = read_config(directory)
     model, shards = meta_model(config), FAMILIES[config.model_type].layers(config)
@@ -173,7 +173,7 @@ def test_loaded_weights_keep_no_file_mapped(dtype: torch.dtype, tiny_model: Tiny
         assert torch.equal(weight.param, weight.master.to(dtype))
 
 
-def test_what_is_no_shard_directory_is_refused(
+def test_a_directory_without_shards_is_refused(
     tiny_model: TinyModel, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match=r"is not a checkpoint or layer-shard directory: it has no manifest\.json$"):

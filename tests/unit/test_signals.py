@@ -1,4 +1,4 @@
-"""A signal asks for an end after the step; only a second interrupt, not an echo of the first, ends at once."""
+"""Laws of stop signals: the first is recorded; a second interrupt, but not an echo of the first, ends the process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from acsgd.run.signals import REPEAT_S, STOP_SIGNALS, StopSignals
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
 
-class Ended(BaseException):
-    """Stands for the end of the process."""
+class ProcessExit(BaseException):
+    """Raised in place of os._exit."""
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """Every test leaves the process as it was."""
+def _check_restored() -> Iterator[None]:
+    """Check that a test leaves no handler, no wakeup fd and no thread."""
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     yield
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
@@ -30,7 +30,7 @@ def as_before() -> Iterator[None]:
     assert not [thread for thread in threading.enumerate() if thread.name == "signals"]
 
 
-def wait_for_wish(stop: StopSignals) -> str | None:
+def wait_for_signal(stop: StopSignals) -> str | None:
     deadline = time.monotonic() + 10
     while stop.received is None and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -38,26 +38,26 @@ def wait_for_wish(stop: StopSignals) -> str | None:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_becomes_a_wish(number: signal.Signals) -> None:
+def test_a_signal_is_recorded(number: signal.Signals) -> None:
     with StopSignals() as stop:
         assert stop.received is None
         os.kill(os.getpid(), number)
-        assert wait_for_wish(stop) == number.name
+        assert wait_for_signal(stop) == number.name
 
 
-def test_a_wish_is_heard_while_the_main_thread_runs_no_python() -> None:
-    """A handler would run only after the lock is there, as after a wait inside gloo."""
-    lock, heard = threading.Lock(), []
+def test_a_signal_is_recorded_while_the_main_thread_runs_no_python() -> None:
+    """A Python handler would run only once the lock is acquired, or a wait inside gloo has ended."""
+    lock, recorded = threading.Lock(), []
     with StopSignals() as stop, lock:
 
         def interrupt() -> None:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-            heard.append(wait_for_wish(stop))
+            recorded.append(wait_for_signal(stop))
             lock.release()
 
         threading.Thread(target=interrupt).start()
         lock.acquire()
-    assert heard == ["SIGUSR1"]
+    assert recorded == ["SIGUSR1"]
 
 
 @pytest.mark.parametrize(
@@ -73,31 +73,31 @@ def test_a_wish_is_heard_while_the_main_thread_runs_no_python() -> None:
         pytest.param([(INT, 0), (USR1, 9), (signal.SIGCHLD, 10)], False, id="others"),
     ],
 )
-def test_only_a_second_interrupt_ends(
+def test_only_a_second_interrupt_ends_the_process(
     received: list[tuple[signal.Signals, float]], ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def end(code: int) -> None:
-        raise Ended(code)
+        raise ProcessExit(code)
 
     monkeypatch.setattr(signals.os, "_exit", end)
     stop, codes = StopSignals(), []
     for number, now in received:
         try:
             stop._record(number, 100.0 + now)
-        except Ended as ended:
+        except ProcessExit as ended:
             codes.append((number, ended.args[0]))
     assert codes == ([(received[-1][0], 130)] if ends else [])
     assert stop.received == received[0][0].name
 
 
-def test_a_failure_leaves_the_signals_caught_until_it_is_told() -> None:
+def test_after_an_exception_signals_stay_caught_for_the_failure_report() -> None:
     former = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     stop = StopSignals()
     with pytest.raises(ZeroDivisionError), stop:
         raise ZeroDivisionError
     assert signal.getsignal(signal.SIGTERM) != former[signal.SIGTERM]
     os.kill(os.getpid(), signal.SIGTERM)
-    assert wait_for_wish(stop) == "SIGTERM"
+    assert wait_for_signal(stop) == "SIGTERM"
     for number, handler in former.items():
         signal.signal(number, handler)
     os.close(signal.set_wakeup_fd(-1))

@@ -1,4 +1,4 @@
-"""The grid of ranks, as arithmetic."""
+"""Laws of the grid of replicas x stages, and of the launch environment."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from acsgd.topology import Launch, Topology
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"}
 
 
-@pytest.mark.parametrize("set_there", [TORCHRUN, {}, {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}])
-def test_a_launch_is_what_the_environment_says(set_there: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("environment", [TORCHRUN, {}, {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}])
+def test_a_launch_is_read_from_the_environment(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
-    for name, value in set_there.items():
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    numbers = (5, 1, 8) if set_there else (0, 0, 1)
-    assert Launch.from_env() == Launch(*numbers, under_torchrun=set_there == TORCHRUN)
+    numbers = (5, 1, 8) if environment else (0, 0, 1)
+    assert Launch.from_env() == Launch(*numbers, under_torchrun=environment == TORCHRUN)
 
 
 @pytest.mark.parametrize(("world_size", "stages"), [(1, 1), (4, 1), (4, 2), (4, 4), (6, 3), (12, 4)])
-def test_every_rank_has_one_place_and_knows_its_peers(world_size: int, stages: int) -> None:
+def test_every_rank_has_one_position_and_is_among_its_peers(world_size: int, stages: int) -> None:
     grid = [Topology(rank, world_size, stages) for rank in range(world_size)]
     assert len({(t.replica, t.stage_rank) for t in grid}) == world_size
     for t in grid:
