@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from acsgd.config.options import CheckpointConfig
-from tests.lib.forks import StartedRun, checkpoints_of, finish, make_config, result_of, save_model, started
+from tests.lib.forks import POLL_S, StartedRun, checkpoints_of, finish, make_config, result_of, save_model, started
 
 STEPS = 150
 FSYNC_S = 0.003
-MAX_TRAINING_S = 0.5
-"""Maximum time between the start of training and the interruption, seconds."""
+MAX_SAVES = 5
+"""Maximum number of checkpoints that a start completes before its interruption is due."""
+MAX_DELAY_S = 0.1
+"""Maximum time from then to the interruption, seconds."""
 EARLY = 0.1
 """Fraction of the kills that may happen before training starts."""
 
@@ -110,7 +112,11 @@ class Campaign:
         else:
             run.wait_for_training()
             self._startup_s = time.monotonic() - started_at
-            time.sleep(self._random.uniform(0, MAX_TRAINING_S))
+            checkpoints = checkpoints_of(self.config)
+            due = max(checkpoints.steps(), default=0) + self._random.randint(0, MAX_SAVES)
+            while max(checkpoints.steps(), default=0) < min(due, self.steps) and run.processes[0].is_alive():
+                time.sleep(POLL_S)
+            time.sleep(self._random.uniform(0, MAX_DELAY_S))
         ranks = self._random.sample(range(self.processes), self.processes)
         run.send(number, ranks if number == signal.SIGKILL else ranks[: self._random.randint(1, self.processes)])
 

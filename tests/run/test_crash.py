@@ -26,7 +26,7 @@ STEPS = 60
 
 @pytest.mark.parametrize(("processes", "kills"), [(1, 10), (2, 10)])
 def test_a_run_that_is_killed_repeatedly_equals_the_undisturbed_one(processes: int, kills: int, tmp_path: Path) -> None:
-    campaign = Campaign(tmp_path, processes, seed=processes)
+    campaign = Campaign(tmp_path, processes, seed=processes, steps=STEPS)
     campaign.run(kills)
     result = summary(campaign, 0.0)
     assert result["kills"] == kills
@@ -37,7 +37,7 @@ def test_a_run_that_is_killed_repeatedly_equals_the_undisturbed_one(processes: i
 
 
 def test_a_run_that_is_stopped_repeatedly_equals_the_undisturbed_one(tmp_path: Path) -> None:
-    campaign = Campaign(tmp_path, 2, signal.SIGTERM)
+    campaign = Campaign(tmp_path, 2, signal.SIGTERM, steps=STEPS)
     for number in (signal.SIGUSR1, signal.SIGINT):
         campaign.interrupt(number)
     campaign.run(6)
