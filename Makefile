@@ -30,11 +30,11 @@ debian-venv:
 demo: setup
 	$(BIN)/python examples/demo.py
 
-# Files side by side, those that take longest first; but whole runs, whose ends are timed, one after the other.
+# Files side by side, those that take longest first; then whole runs, few at a time, since their ends are timed.
 test: lint types docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
 		--no-loadscope-reorder --ignore tests/run --durations=10
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/run --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/run --numprocesses 3 --dist worksteal --durations=10
 
 lint: setup
 	$(BIN)/ruff check .
