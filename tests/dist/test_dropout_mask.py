@@ -20,7 +20,7 @@ from lib.direct import (
     make_config,
     session_of,
 )
-from lib.models import DROPOUT, TINY, dropout_of, tiny_config
+from lib.models import DROPOUT, TINY, blocks_of, dropout_of, tiny_config
 from lib.ranks import on_ranks
 from lib.resume import checkpoint_of, losses_of, stopped_half_way, train_ranks
 from lib.resume import make_config as make_long_config
@@ -97,7 +97,7 @@ def test_micro_batches_and_recomputation_change_no_bit(stages: int, tiny_model: 
     schedule = "interleaved:chunks=2" if stages > 1 else "gpipe"
     cuts = [(1, "none"), (2, "none"), (2, "layers"), (6, "layers")]
     for family, dtype in [("gpt2", "fp32"), ("llama", "bf16")]:
-        model = tiny_model(family, **dropout_of(family))
+        model = tiny_model(family, **dropout_of(family), **blocks_of(family, 2))
         by_step = [
             make_config(
                 model, tmp_path, dtype=dtype, stages=stages, schedule=schedule, micro=micro, recompute=recompute
@@ -115,7 +115,9 @@ def test_micro_batches_and_recomputation_change_no_bit(stages: int, tiny_model: 
 
 def test_gradients_are_those_of_one_process_with_the_same_masks(tiny_model: TinyModel, tmp_path: Path) -> None:
     for family in TINY:
-        config = per_sample(make_config(tiny_model(family, **dropout_of(family)), tmp_path, micro=3))
+        config = per_sample(
+            make_config(tiny_model(family, **dropout_of(family), **blocks_of(family, 4)), tmp_path, micro=3)
+        )
         with session_of(config, 0, 1, str(tmp_path / family)) as session:
             session.pipeline.run(draw_batch(config, 0), 0)
             found = {weight.key: weight.master.grad for weight in session.weights}
@@ -162,7 +164,10 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Config], list[
 def test_stages_and_replicas_do_not_change_the_training(
     stages: int, replicas: int, tiny_model: TinyModel, tmp_path: Path, oracle: Callable[[Config], list[float]]
 ) -> None:
-    gpt2, qwen2 = (tiny_model(family, **dropout_of(family)) for family in ("gpt2", "qwen2"))
+    blocks = 6 if stages == 4 else 4
+    gpt2, qwen2 = (
+        tiny_model(family, **dropout_of(family), **blocks_of(family, blocks)) for family in ("gpt2", "qwen2")
+    )
     cuts = [(gpt2, "1f1b", 1), (gpt2, "interleaved:chunks=2", 2), (qwen2, "gpipe", 2), (gpt2, "1f1b:lead=2", 3)]
     cuts = cuts[TOPOLOGIES.index((stages, replicas)) % 2 :: 2]
     configs = [
@@ -174,7 +179,7 @@ def test_stages_and_replicas_do_not_change_the_training(
 
 def test_a_model_without_dropout_is_unaffected(tiny_model: TinyModel, tmp_path: Path) -> None:
     for family in TINY:
-        by_step = make_config(tiny_model(family), tmp_path, micro=3)
+        by_step = make_config(tiny_model(family, **blocks_of(family, 4)), tmp_path, micro=3)
         usual, by_sample = (
             gradients_on_rank(0, 1, tmp_path / f"{family}-{number}", [config])
             for number, config in enumerate([by_step, per_sample(by_step)])
@@ -198,7 +203,12 @@ def evaluate_on_rank(rank: int, world_size: int, store: Path, config: Config) ->
 
 def test_an_evaluation_is_the_same_and_does_not_affect_training(tiny_model: TinyModel, tmp_path: Path) -> None:
     config = make_config(
-        tiny_model("gpt2", **DROPOUT), tmp_path, stages=2, micro=2, schedule="interleaved:chunks=2", recompute="layers"
+        tiny_model("gpt2", **DROPOUT, n_layer=2),
+        tmp_path,
+        stages=2,
+        micro=2,
+        schedule="interleaved:chunks=2",
+        recompute="layers",
     )
     usual = on_ranks(2, evaluate_on_rank, tmp_path / "usual", config)
     for (loss, _, _), (same_loss, before, after) in zip(
@@ -210,7 +220,9 @@ def test_an_evaluation_is_the_same_and_does_not_affect_training(tiny_model: Tiny
 
 @pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (2, 2)])
 def test_a_resumed_run_is_equal_bit_for_bit(stages: int, replicas: int, tiny_model: TinyModel, tmp_path: Path) -> None:
-    config = per_sample(make_long_config(tiny_model("gpt2", **DROPOUT), tmp_path / "whole" / "run", "fp32", "layers"))
+    config = per_sample(
+        make_long_config(tiny_model("gpt2", **DROPOUT, n_layer=2), tmp_path / "whole" / "run", "fp32", "layers")
+    )
     config = dataclasses.replace(config, pp=dataclasses.replace(config.pp, stages=stages))
     on_ranks(stages * replicas, train_ranks, tmp_path / "store", [config])
     half = stopped_half_way(config, tmp_path)

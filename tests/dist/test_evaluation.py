@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from lib.direct import descend, digest, draw_batch, gradients, make_config, session_of
-from lib.models import DROPOUT
+from lib.models import DROPOUT, blocks_of
 from lib.ranks import on_ranks
 from lib.training import RELATIVE, SCHEDULES, TOPOLOGIES
 from transformers import AutoModelForCausalLM
@@ -46,7 +46,11 @@ def oracle_losses(config: Config) -> list[float]:
 def test_the_sum_over_ranks_is_the_loss_of_the_model(
     stages: int, replicas: int, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    models = [tiny_model("gpt2", **DROPOUT), tiny_model("qwen2", attention_dropout=0.1)]
+    blocks = 6 if stages == 4 else 4
+    models = [
+        tiny_model("gpt2", **DROPOUT, n_layer=blocks),
+        tiny_model("qwen2", attention_dropout=0.1, **blocks_of("qwen2", blocks)),
+    ]
     configs = [
         make_config(model, tmp_path, stages=stages, schedule=schedule, micro=1 + number % 2)  # pairwise
         for number, (model, schedule) in enumerate(product(models, SCHEDULES))
@@ -88,7 +92,8 @@ def train_on_rank(
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_an_evaluation_does_not_affect_training(world_size: int, tiny_model: TinyModel, tmp_path: Path) -> None:
     stages = min(world_size, 2)
-    gpt2, llama = tiny_model("gpt2", **DROPOUT), tiny_model("llama", attention_dropout=0.1)
+    gpt2 = tiny_model("gpt2", **DROPOUT, n_layer=2)
+    llama = tiny_model("llama", attention_dropout=0.1, num_hidden_layers=2)
     configs = [
         *(make_config(gpt2, tmp_path, stages=stages, schedule=schedule) for schedule in SCHEDULES),
         make_config(llama, tmp_path, stages=stages, dtype="bf16", recompute="layers"),

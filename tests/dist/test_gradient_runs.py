@@ -32,7 +32,7 @@ U = 2.0**-24
 def whole(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Return an uninterrupted run on 2 stages x 2 replicas, of a model with a tied weight."""
     directory = tmp_path_factory.mktemp("whole")
-    model = tiny_model("gpt2", **DROPOUT)
+    model = tiny_model("gpt2", **DROPOUT, n_layer=2)
     config = make_replica_config(model, directory / "run", "powersgd:rank=2,exact_steps=3", "bf16")
     on_ranks(4, train_ranks, directory / "store", [config])
     return config
@@ -40,7 +40,9 @@ def whole(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Co
 
 def test_two_replicas_train_the_same_bit_for_bit_in_every_exact_mode(tiny_model: TinyModel, tmp_path: Path) -> None:
     """The sum of two numbers depends on no order; messages sent during backward hold final gradients."""
-    plain = make_replica_config(tiny_model("gpt2", **DROPOUT), tmp_path / "run", "allreduce:bucket_mb=0.01", "fp32")
+    plain = make_replica_config(
+        tiny_model("gpt2", **DROPOUT, n_layer=2), tmp_path / "run", "allreduce:bucket_mb=0.01", "fp32"
+    )
     modes = ["sharded_ps:bucket_mb=0.01", "central_ps:bucket_mb=0.001", "powersgd:exact_steps=99", "powersgd"]
     configs = [plain, *(dataclasses.replace(plain, dp=ReplicaConfig(mode)) for mode in modes)]
     expected, *exact, lossy = on_ranks(4, losses_of_rank, tmp_path / "store", configs)[0]

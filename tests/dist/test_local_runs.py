@@ -48,7 +48,7 @@ def weights_after(
 
 def test_a_replica_of_mode_local_trains_as_a_single_process_would(tiny_model: TinyModel, tmp_path: Path) -> None:
     """On its part of every batch; some labels are masked, more on one replica than on the other."""
-    config = make_replica_config(tiny_model("llama"), tmp_path / "run", "local", stages=1)
+    config = make_replica_config(tiny_model("llama", num_hidden_layers=2), tmp_path / "run", "local", stages=1)
     together = on_ranks(2, weights_after, tmp_path / "store", config)
     single = dataclasses.replace(config, data=dataclasses.replace(config.data, batch=4))
     for replica, ours in enumerate(together):
@@ -90,7 +90,7 @@ def test_optimizer_steps_and_second_moments_are_those_of_the_mode(tiny_model: Ti
 
     Corrected second moments have equal row means on all replicas after a measurement, but differ within rows.
     """
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=2)
     configs = [
         make_replica_config(model, tmp_path / f"run-{number}", mode, stages=1)
         for number, mode in enumerate([*STEPPED, *CORRECTED])
@@ -112,7 +112,7 @@ def test_optimizer_steps_and_second_moments_are_those_of_the_mode(tiny_model: Ti
 @pytest.fixture(scope="module")
 def whole(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> list[Config]:
     """Return an uninterrupted run of each mode on 2 stages x 2 replicas, of a model with a tied weight."""
-    runs, model = tmp_path_factory.mktemp("local"), tiny_model("gpt2", **DROPOUT)
+    runs, model = tmp_path_factory.mktemp("local"), tiny_model("gpt2", **DROPOUT, n_layer=2)
     configs = [
         make_replica_config(model, runs / f"whole-{number}" / "run", mode, dtype)
         for number, (mode, dtype) in enumerate(MODES.items())
@@ -171,7 +171,7 @@ def test_a_run_resumes_on_other_ranks(whole: list[Config], tmp_path: Path) -> No
 
 def test_a_new_copy_of_a_tied_weight_gets_the_state_of_the_original(tiny_model: TinyModel, tmp_path: Path) -> None:
     """On two stages after one."""
-    model = tiny_model("gpt2", **DROPOUT)
+    model = tiny_model("gpt2", **DROPOUT, n_layer=2)
     configs = [
         make_replica_config(model, tmp_path / f"whole-{number}" / "run", mode, stages=1)
         for number, mode in enumerate(["cocktail", "cocktail_grad:topk=0.1"])
@@ -184,6 +184,6 @@ def test_a_new_copy_of_a_tied_weight_gets_the_state_of_the_original(tiny_model: 
 def test_the_description_of_a_job_notes_that_a_single_replica_needs_no_mode(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    config = make_replica_config(tiny_model("gpt2", **DROPOUT), tmp_path / "run", "cocktail")
+    config = make_replica_config(tiny_model("gpt2", **DROPOUT, n_layer=2), tmp_path / "run", "cocktail")
     assert "dp.mode=cocktail has nothing to do: there is one replica" in prepare(config, Launch(0, 0, 2)).describe()
     assert "nothing to do" not in prepare(config, Launch(0, 0, 4)).describe()

@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from lib.models import save_tiny_model
+from lib.ranks import on_ranks
+from lib.training import TIMEOUT, make_config
 from transformers import PreTrainedTokenizerFast
 
-MEASURE = """
-import json, sys
-from datetime import timedelta
-from acsgd.config.run_file import parse
+from acsgd.config.options import Config
+from acsgd.run.build import build_stages
 from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
-from acsgd.shards.convert import read_config
+from acsgd.shards.convert import from_hf, read_config, to_hf
 from acsgd.shards.layers import meta_model
+from acsgd.streams import Streams
 from acsgd.topology import Launch, Topology, connect
-from acsgd.run.build import build_stages
-import transformers.models.gpt2.modeling_gpt2
-
-rank, argv = int(sys.argv[1]), sys.argv[2:]
-job = prepare(parse(argv), Launch(rank, rank, 4))
-source = open_weight_source(job)
-# the groups play no part in loading; one process alone stands for its rank
-with connect(Topology(0, 1, 1), timeout=timedelta(seconds=60)) as groups:
-    before = job.streams.peak_memory_bytes()
-    stages = build_stages(job, meta_model(job.model_config), source, groups)
-    print(json.dumps({
-        "grown": job.streams.peak_memory_bytes() - before,
-        "own": sum(w.param.nbytes for stage in stages.values() for w in stage.weights),
-        "dearest": max(sum(w.param.nbytes for w in layer) for s in stages.values() for layer in s.layers.values()),
-        "meta": sum(p.device.type == "meta" for s in stages.values() for p in s.model.parameters()),
-    }))
-"""
-"""Loads what one rank of a pipeline of 4 holds, in a process of its own, and prints by how much its peak grew."""
 
 SLACK = 24 * 2**20
 """Python objects of the meta model, allocator arenas, code that is paged in: not a layer's weights (50 MB here)."""
@@ -51,43 +33,47 @@ def large_model(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.Tem
     return directory
 
 
-@pytest.mark.parametrize("rank", range(4))
-def test_a_stage_takes_the_memory_of_its_own_layers(
-    rank: int, large_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    run_dir = tmp_path_factory.getbasetemp() / "memory" / "run"  # the ranks share its cache
-    flags = f"--model.name {large_model} --data.sources demo --data.sequence 32 --data.batch 4 --optim.lr 1e-3 "
-    flags += f"--optim.steps 1 --pp.stages 4 --log.dir {run_dir} --run.device cpu"
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(rank), *flags.split()], capture_output=True, text=True, check=True
-    )
-    measured = json.loads(done.stdout.splitlines()[-1])
-    assert measured["meta"] > 0, "another stage's layers took memory"
-    # while a layer is read, its file is mapped beside the copy that stays
-    assert measured["own"] <= measured["grown"] + SLACK
-    assert measured["grown"] <= measured["own"] + measured["dearest"] + SLACK
+def load_on_rank(rank: int, world_size: int, store: Path, config: Config) -> dict[str, int]:
+    """Load what one rank of a pipeline holds; return by how much the peak of this process grew, and what it holds."""
+    job = prepare(config, Launch(rank, rank, world_size))
+    source = open_weight_source(job)
+    # the groups play no part in loading; one process alone stands for its rank
+    with connect(Topology(0, 1, 1), timeout=TIMEOUT, store=dist.HashStore()) as groups:
+        before = job.streams.peak_memory_bytes()
+        stages = build_stages(job, meta_model(job.model_config), source, groups).values()
+        return {
+            "grown": job.streams.peak_memory_bytes() - before,
+            "own": sum(weight.param.nbytes for stage in stages for weight in stage.weights),
+            "largest": max(sum(w.param.nbytes for w in layer) for stage in stages for layer in stage.layers.values()),
+            "meta": sum(p.device.type == "meta" for stage in stages for p in stage.model.parameters()),
+        }
 
 
-CONVERT = """
-import json, sys, torch
-from pathlib import Path
-from acsgd.shards.convert import from_hf, to_hf, read_config
-from acsgd.shards.layers import meta_model
-from acsgd.streams import Streams
-source, shards, back = map(Path, sys.argv[1:])
-meta_model(read_config(source))  # what transformers imports and keeps is no layer
-streams = Streams(torch.device("cpu"))
-for convert, given, made in ((from_hf, source, shards), (to_hf, shards, back)):
-    made.mkdir()
-    before = streams.peak_memory_bytes()
-    convert(given, made)
-    print(streams.peak_memory_bytes() - before)
-"""
+def test_a_stage_takes_the_memory_of_its_own_layers(large_model: Path, tmp_path: Path) -> None:
+    config = make_config(large_model, tmp_path, stages=4)
+    open_weight_source(prepare(config, Launch(0, 0, 4)))  # converts the model
+    for measured in on_ranks(4, load_on_rank, tmp_path / "store", config):
+        assert measured["meta"] > 0, "another stage's layers took memory"
+        # while a layer is read, its file is mapped beside the copy that stays
+        assert measured["own"] <= measured["grown"] + SLACK
+        assert measured["grown"] <= measured["own"] + measured["largest"] + SLACK
+
+
+def convert_both_ways(rank: int, world_size: int, model: Path, shards: Path, back: Path) -> list[int]:
+    """Convert a model to shards and back; return by how much the peak of this process grew in each."""
+    meta_model(read_config(model))  # what transformers imports and keeps is no layer
+    streams, grown = Streams(torch.device("cpu")), []
+    for convert, source, target in ((from_hf, model, shards), (to_hf, shards, back)):
+        target.mkdir()
+        before = streams.peak_memory_bytes()
+        convert(source, target)
+        grown.append(streams.peak_memory_bytes() - before)
+    return grown
 
 
 def test_conversion_holds_one_layer_at_a_time(large_model: Path, tmp_path: Path) -> None:
-    arguments = [str(large_model), str(tmp_path / "shards"), str(tmp_path / "back")]
-    done = subprocess.run([sys.executable, "-c", CONVERT, *arguments], capture_output=True, text=True, check=True)
+    [grown] = on_ranks(1, convert_both_ways, large_model, tmp_path / "shards", tmp_path / "back")
     layer = 50 * 2**20
-    for grown in map(int, done.stdout.split()):
-        assert grown <= 2 * layer + SLACK  # what is read, mapped, and what is written: of 400 MB in all
+    # what is read, mapped, and what is written: of 400 MB in all
+    assert max(grown) > 0
+    assert max(grown) <= 2 * layer + SLACK

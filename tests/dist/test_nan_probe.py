@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -115,16 +116,14 @@ def find_on_rank(
 ) -> list[dict[str, Any] | None]:
     """Return what this rank finds of each plant."""
     found = []
-    for number, plant in enumerate(plants):
-        with (
-            session_of(config, rank, world_size, f"{store}-{number}") as session,
-            pytest.MonkeyPatch.context() as patch,
-        ):
-            _plant(plant, session, patch)
-            batch = draw_batch(config, 0, session.job.micro_ids)
-            session.pipeline.run(batch, 0)
-            fault = session.pipeline.find_non_finite(batch, 0)
-            found.append(None if fault is None else fault.to_dict())
+    with session_of(config, rank, world_size, str(store)) as session:
+        batch = draw_batch(config, 0, session.job.micro_ids)
+        for plant in plants:
+            with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as cleanup:
+                _plant(plant, session, patch, cleanup)
+                session.pipeline.run(batch, 0)
+                fault = session.pipeline.find_non_finite(batch, 0)
+                found.append(None if fault is None else fault.to_dict())
     return found
 
 
@@ -158,8 +157,11 @@ def _stage_of(name: str, blocks: Sequence[int]) -> int:
     return sum(end <= int(name.split(".")[2]) for end in accumulate(blocks))
 
 
-def _plant(plant: Plant, session: Session, patch: pytest.MonkeyPatch) -> None:
-    """Inject the value on the ranks that hold the tensor; into weights and sums on the first replica only."""
+def _plant(plant: Plant, session: Session, patch: pytest.MonkeyPatch, cleanup: contextlib.ExitStack) -> None:
+    """Inject the value on the ranks that hold the tensor; into weights and sums on the first replica only.
+
+    patch, cleanup: undo it.
+    """
     for stage in session.stages.values():
         paths = [path for shard in stage.shards for path in shard.modules]
         if not any(f"{plant.where}.".startswith(f"{path}.") for path in paths):
@@ -168,14 +170,17 @@ def _plant(plant: Plant, session: Session, patch: pytest.MonkeyPatch) -> None:
         weights = {weight.key: weight.param for weight in stage.weights}
         if plant.kind in ("output", "gradient"):
             of_gradient = plant.kind == "gradient"
-            stage.model.get_submodule(plant.where).register_forward_hook(_hook(spoil, of_gradient=of_gradient))
+            module = stage.model.get_submodule(plant.where)
+            cleanup.callback(module.register_forward_hook(_hook(spoil, of_gradient=of_gradient)).remove)
         elif plant.kind == "loss":
             patch.setattr(session.job.family, "loss", _then(session.job.family.loss, spoil))
         elif plant.kind == "weight's gradient":
-            weights[plant.where].register_hook(spoil)
+            cleanup.callback(weights[plant.where].register_hook(spoil).remove)
         elif session.job.topology.replica == 0:
             if plant.kind == "weight":
-                weights[plant.where].data[-1] = plant.value
+                last = weights[plant.where].data[-1]
+                cleanup.callback(last.copy_, last.clone())
+                last.fill_(plant.value)
             else:
                 patch.setattr(stage.sync, "wait", _then(stage.sync.wait, partial(_spoil_sum, weights[plant.where])))
 

@@ -52,10 +52,10 @@ def uninterrupted(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactor
     """Return finished runs of one process."""
     runs = tmp_path_factory.mktemp("uninterrupted")
     configs = {
-        "dropout": make_config(tiny_model("gpt2", **DROPOUT), runs / "dropout", "fp32", "none"),
-        "recompute": make_config(tiny_model("gpt2", **DROPOUT), runs / "recompute", "fp32", "layers"),
-        "bf16": make_config(tiny_model("llama"), runs / "bf16", "bf16", "none"),
-        "fp16": make_config(tiny_model("gpt2", **DROPOUT), runs / "fp16", "fp16", "layers"),
+        "dropout": make_config(tiny_model("gpt2", **DROPOUT, n_layer=4), runs / "dropout", "fp32", "none"),
+        "recompute": make_config(tiny_model("gpt2", **DROPOUT, n_layer=4), runs / "recompute", "fp32", "layers"),
+        "bf16": make_config(tiny_model("llama", num_hidden_layers=4), runs / "bf16", "bf16", "none"),
+        "fp16": make_config(tiny_model("gpt2", **DROPOUT, n_layer=4), runs / "fp16", "fp16", "layers"),
     }
     trained = on_ranks(1, train_ranks, runs / "store", list(configs.values()))[0]
     return configs, dict(zip(configs, trained, strict=True))
@@ -89,7 +89,7 @@ def test_a_run_resumed_at_another_size_is_equal_up_to_rounding(
     configs, all_trained = uninterrupted
     schedule = "interleaved" if stages == 2 else "1f1b"
     resumed = [stopped_half_way(configs[name], tmp_path, stages=stages, schedule=schedule) for name in names]
-    many = make_config(tiny_model("gpt2", **DROPOUT), tmp_path / "many" / "run", "fp32", "none")
+    many = make_config(tiny_model("gpt2", **DROPOUT, n_layer=4), tmp_path / "many" / "run", "fp32", "none")
     many = dataclasses.replace(many, pp=dataclasses.replace(many.pp, stages=stages))
     by_rank = on_ranks(stages * replicas, train_ranks, tmp_path / "store", [*resumed, many])
     for number, (name, half) in enumerate(zip(names, resumed, strict=True)):

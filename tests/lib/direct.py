@@ -26,6 +26,7 @@ from acsgd.shards.layers import meta_model
 from acsgd.shards.load import RandomWeights, load_layer
 from acsgd.shards.weights import Weight
 from acsgd.topology import Launch, connect
+from lib.models import share_cache
 from lib.training import TIMEOUT
 
 VOCABULARY = 512
@@ -48,6 +49,7 @@ def make_config(
     model: Path, run_dir: Path, *, dtype: Any = "fp32", recompute: Any = "none", dropout_mask: Any = "step", **pp: Any
 ) -> Config:
     """Return a run of 6 sequences per step: in micro-batches of 2 they are three, uneven for two replicas."""
+    share_cache(model, run_dir / "run")
     return Config(
         model=ModelConfig(name=str(model), dtype=dtype, recompute=recompute, dropout_mask=dropout_mask),
         data=DataConfig(sources="demo", sequence=SEQUENCE, batch=SEQUENCES, seed=3),

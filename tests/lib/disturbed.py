@@ -35,6 +35,7 @@ from acsgd.run.lock import RunLock
 from acsgd.run.session import Session, StepResult
 from acsgd.shards.disk import Manifest, ShardDirectory
 from acsgd.topology import Launch, connect
+from lib.models import share_cache
 
 TIMEOUT = timedelta(seconds=120)
 STEPS = 24
@@ -156,11 +157,12 @@ def make_config(
     model: Path, run_dir: Path, *, stages: int = 1, dtype: Any = "fp32", every: str = "10", **optim: Any
 ) -> Config:
     """Return a run of STEPS steps; optim: overrides options of [optim]."""
+    share_cache(model, run_dir)
     return Config(
         model=ModelConfig(str(model), dtype=dtype),
         data=DataConfig(sources="demo", sequence=32, batch=4, seed=3),
         optim=OptimConfig(**{"lr": 3e-2, "steps": STEPS, "clip": 0.5} | optim),
-        pp=PipelineConfig(stages=stages, micro=1),
+        pp=PipelineConfig(stages=stages, micro=2),
         checkpoint=CheckpointConfig(every=every),
         log=LogConfig(dir=str(run_dir), to="jsonl"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,22 @@ TINY: dict[str, dict[str, Any]] = {
 
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 """Options of a GPT-2 with dropout."""
+
+
+def blocks_of(family: str, count: int) -> dict[str, int]:
+    """Return the options that give a family `count` blocks; of qwen2, half of them with a sliding window."""
+    if family == "gpt2":
+        return {"n_layer": count}
+    return {"num_hidden_layers": count} | ({"max_window_layers": count // 2} if family == "qwen2" else {})
+
+
+def share_cache(model: Path, run_dir: Path) -> None:
+    """Let the runs beside `run_dir` use one cache of tokens and converted models with those of other tests."""
+    cache, link = model.parent.parent / "cache", run_dir.parent / "cache"
+    cache.mkdir(exist_ok=True)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        link.symlink_to(cache)
 
 
 def dropout_of(family: str) -> dict[str, float]:

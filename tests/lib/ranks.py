@@ -33,12 +33,7 @@ def on_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_s: f
 
 
 def gather_states(state: dict[str, dict[str, torch.Tensor]], group: dist.ProcessGroup) -> list[dict[str, Any]]:
-    """All-gather the state of each rank of a group; all have tensors of the same names and shapes."""
-    states: list[dict[str, Any]] = [{name: {} for name in state} for _ in range(group.size())]
-    for name in sorted(state):
-        for key, tensor in sorted(state[name].items()):
-            tensors = [torch.empty_like(tensor).contiguous() for _ in states]
-            dist.all_gather(tensors, tensor.contiguous(), group=group)
-            for each, theirs in zip(states, tensors, strict=True):
-                each[name][key] = theirs
+    """All-gather the state of each rank of a group."""
+    states: list[Any] = [None] * group.size()
+    dist.all_gather_object(states, state, group=group)
     return states

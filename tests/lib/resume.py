@@ -31,6 +31,7 @@ from acsgd.run.job import prepare
 from acsgd.run.lock import RunLock
 from acsgd.run.session import Session, StepResult
 from acsgd.topology import Launch, connect
+from lib.models import share_cache
 
 STEPS, HALF = 10, 5
 TIMEOUT = timedelta(seconds=120)
@@ -43,6 +44,7 @@ def make_config(
     model: Path, run_dir: Path, dtype: Literal["fp32", "bf16", "fp16"], recompute: Literal["none", "layers"]
 ) -> Config:
     """Return a run of STEPS steps with checkpoints after HALF of them and at the end."""
+    share_cache(model, run_dir)
     return Config(
         model=ModelConfig(str(model), dtype=dtype, recompute=recompute),
         data=DataConfig(sources="demo", sequence=32, batch=6, seed=3, eval_fraction=0.001),

@@ -26,6 +26,7 @@ from acsgd.seeds import mix_seed
 from acsgd.shards import family_of
 from acsgd.topology import Launch, connect
 from acsgd.train import train_step
+from lib.models import share_cache
 from lib.ranks import on_ranks
 
 TIMEOUT = timedelta(seconds=120)
@@ -39,6 +40,7 @@ TOPOLOGIES = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]
 
 def make_config(model: Path, run_dir: Path, *, steps: int = STEPS, **pp: object) -> Config:
     """Return a run of 6 sequences per step: in micro-batches of 2 they are three, uneven for two replicas."""
+    share_cache(model, run_dir / "run")
     return Config(
         model=ModelConfig(name=str(model)),
         data=DataConfig(sources="demo", sequence=32, batch=6, seed=3),
