@@ -17,19 +17,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from acsgd.errors import RunError
 from acsgd.run.job import Job
-from acsgd.run.processes import start_time
+from acsgd.run.processes import Process
 from acsgd.topology import Groups
 
 HEARTBEAT_S = 3.0
@@ -40,32 +38,6 @@ WAIT_S = 30.0
 """Seconds that a start waits for a live holder to end. torchrun gives workers 30 s to end."""
 POLL_S = 0.1
 _NAME = re.compile(r"\.lock-(\d{8})")
-
-
-@dataclass(frozen=True)
-class Process:
-    """The process that holds a lease."""
-
-    host: str
-    pid: int
-    machine: str
-    """Boot and pid namespace: processes that see the same pids have the same value. Empty = unknown."""
-    started: str
-    """Start time of the process in clock ticks since boot, which distinguishes reused pids."""
-    since: str
-    """Local time at which the lease was taken. For messages only."""
-
-    @classmethod
-    def current(cls) -> Process:
-        """Return this process."""
-        pid = os.getpid()
-        return cls(socket.gethostname(), pid, _machine(), start_time(pid), time.strftime("%Y-%m-%d %H:%M:%S"))
-
-    def is_alive(self) -> bool | None:
-        """Return whether the process exists; None if it cannot be checked from here."""
-        if not self.machine or self.machine != _machine():
-            return None
-        return start_time(self.pid) == self.started
 
 
 class Lease:
@@ -277,11 +249,3 @@ def _parse(text: str) -> Process | None:
         return Process(**fields)
     except (ValueError, TypeError, KeyError):
         return None  # not written completely
-
-
-def _machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""

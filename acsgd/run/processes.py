@@ -3,7 +3,36 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
+from dataclasses import dataclass
 from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Process:
+    """Identity of a process, to be stored in a file that processes of other hosts read."""
+
+    host: str
+    pid: int
+    machine: str
+    """Boot and pid namespace: processes that see the same pids have the same value. Empty = unknown."""
+    started: str
+    """Start time of the process in clock ticks since boot, which distinguishes reused pids."""
+    since: str
+    """Local time at which this object was created. For messages only."""
+
+    @classmethod
+    def current(cls) -> Process:
+        """Return this process."""
+        pid = os.getpid()
+        return cls(socket.gethostname(), pid, _machine(), start_time(pid), time.strftime("%Y-%m-%d %H:%M:%S"))
+
+    def is_alive(self) -> bool | None:
+        """Return whether the process exists; None if it cannot be checked from here."""
+        if not self.machine or self.machine != _machine():
+            return None
+        return start_time(self.pid) == self.started
 
 
 def start_time(pid: int) -> str:
@@ -52,3 +81,11 @@ def _is_agent(pid: int) -> bool:
         return (process / "comm").read_text().strip() == "pt_elastic" or "libtorch" in (process / "maps").read_text()
     except OSError:
         return False
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""

@@ -16,8 +16,8 @@ import pytest
 
 from acsgd.errors import RunError
 from acsgd.run import lock
-from acsgd.run.lock import HEARTBEAT_S, STALE_S, WAIT_S, Lease, Process, RunLock
-from acsgd.run.processes import start_time
+from acsgd.run.lock import HEARTBEAT_S, STALE_S, WAIT_S, Lease, RunLock
+from acsgd.run.processes import Process, start_time
 
 HERE = Process.current()
 ELSEWHERE = dataclasses.replace(HERE, host="other-host", machine="another boot")
