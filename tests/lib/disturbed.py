@@ -108,7 +108,7 @@ def run_ranks(rank: int, world_size: int, store: Path, plans: Sequence[Plan]) ->
 
 
 def _recording(plan: Plan, recorded: list[Step]) -> Callable[..., StepResult]:
-    """Return a train_step that is recorded, and that skips the updates the plan says."""
+    """Return a train_step that records each step, and skips the updates of the steps that the plan lists."""
     train_step = train.train_step
 
     def recording(session: Session, batch: Batch, progress: Progress, *args: Any, update: bool = True) -> StepResult:

@@ -1,4 +1,4 @@
-"""Replicas of a few weights without a model: what they train on, and how they make steps."""
+"""Replicas that train a few weights without a model: their gradients and their steps."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def assert_same_training(
 ) -> None:
     """Train each config on `world_size` ranks and compare the losses with those of one process."""
     by_rank = on_ranks(world_size, losses_of_rank, tmp_path / f"store-{world_size}", configs)
-    assert all(losses == by_rank[0] for losses in by_rank), "the ranks do not agree on the loss"
+    assert all(losses == by_rank[0] for losses in by_rank), "ranks return different losses"
     for config, losses in zip(configs, by_rank[0], strict=True):
         assert losses == pytest.approx(oracle(config), rel=RELATIVE), (world_size, config.model, config.pp)
         assert losses[-1] < losses[0]
@@ -97,14 +97,14 @@ def batches_of(job: Job) -> Iterator[Batch]:
 
 
 Wire = Callable[[Tensor, Sequence[int]], Tensor]
-"""What an activation [B, T, H] of some samples [B] becomes on its way to the next stage."""
+"""Function of an activation [B, T, H] and its samples [B] that returns the activation the next stage receives."""
 
 
 def oracle_losses(config: Config, *, masked: bool = False, wires: Mapping[int, Wire] | None = None) -> list[float]:
-    """Train in one process: the whole Hugging Face model, torch's AdamW and clip_grad_norm_, no acsgd below the data.
+    """Train in one process with the Hugging Face model, torch's AdamW and clip_grad_norm_; return the loss per step.
 
-    The only thing taken over is the rule that seeds dropout; with masks per sample, pp.micro must be 1. wires: of the
-    cuts after so many blocks.
+    Only the data and the rule that seeds dropout are from acsgd; with masks per sample, pp.micro must be 1. masked:
+    whether `mask` removes labels. wires: by number of blocks before a boundary, the wire of the boundary.
     """
     model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32).train()
     place = _seed_dropout(model, config)
@@ -144,7 +144,7 @@ def oracle_losses(config: Config, *, masked: bool = False, wires: Mapping[int, W
 
 
 def mask(batch: Batch) -> Batch:
-    """Take away about half of the labels: all after the first "t" of a sequence, wherever that is."""
+    """Remove about half of the labels: all after the first "t" of each sequence."""
     if batch.labels is None:
         return batch
     labels = batch.labels.clone()
@@ -159,7 +159,7 @@ def whole_batches(config: Config) -> list[Batch]:
 
 
 def _cut(model: torch.nn.Module, blocks: int, wire: Wire, samples: Sequence[int]) -> None:
-    """Put a wire after so many blocks; the gradient comes back through it as it is."""
+    """Apply a wire to the output of the first `blocks` blocks; its gradient is the identity."""
 
     def through_wire(module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
         return output + (wire(output.detach(), samples) - output).detach()

@@ -1,4 +1,4 @@
-"""Laws of the run lock: one holder per directory, taken over only from a holder that is gone."""
+"""Laws of the run lock: one holder per directory, taken over only from a holder that has ended."""
 
 from __future__ import annotations
 
