@@ -55,7 +55,7 @@ def per_sample(config: Config) -> Config:
 
 @pytest.mark.parametrize("family", TINY)
 def test_a_sample_gives_the_same_activation_at_every_step_and_in_every_micro_batch(family: str) -> None:
-    config = tiny_config(family, **dropout_of(family))
+    config = tiny_config(family, **dropout_of(family), **blocks_of(family, 3))
     first = MicroBatch(0, 0, 0, (SAMPLE,))
     expected = _activation(config, CUTS[0], first)[0]
     for cuts in CUTS:
@@ -70,7 +70,7 @@ def test_a_sample_gives_the_same_activation_at_every_step_and_in_every_micro_bat
 
 @pytest.mark.parametrize("family", TINY)
 def test_masks_of_samples_differ(family: str) -> None:
-    config = tiny_config(family, **dropout_of(family))
+    config = tiny_config(family, **dropout_of(family), **blocks_of(family, 3))
     same_text = _tokens([0]).expand(4, SEQUENCE)
     rows = _activation(config, CUTS[0], MicroBatch(0, 0, 0, (3, 8, 3, 9)), same_text)
     assert torch.equal(rows[0], rows[2])

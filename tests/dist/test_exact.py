@@ -1,4 +1,4 @@
-"""Law: what is told to travel exactly does, whatever the codec of the wire: the first steps, and evaluations."""
+"""Law: the first steps and evaluations are sent without loss, whatever the codec of the boundary."""
 
 from __future__ import annotations
 

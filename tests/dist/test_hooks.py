@@ -294,7 +294,7 @@ def train_and_resume(rank: int, form: str, folder: Path) -> tuple[bool, bool, bo
 
 
 def of_kind(saved: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
-    """Return what is saved of one kind, by parameter."""
+    """Return the saved tensors of one kind, by parameter."""
     return {key.partition("/")[2]: tensor for key, tensor in saved.items() if key.startswith(f"{kind}/")}
 
 

@@ -1,4 +1,4 @@
-"""Messages between two ranks: what is sent arrives, mismatches are named, and a lost peer is an error."""
+"""Messages between two ranks: all tensors arrive unchanged, mismatches are named, and a lost peer is an error."""
 
 from __future__ import annotations
 

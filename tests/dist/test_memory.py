@@ -34,7 +34,7 @@ def large_model(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.Tem
 
 
 def load_on_rank(rank: int, world_size: int, store: Path, config: Config) -> dict[str, int]:
-    """Load what one rank of a pipeline holds; return by how much the peak of this process grew, and what it holds."""
+    """Load what one rank of a pipeline holds; return the growth of the peak of this process and the bytes it holds."""
     job = prepare(config, Launch(rank, rank, world_size))
     source = open_weight_source(job)
     # the groups play no part in loading; one process alone stands for its rank
@@ -74,6 +74,6 @@ def convert_both_ways(rank: int, world_size: int, model: Path, shards: Path, bac
 def test_conversion_holds_one_layer_at_a_time(large_model: Path, tmp_path: Path) -> None:
     [grown] = on_ranks(1, convert_both_ways, large_model, tmp_path / "shards", tmp_path / "back")
     layer = 50 * 2**20
-    # what is read, mapped, and what is written: of 400 MB in all
+    # of 400 MB, the layer that is read (mapped) and the one that is written
     assert max(grown) > 0
     assert max(grown) <= 2 * layer + SLACK

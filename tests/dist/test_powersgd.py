@@ -168,7 +168,7 @@ def test_each_step_is_the_published_one(trained: Trained) -> None:
 
 
 def apply_low_rank(rank: int, peers: Peers) -> dict[int, dict[str, Tensor]]:
-    """Reduce gradients whose sum has rank 2 or 6; return what is applied."""
+    """Reduce gradients whose sum has rank 2 or 6; return the applied gradients."""
     return {
         ranks: Run("powersgd:rank=2", peers).reduce(0, {key: low_rank(rank, key, ranks) for key in SHAPES})
         for ranks in (2, 6)

@@ -98,10 +98,11 @@ def saved_in(checkpoint: Path) -> dict[str, list[torch.Tensor]]:
     }
 
 
-@pytest.fixture
-def whole(tiny_model: TinyModel, tmp_path: Path) -> Config:
+@pytest.fixture(scope="module")
+def whole(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Return an uninterrupted run on 2 stages x 2 replicas."""
-    config = make_config(tiny_model("llama"), tmp_path / "whole" / "run", "fp32", "none")
+    tmp_path = tmp_path_factory.mktemp("whole")
+    config = make_config(tiny_model("llama", num_hidden_layers=2), tmp_path / "whole" / "run", "fp32", "none")
     config = dataclasses.replace(config, pp=dataclasses.replace(config.pp, stages=2))
     on_ranks(4, train_with_state, tmp_path / "store", config)
     return config

@@ -46,7 +46,8 @@ def train_and_hash(
 def test_copies_on_two_ranks_stay_equal(tiny_model: TinyModel, tmp_path: Path) -> None:
     cuts = [(2, "1f1b"), (2, "interleaved"), (4, "gpipe")]
     configs = [
-        make_config(tiny_model(), tmp_path, steps=8, stages=stages, schedule=schedule) for stages, schedule in cuts
+        make_config(tiny_model(n_layer=2), tmp_path, steps=4, stages=stages, schedule=schedule)
+        for stages, schedule in cuts
     ]
     by_rank = on_ranks(4, train_and_hash, tmp_path / "store", configs)
     for (stages, schedule), *weights in zip(cuts, *by_rank, strict=True):
@@ -59,6 +60,6 @@ def test_copies_on_two_ranks_stay_equal(tiny_model: TinyModel, tmp_path: Path) -
 
 
 def test_on_one_rank_there_is_one_weight(tiny_model: TinyModel, tmp_path: Path) -> None:
-    config = make_config(tiny_model(), tmp_path, steps=3, schedule="interleaved:chunks=2")
+    config = make_config(tiny_model(n_layer=2), tmp_path, steps=3, schedule="interleaved:chunks=2")
     ((weights,),) = on_ranks(1, train_and_hash, tmp_path / "store", [config])
     assert weights.keys() == {NAMES[0]}

@@ -33,7 +33,7 @@ from acsgd.run.session import Session, StepResult
 from acsgd.topology import Launch, connect
 from lib.models import share_cache
 
-STEPS, HALF = 10, 5
+STEPS, HALF = 8, 5
 TIMEOUT = timedelta(seconds=120)
 TinyModel = Callable[..., Path]
 Trained = list[tuple[int, list[int]]]
@@ -95,7 +95,7 @@ def losses_of(config: Config) -> list[float]:
 
 
 def stopped_half_way(config: Config, run_dir: Path, **pp: Any) -> Config:
-    """Copy a finished run as if it had been killed after step HALF + 3; return a config that resumes it.
+    """Copy a finished run as if it had been killed after step HALF + 2; return a config that resumes it.
 
     pp: options of the pipeline that differ in the resumed run.
     """
@@ -104,8 +104,8 @@ def stopped_half_way(config: Config, run_dir: Path, **pp: Any) -> Config:
     shutil.copytree(checkpoint_of(config, HALF), run / "checkpoints" / f"step-{HALF:08d}")
     # metrics.jsonl is ahead of the checkpoint, and its last line is torn
     text = (Path(config.log.dir) / "metrics.jsonl").read_text()
-    lines = text.splitlines(keepends=True)[: HALF + 3]
-    (run / "metrics.jsonl").write_text("".join(lines) + f'{{"step": {HALF + 4}, "lo')
+    lines = text.splitlines(keepends=True)[: HALF + 2]
+    (run / "metrics.jsonl").write_text("".join(lines) + f'{{"step": {HALF + 3}, "lo')
     return dataclasses.replace(
         config,
         pp=dataclasses.replace(config.pp, **pp),
