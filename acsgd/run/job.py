@@ -272,5 +272,7 @@ def _plan(
         )
     if config.pp.layers is not None:
         return plan_blocks(config.pp.layers, num_layers - 2, stages)
+    if stages == 1:
+        return [StageSpec(0, num_layers)]
     costs = layer_costs(family, model_config, sequence=config.data.sequence, device=streams.device.type)
     return plan(costs, stages)

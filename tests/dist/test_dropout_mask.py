@@ -36,7 +36,7 @@ from acsgd.shards import family_of
 from acsgd.shards.disk import Manifest
 
 TinyModel = Callable[..., Path]
-STEPS = 3
+STEPS = 2
 SAMPLE = 7
 OTHER_BATCHES = [
     MicroBatch(9, 0, 0, (SAMPLE,)),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from acsgd.config.options import Config, ReplicaConfig
+from lib.models import share_cache
 from lib.resume import HALF, checkpoint_of, make_config
 
 
@@ -29,5 +30,6 @@ def resumed_at_half(config: Config, run_dir: Path, *, stages: int = 2) -> Config
         log=dataclasses.replace(config.log, dir=str(run_dir)),
         pp=dataclasses.replace(config.pp, stages=stages),
     )
+    share_cache(Path(config.model.name), run_dir)
     shutil.copytree(checkpoint_of(config, HALF), checkpoint_of(resumed, HALF))
     return resumed

@@ -100,6 +100,7 @@ def stopped_half_way(config: Config, run_dir: Path, **pp: Any) -> Config:
     pp: options of the pipeline that differ in the resumed run.
     """
     run = run_dir / Path(config.log.dir).name
+    share_cache(Path(config.model.name), run)
     (run / "checkpoints").mkdir(parents=True)
     shutil.copytree(checkpoint_of(config, HALF), run / "checkpoints" / f"step-{HALF:08d}")
     # metrics.jsonl is ahead of the checkpoint, and its last line is torn
