@@ -139,7 +139,7 @@ def test_nan_ends_the_run_names_its_origin_and_leaves_checkpoints_alone(runs: Ru
         assert f"(nan; forward, stage {stages - 1}, micro-batch {micro}), samples {samples};" in error
         assert error == outcomes[0].error, "all ranks raise the same"
     directory, expected = checkpoints_of(runs.configs["nan"]), checkpoints_of(whole)
-    assert directory.steps() == [2, 4]
+    assert directory.steps() in ([2], [2, 4])  # a failed run does not wait for the save of step 4, if it still runs
     for step in directory.steps():
         files = {path.name: path.read_bytes() for path in directory.of(step).iterdir()}
         assert files == {path.name: path.read_bytes() for path in expected.of(step).iterdir()}
