@@ -125,13 +125,7 @@ def run_steps(
         metrics.log(result.record(step_s, stall_s, eval_loss))
         checkpointing.start_write()  # after the log, so that no checkpoint is ahead of metrics.jsonl
     checkpointing.finish_save(wait=True, last=True)
-    end = f"done: step {progress.step} of {steps}, {checkpointing.newest}"
-    if progress.step < steps:
-        end = (
-            f"stopped after step {progress.step} of {steps} on {signals.received or 'a signal to another rank'}; "
-            f"the same command, with any number of processes, resumes from {checkpointing.newest}"
-        )
-    metrics.note(end)
+    metrics.note(_end_note(progress.step, steps, signals, checkpointing))
 
 
 def train_step(
@@ -184,6 +178,15 @@ def evaluate(session: Session, held_out: HeldOut, step: int, metrics: Metrics) -
         f"({len(held_out)} sequences{session.job.eval_form})"
     )
     return loss
+
+
+def _end_note(step: int, steps: int, signals: StopSignals, checkpointing: Checkpointing) -> str:
+    if step == steps:
+        return f"done: step {step} of {steps}, {checkpointing.newest}"
+    return (
+        f"stopped after step {step} of {steps} on {signals.received or 'a signal to another rank'}; "
+        f"the same command, with any number of processes, resumes from {checkpointing.newest}"
+    )
 
 
 def _is_due(step: int, every: int | None, steps: int) -> bool:

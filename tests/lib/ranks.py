@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load, save
 
 PRELOAD = [
     "pytest",
@@ -20,10 +21,10 @@ PRELOAD = [
 
 
 def on_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
-    """Call body(rank, world_size, *args) in `world_size` processes and return what each gives, by rank.
+    """Call body(rank, world_size, *args) in `world_size` processes and return the results by rank.
 
-    body: a function at the top of a module. What it raises is raised here, with the traceback of its process. The
-    processes are forked from a server that has imported torch once, and that never ran a thread of it.
+    body: a module-level function. Its exceptions are raised here, with the traceback of its process. The processes are
+    forked from a server that has imported torch but started none of its threads.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -33,7 +34,18 @@ def on_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_s: f
 
 
 def gather_states(state: dict[str, dict[str, torch.Tensor]], group: dist.ProcessGroup) -> list[dict[str, Any]]:
-    """All-gather the state of each rank of a group."""
-    states: list[Any] = [None] * group.size()
-    dist.all_gather_object(states, state, group=group)
+    """All-gather the state of each rank of a group, as safetensors. Names and shapes may differ between ranks."""
+    tensors = {f"{name}|{key}": x.contiguous() for name, by_key in state.items() for key, x in by_key.items()}
+    mine = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(lengths, torch.tensor([len(mine)]), group=group)
+    longest = int(max(lengths))
+    messages = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
+    dist.all_gather(messages, torch.nn.functional.pad(mine, (0, longest - len(mine))), group=group)
+    states: list[dict[str, Any]] = []
+    for message, length in zip(messages, lengths, strict=True):
+        states.append({name: {} for name in state})
+        for path, x in load(message[: int(length)].numpy().tobytes()).items():
+            name, _, key = path.partition("|")
+            states[-1].setdefault(name, {})[key] = x
     return states
