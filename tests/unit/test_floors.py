@@ -260,3 +260,12 @@ def test_optional_packages_are_not_imported_by_the_core() -> None:
 
 def test_the_training_loop_is_short() -> None:
     assert len(FILES["acsgd.train"].read_text().splitlines()) < 200
+
+
+def test_nothing_is_pickled_by_hand() -> None:
+    """No object collective and no unpickling, in tests and benchmarks either."""
+    for folder in ("acsgd", "benchmarks", "examples", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            names = list(_names(ast.parse(path.read_text())))
+            used = [n for n in names if n.endswith(("_object", "_object_list", "torch.load")) or _within(n, "pickle")]
+            assert not used, path
