@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import socket
 import time
 from collections.abc import Iterator
@@ -26,35 +25,6 @@ from acsgd.errors import RunError, reason
 
 POLL_S = 0.01
 """Seconds between two reads of the store while waiting; one read takes about 0.1 ms."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """The process's rank and its place on the host, from torchrun's environment. Default: a run of one process."""
-
-    rank: int = 0
-    local_rank: int = 0
-    """Rank within this host."""
-    world_size: int = 1
-    local_world_size: int = 1
-    """Number of processes of the run on this host."""
-    under_torchrun: bool = False
-    """Whether torchrun started this process."""
-    error_file: str = ""
-    """File whose content torchrun prints if this process fails; empty = none."""
-
-    @classmethod
-    def from_env(cls) -> Launch:
-        """Read torchrun's environment variables. The only place in the package that reads the environment."""
-        env = os.environ
-        return cls(
-            rank=int(env.get("RANK", 0)),
-            local_rank=int(env.get("LOCAL_RANK", 0)),
-            world_size=int(env.get("WORLD_SIZE", 1)),
-            local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
-            under_torchrun="TORCHELASTIC_RUN_ID" in env,
-            error_file=env.get("TORCHELASTIC_ERROR_FILE", ""),
-        )
 
 
 @dataclass(frozen=True)

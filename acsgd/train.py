@@ -27,6 +27,7 @@ from acsgd.io.sampling.batches import Batch, Dataset
 from acsgd.io.sampling.held_out import HeldOut
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.text_log import open_text_log
+from acsgd.launch import Launch
 from acsgd.optim.base import PLAIN_STEP
 from acsgd.optim.loss_scale import GradientScale
 from acsgd.optim.schedule import learning_rate
@@ -41,7 +42,7 @@ from acsgd.run.session import Session, StepResult
 from acsgd.run.signals import StopSignals, end_with_torchrun
 from acsgd.run.spike_guard import SpikeGuard
 from acsgd.run.state import start
-from acsgd.topology import Groups, Launch, connect
+from acsgd.topology import Groups, connect
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from acsgd.errors import RunError
+from acsgd.launch import Launch
 from acsgd.run.signals import WATCH_S
-from acsgd.topology import Launch, Store, published_host
+from acsgd.topology import Store, published_host
 
 T = TypeVar("T")
 

@@ -27,6 +27,7 @@ from acsgd.io.sampling.held_out import parse_eval
 from acsgd.io.sampling.sampler import deal
 from acsgd.io.sources.sources import WeightedSource, parse_sources
 from acsgd.io.telemetry.wandb_log import check_installed
+from acsgd.launch import Launch
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import Capability, OptimizerSpec
 from acsgd.pp.schedules.actions import Action, Program, forwards
@@ -42,7 +43,7 @@ from acsgd.shards.layers import LayerShard, ModelFamily, meta_model
 from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams, open_streams
-from acsgd.topology import Launch, Topology
+from acsgd.topology import Topology
 
 
 @dataclass(frozen=True)

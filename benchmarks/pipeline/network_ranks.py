@@ -22,8 +22,8 @@ from transformers.utils import logging as transformers_logging
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig, RunConfig
 from acsgd.io.sampling.batches import Batch
+from acsgd.launch import Launch
 from acsgd.run.job import prepare
-from acsgd.topology import Launch
 from benchmarks.common import netlab
 from benchmarks.pipeline.forms import open_trainings, with_form
 

@@ -30,11 +30,12 @@ from acsgd.config.options import Config, OptimConfig, ReplicaConfig
 from acsgd.config.spec import from_spec
 from acsgd.dp.hooks import CocktailState, cocktail_hook
 from acsgd.io.sampling.batches import Batch, Dataset
+from acsgd.launch import Launch
 from acsgd.optim.schedule import learning_rate
 from acsgd.run.inputs import open_data, open_held_out, open_weight_source
 from acsgd.run.job import Job, prepare
 from acsgd.shards.layers import meta_model, stored_keys
-from acsgd.topology import Launch, connect
+from acsgd.topology import connect
 from tests.lib.forks import PRELOAD
 
 TORCH = "torch:"

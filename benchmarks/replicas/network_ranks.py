@@ -25,10 +25,11 @@ from acsgd.dp import MODES
 from acsgd.dp.exchange.second_moments import INTERVAL
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
+from acsgd.launch import Launch
 from acsgd.run.build import build_session
 from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import Job, prepare
-from acsgd.topology import Groups, Launch, Topology, connect
+from acsgd.topology import Groups, Topology, connect
 from acsgd.train import train_step
 from benchmarks.common import netlab
 from benchmarks.pipeline.network_ranks import SEQUENCE, TIMEOUT_S, VOCABULARY, on_hosts, request_all

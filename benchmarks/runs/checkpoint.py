@@ -36,7 +36,8 @@ from acsgd.run.job import prepare
 from acsgd.run.lock import RunLock
 from acsgd.run.session import Session
 from acsgd.run.state import start
-from acsgd.topology import Launch, connect
+from acsgd.launch import Launch
+from acsgd.topology import connect
 from acsgd.train import train_step
 from benchmarks.common.compare import on_ranks
 from examples.demo import make_model

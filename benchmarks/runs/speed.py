@@ -43,7 +43,8 @@ from acsgd.run.build import build_session
 from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import Job, prepare
 from acsgd.run.session import Session
-from acsgd.topology import Launch, connect
+from acsgd.launch import Launch
+from acsgd.topology import connect
 from acsgd.train import train_step
 from benchmarks.common.compare import Comparison, RankRounds, Step, alternate, on_ranks, summarise
 

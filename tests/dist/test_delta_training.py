@@ -16,10 +16,11 @@ from torch import Tensor
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.config.options import Config
 from acsgd.io.sampling.batches import Dataset
+from acsgd.launch import Launch
 from acsgd.run.build import build_session
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
-from acsgd.topology import Launch, connect
+from acsgd.topology import connect
 
 STEPS = 7
 TEXT = "the quick brown fox jumps over the lazy dog, again and again and " * 23

@@ -15,11 +15,12 @@ from acsgd.codecs.base import wire_bytes
 from acsgd.codecs.identity import Identity
 from acsgd.config.options import Config
 from acsgd.io.checkpoint.progress import Progress
+from acsgd.launch import Launch
 from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.run.build import build_session
 from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
-from acsgd.topology import Launch, connect
+from acsgd.topology import connect
 from acsgd.train import train_step
 
 STEPS, EXACT_STEPS = 5, 3

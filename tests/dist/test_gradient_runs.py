@@ -16,13 +16,14 @@ from lib.training import losses_of_rank
 
 from acsgd.config.options import Config, ReplicaConfig
 from acsgd.io.checkpoint.resume import Checkpoint
+from acsgd.launch import Launch
 from acsgd.run.build import build_session
 from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
 from acsgd.run.state import restore
 from acsgd.shards.disk import Manifest, ShardDirectory
 from acsgd.shards.weights import WeightState
-from acsgd.topology import Launch, connect
+from acsgd.topology import connect
 
 TIED = ("transformer.wte.weight", "lm_head.weight")
 U = 2.0**-24

@@ -18,11 +18,12 @@ from safetensors.torch import load_file
 from acsgd.config.options import Config
 from acsgd.dp.exchange.second_moments import by_rows
 from acsgd.io.sampling.batches import Batch
+from acsgd.launch import Launch
 from acsgd.run.build import build_session
 from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
 from acsgd.shards.disk import Manifest, ShardDirectory
-from acsgd.topology import Launch, connect
+from acsgd.topology import connect
 
 MODES = {
     "local": "fp32",

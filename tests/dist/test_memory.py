@@ -13,13 +13,14 @@ from lib.training import TIMEOUT, make_config
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.options import Config
+from acsgd.launch import Launch
 from acsgd.run.build import build_stages
 from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
 from acsgd.shards.convert import from_hf, read_config, to_hf
 from acsgd.shards.layers import meta_model
 from acsgd.streams import Streams
-from acsgd.topology import Launch, Topology, connect
+from acsgd.topology import Topology, connect
 
 SLACK = 24 * 2**20
 """Python objects of the meta model, allocator arenas, code that is paged in: not a layer's weights (50 MB here)."""

@@ -20,13 +20,14 @@ from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import GradSync, Mode
 from acsgd.errors import RunError
+from acsgd.launch import Launch
 from acsgd.optim.base import Capability
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.run.lock import RunLock
 from acsgd.shards.disk import Manifest, ShardDirectory
 from acsgd.shards.weights import Weight, WeightState
-from acsgd.topology import Launch, connect
+from acsgd.topology import connect
 
 
 @dataclasses.dataclass(frozen=True)

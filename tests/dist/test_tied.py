@@ -12,10 +12,11 @@ from lib.ranks import on_ranks
 from lib.training import TIMEOUT, batches_of, make_config, train
 
 from acsgd.config.options import Config
+from acsgd.launch import Launch
 from acsgd.run.build import build_session
 from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
-from acsgd.topology import Launch, connect
+from acsgd.topology import connect
 
 TinyModel = Callable[..., Path]
 NAMES = ("transformer.wte.weight", "lm_head.weight")

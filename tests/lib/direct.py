@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 from acsgd.dp.exchange.single_replica import SingleReplicaSync
+from acsgd.launch import Launch
 from acsgd.pp.stage import Stage
 from acsgd.run.build import build_session
 from acsgd.run.inputs import open_weight_source
@@ -25,7 +26,7 @@ from acsgd.shards import family_of
 from acsgd.shards.layers import meta_model
 from acsgd.shards.load import RandomWeights, load_layer
 from acsgd.shards.weights import Weight
-from acsgd.topology import Launch, connect
+from acsgd.topology import connect
 from lib.models import share_cache
 from lib.training import TIMEOUT
 

@@ -27,6 +27,7 @@ from acsgd.errors import RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch, BatchReader
+from acsgd.launch import Launch
 from acsgd.optim.loss_scale import LossScale
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.run.inputs import open_inputs
@@ -34,7 +35,7 @@ from acsgd.run.job import prepare
 from acsgd.run.lock import RunLock
 from acsgd.run.session import Session, StepResult
 from acsgd.shards.disk import Manifest, ShardDirectory
-from acsgd.topology import Launch, connect
+from acsgd.topology import connect
 from lib.models import share_cache
 
 TIMEOUT = timedelta(seconds=120)

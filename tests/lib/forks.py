@@ -39,13 +39,14 @@ from acsgd.config.options import (
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.metrics import Metrics
+from acsgd.launch import Launch
 from acsgd.run.failures import report_failure, report_startup_error
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.run.lock import run_lock
 from acsgd.run.session import Session
 from acsgd.shards.disk import Manifest, StoredFile
-from acsgd.topology import Launch, connect
+from acsgd.topology import connect
 
 PRELOAD = ["tests.lib.forks", "transformers.models.gpt2.modeling_gpt2", "rich.progress"]
 TIMEOUT = timedelta(seconds=60)

@@ -26,11 +26,12 @@ from acsgd.config.options import (
 )
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
+from acsgd.launch import Launch
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.run.lock import RunLock
 from acsgd.run.session import Session, StepResult
-from acsgd.topology import Launch, connect
+from acsgd.topology import connect
 from lib.models import share_cache
 
 STEPS, HALF = 8, 5

@@ -18,10 +18,11 @@ from acsgd.config.options import (
     OptimConfig,
     PipelineConfig,
 )
+from acsgd.launch import Launch
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.run.lock import RunLock
-from acsgd.topology import Launch, connect
+from acsgd.topology import connect
 
 SMALL = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 32}
 """Options of a GPT-2 so small that a checkpoint is hashed in a millisecond."""

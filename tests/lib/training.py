@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
+from acsgd.launch import Launch
 from acsgd.optim.loss_scale import LossScale
 from acsgd.optim.schedule import learning_rate
 from acsgd.run.build import build_session
@@ -24,7 +25,7 @@ from acsgd.run.job import Job, prepare
 from acsgd.run.session import Session
 from acsgd.seeds import mix_seed
 from acsgd.shards import family_of
-from acsgd.topology import Launch, connect
+from acsgd.topology import connect
 from acsgd.train import train_step
 from lib.models import share_cache
 from lib.ranks import on_ranks

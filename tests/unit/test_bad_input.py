@@ -14,11 +14,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from acsgd.config.options import Config
 from acsgd.config.run_file import parse
+from acsgd.launch import Launch
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import MANIFEST, VERSION, Manifest
-from acsgd.topology import Launch
 
 TinyModel = Callable[..., Path]
 

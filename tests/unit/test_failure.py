@@ -12,10 +12,11 @@ from dataclasses import asdict
 import pytest
 
 from acsgd.errors import RunError, reason
+from acsgd.launch import Launch
 from acsgd.run import failures as failure
 from acsgd.run.failures import Report, attribute_failure, report_failure, report_startup_error
 from acsgd.run.signals import WATCH_S
-from acsgd.topology import Launch, publish_host
+from acsgd.topology import publish_host
 
 HOST = socket.gethostname()
 

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 # The order in which the package is read: a file imports only files above it.
 ORDER = """
     errors
+    launch
     seeds
     meter
     streams
@@ -152,9 +153,11 @@ RESERVED = {
         "acsgd.run.control",
     ),
     "torch.cuda": ("acsgd.streams", "acsgd.codecs"),
-    "os.environ": ("acsgd.topology",),
+    "os.environ": ("acsgd.launch",),
 }
 TORCH_FREE = (
+    "acsgd.errors",
+    "acsgd.launch",
     "acsgd.config.spec",
     "acsgd.config.options",
     "acsgd.config.checks",

@@ -18,9 +18,9 @@ from acsgd.io.sampling.held_out import HeldOut, held_out, parse_eval, split
 from acsgd.io.sampling.sampler import Sampler
 from acsgd.io.sampling.tokens import Corpus, num_sequences, tokenize_all
 from acsgd.io.sources.sources import parse_sources
+from acsgd.launch import Launch
 from acsgd.run.inputs import open_data, open_held_out
 from acsgd.run.job import prepare
-from acsgd.topology import Launch
 
 T = 5
 LENGTHS = [T + 1, 7 * T + 3, 20 * T + 1, 3 * T + T]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from acsgd.topology import Launch, Topology
+from acsgd.launch import Launch
+from acsgd.topology import Topology
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"}
 
