@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from acsgd.errors import RunError
-from acsgd.shards.weights import Weight, WeightState
+from acsgd.shards.weights import Weight, WeightState, weight_shape
 
 Merge = Literal["mean", "share", "sum", "first", "reset"]
 """What each of M replicas restores from N saved tensors, its own if N = M; otherwise:
@@ -35,21 +35,20 @@ none     nothing that a new copy needs.
 """
 
 
-def weight_shape(weight: Tensor) -> tuple[int, ...]:
-    """Return the shape of a weight."""
-    return tuple(weight.shape)
-
-
 class ReplicaState(NamedTuple):
-    """One kind of tensor that every replica keeps per weight."""
+    """One kind of tensor, fp32, that every replica keeps per weight."""
 
     name: str
     """Name in checkpoints."""
     merge: Merge
-    shape: Callable[[Tensor], tuple[int, ...]] | None = weight_shape
-    """Shape of the tensor of a weight; None = any. Saved tensors of another shape are not restored."""
+    shape: Callable[[Tensor], tuple[int, ...]] = weight_shape
+    """Shape of the tensor of a weight. A tensor of another shape, saved under other options, is not restored."""
     single: Single = "drop"
     tied: TiedCopy = "equal"
+    required: bool = True
+    """Whether every checkpoint of the mode with several replicas holds it for every weight, tied copies excepted."""
+    may_be_nan: bool = False
+    """Whether NaN is a value that means "none yet". Other values are finite."""
 
 
 def check_names(table: Collection[ReplicaState], saved: Sequence[WeightState]) -> None:
@@ -71,7 +70,7 @@ def restore(
     restored = {}
     for key, weight in weights.items():
         merged = _merge(state, saved, key, replica, replicas)
-        if merged is not None and (state.shape is None or tuple(merged.shape) == state.shape(weight)):
+        if merged is not None and tuple(merged.shape) == state.shape(weight):
             restored[key] = merged.float()
     return restored
 

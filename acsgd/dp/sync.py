@@ -23,11 +23,6 @@ class GradSync(Protocol):
 
     meter: Meter
 
-    @property
-    def states(self) -> Sequence[ReplicaState]:
-        """The state that each replica keeps between steps."""
-        ...
-
     def local_step(self, step: int) -> LocalStep | None:
         """Return how the optimizer makes step `step` on local gradients; None = gradients are all-reduced."""
         ...
@@ -60,7 +55,7 @@ class GradSync(Protocol):
         ...
 
     def state_dict(self) -> WeightState:
-        """Return this replica's tensors of `states`, not copied."""
+        """Return this replica's tensors of the mode's `states`, not copied."""
         ...
 
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
@@ -77,6 +72,11 @@ class Mode(Protocol):
     @property
     def requires(self) -> frozenset[Capability]:
         """Optimizer capabilities that this mode uses."""
+        ...
+
+    @property
+    def states(self) -> Sequence[ReplicaState]:
+        """The state that each of several replicas keeps between steps. Names must not depend on the options."""
         ...
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:

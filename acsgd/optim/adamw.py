@@ -13,7 +13,7 @@ from torch import Tensor
 from acsgd.config.options import OptimConfig
 from acsgd.optim.base import PLAIN_STEP, Capability, LocalStep, SecondMoments
 from acsgd.optim.schedule import learning_rate
-from acsgd.shards.weights import Weight, WeightState
+from acsgd.shards.weights import StateTensor, Weight, WeightState
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,11 @@ class AdamW:
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         ("second_moments", "no_momentum", "frozen_second_moments")
+    )
+    states: ClassVar[tuple[StateTensor, ...]] = (
+        StateTensor("step", shape=lambda weight: (), non_negative=True),
+        StateTensor("exp_avg"),
+        StateTensor("exp_avg_sq", non_negative=True),
     )
 
     def open(self, weights: Sequence[Weight], config: OptimConfig) -> AdamWOptimizer:

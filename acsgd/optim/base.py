@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from acsgd.config.options import OptimConfig
-from acsgd.shards.weights import Weight, WeightState
+from acsgd.shards.weights import StateTensor, Weight, WeightState
 
 Capability = Literal["second_moments", "no_momentum", "frozen_second_moments"]
 """Optional abilities of an optimizer: second moments that modes may read, scale and accumulate by shares; steps without
@@ -64,6 +64,8 @@ class OptimizerSpec(Protocol):
     """An optimizer as chosen by optim.name; a frozen dataclass."""
 
     capabilities: ClassVar[frozenset[Capability]]
+    states: ClassVar[tuple[StateTensor, ...]]
+    """The state of a weight, complete from its first update on; a checkpoint without it is invalid."""
 
     def open(self, weights: Sequence[Weight], config: OptimConfig) -> Optimizer:
         """Return the optimizer of these weights."""

@@ -15,7 +15,7 @@ from acsgd.dp.resize import restore as restore_replica
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.io.checkpoint.saver import LayerState
-from acsgd.optim.base import Optimizer
+from acsgd.optim.base import Optimizer, OptimizerSpec
 from acsgd.optim.loss_scale import LossScale
 from acsgd.pp.stage import Stage
 from acsgd.run.build import build_session
@@ -132,19 +132,18 @@ def _replica_states(session: Session, checkpoint: ShardDirectory, shard: LayerSh
     for weight in stage.layers[shard]:
         if weight.copy_of is not None:
             original = checkpoint.replica_states(embedding.name)
-            table = [*stage.sync.states, *_optimizer_states(original)]
+            table = [*session.job.mode.states, *_local_states(session.job.optimizer)]
             add_tied_copy(table, saved, original, weight.key, weight.copy_of)
     if shard == embedding and session.job.topology.stages == 1:
         copies = checkpoint.replica_states(session.job.layers[-1].name)
         for key, copy_of in tied_keys(session.model).items():
-            merge_tied_copy(stage.sync.states, saved, copies, key, copy_of)
+            merge_tied_copy(session.job.mode.states, saved, copies, key, copy_of)
     return saved
 
 
-def _optimizer_states(saved: Sequence[WeightState]) -> list[ReplicaState]:
-    """Return the table of the optimizer state that is saved per replica."""
-    names = {name for state in saved for name in state if name.startswith(OPTIMIZER)}
-    return [ReplicaState(name, merge="mean", shape=None) for name in sorted(names)]
+def _local_states(optimizer: OptimizerSpec) -> list[ReplicaState]:
+    """Return the table of the optimizer state as replicas with local weights save it."""
+    return [ReplicaState(OPTIMIZER + state.name, merge="mean", shape=state.shape) for state in optimizer.states]
 
 
 def _restore_local_optimizer(session: Session, weights: Sequence[Weight], saved: Sequence[WeightState]) -> None:
@@ -152,7 +151,7 @@ def _restore_local_optimizer(session: Session, weights: Sequence[Weight], saved:
     topology, by_key = session.job.topology, {weight.key: weight.master for weight in weights}
     here = {"replica": topology.replica, "replicas": topology.replicas}
     local = {}
-    for state in _optimizer_states(saved):
+    for state in _local_states(session.job.optimizer):
         local[state.name.removeprefix(OPTIMIZER)] = restore_replica(state, saved, by_key, **here)
         for each in saved:
             each.pop(state.name, None)

@@ -1,7 +1,8 @@
-"""A parameter of a layer, and the type of per-parameter state."""
+"""A parameter of a layer, and the per-parameter state that persists between steps."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -20,6 +21,22 @@ class Weight(NamedTuple):
     """Key of the tied original, if this is a copy because the original is on another rank."""
     is_tied: bool = False
     """Whether the parameter is tied to another one, as original or copy."""
+
+
+def weight_shape(weight: Tensor) -> tuple[int, ...]:
+    """Return the shape of a weight."""
+    return tuple(weight.shape)
+
+
+class StateTensor(NamedTuple):
+    """One kind of tensor, fp32 and finite, that an optimizer keeps per weight from its first update on."""
+
+    name: str
+    """Name in checkpoints."""
+    shape: Callable[[Tensor], tuple[int, ...]] = weight_shape
+    """Shape of the tensor of a weight."""
+    non_negative: bool = False
+    """Whether no value is less than 0."""
 
 
 WeightState = dict[str, dict[str, Tensor]]

@@ -37,6 +37,10 @@ class AccumulatingMode:
     inner: Mode
 
     @property
+    def states(self) -> tuple[ReplicaState, ...]:
+        return (ReplicaState("accumulated", merge="mean"),)
+
+    @property
     def requires(self) -> frozenset[Capability]:
         return self.inner.requires
 
@@ -45,8 +49,6 @@ class AccumulatingMode:
 
 
 class _AccumulatingSync:
-    states = (ReplicaState("accumulated", merge="mean"),)
-
     def __init__(self, weights: Sequence[Weight], inner: GradSync, replica: int) -> None:
         self.accumulated = {weight.key: torch.zeros_like(weight.master) for weight in weights}
         self._weights, self._inner, self._replica = weights, inner, replica

@@ -85,14 +85,17 @@ class BucketOptions:
         if not self.bucket_mb > 0:
             raise ValueError(f"bucket_mb={self.bucket_mb} must be greater than 0")
 
+    @property
+    def states(self) -> tuple[ReplicaState, ...]:
+        """The state that each of several replicas keeps between steps: none."""
+        return ()
+
 
 class BucketSync:
     """Base of syncs that reduce gradients in buckets.
 
     Buckets are reduced in the same order on every replica, each as soon as it and all before it are final.
     """
-
-    states: Sequence[ReplicaState] = ()
 
     def __init__(self, buckets: list[Bucket]) -> None:
         self.meter = Meter()
@@ -141,7 +144,7 @@ class BucketSync:
         return {}
 
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
-        check_names(self.states, saved)
+        check_names((), saved)
 
     def _next_is_final(self) -> bool:
         started = len(self._pending)

@@ -16,7 +16,7 @@ from acsgd.dp.exchange.buckets import AllReduceSync, make_buckets
 from acsgd.dp.exchange.error_feedback import pad_part
 from acsgd.dp.exchange.flat import FlatLayout
 from acsgd.dp.exchange.peers import Peers
-from acsgd.dp.exchange.second_moments import MOMENT_STATES, SecondMomentCorrection
+from acsgd.dp.exchange.second_moments import SecondMomentCorrection
 from acsgd.dp.resize import ReplicaState, check_names, restore
 from acsgd.meter import Meter
 from acsgd.optim.base import LocalStep, SecondMoments
@@ -71,25 +71,26 @@ class LocalWeightsSync:
     A checkpoint holds the global weights as the model, and the local weights of each replica as its state.
     """
 
-    states: Sequence[ReplicaState] = (LOCAL_WEIGHTS, *MOMENT_STATES)
-
     def __init__(
         self,
         weights: Sequence[Weight],
         peers: Peers,
+        states: Sequence[ReplicaState],
         *,
         exact_steps: int = 0,
         how: LocalStep = LocalStep(),  # noqa: B008 -- a tuple
         moment_correction: bool = False,
     ) -> None:
-        """exact_steps: number of initial steps that use exact all-reduce. how: options of the local steps.
+        """states: those of the mode. exact_steps: number of initial steps that use exact all-reduce.
 
-        moment_correction: whether to keep second moments as large as those of the mean gradient.
+        how: options of the local steps. moment_correction: whether to keep second moments as large as those of the mean
+        gradient.
         """
         self.meter = Meter()
         self.peers = peers
         self.exact_steps = exact_steps
         self.buffers = make_buffers(weights)
+        self._states = states
         self._weights = tuple(weights)
         self._by_key = {weight.key: weight.master for weight in weights}
         self._how = how
@@ -146,11 +147,11 @@ class LocalWeightsSync:
 
     @torch.no_grad()
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
-        check_names(self.states, saved)
+        check_names(self._states, saved)
         for buffer in self.buffers:
             buffer.shared.copy_(buffer.local)
         tensors = self.tensors()
-        for state in self.states:
+        for state in self._states:
             if state.name in tensors:
                 restored = restore(state, saved, self._by_key, replica=self.peers.replica, replicas=self.peers.size)
                 for buffer, tensor in zip(self.buffers, tensors[state.name], strict=True):

@@ -15,9 +15,15 @@ from acsgd.codecs.message import MessageCodec
 from acsgd.dp.exchange.error_feedback import RESIDUAL, SERVER_RESIDUAL, ErrorFeedback
 from acsgd.dp.exchange.local_weights import LocalWeightsSync, WeightBuffer
 from acsgd.dp.exchange.peers import Peers
-from acsgd.dp.exchange.second_moments import MOMENT_STATES
+from acsgd.dp.exchange.second_moments import moment_states
+from acsgd.dp.resize import ReplicaState
 from acsgd.optim.base import LocalStep, SecondMoments
 from acsgd.shards.weights import Weight
+
+
+def reduced_update_states(*, moment_correction: bool) -> tuple[ReplicaState, ...]:
+    """Return the state of ReducedUpdateSync."""
+    return RESIDUAL, SERVER_RESIDUAL, *moment_states(required=moment_correction)
 
 
 class ReducedUpdateSync(LocalWeightsSync):
@@ -25,8 +31,6 @@ class ReducedUpdateSync(LocalWeightsSync):
 
     After the exchange the local weights equal the global ones, bit for bit on all replicas.
     """
-
-    states = (RESIDUAL, SERVER_RESIDUAL, *MOMENT_STATES)
 
     def __init__(
         self,
@@ -38,7 +42,14 @@ class ReducedUpdateSync(LocalWeightsSync):
         how: LocalStep,
         moment_correction: bool = False,
     ) -> None:
-        super().__init__(weights, peers, exact_steps=exact_steps, how=how, moment_correction=moment_correction)
+        super().__init__(
+            weights,
+            peers,
+            reduced_update_states(moment_correction=moment_correction),
+            exact_steps=exact_steps,
+            how=how,
+            moment_correction=moment_correction,
+        )
         self._codec = codec
         self._feedback = [ErrorFeedback(buffer.local, peers) for buffer in self.buffers]
 

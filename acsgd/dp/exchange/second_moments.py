@@ -57,11 +57,15 @@ def _rows_shape(weight: Tensor) -> tuple[int, ...]:
     return (len(by_rows(weight)),)
 
 
-ROW_MEANS = ReplicaState("second_moment_means", merge="mean", shape=_rows_shape)
+ROW_MEANS = ReplicaState("second_moment_means", merge="mean", shape=_rows_shape, may_be_nan=True)
 """_RowStatistics.mean."""
 ROW_RATIOS = ReplicaState("second_moment_ratios", merge="reset", shape=lambda weight: (*_rows_shape(weight), 3))
 """The other fields of _RowStatistics."""
-MOMENT_STATES = (ROW_MEANS, ROW_RATIOS)
+
+
+def moment_states(*, required: bool) -> tuple[ReplicaState, ReplicaState]:
+    """Return the state of the correction. required: whether it is switched on."""
+    return ROW_MEANS._replace(required=required), ROW_RATIOS._replace(required=required)
 
 
 class SecondMomentCorrection:
@@ -135,7 +139,7 @@ class SecondMomentCorrection:
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
         """Restore from the saved states of all replicas."""
         here = {"replica": self._peers.replica, "replicas": self._peers.size}
-        self.load(*(restore(state, saved, self._weights, **here) for state in MOMENT_STATES))
+        self.load(*(restore(state, saved, self._weights, **here) for state in (ROW_MEANS, ROW_RATIOS)))
 
     @torch.no_grad()
     def load(self, means: Mapping[str, Tensor], ratios: Mapping[str, Tensor]) -> None:

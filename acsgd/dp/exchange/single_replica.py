@@ -19,7 +19,7 @@ class SingleReplicaSync:
     def __init__(self, weights: Sequence[Weight], states: Sequence[ReplicaState] = ()) -> None:
         """states: those of the mode with several replicas."""
         self.meter = Meter()
-        self.states = states
+        self._states = states
         self._weights = tuple(weights)
         self._residuals: WeightState = {}
         """Residuals of restored replicas, until the next step has added them to its gradients."""
@@ -55,5 +55,5 @@ class SingleReplicaSync:
         return {name: dict(by_key) for name, by_key in self._residuals.items()}
 
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
-        check_names(self.states, saved)
-        self._residuals = fold(self.states, saved, self._weights)
+        check_names(self._states, saved)
+        self._residuals = fold(self._states, saved, self._weights)

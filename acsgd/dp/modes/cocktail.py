@@ -21,10 +21,12 @@ from torch import Tensor
 from acsgd.codecs.topk import TopK
 from acsgd.dp.exchange.averaging import ShardedMean, sharded_mean, split_evenly
 from acsgd.dp.exchange.error_feedback import SERVER_RESIDUAL, ErrorFeedback
-from acsgd.dp.exchange.local_weights import LocalWeightsSync, WeightBuffer
+from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync, WeightBuffer
 from acsgd.dp.exchange.masks import Sampling, sample_coordinates
 from acsgd.dp.exchange.peers import AsyncResult, Peers
+from acsgd.dp.exchange.second_moments import moment_states
 from acsgd.dp.exchange.single_replica import SingleReplicaSync
+from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import GradSync
 from acsgd.optim.base import Capability, SecondMoments
 from acsgd.shards.weights import Weight, WeightState
@@ -82,10 +84,15 @@ class Cocktail:
         """Optimizer capabilities that this mode uses."""
         return frozenset(("second_moments",)) if self.moment_correction else frozenset()
 
+    @property
+    def states(self) -> tuple[ReplicaState, ...]:
+        """The state that each of several replicas keeps between steps."""
+        return LOCAL_WEIGHTS, *moment_states(required=self.moment_correction), SERVER_RESIDUAL
+
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the synchronization of one stage's weights with the other replicas."""
         if peers.size == 1:
-            return SingleReplicaSync(weights, CocktailSync.states)
+            return SingleReplicaSync(weights, self.states)
         return CocktailSync(self, weights, peers)
 
 
@@ -100,10 +107,14 @@ class _Exchange(NamedTuple):
 class CocktailSync(LocalWeightsSync):
     """Local weights with an overlapped exchange; error feedback on the server's side only."""
 
-    states = (*LocalWeightsSync.states, SERVER_RESIDUAL)
-
     def __init__(self, mode: Cocktail, weights: Sequence[Weight], peers: Peers) -> None:
-        super().__init__(weights, peers, exact_steps=mode.exact_steps, moment_correction=mode.moment_correction)
+        super().__init__(
+            weights,
+            peers,
+            mode.states,
+            exact_steps=mode.exact_steps,
+            moment_correction=mode.moment_correction,
+        )
         self._mode = mode
         self._codec = mode.codec()
         self._feedback = [ErrorFeedback(buffer.local, peers, sender=False) for buffer in self.buffers]

@@ -15,8 +15,9 @@ from typing import ClassVar
 
 from acsgd.codecs.topk import TopK
 from acsgd.dp.exchange.peers import Peers
-from acsgd.dp.exchange.reduced_updates import ReducedUpdateSync
+from acsgd.dp.exchange.reduced_updates import ReducedUpdateSync, reduced_update_states
 from acsgd.dp.exchange.single_replica import SingleReplicaSync
+from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import GradSync
 from acsgd.optim.base import Capability, LocalStep
 from acsgd.shards.weights import Weight
@@ -56,10 +57,15 @@ class CocktailGrad:
         """Optimizer capabilities that this mode uses."""
         return frozenset(("no_momentum", "second_moments") if self.moment_correction else ("no_momentum",))
 
+    @property
+    def states(self) -> tuple[ReplicaState, ...]:
+        """The state that each of several replicas keeps between steps."""
+        return reduced_update_states(moment_correction=self.moment_correction)
+
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the synchronization of one stage's weights with the other replicas."""
         if peers.size == 1:
-            return SingleReplicaSync(weights, ReducedUpdateSync.states)
+            return SingleReplicaSync(weights, self.states)
         return ReducedUpdateSync(
             weights,
             peers,

@@ -19,8 +19,9 @@ from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.identity import Identity
 from acsgd.codecs.message import PackedCodec
 from acsgd.dp.exchange.averaging import ShardedMean, sharded_mean, split_evenly
-from acsgd.dp.exchange.local_weights import LocalWeightsSync
+from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync
 from acsgd.dp.exchange.peers import AsyncResult, Peers
+from acsgd.dp.exchange.second_moments import moment_states
 from acsgd.dp.exchange.single_replica import SingleReplicaSync
 from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import GradSync
@@ -84,10 +85,16 @@ class DiLoCo:
         """Optimizer capabilities that this mode uses."""
         return frozenset(("second_moments",)) if self.moment_correction else frozenset()
 
+    @property
+    def states(self) -> tuple[ReplicaState, ...]:
+        """The state that each of several replicas keeps between steps."""
+        sent = SENT_UPDATE._replace(required=self.delay > 0)
+        return LOCAL_WEIGHTS, *moment_states(required=self.moment_correction), OUTER_MOMENTUM, sent
+
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the synchronization of one stage's weights with the other replicas."""
         if peers.size == 1:
-            return SingleReplicaSync(weights, DiLoCoSync.states)
+            return SingleReplicaSync(weights, self.states)
         return DiLoCoSync(self, weights, peers)
 
     def last_send(self, step: int) -> int | None:
@@ -99,10 +106,8 @@ class DiLoCo:
 class DiLoCoSync(LocalWeightsSync):
     """Local weights with an outer optimizer."""
 
-    states = (*LocalWeightsSync.states, OUTER_MOMENTUM, SENT_UPDATE)
-
     def __init__(self, mode: DiLoCo, weights: Sequence[Weight], peers: Peers) -> None:
-        super().__init__(weights, peers, moment_correction=mode.moment_correction)
+        super().__init__(weights, peers, mode.states, moment_correction=mode.moment_correction)
         self._mode = mode
         self._codec = PackedCodec(mode.codec())
         self._momentum = [torch.zeros_like(buffer.local) for buffer in self.buffers]

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from acsgd.dp.exchange.local_weights import LocalWeightsSync
+from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync
 from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.exchange.second_moments import moment_states
 from acsgd.dp.exchange.single_replica import SingleReplicaSync
+from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import GradSync
 from acsgd.optim.base import Capability
 from acsgd.shards.weights import Weight
@@ -24,10 +26,13 @@ class Local:
     """Local steps without communication; the mean weights are evaluated and saved. Baseline of the other modes."""
 
     requires: ClassVar[frozenset[Capability]] = frozenset()
+    states: ClassVar[tuple[ReplicaState, ...]] = (LOCAL_WEIGHTS, *moment_states(required=False))
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the synchronization of one stage's weights with the other replicas."""
-        return SingleReplicaSync(weights, LocalSync.states) if peers.size == 1 else LocalSync(weights, peers)
+        if peers.size == 1:
+            return SingleReplicaSync(weights, self.states)
+        return LocalSync(weights, peers, self.states)
 
 
 class LocalSync(LocalWeightsSync):

@@ -51,10 +51,15 @@ class PowerSGD(BucketOptions):
 
     @property
     def states(self) -> tuple[ReplicaState, ...]:
-        """Residual of a replica's gradients, unscaled, [rows, cols]; Q of the previous step, [cols, r]."""
+        """Residual of a replica's gradients, unscaled, [rows, cols]; Q of the previous step, [cols, r].
+
+        Only of weights that an update has compressed.
+        """
         return (
-            ReplicaState(RESIDUAL, "share", _matrix_shape, single="add_to_gradient", tied="partial"),
-            ReplicaState(BASIS, "first", lambda weight: (_matrix_shape(weight)[1], self.rank), tied="none"),
+            ReplicaState(RESIDUAL, "share", _matrix_shape, single="add_to_gradient", tied="partial", required=False),
+            ReplicaState(
+                BASIS, "first", lambda weight: (_matrix_shape(weight)[1], self.rank), tied="none", required=False
+            ),
         )
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
@@ -81,7 +86,6 @@ class PowerSGDSync(BucketSync):
 
     def __init__(self, mode: PowerSGD, weights: Sequence[Weight], peers: Peers) -> None:
         super().__init__(make_buckets(weights, mode.bucket_mb))
-        self.states = mode.states
         self._mode = mode
         self._peers = peers
         self._weights = {weight.key: weight.master for weight in weights}
@@ -127,14 +131,14 @@ class PowerSGDSync(BucketSync):
         return {name: by_key for name, by_key in by_name.items() if by_key}
 
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
-        check_names(self.states, saved)
+        check_names(self._mode.states, saved)
         here = {"replica": self._peers.replica, "replicas": self._peers.size}
         self._residuals, self._bases = (
             {
                 key: tensor.to(self._weights[key].device, copy=True)
                 for key, tensor in restore(state, saved, self._weights, **here).items()
             }
-            for state in self.states
+            for state in self._mode.states
         )
 
     def _basis(self, key: str, matrix: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.lloyd import Lloyd
 from acsgd.codecs.message import PackedCodec
 from acsgd.dp.exchange.peers import Peers
-from acsgd.dp.exchange.reduced_updates import ReducedUpdateSync
+from acsgd.dp.exchange.reduced_updates import ReducedUpdateSync, reduced_update_states
 from acsgd.dp.exchange.single_replica import SingleReplicaSync
+from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import GradSync
 from acsgd.optim.base import Capability, LocalStep
 from acsgd.shards.weights import Weight
@@ -54,9 +55,14 @@ class Quantized:
         """Optimizer capabilities that this mode uses."""
         return frozenset(("frozen_second_moments",))
 
+    @property
+    def states(self) -> tuple[ReplicaState, ...]:
+        """The state that each of several replicas keeps between steps."""
+        return reduced_update_states(moment_correction=False)
+
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the synchronization of one stage's weights with the other replicas."""
         if peers.size == 1:
-            return SingleReplicaSync(weights, ReducedUpdateSync.states)
+            return SingleReplicaSync(weights, self.states)
         how = LocalStep(frozen=True)
         return ReducedUpdateSync(weights, peers, self.codec(), exact_steps=self.exact_steps, how=how)

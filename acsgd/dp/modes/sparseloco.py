@@ -15,9 +15,11 @@ from torch import Tensor
 
 from acsgd.codecs.topk import TopK
 from acsgd.dp.exchange.error_feedback import RESIDUAL, ErrorFeedback
-from acsgd.dp.exchange.local_weights import LocalWeightsSync, WeightBuffer
+from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync, WeightBuffer
 from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.exchange.second_moments import moment_states
 from acsgd.dp.exchange.single_replica import SingleReplicaSync
+from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import GradSync
 from acsgd.optim.base import Capability, SecondMoments
 from acsgd.shards.weights import Weight
@@ -65,20 +67,23 @@ class SparseLoCo:
         """Optimizer capabilities that this mode uses."""
         return frozenset(("second_moments",)) if self.moment_correction else frozenset()
 
+    @property
+    def states(self) -> tuple[ReplicaState, ...]:
+        """The state that each of several replicas keeps between steps."""
+        return LOCAL_WEIGHTS, *moment_states(required=self.moment_correction), RESIDUAL
+
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the synchronization of one stage's weights with the other replicas."""
         if peers.size == 1:
-            return SingleReplicaSync(weights, SparseLoCoSync.states)
+            return SingleReplicaSync(weights, self.states)
         return SparseLoCoSync(self, weights, peers)
 
 
 class SparseLoCoSync(LocalWeightsSync):
     """Local weights with one error feedback per buffer, on the sender's side."""
 
-    states = (*LocalWeightsSync.states, RESIDUAL)
-
     def __init__(self, mode: SparseLoCo, weights: Sequence[Weight], peers: Peers) -> None:
-        super().__init__(weights, peers, moment_correction=mode.moment_correction)
+        super().__init__(weights, peers, mode.states, moment_correction=mode.moment_correction)
         self._mode = mode
         self._feedback = [ErrorFeedback(buffer.local, peers, server=False) for buffer in self.buffers]
 
