@@ -1,11 +1,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup debian-venv demo test lint types docs clean
+.PHONY: help setup debian-venv demo test soak lint types docs clean
 
 help:
 	@echo "make demo    set up .venv, train a small model on this machine, export it, generate text with it"
 	@echo "make test    set up .venv, run lint, types, docs and all tests"
+	@echo "make soak    test with damaged input and injected faults for 10 minutes; SOAK=\"--seconds 3600 --seed 2\""
 	@echo "make docs    build the documentation into site/; open site/index.html"
 	@echo "make setup   only make .venv and install what the project needs into it"
 	@echo "make clean   remove .venv and what runs have written"
@@ -35,6 +36,10 @@ test: lint types docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
 		--no-loadscope-reorder --ignore tests/run --durations=10
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/run --numprocesses 3 --dist worksteal --durations=10
+
+# Not part of `make test`, which runs a few cases: see docs/howto/soak.md.
+soak: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --workers 2 $(SOAK)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,0 +1,17 @@
+"""Imports that every worker needs and that take seconds. Imported once, by the server that workers are forked from."""
+
+import os
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}  # read on import
+
+import torch
+import transformers.models.gpt2.modeling_gpt2
+import transformers.models.gpt2.tokenization_gpt2
+from transformers.utils import logging
+
+import tests.lib.forks
+import tests.soak.areas
+
+torch.set_num_threads(1)
+logging.disable_progress_bar()
+__all__ = ["tests", "transformers"]
