@@ -6,15 +6,20 @@ import os
 import signal
 import sys
 
+from acsgd.launch import Launch
+from acsgd.run.signals import end_with_torchrun
+
 
 def main(argv: list[str], *, prog: str) -> None:
-    """Import the training code and run it. prog: name of the command in its help."""
-    parent = os.getppid()  # before the imports, which take seconds: torchrun may end meanwhile
+    """Import the training code, which takes seconds, and run it. prog: name of the command in its help."""
+    launch = Launch.from_env()
+    if launch.under_torchrun:
+        end_with_torchrun(os.getppid(), is_main=launch.local_rank == 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends without a traceback
 
     from acsgd import train
 
-    train.main(argv, parent, prog=prog)
+    train.main(argv, launch, prog=prog)
 
 
 if __name__ == "__main__":

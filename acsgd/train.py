@@ -39,7 +39,7 @@ from acsgd.run.job import Job, prepare
 from acsgd.run.lock import RunLock, run_lock
 from acsgd.run.nan_diagnosis import explain_non_finite
 from acsgd.run.session import Session, StepResult
-from acsgd.run.signals import StopSignals, end_with_torchrun
+from acsgd.run.signals import StopSignals
 from acsgd.run.spike_guard import SpikeGuard
 from acsgd.run.state import start
 from acsgd.topology import Groups, connect
@@ -47,14 +47,8 @@ from acsgd.topology import Groups, connect
 log = logging.getLogger(__name__)
 
 
-def main(argv: list[str], parent: int, *, prog: str = "train.py") -> None:
-    """Run a training job from its command line: prepare it, connect the ranks, train.
-
-    parent: os.getppid() at the start of the process; prog: name of the command.
-    """
-    launch = Launch.from_env()
-    if launch.under_torchrun:
-        end_with_torchrun(parent, is_main=launch.local_rank == 0)
+def main(argv: list[str], launch: Launch, *, prog: str) -> None:
+    """Run a training job from its command line: prepare it, connect the ranks, train. prog: name of the command."""
     with contextlib.ExitStack() as stack:
         with report_startup_error(launch):
             job = prepare(parse(argv, prog=prog, is_main=launch.rank == 0), launch)

@@ -80,6 +80,8 @@ class StopSignals:
 def end_with_torchrun(parent: int, *, is_main: bool) -> None:
     """Start a thread that ends this process with code 1 within a second of torchrun's death.
 
+    To be called before the slow imports. The thread then runs between the instructions of the imports: loading torch
+    keeps the interpreter busy for 0.4 s at a time.
     parent: os.getppid() at the start of the process. If torchrun died since then, the parent is another process by
     now: process 1, or a subreaper as `systemd --user` or tini. If torchrun died even before, no ancestor is torchrun.
     is_main: whether this process prints the error; one per host.

@@ -15,8 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from acsgd.launch import Launch
+from acsgd.run.signals import end_with_torchrun
+
 TIMES = [("torchrun, Python", time.time())]
-PARENT = os.getppid()
+LAUNCH = Launch.from_env()
+end_with_torchrun(os.getppid(), is_main=LAUNCH.local_rank == 0)
 
 
 def record(part: str) -> None:
@@ -71,4 +75,4 @@ record_after("open text and checkpoint", "open_inputs")
 record_after("verify and load the checkpoint", "start")
 train.connect = connect
 train.train_step = train_step
-train.main(sys.argv[2:], PARENT)
+train.main(sys.argv[2:], LAUNCH, prog="train.py")

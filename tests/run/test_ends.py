@@ -178,6 +178,7 @@ import ctypes, os, subprocess, sys, time
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 prctl = ctypes.CDLL(None).prctl
 role, *options = sys.argv[1:]
+print(f"{role} {os.getpid()}", flush=True)
 def start(role):
     is_torchrun = sys.argv[1] == "torchrun"
     subprocess.Popen([sys.executable, __file__, role, *options], start_new_session=is_torchrun)
@@ -189,6 +190,10 @@ elif role == "torchrun":
     start("shell" if "wrapped" in options else "rank")
 elif role == "shell":
     start("rank")
+elif "importing" in options:
+    os.environ["TORCHELASTIC_RUN_ID"] = "1"
+    from acsgd.__main__ import main
+    main([], prog="train.py")
 else:
     parent = os.getppid()
     from acsgd.run.signals import end_with_torchrun
@@ -200,10 +205,14 @@ else:
         parent = os.getppid()
     end_with_torchrun(parent, is_main=True)
     print("started", flush=True)
-print(f"{role} {os.getpid()}", flush=True)
 time.sleep(600)
 """
 """Script that starts a rank below a process named as torchrun, optionally below a subreaper, which adopts orphans."""
+SLOW_TORCH = """
+import time
+print("importing", flush=True)
+time.sleep(600)
+"""
 
 
 def pid_of(role: str, stdout: str) -> Iterator[int]:
@@ -211,18 +220,22 @@ def pid_of(role: str, stdout: str) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("above", ["reaper", "torchrun"])
-@pytest.mark.parametrize("when", ["", "wrapped", "late", "late later"])
+@pytest.mark.parametrize("when", ["", "wrapped", "late", "late later", "importing"])
 def test_a_rank_ends_with_torchrun_whichever_process_adopts_it(above: str, when: str, tmp_path: Path) -> None:
-    """when: "" = torchrun dies while the rank runs; late = while it imports; later = before its first instruction."""
+    """when torchrun dies: "" = while the rank runs; late = before the watch over torchrun starts; later = before the
+    rank's first instruction; importing = while the rank imports torch.
+    """
     (tmp_path / "chain.py").write_text(CHAIN)
+    if when == "importing":
+        (tmp_path / "torch.py").write_text(SLOW_TORCH)
+    sign = {"late": "imported", "late later": "imported", "importing": "importing"}.get(when, "started")
     with running([sys.executable, "chain.py", above, *when.split()], tmp_path) as run:
-        run.wait_until(lambda: ("imported" if "late" in when else "started") in run.stdout, 60)
-        run.wait_until(lambda: list(pid_of("torchrun", run.stdout)), 60)
+        run.wait_until(lambda: sign in run.stdout, 60)
         os.kill(next(pid_of("torchrun", run.stdout)), signal.SIGKILL)
         if above == "torchrun":
             run.process.wait()
         run.wait_until(lambda: run.errors, WATCH_S + MARGIN_S)
-        rank = next(pid_of("rank", run.stdout), 0)
+        rank = next(pid_of("rank", run.stdout))
         run.wait_until(lambda: rank not in run.environments(), MARGIN_S)
         assert len(run.errors) == 1
         assert run.errors[0].startswith("error: torchrun, ")

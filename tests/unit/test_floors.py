@@ -158,6 +158,8 @@ RESERVED = {
 TORCH_FREE = (
     "acsgd.errors",
     "acsgd.launch",
+    "acsgd.run.processes",
+    "acsgd.run.signals",
     "acsgd.config.spec",
     "acsgd.config.options",
     "acsgd.config.checks",
