@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,27 @@ def test_every_source_can_be_read_again_and_ends_its_last_document(sample: dict[
     assert only(sample[pattern]).fingerprint == source.fingerprint
 
 
+@pytest.mark.parametrize("size", [1, 2**20, 2**20 + 1, 30 * 2**20])
+def test_an_edit_that_keeps_size_and_time_changes_the_fingerprint(tmp_path: Path, size: int) -> None:
+    """Anywhere in a small file; in a large one within 64 KiB of an end, or if it covers 6 % of the file."""
+    path = tmp_path / "a.txt"
+    with path.open("wb") as file:
+        file.truncate(size)
+    os.utime(path, ns=(1, 1))
+    fingerprints = {only(str(path)).fingerprint}
+    edits = [(0, 1), (size - 1, 1), (min(size, 2**16) - 1, 1), (max(0, size - 2**16), 1), (size // 2, size // 16 + 1)]
+    for start, length in dict.fromkeys(edits):
+        original = path.read_bytes()
+        path.write_bytes(original[:start] + b"x" * length + original[start + length :])
+        os.utime(path, ns=(1, 1))
+        assert path.stat().st_size == size
+        assert only(str(path)).fingerprint not in fingerprints, (start, length)
+        fingerprints.add(only(str(path)).fingerprint)
+        path.write_bytes(original)
+        os.utime(path, ns=(1, 1))
+        assert only(str(path)).fingerprint in fingerprints
+
+
 @pytest.mark.parametrize("pattern", [pattern for pattern in SOURCES if pattern != "demo"])
 def test_a_changed_file_changes_its_fingerprint(sample: dict[str, str], pattern: str) -> None:
     source = only(sample[pattern])
@@ -101,6 +124,39 @@ def test_a_text_file_is_one_document_in_pieces_that_end_at_newlines(
     assert all(len(piece.text) >= 16 for piece in pieces[:-1])
     cut = "".join(piece.text + "|" for piece in pieces)
     assert all(len(line.replace("|", "")) > 16 for line in cut.split("\n") if "|" in line[1:-1])
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_long_record_is_cut_where_a_text_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sources_module, "PIECE_CHARS", 16)
+    record = json.dumps({"text": text}) + "\n"
+    expected = list(only(write(tmp_path / "a.txt", text)).pieces())
+    assert list(only(write(tmp_path / "a.jsonl", record * 2)).pieces()) == expected * 2
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst"])
+def test_a_record_above_the_limit_is_never_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The compressed one is a decompression bomb: 128 MiB in 12 KB."""
+    monkeypatch.setattr(sources_module, "MAX_RECORD_CHARS", 10**4)
+    fits = b'{"text": "' + b"a" * (10**4 - 12) + b'"}'
+    path = tmp_path / name
+    nbytes = 2**27 if path.suffix == ".zst" else 2**24
+    save(path, [fits, b'{"text": "' + b"b" * nbytes, fits])
+    tracemalloc.start()
+    try:
+        counts = LineCounts()
+        pieces = list(only(str(path), on_error="skip").pieces(counts))
+        with pytest.raises(ValueError) as caught:
+            list(only(str(path)).pieces())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert [len(piece.text) for piece in pieces] == [10**4 - 12] * 2
+    assert (counts.lines, counts.skipped, counts.first) == (3, 1, 2)
+    reason = 'line 2 has more than 10000 characters: {"text": "bbb'
+    assert str(caught.value).startswith(f"data.sources: {path}, {reason}")
+    assert "; split the record or write its text to a *.txt file, or skip such lines" in str(caught.value)
+    assert peak < 2**27, "ZST_BYTES of compressed text expand to at most 32 MiB, copied once"
 
 
 def test_all_line_endings_are_read(tmp_path: Path) -> None:
@@ -147,6 +203,18 @@ KNOWN = '; use "demo", "*.jsonl", "*.jsonl.zst" or "*.txt"'
         ("none.txt", "none.txt does not exist in {cwd}; give the path of an existing file"),
         ("demo,dir.txt:2", "dir.txt is not a file; give a file inside it, dir.txt/..."),
         ("empty.jsonl", "empty.jsonl is empty; give a file with text"),
+        ("fifo.txt", "fifo.txt is a FIFO; its text is read more than once: write it to a file"),
+        ("socket.txt", "socket.txt is a socket; its text is read more than once: write it to a file"),
+        (
+            "dangling.txt",
+            "dangling.txt, a link to gone.txt, does not exist in {cwd}; give the path of an existing file",
+        ),
+        ("loop.txt", "loop.txt cannot be opened (Too many levels of symbolic links); give the path of an existing"),
+        ("empty.jsonl/a.txt", "empty.jsonl/a.txt cannot be opened (Not a directory); give the path of an existing"),
+        ("x" * 300 + ".txt", "x" * 300 + ".txt cannot be opened (File name too long); give the path of an existing"),
+        ("~nobody-has-this-name/a.txt", "~nobody-has-this-name/a.txt cannot be opened (Could not determine home"),
+        ("a\0b.txt", "a\0b.txt cannot be opened (embedded null byte); give the path of an existing file"),
+        ("\udcff.txt", "'\\udcff.txt' is not a UTF-8 name; rename the file"),
     ],
 )
 def test_errors_in_a_spec_are_found_without_reading(
@@ -155,6 +223,11 @@ def test_errors_in_a_spec_are_found_without_reading(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dir.txt").mkdir()
     (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "dangling.txt").symlink_to("gone.txt")
+    (tmp_path / "loop.txt").symlink_to("loop.txt")
+    os.mkfifo("fifo.txt")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket.txt")
     with pytest.raises(ValueError) as caught:
         parse_sources(spec)
     assert str(caught.value).startswith(f'data.sources="{spec}": {message.format(cwd=tmp_path)}')
@@ -166,6 +239,19 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     os.chmod(name, 0)
     with pytest.raises(ValueError, match=f"type: chmod \\+r {name}"):
         parse_sources(name)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.txt"])
+def test_a_file_that_can_no_longer_be_read_is_named(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path / name, GOOD[name])
+    source = only(path)
+    for problem, spoil in (("No such file or directory", os.remove), ("Is a directory", os.mkdir)):
+        spoil(path)
+        message = f"^data.sources: {path} cannot be read \\({problem}\\); check the file and its disk$"
+        with pytest.raises(ValueError, match=message):
+            list(source.pieces())
+        with pytest.raises(ValueError, match=message):
+            assert source.fingerprint
 
 
 def test_errors_name_the_configuration_key(tmp_path: Path) -> None:

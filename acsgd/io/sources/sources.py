@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,19 +19,30 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, TextIO
 
 from acsgd.config.spec import suggest
-from acsgd.io.sources.text import LineError, excerpt, not_utf8, open_text
+from acsgd.io.sources.text import LineError, excerpt, not_utf8, open_text, reading
 
 OnError = Literal["stop", "skip"]
 """What an unreadable line does: end the run, or be skipped and counted (data.on_error)."""
 
 PIECE_CHARS = 2**17
-"""Minimum length of a piece of a text file, characters. A piece ends at a newline.
+"""Minimum length of a piece of a long document, characters. A piece ends at a newline.
 
 A longer line is cut at multiples of this length."""
 
+MAX_RECORD_CHARS = 2**27
+"""Maximum length of a line of JSON, characters. Such a line takes 4 to 12 bytes of memory per character."""
+
+WHOLE_BYTES = 2**20
+"""Maximum size of a file whose fingerprint covers every byte, bytes."""
+END_BYTES = 2**16
+"""Bytes at each end of a larger file that its fingerprint covers."""
+SAMPLES = 16
+"""Number of samples between the ends, evenly spaced, that the fingerprint of a larger file covers."""
+SAMPLE_BYTES = 2**12
+
 
 class Piece(NamedTuple):
-    """A document, or a part of a document that is too long to be held in memory."""
+    """A document, or a part of a document that is too long to be tokenized at once."""
 
     text: str
     ends_document: bool
@@ -140,19 +152,39 @@ class _File(_NamedSource):
 
     @property
     def fingerprint(self) -> str:
-        """Absolute path, size in bytes, modification time and data.on_error."""
-        status = self.path.stat()
-        return f"{self.path.resolve()} {status.st_size} {status.st_mtime_ns} {self.on_error}"
+        """Absolute path, size in bytes, modification time, data.on_error and a hash of both ends and of samples.
+
+        Raises ValueError if the file cannot be read.
+        """
+        with reading(self.path, key=self.key), self.path.open("rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            digest = _sampled_hash(file.fileno(), status.st_size)
+        return f"{self.path.resolve()} {status.st_size} {status.st_mtime_ns} {self.on_error} {digest}"
 
     def check(self) -> None:
         """Raise ValueError unless the path is a readable, non-empty file."""
-        if not self.path.exists():
-            raise ValueError(f"{self.name} does not exist in {Path.cwd()}; give the path of an existing file")
-        if not self.path.is_file():
+        try:
+            self.name.encode()
+            status = self.path.stat()
+        except UnicodeEncodeError:
+            raise ValueError(f"{self.name!a} is not a UTF-8 name; rename the file") from None
+        except FileNotFoundError:
+            target = f", a link to {os.readlink(self.path)}," if self.path.is_symlink() else ""
+            raise ValueError(
+                f"{self.name}{target} does not exist in {Path.cwd()}; give the path of an existing file"
+            ) from None
+        except (OSError, RuntimeError, ValueError) as error:  # ~user of an unknown user, a null byte
+            cause = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"{self.name} cannot be opened ({cause}); give the path of an existing file") from None
+        if stat.S_ISDIR(status.st_mode):
             raise ValueError(f"{self.name} is not a file; give a file inside it, {self.name.rstrip('/')}/...")
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(
+                f"{self.name} is a {_kind_of(status.st_mode)}; its text is read more than once: write it to a file"
+            )
         if not os.access(self.path, os.R_OK):
             raise ValueError(f"{self.name} is not readable by this user; type: chmod +r {self.name}")
-        if not self.path.stat().st_size:
+        if not status.st_size:
             raise ValueError(f"{self.name} is empty; give a file with text")
 
     def _handle(self, error: LineError, line: int, counts: LineCounts) -> None:
@@ -169,16 +201,16 @@ class JsonLines(_File):
     """One JSON object per line, whose "text" is a document. Blank lines are ignored."""
 
     def pieces(self, counts: LineCounts | None = None) -> Iterator[Piece]:
-        """Yield the text of each line."""
+        """Yield the text of each line, a long one in pieces of at least PIECE_CHARS characters."""
         counts = counts or LineCounts()
         with open_text(self.path, key=self.key) as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(_records(file), start=1):
                 counts.lines = number
-                text = _text_of(line) if line.strip() else None
+                text = _text_of(line) if isinstance(line, str) else line
                 if isinstance(text, LineError):
                     self._handle(text, number, counts)
                 elif text is not None:
-                    yield Piece(text, ends_document=True)
+                    yield from _joined(_lines(text))
 
 
 class PlainText(_File):
@@ -252,8 +284,44 @@ def _weight(text: str, name: str) -> float:
     return weight
 
 
-def _text_of(line: str) -> str | LineError:
-    """Return "text" of a JSON object, or why there is none."""
+def _sampled_hash(file: int, size: int) -> str:
+    """Hash a file of `size` bytes, or parts of it if it is large."""
+    digest = hashlib.sha256()
+    if size <= WHOLE_BYTES:
+        spans = [(0, size)]
+    else:
+        step = (size - 2 * END_BYTES) // (SAMPLES + 1)
+        samples = [(END_BYTES + step * n, SAMPLE_BYTES) for n in range(1, SAMPLES + 1)]
+        spans = [(0, END_BYTES), *samples, (size - END_BYTES, END_BYTES)]
+    for start, length in spans:
+        digest.update(os.pread(file, length, start))
+    return digest.hexdigest()
+
+
+def _kind_of(mode: int) -> str:
+    """Return what a file that is neither regular nor a directory is."""
+    kinds = {stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
+    return kinds.get(stat.S_IFMT(mode), "special file")
+
+
+def _records(file: TextIO) -> Iterator[str | LineError]:
+    """Yield each line, or an error in place of a line of more than MAX_RECORD_CHARS characters."""
+    while line := file.readline(MAX_RECORD_CHARS + 1):
+        if len(line) <= MAX_RECORD_CHARS or line.endswith("\n"):
+            yield line
+            continue
+        yield LineError(
+            f"has more than {MAX_RECORD_CHARS} characters: {excerpt(line)}",
+            "split the record or write its text to a *.txt file",
+        )
+        while (line := file.readline(PIECE_CHARS)) and not line.endswith("\n"):
+            pass
+
+
+def _text_of(line: str) -> str | LineError | None:
+    """Return "text" of a JSON object, or why there is none; None for a blank line."""
+    if line.isspace():
+        return None
     if error := not_utf8(line):
         return error
     remedy = 'write {"text": "..."}'
@@ -279,6 +347,19 @@ def _parts(file: TextIO) -> Iterator[tuple[int, str]]:
     while part := file.readline(PIECE_CHARS):
         yield line, part
         line += part.endswith("\n")
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Yield the lines of a text, in parts of at most PIECE_CHARS characters; a short text as a whole."""
+    if len(text) <= PIECE_CHARS:
+        yield text
+        return
+    start = 0
+    while start < len(text):
+        newline = text.find("\n", start, start + PIECE_CHARS)
+        end = newline + 1 if newline >= 0 else start + PIECE_CHARS
+        yield text[start:end]
+        start = end
 
 
 def _joined(parts: Iterable[str]) -> Iterator[Piece]:

@@ -32,11 +32,12 @@ class LineError(NamedTuple):
 def open_text(path: Path, *, key: str) -> Iterator[TextIO]:
     """Open a text file for reading, decompressing *.zst. Bytes that are not UTF-8 become lone surrogates: `not_utf8`.
 
-    key: configuration key to name in errors. Raises ValueError if a zstd stream is corrupt or truncated:
-    nothing after that can be read.
+    key: configuration key to name in errors. Raises ValueError if the file cannot be read, or if a zstd stream is
+    corrupt or truncated: nothing after that can be read.
     """
     try:
         with (
+            reading(path, key=key),
             path.open("rb") as file,
             io.TextIOWrapper(_decompressed(file, path), encoding="utf-8-sig", errors="surrogateescape") as text,
         ):
@@ -45,6 +46,15 @@ def open_text(path: Path, *, key: str) -> Iterator[TextIO]:
         raise ValueError(
             f"{key}: {path} is not valid zstd ({error}); check it with zstd -t {path} and fetch it again"
         ) from None
+
+
+@contextlib.contextmanager
+def reading(path: Path, *, key: str) -> Iterator[None]:
+    """Turn an OSError of reading a file into a ValueError that names the file and the configuration key."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{key}: {path} cannot be read ({error.strerror}); check the file and its disk") from None
 
 
 def not_utf8(line: str) -> LineError | None:
@@ -64,7 +74,7 @@ def not_utf8(line: str) -> LineError | None:
 
 def excerpt(line: str) -> str:
     """Return the beginning of a line for a message; bytes that cannot be printed are escaped."""
-    start = line.strip()[: EXCERPT_CHARS + 1]
+    start = line[: 10 * EXCERPT_CHARS].strip()[: EXCERPT_CHARS + 1]  # without a copy of a long line
     text = "".join(char if char.isprintable() else _escaped(char) for char in start)
     return text if len(text) <= EXCERPT_CHARS else f"{text[: EXCERPT_CHARS - 3]}..."
 
