@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import shutil
+import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
 
 from acsgd.__main__ import main as train
+from acsgd.io.atomic import build_atomically
 from acsgd.io.checkpoint.inspect import as_tables, inspect
 from acsgd.shards.convert import from_hf, to_hf
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a command after it has removed unfinished files."""
 
 
 @dataclass(frozen=True)
@@ -99,23 +106,52 @@ def main() -> None:
         {"train": Train, "convert": Convert, "inspect": Inspect}, prog="acsgd"
     )
     try:
-        command.run()
+        with _stop_signals():
+            command.run()
     except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"error: {error}")
+    except _Stopped as stopped:
+        with contextlib.suppress(OSError):  # the terminal is closed
+            print(f"error: {stopped}; nothing was written", file=sys.stderr, flush=True)
+        sys.exit(stopped.exit_code)
 
 
 def _create(target: Path, build: Callable[[Path], None]) -> None:
-    """Build a directory beside `target` and rename it into place, so that it is never incomplete."""
-    if target.exists():
+    """Build a directory at `target`. Raises ValueError if the name is taken."""
+    if os.path.lexists(target):
         raise ValueError(f"{target} exists already; give a directory that does not, or remove it")
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+
+    def make(directory: Path) -> None:
+        directory.mkdir()
+        build(directory)
+
+    if not build_atomically(target, make):
+        raise ValueError(f"{target} was created by another process meanwhile and is kept; nothing else was written")
+
+
+class _Stopped(BaseException):
+    """A stop signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[None]:
+    """Raise the first stop signal as an exception, and ignore later ones: they would interrupt the clean-up."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in STOP_SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        raise _Stopped(number)
+
+    former = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     try:
-        build(partial)
-        partial.rename(target)
+        yield
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from acsgd.io.cache import _lock_file, once_per_host
 
 def build_slowly(target: Path) -> None:
     """Record the build beside the cache, and hold the lock long enough for all processes to wait for it."""
-    (target.parent.parent / f"built-{os.getpid()}").touch()
+    (target.parents[2] / f"built-{os.getpid()}").touch()
     target.write_text("complete")
     time.sleep(0.2)
 

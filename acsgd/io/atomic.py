@@ -1,0 +1,112 @@
+"""Files and directories that appear under their name only when they are complete."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from acsgd.errors import RunError
+
+PREFIX, SUFFIX = ".acsgd-", ".partial"
+"""Of the name of the hidden directory in which a build works; what is between is random."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk, a quota or a file size limit that has no room for a file."""
+
+
+def build_atomically(path: Path, build: Callable[[Path], None]) -> bool:
+    """Build `path` and return True; return False, without a change, if another process has built it meanwhile.
+
+    build: writes a file or directory at the path it is given, which has the name of `path` and is renamed to it at the
+    end. If it raises, everything it wrote is removed, new parent directories included. What a killed process left
+    beside `path` is removed, too. Raises RunError if there is no room for the files.
+    """
+    with _parents_of(path), _partial_directory(path.parent) as partial:
+        try:
+            build(partial / path.name)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            raise RunError(
+                f"{path} cannot be written ({error.strerror}); free space there, or give a path on another disk"
+            ) from None
+        return _rename(partial / path.name, path)
+
+
+def _rename(built: Path, path: Path) -> bool:
+    if os.path.lexists(path):
+        return False
+    try:
+        built.rename(path)
+    except OSError as error:  # of two directories, one gets the name
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            return False
+        raise
+    return True
+
+
+@contextlib.contextmanager
+def _partial_directory(parent: Path) -> Iterator[Path]:
+    """Create a directory for a build in `parent`, and remove it at the end, and those of processes that were killed.
+
+    The file "lock" in it is locked while its process lives.
+    """
+    for leftover in parent.glob(f"{PREFIX}*{SUFFIX}"):
+        _remove_if_unlocked(leftover)
+    directory, lock = _locked_directory(parent)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked_directory(parent: Path) -> tuple[Path, int]:
+    """Return a new directory and the descriptor of its lock."""
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=PREFIX, suffix=SUFFIX, dir=parent))
+        with contextlib.suppress(FileNotFoundError):  # removed before it was locked
+            lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            if _lock(lock) is not False and os.fstat(lock).st_nlink:
+                return directory, lock
+            os.close(lock)
+
+
+def _remove_if_unlocked(directory: Path) -> None:
+    if directory.is_symlink():
+        return  # not of a build
+    with contextlib.suppress(OSError):  # not a directory, or another process removes it
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        if _lock(lock):
+            shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Lock an open file; return False if another process holds the lock, None if the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+@contextlib.contextmanager
+def _parents_of(path: Path) -> Iterator[None]:
+    """Create the parents of `path`; if the body raises, remove those that were created, if empty."""
+    missing = [parent for parent in path.absolute().parents if not parent.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # not empty: another build uses it
+            for parent in missing:
+                parent.rmdir()
+        raise

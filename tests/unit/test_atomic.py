@@ -1,0 +1,128 @@
+"""build_atomically: a path is complete or absent, whatever other builds do and killed builds left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from multiprocessing.synchronize import Barrier, Event
+from pathlib import Path
+from queue import Queue
+
+import pytest
+
+from acsgd.errors import RunError
+from acsgd.io.atomic import build_atomically
+
+FORK = multiprocessing.get_context("fork")
+
+
+def build_text(path: Path) -> None:
+    path.mkdir()
+    (path / "text").write_text("complete")
+
+
+def build_and_meet(path: Path, barrier: Barrier, results: Queue[bool]) -> None:
+    def build(directory: Path) -> None:
+        build_text(directory)
+        barrier.wait(60)
+
+    results.put(build_atomically(path, build))
+
+
+def test_of_builders_at_the_same_time_one_wins_and_nothing_else_stays(tmp_path: Path) -> None:
+    path, barrier, results = tmp_path / "target", FORK.Barrier(4), FORK.Queue()
+    processes = [FORK.Process(target=build_and_meet, args=(path, barrier, results)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    won = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(60)
+    assert sorted(won) == [False, False, False, True]
+    assert os.listdir(tmp_path) == ["target"]
+    assert (path / "text").read_text() == "complete"
+
+
+def build_and_wait(path: Path, started: Event) -> None:
+    def build(directory: Path) -> None:
+        build_text(directory)
+        started.set()
+        signal.pause()
+
+    build_atomically(path, build)
+
+
+@pytest.fixture
+def builder(tmp_path: Path) -> Iterator[multiprocessing.process.BaseProcess]:
+    """A process in the middle of a build of another path in the same directory."""
+    started = FORK.Event()
+    process = FORK.Process(target=build_and_wait, args=(tmp_path / "other", started))
+    process.start()
+    assert started.wait(60)
+    yield process
+    process.kill()
+    process.join(60)
+
+
+def test_what_a_killed_build_left_is_removed_by_the_next(
+    builder: multiprocessing.process.BaseProcess, tmp_path: Path
+) -> None:
+    builder.kill()
+    builder.join(60)
+    assert len(os.listdir(tmp_path)) == 1
+    assert build_atomically(tmp_path / "target", build_text)
+    assert os.listdir(tmp_path) == ["target"]
+
+
+def test_a_build_in_progress_is_not_disturbed(builder: multiprocessing.process.BaseProcess, tmp_path: Path) -> None:
+    before = os.listdir(tmp_path)
+    assert build_atomically(tmp_path / "target", build_text)
+    assert sorted(os.listdir(tmp_path)) == sorted([*before, "target"])
+    assert (tmp_path / before[0] / "other" / "text").read_text() == "complete"
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_looks_like_a_leftover_blocks_no_build(kind: str, tmp_path: Path) -> None:
+    name = ".acsgd-1234.partial"
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    if kind == "file":
+        (tmp_path / name).touch()
+    elif kind == "link":
+        (tmp_path / name).symlink_to(outside)
+    (tmp_path / ".target.partial").symlink_to(outside)
+    assert build_atomically(tmp_path / "target", build_text)
+    assert os.listdir(outside) == []
+    assert (tmp_path / ".target.partial").is_symlink()
+
+
+def test_a_taken_name_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("theirs")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "directory").mkdir()
+    for name in ("file", "dangling", "directory"):
+        assert not build_atomically(tmp_path / name, build_text), name
+    assert sorted(os.listdir(tmp_path)) == ["dangling", "directory", "file"]
+    assert (tmp_path / "file").read_text() == "theirs"
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    """The limit of the size of files stands for the disk: the system refuses the write."""
+
+    def build(path: Path) -> None:
+        path.mkdir()
+        (path / "large").write_bytes(bytes(2**17))
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+    try:
+        with pytest.raises(RunError) as refused:
+            build_atomically(tmp_path / "new" / "target", build)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(refused.value).startswith(
+        f"{tmp_path / 'new' / 'target'} cannot be written (File too large); free space"
+    )
+    assert os.listdir(tmp_path) == []
