@@ -16,17 +16,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from acsgd.errors import RunError
+from acsgd.fields import Natural, from_json
+from acsgd.shards.files import CorruptFileError, check_file_name, open_tensors, save_tensors, unusable
 from acsgd.shards.weights import WeightState
 
 MANIFEST = "manifest.json"
@@ -47,28 +48,25 @@ MODEL_FILES = (
 """Patterns of the files that a Hugging Face model needs besides its weights."""
 
 
-class CorruptFileError(RunError):
-    """A file of a shard directory is missing, unreadable or not as it was written."""
-
-    def __init__(self, path: Path, message: str) -> None:
-        super().__init__(f"{path} {message}")
-        self.file = path.name
+def _check_sha256(text: str) -> None:
+    if not re.fullmatch("[0-9a-f]{64}", text):
+        raise ValueError(f"{text[:70]!r} is not a sha256")
 
 
 @dataclass(frozen=True)
 class StoredFile:
     """Manifest entry of one file."""
 
-    file: str
-    bytes: int
-    sha256: str
+    file: Annotated[str, check_file_name]
+    bytes: Natural
+    sha256: Annotated[str, _check_sha256]
 
 
 @dataclass(frozen=True)
 class Manifest:
     """Contents of a complete shard directory."""
 
-    step: int
+    step: Natural
     """Number of optimizer steps trained."""
     layers: dict[str, StoredFile]
     """File of each layer, first layer first."""
@@ -100,22 +98,24 @@ class Manifest:
         Raises ValueError if `directory` is not one or has another version, CorruptFileError if the manifest is corrupt.
         """
         path = directory / MANIFEST
+        if not os.path.lexists(path):
+            raise ValueError(f"{directory} is not a checkpoint or layer-shard directory: it has no {MANIFEST}")
+        if (problem := unusable(path)) is not None:
+            raise CorruptFileError(path, problem)
         try:
             fields = _verified_fields(path.read_bytes(), path)
-        except (FileNotFoundError, NotADirectoryError):
-            raise ValueError(
-                f"{directory} is not a checkpoint or layer-shard directory: it has no {MANIFEST}"
-            ) from None
         except OSError as error:
             raise CorruptFileError(path, f"cannot be read ({error.strerror})") from None
         _check_version(directory, fields)
-        return cls(
-            step=fields["step"],
-            layers={layer: StoredFile(**file) for layer, file in fields["layers"].items()},
-            replicas={layer: [StoredFile(**file) for file in files] for layer, files in fields["replicas"].items()},
-            model_files=[StoredFile(**file) for file in fields["model_files"]],
-            run=fields["run"],
-        )
+        content = {key: value for key, value in fields.items() if key not in ("format", "version")}
+        try:
+            manifest = from_json(cls, content)
+            _check_distinct([file.file for file in manifest.files] + [MANIFEST])
+        except ValueError as error:
+            raise CorruptFileError(
+                path, f"is invalid: {error}; restore it from a copy, or remove {directory}"
+            ) from None
+        return manifest
 
 
 def write_layer(
@@ -128,14 +128,29 @@ def write_layer(
     path = directory / f"{stem}.safetensors"
     state_tensors = {f"{name}/{key}": x for name, by_key in (state or {}).items() for key, x in by_key.items()}
     on_host = {key: tensor.detach().cpu().contiguous() for key, tensor in {**tensors, **state_tensors}.items()}
-    save_file(on_host, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors makes it readable for its owner only
+    save_tensors(on_host, path)
     return _flushed(path)
 
 
+def model_files(directory: Path) -> list[Path]:
+    """List the config and tokenizer files of a model directory.
+
+    Raises ValueError if one of them is not a file, or is a link that leads outside of the directory.
+    """
+    paths = sorted({path for pattern in MODEL_FILES for path in directory.glob(pattern)})
+    for path in paths:
+        check_file_name(path.name)
+        if (problem := unusable(path)) is not None:
+            raise ValueError(f"{path} {problem}")
+    return paths
+
+
 def copy_model_files(source: Path, target: Path) -> list[StoredFile]:
-    """Copy the config and tokenizer files of a model directory; return their manifest entries."""
-    paths = sorted({path for pattern in MODEL_FILES for path in source.glob(pattern)})
+    """Copy the config and tokenizer files of a model directory; return their manifest entries.
+
+    Raises as `model_files`.
+    """
+    paths = model_files(source)
     for path in paths:
         shutil.copyfile(path, target / path.name)
     return [_flushed(target / path.name) for path in paths]
@@ -165,8 +180,8 @@ class ShardDirectory:
 
         Raises RunError if `keys` are not exactly the layer's parameters, CorruptFileError if the file is corrupt.
         """
-        path = self.verify(self._file(layer))
-        with safe_open(path, framework="pt") as file:
+        path = self.verify(self.file_of(layer))
+        with open_tensors(path) as file:
             stored = {key for key in _keys(file) if "/" not in key}
             if stored != set(keys):
                 raise RunError(
@@ -177,16 +192,29 @@ class ShardDirectory:
 
     def tensor(self, layer: str, key: str) -> Tensor:
         """Read one parameter of one layer."""
-        with safe_open(self.verify(self._file(layer)), framework="pt") as file:
+        with open_tensors(self.verify(self.file_of(layer))) as file:
             return file.get_tensor(key)
 
     def state(self, layer: str) -> WeightState:
         """Read the optimizer state of a layer's parameters; the tensors lie in the memory-mapped file."""
-        return self._state(self._file(layer))
+        return self._state(self.file_of(layer))
 
     def replica_states(self, layer: str) -> list[WeightState]:
         """Read the saved mode state of a layer, one entry per replica; empty for a stateless mode."""
         return [self._state(file) for file in self.manifest.replicas.get(layer, [])]
+
+    def file_of(self, layer: str) -> StoredFile:
+        """Return the file of a layer. Raises CorruptFileError if the manifest does not list the layer."""
+        if layer not in self.manifest.layers:
+            raise CorruptFileError(self.path / MANIFEST, f'lists no layer "{layer}"; it belongs to another model')
+        return self.manifest.layers[layer]
+
+    def verify_model_files(self) -> None:
+        """Verify config.json and the tokenizer files. Raises CorruptFileError."""
+        if "config.json" not in {entry.file for entry in self.manifest.model_files}:
+            raise CorruptFileError(self.path / MANIFEST, "does not list config.json; restore the directory from a copy")
+        for entry in self.manifest.model_files:
+            self.verify(entry)
 
     def verify(self, entry: StoredFile) -> Path:
         """Verify a file against its manifest entry, once, and return its path. Raises CorruptFileError."""
@@ -207,14 +235,9 @@ class ShardDirectory:
             except CorruptFileError as error:
                 yield error
 
-    def _file(self, layer: str) -> StoredFile:
-        if layer not in self.manifest.layers:
-            raise RunError(f'{self.path / MANIFEST} lists no layer "{layer}"; it belongs to another model')
-        return self.manifest.layers[layer]
-
     def _state(self, entry: StoredFile) -> WeightState:
         state: WeightState = {}
-        with safe_open(self.verify(entry), framework="pt") as file:
+        with open_tensors(self.verify(entry)) as file:
             for stored in _keys(file):
                 name, slash, key = stored.partition("/")
                 if slash:
@@ -224,12 +247,19 @@ class ShardDirectory:
 
 def _verify(path: Path, entry: StoredFile) -> None:
     """Raise CorruptFileError if a file differs from its manifest entry, OSError if it cannot be read."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise CorruptFileError(path, "is missing; copy the whole directory again")
+    if (problem := unusable(path)) is not None:
+        raise CorruptFileError(path, problem)
     if (size := path.stat().st_size) != entry.bytes:
         raise CorruptFileError(path, f"is corrupt: it has {size} bytes, the manifest says {entry.bytes}")
     if _sha256(path) != entry.sha256:
         raise CorruptFileError(path, "is corrupt: its content differs from the manifest's sha256")
+
+
+def _check_distinct(names: list[str]) -> None:
+    if len(set(names)) < len(names):
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is listed twice")
 
 
 def _with_checksum(fields: dict[str, Any]) -> bytes:
@@ -249,7 +279,7 @@ def _verified_fields(raw: bytes, path: Path) -> dict[str, Any]:
             return fields
         fields.pop("sha256", None)
         is_valid = _with_checksum(fields) == raw
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise CorruptFileError(path, "is corrupt: it is not a JSON object") from None
     if not is_valid:
         raise CorruptFileError(path, "is corrupt: its content differs from its checksum")

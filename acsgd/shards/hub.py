@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from transformers import PreTrainedConfig
 
 from acsgd.config.options import ModelConfig
-from acsgd.shards.convert import locate_parameters, read_config
-from acsgd.shards.disk import MANIFEST
-from acsgd.shards.layers import meta_model
+from acsgd.shards.config import read_config
+from acsgd.shards.disk import MANIFEST, model_files
+from acsgd.shards.locate import open_hf, open_shards
 
 
 def open_model(model: ModelConfig) -> tuple[Path, PreTrainedConfig]:
     """Return a model's local directory and its config; download the model if its name is a Hugging Face id.
 
-    Raises ValueError if the model cannot be found or read, or if it is pretrained and lacks weights.
+    Checks all that headers show. Raises ValueError if the model cannot be found or read, or if it is pretrained and its
+    weights are not those of its config; CorruptFileError if a file is not as it was written.
     """
     directory = _find_model(model.name, weights=model.init == "pretrained")
-    config = read_config(directory)
-    if model.init == "pretrained" and not (directory / MANIFEST).is_file():
-        locate_parameters(directory, meta_model(config))
-    return directory, config
+    if os.path.lexists(directory / MANIFEST):
+        return directory, open_shards(directory)[1]
+    if model.init == "pretrained":
+        return directory, open_hf(directory).config
+    model_files(directory)
+    return directory, read_config(directory)
 
 
 def _find_model(name: str, *, weights: bool) -> Path:
     """Return the local directory of a model; weights: whether a download includes them."""
     path = Path(name)
-    if path.is_dir():
+    try:
+        is_directory = path.is_dir()
+    except OSError as error:
+        raise ValueError(f"model.name={name[:80]} cannot be read ({error.strerror}); give a directory") from None
+    if is_directory:
         if not (path / "config.json").is_file():
             raise ValueError(
                 f"model.name={name} is a directory without config.json; give a Hugging Face model directory or a "

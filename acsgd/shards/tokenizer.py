@@ -6,6 +6,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from acsgd.shards.files import blame
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """A directory with a tokenizer has at least one of these."""
 
@@ -15,11 +17,10 @@ def load_tokenizer(model_dir: Path, model_config: PreTrainedConfig) -> PreTraine
     # without any of these files, transformers returns an empty tokenizer
     if not any((model_dir / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(f"{model_dir} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's there")
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().split("\n")[0]
-        raise ValueError(f"{model_dir} has no tokenizer that transformers can load: {first_line}") from None
+    with blame(model_dir, "has no tokenizer that transformers can load", "copy the model's tokenizer files again"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            model_dir, local_files_only=True, trust_remote_code=False
+        )
     if len(tokenizer) > model_config.vocab_size:
         raise ValueError(
             f"the tokenizer in {model_dir} has {len(tokenizer)} tokens, but the model's vocabulary only "

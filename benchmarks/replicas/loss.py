@@ -41,7 +41,7 @@ from acsgd.dp.modes.cocktail_grad import CocktailGrad
 from acsgd.dp.modes.diloco import DiLoCo
 from acsgd.dp.modes.quantized import Quantized
 from acsgd.dp.modes.sparseloco import SparseLoCo
-from acsgd.shards.convert import read_config
+from acsgd.shards.config import read_config
 from acsgd.shards.layers import meta_model
 from benchmarks.common.tuning import Outcome, Setting, Tuning, Variant
 from benchmarks.pipeline.convergence import texts

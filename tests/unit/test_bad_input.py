@@ -136,7 +136,7 @@ def test_an_unknown_family_is_refused_with_the_known_ones(model_type: str, tmp_p
 def test_a_broken_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{")
-    assert "is not a config that transformers can read" in refuse(tmp_path, "--model.name model")
+    assert "model/config.json is not valid JSON" in refuse(tmp_path, "--model.name model")
 
 
 def test_a_tokenizer_of_another_model_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

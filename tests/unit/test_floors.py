@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 ORDER = """
     errors
     launch
+    fields
     seeds
     meter
     streams
@@ -42,9 +43,12 @@ ORDER = """
     shards.gpt2
     shards.llama
     shards
+    shards.files
+    shards.config
     shards.disk
     shards.load
     shards.plan
+    shards.locate
     shards.convert
     shards.hub
     shards.tokenizer
@@ -108,6 +112,7 @@ ORDER = """
     pp.stage
     pp.nan_probe
     pp.runtime
+    io.atomic
     io.cache
     io.sources.text
     io.sources.sources

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from acsgd.errors import RunError
 from acsgd.shards import FAMILIES
-from acsgd.shards.convert import from_hf, read_config, to_hf
+from acsgd.shards.config import read_config
+from acsgd.shards.convert import from_hf, to_hf
 from acsgd.shards.disk import MANIFEST, Manifest, ShardDirectory
 from acsgd.shards.layers import State, meta_model, stored_keys, tied_keys
 from acsgd.shards.load import RandomWeights, WeightSource, load_layer

@@ -1,0 +1,175 @@
+"""Files of a model directory: which of them may be opened; JSON objects and safetensors in them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from acsgd.errors import RunError
+
+GIT_LFS = b"version https://git-lfs.github.com/spec/"
+"""First bytes of the pointer that Git LFS leaves in place of a file that was not downloaded."""
+MAX_JSON_BYTES = 2**28
+KINDS = {stat.S_IFDIR: "directory", stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket"}
+
+
+class CorruptFileError(RunError):
+    """A file of a model or shard directory is missing, unreadable or not as it was written."""
+
+    def __init__(self, path: Path, message: str) -> None:
+        super().__init__(f"{path} {message}")
+        self.file = path.name
+
+
+def check_file_name(name: str) -> None:
+    """Raise ValueError unless `name` is the name of a file inside a directory, without a path."""
+    if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise ValueError(f"{name!r} is not a file name; files lie directly in the directory")
+    try:
+        if len(name.encode()) > 255:
+            raise ValueError(f"{name[:40]!r}... is longer than the 255 bytes of a file name")
+    except UnicodeEncodeError:
+        raise ValueError(f"{name!r} is not UTF-8") from None
+
+
+def unusable(path: Path) -> str | None:
+    """Return why a file of a model directory must not be opened, as a clause; None if it may.
+
+    Only regular files inside the directory may, and links to them. In the cache of the Hugging Face Hub, links lead to
+    the blobs of the same repository. Opens nothing but regular files, so it does not block on a named pipe.
+    """
+    try:
+        target = Path(os.path.realpath(path, strict=True))
+        mode = target.stat().st_mode
+    except OSError as error:
+        if path.is_symlink():
+            return f"is a link to {os.readlink(path)}, which does not exist; put the file in its place"
+        return "is missing" if error.errno == errno.ENOENT else f"cannot be read ({error.strerror})"
+    if not any(target.is_relative_to(root) for root in _roots(path.parent)):
+        return f"is a link to {target}, outside of the directory; put a copy of the file in its place"
+    if not stat.S_ISREG(mode):
+        return f"is a {KINDS.get(stat.S_IFMT(mode), 'device')}, not a file; rename it or move it elsewhere"
+    try:
+        with target.open("rb") as file:
+            start = file.read(len(GIT_LFS))
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    if start == GIT_LFS:
+        return f"is a Git LFS pointer, not the file itself; run `git lfs pull` in {path.parent}"
+    return None
+
+
+def _roots(directory: Path) -> list[Path]:
+    """Return the directories in which the files of a model directory may lie."""
+    real = directory.resolve()
+    # in the cache of the Hub: models--OWNER--NAME/snapshots/REVISION/config.json -> ../../blobs/HASH
+    return [real, real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [real]
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object of finite numbers in which no key occurs twice. Raises ValueError."""
+    if (problem := unusable(path)) is not None:
+        raise ValueError(f"{path} {problem}")
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"it has {path.stat().st_size} bytes, more than {MAX_JSON_BYTES}")
+        fields = json.loads(
+            path.read_bytes().decode(),
+            object_pairs_hook=_unique,
+            parse_float=_finite,
+            parse_constant=_finite,
+        )
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 (byte {error.start}); write it again or download it again") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}; correct it or download it again") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} is not a JSON object; download it again")
+    return fields
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
+    return fields
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is not a finite number")
+    return number
+
+
+class TensorHeader(NamedTuple):
+    """Entry of a tensor in the header of a safetensors file."""
+
+    dtype: str
+    """Name in safetensors, such as "BF16"."""
+    shape: tuple[int, ...]
+
+
+def tensor_headers(path: Path) -> dict[str, TensorHeader]:
+    """Read the header of a safetensors file: dtype and shape of each tensor, by name. Raises as `open_tensors`."""
+    with open_tensors(path) as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, not a dict
+        return {name: TensorHeader(each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
+
+
+@contextlib.contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file of a model directory as `safe_open` does.
+
+    Raises CorruptFileError if it may not be opened or is not a complete safetensors file.
+    """
+    if (problem := unusable(path)) is not None:
+        raise CorruptFileError(path, problem)
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CorruptFileError(
+            path, f"is not a complete safetensors file ({_first_line(error)}); copy it or download it again"
+        ) from None
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file. Raises OSError."""
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if number := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+        raise
+    path.chmod(0o644)  # safetensors makes it readable for its owner only
+
+
+@contextlib.contextmanager
+def blame(path: Path, problem: str, remedy: str) -> Iterator[None]:
+    """Report what a library raises on the content of a file as a ValueError: path, problem, its message, remedy."""
+    try:
+        yield
+    except Exception as error:  # transformers and tokenizers raise errors of every class, also Exception itself
+        raise ValueError(f"{path} {problem}: {_first_line(error)}; {remedy}") from None
+
+
+def _first_line(error: Exception) -> str:
+    """Return the message of a library's error in one line, with its class if the message does not tell what it is."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    if lines and lines[0].endswith(":"):  # the message of a strict dataclass has the cause in its second line
+        lines = lines[1:] or lines
+    text = lines[0].rstrip(".") if lines else ""
+    return text if " " in text else f"{type(error).__name__} {text}".strip()
