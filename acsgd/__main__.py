@@ -17,9 +17,17 @@ def main(argv: list[str], *, prog: str) -> None:
         end_with_torchrun(os.getppid(), is_main=launch.local_rank == 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends without a traceback
 
-    from acsgd import train
+    from acsgd.config.checks import check
+    from acsgd.config.run_file import parse
+    from acsgd.run.error_report import report_startup_error
 
-    train.main(argv, launch, prog=prog)
+    if launch.rank == 0 and launch.is_one_host:  # torchrun then ends the other ranks
+        with report_startup_error(launch):  # before the imports; `acsgd.main` does it again, on all ranks of all hosts
+            check(parse(argv, prog=prog))
+
+    from acsgd import main as training
+
+    training.main(argv, launch, prog=prog)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,35 @@
-"""The error that ends a run."""
+"""The error that ends a run, and errors of libraries and of the system in one sentence."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+REMEDIES = {
+    errno.ENOSPC: "free space on its disk, or give a path on another one",
+    errno.EDQUOT: "free space within the quota, or give a path on another disk",
+    errno.EACCES: "give this user access to it, or give another path",
+    errno.EPERM: "give this user access to it, or give another path",
+    errno.EROFS: "give a path on a file system that can be written",
+    errno.ENOENT: "give the path of an existing file",
+    errno.EISDIR: "remove the directory, or give the path of a file",
+    errno.ENOTDIR: "give a path whose parents are directories",
+    errno.EEXIST: "remove it, or give another path",
+    errno.ENAMETOOLONG: "give a path with shorter names",
+    errno.ELOOP: "remove the symbolic link that leads back to itself",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or give a path on another disk",
+    errno.EMFILE: "raise the limit on open files: ulimit -n 65536",
+    errno.ENFILE: "raise the system's limit on open files, fs.file-max",
+    errno.ENOMEM: "use fewer processes per host, or a host with more memory",
+    errno.EIO: "check its disk",
+    errno.ESTALE: "check its network file system, and start the run again",
+    errno.EADDRINUSE: "end the process that uses it, or start torchrun with another port",
+}
+"""What to do about a system error, by its errno."""
 
 
 class RunError(RuntimeError):
@@ -20,3 +46,42 @@ class RunError(RuntimeError):
 def reason(error: Exception) -> str:
     """Return the message of a gloo error without its source location and its advice."""
     return re.sub(r"^\[\S+\] ", "", str(error)).partition(". This is typically")[0]
+
+
+def explain(error: BaseException) -> str | None:
+    """Return one sentence on an error that has its cause outside the program; None for any other error."""
+    if isinstance(error, RunError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno:
+        paths = " -> ".join(_printable(path) for path in (error.filename, error.filename2) if path is not None)
+        remedy = REMEDIES.get(error.errno)
+        return f"{paths or 'a file'}: {os.strerror(error.errno)}" + (f"; {remedy}" if remedy else "")
+    if isinstance(error, UnicodeEncodeError):
+        return f"{_printable(error.object)} is not valid UTF-8; rename it"
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _is_out_of_memory(str(error))):
+        return "out of memory; use a smaller pp.micro, more pp.stages, or fewer processes per host"
+    if isinstance(error, ImportError):
+        return f"a package cannot be imported: {' '.join(str(error).split())}; install acsgd and its dependencies again"
+    return None
+
+
+@contextlib.contextmanager
+def file_errors(path: Path) -> Iterator[None]:
+    """Name `path` in each OSError that is raised in the context and names no file, as that of a write does."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def _is_out_of_memory(message: str) -> bool:
+    """Whether the message of a RuntimeError is that of torch's allocators, on the CPU or a GPU."""
+    return "can't allocate memory" in message or "out of memory" in message
+
+
+def _printable(path: object) -> str:
+    """Return a path of any type as text that every terminal can print."""
+    text = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else f"file descriptor {path}"
+    return text.encode(errors="backslashreplace").decode()

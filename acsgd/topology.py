@@ -22,9 +22,12 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from acsgd.errors import RunError, reason
+from acsgd.launch import Launch
 
 POLL_S = 0.01
 """Seconds between two reads of the store while waiting; one read takes about 0.1 ms."""
+STORE_TIMEOUT = timedelta(seconds=60)
+"""Maximum time to connect to torchrun's store."""
 
 
 @dataclass(frozen=True)
@@ -119,20 +122,9 @@ class Groups:
             time.sleep(POLL_S)
         return [self.store.get(key).decode() for key in keys]
 
-    @contextlib.contextmanager
-    def raise_on_all_ranks(self, name: str, *, timeout_s: float) -> Iterator[None]:
-        """Raise a RunError on all ranks if any rank raises ValueError, RunError or OSError in the context.
-
-        A collective: every rank must enter the context. name, timeout_s: as in `all_gather_text`.
-        """
-        error = ""
-        try:
-            yield
-        except (ValueError, RunError, OSError) as failure:
-            error = str(failure)
-        errors = self.all_gather_text(name, error, timeout_s=timeout_s)
-        if any(errors):
-            raise RunError(next(error for error in errors if error))
+    def wait_for_all(self, name: str, *, timeout_s: float) -> None:
+        """Wait until every rank has called this. name, timeout_s: as in `all_gather_text`."""
+        self.all_gather_text(name, "", timeout_s=timeout_s)
 
 
 @contextlib.contextmanager
@@ -148,26 +140,31 @@ def collective_errors(purpose: str, group: dist.ProcessGroup) -> Iterator[None]:
         ) from error
 
 
+def open_store(launch: Launch, *, timeout: timedelta = STORE_TIMEOUT) -> dist.Store:
+    """Connect to the store of the run, torchrun's. Raises RunError if it does not answer in time."""
+    if launch.world_size == 1:
+        return dist.HashStore()
+    with _connection_errors(launch.rank, launch.world_size, timeout):
+        store, _, _ = next(iter(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)))
+        return store
+
+
+def clone_store(store: dist.Store) -> dist.Store:
+    """Return another connection to a store: a call that waits blocks all other calls of its connection."""
+    clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+    return clone
+
+
 @contextlib.contextmanager
-def connect(topology: Topology, *, timeout: timedelta, store: dist.Store | None = None) -> Iterator[Groups]:
+def connect(topology: Topology, *, timeout: timedelta, store: dist.Store) -> Iterator[Groups]:
     """Open this rank's process groups over gloo; close them on exit.
 
-    timeout: limit of each operation of each group. store: default torchrun's.
-    Raises RunError if not all ranks connect in time.
+    timeout: limit of each operation of each group. Raises RunError if not all ranks connect in time.
     """
     rank, world_size = topology.rank, topology.world_size
-    try:
-        if store is None and world_size > 1:
-            store, _, _ = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))
-        elif store is None:
-            store = dist.HashStore()
+    with _connection_errors(rank, world_size, timeout):
         publish_host(store, rank)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    except RuntimeError as error:
-        raise RunError(
-            f"rank {rank} on {socket.gethostname()} could not connect to the other {world_size - 1} processes "
-            f"within {timeout.total_seconds():g} s (run.timeout): {reason(error)}"
-        ) from error
     try:
         # new_group is a collective of all ranks: each opens every group, in the same order, and keeps its own two.
         pipelines = [dist.new_group(topology.pipeline(r), timeout=timeout) for r in range(topology.replicas)]
@@ -177,6 +174,18 @@ def connect(topology: Topology, *, timeout: timedelta, store: dist.Store | None 
         yield Groups(pp=pipelines[topology.replica], dp=peers[topology.stage_rank], world=world, store=store)
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _connection_errors(rank: int, world_size: int, timeout: timedelta) -> Iterator[None]:
+    """Turn a RuntimeError while connecting into a RunError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RunError(
+            f"rank {rank} on {socket.gethostname()} could not connect to the other {world_size - 1} processes "
+            f"within {timeout.total_seconds():g} s: {reason(error)}"
+        ) from error
 
 
 def publish_host(store: Store, rank: int) -> None:

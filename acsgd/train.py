@@ -1,15 +1,4 @@
-"""Fine-tune a Hugging Face causal language model over pipeline stages x replicas.
-
-    torchrun --nproc-per-node 4 train.py examples/gpt2.toml                    # stages and replicas as in the file
-    torchrun --nproc-per-node 4 train.py examples/gpt2.toml --pp.stages 4      # one pipeline of 4 stages
-    torchrun --nproc-per-node 4 -m acsgd RUN.toml                              # installed, without a checkout
-    python train.py examples/gpt2.toml --pp.stages 1                           # one process; also: acsgd train RUN.toml
-    python train.py --help                                                     # every option with its default
-
-Flags override the file. The run directory (log.dir) gets config.toml, metrics.jsonl, logs/ and checkpoints/. The same
-command, with any number of processes, resumes from the newest checkpoint. SIGINT and SIGTERM stop the run after the
-current step and save it.
-"""
+"""The training loop."""
 
 from __future__ import annotations
 
@@ -17,52 +6,38 @@ import contextlib
 import logging
 import math
 import time
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 
-from acsgd.config.run_file import parse, to_toml
+from acsgd.config.run_file import to_toml
 from acsgd.errors import RunError
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch, Dataset
 from acsgd.io.sampling.held_out import HeldOut
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.text_log import open_text_log
-from acsgd.launch import Launch
 from acsgd.optim.base import PLAIN_STEP
 from acsgd.optim.loss_scale import GradientScale
 from acsgd.optim.schedule import learning_rate
 from acsgd.run.checkpointing import Checkpointing
 from acsgd.run.control import NO_VOTES, StepExchange, Votes
-from acsgd.run.failures import report_failure, report_startup_error
-from acsgd.run.inputs import Inputs, open_inputs
-from acsgd.run.job import Job, prepare
-from acsgd.run.lock import RunLock, run_lock
+from acsgd.run.inputs import Inputs
+from acsgd.run.job import Job
+from acsgd.run.lock import RunLock
 from acsgd.run.nan_diagnosis import explain_non_finite
 from acsgd.run.session import Session, StepResult
 from acsgd.run.signals import StopSignals
 from acsgd.run.spike_guard import SpikeGuard
 from acsgd.run.state import start
-from acsgd.topology import Groups, connect
+from acsgd.topology import Groups
 
 log = logging.getLogger(__name__)
 
 
-def main(argv: list[str], launch: Launch, *, prog: str) -> None:
-    """Run a training job from its command line: prepare it, connect the ranks, train. prog: name of the command."""
-    with contextlib.ExitStack() as stack:
-        with report_startup_error(launch):
-            job = prepare(parse(argv, prog=prog, is_main=launch.rank == 0), launch)
-            timeout_s = job.config.run.timeout
-            groups = stack.enter_context(connect(job.topology, timeout=timedelta(seconds=timeout_s)))
-            lock = stack.enter_context(run_lock(job, groups))
-            with groups.raise_on_all_ranks("inputs", timeout_s=job.disk_timeout_s):
-                inputs = open_inputs(job)
-        with report_failure(groups.store, launch, timeout_s=timeout_s, cleanup=lock.release):
-            train(job, inputs, groups, lock)
-
-
-def train(job: Job, inputs: Inputs, groups: Groups, lock: RunLock) -> None:
-    """Build or resume the session of this rank, and run all remaining steps."""
+def train(
+    job: Job, inputs: Inputs, groups: Groups, lock: RunLock, *, on_start: Callable[[], None] = lambda: None
+) -> None:
+    """Build or resume the session of this rank, and run all remaining steps. on_start: called before the first one."""
     config, topology = job.config, job.topology
     run_dir, is_main = Path(config.log.dir), topology.rank == 0
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -83,6 +58,8 @@ def train(job: Job, inputs: Inputs, groups: Groups, lock: RunLock) -> None:
             metrics.note(note)
         checkpointing = stack.enter_context(Checkpointing.open(begin, inputs.identity, groups, lock, note=metrics.note))
         signals = stack.enter_context(StopSignals())
+        groups.wait_for_all("set-up", timeout_s=job.disk_timeout_s)
+        on_start()
         run_steps(begin.session, begin.progress, inputs, metrics, checkpointing, signals)
 
 

@@ -6,11 +6,9 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import TypeVar
 
 from acsgd.errors import RunError
 from acsgd.launch import Launch
+from acsgd.run.error_report import message_of, print_error, record_error
 from acsgd.run.signals import WATCH_S
 from acsgd.topology import Store, published_host
 
@@ -25,58 +24,67 @@ T = TypeVar("T")
 
 GRACE_S = 5.0
 """Upper limit, seconds, for one wait for other ranks' reports. torchrun kills after 30 s: all waits must fit in."""
+POLL_S = 0.25
+"""Seconds between two reads of the store while no rank has failed; one read takes about 0.1 ms."""
+
+
+@dataclass
+class RunContext:
+    """What a failure report needs to know about the run; completed while the run starts."""
+
+    run_dir: Path | None = None
+    """Run directory; None until it is known."""
+    timeout_s: float = 4 * GRACE_S
+    """Limit of one communication (run.timeout); bounds the waits for reports and answers."""
+    cleanup: Callable[[], None] = lambda: None
+    """Called before the process exits, which runs no context managers."""
+    is_training: bool = False
+    """Whether all ranks have finished their set-up."""
+
+    @property
+    def grace_s(self) -> float:
+        """Upper limit of one wait, seconds."""
+        return min(GRACE_S, self.timeout_s / 4)
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of a failure: 2 before training, 1 in training."""
+        return 1 if self.is_training else 2
+
+    def start_training(self) -> None:
+        """Note that all ranks have finished their set-up."""
+        self.is_training = True
 
 
 @contextlib.contextmanager
-def report_startup_error(launch: Launch) -> Iterator[None]:
-    """Print an error that keeps the run from starting, on one rank; exit with code 2.
+def report_failure(store: Store, launch: Launch) -> Iterator[RunContext]:
+    """Print an exception raised in the context, on one rank; exit all ranks.
 
-    Usually all ranks have the same error. Rank 0 prints it and exits, and torchrun ends the other ranks while they
-    wait here. An error that rank 0 does not have (a file missing on one host only) is printed after the wait.
+    Before training, an error of one rank ends all others, which may wait for it. In training, a rank that waited for
+    a peer knows only that peer, which may itself wait for a third. So each rank reports to the store for which ranks
+    it waited, a thread of each rank that still runs answers, and the rank that failed first prints the error of the
+    rank that does neither. If a rank has an error of its own, that is printed instead.
+    store: a connection that nothing else uses, since calls of others may wait.
     """
-    try:
-        yield
-    except (ValueError, RunError, SystemExit) as error:
-        if isinstance(error, SystemExit) and not error.code:
-            raise  # --help
-        if launch.rank:
-            time.sleep(10.0 if launch.local_rank == 0 else 20.0)
-        if not isinstance(error, SystemExit):
-            _record(str(error), launch)
-            _print_error(str(error))
-        raise SystemExit(2) from None
-
-
-@contextlib.contextmanager
-def report_failure(
-    store: Store, launch: Launch, *, timeout_s: float, cleanup: Callable[[], None] = lambda: None
-) -> Iterator[None]:
-    """Print an exception raised in the context, on one rank; exit all ranks with code 1.
-
-    A rank that waited for a peer knows only that peer, which may itself wait for a third. So each rank reports to the
-    store for which ranks it waited, a thread of each rank that still runs answers, and the rank that failed first
-    prints the error of the rank that does neither. If a rank has an error of its own, that is printed instead, with
-    its traceback unless it is a RunError.
-    timeout_s: limit of one communication (run.timeout); bounds the waits for reports and answers. cleanup: called
-    before the exit, which runs no context managers.
-    """
+    context = RunContext()
     board = FailureBoard(store, launch.rank, launch.world_size)
-    grace_s = min(GRACE_S, timeout_s / 4)
     try:
-        with _answering(board, grace_s):
-            yield
-    except Exception as error:
+        with _answering(board, launch, context):
+            yield context
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a Rust extension that panics raises a BaseException
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the first rank ends; this one ends, too
-        report = Report.of(error, launch.rank)
-        limit_s = 4 * grace_s + 2 * WATCH_S
-        is_printer, text = _within(limit_s, lambda: _settle(board, report, grace_s), (True, report.text))
-        _record(text, launch, is_cause=is_printer)
+        report = Report.of(error, launch, context)
+        limit_s = 4 * context.grace_s + 2 * WATCH_S
+        is_printer, text = _within(limit_s, lambda: _settle(board, report, context), (True, report.text))
+        record_error(text, launch, is_cause=is_printer)
         if is_printer:
-            _print_error(text)
-            _within(grace_s, lambda: board.publish(text), None)
-        _within(grace_s, cleanup, None)
-        sys.stdout.flush()
-        os._exit(1)  # gloo's destructors would wait for pending collectives, until run.timeout
+            print_error(text)
+            _within(context.grace_s, lambda: board.publish(text), None)
+            if not (context.is_training or launch.is_one_host):  # the store may end with this rank's host
+                _within(context.grace_s, lambda: _wait_for(lambda: not board.silent(), context.grace_s), None)
+        _exit(context)
 
 
 @dataclass(frozen=True)
@@ -88,12 +96,10 @@ class Report:
     """Ranks this rank waited for in vain, as in RunError."""
 
     @classmethod
-    def of(cls, error: Exception, rank: int) -> Report:
-        """Describe the exception that is being handled on `rank`."""
-        if isinstance(error, RunError):
-            return cls(str(error), error.awaited)
-        summary = traceback.format_exception_only(error)[-1].strip()
-        return cls(f"rank {rank} on {socket.gethostname()}: {summary}\n{traceback.format_exc().rstrip()}", ())
+    def of(cls, error: BaseException, launch: Launch, context: RunContext) -> Report:
+        """Describe an exception that was raised on this rank."""
+        text = message_of(error, launch, context.run_dir, checks_input=not context.is_training)
+        return cls(text, error.awaited if isinstance(error, RunError) else ())
 
 
 def attribute_failure(
@@ -173,15 +179,22 @@ class FailureBoard:
 
 
 @contextlib.contextmanager
-def _answering(board: FailureBoard, grace_s: float) -> Iterator[None]:
-    """Answer from a thread when another rank fails, since the main thread may be waiting inside gloo."""
+def _answering(board: FailureBoard, launch: Launch, context: RunContext) -> Iterator[None]:
+    """Answer from a thread when another rank fails, since the main thread may be waiting inside gloo.
+
+    Before training, the thread then ends the process, unless the main thread fails as well.
+    """
     finished = threading.Event()
 
     def watch() -> None:
         with contextlib.suppress(RuntimeError):  # the store died with its host: the main thread will notice
-            while not (board.has_failed() or finished.wait(grace_s / 8)):
+            while not (finished.wait(POLL_S) or board.has_failed()):
                 pass
             board.answer()
+            if not context.is_training:
+                _wait_for(lambda: finished.is_set() or board.published() is not None, 2 * context.grace_s)
+                if not finished.is_set():
+                    _end_with_cause(board, launch, context)
 
     thread = threading.Thread(target=watch, name="failures", daemon=True)
     thread.start()
@@ -189,18 +202,34 @@ def _answering(board: FailureBoard, grace_s: float) -> Iterator[None]:
         yield
     finally:
         finished.set()
-        thread.join(grace_s)  # a thread inside the store when Python ends would abort the process
+        thread.join(context.grace_s)  # a thread inside the store when Python ends would abort the process
 
 
-def _settle(board: FailureBoard, report: Report, grace_s: float) -> tuple[bool, str]:
+def _end_with_cause(board: FailureBoard, launch: Launch, context: RunContext) -> None:
+    """End this process because another rank failed; print its error if that rank could not."""
+    cause = board.published()
+    text = cause or "; ".join(report.text for report in board.reports().values())
+    record_error(text, launch, is_cause=cause is None)
+    if cause is None:
+        print_error(text)
+    _exit(context)
+
+
+def _exit(context: RunContext) -> None:
+    _within(context.grace_s, context.cleanup, None)
+    sys.stdout.flush()
+    os._exit(context.exit_code)  # gloo's destructors would wait for pending collectives, until run.timeout
+
+
+def _settle(board: FailureBoard, report: Report, context: RunContext) -> tuple[bool, str]:
     """Return whether this rank prints the message, and the message."""
     try:
         if not board.report(report):
-            _wait_for(lambda: board.published() is not None, 2 * grace_s)
+            _wait_for(lambda: board.published() is not None, 2 * context.grace_s)
             cause = board.published()  # None if the first rank died meanwhile: then print twice rather than never
             return cause is None, cause or report.text
         if report.awaited:
-            _wait_for(board.all_reported, grace_s)
+            _wait_for(board.all_reported, context.grace_s)
         return True, attribute_failure(board.reports(), board.silent(), board.rank, board.host)
     except RuntimeError:  # the store died, maybe with this host's torchrun: then the watch thread prints that instead
         time.sleep(2 * WATCH_S)
@@ -222,20 +251,5 @@ def _within(timeout_s: float, call: Callable[[], T], default: T) -> T:
     return results[0] if results else default
 
 
-def _record(text: str, launch: Launch, *, is_cause: bool = True) -> None:
-    """Write the error file that torchrun's summary at the end quotes, in torch.distributed.elastic's format.
-
-    torchrun takes the file with the smallest timestamp, in seconds, for the root cause.
-    """
-    if launch.error_file:
-        extra = {"py_callstack": f"error: {text}", "timestamp": str(int(time.time()) + (0 if is_cause else 60))}
-        with contextlib.suppress(OSError):
-            Path(launch.error_file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
-
-
 def _key(name: str, rank: int) -> str:
     return f"acsgd/{name}/{rank}"
-
-
-def _print_error(text: str) -> None:
-    print(f"\nerror: {text}", file=sys.stderr, flush=True)

@@ -221,14 +221,14 @@ class RunLock:
 def run_lock(job: Job, groups: Groups) -> Iterator[RunLock]:
     """Hold the leases of a job while open. A collective: every rank must enter it, before it reads a checkpoint.
 
-    Raises RunError, the same on all ranks, if another run holds the run directory or the checkpoint directory.
+    Raises RunError on rank 0 if another run holds the run directory or the checkpoint directory.
     """
     leases: list[Lease] = []
     with RunLock(leases) as lock:
         timeout_s = 2 * (WAIT_S + STALE_S) + job.config.run.timeout
-        with groups.raise_on_all_ranks("run lock", timeout_s=timeout_s):
-            if job.topology.rank == 0:
-                _acquire_all(job, leases)
+        if job.topology.rank == 0:
+            _acquire_all(job, leases)
+        groups.wait_for_all("run lock", timeout_s=timeout_s)
         lock.start()
         yield lock
 

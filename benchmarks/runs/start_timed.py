@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from acsgd.launch import Launch
@@ -34,32 +35,34 @@ record("import torch")
 from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: F401
 
 record("import transformers")
-from acsgd import train
+from acsgd import main, train
+from acsgd.run.session import Session
+from acsgd.topology import Groups
 
 record("import acsgd")
 
 
-def record_after(part: str, name: str) -> None:
-    """Replace a function of acsgd.train by one that records the end of a part when it returns."""
-    function = getattr(train, name)
+def record_after(part: str, module: ModuleType, name: str) -> None:
+    """Replace a function of a module by one that records the end of a part when it returns."""
+    function = getattr(module, name)
 
     def recording(*args: Any, **options: Any) -> Any:
         result = function(*args, **options)
         record(part)
         return result
 
-    setattr(train, name, recording)
+    setattr(module, name, recording)
 
 
 @contextlib.contextmanager
-def connect(*args: Any, **options: Any) -> Iterator[train.Groups]:
+def connect(*args: Any, **options: Any) -> Iterator[Groups]:
     """Connect the ranks and record the end of that."""
     with CONNECT(*args, **options) as groups:
         record("connect ranks")
         yield groups
 
 
-def train_step(session: train.Session, *args: Any, **options: Any) -> Any:
+def train_step(session: Session, *args: Any, **options: Any) -> Any:
     """Run the first step, write the times, and restore the original function."""
     record("open logs and saver")
     train.train_step = TRAIN_STEP
@@ -69,10 +72,10 @@ def train_step(session: train.Session, *args: Any, **options: Any) -> Any:
     return result
 
 
-CONNECT, TRAIN_STEP = train.connect, train.train_step
-record_after("plan the run", "prepare")
-record_after("open text and checkpoint", "open_inputs")
-record_after("verify and load the checkpoint", "start")
-train.connect = connect
+CONNECT, TRAIN_STEP = main.connect, train.train_step
+record_after("plan the run", main, "prepare")
+record_after("open text and checkpoint", main, "open_inputs")
+record_after("verify and load the checkpoint", train, "start")
+main.connect = connect
 train.train_step = train_step
-train.main(sys.argv[2:], LAUNCH, prog="train.py")
+main.main(sys.argv[2:], LAUNCH, prog="train.py")

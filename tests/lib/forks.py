@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from acsgd import train
+from acsgd import main, train
 from acsgd.config.options import (
     CheckpointConfig,
     Config,
@@ -40,13 +40,10 @@ from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
-from acsgd.run.failures import report_failure, report_startup_error
-from acsgd.run.inputs import open_inputs
-from acsgd.run.job import prepare
-from acsgd.run.lock import run_lock
+from acsgd.run.failures import report_failure
 from acsgd.run.session import Session
 from acsgd.shards.disk import Manifest, StoredFile
-from acsgd.topology import connect
+from acsgd.topology import clone_store
 
 PRELOAD = ["tests.lib.forks", "transformers.models.gpt2.modeling_gpt2", "rich.progress"]
 TIMEOUT = timedelta(seconds=60)
@@ -144,7 +141,7 @@ def started(
 def run_rank(
     rank: int, world_size: int, config: Config, directory: Path, port: int, fsync_s: float, setup: Setup | None
 ) -> None:
-    """Run one rank as `train.main` does, with stderr redirected to a file. port: of the store."""
+    """Run one rank as `acsgd.main` does, with stderr redirected to a file. port: of the store."""
     torch.set_num_threads(1)
     with (directory / "stderr").open("a") as file:
         os.dup2(file.fileno(), 2)
@@ -155,15 +152,8 @@ def run_rank(
     _delay_fsync(fsync_s)
     launch = Launch(rank, rank, world_size, world_size)
     store = dist.TCPStore("127.0.0.1", port)
-    timeout_s = config.run.timeout
-    with contextlib.ExitStack() as stack:
-        with report_startup_error(launch):
-            job = prepare(config, launch)
-            groups = stack.enter_context(connect(job.topology, timeout=timedelta(seconds=timeout_s), store=store))
-            lock = stack.enter_context(run_lock(job, groups))
-            inputs = open_inputs(job)
-        with report_failure(store, launch, timeout_s=timeout_s, cleanup=lock.release):
-            train.train(job, inputs, groups, lock)
+    with contextlib.ExitStack() as stack, report_failure(clone_store(store), launch) as context:
+        main.run(config, launch, store, context, stack)
 
 
 def finish(config: Config, processes: int) -> Result:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from acsgd import main, train
 from acsgd.config.options import CheckpointConfig, Config, RunConfig
+from acsgd.errors import RunError
+from acsgd.io.telemetry.metrics import Metrics
 from acsgd.pp.stage import Stage
 from acsgd.run import lock
+from acsgd.run.checkpointing import Checkpointing
 from acsgd.run.failures import GRACE_S
 from acsgd.run.signals import REPEAT_S, WATCH_S
 from tests.lib.forks import StartedRun, make_config, save_model, started
@@ -93,15 +99,52 @@ def test_a_rank_that_hangs_or_dies_is_named_once_and_all_others_end(
         assert "Traceback" not in run.stderr
 
 
-def test_an_error_of_one_rank_is_printed_with_its_traceback_and_nothing_else(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_is_printed_once_and_its_traceback_is_in_its_log(tmp_path: Path) -> None:
     config, notice = config_of(tmp_path, processes=4, stages=2), tmp_path / "fault"
     with started(config, 4, setup=partial(inject, at_rank=2, fault="raise", notice=notice)) as run:
         assert run.join() == [1] * 4
-        assert run.errors == [f"error: rank 2 on {HOST}: ValueError: an error of one rank"]
-        lines = run.stderr.strip().splitlines()
-        assert lines[1] == "Traceback (most recent call last):"
-        assert "in faulty" in run.stderr
-        assert lines[-1] == "ValueError: an error of one rank"
+        (line,) = run.stderr.strip().splitlines()
+        assert line.startswith(f"error: rank 2 on {HOST}: ValueError: an error of one rank (acsgd/pp/")
+        log = tmp_path / "run" / "logs" / "rank-00002.log"
+        assert line.endswith(f": this is a bug in acsgd; please report it with the traceback in {log}")
+        assert "in faulty\n" in log.read_text()
+
+
+class PanicException(BaseException):
+    """As a Rust extension that panics raises it."""
+
+
+SET_UP = [
+    (main, "prepare", OSError(errno.ENOSPC, "", "x"), "x: No space left on device; free space"),
+    (main, "open_inputs", ValueError("x has no token"), "x has no token"),
+    (train, "start", RunError("x is corrupt"), "x is corrupt"),
+    (Metrics, "open", IsADirectoryError(errno.EISDIR, "", "metrics.jsonl"), "metrics.jsonl: Is a directory; remove"),
+    (Checkpointing, "open", PanicException("index"), f"rank 1 on {HOST}: "),
+]
+"""Module or class, its function that fails, the error, and the beginning of its message."""
+
+
+def fail_in_set_up(rank: int, *, case: int) -> None:
+    """Patch rank 1 of this process to fail before training; all others then wait for it."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    owner, function, error, _ = SET_UP[case]
+    if rank == 1:
+        setattr(owner, function, fail)
+
+
+def test_an_error_of_one_rank_before_training_ends_all_with_code_2_and_one_sentence(tmp_path: Path) -> None:
+    config = config_of(tmp_path, processes=2, stages=2, timeout_s=600)
+    for case, (_, function, _, message) in enumerate(SET_UP):
+        with started(config, 2, setup=partial(fail_in_set_up, case=case)) as run:
+            began = time.monotonic()
+            assert run.join(timedelta(seconds=MARGIN_S)) == [2, 2], function
+            assert time.monotonic() - began < MARGIN_S, function
+            (line,) = run.stderr.strip().splitlines()
+            assert line.startswith(f"error: {message}"), function
+            assert not list((tmp_path / "run").glob(".lock*")), function
 
 
 def test_a_second_interrupt_ends_at_once_without_a_traceback(tmp_path: Path) -> None:
@@ -136,7 +179,8 @@ def test_a_second_interrupt_ends_a_rank_that_waits_inside_gloo(tmp_path: Path) -
 def test_a_signal_before_training_starts_ends_at_once_without_a_traceback(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    with running([sys.executable, TRAIN], tmp_path) as run:
+    flags = "--model.name m --data.sources demo --data.sequence 8 --data.batch 2 --optim.lr 1 --optim.steps 3"
+    with running([sys.executable, TRAIN, *flags.split()], tmp_path) as run:
         maps = Path(f"/proc/{run.process.pid}/maps")
         run.wait_until(lambda: "libtorch" in maps.read_text(), 60)  # among the imports
         run.process.send_signal(number)

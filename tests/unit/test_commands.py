@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from acsgd import cli, train
+from acsgd import cli, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,10 +26,11 @@ def test_the_installed_module_prints_its_help_in_any_directory(tmp_path: Path) -
 
 def test_acsgd_train_passes_all_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(train, "main", lambda argv, parent, *, prog: calls.append((argv, prog)))
-    monkeypatch.setattr(sys, "argv", ["acsgd", "train", "RUN.toml", "--help"])
+    arguments = "--model.name m --data.sources demo --data.sequence 8 --data.batch 2 --optim.lr 1 --optim.steps 3"
+    monkeypatch.setattr(main, "main", lambda argv, launch, *, prog: calls.append((argv, prog)))
+    monkeypatch.setattr(sys, "argv", ["acsgd", "train", *arguments.split()])
     cli.main()
-    assert calls == [(["RUN.toml", "--help"], "acsgd train")]
+    assert calls == [(arguments.split(), "acsgd train")]
 
 
 def test_acsgd_lists_train_among_its_commands(

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import socket
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from acsgd.errors import RunError, reason
 from acsgd.launch import Launch
 from acsgd.run import failures as failure
-from acsgd.run.failures import Report, attribute_failure, report_failure, report_startup_error
+from acsgd.run.error_report import report_startup_error
+from acsgd.run.failures import FailureBoard, Report, attribute_failure, report_failure
 from acsgd.run.signals import WATCH_S
 from acsgd.topology import publish_host
 
@@ -82,35 +88,126 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waits
 
 
-def test_rank_0_prints_a_startup_error_at_once(slept: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended, report_startup_error(Launch()):
+def test_a_startup_error_is_one_sentence_and_code_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    launch = Launch(error_file=str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit) as ended, report_startup_error(launch):
         raise ValueError("a=1 must be 2")
     assert ended.value.code == 2
     assert capsys.readouterr().err == "\nerror: a=1 must be 2\n"
-    assert slept == []
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "a=1 must be 2"
 
 
-@pytest.mark.parametrize(("rank", "local_rank"), [(4, 0), (5, 1)])
-def test_other_ranks_wait_before_they_print_a_startup_error(rank: int, local_rank: int, slept: list[float]) -> None:
-    with pytest.raises(SystemExit), report_startup_error(Launch(rank, local_rank)):
-        raise RunError("a file that only this host lacks")
-    assert slept == [10.0 * (1 + local_rank)]
-
-
-def test_help_is_not_a_failure(slept: list[float]) -> None:
-    with pytest.raises(SystemExit) as ended, report_startup_error(Launch(3, 1)):
+@pytest.mark.parametrize("report", [report_startup_error, lambda launch: report_failure(DictStore(), launch)])
+def test_help_is_not_a_failure(report: Callable[[Launch], AbstractContextManager[Any]]) -> None:
+    with pytest.raises(SystemExit) as ended, report(Launch(3, 1)):
         raise SystemExit(0)
     assert ended.value.code == 0
-    assert slept == []
 
 
-def fail(error: Exception, store: DictStore, *, rank: int = 0, world_size: int = 2) -> None:
-    with (
-        pytest.raises(ProcessExit) as ended,
-        report_failure(store, Launch(rank, rank, world_size, world_size), timeout_s=0.4),
-    ):
-        raise error
-    assert ended.value.args == (1,)
+class PanicException(BaseException):
+    """As a Rust extension that panics raises it."""
+
+
+def fail(
+    error: BaseException,
+    store: DictStore,
+    *,
+    rank: int = 0,
+    world_size: int = 2,
+    is_training: bool = True,
+    run_dir: Path | None = None,
+) -> None:
+    """Fail in training, or before it, and check the exit code."""
+
+    def run() -> None:
+        with report_failure(store, Launch(rank, rank, world_size, world_size)) as context:
+            context.timeout_s, context.run_dir, context.is_training = 0.4, run_dir, is_training
+            raise error
+
+    with pytest.raises(ProcessExit) as ended:
+        run()
+    assert ended.value.args == (1 if is_training else 2,)
+
+
+OUTSIDE = [
+    (OSError(errno.ENOSPC, "", "/d/x.bin"), "/d/x.bin: No space left on device; free space on its disk"),
+    (PermissionError(errno.EACCES, "", b"/d/\xff"), "/d/\\udcff: Permission denied; give this user access"),
+    (OSError(errno.EROFS, "", "a", None, "b"), "a -> b: Read-only file system; give a path on a file system that can"),
+    (IsADirectoryError(errno.EISDIR, "", "metrics.jsonl"), "metrics.jsonl: Is a directory; remove the directory"),
+    (OSError(errno.ENAMETOOLONG, "", "xxx"), "xxx: File name too long; give a path with shorter names"),
+    (UnicodeEncodeError("utf-8", "a\udcff", 1, 2, "surrogates not allowed"), "a\\udcff is not valid UTF-8; rename it"),
+    (MemoryError(), "out of memory; use a smaller pp.micro"),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory; use a"),
+    (RunError("x is corrupt"), "x is corrupt"),
+]
+"""Error with a cause outside the program, and the beginning of its sentence."""
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_an_error_from_outside_is_one_sentence(
+    is_training: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors = [*OUTSIDE, *([] if is_training else [(ValueError("a=1 must be 2"), "a=1 must be 2")])]
+    for error, message in errors:
+        fail(error, DictStore(), is_training=is_training, run_dir=tmp_path)
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert line.startswith(f"error: {message}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unexpected_error_is_called_a_bug_and_its_traceback_is_in_the_log_of_the_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unexpected = [
+        KeyError("no\nsuch"),
+        PanicException("index out of bounds"),
+        UnicodeDecodeError("utf-8", b"", 0, 1, "x"),
+    ]
+    for number, error in enumerate([*unexpected, ValueError("in training")]):
+        fail(error, DictStore(), rank=1, is_training=number == 3, run_dir=tmp_path)
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        name, log = type(error).__qualname__, tmp_path / "logs" / "rank-00001.log"
+        assert line.startswith(f"error: rank 1 on {HOST}: ")
+        assert f"{name}: " in line
+        assert line.endswith(f": this is a bug in acsgd; please report it with the traceback in {log}")
+        assert log.read_text().count("Traceback (most recent call last)") == number + 1
+        assert "in run\n" in log.read_text()
+
+
+def test_a_traceback_without_a_run_directory_is_in_a_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for run_dir in (None, tmp_path / "not there"):
+        fail(KeyError("x"), DictStore(), is_training=False, run_dir=run_dir)
+        name = capsys.readouterr().err.strip().rpartition(" ")[2]
+        assert Path(name).parent == tmp_path
+        assert "KeyError: 'x'" in Path(name).read_text()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "not there"))
+    fail(KeyError("x"), DictStore(), is_training=False)
+    printed = capsys.readouterr().err
+    assert "this is a bug in acsgd\nTraceback (most recent call last):\n" in printed
+    assert printed.endswith("KeyError: 'x'\n")
+
+
+def test_before_training_an_error_of_another_rank_ends_this_one_with_code_2(capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 1 waits for rank 0, which fails: it ends within a second, without a message, and cleans up."""
+    ended = threading.Event()
+    store, exits, cleaned = DictStore(), list[int](), list[bool]()
+
+    def end(code: int) -> None:
+        exits.append(code)
+        ended.set()
+
+    failure.os._exit = end  # type: ignore[assignment,attr-defined]  # restored by the fixture
+    with report_failure(store, Launch(1, 1, 2, 2)) as context:
+        context.cleanup = lambda: cleaned.append(True)
+        board = FailureBoard(store, 0, 2)
+        board.report(Report("rank 0 lacks a file", ()))
+        board.publish("rank 0 lacks a file")
+        assert ended.wait(10)
+    assert (exits, cleaned) == ([2], [True])
+    assert capfd.readouterr().err == ""
 
 
 def test_only_the_first_rank_prints_and_torchruns_sigterm_does_not_stop_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,14 +224,6 @@ def test_another_rank_prints_if_the_first_has_died(capsys: pytest.CaptureFixture
     store.add("acsgd/failures", 1)
     fail(RunError("waited for rank 0", awaited=[0]), store, rank=1)
     assert capsys.readouterr().err == "\nerror: waited for rank 0\n"
-
-
-def test_an_unexpected_error_is_printed_with_rank_host_and_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    fail(KeyError("no such thing"), DictStore(), rank=1)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[1] == f"error: rank 1 on {HOST}: KeyError: 'no such thing'"
-    assert lines[2] == "Traceback (most recent call last):"
-    assert lines[-1] == "KeyError: 'no such thing'"
 
 
 def test_the_error_of_the_rank_at_fault_is_printed_even_if_another_reported_first(
@@ -156,7 +245,8 @@ def test_the_silent_rank_is_named_with_its_host(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_rank_answers_when_another_fails_and_when_it_has_finished(finished: bool) -> None:
     store = DictStore()
-    with report_failure(store, Launch(1, 1, 2, 2), timeout_s=0.4):
+    with report_failure(store, Launch(1, 1, 2, 2)) as context:
+        context.start_training()
         if not finished:
             store.add("acsgd/failures", 1)
     assert store.check(["acsgd/answer/1"])

@@ -61,6 +61,7 @@ ORDER = """
     topology
     run.processes
     run.signals
+    run.error_report
     run.failures
     pp.schedules.placement
     pp.schedules.actions
@@ -143,6 +144,7 @@ ORDER = """
     run.checkpointing
     run.spike_guard
     train
+    main
     __main__
     cli
 """
@@ -156,6 +158,7 @@ RESERVED = {
         "acsgd.dp",
         "acsgd.io.checkpoint",
         "acsgd.run.control",
+        "acsgd.main",
     ),
     "torch.cuda": ("acsgd.streams", "acsgd.codecs"),
     "os.environ": ("acsgd.launch",),
@@ -165,6 +168,7 @@ TORCH_FREE = (
     "acsgd.launch",
     "acsgd.run.processes",
     "acsgd.run.signals",
+    "acsgd.run.error_report",
     "acsgd.config.spec",
     "acsgd.config.options",
     "acsgd.config.checks",

@@ -45,17 +45,6 @@ def test_a_restart_appends(tmp_path: Path) -> None:
     assert [line.rpartition(" - ")[2] for line in text(tmp_path, 0)] == ["start 1", "start 2"]
 
 
-def test_an_error_is_logged_with_its_traceback_and_raised(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), open_text_log(tmp_path, rank=0, stages=[0], replica=0):
-        _ = 1 / 0
-    first, *others = text(tmp_path, 0)
-    assert LINE.fullmatch(first)
-    assert " | ERROR    | " in first
-    assert others[0] == "Traceback (most recent call last):"
-    assert others[-1] == "ZeroDivisionError: division by zero"
-    assert not [line for line in others if "| rank 0" in line]
-
-
 def test_only_records_of_the_package_are_logged_and_none_is_printed(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

@@ -12,6 +12,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from acsgd.run.error_report import log_file
+
 PACKAGE = "acsgd"
 """Name of the parent logger of all modules."""
 
@@ -20,11 +22,10 @@ PACKAGE = "acsgd"
 def open_text_log(run_dir: Path, *, rank: int, stages: Sequence[int], replica: int) -> Iterator[None]:
     """Append the package's log records, level INFO and above, to run_dir/logs/rank-XXXXX.log while the context is open.
 
-    stages: stages of this rank. An exception that leaves the context is logged with its traceback. Records do not reach
-    the handlers of other loggers. Raises OSError if the file cannot be opened; later write errors, such as a full disk,
-    are ignored.
+    stages: stages of this rank. Records do not reach the handlers of other loggers. Raises OSError if the file cannot
+    be opened; later write errors, such as a full disk, are ignored.
     """
-    path = run_dir / "logs" / f"rank-{rank:05d}.log"
+    path = log_file(run_dir, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _RankFile(path, encoding="utf-8")
     handler.setFormatter(_formatter(rank, stages, replica))
@@ -35,9 +36,6 @@ def open_text_log(run_dir: Path, *, rank: int, stages: Sequence[int], replica: i
     logger.propagate = False
     try:
         yield
-    except Exception:
-        logger.exception("this rank ends with an error")
-        raise
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before[0])

@@ -1,0 +1,56 @@
+"""Fine-tune a Hugging Face causal language model over pipeline stages x replicas.
+
+    torchrun --nproc-per-node 4 train.py examples/gpt2.toml                    # stages and replicas as in the file
+    torchrun --nproc-per-node 4 train.py examples/gpt2.toml --pp.stages 4      # one pipeline of 4 stages
+    torchrun --nproc-per-node 4 -m acsgd RUN.toml                              # installed, without a checkout
+    python train.py examples/gpt2.toml --pp.stages 1                           # one process; also: acsgd train RUN.toml
+    python train.py --help                                                     # every option with its default
+
+Flags override the file. The run directory (log.dir) gets config.toml, metrics.jsonl, logs/ and checkpoints/. The same
+command, with any number of processes, resumes from the newest checkpoint. SIGINT and SIGTERM stop the run after the
+current step and save it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from acsgd.config.options import Config
+from acsgd.config.run_file import parse
+from acsgd.launch import Launch
+from acsgd.run.error_report import report_startup_error
+from acsgd.run.failures import RunContext, report_failure
+from acsgd.run.inputs import open_inputs
+from acsgd.run.job import prepare
+from acsgd.run.lock import run_lock
+from acsgd.topology import clone_store, connect, open_store
+from acsgd.train import train
+
+
+def main(argv: list[str], launch: Launch, *, prog: str) -> None:
+    """Run a training job from its command line: prepare it, connect the ranks, train. prog: name of the command."""
+    with report_startup_error(launch):
+        store = open_store(launch)
+    with contextlib.ExitStack() as stack, report_failure(clone_store(store), launch) as context:
+        config = parse(argv, prog=prog, is_main=launch.rank == 0)
+        run(config, launch, store, context, stack)
+
+
+def run(config: Config, launch: Launch, store: dist.Store, context: RunContext, stack: contextlib.ExitStack) -> None:
+    """Prepare a run, connect its ranks, and train. context: receives what failure reports need.
+
+    stack: receives what must outlive a failure report.
+    """
+    context.run_dir = Path(config.log.dir)
+    job = prepare(config, launch)
+    context.timeout_s = config.run.timeout
+    groups = stack.enter_context(connect(job.topology, timeout=timedelta(seconds=config.run.timeout), store=store))
+    lock = stack.enter_context(run_lock(job, groups))
+    context.cleanup = lock.release
+    inputs = open_inputs(job)
+    groups.wait_for_all("inputs", timeout_s=job.disk_timeout_s)
+    train(job, inputs, groups, lock, on_start=context.start_training)
