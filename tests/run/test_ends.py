@@ -237,7 +237,8 @@ elif role == "shell":
 elif "importing" in options:
     os.environ["TORCHELASTIC_RUN_ID"] = "1"
     from acsgd.__main__ import main
-    main([], prog="train.py")
+    flags = "--model.name m --data.sources demo --data.sequence 8 --data.batch 2 --optim.lr 1 --optim.steps 3"
+    main(flags.split(), prog="train.py")
 else:
     parent = os.getppid()
     from acsgd.run.signals import end_with_torchrun

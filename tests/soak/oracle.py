@@ -16,7 +16,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 
 from acsgd.errors import RunError
 from acsgd.launch import Launch
-from acsgd.run.failures import report_startup_error
+from acsgd.run.error_report import report_startup_error
 from tests.soak.area import ACCEPTED, Outcome
 
 T = TypeVar("T")
