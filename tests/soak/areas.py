@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from tests.soak.area import Area
 from tests.soak.configs import Configs
+from tests.soak.data import Data
+from tests.soak.wire import Wire
 
 AREAS: dict[str, type[Area]] = {
+    "wire": Wire,
     "configs": Configs,
+    "data": Data,
 }

@@ -58,7 +58,7 @@ class Failure:
     @property
     def kind(self) -> str:
         """Reason without numbers, paths and quotations, by which failures are counted."""
-        return re.sub(r'\S*/\S+|"[^"]*"|\'[^\']*\'|0x[0-9a-f]+|\d+', "*", self.reason)[:160]
+        return re.sub(r'\S*/\S+|"[^"]*"|\'[^\']*\'|-?\d[\w.+-]*|\b(inf|nan)\b', "*", self.reason)[:160]
 
 
 @dataclass
@@ -121,10 +121,10 @@ class Campaign:
         self.tallies = {name: Tally.from_dict(saved["areas"].get(name, asdict(Tally()))) for name in areas}
 
     def run(self, *, seconds: float, cases: int | None = None, workers: int = 1) -> None:
-        """Run cases until the time is over. cases: largest number of cases of an area, over all resumptions."""
-        until = time.monotonic() + seconds
+        """Run cases for `seconds` after the preparation. cases: maximum number per area, over all resumptions."""
         with _base_directory() as base:
             self._prepare(base)
+            until = time.monotonic() + seconds
             spent = dict.fromkeys(self._areas, 0.0)
             running: dict[Connection, _Worker] = {}
             while True:

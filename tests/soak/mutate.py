@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,8 @@ def changed_bytes(draw: random.Random, data: bytes, other: bytes = b"") -> tuple
     source = other or data
     start = draw.randrange(len(source)) if source else 0
     changes: list[Callable[[], tuple[bytes, str]]] = [
+        lambda: _with_number(draw, data),
+        lambda: _with_number(draw, data[:64]) if size <= 64 else _with_number_in_front(draw, data),
         lambda: (_flipped(draw, data), "bits flipped"),
         lambda: (_flipped(draw, data), "bits flipped"),
         lambda: (data[:at], f"truncated to {at} of {size} bytes"),
@@ -143,6 +146,26 @@ def changed_bytes(draw: random.Random, data: bytes, other: bytes = b"") -> tuple
         lambda: (b"", "empty"),
     ]
     return draw.choice(changes)()
+
+
+def _with_number(draw: random.Random, data: bytes) -> tuple[bytes, str]:
+    """Overwrite an aligned field by a number that is special in some format."""
+    code, values = draw.choice(
+        [("<B", (0, 1, 0x7F, 0x80, 0xFF)), ("<H", (0, 1, 0x7FFF, 0xFFFF)), ("<I", (0, 1, 2**31 - 1, 2**31, 2**32 - 1)),
+         ("<Q", (0, 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1)), ("<e", (0.0, 65504.0, math.inf, math.nan)),
+         ("<f", (0.0, 3e38, -1.0, math.inf, -math.inf, math.nan)), ("<d", (0.0, 1e300, math.inf, math.nan))]
+    )  # fmt: skip
+    value, width = draw.choice(values), struct.calcsize(code)
+    if len(data) < width:
+        return data, "unchanged"
+    at = draw.randrange(len(data) // width) * width
+    return data[:at] + struct.pack(code, value) + data[at + width :], f"{value} ({code[1]}) at {at} of {len(data)}"
+
+
+def _with_number_in_front(draw: random.Random, data: bytes) -> tuple[bytes, str]:
+    """Overwrite a field of the first 64 bytes, where headers are."""
+    front, change = _with_number(draw, data[:64])
+    return front + data[64:], change
 
 
 def _flipped(draw: random.Random, data: bytes) -> bytes:
