@@ -8,10 +8,12 @@ import sys
 
 from acsgd.launch import Launch
 from acsgd.run.signals import end_with_torchrun
+from acsgd.run.stdio import protect_streams
 
 
 def main(argv: list[str], *, prog: str) -> None:
     """Import the training code, which takes seconds, and run it. prog: name of the command in its help."""
+    protect_streams()
     launch = Launch.from_env()
     if launch.under_torchrun:
         end_with_torchrun(os.getppid(), is_main=launch.local_rank == 0)

@@ -7,8 +7,8 @@
     python train.py --help                                                     # every option with its default
 
 Flags override the file. The run directory (log.dir) gets config.toml, metrics.jsonl, logs/ and checkpoints/. The same
-command, with any number of processes, resumes from the newest checkpoint. SIGINT and SIGTERM stop the run after the
-current step and save it.
+command, with any number of processes, resumes from the newest checkpoint. SIGINT, SIGTERM and SIGHUP (the terminal was
+closed) stop the run after the current step and save it.
 """
 
 from __future__ import annotations

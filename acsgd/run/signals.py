@@ -11,8 +11,9 @@ from types import FrameType, TracebackType
 
 from acsgd.run.processes import find_torchrun, has_proc, start_time
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Signals that stop a run after the current step. The Slurm scripts send SIGUSR1 before a job's time limit."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
+"""Signals that stop a run after the current step. The Slurm scripts send SIGUSR1 before a job's time limit. SIGHUP:
+the terminal was closed; torchrun forwards it to its ranks, which have no terminal."""
 
 REPEAT_S = 0.5
 """Interrupts within this many seconds count as one: a Ctrl-C reaches a rank both directly and through torchrun, which
@@ -26,8 +27,9 @@ class StopSignals:
     """Context manager that records stop signals instead of ending the process; a second Ctrl-C ends it.
 
     After a SIGINT, a later SIGTERM ends the process as well, since torchrun forwards a second Ctrl-C as SIGTERM. The
-    exit code is then 130. Must be entered in the main thread. On exit the former handlers are restored, unless an
-    exception is raised: torchrun's SIGTERM must not interrupt the failure report.
+    exit code is then 130. A SIGHUP that is ignored when the process starts (nohup) stays ignored. Must be entered in
+    the main thread. On exit the former handlers are restored, unless an exception is raised: torchrun's SIGTERM must
+    not interrupt the failure report.
 
     Python runs handlers in the main thread only, and not while that thread waits inside gloo. So the handlers do
     nothing; Python's C-level handler writes the signal number to a pipe (signal.set_wakeup_fd), which a thread reads.
@@ -45,7 +47,8 @@ class StopSignals:
         self._listener = threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True)
         self._listener.start()
         self._former_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._former = {number: signal.signal(number, _do_nothing) for number in STOP_SIGNALS}
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+        self._former = {number: signal.signal(number, _do_nothing) for number in {*STOP_SIGNALS} - ignored}
         return self
 
     def __exit__(
@@ -70,7 +73,8 @@ class StopSignals:
         if number not in STOP_SIGNALS:
             return
         interrupted_at = self._interrupted_at
-        if number != signal.SIGUSR1 and interrupted_at is not None and now - interrupted_at >= REPEAT_S:
+        is_late = interrupted_at is not None and now - interrupted_at >= REPEAT_S
+        if is_late and number in (signal.SIGINT, signal.SIGTERM):
             os._exit(128 + signal.SIGINT)
         if number == signal.SIGINT and interrupted_at is None:
             self._interrupted_at = now

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,16 +21,26 @@ MARGIN_S = 30.0
 
 
 class Run:
-    """A running command."""
+    """A running command.
 
-    def __init__(self, command: list[str], cwd: Path) -> None:
+    output: descriptor of its standard output and error, instead of files in `cwd`. A terminal becomes its controlling
+    terminal.
+    """
+
+    def __init__(self, command: list[str], cwd: Path, *, output: int | None = None) -> None:
         self._mark = f"ACSGD_TEST_RUN={cwd}"
         self._out, self._err = cwd / "stdout", cwd / "stderr"
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         environment |= dict([self._mark.split("=", 1)])
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = subprocess.Popen(
-                command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+                command,
+                cwd=cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out if output is None else output,
+                stderr=err if output is None else output,
+                preexec_fn=_take_terminal if output is not None and os.isatty(output) else None,
             )
 
     @property
@@ -70,9 +82,9 @@ class Run:
 
 
 @contextlib.contextmanager
-def running(command: list[str], cwd: Path) -> Iterator[Run]:
-    """Start a command; kill all its processes on exit."""
-    run = Run(command, cwd)
+def running(command: list[str], cwd: Path, *, output: int | None = None) -> Iterator[Run]:
+    """Start a command; kill all its processes on exit. output: as in `Run`."""
+    run = Run(command, cwd, output=output)
     try:
         yield run
     finally:
@@ -83,3 +95,10 @@ def running(command: list[str], cwd: Path) -> Iterator[Run]:
             run.process.poll()
             time.sleep(0.05)
         run.process.wait()
+
+
+def _take_terminal() -> None:
+    """Make standard output the controlling terminal of this process, and the signal of its end not ignored."""
+    os.setsid()
+    fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)

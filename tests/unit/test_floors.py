@@ -59,6 +59,7 @@ ORDER = """
     optim.adamw
     optim
     topology
+    run.stdio
     run.processes
     run.signals
     run.error_report
@@ -166,6 +167,7 @@ RESERVED = {
 TORCH_FREE = (
     "acsgd.errors",
     "acsgd.launch",
+    "acsgd.run.stdio",
     "acsgd.run.processes",
     "acsgd.run.signals",
     "acsgd.run.error_report",

@@ -13,7 +13,7 @@ import pytest
 from acsgd.run import signals
 from acsgd.run.signals import REPEAT_S, STOP_SIGNALS, StopSignals
 
-INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+INT, TERM, USR1, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 
 
 class ProcessExit(BaseException):
@@ -22,12 +22,14 @@ class ProcessExit(BaseException):
 
 @pytest.fixture(autouse=True)
 def _check_restored() -> Iterator[None]:
-    """Check that a test leaves no handler, no wakeup fd and no thread."""
+    """Check that a test leaves no handler, no wakeup fd and no thread. SIGHUP: not ignored, as it is under nohup."""
+    former = signal.signal(HUP, signal.SIG_DFL)
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     yield
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
     assert signal.set_wakeup_fd(-1) == -1
     assert not [thread for thread in threading.enumerate() if thread.name == "signals"]
+    signal.signal(HUP, former)
 
 
 def wait_for_signal(stop: StopSignals) -> str | None:
@@ -43,6 +45,18 @@ def test_a_signal_is_recorded(number: signal.Signals) -> None:
         assert stop.received is None
         os.kill(os.getpid(), number)
         assert wait_for_signal(stop) == number.name
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
+    former = signal.signal(HUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            os.kill(os.getpid(), HUP)
+            os.kill(os.getpid(), USR1)
+            assert wait_for_signal(stop) == "SIGUSR1"
+        assert signal.getsignal(HUP) is signal.SIG_IGN
+    finally:
+        signal.signal(HUP, former)
 
 
 def test_a_signal_is_recorded_while_the_main_thread_runs_no_python() -> None:
@@ -70,7 +84,8 @@ def test_a_signal_is_recorded_while_the_main_thread_runs_no_python() -> None:
         pytest.param([(INT, 0), (INT, 0.1), (INT, REPEAT_S)], True, id="echo-and-second"),
         pytest.param([(TERM, 0), (TERM, 9)], False, id="two-terms"),
         pytest.param([(TERM, 0), (INT, 9)], False, id="first-after-a-term"),
-        pytest.param([(INT, 0), (USR1, 9), (signal.SIGCHLD, 10)], False, id="others"),
+        pytest.param([(INT, 0), (USR1, 9), (HUP, 9), (signal.SIGCHLD, 10)], False, id="others"),
+        pytest.param([(HUP, 0), (HUP, 0.1), (TERM, 9)], False, id="hangups-through-torchrun"),
     ],
 )
 def test_only_a_second_interrupt_ends_the_process(

@@ -1,0 +1,65 @@
+"""Laws of runs whose terminal, output or run directory goes away: they lose no step."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pty
+import sys
+from pathlib import Path
+
+from acsgd.config.options import CheckpointConfig, Config
+from acsgd.config.run_file import to_toml
+from tests.lib.forks import checkpoints_of, make_config, save_model
+from tests.lib.launched import MARGIN_S, TORCHRUN, TRAIN, running
+
+
+def config_of(directory: Path, *, processes: int, steps: int) -> Config:
+    """Write directory/run.toml, a run that prints and logs, and return its config."""
+    checkpoint = CheckpointConfig(every="4")
+    config = make_config(
+        save_model(directory / "model"), directory / "run", processes=processes, steps=steps, checkpoint=checkpoint
+    )
+    config = dataclasses.replace(config, log=dataclasses.replace(config.log, to="print,jsonl,text"))
+    (directory / "run.toml").write_text(to_toml(config))
+    return config
+
+
+def steps_of(config: Config) -> int:
+    """Return the number of lines of metrics.jsonl."""
+    path = Path(config.log.dir) / "metrics.jsonl"
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
+def warnings_of(config: Config, rank: int) -> list[str]:
+    """Return the warnings in the text log of a rank."""
+    lines = (Path(config.log.dir) / f"logs/rank-{rank:05d}.log").read_text().splitlines()
+    return [line.rpartition(" - ")[2] for line in lines if "| WARNING " in line]
+
+
+def test_a_run_whose_terminal_is_closed_saves_the_step_at_which_it_stops(tmp_path: Path) -> None:
+    """torchrun gets the SIGHUP and forwards it; nothing can be printed any more."""
+    config = config_of(tmp_path, processes=2, steps=100_000)
+    screen, end = pty.openpty()
+    with running([*TORCHRUN, "2", TRAIN, "run.toml"], tmp_path, output=end) as run:
+        os.close(end)
+        run.wait_until(lambda: steps_of(config) >= 2, 120)
+        os.close(screen)
+        run.wait_until(lambda: not run.environments(), MARGIN_S)
+        assert max(checkpoints_of(config).steps()) == steps_of(config)
+        assert warnings_of(config, 0) == [
+            "standard output cannot be written (Input/output error): output is dropped until it can"
+        ]
+
+
+def test_a_run_whose_output_cannot_be_written_runs_to_its_end(tmp_path: Path) -> None:
+    config = config_of(tmp_path, processes=1, steps=6)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with running([sys.executable, TRAIN, "run.toml"], tmp_path, output=writer) as run:
+        os.close(writer)
+        assert run.process.wait(120) == 0
+    assert checkpoints_of(config).steps() == [4, 6]
+    assert steps_of(config) == 6
+    failure = "standard output cannot be written (Broken pipe): output is dropped until it can"
+    assert warnings_of(config, 0).count(failure) == 1
