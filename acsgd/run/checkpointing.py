@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from acsgd.errors import RunError
-from acsgd.io.checkpoint.progress import Progress, RunIdentity
+from acsgd.io.checkpoint.progress import Progress, RunIdentity, RunState, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.io.checkpoint.saver import Saver
 from acsgd.run.control import Votes
@@ -90,8 +90,9 @@ class Checkpointing:
             return 0.0
         started = time.perf_counter()
         self.finish_save(wait=True)
-        run = {"progress": progress.to_dict(), "identity": self._identity.to_dict()}
-        self._saver.snapshot(progress.step, layer_states(self._session), run, best=best)
+        job = self._session.job
+        run = RunState(progress, self._identity, recorded_options(job.config), job.topology.replicas, best)
+        self._saver.snapshot(progress.step, layer_states(self._session), run.to_dict(), best=best)
         self._saved_at, self._has_copy = time.monotonic(), True
         return time.perf_counter() - started
 

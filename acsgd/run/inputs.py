@@ -45,7 +45,7 @@ class Inputs:
 
     def fingerprint(self) -> str:
         """Return a string that must be equal on all ranks."""
-        steps = [checkpoint.progress.step for checkpoint in self.candidates.checkpoints]
+        steps = [checkpoint.run.progress.step for checkpoint in self.candidates.checkpoints]
         return self.reader.fingerprint() + repr((self.held_out and self.held_out.fingerprint(), steps))
 
 

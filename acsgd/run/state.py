@@ -12,7 +12,8 @@ import torch
 
 from acsgd.dp.resize import ReplicaState, add_tied_copy, merge_tied_copy
 from acsgd.dp.resize import restore as restore_replica
-from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents
+from acsgd.io.checkpoint.progress import Progress, changed_options, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.io.checkpoint.saver import LayerState
 from acsgd.optim.base import Optimizer, OptimizerSpec
@@ -22,13 +23,10 @@ from acsgd.run.build import build_session
 from acsgd.run.inputs import Inputs
 from acsgd.run.job import Job
 from acsgd.run.session import Session
-from acsgd.shards.disk import ShardDirectory, StoredFile
+from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.layers import LayerShard, stored_keys, tied_keys
 from acsgd.shards.weights import Weight, WeightState
 from acsgd.topology import Groups
-
-OPTIMIZER = "optimizer."
-"""Prefix of the names of optimizer state that is saved per replica, since replicas have local weights."""
 
 
 class Start(NamedTuple):
@@ -48,7 +46,7 @@ def start(job: Job, inputs: Inputs, groups: Groups) -> Start:
     Collective. Raises RunError if there are checkpoints and none that may be used is valid.
     """
     found = inputs.candidates
-    checkpoint = found.choose(groups, partial(files_to_read, job), timeout_s=job.disk_timeout_s)
+    checkpoint = found.choose(groups, partial(check_files, job), timeout_s=job.disk_timeout_s)
     notes = [f"removed {path.name}: it is incomplete" for path in found.directory.leftovers()]
     if job.topology.rank == 0:
         notes += found.set_aside()
@@ -60,6 +58,8 @@ def start(job: Job, inputs: Inputs, groups: Groups) -> Start:
         return Start(session, Progress(loss_scale=LossScale.of(job.config)), None, notes)
     progress = restore(session, checkpoint)
     notes.append(f"resuming from {checkpoint.path}: {progress}")
+    if changed := changed_options(checkpoint.run.options, recorded_options(job.config)):
+        notes.append(f"options that differ from those of the checkpoint: {', '.join(changed)}")
     return Start(session, progress, checkpoint.path, notes)
 
 
@@ -78,7 +78,7 @@ def _stage_states(stage: Stage, optimizer: Optimizer) -> Iterator[LayerState]:
             yield LayerState(shard.name, shard.index, masters, optimizer.state_of(originals), replica)
         else:  # each replica has its own optimizer state
             model = {weight.key: global_weights[weight.key] for weight in originals}
-            local = {OPTIMIZER + name: by_key for name, by_key in optimizer.state_of(weights).items()}
+            local = {LOCAL_OPTIMIZER + name: by_key for name, by_key in optimizer.state_of(weights).items()}
             yield LayerState(shard.name, shard.index, model, {}, replica | local)
 
 
@@ -96,19 +96,24 @@ def restore(session: Session, checkpoint: Checkpoint) -> Progress:
             _restore_local_optimizer(session, weights, states)
             _merge_layer(replicas, states)
         stage.sync.load_state_dict(replicas)
-    progress = checkpoint.progress
+    progress = checkpoint.run.progress
     return replace(progress, loss_scale=LossScale.of(session.job.config, progress.loss_scale))
 
 
-def files_to_read(job: Job, checkpoint: Checkpoint) -> list[StoredFile]:
-    """List the files of a checkpoint from which this rank restores its stages; rank 0 also checks the model files."""
-    layers = {shard.name for index in job.stages for shard in job.layers[slice(*job.specs[index])]}
+def check_files(job: Job, checkpoint: Checkpoint) -> None:
+    """Check the files of a checkpoint from which this rank restores its stages; on rank 0 also the model files.
+
+    Raises CorruptFileError for the first that is corrupt or holds tensors that do not fit.
+    """
+    layers = {shard for index in job.stages for shard in job.layers[slice(*job.specs[index])]}
     if len(job.specs) - 1 in job.stages:
-        layers.add(job.layers[0].name)  # a tied head is restored from the embedding
-    manifest = checkpoint.shards.manifest
-    files = [manifest.layers[layer] for layer in sorted(layers)]
-    files += [file for layer in sorted(layers) for file in manifest.replicas.get(layer, [])]
-    return files + (manifest.model_files if job.topology.rank == 0 else [])
+        layers.add(job.layers[0])  # a tied head is restored from the embedding
+    contents = Contents.of(checkpoint.shards, job.model_config)
+    for layer in sorted(layers, key=lambda layer: layer.index):
+        contents.check(layer)
+    if job.topology.rank == 0:
+        for file in checkpoint.shards.manifest.model_files:
+            checkpoint.shards.verify(file)
 
 
 def _restore_layer(session: Session, checkpoint: ShardDirectory, shard: LayerShard, weights: Sequence[Weight]) -> None:
@@ -143,7 +148,7 @@ def _replica_states(session: Session, checkpoint: ShardDirectory, shard: LayerSh
 
 def _local_states(optimizer: OptimizerSpec) -> list[ReplicaState]:
     """Return the table of the optimizer state as replicas with local weights save it."""
-    return [ReplicaState(OPTIMIZER + state.name, merge="mean", shape=state.shape) for state in optimizer.states]
+    return [ReplicaState(LOCAL_OPTIMIZER + state.name, merge="mean", shape=state.shape) for state in optimizer.states]
 
 
 def _restore_local_optimizer(session: Session, weights: Sequence[Weight], saved: Sequence[WeightState]) -> None:
@@ -152,7 +157,7 @@ def _restore_local_optimizer(session: Session, weights: Sequence[Weight], saved:
     here = {"replica": topology.replica, "replicas": topology.replicas}
     local = {}
     for state in _local_states(session.job.optimizer):
-        local[state.name.removeprefix(OPTIMIZER)] = restore_replica(state, saved, by_key, **here)
+        local[state.name.removeprefix(LOCAL_OPTIMIZER)] = restore_replica(state, saved, by_key, **here)
         for each in saved:
             each.pop(state.name, None)
     for weight in weights:

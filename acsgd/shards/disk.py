@@ -216,6 +216,11 @@ class ShardDirectory:
         for entry in self.manifest.model_files:
             self.verify(entry)
 
+    def read(self, entry: StoredFile) -> dict[str, Tensor]:
+        """Read all tensors of a file by their names in it; they lie in the memory-mapped file."""
+        with open_tensors(self.verify(entry)) as file:
+            return {key: file.get_tensor(key) for key in _keys(file)}
+
     def verify(self, entry: StoredFile) -> Path:
         """Verify a file against its manifest entry, once, and return its path. Raises CorruptFileError."""
         path = self.path / entry.file
@@ -237,11 +242,10 @@ class ShardDirectory:
 
     def _state(self, entry: StoredFile) -> WeightState:
         state: WeightState = {}
-        with open_tensors(self.verify(entry)) as file:
-            for stored in _keys(file):
-                name, slash, key = stored.partition("/")
-                if slash:
-                    state.setdefault(name, {})[key] = file.get_tensor(stored)
+        for stored, tensor in self.read(entry).items():
+            name, slash, key = stored.partition("/")
+            if slash:
+                state.setdefault(name, {})[key] = tensor
         return state
 
 

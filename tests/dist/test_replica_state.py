@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,8 +15,10 @@ from lib.resume import TIMEOUT, TinyModel, checkpoint_of, make_config, stopped_h
 from lib.training import RELATIVE
 
 from acsgd import train
-from acsgd.config.options import Config
+from acsgd.config.options import Config, ReplicaConfig
+from acsgd.dp import MODES
 from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import GradSync, Mode
 from acsgd.errors import RunError
@@ -32,9 +34,9 @@ from acsgd.topology import connect
 
 @dataclasses.dataclass(frozen=True)
 class AccumulatingMode:
-    """A mode whose replicas also accumulate their own gradients, as error feedback would."""
+    """All-reduce whose replicas also accumulate their own gradients, as error feedback would."""
 
-    inner: Mode
+    inner: ClassVar[Mode] = AllReduce()
 
     @property
     def states(self) -> tuple[ReplicaState, ...]:
@@ -83,9 +85,10 @@ def train_without_state(rank: int, world_size: int, store: Path, config: Config)
 
 def _train(rank: int, world_size: int, store: Path, config: Config, *, has_state: bool) -> None:
     torch.set_num_threads(1)
-    job = prepare(config, Launch(rank, rank, world_size))
     if has_state:
-        job = dataclasses.replace(job, mode=AccumulatingMode(job.mode))
+        MODES["accumulating"] = AccumulatingMode  # in this process, which ends with the run
+        config = dataclasses.replace(config, dp=ReplicaConfig("accumulating"))
+    job = prepare(config, Launch(rank, rank, world_size))
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups:
         train.train(job, open_inputs(job), groups, RunLock([]))
 

@@ -1,12 +1,17 @@
-"""Runs of one process with real checkpoints, for tests."""
+"""Runs of one process with real checkpoints, and checkpoints that are invalid though all hashes match, for tests."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from acsgd import train
 from acsgd.config.options import (
@@ -22,6 +27,7 @@ from acsgd.launch import Launch
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.run.lock import RunLock
+from acsgd.shards.disk import Manifest, StoredFile
 from acsgd.topology import connect
 
 SMALL = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 32}
@@ -47,3 +53,21 @@ def train_alone(config: Config) -> Path:
     with connect(job.topology, timeout=timedelta(seconds=60), store=dist.HashStore()) as groups:
         train.train(job, inputs, groups, RunLock([]))
     return job.checkpoints.path
+
+
+def rewrite_tensors(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    """Change the tensors in a file of a checkpoint, in place, and the manifest so that its hash matches."""
+    tensors = {key: tensor.clone() for key, tensor in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path)
+    entry = StoredFile(path.name, path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
+
+    def updated(file: StoredFile) -> StoredFile:
+        return entry if file.file == path.name else file
+
+    manifest = Manifest.read(path.parent)
+    dataclasses.replace(
+        manifest,
+        layers={layer: updated(file) for layer, file in manifest.layers.items()},
+        replicas={layer: [updated(file) for file in files] for layer, files in manifest.replicas.items()},
+    ).write(path.parent)

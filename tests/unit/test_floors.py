@@ -127,6 +127,7 @@ ORDER = """
     io.checkpoint.directory
     io.checkpoint.saver
     io.checkpoint.resume
+    io.checkpoint.contents
     io.checkpoint.inspect
     io.telemetry.text_log
     io.telemetry.record

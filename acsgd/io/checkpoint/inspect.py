@@ -1,4 +1,4 @@
-"""Report the content of checkpoints and verify every byte of them."""
+"""Report the content of checkpoints, verify every byte of them, and check every tensor."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from rich.table import Table
 from rich.text import Text
 from safetensors import safe_open
 
+from acsgd.io.checkpoint.contents import Contents
 from acsgd.io.checkpoint.directory import CheckpointDirectory, step_of
-from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.checkpoint.progress import RunState
+from acsgd.shards import family_of
+from acsgd.shards.config import read_config
 from acsgd.shards.disk import MANIFEST, CorruptFileError, ShardDirectory
 
 DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
@@ -50,7 +53,7 @@ class CheckpointReport:
     layers: list[LayerReport] = field(default_factory=list)
     """Layers whose files are valid."""
     errors: list[str] = field(default_factory=list)
-    """One message for each missing or corrupt file."""
+    """One message for each file that is missing, corrupt, or does not hold what the model needs."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -60,7 +63,7 @@ class CheckpointReport:
 def inspect(path: Path) -> list[CheckpointReport]:
     """Report on a checkpoint, a layer-shard directory, or all checkpoints of a run, oldest first.
 
-    Reads and verifies every byte. Raises ValueError if `path` is none of these.
+    Reads and verifies every byte, and checks every tensor. Raises ValueError if `path` is none of these.
     """
     if path.is_symlink():  # "best"
         path = path.parent / path.readlink()
@@ -85,9 +88,9 @@ def _report(path: Path) -> CheckpointReport:
         shards = ShardDirectory(path)
     except CorruptFileError as corrupt:
         return CheckpointReport(str(path), step=None, errors=[str(corrupt)])
-    errors = {corrupt.file: str(corrupt) for corrupt in shards.corrupt_files()}
-    manifest = shards.manifest
-    progress = Progress.from_dict(manifest.run["progress"]) if manifest.run else None
+    manifest, run = shards.manifest, RunState.of(shards.manifest)
+    errors = _errors(shards)
+    progress = run.progress if run else None
     return CheckpointReport(
         path=str(path),
         step=manifest.step,
@@ -98,6 +101,26 @@ def _report(path: Path) -> CheckpointReport:
         layers=[_layer(path, layer, file.file) for layer, file in manifest.layers.items() if file.file not in errors],
         errors=list(errors.values()),
     )
+
+
+def _errors(shards: ShardDirectory) -> dict[str, str]:
+    """Return what is wrong with files, by file: bytes that differ from the manifest, then tensors that do not fit."""
+    errors = {corrupt.file: str(corrupt) for corrupt in shards.corrupt_files()}
+    if "config.json" in errors:
+        return errors
+    try:
+        config = read_config(shards.path)
+        contents = Contents.of(shards, config)
+    except ValueError as error:
+        return {**errors, "config.json": str(error)}
+    except CorruptFileError as error:
+        return {**errors, error.file: str(error)}
+    for layer in family_of(config.model_type).layers(config):
+        try:
+            contents.check(layer)
+        except CorruptFileError as error:
+            errors.setdefault(error.file, str(error))
+    return errors
 
 
 def _layer(directory: Path, layer: str, name: str) -> LayerReport:

@@ -1,4 +1,4 @@
-"""Progress of a run, and the identity that a checkpoint and the run that resumes from it must share."""
+"""State of a run besides tensors: its progress, its identity, and the options it trains with."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from acsgd.config.options import Config
 from acsgd.optim.loss_scale import LossScale
+from acsgd.shards.disk import Manifest
 
 RECENT = 16
 """Number of losses whose mean a loss spike is measured against."""
 VOLATILE = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")
 """Keys of a model config that do not change training."""
+RECORDED = ("model.dtype", "model.recompute", "model.dropout_mask", "optim", "pp", "dp")
+"""Options and sections of options that a checkpoint records: those that change training, besides RunIdentity."""
 
 
 @dataclass(frozen=True)
@@ -128,3 +132,55 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """List the first 3 keys whose values differ."""
     keys = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
     return ", ".join(f"{key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the run" for key in keys[:3])
+
+
+@dataclass(frozen=True)
+class RunState:
+    """State of a run in the manifest of a checkpoint."""
+
+    progress: Progress
+    identity: RunIdentity
+    options: Mapping[str, str | None]
+    """Options that it was trained with, as of `recorded_options`; empty in checkpoints of older versions."""
+    replicas: int | None
+    """Number of replicas that saved it; None in checkpoints of older versions."""
+    best: bool = False
+    """Whether its evaluation loss was the lowest so far."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> RunState | None:
+        """Return the state of the run in a manifest; None for a converted model."""
+        run = manifest.run
+        if run is None:
+            return None
+        return cls(
+            Progress.from_dict(run["progress"]),
+            RunIdentity.from_dict(run["identity"]),
+            run.get("options", {}),
+            run.get("replicas"),
+            run.get("best", False),
+        )
+
+
+def recorded_options(config: Config) -> dict[str, str | None]:
+    """Return the options that change training as text, None where an option is not set; without RunIdentity's."""
+    options = {
+        f"{section}.{key}": None if value is None else str(value)
+        for section, values in asdict(config).items()
+        for key, value in values.items()
+    }
+    return {key: value for key, value in options.items() if key in RECORDED or key.partition(".")[0] in RECORDED}
+
+
+def changed_options(saved: Mapping[str, str | None], present: Mapping[str, str | None]) -> list[str]:
+    """List the options that both record, with different values: "optim.lr: 0.001 -> 0.0005"."""
+    both = [key for key in present if key in saved and saved[key] != present[key]]
+    return [f"{key}: {_value(saved[key])} -> {_value(present[key])}" for key in both]
+
+
+def _value(value: str | None) -> str:
+    return "not set" if value is None else value

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from acsgd.errors import RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
-from acsgd.io.checkpoint.progress import Progress, RunIdentity
-from acsgd.shards.disk import MANIFEST, CorruptFileError, ShardDirectory, StoredFile
+from acsgd.io.checkpoint.progress import RunIdentity, RunState
+from acsgd.shards.disk import MANIFEST, CorruptFileError, ShardDirectory
 from acsgd.topology import Groups
 
 
@@ -24,10 +24,7 @@ class Checkpoint:
     """A complete checkpoint, open for reading."""
 
     shards: ShardDirectory
-    progress: Progress
-    identity: RunIdentity
-    is_best: bool
-    """Whether it was saved because its evaluation loss was the lowest so far."""
+    run: RunState
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
@@ -36,11 +33,10 @@ class Checkpoint:
         Raises ValueError if `path` is not a checkpoint of a run, CorruptFileError if its manifest is corrupt.
         """
         shards = ShardDirectory(path)
-        run = shards.manifest.run
+        run = RunState.of(shards.manifest)
         if run is None:
             raise ValueError(f"{path} holds a model without run state; to train from its weights: --model.name {path}")
-        progress, identity = Progress.from_dict(run["progress"]), RunIdentity.from_dict(run["identity"])
-        return cls(shards, progress, identity, is_best=run.get("best", False))
+        return cls(shards, run)
 
     @property
     def path(self) -> Path:
@@ -67,16 +63,14 @@ class Candidates:
     """Newest first. If one was requested: that one, then those to suggest in its place."""
     rejected: list[Rejected]
 
-    def choose(
-        self, groups: Groups, needed: Callable[[Checkpoint], Iterable[StoredFile]], *, timeout_s: float
-    ) -> Checkpoint | None:
+    def choose(self, groups: Groups, check: Callable[[Checkpoint], None], *, timeout_s: float) -> Checkpoint | None:
         """Return the first checkpoint that is valid on every rank, None if there are no candidates. A collective call.
 
-        needed: returns the files of a checkpoint that this rank reads. Appends to `rejected`. Raises RunError if the
-        requested checkpoint, or every checkpoint, is corrupt; suggests the newest valid one.
+        check: raises CorruptFileError if a file that this rank reads is corrupt or invalid. Appends to `rejected`.
+        Raises RunError if the requested checkpoint, or every checkpoint, is corrupt; suggests the newest valid one.
         """
         for checkpoint in self.checkpoints:
-            reason = _verify(groups, checkpoint, needed(checkpoint), timeout_s)
+            reason = _verify(groups, checkpoint, check, timeout_s)
             if reason is not None:
                 self.rejected.append(Rejected(checkpoint.path, reason))
             elif self.requested is None or checkpoint.path == self.requested:
@@ -107,7 +101,7 @@ class Candidates:
         Needed if the former best was set aside, or if a run was killed between publishing a checkpoint and linking it.
         """
         rejected = {path for path, _ in self.rejected}
-        best = next((each for each in self.checkpoints if each.is_best and each.path not in rejected), None)
+        best = next((each for each in self.checkpoints if each.run.best and each.path not in rejected), None)
         if self.requested is None and best is not None and self.directory.best() != best.path:
             self.directory.mark_best(best.shards.step)
 
@@ -164,7 +158,7 @@ def _open(
         except CorruptFileError as error:
             rejected.append(Rejected(path, str(error)))
             continue
-        if (difference := identity.difference(checkpoint.identity)) is not None:
+        if (difference := identity.difference(checkpoint.run.identity)) is not None:
             raise ValueError(
                 f"cannot resume from {path}: {difference}; use what it was trained with, or start a new run from its "
                 f"weights: --model.name {path} --log.dir NEW"
@@ -179,7 +173,7 @@ def _alternatives(requested: Path, identity: RunIdentity) -> list[Checkpoint]:
     for path in [siblings.of(step) for step in reversed(siblings.steps()) if siblings.of(step) != requested]:
         with contextlib.suppress(ValueError, CorruptFileError):
             checkpoint = Checkpoint.open(path)
-            if identity.difference(checkpoint.identity) is None:
+            if identity.difference(checkpoint.run.identity) is None:
                 others.append(checkpoint)
     return others
 
@@ -194,12 +188,13 @@ def _check_newest(directory: CheckpointDirectory, candidates: Candidates, steps:
         )
 
 
-def _verify(groups: Groups, checkpoint: Checkpoint, needed: Iterable[StoredFile], timeout_s: float) -> str | None:
-    """Verify the files that any rank needs; return the error of the first rank, None if all are valid."""
+def _verify(
+    groups: Groups, checkpoint: Checkpoint, check: Callable[[Checkpoint], None], timeout_s: float
+) -> str | None:
+    """Check the files that any rank needs; return the error of the first rank, None if all are valid."""
     message = ""
     try:
-        for file in needed:
-            checkpoint.shards.verify(file)
+        check(checkpoint)
     except CorruptFileError as error:
         message = str(error)
     messages = groups.all_gather_text(f"verify {checkpoint.path.name}", message, timeout_s=timeout_s)

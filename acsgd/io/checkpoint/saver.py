@@ -225,7 +225,7 @@ class Saver:
                 for layer in sorted({file.layer for file in parts})
             },
             model_files=copy_model_files(self._model_dir, partial),
-            run=run | {"best": best},
+            run=run,
         ).write(partial)
         self._directory.publish(step)
         if best:

@@ -1,0 +1,213 @@
+"""The tensors that the files of a checkpoint must hold, and the check of those that they hold.
+
+The model declares the weights, `OptimizerSpec.states` the state of the optimizer, `Mode.states` the state of each
+replica. The check reads every value, since a tensor of another shape than its weight would corrupt memory in a fused
+optimizer, and one that is missing, or not finite, would change training without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from acsgd.config.spec import from_spec
+from acsgd.dp import MODES
+from acsgd.dp.resize import ReplicaState
+from acsgd.dp.sync import Mode
+from acsgd.io.checkpoint.progress import RunState
+from acsgd.optim import OPTIMIZERS
+from acsgd.shards import family_of
+from acsgd.shards.disk import MANIFEST, CorruptFileError, ShardDirectory
+from acsgd.shards.layers import LayerShard, meta_model, parameter_keys, stored_keys
+from acsgd.shards.weights import StateTensor
+
+LOCAL_OPTIMIZER = "optimizer."
+"""Prefix of the names of optimizer state that is saved per replica, since replicas have local weights."""
+
+DEFAULT_OPTIMIZER = "adamw"
+"""Optimizer of checkpoints that do not record it."""
+FLOATING = {torch.float32, torch.bfloat16, torch.float16}
+"""Dtypes of the weights of a converted model; those of a checkpoint are fp32."""
+
+
+class Expected(NamedTuple):
+    """What a tensor must be."""
+
+    shape: tuple[int, ...] | None
+    """None = any."""
+    required: bool = True
+    non_negative: bool = False
+    may_be_nan: bool = False
+
+
+ANY = Expected(None, required=False, may_be_nan=True)
+"""A tensor of an unknown optimizer or data-parallel mode."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The tensors of a shard directory, layer by layer."""
+
+    shards: ShardDirectory
+    model: PreTrainedModel
+    """On the meta device."""
+    run: RunState | None
+    """State of the run; None for a converted model, which has weights only."""
+    optimizer: Sequence[StateTensor] | None
+    """State of the optimizer that saved the checkpoint; None = unknown."""
+    mode: Sequence[ReplicaState] | None
+    """State of the data-parallel mode that saved the checkpoint; None = unknown."""
+
+    @classmethod
+    def of(cls, shards: ShardDirectory, config: PreTrainedConfig) -> Contents:
+        """Declare what a shard directory must hold. config: that of the model.
+
+        Raises CorruptFileError if its manifest does not list exactly the layers of the model.
+        """
+        layers = {layer.name for layer in family_of(config.model_type).layers(config)}
+        if differing := sorted(layers ^ shards.manifest.layers.keys()):
+            raise CorruptFileError(
+                shards.path / MANIFEST, f"is invalid: its layers are not those of the model ({_first(differing)})"
+            )
+        run = RunState.of(shards.manifest)
+        if run is None:
+            return cls(shards, meta_model(config), None, (), ())
+        return cls(shards, meta_model(config), run, _optimizer_states(run), _mode_states(run))
+
+    def check(self, layer: LayerShard) -> None:
+        """Verify the files of a layer, and check key, shape, dtype and values of each tensor in them.
+
+        Raises CorruptFileError that names the file and the first tensor that is wrong.
+        """
+        manifest, path = self.shards.manifest, self.shards.path
+        entry, entries = manifest.layers[layer.name], manifest.replicas.get(layer.name, [])
+        self._check_count(layer, len(entries))
+        tensors = self.shards.read(entry)
+        replicas = {path / each.file: self.shards.read(each) for each in entries}
+
+        weights = {key: self.model.get_parameter(key) for key in parameter_keys(self.model, layer)}
+        originals = {key: weights[key] for key in stored_keys(self.model, layer)}
+        is_local = any(key.startswith(LOCAL_OPTIMIZER) for each in replicas.values() for key in each)
+        expected = {key: Expected(tuple(weight.shape)) for key, weight in originals.items()}
+        if not is_local:
+            expected |= self._expected_optimizer(originals, originals)
+        dtypes = FLOATING if self.run is None else {torch.float32}
+        _check(path / entry.file, tensors, expected, dtypes, is_complete=self.optimizer is not None)
+
+        expected = self._expected_mode(weights, originals)
+        if is_local:
+            expected |= self._expected_optimizer(weights, originals, prefix=LOCAL_OPTIMIZER)
+        is_complete = self.mode is not None and self.optimizer is not None
+        for file, of_replica in replicas.items():
+            _check(file, of_replica, expected, {torch.float32}, is_complete=is_complete)
+        _check_equal_keys(replicas)
+
+    def _check_count(self, layer: LayerShard, count: int) -> None:
+        """Check the number of replicas whose state is listed."""
+        replicas = self.run.replicas if self.run else None
+        if replicas is None or count == replicas:
+            return
+        is_required = replicas > 1 and any(state.required for state in self.mode or ())
+        if count or is_required:
+            raise CorruptFileError(
+                self.shards.path / MANIFEST,
+                f"is invalid: it lists the state of {count} replicas for {layer.name}, but {replicas} saved it",
+            )
+
+    def _expected_optimizer(
+        self, weights: Mapping[str, Tensor], originals: Collection[str], prefix: str = ""
+    ) -> dict[str, Expected]:
+        """Return name and properties of each tensor of the optimizer. originals: weights that are not tied copies."""
+        has_updates = self.run is not None and self.run.progress.step > self.run.progress.skipped
+        return {
+            f"{prefix}{state.name}/{key}": Expected(
+                state.shape(weight), required=has_updates and key in originals, non_negative=state.non_negative
+            )
+            for state in self.optimizer or ()
+            for key, weight in weights.items()
+        }
+
+    def _expected_mode(self, weights: Mapping[str, Tensor], originals: Collection[str]) -> dict[str, Expected]:
+        """Return name and properties of each tensor of the data-parallel mode."""
+        several = self.run is not None and self.run.replicas is not None and self.run.replicas > 1
+        return {
+            f"{state.name}/{key}": Expected(
+                state.shape(weight),
+                required=several and state.required and key in originals,
+                may_be_nan=state.may_be_nan,
+            )
+            for state in self.mode or ()
+            for key, weight in weights.items()
+        }
+
+
+def _optimizer_states(run: RunState) -> Sequence[StateTensor] | None:
+    """Return the state of the optimizer that saved a checkpoint; None if this installation does not have it."""
+    optimizer = OPTIMIZERS.get(run.options.get("optim.name") or DEFAULT_OPTIMIZER)
+    return optimizer.states if optimizer else None
+
+
+def _mode_states(run: RunState) -> Sequence[ReplicaState] | None:
+    """Return the state of the data-parallel mode that saved a checkpoint; None if it is not recorded or not known."""
+    try:
+        mode: Mode = from_spec(run.options.get("dp.mode") or "", MODES, key="dp.mode")
+    except ValueError:
+        return None
+    return mode.states
+
+
+def _check(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, Expected],
+    dtypes: Collection[torch.dtype],
+    *,
+    is_complete: bool,
+) -> None:
+    """Raise CorruptFileError if tensors are not as expected. is_complete: whether `expected` lists all of them."""
+    if missing := [key for key, each in expected.items() if each.required and key not in tensors]:
+        raise CorruptFileError(path, f"is invalid: it lacks {_first(missing)}")
+    if is_complete and (unknown := [key for key in tensors if key not in expected]):
+        raise CorruptFileError(path, f"is invalid: it holds {_first(unknown)}, which the run did not save")
+    for key, tensor in tensors.items():
+        if problem := _problem(tensor, expected.get(key, ANY), dtypes):
+            raise CorruptFileError(path, f"is invalid: {key} {problem}")
+
+
+def _problem(tensor: Tensor, expected: Expected, dtypes: Collection[torch.dtype]) -> str | None:
+    """Return what is wrong with a tensor, None if nothing is."""
+    if expected.shape is not None and tensor.shape != expected.shape:
+        return f"has shape {list(tensor.shape)}, expected {list(expected.shape)}"
+    if tensor.dtype not in dtypes:
+        return f"has dtype {_name(tensor.dtype)}, expected {' or '.join(sorted(map(_name, dtypes)))}"
+    if not tensor.numel():
+        return None
+    if expected.may_be_nan:
+        return "has infinite values" if tensor.isinf().any() else None
+    lowest, highest = tensor.aminmax()  # NaN if any value is; one pass without a temporary tensor
+    if not (lowest.isfinite() and highest.isfinite()):
+        return "has values that are not finite"
+    return "has negative values" if expected.non_negative and lowest < 0 else None
+
+
+def _check_equal_keys(replicas: Mapping[Path, Mapping[str, Tensor]]) -> None:
+    """Raise CorruptFileError if a replica lacks a tensor that another one has."""
+    every = set().union(*replicas.values())
+    for path, tensors in replicas.items():
+        if missing := sorted(every - tensors.keys()):
+            raise CorruptFileError(path, f"is invalid: it lacks {_first(missing)}, which other replicas have")
+
+
+def _first(names: Sequence[str]) -> str:
+    """List the first 3 names."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,156 @@
+"""Law: a tensor of a checkpoint that does not fit is found before its use, though all hashes match."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lib.saved import SMALL, rewrite_tensors, small_run, train_alone
+from torch import Tensor
+
+from acsgd.config.options import Config
+from acsgd.io.checkpoint.inspect import inspect
+from acsgd.io.checkpoint.resume import Checkpoint
+from acsgd.launch import Launch
+from acsgd.run.job import Job, prepare
+from acsgd.run.state import check_files
+from acsgd.shards.convert import from_hf
+from acsgd.shards.disk import CorruptFileError, Manifest
+
+TinyModel = Callable[..., Path]
+Change = Callable[[dict[str, Tensor]], None]
+FILE = "block-00000.safetensors"
+WEIGHT = "transformer.h.0.mlp.c_fc.weight"
+BIAS = "transformer.h.0.mlp.c_fc.bias"
+
+
+def replace(key: str, change: Callable[[Tensor], Tensor]) -> Change:
+    """Return a function that replaces one tensor."""
+
+    def changed(tensors: dict[str, Tensor]) -> None:
+        tensors[key] = change(tensors[key]).contiguous()
+
+    return changed
+
+
+def fill_first(key: str, value: float) -> Change:
+    """Return a function that sets one value of a tensor."""
+
+    def changed(tensors: dict[str, Tensor]) -> None:
+        tensors[key].view(-1)[0] = value
+
+    return changed
+
+
+def drop(*keys: str) -> Change:
+    return lambda tensors: [tensors.pop(key) for key in keys] and None
+
+
+def drop_all(name: str) -> Change:
+    return lambda tensors: [tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}/")] and None
+
+
+CHANGES: dict[str, tuple[Change, str]] = {
+    "a short moment": (replace(f"exp_avg_sq/{BIAS}", lambda x: x[:-1]), f"exp_avg_sq/{BIAS} has shape [31], expected"),
+    "a long moment": (replace(f"exp_avg/{BIAS}", lambda x: torch.cat([x, x])), f"exp_avg/{BIAS} has shape [64]"),
+    "a flat moment": (
+        replace(f"exp_avg/{WEIGHT}", torch.flatten),
+        f"exp_avg/{WEIGHT} has shape [256]",
+    ),
+    "a transposed moment": (replace(f"exp_avg/{WEIGHT}", torch.t), f"exp_avg/{WEIGHT} has shape [32, 8]"),
+    "a moment in fp64": (replace(f"exp_avg/{BIAS}", torch.Tensor.double), "has dtype float64, expected float32"),
+    "a moment is gone": (drop(f"exp_avg/{BIAS}"), f"lacks exp_avg/{BIAS}"),
+    "the moments of a weight are gone": (
+        drop(*(f"{name}/{BIAS}" for name in ("step", "exp_avg", "exp_avg_sq"))),
+        "lacks",
+    ),
+    "all second moments are gone": (drop_all("exp_avg_sq"), "lacks exp_avg_sq/transformer.h.0.ln_1.weight"),
+    "NaN in a moment": (fill_first(f"exp_avg/{WEIGHT}", torch.nan), "has values that are not finite"),
+    "a negative second moment": (fill_first(f"exp_avg_sq/{WEIGHT}", -1.0), "has negative values"),
+    "a step count per value": (
+        replace(f"step/{BIAS}", lambda x: x.expand(32)),
+        f"step/{BIAS} has shape [32]",
+    ),
+    "a negative step count": (fill_first(f"step/{BIAS}", -2.0), f"step/{BIAS} has negative values"),
+    "another optimizer's state": (
+        lambda tensors: tensors.update({f"momentum/{BIAS}": torch.zeros(32)}),
+        f"holds momentum/{BIAS}, which the run did not save",
+    ),
+    "the moments of another layer": (
+        lambda tensors: tensors.update({"exp_avg/transformer.wte.weight": torch.zeros(1)}),
+        "holds exp_avg/transformer.wte.weight",
+    ),
+    "a transposed weight": (replace(WEIGHT, torch.t), f"{WEIGHT} has shape [32, 8], expected [8, 32]"),
+    "a weight in bf16": (replace(WEIGHT, torch.Tensor.bfloat16), f"{WEIGHT} has dtype bfloat16, expected float32"),
+    "a weight is gone": (drop(WEIGHT), f"lacks {WEIGHT}"),
+    "inf in a weight": (fill_first(WEIGHT, torch.inf), f"{WEIGHT} has values that are not finite"),
+    "a weight too many": (lambda tensors: tensors.update({"lm_head.weight": torch.zeros(1)}), "holds lm_head.weight"),
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Return a run with a checkpoint after each of its two steps."""
+    config = small_run(tiny_model("gpt2", **SMALL), tmp_path_factory.mktemp("contents") / "runs" / "run")
+    train_alone(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def job(finished: Config) -> Job:
+    return prepare(finished, Launch())
+
+
+def copied(job: Job, target: Path) -> Path:
+    """Copy the checkpoint of the last step."""
+    return Path(shutil.copytree(job.checkpoints.of(2), target / "step-00000002"))
+
+
+def test_a_tensor_that_does_not_fit_is_named_by_a_start_and_by_inspect(job: Job, tmp_path: Path) -> None:
+    check_files(job, Checkpoint.open(job.checkpoints.of(2)))
+    for name, (change, message) in CHANGES.items():
+        checkpoint = copied(job, tmp_path / name)
+        rewrite_tensors(checkpoint / FILE, change)
+        with pytest.raises(CorruptFileError) as error:
+            check_files(job, Checkpoint.open(checkpoint))
+        assert str(error.value).startswith(f"{checkpoint / FILE} is invalid: "), name
+        assert message in str(error.value), name
+        (report,) = inspect(checkpoint)
+        assert report.errors == [str(error.value)], name
+
+
+def test_a_run_resumes_from_an_older_checkpoint_if_a_moment_does_not_fit(
+    finished: Config, job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A short moment would otherwise let the optimizer write past its end."""
+    expected = Manifest.read(job.checkpoints.of(2))
+    rewrite_tensors(job.checkpoints.of(2) / FILE, CHANGES["a short moment"][0])
+    train_alone(printing(finished))
+    printed = capsys.readouterr().out
+    assert f"set aside a checkpoint: {job.checkpoints.of(2) / FILE} is invalid: exp_avg_sq/{BIAS} has shape" in printed
+    assert f"resuming from {job.checkpoints.of(1)}" in printed
+    assert Manifest.read(job.checkpoints.of(2)) == expected
+
+
+def printing(config: Config, **optim: Any) -> Config:
+    """Return a config of the same run that prints its notes."""
+    return dataclasses.replace(
+        config,
+        log=dataclasses.replace(config.log, to="jsonl,print"),
+        optim=dataclasses.replace(config.optim, **optim),
+    )
+
+
+def test_weights_of_a_converted_model_are_checked_too(tiny_model: TinyModel, tmp_path: Path) -> None:
+    from_hf(tiny_model("gpt2", **SMALL), tmp_path)
+    (report,) = inspect(tmp_path)
+    assert report.errors == []
+    rewrite_tensors(tmp_path / FILE, replace(WEIGHT, lambda x: x.to(torch.int64)))
+    (report,) = inspect(tmp_path)
+    expected = f"{WEIGHT} has dtype int64, expected bfloat16 or float16 or float32"
+    assert report.errors == [f"{tmp_path / FILE} is invalid: {expected}"]
