@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from tests.soak.area import Area
+from tests.soak.caches import Caches
+from tests.soak.checkpoints import Checkpoints
 from tests.soak.configs import Configs
 from tests.soak.data import Data
 from tests.soak.wire import Wire
 
 AREAS: dict[str, type[Area]] = {
     "wire": Wire,
+    "checkpoints": Checkpoints,
+    "caches": Caches,
     "configs": Configs,
     "data": Data,
 }

@@ -329,8 +329,9 @@ def _run_slice(
 
 
 def _begin_process(log: Path) -> None:
-    """Make this process the leader of a group, and redirect its output to a file."""
+    """Make this process the leader of a group; let it write its output, and temporary files, beside `log`."""
     os.setsid()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(log.parent)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -13,13 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from acsgd import train
 from acsgd.config.options import Config
 from acsgd.config.run_file import parse
 from acsgd.launch import Launch
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
-from tests.lib.forks import save_model
 from tests.soak.area import ACCEPTED, Case, Outcome
 from tests.soak.mutate import (
     FLOATS,
@@ -32,7 +30,8 @@ from tests.soak.mutate import (
     near_value,
     shown,
 )
-from tests.soak.oracle import attempt_start, in_child
+from tests.soak.oracle import attempt_start
+from tests.soak.runs import LIMIT_S, copy_into, train_here, write_inputs
 
 BASE: dict[str, Any] = {
     "model.name": "model",
@@ -102,23 +101,20 @@ MAX_STEPS, MAX_BATCH = 4, 16
 class Configs:
     """Runs that are started with odd values, and trained if they are accepted and short."""
 
-    deadline_s: ClassVar[float] = 60.0
+    deadline_s: ClassVar[float] = LIMIT_S + 30
     memory_bytes: ClassVar[int] = 4 * 2**30
 
     @classmethod
     def prepare(cls, directory: Path) -> None:
         """Write a model and a text."""
-        save_model(directory / "model")
-        (directory / "text.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 40)
+        write_inputs(directory)
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def run(self, case: Case) -> Outcome:
         """Start a run with some values changed."""
-        for source in self._directory.iterdir():
-            copy = shutil.copytree if source.is_dir() else shutil.copyfile
-            copy(source, case.directory / source.name)
+        copy_into(["model", "text.txt"], self._directory, case.directory)
         kinds = [_flags, _flags, _run_file, _model, _run_directory]
         argv, change = case.draw.choice(kinds)(case.draw)
         case.describe(change)
@@ -128,7 +124,7 @@ class Configs:
             return started
         if world_size > 1 or not _is_short(started):
             return ACCEPTED
-        return in_child(lambda: train.main(argv, os.getppid()), case.directory, 30.0).outcome(NAMES)
+        return train_here(argv).outcome(NAMES)
 
 
 def _start(argv: list[str], world_size: int) -> Config:
@@ -256,7 +252,7 @@ def _model(draw: random.Random) -> tuple[list[str], str]:
     elif action < 0.85:
         change = changed_file(draw, path, sorted(Path("model").iterdir()))
     else:
-        change = _replaced(draw, path)
+        change = replaced(draw, path)
     return argv, f"model/{change}"
 
 
@@ -264,11 +260,11 @@ def _run_directory(draw: random.Random) -> tuple[list[str], str]:
     """Put something else where the run writes its files."""
     path = Path("runs/run") / draw.choice(RUN_FILES)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return [f"--{key}={value}" for key, value in BASE.items()], f"{path}: {_replaced(draw, path).partition(': ')[2]}"
+    return [f"--{key}={value}" for key, value in BASE.items()], f"{path}: {replaced(draw, path).partition(': ')[2]}"
 
 
-def _replaced(draw: random.Random, path: Path) -> str:
-    """Replace a file, or put in its place, something that is no regular file."""
+def replaced(draw: random.Random, path: Path) -> str:
+    """Replace a file, or put in its place something that is no regular file."""
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)

@@ -9,9 +9,10 @@ import transformers.models.gpt2.modeling_gpt2
 import transformers.models.gpt2.tokenization_gpt2
 from transformers.utils import logging
 
+import acsgd.main
 import tests.lib.forks
 import tests.soak.areas
 
 torch.set_num_threads(1)
 logging.disable_progress_bar()
-__all__ = ["tests", "transformers"]
+__all__ = ["acsgd", "tests", "transformers"]

@@ -16,7 +16,7 @@ from tests.soak.areas import AREAS
 from tests.soak.campaign import Campaign
 from tests.soak.oracle import in_child, refusal
 
-CASES = {"wire": 2, "configs": 5, "data": 20}
+CASES = {"wire": 2, "checkpoints": 3, "caches": 1, "configs": 5, "data": 20}
 """Number of cases of each area; together they take about ten seconds."""
 
 
