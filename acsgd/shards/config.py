@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def read_config(directory: Path) -> PreTrainedConfig:
     Raises ValueError if the file is missing or invalid, or describes a quantized model or one of an unknown family.
     """
     path = directory / CONFIG
-    if not path.exists() and not path.is_symlink():
+    if not os.path.lexists(path):
         raise ValueError(f"{directory} has no {CONFIG}; give a Hugging Face model directory or a layer-shard directory")
     fields = read_json_object(path)
     model_type = fields.get("model_type")

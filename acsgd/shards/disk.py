@@ -20,6 +20,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -137,7 +138,8 @@ def model_files(directory: Path) -> list[Path]:
 
     Raises ValueError if one of them is not a file, or is a link that leads outside of the directory.
     """
-    paths = sorted({path for pattern in MODEL_FILES for path in directory.glob(pattern)})
+    # not with Path.glob, which passes over dangling links
+    paths = sorted(path for path in directory.iterdir() if any(fnmatch(path.name, pattern) for pattern in MODEL_FILES))
     for path in paths:
         check_file_name(path.name)
         if (problem := unusable(path)) is not None:

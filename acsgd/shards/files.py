@@ -37,11 +37,18 @@ def check_file_name(name: str) -> None:
     """Raise ValueError unless `name` is the name of a file inside a directory, without a path."""
     if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise ValueError(f"{name!r} is not a file name; files lie directly in the directory")
+    if not _is_utf8(name):
+        raise ValueError(f"{name!r} is not UTF-8")
+    if len(name.encode()) > 255:
+        raise ValueError(f"{name[:40]!r}... is longer than the 255 bytes of a file name")
+
+
+def _is_utf8(name: str) -> bool:
     try:
-        if len(name.encode()) > 255:
-            raise ValueError(f"{name[:40]!r}... is longer than the 255 bytes of a file name")
+        name.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{name!r} is not UTF-8") from None
+        return False
+    return True
 
 
 def unusable(path: Path) -> str | None:
@@ -50,6 +57,8 @@ def unusable(path: Path) -> str | None:
     Only regular files inside the directory may, and links to them. In the cache of the Hugging Face Hub, links lead to
     the blobs of the same repository. Opens nothing but regular files, so it does not block on a named pipe.
     """
+    if not _is_utf8(str(path)):  # safetensors requires it
+        return "has a path that is not UTF-8; rename it"
     try:
         target = Path(os.path.realpath(path, strict=True))
         mode = target.stat().st_mode

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from acsgd.config.options import ModelConfig
-from acsgd.shards.config import read_config
+from acsgd.shards.config import CONFIG, read_config
 from acsgd.shards.disk import MANIFEST, model_files
 from acsgd.shards.locate import open_hf, open_shards
 
@@ -36,7 +36,7 @@ def _find_model(name: str, *, weights: bool) -> Path:
     except OSError as error:
         raise ValueError(f"model.name={name[:80]} cannot be read ({error.strerror}); give a directory") from None
     if is_directory:
-        if not (path / "config.json").is_file():
+        if not os.path.lexists(path / CONFIG):
             raise ValueError(
                 f"model.name={name} is a directory without config.json; give a Hugging Face model directory or a "
                 "layer-shard directory"

@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
 import resource
 import signal
-import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
+from lib.commands import acsgd
 from lib.saved import SMALL
 
 from acsgd import cli
 
 TinyModel = Callable[..., Path]
 FORK = multiprocessing.get_context("fork")
-
-
-def acsgd(*arguments: object) -> tuple[int, str]:
-    """Run a command in this process; return its exit code and what it printed to stderr."""
-    sys.argv = ["acsgd", *map(str, arguments)]
-    printed = io.StringIO()
-    try:
-        with redirect_stderr(printed):
-            cli.main()
-    except SystemExit as ended:
-        if isinstance(ended.code, str):
-            return 1, ended.code + "\n"
-        return ended.code or 0, printed.getvalue()
-    return 0, printed.getvalue()
-
-
-@pytest.fixture(autouse=True)
-def _restore_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["acsgd"])
 
 
 def convert_and_wait(source: Path, target: Path, started: Event, outcome: Connection) -> None:
