@@ -28,6 +28,7 @@ class Run:
     """
 
     def __init__(self, command: list[str], cwd: Path, *, output: int | None = None) -> None:
+        self.directory = cwd
         self._mark = f"ACSGD_TEST_RUN={cwd}"
         self._out, self._err = cwd / "stdout", cwd / "stderr"
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}

@@ -7,6 +7,7 @@ from tests.soak.caches import Caches
 from tests.soak.checkpoints import Checkpoints
 from tests.soak.configs import Configs
 from tests.soak.data import Data
+from tests.soak.kills import Kills
 from tests.soak.wire import Wire
 
 AREAS: dict[str, type[Area]] = {
@@ -15,4 +16,5 @@ AREAS: dict[str, type[Area]] = {
     "caches": Caches,
     "configs": Configs,
     "data": Data,
+    "kills": Kills,
 }
