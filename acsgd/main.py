@@ -35,7 +35,8 @@ def main(argv: list[str], launch: Launch, *, prog: str) -> None:
     """Run a training job from its command line: prepare it, connect the ranks, train. prog: name of the command."""
     with report_startup_error(launch):
         store = open_store(launch)
-    with contextlib.ExitStack() as stack, report_failure(clone_store(store), launch) as context:
+        store_of_failures = clone_store(store, launch)
+    with contextlib.ExitStack() as stack, report_failure(store_of_failures, launch) as context:
         config = parse(argv, prog=prog, is_main=launch.rank == 0)
         run(config, launch, store, context, stack)
 
@@ -52,5 +53,5 @@ def run(config: Config, launch: Launch, store: dist.Store, context: RunContext, 
     lock = stack.enter_context(run_lock(job, groups))
     context.cleanup = lock.release
     inputs = open_inputs(job)
-    groups.wait_for_all("inputs", timeout_s=job.disk_timeout_s)
+    groups.wait_for_all("opening the inputs", timeout_s=job.disk_timeout_s)
     train(job, inputs, groups, lock, on_start=context.start_training)

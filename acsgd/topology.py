@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import secrets
 import socket
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,11 +26,18 @@ from torch.distributed.rendezvous import rendezvous
 
 from acsgd.errors import RunError, reason
 from acsgd.launch import Launch
+from acsgd.liveness import Heartbeat, PeerWatch, heartbeat_interval_s
+from acsgd.store import CallThread, StoreClient
 
+T = TypeVar("T")
+
+_RUN_ID = "acsgd/run"
 POLL_S = 0.01
-"""Seconds between two reads of the store while waiting; one read takes about 0.1 ms."""
-STORE_TIMEOUT = timedelta(seconds=60)
-"""Maximum time to connect to torchrun's store."""
+"""Seconds between two reads of the store while waiting; one read takes about 0.2 ms."""
+STORE_TIMEOUT_S = 60.0
+"""Maximum time to connect to torchrun's store, seconds."""
+MARGIN_S = 1.0
+"""Time that torch gets beyond the timeout of an operation to raise its own error, which has a reason, seconds."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +82,6 @@ class Topology:
         return list(range(stage_rank, self.world_size, self.stages))
 
 
-class Store(Protocol):
-    """The methods of torch.distributed.Store used here. Each raises RuntimeError once the store's host is gone."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def add(self, key: str, value: int, /) -> int: ...
-    def check(self, keys: list[str], /) -> bool: ...
-
-
 @dataclass(frozen=True)
 class Groups:
     """The process groups of one rank. A group that timed out or lost a peer cannot be used again."""
@@ -91,7 +92,13 @@ class Groups:
     """The ranks of all replicas that hold the same stages."""
     world: dist.ProcessGroup
     """All ranks."""
-    store: dist.Store
+    store: StoreClient
+    timeout_s: float
+    """Maximum time to wait for a peer (run.timeout), seconds."""
+    run_id: str
+    """Random text, equal on all ranks and different for each start."""
+    _rounds: Counter[str] = field(default_factory=Counter)
+    """Number of text exchanges so far, by name."""
 
     def all_equal(self, text: str) -> bool:
         """Return whether all ranks passed the same text. A collective: every rank must call it."""
@@ -105,22 +112,33 @@ class Groups:
     def all_gather_text(self, name: str, text: str, *, timeout_s: float) -> list[str]:
         """Gather one text per rank, through the store: for rare messages, from any thread.
 
-        name: identifies the exchange; unique within a run. Returns the texts by rank. Raises RunError that names the
-        missing ranks after `timeout_s` seconds.
+        name: purpose of the exchange. Exchanges of one name must have one order on all ranks. Returns the texts by
+        rank. Raises RunError that names the missing ranks after `timeout_s` seconds, or as soon as one of them has
+        ended, gave no sign of life for run.timeout seconds, or failed; StoreError if the store does not answer.
         """
-        keys = [f"acsgd/{name}/{rank}" for rank in range(dist.get_world_size())]
-        self.store.set(keys[dist.get_rank()], text)
-        deadline = time.monotonic() + timeout_s
-        while not self.store.check(keys):
+        number = self._rounds[name]
+        self._rounds[name] += 1
+        keys = [_text_key(name, number, rank) for rank in range(dist.get_world_size())]
+        try:
+            self.store.set(keys[dist.get_rank()], text)
+            self._wait_for(keys, timeout_s)
+            texts = [self.store.get(key) for key in keys]
+            if number:  # all ranks have read the texts before these
+                self.store.delete(_text_key(name, number - 1, dist.get_rank()))
+        except RunError as error:
+            where = f"rank {dist.get_rank()} on {socket.gethostname()}: {name}"
+            raise type(error)(f"{where}: {error}", awaited=error.awaited) from error
+        return texts
+
+    def _wait_for(self, keys: list[str], timeout_s: float) -> None:
+        """Wait until the store has the keys of all ranks."""
+        deadline, watch = time.monotonic() + timeout_s, PeerWatch(self.store, self.timeout_s)
+        while not self.store.has(*keys):
+            missing = [rank for rank, key in enumerate(keys) if not self.store.has(key)]
+            watch.check(missing)
             if time.monotonic() > deadline:
-                missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-                raise RunError(
-                    f"rank {dist.get_rank()} on {socket.gethostname()}: {name}: ranks {missing} did not answer within "
-                    f"{timeout_s:.0f} s",
-                    awaited=missing,
-                )
+                raise RunError(f"ranks {missing} did not answer within {timeout_s:g} s", awaited=missing)
             time.sleep(POLL_S)
-        return [self.store.get(key).decode() for key in keys]
 
     def wait_for_all(self, name: str, *, timeout_s: float) -> None:
         """Wait until every rank has called this. name, timeout_s: as in `all_gather_text`."""
@@ -140,64 +158,99 @@ def collective_errors(purpose: str, group: dist.ProcessGroup) -> Iterator[None]:
         ) from error
 
 
-def open_store(launch: Launch, *, timeout: timedelta = STORE_TIMEOUT) -> dist.Store:
+def open_store(launch: Launch, *, timeout_s: float = STORE_TIMEOUT_S) -> dist.Store:
     """Connect to the store of the run, torchrun's. Raises RunError if it does not answer in time."""
     if launch.world_size == 1:
         return dist.HashStore()
-    with _connection_errors(launch.rank, launch.world_size, timeout):
+
+    def connect_to_torchrun() -> dist.Store:
+        timeout = timedelta(seconds=timeout_s)
         store, _, _ = next(iter(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)))
         return store
 
+    with _connection_errors(launch.rank, launch.world_size, timeout_s):
+        return _bounded(connect_to_torchrun, timeout_s)
 
-def clone_store(store: dist.Store) -> dist.Store:
+
+def clone_store(store: dist.Store, launch: Launch) -> dist.Store:
     """Return another connection to a store: a call that waits blocks all other calls of its connection."""
-    clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-    return clone
+    with _connection_errors(launch.rank, launch.world_size, STORE_TIMEOUT_S):
+        clone: dist.Store = _bounded(store.clone, STORE_TIMEOUT_S)  # type: ignore[attr-defined]  # not in torch's stubs
+        return clone
 
 
 @contextlib.contextmanager
 def connect(topology: Topology, *, timeout: timedelta, store: dist.Store) -> Iterator[Groups]:
     """Open this rank's process groups over gloo; close them on exit.
 
-    timeout: limit of each operation of each group. Raises RunError if not all ranks connect in time.
+    timeout: limit of each operation of each group, and of each call of the store. Raises RunError if not all ranks
+    connect in time.
     """
-    rank, world_size = topology.rank, topology.world_size
-    with _connection_errors(rank, world_size, timeout):
-        publish_host(store, rank)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    try:
+    rank, timeout_s, thread = topology.rank, timeout.total_seconds(), CallThread("store")
+    client = StoreClient(store, thread, timeout_s=timeout_s)
+
+    def bounded(call: Callable[[], T]) -> T:
+        return thread.call(call, timeout_s=timeout_s + MARGIN_S)
+
+    def init() -> None:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=topology.world_size, timeout=timeout)
+
+    with _connection_errors(rank, topology.world_size, timeout_s):
+        publish_host(client, rank)
+        if rank == 0:
+            client.set(_RUN_ID, secrets.token_hex(4))
+        bounded(init)
         # new_group is a collective of all ranks: each opens every group, in the same order, and keeps its own two.
-        pipelines = [dist.new_group(topology.pipeline(r), timeout=timeout) for r in range(topology.replicas)]
-        peers = [dist.new_group(topology.peers(s), timeout=timeout) for s in range(topology.stages)]
+        open_group = partial(dist.new_group, timeout=timeout)
+        pipelines = [bounded(partial(open_group, topology.pipeline(r))) for r in range(topology.replicas)]
+        peers = [bounded(partial(open_group, topology.peers(s))) for s in range(topology.stages)]
+        run_id = client.get(_RUN_ID)
+    heartbeat = Heartbeat(client, rank, heartbeat_interval_s(timeout_s))
+    try:
         world = dist.group.WORLD
         assert world is not None
-        yield Groups(pp=pipelines[topology.replica], dp=peers[topology.stage_rank], world=world, store=store)
+        yield Groups(pipelines[topology.replica], peers[topology.stage_rank], world, client, timeout_s, run_id)
     finally:
+        heartbeat.close()
         dist.destroy_process_group()
+        thread.close()
 
 
 @contextlib.contextmanager
-def _connection_errors(rank: int, world_size: int, timeout: timedelta) -> Iterator[None]:
-    """Turn a RuntimeError while connecting into a RunError."""
+def _connection_errors(rank: int, world_size: int, timeout_s: float) -> Iterator[None]:
+    """Turn an error while connecting into a RunError."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         raise RunError(
             f"rank {rank} on {socket.gethostname()} could not connect to the other {world_size - 1} processes "
-            f"within {timeout.total_seconds():g} s: {reason(error)}"
+            f"within {timeout_s:g} s: {reason(error) or 'the store, which torchrun hosts, does not answer'}"
         ) from error
 
 
-def publish_host(store: Store, rank: int) -> None:
+def _bounded(call: Callable[[], T], timeout_s: float) -> T:
+    """Call a function in a thread of its own: torch's timeouts do not hold if the store stops answering."""
+    thread = CallThread("connect")
+    try:
+        return thread.call(call, timeout_s=timeout_s + MARGIN_S)
+    finally:
+        thread.close()
+
+
+def publish_host(store: StoreClient, rank: int) -> None:
     """Store this rank's host name, for error messages of other ranks."""
     store.set(_host_key(rank), socket.gethostname())
 
 
-def published_host(store: Store, rank: int) -> str:
+def published_host(store: StoreClient, rank: int) -> str:
     """Return a rank's host name."""
     key = _host_key(rank)
-    return store.get(key).decode() if store.check([key]) else "an unknown host"
+    return store.get(key) if store.has(key) else "an unknown host"
 
 
 def _host_key(rank: int) -> str:
     return f"acsgd/host/{rank}"
+
+
+def _text_key(name: str, number: int, rank: int) -> str:
+    return f"acsgd/{name}/{number}/{rank}"

@@ -60,7 +60,7 @@ def train(
             metrics.note(note)
         checkpointing = stack.enter_context(Checkpointing.open(begin, inputs.identity, groups, lock, note=metrics.note))
         signals = stack.enter_context(StopSignals())
-        groups.wait_for_all("set-up", timeout_s=job.disk_timeout_s)
+        groups.wait_for_all("setting up", timeout_s=job.disk_timeout_s)
         on_start()
         run_steps(begin.session, begin.progress, inputs, metrics, checkpointing, signals)
 

@@ -12,18 +12,18 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from acsgd.errors import RunError
 from acsgd.launch import Launch
+from acsgd.liveness import FAILURES
 from acsgd.run.error_report import message_of, print_error, record_error
 from acsgd.run.signals import WATCH_S
-from acsgd.topology import Store, published_host
-
-T = TypeVar("T")
+from acsgd.store import CallThread, Store, StoreClient, StoreError
+from acsgd.topology import STORE_TIMEOUT_S, published_host
 
 GRACE_S = 5.0
 """Upper limit, seconds, for one wait for other ranks' reports. torchrun kills after 30 s: all waits must fit in."""
+_CAUSE = "acsgd/cause"
 POLL_S = 0.25
 """Seconds between two reads of the store while no rank has failed; one read takes about 0.1 ms."""
 
@@ -67,23 +67,25 @@ def report_failure(store: Store, launch: Launch) -> Iterator[RunContext]:
     store: a connection that nothing else uses, since calls of others may wait.
     """
     context = RunContext()
-    board = FailureBoard(store, launch.rank, launch.world_size)
+    client = StoreClient(store, CallThread("failures"), timeout_s=STORE_TIMEOUT_S)
     try:
-        with _answering(board, launch, context):
+        with _answering(FailureBoard(client, launch.rank, launch.world_size), launch, context):
             yield context
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # a Rust extension that panics raises a BaseException
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the first rank ends; this one ends, too
         report = Report.of(error, launch, context)
-        limit_s = 4 * context.grace_s + 2 * WATCH_S
-        is_printer, text = _within(limit_s, lambda: _settle(board, report, context), (True, report.text))
+        board = FailureBoard(client.with_timeout(context.grace_s), launch.rank, launch.world_size)
+        prints = launch.local_rank == 0 or not isinstance(error, StoreError)  # all ranks of a host have a StoreError
+        is_printer, text = _settle(board, report, context, prints=prints)
         record_error(text, launch, is_cause=is_printer)
         if is_printer:
             print_error(text)
-            _within(context.grace_s, lambda: board.publish(text), None)
-            if not (context.is_training or launch.is_one_host):  # the store may end with this rank's host
-                _within(context.grace_s, lambda: _wait_for(lambda: not board.silent(), context.grace_s), None)
+            with contextlib.suppress(StoreError):
+                board.publish(text)
+                if not (context.is_training or launch.is_one_host):  # the store may end with this rank's host
+                    _wait_for(lambda: not board.silent(), context.grace_s)
         _exit(context)
 
 
@@ -128,9 +130,9 @@ def attribute_failure(
 
 
 class FailureBoard:
-    """Failure reports of all ranks, in the store of the run."""
+    """Failure reports of all ranks, in the store of the run. Every method may raise StoreError."""
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: StoreClient, rank: int, world_size: int) -> None:
         self.rank = rank
         self._world_size = world_size
         self._store = store
@@ -138,22 +140,22 @@ class FailureBoard:
     def report(self, report: Report) -> bool:
         """Store this rank's report; return whether it is the first of all."""
         self._store.set(_key("failure", self.rank), json.dumps(asdict(report)))
-        return self._store.add("acsgd/failures", 1) == 1
+        return self._store.add(FAILURES, 1) == 1
 
     def reports(self) -> dict[int, Report]:
         """Return the reports so far, by rank."""
         found = {}
         for rank in range(self._world_size):
-            if self._store.check([_key("failure", rank)]):
+            if self._store.has(_key("failure", rank)):
                 fields = json.loads(self._store.get(_key("failure", rank)))
                 found[rank] = Report(fields["text"], tuple(fields["awaited"]))
         return found
 
     def all_reported(self) -> bool:
-        return self._store.add("acsgd/failures", 0) == self._world_size
+        return self._store.add(FAILURES, 0) == self._world_size
 
     def has_failed(self) -> bool:
-        return self._store.check(["acsgd/failures"])
+        return self._store.has(FAILURES)
 
     def answer(self) -> None:
         """Record that this rank is alive, or has finished."""
@@ -162,20 +164,19 @@ class FailureBoard:
     def silent(self) -> list[int]:
         """Return the ranks that have neither reported nor answered."""
         ranks = range(self._world_size)
-        unanswered = [rank for rank in ranks if not self._store.check([_key("answer", rank)])]
-        return [rank for rank in unanswered if not self._store.check([_key("failure", rank)])]
+        unanswered = [rank for rank in ranks if not self._store.has(_key("answer", rank))]
+        return [rank for rank in unanswered if not self._store.has(_key("failure", rank))]
 
     def host(self, rank: int) -> str:
         return published_host(self._store, rank)
 
     def publish(self, text: str) -> None:
         """Store the message that was printed."""
-        with contextlib.suppress(RuntimeError):
-            self._store.set("acsgd/cause", text)
+        self._store.set(_CAUSE, text)
 
     def published(self) -> str | None:
         """Return the message that was printed, if any was."""
-        return self._store.get("acsgd/cause").decode() if self._store.check(["acsgd/cause"]) else None
+        return self._store.get(_CAUSE) if self._store.has(_CAUSE) else None
 
 
 @contextlib.contextmanager
@@ -187,7 +188,7 @@ def _answering(board: FailureBoard, launch: Launch, context: RunContext) -> Iter
     finished = threading.Event()
 
     def watch() -> None:
-        with contextlib.suppress(RuntimeError):  # the store died with its host: the main thread will notice
+        with contextlib.suppress(StoreError):  # the main thread will notice
             while not (finished.wait(POLL_S) or board.has_failed()):
                 pass
             board.answer()
@@ -216,13 +217,13 @@ def _end_with_cause(board: FailureBoard, launch: Launch, context: RunContext) ->
 
 
 def _exit(context: RunContext) -> None:
-    _within(context.grace_s, context.cleanup, None)
+    _within(context.grace_s, context.cleanup)
     sys.stdout.flush()
     os._exit(context.exit_code)  # gloo's destructors would wait for pending collectives, until run.timeout
 
 
-def _settle(board: FailureBoard, report: Report, context: RunContext) -> tuple[bool, str]:
-    """Return whether this rank prints the message, and the message."""
+def _settle(board: FailureBoard, report: Report, context: RunContext, *, prints: bool) -> tuple[bool, str]:
+    """Return whether this rank prints the message, and the message. prints: whether it does if the store is gone."""
     try:
         if not board.report(report):
             _wait_for(lambda: board.published() is not None, 2 * context.grace_s)
@@ -231,9 +232,9 @@ def _settle(board: FailureBoard, report: Report, context: RunContext) -> tuple[b
         if report.awaited:
             _wait_for(board.all_reported, context.grace_s)
         return True, attribute_failure(board.reports(), board.silent(), board.rank, board.host)
-    except RuntimeError:  # the store died, maybe with this host's torchrun: then the watch thread prints that instead
+    except StoreError:  # maybe this host's torchrun has died: then the watch thread prints that instead
         time.sleep(2 * WATCH_S)
-        return True, report.text
+        return prints, report.text
 
 
 def _wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
@@ -242,13 +243,11 @@ def _wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
         time.sleep(timeout_s / 50)
 
 
-def _within(timeout_s: float, call: Callable[[], T], default: T) -> T:
-    """Return what `call` returns, or `default` after a timeout: a store that is cut off never answers."""
-    results: list[T] = []
-    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
+def _within(timeout_s: float, call: Callable[[], None]) -> None:
+    """Call a function; return after a timeout even if it still runs, such as on a file system that is cut off."""
+    thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(timeout_s)
-    return results[0] if results else default
 
 
 def _key(name: str, rank: int) -> str:

@@ -228,7 +228,7 @@ def run_lock(job: Job, groups: Groups) -> Iterator[RunLock]:
         timeout_s = 2 * (WAIT_S + STALE_S) + job.config.run.timeout
         if job.topology.rank == 0:
             _acquire_all(job, leases)
-        groups.wait_for_all("run lock", timeout_s=timeout_s)
+        groups.wait_for_all("acquiring the run lock", timeout_s=timeout_s)
         lock.start()
         yield lock
 

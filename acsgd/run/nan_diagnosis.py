@@ -23,7 +23,7 @@ def explain_non_finite(
         ids = batch.sample_ids if micro is None else batch.sample_ids[micro]
         found = {"tensor": tensor.to_dict(), "ids": ids.flatten().tolist()}
     timeout_s = session.job.config.run.timeout
-    texts = session.groups.all_gather_text(f"non-finite {step}", json.dumps(found), timeout_s=timeout_s)
+    texts = session.groups.all_gather_text("finding a non-finite tensor", json.dumps(found), timeout_s=timeout_s)
     reports = [report for report in map(json.loads, texts) if report]
     ids_of = {NonFiniteTensor.from_dict(report["tensor"]): report["ids"] for report in reports}
     summary = f"step {step + 1}: loss {loss:g}, gradient norm {grad_norm:g}"

@@ -116,16 +116,19 @@ class StartedRun:
 
 @contextlib.contextmanager
 def started(
-    config: Config, processes: int, *, fsync_s: float = 0.0, setup: Setup | None = None
+    config: Config, processes: int, *, fsync_s: float = 0.0, setup: Setup | None = None, store_port: int | None = None
 ) -> Iterator[StartedRun]:
-    """Start a run; kill its processes on exit. fsync_s: delay added to each fsync, seconds."""
+    """Start a run; kill its processes on exit.
+
+    fsync_s: delay added to each fsync, seconds; store_port: of a TCPStore on this host, by default a new one.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     Path(config.log.dir).parent.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(dir=Path(config.log.dir).parent, prefix="start-"))
     # as under torchrun, no rank hosts the store, so it survives a rank that is killed
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    args = (processes, config, directory, store.port, fsync_s, setup)
+    args = (processes, config, directory, store_port or store.port, fsync_s, setup)
     ranks = [context.Process(target=run_rank, args=(rank, *args), daemon=True) for rank in range(processes)]
     try:
         for rank in ranks:
@@ -152,7 +155,7 @@ def run_rank(
     _delay_fsync(fsync_s)
     launch = Launch(rank, rank, world_size, world_size)
     store = dist.TCPStore("127.0.0.1", port)
-    with contextlib.ExitStack() as stack, report_failure(clone_store(store), launch) as context:
+    with contextlib.ExitStack() as stack, report_failure(clone_store(store, launch), launch) as context:
         main.run(config, launch, store, context, stack)
 
 

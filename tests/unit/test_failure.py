@@ -22,6 +22,7 @@ from acsgd.run import failures as failure
 from acsgd.run.error_report import report_startup_error
 from acsgd.run.failures import FailureBoard, Report, attribute_failure, report_failure
 from acsgd.run.signals import WATCH_S
+from acsgd.store import CallThread, StoreClient, StoreError
 from acsgd.topology import publish_host
 
 HOST = socket.gethostname()
@@ -52,6 +53,13 @@ class DictStore(dict[str, bytes]):
                 self.set(f"acsgd/answer/{rank}", "")
         self.set(key, str(count + len(self.others) if value else count))
         return count
+
+    def delete_key(self, key: str, /) -> bool:
+        return self.pop(key, None) is not None
+
+
+def client_of(store: DictStore) -> StoreClient:
+    return StoreClient(store, CallThread("store"), timeout_s=60.0)
 
 
 class DeadStore(DictStore):
@@ -202,7 +210,7 @@ def test_before_training_an_error_of_another_rank_ends_this_one_with_code_2(capf
     failure.os._exit = end  # type: ignore[assignment,attr-defined]  # restored by the fixture
     with report_failure(store, Launch(1, 1, 2, 2)) as context:
         context.cleanup = lambda: cleaned.append(True)
-        board = FailureBoard(store, 0, 2)
+        board = FailureBoard(client_of(store), 0, 2)
         board.report(Report("rank 0 lacks a file", ()))
         board.publish("rank 0 lacks a file")
         assert ended.wait(10)
@@ -235,7 +243,7 @@ def test_the_error_of_the_rank_at_fault_is_printed_even_if_another_reported_firs
 
 def test_the_silent_rank_is_named_with_its_host(capsys: pytest.CaptureFixture[str]) -> None:
     store = DictStore({2: Report("2 waited for rank 1", (1,))}, alive=(0,))
-    publish_host(store, 1)
+    publish_host(client_of(store), 1)
     fail(RunError("3 waited for rank 2", awaited=[2]), store, rank=3, world_size=4)
     assert capsys.readouterr().err == (
         f"\nerror: 2 waited for rank 1; rank 1 on {HOST} is silent: ended or hanging; see its log\n"
@@ -256,6 +264,12 @@ def test_without_a_store_each_rank_prints_its_own_error(slept: list[float], caps
     fail(RunError("waited for rank 1", awaited=[1]), DeadStore())
     assert capsys.readouterr().err == "\nerror: waited for rank 1\n"
     assert max(slept) > WATCH_S  # long enough for the watch thread to print that torchrun has ended
+
+
+def test_a_lost_store_is_printed_once_per_host(slept: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, printed in ((0, "\nerror: no store\n"), (1, "")):
+        fail(StoreError("no store"), DeadStore(), rank=rank)
+        assert capsys.readouterr().err == printed
 
 
 def test_a_store_that_never_answers_does_not_keep_a_rank_from_printing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,8 @@ ORDER = """
     optim.loss_scale
     optim.adamw
     optim
+    store
+    liveness
     topology
     run.stdio
     run.processes
@@ -155,6 +157,7 @@ POSITION = {f"acsgd.{name}": position for position, name in enumerate(ORDER.spli
 # Names that only some files may use.
 RESERVED = {
     "torch.distributed": (
+        "acsgd.store",
         "acsgd.topology",
         "acsgd.pp.wire",
         "acsgd.dp",

@@ -197,5 +197,5 @@ def _verify(
         check(checkpoint)
     except CorruptFileError as error:
         message = str(error)
-    messages = groups.all_gather_text(f"verify {checkpoint.path.name}", message, timeout_s=timeout_s)
+    messages = groups.all_gather_text("verifying a checkpoint", message, timeout_s=timeout_s)
     return next(filter(None, messages), None)

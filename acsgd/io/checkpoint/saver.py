@@ -93,7 +93,6 @@ class Saver:
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._result: SaveResult | None = None
-        self._saves = 0
         self._failure: Exception | None = None
 
     def __enter__(self) -> Saver:
@@ -116,7 +115,6 @@ class Saver:
         started = time.perf_counter()
         copies = [self._copy(state) for state in states]
         event = self._streams.record_event()
-        self._saves += 1
         self._thread = threading.Thread(
             target=self._save, args=(step, copies, event, run, best, started), name=f"save {step}", daemon=True
         )
@@ -186,7 +184,13 @@ class Saver:
         partial = self._directory.partial(step)
         written: list[_WrittenFile] = []
         error = self._attempt(lambda: written.extend(self._write_layers(partial, copies, event)))
-        reports = self._all_gather("written", {"files": [asdict(file) for file in written], "error": error})
+        report = {"files": [asdict(file) for file in written], "error": error}
+        try:
+            reports = self._all_gather("writing a checkpoint", report)
+        except RunError:
+            if self._topology.rank == 0:  # another rank does not know whether rank 0 has all reports
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
         error = _first_error(reports)
         if error is not None:
             shutil.rmtree(partial, ignore_errors=True)
@@ -197,7 +201,7 @@ class Saver:
                 error = self._attempt(lambda: self._complete(step, files, run, best))
                 if error is not None:
                     shutil.rmtree(partial, ignore_errors=True)
-        return _first_error(self._all_gather("completed", {"error": error}))
+        return _first_error(self._all_gather("completing a checkpoint", {"error": error}))
 
     def _write_layers(self, partial: Path, copies: Sequence[LayerState], event: Event) -> Iterator[_WrittenFile]:
         event.synchronize()
@@ -237,8 +241,8 @@ class Saver:
 
     def _all_gather(self, phase: str, report: dict[str, Any]) -> list[dict[str, Any]]:
         """Gather a report of each rank at the end of a phase."""
-        name, text = f"save {self._saves} {phase}", json.dumps(report)
-        return [json.loads(each) for each in self._groups.all_gather_text(name, text, timeout_s=self._timeout_s)]
+        texts = self._groups.all_gather_text(phase, json.dumps(report), timeout_s=self._timeout_s)
+        return [json.loads(text) for text in texts]
 
     def _attempt(self, work: Callable[[], None]) -> str | None:
         """Do `work`; return why it failed. Catches every error, since the other ranks wait for this rank's report."""

@@ -1,0 +1,73 @@
+"""Laws of connecting and of text exchanges: each wait has a limit, and the store does not grow."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import torch.distributed as dist
+from lib.proxy import proxied_store
+from lib.ranks import on_ranks
+
+from acsgd.errors import RunError
+from acsgd.launch import Launch
+from acsgd.topology import MARGIN_S as TORCH_MARGIN_S
+from acsgd.topology import Topology, connect, open_store
+
+TIMEOUT_S = 2.0
+MARGIN_S = 15.0
+"""Time limit for what takes no time, on a busy machine."""
+
+
+def connect_and_exchange(rank: int, world_size: int, port: int) -> tuple[str, float]:
+    """Return the error with which connecting or the exchange failed, and after how long."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    timeout, started = timedelta(seconds=TIMEOUT_S), time.monotonic()
+    try:
+        store = open_store(Launch(rank, rank, world_size, world_size), timeout_s=TIMEOUT_S)
+        with connect(Topology(rank, world_size, 2), timeout=timeout, store=store) as groups:
+            for _ in range(1000):
+                groups.all_gather_text("writing a checkpoint", "", timeout_s=600)
+    except RunError as error:
+        return str(error), time.monotonic() - started
+    return "", time.monotonic() - started
+
+
+def test_wherever_the_store_freezes_all_ranks_end_in_time() -> None:
+    """The limits lie in the handshake of the store, in gloo's connecting, in new_group and in an exchange."""
+    limits = [100, 400, 700, 1000, 2000]
+
+    def errors(limit: int) -> list[tuple[str, float]]:
+        with proxied_store(limit) as proxy:
+            return on_ranks(2, connect_and_exchange, proxy.port)
+
+    with ThreadPoolExecutor(len(limits)) as pool:
+        found = dict(zip(limits, pool.map(errors, limits), strict=True))
+    for limit, ends in found.items():
+        for rank, (error, seconds) in enumerate(ends):
+            assert error.startswith(f"rank {rank} on "), (limit, error)
+            assert seconds < TIMEOUT_S + TORCH_MARGIN_S + MARGIN_S, (limit, seconds)
+    texts = [error for ends in found.values() for error, _ in ends]
+    assert any("could not connect to the other 1 processes within 2 s: " in text for text in texts)
+    assert any(": writing a checkpoint: torchrun's store at 127.0.0.1:" in text for text in texts)
+
+
+def exchange(rank: int, world_size: int, port: int, rounds: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port)
+    with connect(Topology(rank, world_size, 1), timeout=timedelta(seconds=60), store=store) as groups:
+        for number in range(rounds):
+            for name in ("writing", "completing"):
+                texts = groups.all_gather_text(name, f"{number} {rank}", timeout_s=60)
+                assert texts == [f"{number} {other}" for other in range(world_size)]
+
+
+def test_the_number_of_keys_does_not_grow_with_the_number_of_exchanges() -> None:
+    keys = []
+    for rounds in (1, 50):
+        with proxied_store() as proxy:
+            on_ranks(2, exchange, proxy.port, rounds)
+            keys.append(proxy.num_keys())
+    assert keys[0] == keys[1]

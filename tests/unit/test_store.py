@@ -1,0 +1,161 @@
+"""Laws of the store's connection: every call ends in time, with an error that says what to do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+from lib.proxy import proxied_store
+
+from acsgd.errors import RunError
+from acsgd.liveness import ENDED, FAILURES, Heartbeat, PeerWatch, heartbeat
+from acsgd.store import CallThread, StoreClient, StoreError
+
+TIMEOUT_S = 0.2
+NAME = r"torchrun's store at 127.0.0.1:\d+"
+MARGIN_S = 5.0
+"""Time limit for what takes no time, on a busy machine."""
+
+
+def client_of(store: dist.Store, timeout_s: float = TIMEOUT_S) -> StoreClient:
+    return StoreClient(store, CallThread("store"), timeout_s=timeout_s)
+
+
+def elapsed(call: Callable[[], object]) -> float:
+    started = time.monotonic()
+    call()
+    return time.monotonic() - started
+
+
+def test_a_call_returns_raises_or_times_out_and_then_all_calls_fail_at_once() -> None:
+    thread, release = CallThread("test"), threading.Event()
+    assert thread.call(lambda: 3, timeout_s=MARGIN_S) == 3
+    with pytest.raises(KeyError):
+        thread.call(lambda: {}["absent"], timeout_s=MARGIN_S)
+    done = []
+    with pytest.raises(TimeoutError):
+        thread.call(release.wait, timeout_s=TIMEOUT_S)
+    with pytest.raises(TimeoutError):
+        thread.call(lambda: done.append(1), timeout_s=3600)
+    release.set()
+    thread.close()
+    assert not done
+
+
+def test_a_call_that_was_queued_behind_a_blocked_one_is_not_made_later() -> None:
+    thread, release, made = CallThread("test"), threading.Event(), list[int]()
+    results = []
+
+    def queue() -> None:
+        with pytest.raises(TimeoutError):
+            thread.call(lambda: made.append(1), timeout_s=TIMEOUT_S)
+        results.append("timed out")
+
+    blocked = threading.Event()
+
+    def block() -> None:
+        blocked.set()
+        release.wait()
+
+    first = threading.Thread(target=lambda: thread.call(block, timeout_s=MARGIN_S))
+    first.start()
+    assert blocked.wait(MARGIN_S)
+    queue()
+    release.set()
+    first.join()
+    ended = threading.Event()
+    thread._calls.put(ended.set)
+    assert ended.wait(MARGIN_S)
+    assert results == ["timed out"]
+    assert not made
+
+
+def test_a_client_reads_what_another_wrote() -> None:
+    with proxied_store() as proxy:
+        one, other = (client_of(dist.TCPStore("127.0.0.1", proxy.port), MARGIN_S) for _ in range(2))
+        one.set("text", "é")
+        assert other.has("text")
+        assert other.get("text") == "é"
+        assert not other.has("text", "absent")
+        assert [one.add("count", 2), other.add("count", 1)] == [2, 3]
+        other.delete("text")
+        assert not one.has("text")
+
+
+@pytest.mark.parametrize("name", ["get", "has", "add", "delete"])
+def test_a_store_that_stops_answering_raises_in_time_and_then_at_once(name: str) -> None:
+    with proxied_store() as proxy:
+        client = client_of(dist.TCPStore("127.0.0.1", proxy.port))
+        client.set("key", "1")
+        assert client.get("key") == "1"
+        proxy.freeze()
+
+        def call() -> None:
+            arguments = ("key", 1) if name == "add" else ("key",)
+            with pytest.raises(StoreError, match=rf"{NAME} does not answer \(limit 0.2 s\); check the"):
+                getattr(client, name)(*arguments)
+
+        assert TIMEOUT_S <= elapsed(call) < MARGIN_S
+        assert elapsed(call) < TIMEOUT_S
+
+
+def test_a_store_whose_host_has_ended_is_one_sentence() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = client_of(dist.TCPStore("127.0.0.1", store.port), MARGIN_S)
+    client.set("key", "")
+    del store
+    for _ in range(2):
+        with pytest.raises(StoreError, match=rf"{NAME} has ended or cannot be reached") as error:
+            client.has("key")
+        assert "Error" not in str(error.value)
+
+
+def test_heartbeats_advance_until_the_rank_has_ended() -> None:
+    client = client_of(dist.HashStore(), MARGIN_S)
+    assert heartbeat(client, 3) == ""
+    beating = Heartbeat(client, 3, interval_s=0.001)
+    seen, deadline = set(), time.monotonic() + MARGIN_S
+    while len(seen) < 5 and time.monotonic() < deadline:
+        seen.add(heartbeat(client, 3))
+    beating.close()
+    assert len(seen) == 5
+    assert heartbeat(client, 3) == ENDED
+
+
+def check_until_it_raises(watch: PeerWatch, ranks: list[int]) -> None:
+    deadline = time.monotonic() + MARGIN_S
+    while time.monotonic() < deadline:
+        watch.check(ranks)
+        time.sleep(0.001)
+
+
+def wait_for(watch: PeerWatch, ranks: list[int]) -> RunError:
+    with pytest.raises(RunError) as error:
+        check_until_it_raises(watch, ranks)
+    return error.value
+
+
+def test_a_rank_without_heartbeats_is_found_by_those_that_wait_for_it() -> None:
+    client = client_of(dist.HashStore(), MARGIN_S)
+    beating = Heartbeat(client, 1, interval_s=0.005)
+    started = time.monotonic()
+    error = wait_for(PeerWatch(client, TIMEOUT_S), [1, 2])
+    assert TIMEOUT_S <= time.monotonic() - started < MARGIN_S
+    assert str(error) == "ranks [2] gave no sign of life for 0.2 s (run.timeout)"
+    assert error.awaited == (2,)
+    beating.close()
+    assert wait_for(PeerWatch(client, TIMEOUT_S), [1]).awaited == (1,)
+
+
+def test_a_reported_failure_ends_the_wait_for_ranks_that_live() -> None:
+    client = client_of(dist.HashStore(), MARGIN_S)
+    beating = Heartbeat(client, 1, interval_s=0.005)
+    watch = PeerWatch(client, TIMEOUT_S)
+    client.add(FAILURES, 1)
+    error = wait_for(watch, [1])
+    beating.close()
+    assert str(error) == "a rank failed, and ranks [1] did not answer"
+    assert error.awaited == (1,)
