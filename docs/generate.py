@@ -29,6 +29,7 @@ from mkdocs.structure.pages import Page
 from acsgd import cli
 from acsgd.codecs import CODECS
 from acsgd.config.options import Config
+from acsgd.config.ranges import ranges_of
 from acsgd.dp import MODES
 from acsgd.io import SOURCES
 from acsgd.io.telemetry.record import Record
@@ -196,13 +197,17 @@ def _fields(kind: Any) -> list[_Field]:
         if base.__module__.startswith("acsgd"):
             docs |= _field_docs(base)
     hints = typing.get_type_hints(kind)
+    ranges = ranges_of(kind) if dataclasses.is_dataclass(kind) else {}
     if dataclasses.is_dataclass(kind):
         defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     else:
         defaults = {name: kind._field_defaults.get(name, dataclasses.MISSING) for name in kind._fields}
     if missing := [name for name in defaults if not docs[name]]:
         raise ValueError(f"{kind.__module__}.{kind.__name__}: no docstring below the field {missing[0]}")
-    return [_Field(name, _type(hints[name]), _default(default), docs[name]) for name, default in defaults.items()]
+    types = {
+        name: ", ".join([_type(hints[name]), *([str(ranges[name])] if name in ranges else [])]) for name in defaults
+    }
+    return [_Field(name, types[name], _default(default), docs[name]) for name, default in defaults.items()]
 
 
 def _field_docs(kind: type) -> dict[str, str]:

@@ -7,8 +7,11 @@ tables of the plug-ins. This file imports none of them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from acsgd.config.ranges import COUNT, COUNT_OR_NONE, Range
 
 RENAMED = {
     "data.task": "data.sources",
@@ -43,25 +46,25 @@ class DataConfig:
 
     sources: str
     """Sources with optional weights, "a.jsonl:0.3,b.txt:0.7": *.jsonl, *.jsonl.zst, *.txt, or "demo"."""
-    sequence: int
+    sequence: Annotated[int, Range(1, 2**24)]
     """Sequence length, tokens."""
-    batch: int
+    batch: Annotated[int, Range(1, 2**24)]
     """Global batch size, sequences per optimizer step over all replicas. Independent of the number of ranks."""
-    seed: int = 0
-    """Seed of the sample order, of dropout and of new weights; 0 to 2**63 - 1."""
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
+    """Seed of the sample order, of dropout and of new weights."""
     on_error: Literal["stop", "skip"] = "stop"
     """What an unreadable record does: "stop" ends the run and names it; "skip" leaves it out and reports the count."""
     eval_sources: str | None = None
     """Sources to evaluate on, as in data.sources but without weights; every sequence is read once. Default: none."""
-    eval_fraction: float = 0.0
-    """Fraction of each source that is held out for evaluation, taken from its end, in [0, 1); 0.05 = 5 %."""
+    eval_fraction: Annotated[float, Range(0, 1, below=True)] = 0.0
+    """Fraction of each source that is held out for evaluation, taken from its end; 0.05 = 5 %."""
 
 
 @dataclass(frozen=True)
 class EvalConfig:
     """When the model is evaluated."""
 
-    every: int | None = None
+    every: Annotated[int, COUNT] | None = None
     """Interval between evaluations, optimizer steps. The last step always evaluates. Default: only then."""
 
 
@@ -69,9 +72,9 @@ class EvalConfig:
 class PipelineConfig:
     """Pipeline parallelism: the stages, the schedule, and the codecs of what travels between stages."""
 
-    stages: int = 1
+    stages: Annotated[int, Range(1, 2**16)] = 1
     """Ranks per pipeline. Must divide the number of processes; the quotient is the number of replicas."""
-    micro: int = 1
+    micro: Annotated[int, Range(1, 2**24)] = 1
     """Micro-batch size, sequences; must divide data.batch. Larger = fewer, longer messages and a larger bubble."""
     schedule: str = "1f1b"
     """Pipeline schedule: "gpipe", "1f1b", "1f1b:lead=2" or "interleaved:chunks=2"."""
@@ -80,11 +83,11 @@ class PipelineConfig:
     that are trained on more than once, "delta:bits=4" or "delta:step=2"."""
     backward: str = "none"
     """Codec of activation gradients: the same except delta."""
-    exact_steps: int = 0
+    exact_steps: Annotated[int, COUNT_OR_NONE] = 0
     """Number of initial steps that send activations and gradients without codecs; 0 = none."""
     exact_eval: bool = True
     """Whether evaluations send activations without codecs."""
-    layers: tuple[int, ...] | None = None
+    layers: tuple[Annotated[int, Range(0, 2**16)], ...] | None = None
     """Transformer blocks per stage, first to last, without the embedding and the head. Default: balanced by cost."""
 
 
@@ -100,31 +103,31 @@ class ReplicaConfig:
 class OptimConfig:
     """The optimizer and its learning-rate schedule."""
 
-    lr: float
-    """Peak learning rate, greater than 0."""
-    steps: int
+    lr: Annotated[float, Range(0, 1000, above=True)]
+    """Peak learning rate."""
+    steps: Annotated[int, COUNT]
     """Number of optimizer steps of the whole run."""
     name: str = "adamw"
     """Optimizer: "adamw", in fp32 on the master weights."""
-    warmup: int = 0
+    warmup: Annotated[int, COUNT_OR_NONE] = 0
     """Number of steps over which the learning rate rises linearly to its peak."""
     schedule: Literal["linear", "cosine"] = "linear"
     """Learning-rate decay from the peak to 0 at the last step."""
-    clip: float = 1.0
+    clip: Annotated[float, Range(0, math.inf, above=True)] = 1.0
     """Maximum global gradient norm; inf = no clipping."""
-    weight_decay: float = 0.01
+    weight_decay: Annotated[float, Range(0, 1000)] = 0.01
     """Decoupled weight decay, of matrices and embeddings only (not of norms and biases)."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of AdamW's first and second moments, each in [0, 1)."""
-    eps: float = 1e-8
-    """Term added to AdamW's denominator, greater than 0."""
+    betas: tuple[Annotated[float, Range(0, 1, below=True)], Annotated[float, Range(0, 1, below=True)]] = (0.9, 0.999)
+    """Decay rates of AdamW's first and second moments."""
+    eps: Annotated[float, Range(0, 1, above=True)] = 1e-8
+    """Term added to AdamW's denominator."""
     on_nan: Literal["stop", "skip"] = "stop"
     """What NaN or inf in the loss or the gradients does: "stop" ends the run and names its origin; "skip" skips the
     update."""
-    spike: float | None = None
-    """Loss spike threshold, a multiple of the mean loss of the last 16 updates, greater than 1. A spike restores the
+    spike: Annotated[float, Range(1, 10**6, above=True)] | None = None
+    """Loss spike threshold, a multiple of the mean loss of the last 16 updates. A spike restores the
     last checkpoint and skips the batch. Default: never."""
-    loss_scale: float = 65536.0
+    loss_scale: Annotated[float, Range(1, 2**32)] = 65536.0
     """Initial loss scale of fp16 runs, a power of 2. Halved when gradients overflow, doubled after 2000 steps
     without overflow."""
 
@@ -138,9 +141,9 @@ class CheckpointConfig:
     every: str | None = None
     """Interval between checkpoints: optimizer steps, "500", or minutes, "10min". The last step is always saved.
     Default: only that."""
-    keep: int = 10
+    keep: Annotated[int, COUNT] = 10
     """Number of most recent checkpoints to keep; older ones are removed when a new one is complete."""
-    keep_every: int | None = None
+    keep_every: Annotated[int, COUNT] | None = None
     """Also keep, forever, the checkpoints of steps that are multiples of this number. Default: none."""
     best: bool = False
     """Whether to save after each evaluation with the lowest loss so far; the link "best" points to that checkpoint."""
@@ -177,7 +180,7 @@ class LogConfig:
 class RunConfig:
     """Timeouts and devices."""
 
-    timeout: float = 600.0
+    timeout: Annotated[float, Range(0.1, 10**6)] = 600.0
     """Maximum time a rank waits for a message of a peer, seconds; then the run ends."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device: "auto" = one GPU per local rank if the host has any, else the CPU."""

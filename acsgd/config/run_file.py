@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import re
 import tomllib
+import types
 import typing
 from pathlib import Path
 from typing import Any
@@ -15,27 +17,36 @@ import tyro
 from acsgd.config.options import RENAMED, Config
 from acsgd.config.spec import suggest
 
+MAX_SHOWN = 60
+"""Maximum number of characters of a value in an error message."""
+
 
 def parse(argv: list[str], *, prog: str = "train.py", is_main: bool = True) -> Config:
     """Read `RUN.toml [--section.key value ...]`; flags > file > defaults.
 
-    prog: name of the command in its help; is_main: whether this process prints help and usage errors. Does not check
-    values; see `acsgd.config.checks`. Raises ValueError for an unreadable file, an unknown key or a renamed option,
-    SystemExit (as tyro does) for --help and malformed flags.
+    prog: name of the command in its help; is_main: whether this process prints help. Does not check ranges; see
+    `acsgd.config.checks`. Raises ValueError for an unreadable file, an unknown key, a renamed option or a malformed
+    value, SystemExit for --help.
     """
     argv = list(argv)
     arguments: list[str] = []
     if argv and not argv[0].startswith("-"):
         arguments = _as_flags(_read(Path(argv.pop(0))))
     _refuse_renamed(argv)
-    with contextlib.nullcontext() if is_main else contextlib.redirect_stderr(io.StringIO()):
-        return tyro.cli(
-            Config,
-            args=arguments + argv,
-            prog=f"{prog} [RUN.toml]",
-            description="Fine-tune a Hugging Face causal language model over pipeline stages x replicas.",
-            console_outputs=is_main,  # False silences help and unknown flags, but not values of a wrong type
-        )
+    printed = io.StringIO()
+    try:
+        help_to = contextlib.nullcontext() if is_main else contextlib.redirect_stdout(io.StringIO())
+        with help_to, contextlib.redirect_stderr(printed):
+            return tyro.cli(
+                Config,
+                args=arguments + argv,
+                prog=f"{prog} [RUN.toml]",
+                description="Fine-tune a Hugging Face causal language model over pipeline stages x replicas.",
+            )
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise ValueError(f"{_usage_error(printed.getvalue())}; all options: {prog} --help") from None
 
 
 def to_toml(config: Config) -> str:
@@ -50,25 +61,93 @@ def to_toml(config: Config) -> str:
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """Read a run file. Raises ValueError for unknown sections and keys."""
+    """Read a run file. Raises ValueError for unknown sections and keys, and for values of a wrong type."""
     try:
         with path.open("rb") as file:
             table = tomllib.load(file)
-    except OSError as error:
-        raise ValueError(f"run file {path} cannot be read ({error.strerror}); give an existing TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError):
+            raise ValueError(f"run file {path} cannot be read ({error.strerror}); give an existing TOML file") from None
         raise ValueError(f"{path} is not TOML: {error}") from None
+    except RecursionError:
+        raise ValueError(
+            f"{path} nests its values too deeply; an option is a number, a text or a list of them"
+        ) from None
     sections = typing.get_type_hints(Config)
     for name, values in table.items():
         if name not in sections or not isinstance(values, dict):
             raise ValueError(f"{path}: unknown section [{name}]{suggest(name, sections)}")
-        keys = {key.name: key for key in dataclasses.fields(sections[name])}
-        for key in values:
+        keys = typing.get_type_hints(sections[name])
+        for key, value in values.items():
             if f"{name}.{key}" in RENAMED:
                 raise ValueError(f"{path}: {name}.{key} is now called {RENAMED[f'{name}.{key}']}")
             if key not in keys:
                 raise ValueError(f"{path}: unknown key {name}.{key}{suggest(key, keys)}")
+            if not _has_type(value, keys[key]):
+                raise ValueError(f"{path}: {name}.{key} = {_shown(value)} must be {_kind(keys[key])}")
     return table
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """Whether a TOML value has the type of an option. An integer is also a number and a text."""
+    arguments = typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_has_type(value, each) for each in arguments if each is not type(None))
+    if origin is typing.Literal:
+        return value in [each for each in arguments if type(each) is type(value)]
+    if origin is tuple:
+        is_sized = arguments[-1] is Ellipsis or (isinstance(value, list) and len(value) == len(arguments))
+        return isinstance(value, list) and is_sized and all(_has_type(each, arguments[0]) for each in value)
+    return type(value) is hint or (hint in (float, str) and type(value) is int)
+
+
+def _kind(hint: Any) -> str:
+    """Return the type of an option in words."""
+    arguments = typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _kind(next(each for each in arguments if each is not type(None)))
+    if origin is typing.Literal:
+        return " or ".join(f'"{each}"' for each in arguments)
+    if origin is tuple:
+        return f"a list of {'' if arguments[-1] is Ellipsis else f'{len(arguments)} '}{_kinds(arguments[0])}"
+    return {str: 'a text, "..."', int: "an integer", float: "a number", bool: "true or false"}[hint]
+
+
+def _kinds(hint: Any) -> str:
+    return {int: "integers", float: "numbers"}[hint]
+
+
+def _shown(value: Any) -> str:
+    """Return the beginning of a value, as Python writes it."""
+    text = "a table" if isinstance(value, dict) else "a nested list" if _is_nested(value) else repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(each, (list, dict)) for each in value)
+
+
+def _usage_error(printed: str) -> str:
+    """Return tyro's usage error, a title and sections of text between lines, as one sentence."""
+    sections: list[list[str]] = [[]]
+    for line in printed.splitlines():
+        text = line.strip("│| ")
+        if set(text) <= set("─-"):
+            sections.append([])
+        elif text[0] not in "╭╰+":
+            sections[-1].append(text)
+    filled = [section for section in sections if section]
+    error, *others = filled if printed.startswith("╭") else filled[1:]
+    options = [text for text in error if text.startswith("--")]
+    if options:  # each is followed by its description
+        return f"required options are missing: {', '.join(options)}"
+    suggested = [text for section in others if section[0].startswith("Perhaps") for text in section if text[:2] == "--"]
+    hint = f" (did you mean {' or '.join(suggested)}?)" if suggested else ""
+    text = " ".join(error).partition(" Got errors: ")[0].removesuffix(".")
+    text = re.sub(r"--[\w.-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), text)  # as in the documentation
+    return text[:1].lower() + text[1:] + hint
 
 
 def _refuse_renamed(argv: list[str]) -> None:

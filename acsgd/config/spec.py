@@ -12,6 +12,11 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from acsgd.config.ranges import out_of_range
+
+LIMIT = 10**12
+"""Limit of the magnitude of numbers; fields declare narrower ranges."""
+
 
 def from_spec(spec: str, table: Mapping[str, type], *, key: str) -> Any:
     """Parse a spec string into an instance of the class it selects. Returns Any: each table has its own protocol.
@@ -44,9 +49,12 @@ def from_spec(spec: str, table: Mapping[str, type], *, key: str) -> Any:
             raise ValueError(f'{key}="{spec}": {option} is given twice')
         values[option] = _convert(text, fields[option], where=f'{key}="{spec}": {option}')
     try:
-        return plugin(**values)
-    except (TypeError, ValueError) as error:
+        parsed = plugin(**values)
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f'{key}="{spec}": {error}') from None
+    for wrong in out_of_range(parsed):
+        raise ValueError(f'{key}="{spec}": {wrong}')
+    return parsed
 
 
 def to_spec(plugin: Any, table: Mapping[str, type]) -> str:
@@ -77,9 +85,12 @@ def _convert(text: str, kind: Any, *, where: str) -> Any:
             raise ValueError(f'{where}="{text}" is neither true nor false')
         return text == "true"
     try:
-        return kind(text)
+        value = kind(text)
     except ValueError:
         raise ValueError(f'{where}="{text}" is not of type {kind.__name__}') from None
+    if not abs(value) < LIMIT:
+        raise ValueError(f'{where}="{text}" must be a number of at most {LIMIT:.0e}')
+    return value
 
 
 def _text(value: Any) -> str:

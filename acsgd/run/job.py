@@ -45,6 +45,9 @@ from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams, open_streams
 from acsgd.topology import Topology
 
+MAX_COMPUTES = 2**16
+"""Maximum number of forwards in a step of one pipeline. Ordering and validating a program takes 0.1 ms per forward."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -164,6 +167,7 @@ def prepare(config: Config, launch: Launch) -> Job:
     sources = parse_sources(config.data.sources, on_error=config.data.on_error)
     eval_sources = parse_eval(config.data.eval_sources, config.data.eval_fraction, on_error=config.data.on_error)
     micro_ids = _deal(config, topology)
+    _check_computes(config, topology.stages * schedule.chunks, len(micro_ids))
     streams = open_streams(config.run.device, launch.local_rank)
     model_dir, model_config = open_model(config.model)
     family = family_of(model_config.model_type)
@@ -243,6 +247,16 @@ def _deal(config: Config, topology: Topology) -> range:
             f"{config.pp.micro * topology.replicas}"
         )
     return deal(num_micros, topology.replicas, topology.replica)
+
+
+def _check_computes(config: Config, stages: int, micros: int) -> None:
+    """Raise ValueError if a step has so many computations that to order and validate them takes many seconds."""
+    if stages * micros > MAX_COMPUTES:
+        raise ValueError(
+            f"data.batch={config.data.batch} with pp.micro={config.pp.micro} gives a pipeline {micros} micro-batches, "
+            f"for {stages} stages, which is more than {MAX_COMPUTES} forwards; use "
+            f"pp.micro={config.pp.micro * -(-stages * micros // MAX_COMPUTES)} or more, or a smaller data.batch"
+        )
 
 
 def _programs(schedule: Schedule, stages: int, micros: int) -> tuple[Program, Program]:

@@ -78,6 +78,13 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--pp.stages 9", 9, "needs 9 stages, but the model has 8 layers (an embedding, 6 blocks, a head)"),
         ("--pp.stages 3 --pp.schedule interleaved:chunks=3", 3, "needs 9 stages, but the model has 8 layers"),
         ("--pp.micro 4", 2, "into 1 micro-batches, too few for 2 replicas; use a smaller pp.micro, or data.batch"),
+        (
+            "--data.batch 1048576",
+            1,
+            "data.batch=1048576 with pp.micro=1 gives a pipeline 1048576 micro-batches, for 1 stages, which is more "
+            "than 65536 forwards; use pp.micro=16 or more, or a smaller data.batch",
+        ),
+        ("--pp.schedule interleaved:chunks=999999999", 1, "which is more than 65536 forwards"),
         ("--pp.micro 3", 1, "pp.micro=3 does not divide data.batch=4"),
         ("--pp.stages 2 --pp.layers 3 2", 2, "pp.layers=[3, 2] adds up to 5, but the model has 6 blocks"),
         ("--pp.stages 2 --pp.layers 6", 2, "pp.layers=[6] has 1 entries, but there are 2 stages"),

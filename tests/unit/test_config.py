@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
 import typing
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from acsgd.config import options as config_module
 from acsgd.config.checks import check
 from acsgd.config.options import RENAMED, Config
+from acsgd.config.ranges import ranges_of
 from acsgd.config.run_file import parse, to_toml
 
 RUN = """
@@ -100,11 +103,11 @@ def test_a_missing_file_is_named() -> None:
     ("flags", "message"),
     [
         ("--pp.micro 3", "pp.micro=3 does not divide data.batch=8; use pp.micro=1 or 2 or 4"),
-        ("--data.batch 0", "data.batch=0 must be greater than 0"),
+        ("--data.batch 0", "data.batch=0 must be at least 1, at most 16777216"),
         ("--optim.lr nan", "optim.lr=nan must be greater than 0"),
-        ("--optim.warmup 9", "optim.warmup=9 must lie between 0 and optim.steps=5"),
-        ("--optim.betas 0.9 1.0", "must lie in [0, 1)"),
-        ("--optim.spike 1", "optim.spike=1.0 must be greater than 1, a multiple of the mean loss"),
+        ("--optim.warmup 9", "optim.warmup=9 must be at most optim.steps=5"),
+        ("--optim.betas 0.9 1.0", "optim.betas contains 1.0, which must be at least 0, less than 1"),
+        ("--optim.spike 1", "optim.spike=1.0 must be greater than 1, at most 1000000"),
         ("--optim.spike nan", "optim.spike=nan must be greater than 1"),
         (
             "--optim.spike 3",
@@ -112,16 +115,29 @@ def test_a_missing_file_is_named() -> None:
             'give, for example, checkpoint.every="500"',
         ),
         ("--optim.loss_scale 1000", "optim.loss_scale=1000.0 must be a power of 2; use, for example, 65536"),
-        ("--optim.loss_scale inf", "optim.loss_scale=inf must be a power of 2"),
-        ("--optim.loss_scale 0", "optim.loss_scale=0.0 must be greater than 0"),
-        ("--checkpoint.keep 0", "checkpoint.keep=0 must be greater than 0"),
-        ("--checkpoint.keep_every 0", "checkpoint.keep_every=0 must be greater than 0"),
+        ("--optim.loss_scale inf", "optim.loss_scale=inf must be at least 1, at most 4294967296"),
+        ("--optim.loss_scale 0", "optim.loss_scale=0.0 must be at least 1"),
+        ("--checkpoint.keep 0", "checkpoint.keep=0 must be at least 1"),
+        ("--checkpoint.keep_every 0", "checkpoint.keep_every=0 must be at least 1"),
         *(
             (
                 f"--checkpoint.every {every}",
                 f'checkpoint.every={every} is not an interval; give steps, "500", or minutes, "10min"',
             )
-            for every in ("0", "x", "-5", "5m", "0min", "min", "1.5", "5minmin", "1e3")
+            for every in (
+                "0",
+                "x",
+                "-5",
+                "5m",
+                "0min",
+                "min",
+                "1.5",
+                "5minmin",
+                "1e3",
+                "9" * 400,
+                "9" * 400 + "min",
+                "٣",
+            )
         ),
         (
             "--eval.every 5",
@@ -138,6 +154,37 @@ def test_an_invalid_value_is_named(flags: str, message: str, run_file: Path) -> 
     with pytest.raises(ValueError) as error:
         check(parse([str(run_file), *flags.split()]))
     assert message in str(error.value)
+
+
+ODD = ["inf", "-inf", "nan", "-1", "0", "1e300", str(2**63), "9" * 400]
+
+
+def test_every_numeric_option_declares_a_range_and_refuses_what_is_outside() -> None:
+    """Law: every odd value is refused with its key and its value, or lies in the declared range."""
+    base = "--model.name m --data.sources demo --data.sequence 8 --data.batch 2 --optim.lr 1 --optim.steps 3"
+    for section in dataclasses.fields(Config):
+        kind = typing.get_type_hints(Config)[section.name]
+        numeric = [name for name, hint in typing.get_type_hints(kind).items() if re.search("int|float", str(hint))]
+        ranges = ranges_of(kind)
+        assert numeric == list(ranges), f"{section.name}: options without a range"
+        for name, odd in itertools.product(numeric, ODD):
+            key = f"{section.name}.{name}"
+            config, refusal = read(f"{base} --{key} {f'{odd} {odd}' if name == 'betas' else odd}")
+            assert refusal is None or (key in refusal and "\n" not in refusal), (key, odd, refusal)
+            if config is not None:
+                value = getattr(getattr(config, section.name), name)
+                values = value if isinstance(value, tuple) else [value]
+                assert all(each in ranges[name] for each in values), (key, odd)
+
+
+def read(flags: str) -> tuple[Config | None, str | None]:
+    """Return the configuration, or the message that refuses it."""
+    try:
+        config = parse(flags.split())
+        check(config)
+        return config, None
+    except ValueError as error:
+        return None, str(error)
 
 
 def test_a_checkpoint_interval_with_a_blank_is_named(run_file: Path) -> None:
@@ -157,26 +204,83 @@ def test_a_checkpoint_interval_is_steps_or_minutes(
     assert (config.checkpoint.every_steps, config.checkpoint.every_s) == (steps, seconds)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [("--data.btach 3", "--data.batch"), ("--model.dtype fp8", "fp8"), ("--data.batch x", "'x'")],
-)
-def test_an_invalid_flag_is_named(flags: str, message: str, run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse([str(run_file), *flags.split()])
-    assert ended.value.code
-    printed = capsys.readouterr()
-    words = " ".join((printed.err + printed.out).replace("│", " ").split())
-    assert message in words
+USAGE = [
+    ("--data.btach 3", "unrecognized options: --data.btach, 3 (did you mean --data.batch INT?); all options: train.py"),
+    (
+        "--model.dtype fp8",
+        "invalid choice 'fp8' for argument '--model.dtype'. Expected one of ('fp32', 'bf16', 'fp16')",
+    ),
+    ("--data.batch x", "error parsing --data.batch: invalid literal for int() with base 10: 'x'; all options: train"),
+    ("--data.batch", "missing value for argument '--data.batch'. Expected 1 values"),
+    ("--optim.betas 1", "missing value for argument '--optim.betas'. Expected 2 values"),
+    ("--pp.layers a", "error parsing --pp.layers: "),
+    ("--data.batch 1e99", "error parsing --data.batch: invalid literal"),
+    ("unexpected", "unrecognized options: unexpected; all options: train.py --help"),
+]
+"""Flags, and the beginning of the message."""
 
 
-@pytest.mark.parametrize("flags", ["--data.btach 3", "--data.batch x", "--model.dtype fp8"])
-def test_ranks_other_than_the_main_rank_print_nothing(
-    flags: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_main", [True, False])
+def test_an_invalid_flag_is_named_in_one_sentence_and_nothing_is_printed(
+    is_main: bool, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
-        parse([str(run_file), *flags.split()], is_main=False)
+    for flags, message in USAGE:
+        with pytest.raises(ValueError) as refused:
+            parse([str(run_file), *flags.split()], is_main=is_main)
+        text = str(refused.value)
+        assert text.startswith(message)
+        assert "\n" not in text
+        assert not set("│╭╰─").intersection(text)
+    with pytest.raises(ValueError, match=r"^required options are missing: --model.name STR, --data.sources STR, "):
+        parse([], is_main=is_main)
     assert capsys.readouterr() == ("", "")
+
+
+def test_only_the_main_rank_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for is_main in (True, False):
+        with pytest.raises(SystemExit) as ended:
+            parse(["--help"], is_main=is_main)
+        assert not ended.value.code
+        assert ("--pp.stages" in capsys.readouterr().out) == is_main
+
+
+WRONG_TYPES = [
+    ("data.batch", '"8"', "data.batch = '8' must be an integer"),
+    ("data.batch", "8.0", "data.batch = 8.0 must be an integer"),
+    ("data.batch", "true", "data.batch = True must be an integer"),
+    ("data.batch", "{x = 1}", "data.batch = a table must be an integer"),
+    ("data.batch", "2024-01-01", "data.batch = datetime.date(2024, 1, 1) must be an integer"),
+    ("optim.lr", "[1]", "optim.lr = [1] must be a number"),
+    ("optim.betas", "[0.9]", "optim.betas = [0.9] must be a list of 2 numbers"),
+    ("optim.betas", "0.9", "optim.betas = 0.9 must be a list of 2 numbers"),
+    ("pp.layers", "[[1]]", "pp.layers = a nested list must be a list of integers"),
+    ("pp.exact_eval", "1", "pp.exact_eval = 1 must be true or false"),
+    ("model.name", "3.5", 'model.name = 3.5 must be a text, "..."'),
+    ("model.dtype", '"fp8"', """model.dtype = 'fp8' must be "fp32" or "bf16" or "fp16\""""),
+    ("model.dtype", "[[[]]]", "model.dtype = a nested list must be"),
+    ("log.to", "[" * 50_000, "nests its values too deeply"),
+    ("data.batch", "9" * 5000, "is not TOML: Exceeds the limit"),
+    ("log.to", '"\\ud800"', "is not TOML"),
+]
+"""Key, its value in the file, and a part of the message."""
+
+
+def test_a_value_of_a_wrong_type_in_the_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    for key, value, message in WRONG_TYPES:
+        path.write_text(f"{key} = {value}\n")
+        with pytest.raises(ValueError) as refused:
+            parse([str(path)])
+        text = str(refused.value)
+        assert message in text
+        assert text.startswith(f"{path}")
+        assert "\n" not in text
+    path.write_bytes(b"log.dir = '\xff'\n")
+    with pytest.raises(ValueError, match="is not TOML: 'utf-8' codec"):
+        parse([str(path)])
+    for name in ("x" * 300, str(tmp_path)):
+        with pytest.raises(ValueError, match=r"^run file .* cannot be read \("):
+            parse([name])
 
 
 @pytest.mark.parametrize("former", RENAMED)

@@ -18,6 +18,7 @@ ORDER = """
     seeds
     meter
     streams
+    config.ranges
     config.spec
     config.options
     config.checks
@@ -175,6 +176,7 @@ TORCH_FREE = (
     "acsgd.run.processes",
     "acsgd.run.signals",
     "acsgd.run.error_report",
+    "acsgd.config.ranges",
     "acsgd.config.spec",
     "acsgd.config.options",
     "acsgd.config.checks",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from acsgd.codecs.identity import DTYPES
+from acsgd.config.ranges import Range
 from acsgd.dp.exchange.flat import FlatLayout
 from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.resize import ReplicaState, check_names
@@ -78,12 +79,8 @@ class BucketOptions:
 
     requires: ClassVar[frozenset[Capability]] = frozenset()
 
-    bucket_mb: float = BUCKET_MB
+    bucket_mb: Annotated[float, Range(0, 2**20, above=True)] = BUCKET_MB
     """Gradients per message, megabytes. Smaller = earlier start, more messages."""
-
-    def __post_init__(self) -> None:
-        if not self.bucket_mb > 0:
-            raise ValueError(f"bucket_mb={self.bucket_mb} must be greater than 0")
 
     @property
     def states(self) -> tuple[ReplicaState, ...]:

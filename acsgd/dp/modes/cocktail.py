@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from acsgd.codecs.topk import TopK
+from acsgd.config.ranges import Range
 from acsgd.dp.exchange.averaging import ShardedMean, sharded_mean, split_evenly
 from acsgd.dp.exchange.error_feedback import SERVER_RESIDUAL, ErrorFeedback
 from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync, WeightBuffer
@@ -57,7 +58,7 @@ class Cocktail:
     """Number of values that share a scale."""
     sampling: Sampling = "rolling"
     """Order in which coordinates are sampled: rolling, shuffled or random."""
-    outer_lr: float = 1.0
+    outer_lr: Annotated[float, Range(0, 1000, above=True)] = 1.0
     """Multiplier on the decoded mean update (outer learning rate). 1 = as published."""
     moment_correction: bool = True
     """Whether to keep AdamW's second moments as large as those of the mean gradient, row by row. Otherwise each replica
@@ -69,8 +70,6 @@ class Cocktail:
         for name in ("random", "topk"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in (0, 1]; 0.1 and 0.2 are usual")
-        if not self.outer_lr > 0:
-            raise ValueError(f"outer_lr={self.outer_lr} must be greater than 0; 1 = as published")
         if self.exact_steps < 0:
             raise ValueError(f"exact_steps={self.exact_steps} must be 0 or more")
         self.codec()

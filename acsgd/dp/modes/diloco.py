@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from acsgd.codecs.base import Codec
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.identity import Identity
 from acsgd.codecs.message import PackedCodec
+from acsgd.config.ranges import Range
 from acsgd.dp.exchange.averaging import ShardedMean, sharded_mean, split_evenly
 from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync
 from acsgd.dp.exchange.peers import AsyncResult, Peers
@@ -46,7 +47,7 @@ class DiLoCo:
 
     inner: int = 50
     """Number of local steps between two exchanges of a weight, H."""
-    outer_lr: float = 0.7
+    outer_lr: Annotated[float, Range(0, 1000, above=True)] = 0.7
     """Learning rate of the outer optimizer."""
     momentum: float = 0.9
     """Momentum of the outer optimizer, in [0, 1)."""
@@ -67,11 +68,8 @@ class DiLoCo:
         if not 0 <= self.delay < self.inner // self.fragments:
             most = self.inner // self.fragments - 1
             raise ValueError(f"delay={self.delay} must lie in 0 to {most}: only one fragment is exchanged at a time")
-        if not (self.outer_lr > 0 and 0 <= self.momentum < 1 and 0 <= self.mix <= 1):
-            raise ValueError(
-                f"outer_lr={self.outer_lr} must be greater than 0, momentum={self.momentum} in [0, 1), and "
-                f"mix={self.mix} in [0, 1]"
-            )
+        if not (0 <= self.momentum < 1 and 0 <= self.mix <= 1):
+            raise ValueError(f"momentum={self.momentum} must lie in [0, 1), and mix={self.mix} in [0, 1]")
         self.codec()
 
     def codec(self) -> Codec:

@@ -43,7 +43,6 @@ class PowerSGD(BucketOptions):
     """Whether a step starts from the Q of the previous one, as published; otherwise Q is random in each step."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.rank < 1:
             raise ValueError(f"rank={self.rank} must be 1 or more; 4 is usual")
         if self.exact_steps < 0:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from acsgd.codecs.topk import TopK
+from acsgd.config.ranges import Range
 from acsgd.dp.exchange.error_feedback import RESIDUAL, ErrorFeedback
 from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync, WeightBuffer
 from acsgd.dp.exchange.peers import Peers
@@ -44,7 +45,7 @@ class SparseLoCo:
     """Bits per value, 1 to 8."""
     decay: float = 0.95
     """Decay of the residual per exchange, in [0, 1]."""
-    outer_lr: float = 1.0
+    outer_lr: Annotated[float, Range(0, 1000, above=True)] = 1.0
     """Multiplier on the decoded mean update (outer learning rate)."""
     moment_correction: bool = False
     """Whether to keep AdamW's second moments as large as those of the mean gradient, row by row."""
@@ -54,8 +55,6 @@ class SparseLoCo:
             raise ValueError(f"inner={self.inner} must be 1 or more steps")
         if not 0 <= self.decay <= 1:
             raise ValueError(f"decay={self.decay} must lie in [0, 1]; 0.95 is usual")
-        if not self.outer_lr > 0:
-            raise ValueError(f"outer_lr={self.outer_lr} must be greater than 0; 1 is usual")
         self.codec()
 
     def codec(self) -> TopK:

@@ -1,0 +1,60 @@
+"""Valid ranges of numeric options, declared in the type of the field: Annotated[int, Range(1, 10)]."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers that a numeric option may have. NaN is in no range."""
+
+    low: float
+    high: float
+    above: bool = False
+    """Whether `low` itself is excluded."""
+    below: bool = False
+    """Whether `high` itself is excluded."""
+
+    def __contains__(self, value: float) -> bool:
+        is_above = value > self.low if self.above else value >= self.low
+        return is_above and (value < self.high if self.below else value <= self.high)
+
+    def __str__(self) -> str:
+        low = f"greater than {self.low:.15g}" if self.above else f"at least {self.low:.15g}"
+        high = f"less than {self.high:.15g}" if self.below else f"at most {self.high:.15g}"
+        return f"{low}, {high}"
+
+
+COUNT = Range(1, 10**12)
+"""Range of numbers of steps, which cost nothing until they are made."""
+COUNT_OR_NONE = Range(0, 10**12)
+
+
+def ranges_of(kind: type) -> dict[str, Range]:
+    """Return the ranges that the fields of a dataclass declare, by name."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    found = {field.name: _range(hints[field.name]) for field in dataclasses.fields(kind)}
+    return {name: each for name, each in found.items() if each}
+
+
+def out_of_range(options: Any) -> Iterator[str]:
+    """Yield "name=value must be ..." for each field of a dataclass instance that is outside its declared range."""
+    for name, valid in ranges_of(type(options)).items():
+        value = getattr(options, name)
+        values = value if isinstance(value, tuple) else () if value is None else (value,)
+        for each in values:
+            if each not in valid:
+                entry = f" contains {each}, which" if isinstance(value, tuple) else f"={each}"
+                yield f"{name}{entry} must be {valid}"
+
+
+def _range(hint: Any) -> Range | None:
+    """Return the range in a type such as tuple[Annotated[int, Range(...)], ...] | None."""
+    if typing.get_origin(hint) is typing.Annotated:
+        return next((each for each in hint.__metadata__ if isinstance(each, Range)), None)
+    return next(filter(None, map(_range, typing.get_args(hint))), None)
