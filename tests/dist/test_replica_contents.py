@@ -1,0 +1,175 @@
+"""Law: state of replicas that is missing or does not fit is found before its use, in every data-parallel mode."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lib.models import share_cache
+from lib.ranks import on_ranks
+from lib.resume import TinyModel, train_ranks
+from lib.saved import SMALL, rewrite_tensors, small_run
+from safetensors.torch import load_file
+from torch import Tensor
+
+from acsgd.config.options import Config, ReplicaConfig
+from acsgd.config.spec import from_spec
+from acsgd.dp import MODES
+from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents
+from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.checkpoint.inspect import inspect
+from acsgd.shards import family_of
+from acsgd.shards.config import read_config
+from acsgd.shards.disk import CorruptFileError, Manifest, ShardDirectory
+
+SPECS = [
+    "allreduce",
+    "powersgd:rank=1",
+    "quantized:exact_steps=1",
+    "cocktail_grad:topk=0.1",
+    "local",
+    "cocktail",
+    "diloco:inner=4,delay=2",
+    "sparseloco:inner=2",
+]
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Config]:
+    """Return a run of each mode on 2 stages x 2 replicas, of a model with a tied weight, saved after each step."""
+    directory, model = tmp_path_factory.mktemp("contents"), tiny_model("gpt2", **SMALL | {"n_layer": 2})
+    configs = {}
+    for number, spec in enumerate(SPECS):
+        config = small_run(model, directory / f"run-{number}" / "run", steps=STEPS)
+        share_cache(model, Path(config.log.dir))
+        configs[spec] = dataclasses.replace(
+            config,
+            data=dataclasses.replace(config.data, batch=4),
+            pp=dataclasses.replace(config.pp, micro=1, stages=2),
+            dp=ReplicaConfig(spec),
+        )
+    on_ranks(4, train_ranks, directory / "store", list(configs.values()))
+    return configs
+
+
+def directory_of(config: Config) -> CheckpointDirectory:
+    return CheckpointDirectory(Path(config.log.dir) / "checkpoints")
+
+
+def error_of(checkpoint: Path, layer: str) -> str:
+    """Return the error of the check of one layer, empty if it is valid."""
+    config = read_config(checkpoint)
+    shards = {shard.name: shard for shard in family_of(config.model_type).layers(config)}
+    try:
+        Contents.of(ShardDirectory(checkpoint), config).check(shards[layer])
+    except CorruptFileError as error:
+        return str(error)
+    return ""
+
+
+def assert_valid(checkpoint: Path) -> None:
+    (report,) = inspect(checkpoint)
+    assert report.errors == [], checkpoint
+
+
+def test_all_modes_with_state_are_covered() -> None:
+    stateful = {name for name, mode in MODES.items() if mode().states}
+    assert {spec.partition(":")[0] for spec in SPECS} == stateful | {"allreduce"}
+
+
+def test_every_mode_saves_what_it_declares(runs: dict[str, Config]) -> None:
+    for spec, config in runs.items():
+        checkpoint = directory_of(config).of(STEPS)
+        assert_valid(checkpoint)
+        states = {state.name: state.required for state in from_spec(spec, MODES, key="dp.mode").states}
+        files = list(checkpoint.glob("*.replica-*"))
+        required = {name for name, is_required in states.items() if is_required}
+        for file in files:
+            names = {name.partition("/")[0] for name in load_file(file) if not name.startswith(LOCAL_OPTIMIZER)}
+            assert required <= names <= states.keys(), (spec, file)
+        assert bool(files) == bool(states), spec
+
+
+def shorten(x: Tensor) -> Tensor:
+    return x.flatten()[:-1].clone() if x.dim() else x.expand(2).clone()
+
+
+def with_inf(x: Tensor) -> Tensor:
+    return torch.full_like(x, torch.inf)
+
+
+def test_state_of_a_replica_that_does_not_fit_is_named(runs: dict[str, Config], tmp_path: Path) -> None:
+    """One tensor of each kind, on the second replica: absent, of another shape, not finite."""
+    changes: dict[str, Callable[[Tensor], Tensor] | None] = {"lacks": None, "shape": shorten, "infinite": with_inf}
+    for number, (spec, config) in enumerate(runs.items()):
+        source = directory_of(config).of(STEPS)
+        file = source / "block-00001.replica-00001.safetensors"
+        kinds = {name.partition("/")[0]: name for name in load_file(file)} if file.exists() else {}
+        for kind, name in kinds.items():
+            for change, how in changes.items():
+                checkpoint = Path(shutil.copytree(source, tmp_path / f"{number}-{kind}-{change}" / source.name))
+
+                def apply(tensors: dict[str, Tensor], name: str = name, how: Any = how) -> None:
+                    tensor = tensors.pop(name)
+                    if how is not None:
+                        tensors[name] = how(tensor)
+
+                rewrite_tensors(checkpoint / file.name, apply)
+                error = error_of(checkpoint, "block-00001")
+                assert error.startswith(f"{checkpoint / file.name} is invalid: "), (spec, kind, change)
+                assert name in error, (spec, kind, change)
+
+
+def test_a_replica_whose_state_is_not_listed_is_named(runs: dict[str, Config], tmp_path: Path) -> None:
+    for number, (spec, config) in enumerate(runs.items()):
+        source = directory_of(config).of(STEPS)
+        manifest = Manifest.read(source)
+        for layer, files in manifest.replicas.items():
+            checkpoint = Path(shutil.copytree(source, tmp_path / f"{number}-{layer}" / source.name))
+            dataclasses.replace(manifest, replicas=manifest.replicas | {layer: files[:1]}).write(checkpoint)
+            expected = f"manifest.json is invalid: it lists the state of 1 replicas for {layer}, but 2 saved it"
+            assert error_of(checkpoint, layer) == f"{checkpoint}/{expected}", spec
+
+
+def test_all_ranks_resume_from_an_older_checkpoint_if_a_residual_does_not_fit(
+    runs: dict[str, Config], tmp_path: Path
+) -> None:
+    """Only the ranks of one stage read it. The resumed run saves the same again."""
+    for spec in ("diloco:inner=4,delay=2", "powersgd:rank=1"):
+        config = runs[spec]
+        run = Path(shutil.copytree(config.log.dir, tmp_path / spec.partition(":")[0], symlinks=True))
+        resumed = dataclasses.replace(config, log=dataclasses.replace(config.log, dir=str(run)))
+        share_cache(Path(config.model.name), run)
+        checkpoint = directory_of(resumed).of(STEPS)
+        expected = Manifest.read(checkpoint)
+        file = checkpoint / "block-00001.replica-00001.safetensors"
+        name = next(name for name in load_file(file) if not name.startswith(LOCAL_OPTIMIZER))
+        rewrite_tensors(file, lambda tensors, name=name: tensors.update({name: with_inf(tensors[name])}))
+        on_ranks(4, train_ranks, tmp_path / f"store-{run.name}", [resumed])
+        assert Manifest.read(checkpoint) == expected, spec
+        assert (checkpoint.parent / f"corrupt-{checkpoint.name}").is_dir(), spec
+
+
+def test_a_run_resumes_in_every_other_mode_after_one_without_state(runs: dict[str, Config], tmp_path: Path) -> None:
+    plain, configs = runs["allreduce"], []
+    for number, spec in enumerate(["sharded_ps", "central_ps", *SPECS[1:]]):
+        run = tmp_path / f"run-{number}" / "run"
+        share_cache(Path(plain.model.name), run)
+        config = dataclasses.replace(
+            plain,
+            log=dataclasses.replace(plain.log, dir=str(run)),
+            dp=ReplicaConfig(spec),
+            pp=dataclasses.replace(plain.pp, stages=1),
+        )
+        shutil.copytree(directory_of(plain).of(1), directory_of(config).of(1))
+        configs.append(config)
+    trained = on_ranks(2, train_ranks, tmp_path / "store", configs)
+    for config, batches in zip(configs, trained[0], strict=True):
+        assert [step for step, _ in batches] == [1], config.dp.mode
+        assert_valid(directory_of(config).of(STEPS))
