@@ -8,6 +8,7 @@ from tests.soak.checkpoints import Checkpoints
 from tests.soak.configs import Configs
 from tests.soak.data import Data
 from tests.soak.kills import Kills
+from tests.soak.network import Network
 from tests.soak.wire import Wire
 
 AREAS: dict[str, type[Area]] = {
@@ -17,4 +18,5 @@ AREAS: dict[str, type[Area]] = {
     "configs": Configs,
     "data": Data,
     "kills": Kills,
+    "network": Network,
 }

@@ -80,20 +80,20 @@ PATHS = (
 )
 """Values of options that name directories to write to. None leads out of the directory of the case."""  # fmt: skip
 RUN_FILES = (
-    "config.toml",
-    "metrics.jsonl",
-    "logs",
-    "logs/rank-00000.log",
-    "checkpoints",
-    "checkpoints/.step-00000002.partial",
-    "checkpoints/step-00000001",
-    "checkpoints/best",
-    "../cache",
-    "../cache/tokens",
-    "../cache/models",
-    "../run",
+    "run/config.toml",
+    "run/metrics.jsonl",
+    "run/logs",
+    "run/logs/rank-00000.log",
+    "run/checkpoints",
+    "run/checkpoints/.step-00000002.partial",
+    "run/checkpoints/step-00000001",
+    "run/checkpoints/best",
+    "cache",
+    "cache/tokens",
+    "cache/models",
+    "run",
 )
-"""What a run writes, relative to its directory."""
+"""What a run writes, relative to the parent of its directory."""
 MAX_STEPS, MAX_BATCH = 4, 16
 """Limits of a configuration that is also run."""
 
@@ -162,7 +162,7 @@ def _options() -> dict[str, Any]:
 
 OPTIONS = _options()
 FILES = ("run.toml", "config.json", "tokenizer", "model.safetensors", "text.txt", "runs/", "metrics.jsonl", "logs")
-NAMES = [*OPTIONS, *FILES, *(f"[{section.name}]" for section in dataclasses.fields(Config))]
+NAMES = [*OPTIONS, *FILES, *PATHS, *(f"[{section.name}]" for section in dataclasses.fields(Config))]
 """What a sentence may name."""
 
 
@@ -258,7 +258,7 @@ def _model(draw: random.Random) -> tuple[list[str], str]:
 
 def _run_directory(draw: random.Random) -> tuple[list[str], str]:
     """Put something else where the run writes its files."""
-    path = Path("runs/run") / draw.choice(RUN_FILES)
+    path = Path("runs") / draw.choice(RUN_FILES)
     path.parent.mkdir(parents=True, exist_ok=True)
     return [f"--{key}={value}" for key, value in BASE.items()], f"{path}: {replaced(draw, path).partition(': ')[2]}"
 
