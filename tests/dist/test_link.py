@@ -170,11 +170,13 @@ def test_lost_peer_is_an_error_that_names_rank_and_message(how: str, tmp_path: P
 
 
 def test_headers_read_back() -> None:
-    header = Header(Kind.GRADIENT, 1, 300, 10**9, 70000, 2**40)
-    assert len(header.pack()) == HEADER_BYTES
-    assert Header.unpack(header.pack()) == header
-    with pytest.raises(ValueError, match="instead of"):
-        Header.unpack(b"HTTP" + bytes(28))
+    header, payload = Header(Kind.GRADIENT, 1, 300, 10**9, 70000, 5), torch.arange(5, dtype=torch.uint8)
+    packed = torch.frombuffer(bytearray(header.pack(payload)), dtype=torch.uint8)
+    assert len(packed) == HEADER_BYTES
+    for rest in ([], [0], [0] * 20):  # a message lies at the start of a buffer of the longest
+        assert Header.unpack(torch.cat([packed, payload, torch.tensor(rest, dtype=torch.uint8)])) == header, rest
+    with pytest.raises(ValueError, match="starts with b'HTTP' instead of"):
+        Header.unpack(torch.frombuffer(bytearray(b"HTTP" + bytes(28)), dtype=torch.uint8))
 
 
 def send_not_finite(rank: int, world_size: int, store: Path) -> None:

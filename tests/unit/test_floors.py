@@ -19,6 +19,7 @@ ORDER = """
     meter
     streams
     config.ranges
+    checksum
     config.spec
     config.options
     config.checks

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from acsgd.checksum import CHECKSUM_BYTES, checksum
 from acsgd.errors import RunError, reason
 from acsgd.meter import Meter
 
@@ -24,8 +25,14 @@ T = TypeVar("T")
 TAG = 2
 """Tag of messages between replicas."""
 _HEADER = struct.Struct("<QQ")
-"""Number of the exchange, length of the message in bytes. The number detects replicas that are out of step."""
-_ABORTED = 2**64 - 1
+"""Identity of the message, and the checksum of identity and message.
+
+The identity is the number of the exchange, which detects replicas that are out of step, modulo 2**24, and the length of
+the message in bytes, in the low 40 bits.
+"""
+_IDENTITY_BYTES = _HEADER.size - CHECKSUM_BYTES
+_LENGTHS = 2**40
+_ABORTED = _LENGTHS - 1
 """Length in the header of a replica that has failed and sends nothing more."""
 
 
@@ -86,8 +93,7 @@ class Peers:
             with self._errors_of(peer, since):
                 receiving[peer] = _started(dist.irecv(buffers[peer], self._ranks[peer], self.group, TAG))
         for peer, message in outgoing.items():
-            header = bytearray(_HEADER.pack(self._exchanges, len(message)))
-            framed = torch.cat([torch.frombuffer(header, dtype=torch.uint8), message])
+            framed = torch.cat([self._header(len(message), message), message])
             with self._errors_of(peer, since):
                 sending[peer] = _started(dist.isend(framed, self._ranks[peer], self.group, TAG))
             meter.sent_bytes += len(framed)
@@ -106,24 +112,41 @@ class Peers:
 
         Call it in the thread, after a failure.
         """
-        header = torch.frombuffer(bytearray(_HEADER.pack(self._exchanges, _ABORTED)), dtype=torch.uint8)
+        header = self._header(_ABORTED, torch.empty(0, dtype=torch.uint8))
         for peer, rank in enumerate(self._ranks):
             if peer != self.replica:
                 with contextlib.suppress(RuntimeError):  # the peer has failed, too
                     self._abort_messages.append(_started(dist.isend(header, rank, self.group, TAG)))
 
+    def _header(self, length: int, message: Tensor) -> Tensor:
+        """Return the header of a message of the present exchange, uint8[16]."""
+        identity = self._exchanges * _LENGTHS % 2**64 + length
+        header = identity.to_bytes(_IDENTITY_BYTES, "little")
+        packed = bytearray(_HEADER.pack(identity, checksum(header, message)))
+        return torch.frombuffer(packed, dtype=torch.uint8)
+
     def _body(self, peer: int, buffer: Tensor) -> Tensor:
-        number, length = _HEADER.unpack(bytes(buffer[: _HEADER.size].tolist()))
-        if length == _ABORTED:
-            rank = self._ranks[peer]
-            raise RunError(f"replica {peer}, rank {rank}, has failed; see its own error", awaited=[rank])
-        if number != self._exchanges or length > len(buffer) - _HEADER.size:
+        """Return the message in a buffer. Raises RunError if it is corrupt, or not that of the present exchange."""
+        raw, rest, rank = buffer[: _HEADER.size].numpy().tobytes(), buffer[_HEADER.size :], self._ranks[peer]
+        identity, expected = _HEADER.unpack(raw)
+        number, length = divmod(identity, _LENGTHS)
+        message = rest[: 0 if length == _ABORTED else min(length, len(rest))]
+        if (actual := checksum(raw[:_IDENTITY_BYTES], message)) != expected:
             raise RunError(
-                f"replica {peer} (rank {self._ranks[peer]}) sent message {number} of {length} bytes, not message "
-                f"{self._exchanges} of at most {len(buffer) - _HEADER.size}: the two run different programs, check "
-                "that all hosts have the same acsgd, run file and flags"
+                f"replica {peer} (rank {rank}) sent a corrupt message: its checksum is {actual:016x} instead of "
+                f"{expected:016x}; expected message {self._exchanges} of at most {len(rest)} bytes: check the network "
+                "and the memory of both hosts, and that they have the same acsgd; then start the run again, it resumes "
+                "from the newest checkpoint"
             )
-        return buffer[_HEADER.size : _HEADER.size + length]
+        if length == _ABORTED:
+            raise RunError(f"replica {peer}, rank {rank}, has failed; see its own error", awaited=[rank])
+        if number != self._exchanges % 2**24 or length > len(rest):
+            raise RunError(
+                f"replica {peer} (rank {rank}) sent message {number} of {length} bytes, not message "
+                f"{self._exchanges} of at most {len(rest)} bytes: the two run different programs, check that all hosts "
+                "have the same acsgd, run file and flags"
+            )
+        return message
 
     @contextlib.contextmanager
     def _errors_of(self, peer: int, since: float) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Channels: one direction of traffic between two ranks, and the checks that both ends agree on it.
 
 A message is a 32-byte header and the encoded fields of one tensor. The header identifies the message, so a receiver
-that is out of step reports both what it expected and what it received.
+that is out of step reports both what it expected and what it received. Its checksum covers the whole message.
 """
 
 # n bytes of a message
@@ -114,7 +114,7 @@ def handshake(channel: Channel) -> None:
     Without this check, a message longer than the buffer posted for it makes gloo abort the process.
     """
     ours = Header(Kind.HANDSHAKE, channel.kind, channel.boundary, channel.digest(), 0, sum(channel.max_message_bytes))
-    message = torch.frombuffer(bytearray(ours.pack()), dtype=torch.uint8)
+    message = torch.frombuffer(bytearray(ours.pack(torch.empty(0, dtype=torch.uint8))), dtype=torch.uint8)
     exchange = Exchange(channel, message, tag=HANDSHAKE_TAG, action="opening a channel with")
     check_header(exchange.wait(), ours, channel.peer)
 
@@ -122,12 +122,17 @@ def handshake(channel: Channel) -> None:
 def check_header(buffer: Tensor, expected: Header, peer: int, *, allow_shorter: bool = False) -> Header:
     """Return the header of a message. Raises RunError unless it is the expected one or its length is NOT_FINITE.
 
+    Also raises RunError if header and payload do not match their checksum. buffer: the message, in host memory.
     allow_shorter: whether the message may have fewer bytes than expected, which entropy-coded messages have.
     """
     try:
-        received = Header.unpack(bytes(buffer[:HEADER_BYTES].tolist()))
+        received = Header.unpack(buffer)
     except ValueError as error:
-        raise RunError(f"rank {peer} sent an invalid header: {error}; expected {expected}") from None
+        raise RunError(
+            f"rank {peer} sent a corrupt message: {error}; expected {expected}: check the network and the memory of "
+            "both hosts, and that they have the same acsgd; then start the run again, it resumes from the newest "
+            "checkpoint"
+        ) from None
     if allow_shorter and received.length < expected.length:
         expected = expected._replace(length=received.length)
     if received not in (expected, expected._replace(length=NOT_FINITE)):

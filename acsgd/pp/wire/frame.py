@@ -6,9 +6,15 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
-_MAGIC = b"ACS1"
-_HEADER = struct.Struct("<4sBBHIIQ8x")  # 8 spare bytes: the fields after the header start at a multiple of 16
-HEADER_BYTES = _HEADER.size
+from torch import Tensor
+
+from acsgd.checksum import checksum
+
+_MAGIC = b"ACS2"
+_IDENTITY = struct.Struct("<4sBBHIIQ")
+_CHECKSUM = struct.Struct("<Q")
+HEADER_BYTES = _IDENTITY.size + _CHECKSUM.size
+"""A multiple of 16, so that the fields after the header are aligned."""
 
 
 class Kind(IntEnum):
@@ -35,17 +41,28 @@ class Header(NamedTuple):
     length: int
     """Bytes that follow the header."""
 
-    def pack(self) -> bytes:
-        """Return the 32 bytes of the header."""
-        return _HEADER.pack(_MAGIC, *self)
+    def pack(self, payload: Tensor) -> bytes:
+        """Return the 32 bytes of the header of a message. payload: uint8[length] in host memory."""
+        identity = _IDENTITY.pack(_MAGIC, *self)
+        return identity + _CHECKSUM.pack(checksum(identity, payload))
 
     @classmethod
-    def unpack(cls, raw: bytes) -> Header:
-        """Parse 32 bytes. Raises ValueError if they are not a header."""
-        magic, *values = _HEADER.unpack(raw)
+    def unpack(cls, message: Tensor) -> Header:
+        """Return the header of a message, uint8[n] in host memory; bytes after its payload are ignored.
+
+        Raises ValueError if the message does not start with a header, or if header and payload do not match their
+        checksum.
+        """
+        raw = message[:HEADER_BYTES].numpy().tobytes()
+        identity, (expected,) = raw[: _IDENTITY.size], _CHECKSUM.unpack(raw[_IDENTITY.size :])
+        magic, *values = _IDENTITY.unpack(identity)
         if magic != _MAGIC:
-            raise ValueError(f"{raw[:4]!r} instead of {_MAGIC!r}")
-        return cls(*values)
+            raise ValueError(f"it starts with {magic!r} instead of {_MAGIC!r}")
+        header = cls(*values)
+        end = min(HEADER_BYTES + header.length, len(message))  # a handshake has no payload; a corrupt length, any value
+        if (actual := checksum(identity, message[HEADER_BYTES:end])) != expected:
+            raise ValueError(f"its checksum is {actual:016x} instead of {expected:016x}")
+        return header
 
     def __str__(self) -> str:
         kind = Kind(self.kind).name.lower().replace("_", " ") if self.kind in list(Kind) else f"kind {self.kind}"

@@ -95,7 +95,8 @@ class Outbox:
             encoded.synchronize()
             if length is not None:
                 header = header._replace(length=length.result())
-            buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+            packed = header.pack(buffer[HEADER_BYTES : HEADER_BYTES + header.length])
+            buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
             self._post(header, buffer)
         while len(self._in_flight) > MAX_SENDS_IN_FLIGHT:
             self._finish_oldest()

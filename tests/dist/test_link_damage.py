@@ -1,0 +1,79 @@
+"""A bit flipped between two processes ends the exchange with an error that names the message; the next ones arrive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from lib.damage import damage_sends
+from lib.links import CPU, connect_pipeline
+from lib.ranks import on_ranks
+from lib.replicas import on_replicas
+
+from acsgd import codecs
+from acsgd.dp.exchange.peers import Peers
+from acsgd.errors import RunError
+from acsgd.meter import Meter
+from acsgd.pp.wire.coder import TensorSpec, TransferInfo
+from acsgd.pp.wire.link import LinkFactory
+
+SPECS = ["none", "none:dtype=fp16", "fixpoint:bits=4", "fixpoint:bits=2,entropy_coding=true", "lloyd", "hadamard"]
+SPEC = TensorSpec((2, 8, 16), torch.float32)
+BITS = [0, 45, 8 * 16 + 3, 8 * 24 + 1, 8 * 32, 8 * 40 + 6, -1]
+"""Of header (magic, kind, length, checksum) and payload."""
+
+
+def damage_links(rank: int, world_size: int, store: Path) -> None:
+    with connect_pipeline(rank, world_size, store) as groups, pytest.MonkeyPatch.context() as patch:
+        bits: list[int] = []
+        damage_sends(patch, bits)
+        for spec in SPECS:
+            codec = codecs.parse(spec)
+            factory = LinkFactory(groups.pp, CPU, {"hidden": SPEC}, codec, codec, Meter(), Meter())
+            link = factory.open(0, peer=1 - rank, downstream=rank == 0)
+            for step, bit in enumerate([*BITS, None]):
+                x, info = torch.randn(SPEC.shape, generator=torch.Generator().manual_seed(step)), TransferInfo(step, 2)
+                if rank == 0:
+                    bits += [] if bit is None else [bit]
+                    link.send(info, {"hidden": x})
+                    link.outbox.drain()
+                    continue
+                link.inbox.post()
+                if bit is None:
+                    assert bool((link.receive(info)["hidden"] - x).abs().max() < 3), spec
+                    continue
+                with pytest.raises(RunError) as error:
+                    link.receive(info)
+                for text in ("rank 0 sent a corrupt message", f"boundary 0-1, step {step + 1}, micro-batch 2"):
+                    assert text in str(error.value), (spec, bit)
+            link.close()
+
+
+def test_a_damaged_message_between_stages_is_named(tmp_path: Path) -> None:
+    on_ranks(2, damage_links, tmp_path / "store")
+
+
+def damage_exchanges(rank: int, peers: Peers) -> None:
+    bits: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        damage_sends(patch, bits)
+        for number, bit in enumerate([*range(8 * 16), 8 * 16, 8 * 20 + 5, -1, None], start=1):
+            message = torch.randint(0, 256, (number,), generator=torch.Generator().manual_seed(number)).byte()
+            bits += [bit] if rank == 0 and bit is not None else []
+
+            def exchange(message: torch.Tensor = message) -> dict[int, torch.Tensor]:
+                return peers.exchange({1 - rank: message}, {1 - rank: 200}, Meter())
+
+            work = peers.submit(exchange)
+            if rank == 0 or bit is None:
+                assert torch.equal(work.result(Meter())[1 - rank], message), bit
+                continue
+            with pytest.raises(RunError) as error:
+                work.result(Meter())
+            for text in ("replica 0 (rank 0) sent a corrupt message", f"expected message {number} "):
+                assert text in str(error.value), bit
+
+
+def test_a_damaged_message_between_replicas_is_named(tmp_path: Path) -> None:
+    on_replicas(2, damage_exchanges, tmp_path / "store")
