@@ -51,7 +51,10 @@ class Codec(Protocol):
         ...
 
     def decode(self, fields: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the decoded tensor. It may share memory with the fields."""
+        """Return the decoded tensor. It may share memory with the fields.
+
+        If `encode` refuses NaN and infinity, it contains none, whatever the fields hold.
+        """
         ...
 
     def error_bound(self, x: Tensor) -> Tensor:
@@ -67,6 +70,12 @@ def rounding_bound(x: Tensor, bound: Tensor) -> Tensor:
     info = torch.finfo(x.dtype)
     unit = info.eps / 2 + 8 * torch.finfo(torch.float32).eps
     return bound + unit * (x.double().abs() + bound) + info.tiny * info.eps / 2
+
+
+def saturate_(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Clamp fp32 values, in place, to the range of `dtype` if that is fp16. All else has the range of fp32."""
+    largest = torch.finfo(dtype).max
+    return values.clamp_(-largest, largest) if dtype == torch.float16 else values
 
 
 def wire_bytes(wire: Wire) -> int:

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from acsgd.codecs.base import Codec
+from acsgd.codecs.base import Codec, saturate_
 
 
 @runtime_checkable
@@ -42,10 +42,13 @@ def encode_update(codec: Codec, x: Tensor, entry: Tensor) -> tuple[Tensor, ...]:
 
 
 def decode_update(codec: Codec, fields: tuple[Tensor, ...], entry: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add the decoded difference to `entry`, in place. Return the sum before it is rounded for `entry`, as `dtype`."""
+    """Add the decoded difference to `entry`, in place. Return the sum before it is rounded for `entry`, as `dtype`.
+
+    Both saturate: they are finite, whatever the fields hold.
+    """
     if isinstance(codec, FusedUpdate) and entry.is_contiguous():
         return codec.decode_update(fields, entry, dtype)
-    return add_saturated(entry, codec.decode(fields, tuple(entry.shape), torch.float32)).to(dtype)
+    return saturate_(add_saturated(entry, codec.decode(fields, tuple(entry.shape), torch.float32)), dtype).to(dtype)
 
 
 def add_saturated(entry: Tensor, values: Tensor) -> Tensor:

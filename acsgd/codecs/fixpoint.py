@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from acsgd.codecs.base import Field, Wire, rounding_bound
+from acsgd.codecs.base import Field, Wire, rounding_bound, saturate_
 from acsgd.codecs.bits import pack_bits, packed_bytes, stream_slice, unpack_bits
 from acsgd.codecs.cache_update import add_saturated
 from acsgd.codecs.kernels import Quantization, kernels_for
@@ -96,7 +96,7 @@ class FixPoint:
         return encode_blocks(flat, layout, self.bits, as_divisors(quantization.steps), codes_of), *fields
 
     def decode(self, fields: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the decoded tensor. Computed exactly in fp32, so it is the same on every device."""
+        """Return the decoded tensor, finite. Computed exactly in fp32, so it is the same on every device."""
         stream, *rest = fields
         layout = self._layout(shape)
         quantization = self._quantization(layout, *rest)
@@ -146,7 +146,7 @@ class FixPoint:
         for block in layout.blocks(entry.device):
             count = block.stop - block.start
             codes = unpack_bits(stream_slice(stream, block.start, count, self.bits), self.bits, count)
-            y[block] = self._add(codes, quantization, block, cached)
+            y[block] = saturate_(self._add(codes, quantization, block, cached), dtype)
         return y.view(entry.shape)
 
     def _prepare(
@@ -164,7 +164,9 @@ class FixPoint:
     def _quantization(
         self, layout: Layout, half: Tensor, exponent: Tensor, shift: Tensor | None = None
     ) -> Quantization:
-        return Quantization(self.bits, layout, self._steps(half, exponent), None if shift is None else shift.float())
+        if shift is not None:
+            shift = shift.float().nan_to_num_(0.0).clamp_(0.0, 0.5)
+        return Quantization(self.bits, layout, self._steps(half, exponent), shift)
 
     def _add(self, codes: Tensor, quantization: Quantization, block: slice, cached: Tensor) -> Tensor:
         """Add decoded codes [n] to a block of a cache entry [numel]. Return the fp32 sum, not saturated."""

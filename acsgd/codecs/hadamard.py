@@ -25,6 +25,8 @@ BIN_RANGE = 8.0
 """Range of the histogram bins, root mean squares; the outermost level of 8 bits is at 5."""
 SCALES_PER_OCTAVE = 8
 """Resolution of the scales: at most 4.4 % rounding error, over 31 octaves below the largest scale."""
+MAX_SCALE = 2.0**119
+"""Larger scales are clipped to this number, so that a decoded element, a sum of up to 1024 levels / 32, is finite."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,8 @@ def _scale_codes(size: Tensor, largest: Tensor) -> Tensor:
 def _scales(scale_codes: Tensor, largest: Tensor) -> Tensor:
     """Return the scales of codes, fp32; from a table computed on the host, as exp2 differs between devices."""
     powers = (2.0 ** ((code - 255) / SCALES_PER_OCTAVE) for code in range(1, 256))
-    return torch.tensor([0.0, *powers], device=largest.device)[scale_codes.int()] * largest
+    clipped = largest.nan_to_num(0.0).clamp_(0.0, MAX_SCALE)
+    return torch.tensor([0.0, *powers], device=largest.device)[scale_codes.int()] * clipped
 
 
 def _codes(rows: Tensor, scales: Tensor, bits: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from acsgd.codecs.base import Field, Wire, rounding_bound
 
+FP16_MAX = torch.finfo(torch.float16).max
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -29,7 +30,13 @@ class Identity:
         return (x.to(self._wire_dtype(x.dtype)),)
 
     def decode(self, fields: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return fields[0].to(dtype).view(shape)
+        (values,) = fields
+        y = values.to(dtype)
+        if dtype == torch.float16 and values.dtype == torch.bfloat16 and y.isinf().any():
+            y = torch.where(
+                values.isfinite(), y.clamp(-FP16_MAX, FP16_MAX), y
+            )  # bf16 rounds the largest fp16 numbers up
+        return y.view(shape)
 
     def error_bound(self, x: Tensor) -> Tensor:
         on_wire, magnitude = self._wire_dtype(x.dtype), x.double().abs()

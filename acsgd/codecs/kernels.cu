@@ -17,6 +17,9 @@ struct None {};  // type of the cache entry if there is none
 template <typename E> constexpr bool has_entry = true;
 template <> constexpr bool has_entry<None> = false;
 
+template <typename T> constexpr bool has_narrow_range = false;  // numbers of the range of fp32 may exceed it
+template <> constexpr bool has_narrow_range<Half> = true;
+
 // ---- numbers ----
 
 #ifdef __CUDACC__  // host builds (tests) provide their mine
@@ -279,7 +282,7 @@ __global__ void __launch_bounds__(THREADS)
     put<BITS>(codes, stream, first, count);
 }
 
-// Decode `stream` into y[numel]. With an entry: add the decoded values to it, and write the sum to y. steps: [scales].
+// Decode `stream` into y[numel]. With an entry: add the decoded values to it, and write the sum to y, saturated if Y is Half. steps: [scales].
 template <int BITS, typename E, typename Y>
 __global__ void __launch_bounds__(THREADS)
     decode(E *entry, Y *y, const Byte *stream, const float *steps, long long numel, long long width, Word per_width,
@@ -298,6 +301,10 @@ __global__ void __launch_bounds__(THREADS)
             cached.item[i] = saturated<E>(values.item[i]);
         }
         store_as(cached, entry + first, count);
+    }
+    if constexpr (has_narrow_range<Y>) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) values.item[i] = saturated<Y>(values.item[i]);
     }
     store_as(values, y + first, count);
 }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from acsgd.codecs.base import saturate_
 from acsgd.codecs.bits import block_size, pack_bits, packed_bytes, stream_slice, unpack_bits
 
 Dims = Literal["channel", "token", "tensor", "group"]
@@ -110,10 +111,15 @@ def encode_blocks(
 def decode_blocks(
     stream: Tensor, layout: Layout, bits: int, scales: Tensor, dtype: torch.dtype, values_of: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return the tensor [numel] of a bit stream: values_of(codes [rows, width]) -> fp32, times the scales."""
+    """Return the tensor [numel] of a bit stream: values_of(codes [rows, width]) -> fp32, times the scales.
+
+    Numbers outside of the range of fp16 saturate.
+    """
     y = torch.empty(layout.numel, dtype=dtype, device=stream.device)
     for block in layout.blocks(y.device):
         count = block.stop - block.start
         codes = unpack_bits(stream_slice(stream, block.start, count, bits), bits, count)
-        y[block] = values_of(layout.rows(codes)).mul_(layout.scales_of(scales, block)).view(-1)[:count]
+        y[block] = saturate_(
+            values_of(layout.rows(codes)).mul_(layout.scales_of(scales, block)).view(-1)[:count], dtype
+        )
     return y

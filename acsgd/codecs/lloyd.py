@@ -77,9 +77,10 @@ class Lloyd:
         return encode_blocks(flat, layout, self.bits, divisors, codes_of), half, exponent, levels
 
     def decode(self, fields: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the decoded tensor. Computed with one fp32 product per element: the same on every device."""
+        """Return the decoded tensor, finite. Computed with one fp32 product per element: the same on every device."""
         stream, half, exponent, levels = fields
-        scales, values_of = decode_scales(half, exponent), partial(code_values, levels=levels.float())
+        finite = levels.float().nan_to_num_(0.0).clamp_(-1.0, 1.0)
+        scales, values_of = decode_scales(half, exponent), partial(code_values, levels=finite)
         layout = layout_of(shape, self.dims, self.group)
         return decode_blocks(stream, layout, self.bits, scales, dtype, values_of).view(shape)
 

@@ -19,6 +19,9 @@ MIN_SCALE = 2.0**-110
 _MAX_SCALE = (2 - 2.0**-10) * 2.0**126
 """Larger scales are clipped to this number, half the fp32 range and exact in fp16 digits: twice a scale is finite."""
 
+_EXPONENTS = -124, 113
+"""Range of the common exponent of scales."""
+
 
 def measure(flat: Tensor, layout: Layout, statistic: Statistic, shape: tuple[int, ...]) -> Tensor:
     """Return a statistic of the elements that share each scale, fp32[scales].
@@ -54,7 +57,7 @@ def encode_scales(scales: Tensor, *, round_up: bool = False) -> tuple[Tensor, Te
     """
     scales = torch.where(scales < MIN_SCALE, 0, scales).clamp(max=_MAX_SCALE)
     largest = functional.pad(scales, (0, 1)).amax()
-    exponent = (torch.frexp(largest).exponent - 15).clamp(-124, 113).to(torch.int8).view(1)
+    exponent = (torch.frexp(largest).exponent - 15).clamp(*_EXPONENTS).to(torch.int8).view(1)
     shifted = scales * _power_of_two(-exponent.int())
     half = shifted.half()
     if round_up:
@@ -63,8 +66,9 @@ def encode_scales(scales: Tensor, *, round_up: bool = False) -> tuple[Tensor, Te
 
 
 def decode_scales(half: Tensor, exponent: Tensor) -> Tensor:
-    """Return encoded scales as fp32, exactly."""
-    return half.float() * _power_of_two(exponent.int())
+    """Return encoded scales as fp32, exactly. Fields that `encode_scales` never returns give finite scales, too."""
+    scales = half.float() * _power_of_two(exponent.int().clamp(*_EXPONENTS))
+    return scales.nan_to_num_(0.0).clamp_(0.0, _MAX_SCALE)
 
 
 def as_divisors(steps: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from acsgd.codecs.base import saturate_
 from acsgd.codecs.cache_update import add_saturated
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.kernels import Kernels, Quantization
@@ -98,7 +99,7 @@ def check_update(kernels: Kernels, device: torch.device, codec: FixPoint, x: Ten
     assert same_bits(stream, fields[0]), case
     assert same_bits(at_sender, expected), case
     assert same_bits(at_receiver, expected), case
-    assert same_bits(y, total.to(x.dtype)), case
+    assert same_bits(y, saturate_(total, x.dtype).to(x.dtype)), case
 
 
 def check_alignment(kernels: Kernels, device: torch.device, bits: int, dtype: torch.dtype) -> None:

@@ -10,7 +10,8 @@ from lib.damage import flip_bit
 from torch import Tensor
 
 from acsgd import codecs
-from acsgd.codecs.base import pack, wire_bytes
+from acsgd.codecs.base import pack, unpack, wire_bytes
+from acsgd.codecs.cache_update import decode_update
 from acsgd.codecs.entropy import compress_
 from acsgd.errors import RunError
 from acsgd.pp.wire.channel import NOT_FINITE, check_header
@@ -79,3 +80,36 @@ def test_the_mark_of_a_tensor_that_is_not_finite_has_a_checksum_too() -> None:
     length = message.clone()
     length[16:24] = 0  # a damaged length must not turn a tensor into NaN
     assert_refused(length, header, "length 0")
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if not spec.startswith("none")])
+def test_whatever_a_payload_holds_it_decodes_to_finite_numbers(spec: str) -> None:
+    codec, draw = codecs.parse(spec), torch.Generator().manual_seed(2)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        wire = codec.wire(SHAPE, dtype)
+        n = wire_bytes(wire)
+        payloads = [torch.randint(0, 256, (n,), generator=draw).byte() for _ in range(50)]
+        payloads += [torch.full((n,), byte, dtype=torch.uint8) for byte in (0x00, 0x7F, 0x80, 0xFF)]
+        for number, payload in enumerate(payloads):
+            y = codec.decode(unpack(payload, wire), SHAPE, dtype)
+            assert y.isfinite().all(), (dtype, number)
+            entry = torch.randn(SHAPE, generator=draw).half()
+            got = decode_update(codec, unpack(payload, wire), entry, dtype)
+            assert entry.isfinite().all(), (dtype, number)
+            assert got.isfinite().all(), (dtype, number)
+
+
+def test_finite_numbers_at_the_end_of_the_range_of_fp16_stay_finite() -> None:
+    """Rounding to few bits, or to bf16, may round up."""
+    x = torch.full(SHAPE, torch.finfo(torch.float16).max, dtype=torch.float16)
+    x[..., ::3] *= -1
+    for spec in SPECS:
+        codec = codecs.parse(spec)
+        y = codec.decode(codec.encode(x), SHAPE, torch.float16)
+        assert y.isfinite().all(), spec
+        if spec.startswith("none"):
+            x_inf = x.clone()
+            x_inf[1, 2, 3], x_inf[2, 0, 0] = torch.inf, torch.nan
+            y = codec.decode(codec.encode(x_inf), SHAPE, torch.float16)
+            assert torch.equal(y.isinf(), x_inf.isinf()), f"{spec}: the overflow of a gradient must stay visible"
+            assert torch.equal(y.isnan(), x_inf.isnan()), spec

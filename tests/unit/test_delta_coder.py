@@ -136,17 +136,17 @@ class Ends:
     def __init__(self, delta: Delta, dtype: torch.dtype = torch.float32, capacity: int = 100) -> None:
         self.spec = TensorSpec(SHAPE, dtype)
         self.caches = [ActivationCache(capacity, HostMemoryStore(delta.entry_bytes(self.spec), CPU)) for _ in range(2)]
-        self._sender, self._receiver = (DeltaCoder(delta, self.spec, cache, CPU) for cache in self.caches)
+        self._sender, self.receiver = (DeltaCoder(delta, self.spec, cache, CPU) for cache in self.caches)
 
     def transfer(self, step: int, samples: Sequence[int], x: Tensor) -> Tensor:
         """Send a micro-batch; return what arrives. Raises NotFiniteError; the receiver then gets nothing."""
         info = TransferInfo(step, 0, samples=tuple(samples))
         wire = self._sender.wire(info)
-        assert self._receiver.wire(info) == wire
+        assert self.receiver.wire(info) == wire
         assert wire_bytes(wire) <= self._sender.max_bytes
         message = torch.zeros(wire_bytes(wire), dtype=torch.uint8)
         pack(self._sender.encode(x, info), message)
-        got = self._receiver.decode(unpack(message, wire), info)
+        got = self.receiver.decode(unpack(message, wire), info)
         assert got.dtype == self.spec.dtype
         assert self.entries()[0] == self.entries()[1]
         return got
@@ -195,6 +195,29 @@ def test_activations_that_are_not_finite_are_not_cached(delta: Delta) -> None:
             for entries, old in zip(ends.entries(), before, strict=True):
                 assert entries.get(samples[row]) == old.get(samples[row]), case
         assert ends.transfer(3, [0, 1, 2], activations(3)).isfinite().all(), case
+
+
+@pytest.mark.parametrize("delta", DELTAS, ids=repr)
+def test_no_payload_makes_the_receivers_cache_infinite_or_nan(delta: Delta) -> None:
+    """Even without the checksum, and for the values that a faulty sender might encode."""
+    draw = torch.Generator().manual_seed(4)
+    for case in range(30):
+        ends = Ends(delta)
+        for step in range(2):
+            ends.transfer(step, [0, 1, 2], activations(step))
+        for step, samples in enumerate([(0, 1, 2), (0, 7, 2), (8, 9, 1)], start=2):
+            info = TransferInfo(step, 0, samples=samples)
+            wire = ends.receiver.wire(info)
+            payload = torch.randint(0, 256, (wire_bytes(wire),), generator=draw).byte()
+            if case < 4:
+                payload.fill_((0x00, 0x7F, 0x80, 0xFF)[case])
+            ends.receiver.decode(unpack(payload, wire), info)
+        codec, dtype = delta.cache_codec, delta.cache_dtype
+        cache = ends.caches[1]
+        for sample in cache.versions():
+            fields = unpack(cache.read(sample), codec.wire(SHAPE[1:], dtype))
+            assert all(field.isfinite().all() for field in fields), (case, sample)
+            assert codec.decode(fields, SHAPE[1:], dtype).isfinite().all(), (case, sample)
 
 
 def test_activations_too_large_for_fp16_saturate_in_the_cache() -> None:

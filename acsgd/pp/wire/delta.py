@@ -118,7 +118,9 @@ class Delta:
 class DeltaCoder:
     """One end's coder of a tensor whose samples are cached. spec: of a micro-batch, [B, ...].
 
-    Encoding and decoding update the cache, equally at both ends if micro-batches are processed in the same order.
+    Encoding and decoding update the cache, equally at both ends if micro-batches are processed in the same order. It
+    holds finite numbers only: the sender raises NotFiniteError for a difference that is not finite, neither end caches
+    a miss that is not finite, and updates saturate (codecs/cache_update.py).
     """
 
     def __init__(self, delta: Delta, spec: TensorSpec, cache: ActivationCache, streams: Streams) -> None:
