@@ -32,8 +32,15 @@ def check_finite(number: float) -> None:
         raise ValueError(f"{number} is not a finite number")
 
 
+def check_positive(number: float) -> None:
+    """Raise ValueError unless 0 < number < infinity."""
+    if not 0 < number < math.inf:
+        raise ValueError(f"{number} is not a positive finite number")
+
+
 Natural = Annotated[int, check_natural]
 Finite = Annotated[float, check_finite]
+Positive = Annotated[float, check_positive]
 
 
 def from_json(cls: type[T], value: Any, *, ignore_unknown: bool = False) -> T:

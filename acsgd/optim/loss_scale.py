@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from acsgd.config.options import Config
 from acsgd.errors import RunError
+from acsgd.fields import Natural, Positive
 
 GROWTH_STEPS = 2000
 """Number of consecutive steps without overflow after which the loss scale doubles, as in torch.amp.GradScaler."""
@@ -21,8 +22,8 @@ class LossScale:
     GROWTH_STEPS steps without overflow. Constant 1 in fp32 and bf16.
     """
 
-    value: float = 1.0
-    good_steps: int = 0
+    value: Positive = 1.0
+    good_steps: Natural = 0
     """Number of steps since the value last changed."""
     dynamic: bool = False
 

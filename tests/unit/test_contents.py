@@ -152,5 +152,5 @@ def test_weights_of_a_converted_model_are_checked_too(tiny_model: TinyModel, tmp
     assert report.errors == []
     rewrite_tensors(tmp_path / FILE, replace(WEIGHT, lambda x: x.to(torch.int64)))
     (report,) = inspect(tmp_path)
-    expected = f"{WEIGHT} has dtype int64, expected bfloat16 or float16 or float32"
+    expected = f"{WEIGHT} has dtype int64, expected bfloat16 or float16 or float32 or float64"
     assert report.errors == [f"{tmp_path / FILE} is invalid: {expected}"]

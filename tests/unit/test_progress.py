@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
+from acsgd.fields import from_json
 from acsgd.io.checkpoint.progress import RECENT, Progress, RunIdentity
 from acsgd.optim.loss_scale import LossScale
 
@@ -51,7 +52,7 @@ def random_progress(seed: int) -> Progress:
 def test_progress_survives_json_bit_for_bit() -> None:
     for seed in range(50):
         progress = random_progress(seed)
-        restored = Progress.from_dict(json.loads(json.dumps(progress.to_dict(), allow_nan=False)))
+        restored = from_json(Progress, json.loads(json.dumps(progress.to_dict(), allow_nan=False)))
         assert restored == progress, seed
         assert repr(restored) == repr(progress), f"seed {seed}: types differ"
 
@@ -101,7 +102,7 @@ def test_a_spike_is_measured_against_the_mean_of_the_last_losses(
 def test_an_identity_survives_json() -> None:
     for model in (gpt2(), AutoConfig.for_model("llama", rope_theta=5e5), AutoConfig.for_model("qwen2")):
         ours = identity(model)
-        saved = RunIdentity.from_dict(json.loads(json.dumps(ours.to_dict())))
+        saved = from_json(RunIdentity, json.loads(json.dumps(ours.to_dict())))
         assert saved == ours
         assert ours.difference(saved) is None
 

@@ -32,7 +32,7 @@ LOCAL_OPTIMIZER = "optimizer."
 
 DEFAULT_OPTIMIZER = "adamw"
 """Optimizer of checkpoints that do not record it."""
-FLOATING = {torch.float32, torch.bfloat16, torch.float16}
+FLOATING = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 """Dtypes of the weights of a converted model; those of a checkpoint are fp32."""
 
 
@@ -75,7 +75,7 @@ class Contents:
             raise CorruptFileError(
                 shards.path / MANIFEST, f"is invalid: its layers are not those of the model ({_first(differing)})"
             )
-        run = RunState.of(shards.manifest)
+        run = RunState.of(shards)
         if run is None:
             return cls(shards, meta_model(config), None, (), ())
         return cls(shards, meta_model(config), run, _optimizer_states(run), _mode_states(run))

@@ -11,7 +11,6 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
-from safetensors import safe_open
 
 from acsgd.io.checkpoint.contents import Contents
 from acsgd.io.checkpoint.directory import CheckpointDirectory, step_of
@@ -19,6 +18,7 @@ from acsgd.io.checkpoint.progress import RunState
 from acsgd.shards import family_of
 from acsgd.shards.config import read_config
 from acsgd.shards.disk import MANIFEST, CorruptFileError, ShardDirectory
+from acsgd.shards.files import tensor_headers
 
 DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 """safetensors name of a dtype -> its name in model.dtype."""
@@ -86,10 +86,17 @@ def _report(path: Path) -> CheckpointReport:
         return CheckpointReport(str(path), step=None, errors=[error])
     try:
         shards = ShardDirectory(path)
+        manifest, run = shards.manifest, RunState.of(shards)
     except CorruptFileError as corrupt:
         return CheckpointReport(str(path), step=None, errors=[str(corrupt)])
-    manifest, run = shards.manifest, RunState.of(shards.manifest)
     errors = _errors(shards)
+    layers = []
+    for layer, file in manifest.layers.items():
+        if file.file not in errors:
+            try:
+                layers.append(_layer(path, layer, file.file))
+            except CorruptFileError as corrupt:
+                errors[file.file] = str(corrupt)
     progress = run.progress if run else None
     return CheckpointReport(
         path=str(path),
@@ -98,23 +105,22 @@ def _report(path: Path) -> CheckpointReport:
         loss=progress.loss if progress else None,
         eval_loss=progress.eval_loss if progress else None,
         bytes=sum(file.bytes for file in manifest.files),
-        layers=[_layer(path, layer, file.file) for layer, file in manifest.layers.items() if file.file not in errors],
+        layers=layers,
         errors=list(errors.values()),
     )
 
 
 def _errors(shards: ShardDirectory) -> dict[str, str]:
-    """Return what is wrong with files, by file: bytes that differ from the manifest, then tensors that do not fit."""
-    errors = {corrupt.file: str(corrupt) for corrupt in shards.corrupt_files()}
-    if "config.json" in errors:
+    """Return what is wrong with files, by file: bytes that differ from the manifest, else tensors that do not fit."""
+    if errors := {corrupt.file: str(corrupt) for corrupt in shards.corrupt_files()}:
         return errors
     try:
         config = read_config(shards.path)
         contents = Contents.of(shards, config)
     except ValueError as error:
-        return {**errors, "config.json": str(error)}
+        return {"config.json": str(error)}
     except CorruptFileError as error:
-        return {**errors, error.file: str(error)}
+        return {error.file: str(error)}
     for layer in family_of(config.model_type).layers(config):
         try:
             contents.check(layer)
@@ -125,17 +131,16 @@ def _errors(shards: ShardDirectory) -> dict[str, str]:
 
 def _layer(directory: Path, layer: str, name: str) -> LayerReport:
     path = directory / name
-    with safe_open(path, framework="pt") as file:
-        keys = list(file.keys())
-        weights = [file.get_slice(key) for key in keys if "/" not in key]
-        return LayerReport(
-            layer=layer,
-            file=name,
-            bytes=path.stat().st_size,
-            parameters=sum(prod(weight.get_shape()) for weight in weights),
-            dtype=", ".join(sorted({DTYPES.get(weight.get_dtype(), weight.get_dtype()) for weight in weights})),
-            optimizer_state=sorted({key.partition("/")[0] for key in keys if "/" in key}),
-        )
+    headers = tensor_headers(path)
+    weights = [header for key, header in headers.items() if "/" not in key]
+    return LayerReport(
+        layer=layer,
+        file=name,
+        bytes=path.stat().st_size,
+        parameters=sum(prod(weight.shape) for weight in weights),
+        dtype=", ".join(sorted({DTYPES.get(weight.dtype, weight.dtype) for weight in weights})),
+        optimizer_state=sorted({key.partition("/")[0] for key in headers if "/" in key}),
+    )
 
 
 def as_tables(reports: list[CheckpointReport]) -> Group:

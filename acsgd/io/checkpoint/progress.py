@@ -6,13 +6,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 from transformers import PreTrainedConfig
 
 from acsgd.config.options import Config
+from acsgd.fields import Finite, Natural, from_json
 from acsgd.optim.loss_scale import LossScale
-from acsgd.shards.disk import Manifest
+from acsgd.shards.disk import MANIFEST, CorruptFileError, ShardDirectory
 
 RECENT = 16
 """Number of losses whose mean a loss spike is measured against."""
@@ -26,14 +27,14 @@ RECORDED = ("model.dtype", "model.recompute", "model.dropout_mask", "optim", "pp
 class Progress:
     """State of a run besides tensors. Data and dropout need no state: they are functions of the seed and `step`."""
 
-    step: int = 0
+    step: Natural = 0
     """Number of completed optimizer steps; the next one trains on batch `step`."""
-    tokens: int = 0
+    tokens: Natural = 0
     """Number of target tokens of these steps."""
-    skipped: int = 0
+    skipped: Natural = 0
     """Number of steps whose update was skipped."""
     loss_scale: LossScale = field(default_factory=LossScale)
-    recent: tuple[float, ...] = ()
+    recent: tuple[Finite, ...] = ()
     """Losses of the last RECENT updates."""
     eval_loss: float | None = None
     """Loss of the last evaluation."""
@@ -73,17 +74,17 @@ class Progress:
         """Return the fields as JSON values."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Progress:
-        """Inverse of `to_dict`."""
-        return cls(**{**fields, "loss_scale": LossScale(**fields["loss_scale"]), "recent": tuple(fields["recent"])})
+
+def _check_model_type(model: dict[str, Any]) -> None:
+    if not isinstance(model.get("model_type"), str):
+        raise ValueError('"model_type" is missing')
 
 
 @dataclass(frozen=True)
 class RunIdentity:
     """What a run must have in common with a checkpoint to resume from it: the model and the samples of each step."""
 
-    model: dict[str, Any]
+    model: Annotated[dict[str, Any], _check_model_type]
     """Config of the model, without VOLATILE keys."""
     tokenizer: str
     """Hash of the tokenizer."""
@@ -106,11 +107,6 @@ class RunIdentity:
     def digest(self) -> str:
         """Return a hash of all fields."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> RunIdentity:
-        """Inverse of `to_dict`."""
-        return cls(**fields)
 
     def difference(self, saved: RunIdentity) -> str | None:
         """Return a clause that says why this run cannot resume from a checkpoint of `saved`; None if it can."""
@@ -140,9 +136,9 @@ class RunState:
 
     progress: Progress
     identity: RunIdentity
-    options: Mapping[str, str | None]
+    options: dict[str, str | None] = field(default_factory=dict)
     """Options that it was trained with, as of `recorded_options`; empty in checkpoints of older versions."""
-    replicas: int | None
+    replicas: Natural | None = None
     """Number of replicas that saved it; None in checkpoints of older versions."""
     best: bool = False
     """Whether its evaluation loss was the lowest so far."""
@@ -152,18 +148,22 @@ class RunState:
         return asdict(self)
 
     @classmethod
-    def of(cls, manifest: Manifest) -> RunState | None:
-        """Return the state of the run in a manifest; None for a converted model."""
-        run = manifest.run
-        if run is None:
+    def of(cls, shards: ShardDirectory) -> RunState | None:
+        """Return the state of the run in a manifest; None for a converted model.
+
+        Raises CorruptFileError if a field is missing or wrong.
+        """
+        if shards.manifest.run is None:
             return None
-        return cls(
-            Progress.from_dict(run["progress"]),
-            RunIdentity.from_dict(run["identity"]),
-            run.get("options", {}),
-            run.get("replicas"),
-            run.get("best", False),
-        )
+        try:
+            state = from_json(cls, shards.manifest.run)
+            if state.progress.step != shards.step:
+                raise ValueError(f"progress.step is {state.progress.step}, step is {shards.step}")
+        except ValueError as error:
+            raise CorruptFileError(
+                shards.path / MANIFEST, f"is invalid: run.{error}; restore it from a copy, or remove {shards.path}"
+            ) from None
+        return state
 
 
 def recorded_options(config: Config) -> dict[str, str | None]:

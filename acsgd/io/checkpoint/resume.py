@@ -33,7 +33,7 @@ class Checkpoint:
         Raises ValueError if `path` is not a checkpoint of a run, CorruptFileError if its manifest is corrupt.
         """
         shards = ShardDirectory(path)
-        run = RunState.of(shards.manifest)
+        run = RunState.of(shards)
         if run is None:
             raise ValueError(f"{path} holds a model without run state; to train from its weights: --model.name {path}")
         return cls(shards, run)

@@ -1,0 +1,183 @@
+"""A manifest with a valid checksum and wrong fields is refused in one sentence that names the field, by all readers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lib.commands import acsgd
+from lib.saved import SMALL, small_run, train_alone
+
+from acsgd.cli import ToHF
+from acsgd.config.options import ModelConfig
+from acsgd.io.checkpoint.inspect import inspect
+from acsgd.io.checkpoint.resume import Checkpoint
+from acsgd.shards.disk import MANIFEST, CorruptFileError, _with_checksum
+from acsgd.shards.hub import open_model
+
+TinyModel = Callable[..., Path]
+ENTRY: dict[str, list[Any]] = {
+    "file": [None, 5, [], "", ".", "..", "../config.json", "/etc/passwd", "a/b", "a\\b", "a\0b", "\ud800", "x" * 300],
+    "bytes": [None, True, -1, 1.5, "1", 2**63, [1]],
+    "sha256": [None, 5, "", "0" * 63, "0" * 65, "G" * 64, "A" * 64],
+}
+NATURAL = [None, True, -1, 1.5, "1", 10**30, []]
+NUMBER = [True, "1", [], {}]
+WRONG: dict[str, list[Any]] = {
+    "step": NATURAL,
+    "layers": [None, 5, [], "x", {"embed": None}, {"embed": {}}, {"embed": []}],
+    **{f"layers.embed.{key}": values for key, values in ENTRY.items()},
+    "layers.embed.more": [1],
+    "replicas": [None, 5, [], {"embed": None}, {"embed": {}}, {"embed": ["x"]}],
+    "model_files": [None, 5, {}, [None], [{}], ["config.json"]],
+    **{f"model_files.0.{key}": values for key, values in ENTRY.items()},
+    "run": [5, "x", [], {}],
+    "more": [1],
+    "run.more": [1],
+    "run.progress": [None, 5, [], "x"],
+    "run.progress.step": [*NATURAL, 7],
+    "run.progress.tokens": NATURAL,
+    "run.progress.skipped": NATURAL,
+    "run.progress.more": [1],
+    "run.progress.loss_scale": [None, 5, {"value": "x"}, {"value": 0}, {"value": float("inf")}, {"dynamic": 1}],
+    "run.progress.recent": [None, 5, {}, "x", [None], ["x"], [True], [float("nan")]],
+    "run.progress.eval_loss": NUMBER,
+    "run.progress.best_eval_loss": NUMBER,
+    "run.identity": [None, 5, [], {}],
+    "run.identity.model": [None, 5, [], {}, {"model_type": 5}],
+    "run.identity.tokenizer": [None, 5],
+    "run.identity.texts": [None, []],
+    "run.identity.data": [None, 5, []],
+    "run.options": [None, 5, [], {"optim.lr": 5}],
+    "run.replicas": [True, -1, "2"],
+    "run.best": [None, 1, "yes"],
+}
+REQUIRED = ("step", "layers", "replicas", "model_files", "run", "run.progress", "run.identity", "run.identity.model")
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint saved by a run."""
+    run = tmp_path_factory.mktemp("manifest") / "runs" / "run"
+    return train_alone(small_run(tiny_model("gpt2", **SMALL), run)) / "step-00000002"
+
+
+@pytest.fixture
+def checkpoint(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / saved.name))
+
+
+def parent_of(fields: Any, path: str) -> tuple[Any, Any]:
+    """Return the object or list that holds a field, and its key there."""
+    *parents, last = path.split(".")
+    for key in parents:
+        fields = fields[int(key)] if isinstance(fields, list) else fields[key]
+    return fields, last
+
+
+def read_fields(checkpoint: Path) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text())
+    del fields["sha256"]
+    return fields
+
+
+def write_fields(checkpoint: Path, fields: dict[str, Any]) -> None:
+    (checkpoint / MANIFEST).write_bytes(_with_checksum(fields))
+
+
+def assert_refused(checkpoint: Path, case: str) -> None:
+    """Check that a resume and `inspect` say the same of the manifest, and that a damaged layer table stops all."""
+    (report,) = inspect(checkpoint)
+    assert len(report.errors) == 1, case
+    sentence = report.errors[0]
+    assert sentence.startswith(f"{checkpoint / MANIFEST} is invalid: "), f"{case}: {sentence}"
+    assert "\n" not in sentence, case
+    assert sentence.endswith(f"restore it from a copy, or remove {checkpoint}"), f"{case}: {sentence}"
+    with pytest.raises(CorruptFileError) as error:
+        Checkpoint.open(checkpoint)
+    assert str(error.value) == sentence, case
+    if not case.startswith("run"):
+        for read in (lambda: open_model(ModelConfig(str(checkpoint))), ToHF(checkpoint, checkpoint / "out").run):
+            with pytest.raises(CorruptFileError) as error:
+                read()
+            assert str(error.value) == sentence, case
+
+
+def test_a_wrong_field_is_refused(checkpoint: Path) -> None:
+    original = read_fields(checkpoint)
+    for path, values in WRONG.items():
+        for value in values:
+            fields = copy.deepcopy(original)
+            parent, key = parent_of(fields, path)
+            parent[key] = value
+            write_fields(checkpoint, fields)
+            assert_refused(checkpoint, f"{path}={value!r}")
+
+
+def test_a_missing_field_is_refused(checkpoint: Path) -> None:
+    original = read_fields(checkpoint)
+    for path in REQUIRED:
+        fields = copy.deepcopy(original)
+        parent, key = parent_of(fields, path)
+        del parent[key]
+        write_fields(checkpoint, fields)
+        assert_refused(checkpoint, f"{path} is missing")
+
+
+def test_a_file_that_is_listed_twice_is_refused(checkpoint: Path) -> None:
+    fields = read_fields(checkpoint)
+    fields["layers"]["head"] = fields["layers"]["embed"]
+    write_fields(checkpoint, fields)
+    assert_refused(checkpoint, "embed twice")
+
+
+def test_the_layers_of_another_model_are_refused(checkpoint: Path) -> None:
+    fields = read_fields(checkpoint)
+    del fields["layers"]["block-00000"]
+    write_fields(checkpoint, fields)
+    sentence = f"{checkpoint / MANIFEST} lists 2 layers, config.json describes 3 (embed .. head)"
+    for read in (lambda: open_model(ModelConfig(str(checkpoint))), ToHF(checkpoint, checkpoint / "out").run):
+        with pytest.raises(ValueError) as error:
+            read()
+        assert str(error.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_an_edited_model_file_is_neither_exported_nor_trained_from(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    path, target = checkpoint / name, tmp_path / "export"
+    text = path.read_text()
+    edited = text.replace('"n_head": 2', '"n_head": 4') if name == "config.json" else text + " "
+    assert edited != text
+    path.write_text(edited)
+    code, printed = acsgd("convert", "to-hf", checkpoint, target)
+    assert code == 1
+    assert printed.startswith(f"error: {path} is corrupt: ")
+    assert not target.exists()
+    with pytest.raises(CorruptFileError, match="is corrupt"):
+        open_model(ModelConfig(str(checkpoint)))
+    path.write_text(text)
+    assert acsgd("convert", "to-hf", checkpoint, target) == (0, "")
+    open_model(ModelConfig(str(checkpoint)))
+
+
+def test_a_link_out_of_a_checkpoint_is_not_followed(checkpoint: Path, tmp_path: Path) -> None:
+    """Not even to the very bytes that the manifest lists."""
+    for name in ("embed.safetensors", "config.json", "tokenizer.json"):
+        path, outside = checkpoint / name, tmp_path / name
+        path.rename(outside)
+        path.symlink_to(outside)
+        (report,) = inspect(checkpoint)
+        assert report.errors == [
+            f"{path} is a link to {outside}, outside of the directory; put a copy of the file in its place"
+        ]
+        code, printed = acsgd("convert", "to-hf", checkpoint, tmp_path / "export")
+        assert (code, printed) == (1, f"error: {report.errors[0]}\n")
+        path.unlink()
+        outside.rename(path)
+    assert os.listdir(tmp_path) == [checkpoint.name]
