@@ -7,11 +7,13 @@ import errno
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from acsgd.errors import RunError
+from acsgd.shards.disk import fsync_directory
 
 PREFIX, SUFFIX = ".acsgd-", ".partial"
 """Of the name of the hidden directory in which a build works; what is between is random."""
@@ -23,19 +25,47 @@ def build_atomically(path: Path, build: Callable[[Path], None]) -> bool:
     """Build `path` and return True; return False, without a change, if another process has built it meanwhile.
 
     build: writes a file or directory at the path it is given, which has the name of `path` and is renamed to it at the
-    end. If it raises, everything it wrote is removed, new parent directories included. What a killed process left
-    beside `path` is removed, too. Raises RunError if there is no room for the files.
+    end, when it is on disk. If it raises, everything it wrote is removed, new parent directories included. What a
+    killed process left beside `path` is removed, too. Raises RunError if there is no room for the files.
     """
     with _parents_of(path), _partial_directory(path.parent) as partial:
         try:
             build(partial / path.name)
+            _fsync(partial / path.name)
         except OSError as error:
             if error.errno not in FULL:
                 raise
             raise RunError(
                 f"{path} cannot be written ({error.strerror}); free space there, or give a path on another disk"
             ) from None
-        return _rename(partial / path.name, path)
+        is_first = _rename(partial / path.name, path)
+        fsync_directory(path.parent)
+        return is_first
+
+
+def describe_build(path: Path) -> str | None:
+    """Return which process builds `path` and what it has written, None if none does."""
+    for directory in path.parent.glob(f"{PREFIX}*{SUFFIX}"):
+        with contextlib.suppress(OSError):  # completed or removed meanwhile
+            if os.path.lexists(directory / path.name):
+                written = sum(file.lstat().st_size for file in _tree(directory / path.name))
+                return f"{(directory / 'lock').read_text()} ({written / 1e6:.1f} MB so far)"
+    return None
+
+
+def _tree(path: Path) -> list[Path]:
+    """Return a file, or a directory after everything in it."""
+    return [*path.rglob("*"), path]
+
+
+def _fsync(path: Path) -> None:
+    """Wait until a file, or a directory with everything in it, is on disk."""
+    for part in _tree(path):
+        if part.is_dir():
+            fsync_directory(part)
+        else:
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def _rename(built: Path, path: Path) -> bool:
@@ -54,7 +84,7 @@ def _rename(built: Path, path: Path) -> bool:
 def _partial_directory(parent: Path) -> Iterator[Path]:
     """Create a directory for a build in `parent`, and remove it at the end, and those of processes that were killed.
 
-    The file "lock" in it is locked while its process lives.
+    The file "lock" in it is locked while its process lives, and names it.
     """
     for leftover in parent.glob(f"{PREFIX}*{SUFFIX}"):
         _remove_if_unlocked(leftover)
@@ -73,6 +103,7 @@ def _locked_directory(parent: Path) -> tuple[Path, int]:
         with contextlib.suppress(FileNotFoundError):  # removed before it was locked
             lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             if _lock(lock) is not False and os.fstat(lock).st_nlink:
+                os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
                 return directory, lock
             os.close(lock)
 

@@ -2,42 +2,123 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import shutil
+import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from filelock import FileLock, Timeout
 
 from acsgd.errors import RunError
-from acsgd.io.atomic import build_atomically
+from acsgd.io.atomic import build_atomically, describe_build
+from acsgd.shards.files import CorruptFileError
+
+T = TypeVar("T")
 
 TIMEOUT_S = 4 * 3600.0
 """Maximum time to wait for another process that builds, seconds. A process that dies releases the lock at once."""
+FIRST_REPORT_S = 5.0
+"""Seconds of building or waiting until the first report."""
+NEXT_REPORT_S = 60.0
+"""Seconds between later reports."""
+
+
+def print_note(text: str) -> None:
+    """Print a sentence on stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def once_per_host(path: Path, build: Callable[[Path], None], *, timeout_s: float = TIMEOUT_S) -> Path:
-    """Build `path` if it does not exist, and return it. All processes of a host may call this at the same time.
+    """Build `path` if it does not exist, and return it. As `open_cached`, without verification."""
+    return open_cached(path, build, lambda built: built, timeout_s=timeout_s)
 
-    build: as of `build_atomically`. Raises RunError if there is no room for the files, or if another process has not
-    finished after `timeout_s` seconds.
+
+def open_cached(
+    path: Path,
+    build: Callable[[Path], None],
+    open_built: Callable[[Path], T],
+    *,
+    note: Callable[[str], None] = print_note,
+    reports_wait: bool = True,
+    timeout_s: float = TIMEOUT_S,
+) -> T:
+    """Build `path` if it does not exist or is corrupt, and return open_built(path).
+
+    All processes of a host may call this at the same time: one of them builds, the others wait.
+    build: as of `build_atomically`. open_built: raises CorruptFileError if what was built is no longer valid.
+    note: called with a sentence if a corrupt path is built again and, from a thread, during a long wait unless
+    `reports_wait` is False: one process of a run and host should report it.
+    Raises RunError if the files cannot be written, or if another process has not finished after `timeout_s` seconds.
     """
-    if path.exists():
-        return path
+    if os.path.lexists(path):
+        with contextlib.suppress(CorruptFileError):
+            return open_built(path)
     try:
-        with FileLock(_lock_file(path), timeout=timeout_s):
-            if not path.exists():
-                build_atomically(path, build)  # another host may build on the same network file system
+        with contextlib.ExitStack() as stack:
+            with reports(note, lambda: f"waiting until {_builder(path)} has built {path}", enabled=reports_wait):
+                stack.enter_context(FileLock(_lock_file(path)).acquire(timeout=timeout_s))
+            if os.path.lexists(path):
+                try:
+                    return open_built(path)
+                except CorruptFileError as error:
+                    note(f"{error}; {path} is built again now")
+                    _remove(path)
+            build_atomically(path, build)  # another host may build on the same network file system
+            return open_built(path)
     except Timeout:
         raise RunError(
-            f"waited {timeout_s:g} s for another process of this host to build {path}; "
+            f"waited {timeout_s:g} s for {_builder(path)} to build {path}; "
             "end that process if it hangs, or run again when it has finished"
         ) from None
-    return path
+    except OSError as error:
+        at = f": {error.filename}" if error.filename else ""
+        raise RunError(
+            f"{path} cannot be built ({error.strerror}{at}); check the directory, or give another log.dir: "
+            "the cache lies beside it"
+        ) from None
+
+
+@contextlib.contextmanager
+def reports(note: Callable[[str], None], text: Callable[[], str], *, enabled: bool = True) -> Iterator[None]:
+    """Call `note` with a text after FIRST_REPORT_S seconds in the context, then every NEXT_REPORT_S, from a thread."""
+    if not enabled:
+        yield
+        return
+    ended = threading.Event()
+
+    def report() -> None:
+        wait_s = FIRST_REPORT_S
+        while not ended.wait(wait_s):
+            note(text())
+            wait_s = NEXT_REPORT_S
+
+    thread = threading.Thread(target=report, name="reports", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _lock_file(path: Path) -> Path:
     """Return the lock of a path, in this host's temporary directory; one per user, since /tmp is sticky."""
     digest = hashlib.sha256(f"{os.getuid()} {path.absolute()}".encode()).hexdigest()
     return Path(tempfile.gettempdir()) / f"acsgd-{digest[:32]}.lock"
+
+
+def _builder(path: Path) -> str:
+    return describe_build(path) or "another process of this host"
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from acsgd.io.cache import once_per_host
+from acsgd.io.cache import open_cached
 from acsgd.io.checkpoint.progress import RunIdentity
 from acsgd.io.checkpoint.resume import Candidates, find
 from acsgd.io.sampling.batches import BatchReader
@@ -19,7 +21,8 @@ from acsgd.pp.wire.cache_plan import CachePlan, plan_caches
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.job import Job
 from acsgd.shards.convert import from_hf
-from acsgd.shards.disk import MANIFEST, VERSION, ShardDirectory
+from acsgd.shards.disk import MANIFEST, VERSION, ShardDirectory, StoredFile
+from acsgd.shards.files import CorruptFileError
 from acsgd.shards.load import RandomWeights, WeightSource
 
 
@@ -130,7 +133,31 @@ def open_weight_source(job: Job) -> WeightSource:
         target.mkdir()
         from_hf(job.model_dir, target)
 
-    return ShardDirectory(once_per_host(job.cache_dir / "models" / name, convert))
+    return open_cached(job.cache_dir / "models" / name, convert, CachedModel, reports_wait=job.is_first_on_host)
+
+
+class CachedModel(ShardDirectory):
+    """A model in the cache. A corrupt one is not opened again, so that the next start converts it again."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the manifest. Raises CorruptFileError if it is missing, or a file has another size than it says."""
+        if not os.path.lexists(path / MANIFEST):
+            raise CorruptFileError(path / MANIFEST, "is missing")
+        super().__init__(path)
+        for entry in self.manifest.files:
+            file = path / entry.file
+            if not file.is_file() or file.stat().st_size != entry.bytes:
+                raise CorruptFileError(file, f"is corrupt: it has not the {entry.bytes} bytes it was written with")
+
+    def verify(self, entry: StoredFile) -> Path:
+        try:
+            return super().verify(entry)
+        except CorruptFileError as error:
+            with contextlib.suppress(OSError):
+                (self.path / MANIFEST).unlink(missing_ok=True)
+            raise CorruptFileError(
+                error.path, f"{error.problem}; start again, and the model is converted again"
+            ) from None
 
 
 def plan_activation_caches(job: Job, samples: int, *, run_id: str, fresh: bool) -> CachePlan | None:
@@ -160,4 +187,11 @@ def plan_activation_caches(job: Job, samples: int, *, run_id: str, fresh: bool) 
 
 
 def _tokenized(job: Job, sources: Sequence[WeightedSource]) -> list[Corpus]:
-    return tokenize_all(sources, job.tokenizer, job.config.data.sequence, job.cache_dir / "tokens")
+    return tokenize_all(
+        sources,
+        job.tokenizer,
+        job.config.data.sequence,
+        job.cache_dir / "tokens",
+        vocab_size=job.model_config.vocab_size,
+        reports_wait=job.is_first_on_host,
+    )

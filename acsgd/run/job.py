@@ -140,6 +140,11 @@ class Job:
         return Path(self.config.log.dir).parent / "cache"
 
     @property
+    def is_first_on_host(self) -> bool:
+        """Whether this is the process of the run and host that reports what all of them wait for."""
+        return self.topology.rank % self.local_world_size == 0
+
+    @property
     def checkpoints(self) -> CheckpointDirectory:
         """Directory of the run's checkpoints."""
         return CheckpointDirectory(Path(self.config.checkpoint.dir or Path(self.config.log.dir) / "checkpoints"))

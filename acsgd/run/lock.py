@@ -8,17 +8,15 @@ process. Clocks of two hosts are never compared.
 
 Leases are numbered: .lock-00000001, .lock-00000002, ... The highest number holds the directory. A lease is created with
 O_EXCL, so of several starts one gets the next number. Nothing else is required of the file system (no flock, no
-exchange of two names), so this works on NFS, unlike filelock's SoftFileLease, which cannot take over there. A client
-of NFS may see an old listing, but not after a change of its own; so every decision follows a change. A holder that was
-replaced while it lives (it was stopped, or cut off from the file system) finds the higher number, or that its own lease
-is gone, before its next write, and ends.
+exchange of two names), so this works on NFS, unlike filelock's SoftFileLease, which cannot take over there. A holder
+that was replaced while it lives (it was stopped, or cut off from the file system) finds the higher number before its
+next write, and ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import sys
 import threading
@@ -40,10 +38,6 @@ WAIT_S = 30.0
 """Seconds that a start waits for a live holder to end. torchrun gives workers 30 s to end."""
 POLL_S = 0.1
 _NAME = re.compile(r"\.lock-(\d{8})")
-
-
-def _boottime() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Lease:
@@ -68,7 +62,6 @@ class Lease:
         self._sleep = sleep
         self._is_new = False
         self._number = 0
-        self._held: int | None = None
         self._beats = 0
 
     def acquire(self, note: Callable[[str], None]) -> None:
@@ -100,54 +93,25 @@ class Lease:
             self._sleep(POLL_S)
 
     def renew(self) -> None:
-        """Write a heartbeat, also if the directory was removed. Raises RunError if another run has taken over."""
+        """Write a heartbeat. Raises RunError if another run has taken over."""
         self._beats += 1
-        if self._was_removed():
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._hold_directory()
-        elif not self._is_own(self._read().get(self._number)):
-            raise RunError(self._lost())
         with contextlib.suppress(OSError):  # on a full disk the lease is still valid, unless there is a higher number
             self._new(self._number).write_text(self._record())
             self._new(self._number).rename(self._path(self._number))
-        if any(number > self._number for number in self._read()):
-            raise RunError(self._lost())
+        successors = {number: text for number, text in self._read().items() if number > self._number}
+        if successors:
+            holder = _parse(successors[max(successors)])
+            by = f"process {holder.pid} on {holder.host}" if holder else "another run"
+            raise RunError(
+                f"{self._option}: {self.directory} was taken over by {by}, because this run's heartbeat stopped for "
+                f"{STALE_S:.0f} s or more; this run ends without further writes"
+            )
 
     def release(self) -> None:
-        """Remove the lease unless it is another run's, and the directory if `acquire` created it and it is empty."""
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
-        if self._is_own(self._read().get(self._number)):
-            self._path(self._number).unlink(missing_ok=True)
+        """Remove the lease, and the directory if `acquire` created it and it is empty."""
+        self._path(self._number).unlink(missing_ok=True)
         if self._is_new and not any(self.directory.iterdir()):
             self.directory.rmdir()
-
-    def _is_own(self, text: str | None) -> bool:
-        return text is not None and _parse(text) == self._process
-
-    def _hold_directory(self) -> None:
-        """Open the directory, so that another one that replaces it has another inode."""
-        if self._held is not None:
-            os.close(self._held)
-        self._held = os.open(self.directory, os.O_RDONLY)
-
-    def _was_removed(self) -> bool:
-        """Return whether the directory was removed, and perhaps created again, since it was opened."""
-        assert self._held is not None, "the lease is not acquired"
-        try:
-            return not os.path.samestat(self.directory.stat(), os.fstat(self._held))
-        except OSError:  # it is not there; NFS: the open one is not, either
-            return True
-
-    def _lost(self) -> str:
-        leases = self._read()
-        holder = _parse(leases[max(leases)]) if leases else None
-        by = f"process {holder.pid} on {holder.host}" if holder else "another run"
-        return (
-            f"{self._option}: {self.directory} was taken over by {by}, because this run's heartbeat stopped for "
-            f"{STALE_S:.0f} s or more; this run ends without further writes"
-        )
 
     def _create(self, judged: dict[int, str]) -> bool:
         """Create the lease after those `judged` to have no live holder, and remove them. Return whether it worked."""
@@ -162,7 +126,6 @@ class Lease:
             self._path(number).unlink(missing_ok=True)
             return False
         self._number = number
-        self._hold_directory()
         for other in judged:
             self._path(other).unlink(missing_ok=True)
             self._new(other).unlink(missing_ok=True)
@@ -198,15 +161,10 @@ class Lease:
 
 
 class RunLock:
-    """All leases of a run, renewed by a thread while open. Ranks other than 0 have no leases, and all checks pass.
+    """All leases of a run, renewed by a thread while open. Ranks other than 0 have no leases, and all checks pass."""
 
-    clock: seconds, also while the host sleeps.
-    """
-
-    def __init__(self, leases: Sequence[Lease], *, clock: Callable[[], float] = _boottime) -> None:
+    def __init__(self, leases: Sequence[Lease]) -> None:
         self._leases = leases
-        self._clock = clock
-        self._verified_at = clock()
         self._renewing = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
@@ -218,27 +176,20 @@ class RunLock:
         return self._lost is not None
 
     def check(self) -> None:
-        """Raise RunError if the last heartbeat found that another run has taken over.
-
-        Reads a file only if that heartbeat is old, as when the process was stopped for a while.
-        """
+        """Raise RunError if the last heartbeat found that another run has taken over. Reads no file."""
         if self._lost is not None:
             raise self._lost
-        if self._clock() - self._verified_at >= STALE_S / 2:
-            self.verify()
 
     def verify(self) -> None:
         """Raise RunError if another run has taken over by now. May be called by any thread."""
         with self._renewing:
-            if self._lost is not None:
-                raise self._lost
+            self.check()
             try:
                 for lease in self._leases:
                     lease.renew()
             except RunError as error:
                 self._lost = error
                 raise
-            self._verified_at = self._clock()
 
     def start(self) -> None:
         """Start the thread that renews the leases."""

@@ -30,6 +30,8 @@ class CorruptFileError(RunError):
 
     def __init__(self, path: Path, message: str) -> None:
         super().__init__(f"{path} {message}")
+        self.path = path
+        self.problem = message
         self.file = path.name
 
 

@@ -49,7 +49,9 @@ class Data:
 
     def __init__(self, directory: Path) -> None:
         model = directory / "model"
-        self._tokenizer = load_tokenizer(model, read_config(model))
+        config = read_config(model)
+        self._tokenizer = load_tokenizer(model, config)
+        self._vocab_size = config.vocab_size
         tokens = [self._tokenizer.convert_ids_to_tokens(i) for i in range(1, 257)]
         self._byte_of = {i + 1: _byte(token) for i, token in enumerate(tokens)}
 
@@ -109,7 +111,8 @@ class Data:
 
         def call() -> np.ndarray:
             sources = parse_sources(path.name, on_error=on_error)  # type: ignore[arg-type]
-            return np.array(tokenize_all(sources, self._tokenizer, 1, Path("tokens"))[0].tokens)
+            [corpus] = tokenize_all(sources, self._tokenizer, 1, Path("tokens"), vocab_size=self._vocab_size)
+            return corpus.tokens[:]
 
         return attempt_start(call, [path.name])
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import time
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
-from acsgd.io.cache import _lock_file, once_per_host
+from acsgd.errors import RunError
+from acsgd.io import cache
+from acsgd.io.atomic import describe_build
+from acsgd.io.cache import _lock_file, once_per_host, open_cached
+from acsgd.shards.files import CorruptFileError
+
+FORK = multiprocessing.get_context("fork")
 
 
 def build_slowly(target: Path) -> None:
@@ -22,8 +29,7 @@ def build_slowly(target: Path) -> None:
 
 def test_many_processes_build_once(tmp_path: Path) -> None:
     path = tmp_path / "cache" / "a.npy"
-    spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=once_per_host, args=(path, build_slowly)) for _ in range(3)]
+    processes = [FORK.Process(target=once_per_host, args=(path, build_slowly)) for _ in range(3)]
     for process in processes:
         process.start()
     for process in processes:
@@ -89,6 +95,77 @@ def test_another_host_that_finishes_first_wins(tmp_path: Path) -> None:
     once_per_host(path, build)
     assert os.listdir(tmp_path) == ["shards"]
     assert os.listdir(path) == ["theirs"]
+
+
+def hold_build(target: Path) -> None:
+    """Write a megabyte and wait until the file "go on" appears beside the cache."""
+    target.write_bytes(bytes(10**6))
+    while not (target.parents[2] / "go on").exists():
+        time.sleep(0.01)
+
+
+def test_a_long_wait_names_the_process_that_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cache" / "a.npy"
+    holder = FORK.Process(target=once_per_host, args=(path, hold_build))
+    holder.start()
+    while describe_build(path) is None or "1.0 MB" not in str(describe_build(path)):
+        assert holder.is_alive()
+        time.sleep(0.01)
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        notes.append(text)
+        (tmp_path / "go on").touch()
+
+    monkeypatch.setattr(cache, "FIRST_REPORT_S", 0.05)
+    opened = open_cached(path, lambda _: pytest.fail("built again"), Path.read_bytes, note=note)
+    holder.join(60)
+    host = socket.gethostname()
+    assert opened == bytes(10**6)
+    assert notes == [f"waiting until process {holder.pid} on {host} (1.0 MB so far) has built {path}"]
+
+
+def test_a_short_wait_is_silent(tmp_path: Path) -> None:
+    open_cached(tmp_path / "a", lambda target: target.touch(), Path.stat, note=lambda text: pytest.fail(text))
+
+
+def open_if_good(path: Path) -> str:
+    """Open a file that holds "good"."""
+    if (text := path.read_text()) != "good":
+        raise CorruptFileError(path, f"is {text}")
+    return text
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "link", "dangling"])
+def test_what_is_corrupt_is_built_again_once_with_a_note(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a"
+    if kind == "directory":
+        (path / "b").mkdir(parents=True)
+    elif kind == "link":
+        (tmp_path / "bad").write_text("bad")
+        path.symlink_to("bad")
+    elif kind == "dangling":
+        path.symlink_to("nowhere")
+    else:
+        path.write_text("bad")
+
+    def open_built(built: Path) -> str:
+        if built.is_dir() or not built.exists():
+            raise CorruptFileError(built, "is bad")
+        return open_if_good(built)
+
+    notes: list[str] = []
+    for _ in range(2):
+        assert open_cached(path, lambda target: target.write_text("good") and None, open_built, note=notes.append)
+    assert notes == [f"{path} is bad; {path} is built again now"]
+
+
+def test_a_directory_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError) as refused:
+        once_per_host(tmp_path / "file" / "a", build_slowly)
+    assert str(refused.value).startswith(f"{tmp_path / 'file' / 'a'} cannot be built (")
+    assert "give another log.dir" in str(refused.value)
 
 
 def test_waiting_for_a_build_times_out(tmp_path: Path) -> None:

@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import re
+import resource
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import zstandard
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from acsgd.errors import RunError
+from acsgd.io import cache as cache_module
+from acsgd.io import entry as entry_module
 from acsgd.io.sampling import tokens as tokens_module
 from acsgd.io.sampling.batches import Batch, BatchReader, Dataset
 from acsgd.io.sampling.sampler import Sampler, Samples, block_counts, deal, shuffled
-from acsgd.io.sampling.tokens import num_sequences, tokenize, tokenize_all, tokenizer_fingerprint
-from acsgd.io.sources.sources import Source, parse_sources
+from acsgd.io.sampling.tokens import (
+    Corpus,
+    TokenFile,
+    corpora_fingerprint,
+    num_sequences,
+    tokenize,
+    tokenize_all,
+    tokenizer_fingerprint,
+)
+from acsgd.io.sources.sources import JsonLines, LineCounts, Piece, Source, WeightedSource, parse_sources
+from acsgd.shards.files import CorruptFileError
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 MIXTURE = Sampler(seed=7, batch=12, counts=(3, 7), sizes=(11, 40))
@@ -45,19 +63,17 @@ def keys(number: int, count: int) -> np.ndarray:
 
 def test_every_document_ends_with_the_eos_token(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     source = source_of(tmp_path / "a.jsonl", '{"text": "one two"}\n{"text": ""}\n{"text": "three"}')
-    tokenize(source, tokenizer, tmp_path / "a.npy")
+    tokenize(source, tokenizer, tmp_path / "a.npy", vocab_size=512)
     tokens = np.load(tmp_path / "a.npy", mmap_mode="r")
     assert tokens.dtype == np.dtype("<u2")
     assert tokenizer.decode(tokens.tolist()) == "one two<|endoftext|><|endoftext|>three<|endoftext|>"
 
 
 def test_a_vocabulary_above_65536_is_stored_as_uint32(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     words = Tokenizer(models.WordLevel({"<end>": 0, "low": 1, "high": 2**16}, unk_token="<end>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     wide = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
-    tokenize(source_of(tmp_path / "a.txt", "high low"), wide, tmp_path / "a.npy")
+    tokenize(source_of(tmp_path / "a.txt", "high low"), wide, tmp_path / "a.npy", vocab_size=2**17)
     tokens = np.load(tmp_path / "a.npy")
     assert tokens.dtype == np.dtype("<u4")
     assert tokens.tolist() == [2**16, 1, 0]
@@ -70,7 +86,7 @@ def test_the_tokens_do_not_depend_on_the_batching(
     lines = [f'{{"text": "document {n} {"word " * n}"}}\n' for n in range(40)]
     source = source_of(tmp_path / "a.jsonl", "".join(lines))
     monkeypatch.setattr(tokens_module, "BATCH_CHARS", chars)
-    tokenize(source, tokenizer, tmp_path / "a.npy")
+    tokenize(source, tokenizer, tmp_path / "a.npy", vocab_size=512)
     oracle = [
         [*tokenizer(piece.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         for piece in source.pieces()
@@ -86,24 +102,24 @@ def test_long_documents_cause_no_warning(
     )
     logging.getLogger("transformers").addHandler(caplog.handler)
     try:
-        tokenize(source_of(tmp_path / "a.txt", "word " * 100), short, tmp_path / "a.npy")
+        tokenize(source_of(tmp_path / "a.txt", "word " * 100), short, tmp_path / "a.npy", vocab_size=512)
     finally:
         logging.getLogger("transformers").removeHandler(caplog.handler)
     assert not caplog.records
     assert len(np.load(tmp_path / "a.npy")) > 100
 
 
-def test_a_source_is_tokenized_once_and_memory_mapped(
+def test_a_source_is_tokenized_once_and_stays_on_disk(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.txt").write_text("some words " * 30)
     sources = parse_sources(f"demo,{tmp_path / 'a.txt'},demo")
-    first = tokenize_all(sources, tokenizer, 16, tmp_path / "cache")
+    first = tokenize_all(sources, tokenizer, 16, tmp_path / "cache", vocab_size=512)
     assert len(list((tmp_path / "cache").iterdir())) == 2
-    monkeypatch.setattr(tokens_module, "tokenize", lambda *_: pytest.fail("tokenized again"))
-    again = tokenize_all(sources, tokenizer, 32, tmp_path / "cache")
-    assert all(isinstance(tokens, np.memmap) for tokens, _ in again)
-    assert [tokens.tobytes() for tokens, _ in again] == [tokens.tobytes() for tokens, _ in first]
+    monkeypatch.setattr(tokens_module, "tokenize", lambda *_, **__: pytest.fail("tokenized again"))
+    again = tokenize_all(sources, tokenizer, 32, tmp_path / "cache", vocab_size=512)
+    assert all(isinstance(tokens, TokenFile) for tokens, _ in again)
+    assert [tokens[:].tobytes() for tokens, _ in again] == [tokens[:].tobytes() for tokens, _ in first]
     assert not any(skipped for _, skipped in first + again)
 
 
@@ -121,24 +137,24 @@ def test_skipping_unreadable_lines_keeps_all_others_and_is_reported(
     broken.write_text("\n".join(lines), errors="surrogateescape")
     mended.write_text("".join(f"{line}\n" for line in lines if line not in bad))
     sources = parse_sources(str(broken), on_error="skip")
-    [(tokens, skipped)] = tokenize_all(sources, tokenizer, 2, tmp_path / "cache")
-    [(wanted, _)] = tokenize_all(parse_sources(str(mended)), tokenizer, 2, tmp_path / "cache")
-    assert tokens.tolist() == wanted.tolist()
+    [(tokens, skipped)] = tokenize_all(sources, tokenizer, 2, tmp_path / "cache", vocab_size=512)
+    [(wanted, _)] = tokenize_all(parse_sources(str(mended)), tokenizer, 2, tmp_path / "cache", vocab_size=512)
+    assert tokens[:].tolist() == wanted[:].tolist()
     reason = "2, is not JSON (Expecting value at column 1): bad"
     if suffix == ".txt":
         reason = r'5, is not UTF-8 (byte 0xff): {"text": "\xff"}'
     count = len(bad) + 1
     assert skipped == f"data.sources: {broken}: skipped {count} of 8 lines; the first, line {reason}"
-    monkeypatch.setattr(tokens_module, "tokenize", lambda *_: pytest.fail("tokenized again"))
-    assert tokenize_all(sources, tokenizer, 2, tmp_path / "cache")[0].skipped == skipped
+    monkeypatch.setattr(tokens_module, "tokenize", lambda *_, **__: pytest.fail("tokenized again"))
+    assert tokenize_all(sources, tokenizer, 2, tmp_path / "cache", vocab_size=512)[0].skipped == skipped
 
 
 def test_the_cache_key_depends_on_skipping(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one two three"}\nbad')
-    tokenize_all(parse_sources(str(path), on_error="skip"), tokenizer, 1, tmp_path / "cache")
+    tokenize_all(parse_sources(str(path), on_error="skip"), tokenizer, 1, tmp_path / "cache", vocab_size=512)
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2 is not JSON"):
-        tokenize_all(parse_sources(str(path)), tokenizer, 1, tmp_path / "cache")
+        tokenize_all(parse_sources(str(path)), tokenizer, 1, tmp_path / "cache", vocab_size=512)
 
 
 @pytest.mark.parametrize(("suffix", "lines"), [("jsonl", "\n".join(BAD)), ("txt", "\udcff\n" * 4)])
@@ -149,7 +165,11 @@ def test_a_source_of_unreadable_lines_only_is_refused(
     path.write_text(lines, errors="surrogateescape")
     with pytest.raises(ValueError) as caught:
         tokenize_all(
-            parse_sources(str(path), on_error="skip", key="data.eval_sources"), tokenizer, 1, tmp_path / "cache"
+            parse_sources(str(path), on_error="skip", key="data.eval_sources"),
+            tokenizer,
+            1,
+            tmp_path / "cache",
+            vocab_size=512,
         )
     assert str(caught.value).startswith(f"data.eval_sources: {path} has no token with the tokenizer")
     assert "skipped 4 of 4 lines; the first, line 1, is not" in str(caught.value)
@@ -165,14 +185,14 @@ def test_text_and_tokenizer_change_the_cache_key(tokenizer: PreTrainedTokenizerF
     path = tmp_path / "a.txt"
     for text in ("some words", "other words now"):
         path.write_text(text)
-        tokenize_all(parse_sources(str(path)), tokenizer, 2, tmp_path / "cache")
+        tokenize_all(parse_sources(str(path)), tokenizer, 2, tmp_path / "cache", vocab_size=512)
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
 def test_a_tokenizer_without_an_end_of_document_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     endless = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match=r'no eos_token .* set "eos_token" in its tokenizer_config\.json'):
-        tokenize_all(parse_sources("demo"), endless, 8, tmp_path / "cache")
+        tokenize_all(parse_sources("demo"), endless, 8, tmp_path / "cache", vocab_size=512)
     assert not (tmp_path / "cache").exists()
 
 
@@ -192,27 +212,195 @@ def test_an_unusable_source_leaves_no_cache_entry(
 ) -> None:
     (tmp_path / "a.jsonl").write_text(lines)
     with pytest.raises(ValueError, match=message):
-        tokenize_all(parse_sources(str(tmp_path / "a.jsonl")), tokenizer, 8, tmp_path / "cache")
+        tokenize_all(parse_sources(str(tmp_path / "a.jsonl")), tokenizer, 8, tmp_path / "cache", vocab_size=512)
     assert not (tmp_path / "cache").exists()
 
 
 def test_a_short_source_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("zq" * 5)
     sources = parse_sources(str(tmp_path / "a.txt"))
-    [(tokens, _)] = tokenize_all(sources, tokenizer, 1, tmp_path)
+    [(tokens, _)] = tokenize_all(sources, tokenizer, 1, tmp_path, vocab_size=512)
     fits = len(tokens) - 1
-    tokenize_all(sources, tokenizer, fits, tmp_path)
+    tokenize_all(sources, tokenizer, fits, tmp_path, vocab_size=512)
     message = f"data.sequence={fits + 1}: .*a.txt has {len(tokens)} tokens, .*use data.sequence={fits} or less"
     with pytest.raises(ValueError, match=message):
-        tokenize_all(sources, tokenizer, fits + 1, tmp_path)
+        tokenize_all(sources, tokenizer, fits + 1, tmp_path, vocab_size=512)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"no {SHARED}")
 def test_real_text_is_decoded_exactly_from_its_tokens(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """1.3 MB are cut into ten pieces."""
     path = SHARED / "wikitext-2" / "test.txt"
-    [(tokens, _)] = tokenize_all(parse_sources(str(path)), tokenizer, 64, tmp_path)
-    assert tokenizer.decode(tokens.tolist()) == path.read_text() + "<|endoftext|>"
+    [(tokens, _)] = tokenize_all(parse_sources(str(path)), tokenizer, 64, tmp_path, vocab_size=512)
+    assert tokenizer.decode(tokens[:].tolist()) == path.read_text() + "<|endoftext|>"
+
+
+# ---- token ids that the model has not
+
+
+def sparse_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of 3 tokens whose largest id is 9."""
+    words = Tokenizer(models.WordLevel({"<end>": 0, "low": 1, "high": 9}, unk_token="<end>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+
+
+def test_a_token_that_the_model_has_not_is_named(tmp_path: Path) -> None:
+    """While tokenizing, and for cached tokens if another model shares the cache."""
+    path = tmp_path / "a.txt"
+    path.write_text("low " * 100 + "high low")
+    sources, wide = parse_sources(str(path)), sparse_tokenizer()
+    for is_cached in (False, True):
+        with pytest.raises(ValueError) as refused:
+            tokenize_all(sources, wide, 8, tmp_path / "cache", vocab_size=9)
+        assert str(refused.value) == (
+            f"data.sources: {path} has the token 'high' of id 9, but the model's vocab_size is 9; give the tokenizer "
+            "that belongs to the model, or a model with a larger vocabulary"
+        )
+        assert (tmp_path / "cache").exists() == is_cached
+        [(tokens, _)] = tokenize_all(sources, wide, 8, tmp_path / "cache", vocab_size=10)
+        assert max(tokens[:]) == 9
+
+
+# ---- faults of the disk and of other processes
+
+
+def test_damaged_tokens_are_found_and_tokenized_again(
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """At the start if a file has another length or the damage is in the sample, else when training reads it."""
+    text = tmp_path / "a.txt"
+    text.write_text(" ".join(map(str, range(20_000))))
+    monkeypatch.setattr(entry_module, "BLOCK_BYTES", 64)  # so that the sample leaves most blocks unread
+
+    def opened() -> list[Corpus]:
+        return tokenize_all(parse_sources(str(text)), tokenizer, 16, tmp_path / "cache", vocab_size=512)
+
+    def read_all(corpora: list[Corpus]) -> list[torch.Tensor]:
+        size = num_sequences(corpora[0].tokens, 16)
+        sampler = Sampler(seed=0, batch=size, counts=(1,), sizes=(size,))
+        batches = Dataset(BatchReader([corpora[0].tokens], sampler, 16, 1, range(size)), range(1))
+        return [batch.tokens for batch in batches if batch.tokens is not None]
+
+    [intact] = read_all(opened())
+    [entry] = (tmp_path / "cache").iterdir()
+    path = entry / "tokens.npy"
+    raw = path.read_bytes()
+    last = len(raw) - 1
+    cases = {
+        "empty": b"",
+        "short": raw[:-1],
+        "long": raw + b"\0",
+        "header": b"x" + raw[1:],
+        "sampled": raw[:128] + bytes([raw[128] ^ 1]) + raw[129:],
+        "last": raw[:last] + bytes([raw[last] ^ 1]),
+        "middle": raw[: last // 2] + bytes([raw[last // 2] ^ 1]) + raw[last // 2 + 1 :],
+    }
+    late = []
+    for name, damaged in cases.items():
+        path.write_bytes(damaged)
+        capsys.readouterr()
+        corpora = opened()
+        note = capsys.readouterr().err
+        if not note:
+            late.append(name)
+            with pytest.raises(CorruptFileError) as found:
+                read_all(corpora)
+            assert str(found.value).startswith(f"{path} is corrupt: bytes "), name
+            assert str(found.value).endswith("; start again, and the text is tokenized again"), name
+            corpora = opened()
+            note = capsys.readouterr().err
+        assert note.startswith(f"{entry}"), name
+        assert note.endswith(f"; {entry} is built again now\n"), name
+        assert path.read_bytes() == raw, name
+        assert torch.equal(read_all(corpora)[0], intact), name
+    assert "middle" in late
+    assert "sampled" not in late
+
+
+def test_tokens_that_are_cut_off_under_a_run_are_an_error(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """A memory-mapped file would end the process with SIGBUS."""
+    path = tmp_path / "a.txt"
+    path.write_text("some words " * 1000)
+    [(tokens, _)] = tokenize_all(parse_sources(str(path)), tokenizer, 16, tmp_path / "cache", vocab_size=512)
+    [entry] = (tmp_path / "cache").iterdir()
+    fingerprint = corpora_fingerprint([tokens])
+    os.truncate(entry / "tokens.npy", 1)
+    with pytest.raises(CorruptFileError, match=r"tokens\.npy is corrupt: it was cut from \d+ to 1 bytes; start again"):
+        tokens[:16]
+    [(again, _)] = tokenize_all(parse_sources(str(path)), tokenizer, 16, tmp_path / "cache", vocab_size=512)
+    assert corpora_fingerprint([again]) == fingerprint
+
+
+class GrowingFile(JsonLines):
+    """A file to which another process appends while it is read."""
+
+    def pieces(self, counts: LineCounts | None = None) -> Iterator[Piece]:
+        yield from super().pieces(counts)
+        with self.path.open("a") as file:
+            file.write('{"text": "more"}\n')
+
+
+def test_a_file_that_changes_while_it_is_tokenized_is_refused(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one two three"}\n')
+    sources = [WeightedSource(GrowingFile(str(path)), 1.0)]
+    with pytest.raises(ValueError) as refused:
+        tokenize_all(sources, tokenizer, 1, tmp_path / "cache", vocab_size=512)
+    message = f"data.sources: {path} changed while it was tokenized; start again when it is complete"
+    assert str(refused.value) == message
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_full_disk_is_one_sentence(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """The limit of the size of files stands for the disk: the system refuses the write."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+    try:
+        with pytest.raises(RunError, match=r"/cache/demo-\w+ cannot be written \(File too large\); free space there"):
+            tokenize_all(parse_sources("demo"), tokenizer, 16, tmp_path / "cache", vocab_size=512)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_source_may_have_the_longest_name(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = tmp_path / ("ä" * 125 + "s.txt")
+    path.write_text("some words")
+    [(tokens, _)] = tokenize_all(parse_sources(str(path)), tokenizer, 1, tmp_path / "cache", vocab_size=512)
+    assert len(tokens) > 2
+
+
+class SlowFile(JsonLines):
+    """A file whose second half is read when `go_on` is set."""
+
+    go_on = threading.Event()
+
+    def pieces(self, counts: LineCounts | None = None) -> Iterator[Piece]:
+        for piece in super().pieces(counts):
+            yield piece
+            assert self.go_on.wait(60)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst"])
+def test_a_long_tokenization_reports_its_progress(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    lines = b"".join(b'{"text": "%s"}\n' % os.urandom(500).hex().encode() for _ in range(100))
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(zstandard.compress(lines) if suffix.endswith("zst") else lines)
+    notes: list[str] = []
+    slow = SlowFile(str(path))
+    slow.go_on.clear()
+    monkeypatch.setattr(cache_module, "FIRST_REPORT_S", 0.01)
+    monkeypatch.setattr(tokens_module, "print_note", lambda text: (notes.append(text), slow.go_on.set()))
+    tokenize_all([WeightedSource(slow, 1.0)], tokenizer, 1, tmp_path / "cache", vocab_size=512)
+    assert re.fullmatch(rf"tokenizing: read \d+% of {path}, 0\.0 M tokens, 0\.\d\d M/s", notes[0])
 
 
 # ---- packing

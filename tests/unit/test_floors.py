@@ -120,6 +120,7 @@ ORDER = """
     pp.runtime
     io.atomic
     io.cache
+    io.entry
     io.sources.text
     io.sources.sources
     io

@@ -194,8 +194,8 @@ def test_fingerprints_differ_with_texts_and_fractions() -> None:
 def test_notes_report_lines_skipped_from_evaluation_sources(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one two three four five"}\nbad\n')
     sources = parse_eval(str(tmp_path / "a.jsonl"), 0.0, on_error="skip")
-    own = tokenize_all(sources, tokenizer, T, tmp_path / "cache")
-    trained = tokenize_all(parse_sources("demo"), tokenizer, T, tmp_path / "cache")
+    own = tokenize_all(sources, tokenizer, T, tmp_path / "cache", vocab_size=512)
+    trained = tokenize_all(parse_sources("demo"), tokenizer, T, tmp_path / "cache", vocab_size=512)
     layout = {"sequence": T, "micro": 1, "replicas": 1, "replica": 0}
     held = held_out(trained, own, 0.0, **layout)
     assert held is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -125,46 +124,6 @@ def test_a_holder_of_another_host_is_taken_over_after_it_was_silent_for_long_eno
     taker.renew()
     held.release()
     taker.renew()
-
-
-def test_a_holder_that_was_stopped_finds_that_its_successor_has_come_and_gone(tmp_path: Path) -> None:
-    """Numbers start again at 1 when a lease is released, so the number alone does not show the holder."""
-    for is_followed in (False, True):
-        directory = tmp_path / str(is_followed)
-        directory.mkdir()
-        stopped = acquired(directory, ELSEWHERE)
-        taker = lease_of(directory)
-        taker.acquire(lambda note: None)
-        taker.release()
-        follower = acquired(directory) if is_followed else None
-        with pytest.raises(RunError, match=f"was taken over by {'process' if is_followed else 'another run'}"):
-            stopped.renew()
-        stopped.release()
-        if follower is not None:
-            follower.renew()
-        assert [path.name for path in directory.iterdir()] == [".lock-00000001"] * is_followed
-
-
-def test_a_directory_that_is_removed_does_not_end_its_run(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    held = acquired(directory)
-    for is_created_again in (False, True):
-        shutil.rmtree(directory)
-        if is_created_again:
-            (directory / "logs").mkdir(parents=True)
-        held.renew()
-        assert (directory / ".lock-00000001").exists()
-
-
-def test_a_check_after_a_pause_reads_the_lease_itself(tmp_path: Path) -> None:
-    """The thread that renews it may run later than the thread that trains."""
-    clock = Clock()
-    held = RunLock([acquired(tmp_path, ELSEWHERE)], clock=clock)
-    lease_of(tmp_path).acquire(lambda note: None)
-    held.check()
-    clock.sleep(STALE_S / 2)
-    with pytest.raises(RunError, match="was taken over by process"):
-        held.check()
 
 
 def test_a_lease_without_content_is_taken_over_like_one_of_another_host(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from acsgd.config.options import CheckpointConfig
-from acsgd.errors import NonFiniteError, RunError
+from acsgd.errors import RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.shards.disk import Manifest, StoredFile, copy_model_files, write_layer
 from acsgd.shards.weights import WeightState
@@ -61,7 +61,7 @@ class SaveResult(NamedTuple):
 class Saver:
     """Writes checkpoints, one at a time. Every rank has one; all ranks save at the same steps.
 
-    A context manager: leaving it waits for the save in progress, unless an exception was raised on this rank alone.
+    A context manager: leaving it waits for the save in progress, unless an exception was raised.
 
     model_dir: directory from which config.json and the tokenizer are copied; layers: names of all layers of the model,
     first to last; timeout_s: maximum time to wait for the other ranks to finish writing, seconds; verify: raises
@@ -104,8 +104,6 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._join()
-        elif issubclass(kind, NonFiniteError) and self._thread is not None and self._thread.is_alive():
-            self._thread.join(self._timeout_s)  # the other ranks wait here, too: the checkpoint is of a step before
 
     def snapshot(self, step: int, states: Sequence[LayerState], run: dict[str, Any], *, best: bool = False) -> None:
         """Copy the state to host memory, for `write`. Called by every rank, after `wait` for the previous save.
@@ -183,7 +181,7 @@ class Saver:
         self, step: int, copies: list[LayerState], event: Event, run: dict[str, Any], best: bool
     ) -> str | None:
         """Write this rank's files and, on rank 0, complete the checkpoint. Return the first error of any rank."""
-        partial = self._directory.partial(step, self._groups.run_id)
+        partial = self._directory.partial(step)
         written: list[_WrittenFile] = []
         error = self._attempt(lambda: written.extend(self._write_layers(partial, copies, event)))
         report = {"files": [asdict(file) for file in written], "error": error}
@@ -198,9 +196,11 @@ class Saver:
             shutil.rmtree(partial, ignore_errors=True)
         elif self._topology.rank == 0:
             files = [_WrittenFile(**file) for report in reports for file in report["files"]]
-            error = self._attempt(self._verify) or self._attempt(lambda: self._complete(step, files, run, best))
-            if error is not None:
-                shutil.rmtree(partial, ignore_errors=True)
+            error = self._attempt(self._verify)  # if it fails, another run owns the directory: remove nothing
+            if error is None:
+                error = self._attempt(lambda: self._complete(step, files, run, best))
+                if error is not None:
+                    shutil.rmtree(partial, ignore_errors=True)
         return _first_error(self._all_gather("completing a checkpoint", {"error": error}))
 
     def _write_layers(self, partial: Path, copies: Sequence[LayerState], event: Event) -> Iterator[_WrittenFile]:
@@ -217,7 +217,7 @@ class Saver:
 
     def _complete(self, step: int, written: Sequence[_WrittenFile], run: dict[str, Any], best: bool) -> None:
         """Write the manifest of a checkpoint whose layers are written, publish it, and remove old checkpoints."""
-        partial = self._directory.partial(step, self._groups.run_id)
+        partial = self._directory.partial(step)
         _check_visible(partial, written)
         layers = {file.layer: StoredFile(**file.entry) for file in written if file.replica is None}
         parts = sorted((file for file in written if file.replica is not None), key=lambda file: file.replica or 0)
@@ -231,7 +231,7 @@ class Saver:
             model_files=copy_model_files(self._model_dir, partial),
             run=run,
         ).write(partial)
-        self._directory.publish(step, self._groups.run_id)
+        self._directory.publish(step)
         if best:
             self._directory.mark_best(step)
         try:

@@ -6,34 +6,87 @@ Shapes: n sequences, M micro-batches, B sequences per micro-batch, T tokens per 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from acsgd.io.cache import once_per_host
+from acsgd.io.cache import open_cached, print_note, reports
+from acsgd.io.entry import Entry, seal
 from acsgd.io.sampling.sampler import Ints
 from acsgd.io.sources.sources import LineCounts, Piece, Source, WeightedSource
+from acsgd.shards.files import CorruptFileError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-Tokens = NDArray[np.uint16] | NDArray[np.uint32]
-"""Tokens of one source, 1-D: all documents, each followed by the end-of-document token."""
+Ids = NDArray[np.uint16] | NDArray[np.uint32]
 
-FORMAT = 2
+
+class Tokens(Protocol):
+    """Tokens of one source, 1-D: all documents, each followed by the end-of-document token."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, span: slice, /) -> Ids: ...
+
+
+class TokenFile:
+    """Tokens in the file TOKENS of a cache entry, read from disk and verified when they are used."""
+
+    def __init__(self, entry: Entry) -> None:
+        """Read the header. Raises CorruptFileError."""
+        self._entry = entry
+        self._file = entry.file(TOKENS)
+        head = io.BytesIO(self._file.read(0, 1024))
+        np.lib.format.read_magic(head)
+        (self._length,), _, self._dtype = np.lib.format.read_array_header_1_0(head)
+        self._start = head.tell()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, span: slice, /) -> Ids:
+        """Read tokens from disk. Raises CorruptFileError, after which the entry is no longer valid."""
+        try:
+            return self._read(span)
+        except CorruptFileError as error:
+            is_invalid = self._entry.invalidate()
+            remedy = "start again, and the text is tokenized again" if is_invalid else f"remove {self._entry.path}"
+            raise CorruptFileError(error.path, f"{error.problem}; {remedy}") from None
+
+    def verify_sample(self) -> None:
+        """Raise CorruptFileError if a sample of the tokens is not as it was written."""
+        self._read(_sample(self))
+
+    def _read(self, span: slice) -> Ids:
+        start, stop, step = span.indices(self._length)
+        size = self._dtype.itemsize
+        if step == 1:
+            return np.frombuffer(self._file.read(self._start + start * size, (stop - start) * size), self._dtype)
+        single = (self._file.read(self._start + i * size, size) for i in range(start, stop, step))
+        return np.frombuffer(b"".join(single), self._dtype)
+
+
+TOKENS, ABOUT = "tokens.npy", "about.json"
+"""Files of a cache entry: the tokens, and the fields of TokenStats."""
+
+FORMAT = 3
 """Version of the format of a token cache entry; part of every cache key."""
 
+NAME_BYTES = 80
+"""Maximum length of the name of a source in the name of its cache entry."""
+
 BATCH_CHARS = 2**20
-"""Characters tokenized at a time. The tokenizer's working memory is about 100 bytes per character."""
+"""Characters tokenized at a time. The tokenizer's working memory is about 200 bytes per character."""
 
 
 class Corpus(NamedTuple):
@@ -44,42 +97,78 @@ class Corpus(NamedTuple):
     """Sentence that describes the lines skipped as unreadable; None if there are none."""
 
 
-def tokenize_all(
-    sources: Sequence[WeightedSource], tokenizer: PreTrainedTokenizerBase, sequence: int, cache_dir: Path
-) -> list[Corpus]:
-    """Return the tokens of each source, memory-mapped from `cache_dir`, tokenizing the sources that are not cached yet.
+class TokenStats(NamedTuple):
+    """What a cache entry stores about its tokens."""
 
-    Called by every process of a host; one of them tokenizes. Raises ValueError if the tokenizer has no
-    end-of-document token, a text cannot be read, or a source has less than `sequence` + 1 tokens.
+    largest: int
+    """Largest token id."""
+    skipped: str | None
+    """Clause that describes the skipped lines."""
+
+
+def tokenize_all(
+    sources: Sequence[WeightedSource],
+    tokenizer: PreTrainedTokenizerBase,
+    sequence: int,
+    cache_dir: Path,
+    *,
+    vocab_size: int,
+    reports_wait: bool = True,
+) -> list[Corpus]:
+    """Return the tokens of each source, on disk in `cache_dir`, tokenizing the sources that are not cached yet.
+
+    Called by every process of a host; one of them tokenizes. vocab_size: of the model; reports_wait: as of
+    `open_cached`. Raises ValueError if the tokenizer has no end-of-document token, a text cannot be read, has a token
+    that the model has not, or has less than `sequence` + 1 tokens.
     """
     end_of_document(tokenizer)
     suffix = f"{FORMAT} {tokenizer_fingerprint(tokenizer)}"  # before use, which may change its state
-    return [_open(source, tokenizer, sequence, cache_dir, suffix) for source, _ in sources]
+    return [
+        _open(source, tokenizer, sequence, cache_dir, suffix, vocab_size=vocab_size, reports_wait=reports_wait)
+        for source, _ in sources
+    ]
 
 
-def _open(source: Source, tokenizer: PreTrainedTokenizerBase, sequence: int, cache_dir: Path, suffix: str) -> Corpus:
-    key = hashlib.sha256(f"{source.fingerprint} {suffix}".encode()).hexdigest()[:16]
-    entry = cache_dir / f"{Path(source.name).name}-{key}"
+def _open(
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    sequence: int,
+    cache_dir: Path,
+    suffix: str,
+    *,
+    vocab_size: int,
+    reports_wait: bool,
+) -> Corpus:
+    fingerprint = source.fingerprint
+    key = hashlib.sha256(f"{fingerprint} {suffix}".encode()).hexdigest()[:16]
+    name = Path(source.name).name.encode()[:NAME_BYTES].decode(errors="ignore")
 
     def build(unfinished: Path) -> None:
         unfinished.mkdir()
-        counts = tokenize(source, tokenizer, unfinished / "tokens.npy")
-        (unfinished / "lines.json").write_text(json.dumps(asdict(counts)))
-        _load(unfinished, source, sequence)
+        stats = tokenize(source, tokenizer, unfinished / TOKENS, vocab_size=vocab_size)
+        if source.fingerprint != fingerprint:
+            raise ValueError(
+                f"{source.key}: {source.name} changed while it was tokenized; start again when it is complete"
+            )
+        (unfinished / ABOUT).write_text(json.dumps(stats._asdict()))
+        seal(unfinished)
+        open_built(unfinished)
 
-    return _load(once_per_host(entry, build), source, sequence)
+    def open_built(path: Path) -> Corpus:
+        entry = Entry(path)
+        tokens = TokenFile(entry)
+        tokens.verify_sample()
+        about = entry.file(ABOUT)
+        stats = TokenStats(**json.loads(about.read(0, about.size)))
+        _check_token(stats.largest, source, tokenizer, vocab_size)
+        if not num_sequences(tokens, sequence):
+            raise ValueError(
+                f"data.sequence={sequence}: {source.name} has {len(tokens)} tokens, less than one sequence of "
+                f"{sequence} + 1; use data.sequence={len(tokens) - 1} or less, or a longer text"
+            )
+        return Corpus(tokens, stats.skipped and f"{source.key}: {source.name}: {stats.skipped}")
 
-
-def _load(entry: Path, source: Source, sequence: int) -> Corpus:
-    """Map the tokens of a cache entry. Raises ValueError if they are less than one sequence."""
-    tokens: Tokens = np.load(entry / "tokens.npy", mmap_mode="r")
-    if not num_sequences(tokens, sequence):
-        raise ValueError(
-            f"data.sequence={sequence}: {source.name} has {len(tokens)} tokens, less than one sequence of "
-            f"{sequence} + 1; use data.sequence={len(tokens) - 1} or less, or a longer text"
-        )
-    skipped = LineCounts(**json.loads((entry / "lines.json").read_text())).summary()
-    return Corpus(tokens, skipped and f"{source.key}: {source.name}: {skipped}")
+    return open_cached(cache_dir / f"{name}-{key}", build, open_built, reports_wait=reports_wait)
 
 
 def end_of_document(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -99,17 +188,24 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(f"{type(tokenizer).__name__} {tokenizer.eos_token_id} {rules}".encode()).hexdigest()
 
 
-def tokenize(source: Source, tokenizer: PreTrainedTokenizerBase, path: Path) -> LineCounts:
+def tokenize(source: Source, tokenizer: PreTrainedTokenizerBase, path: Path, *, vocab_size: int) -> TokenStats:
     """Write the tokens of a source as a 1-D .npy of uint16, or uint32 for larger vocabularies, in bounded memory.
 
-    Cutting a long document into pieces may change the tokens at the cuts, about one in ten thousand. Returns the
-    number of lines read and skipped. Raises ValueError if the text cannot be read or has no token.
+    Reports its progress on stderr if it takes long. Cutting a long document into pieces may change the tokens at the
+    cuts, about one in ten thousand. Raises ValueError if the text cannot be read, has no token, or has a token of
+    `vocab_size` or above.
     """
     end = end_of_document(tokenizer)
     dtype = np.dtype("<u2" if max(tokenizer.get_vocab().values()) < 2**16 else "<u4")
-    counts = LineCounts()
-    num_tokens = num_ends = 0
-    with path.open("wb") as file:
+    counts, started = LineCounts(), time.monotonic()
+    num_tokens = num_ends = largest = 0
+
+    def progress() -> str:
+        fraction = f" {counts.fraction():.0%} of" if counts.fraction else ""
+        rate = num_tokens / (time.monotonic() - started)
+        return f"tokenizing: read{fraction} {source.name}, {num_tokens / 1e6:.1f} M tokens, {rate / 1e6:.2f} M/s"
+
+    with path.open("wb") as file, reports(print_note, progress):
         _write_header(file, dtype, 0)
         for pieces in _in_batches(source.pieces(counts)):
             texts = [piece.text for piece in pieces]
@@ -118,6 +214,8 @@ def tokenize(source: Source, tokenizer: PreTrainedTokenizerBase, path: Path) -> 
             ends = [[end] if piece.ends_document else [] for piece in pieces]
             rows = chain.from_iterable(zip(encoded["input_ids"], ends, strict=True))
             flat = np.fromiter(chain.from_iterable(rows), dtype)
+            largest = max(largest, int(flat.max(initial=0)))
+            _check_token(largest, source, tokenizer, vocab_size)
             file.write(flat.tobytes())
             num_tokens += len(flat)
             num_ends += sum(map(len, ends))
@@ -129,7 +227,17 @@ def tokenize(source: Source, tokenizer: PreTrainedTokenizerBase, path: Path) -> 
             f"{source.key}: {source.name} has no token with the tokenizer {tokenizer.name_or_path} of "
             f"{len(tokenizer)} tokens{skipped}; give a text that is not blank, or a model with all its tokenizer files"
         )
-    return counts
+    return TokenStats(largest, counts.summary())
+
+
+def _check_token(token: int, source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raise ValueError if the model has no embedding of a token."""
+    if token >= vocab_size:
+        raise ValueError(
+            f"{source.key}: {source.name} has the token {tokenizer.convert_ids_to_tokens(token)!r} of id {token}, but "
+            f"the model's vocab_size is {vocab_size}; give the tokenizer that belongs to the model, or a model with "
+            "a larger vocabulary"
+        )
 
 
 def _write_header(file: BinaryIO, dtype: np.dtype[np.unsignedinteger], length: int) -> None:
@@ -178,4 +286,8 @@ def to_micro_batches(rows: Ints, micro: int) -> Tensor:
 
 def corpora_fingerprint(corpora: Sequence[Tokens]) -> str:
     """Return lengths and a sample of the tokens, to detect hosts with different texts."""
-    return repr([(len(tokens), tokens[:: max(1, len(tokens) // 1000)].tolist()) for tokens in corpora])
+    return repr([(len(tokens), tokens[_sample(tokens)].tolist()) for tokens in corpora])
+
+
+def _sample(tokens: Tokens) -> slice:
+    return slice(None, None, max(1, len(tokens) // 1000))

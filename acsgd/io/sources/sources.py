@@ -13,13 +13,14 @@ import os
 import platform
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, TextIO
 
 from acsgd.config.spec import suggest
-from acsgd.io.sources.text import LineError, excerpt, not_utf8, open_text, reading
+from acsgd.io.sources.text import LineError, excerpt, fraction_read, not_utf8, open_text, reading
 
 OnError = Literal["stop", "skip"]
 """What an unreadable line does: end the run, or be skipped and counted (data.on_error)."""
@@ -59,6 +60,8 @@ class LineCounts:
     """Number of the first skipped line, counted from 1."""
     reason: str = ""
     """Why the first skipped line cannot be read."""
+    fraction: Callable[[], float] | None = field(default=None, compare=False)
+    """Returns the fraction of the file that has been read; may be called by any thread. None = unknown."""
 
     def skip(self, line: int, reason: str) -> None:
         """Count a skipped line."""
@@ -204,6 +207,7 @@ class JsonLines(_File):
         """Yield the text of each line, a long one in pieces of at least PIECE_CHARS characters."""
         counts = counts or LineCounts()
         with open_text(self.path, key=self.key) as file:
+            counts.fraction = partial(fraction_read, file)
             for number, line in enumerate(_records(file), start=1):
                 counts.lines = number
                 text = _text_of(line) if isinstance(line, str) else line
@@ -219,13 +223,16 @@ class PlainText(_File):
     def pieces(self, counts: LineCounts | None = None) -> Iterator[Piece]:
         """Yield the text in pieces of at least PIECE_CHARS characters."""
         # in a pass of its own, since a line may be longer than a piece and unreadable at its end
-        unreadable = self._unreadable_lines(counts or LineCounts())
+        counts = counts or LineCounts()
+        unreadable = self._unreadable_lines(counts)
         with open_text(self.path, key=self.key) as file:
+            counts.fraction = partial(fraction_read, file)
             yield from _joined(part for line, part in _parts(file) if line not in unreadable)
 
     def _unreadable_lines(self, counts: LineCounts) -> set[int]:
         found: set[int] = set()
         with open_text(self.path, key=self.key) as file:
+            counts.fraction = partial(fraction_read, file)
             for number, part in _parts(file):
                 counts.lines = number
                 if number not in found and (error := not_utf8(part)):

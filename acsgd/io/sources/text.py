@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TextIO
@@ -57,6 +58,13 @@ def reading(path: Path, *, key: str) -> Iterator[None]:
         raise ValueError(f"{key}: {path} cannot be read ({error.strerror}); check the file and its disk") from None
 
 
+def fraction_read(file: TextIO) -> float:
+    """Return the fraction of the bytes of a file of `open_text` that has been read. May be called by any thread."""
+    with contextlib.suppress(ValueError, OSError):  # closed
+        return os.lseek(file.fileno(), 0, os.SEEK_CUR) / os.fstat(file.fileno()).st_size
+    return 1.0
+
+
 def not_utf8(line: str) -> LineError | None:
     """Return an error if a line of `open_text` has bytes that are not UTF-8."""
     try:
@@ -84,7 +92,7 @@ def _escaped(char: str) -> str:
 
 
 def _decompressed(file: BinaryIO, path: Path) -> BinaryIO:
-    return io.BufferedReader(_Stream(_frames(file))) if path.suffix == ".zst" else file
+    return io.BufferedReader(_Stream(_frames(file), file.fileno())) if path.suffix == ".zst" else file
 
 
 def _frames(file: BinaryIO) -> Iterator[bytes]:
@@ -102,11 +110,15 @@ def _frames(file: BinaryIO) -> Iterator[bytes]:
 
 
 class _Stream(io.RawIOBase):
-    """Readable raw stream over an iterator of byte chunks."""
+    """Readable raw stream over an iterator of byte chunks, made from the file with a descriptor."""
 
-    def __init__(self, chunks: Iterator[bytes]) -> None:
+    def __init__(self, chunks: Iterator[bytes], descriptor: int) -> None:
         self._chunks = chunks
+        self._descriptor = descriptor
         self._rest = memoryview(b"")
+
+    def fileno(self) -> int:
+        return self._descriptor
 
     def readable(self) -> bool:
         return True
