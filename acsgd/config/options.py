@@ -126,7 +126,7 @@ class OptimConfig:
     update."""
     spike: Annotated[float, Range(1, 10**6, above=True)] | None = None
     """Loss spike threshold, a multiple of the mean loss of the last 16 updates. A spike restores the
-    last checkpoint and skips the batch. Default: never."""
+    newest valid checkpoint and skips the batch. Default: never."""
     loss_scale: Annotated[float, Range(1, 2**32)] = 65536.0
     """Initial loss scale of fp16 runs, a power of 2. Halved when gradients overflow, doubled after 2000 steps
     without overflow."""

@@ -59,7 +59,7 @@ def start(job: Job, inputs: Inputs, groups: Groups) -> Start:
     progress = restore(session, checkpoint)
     notes.append(f"resuming from {checkpoint.path}: {progress}")
     if changed := changed_options(checkpoint.run.options, recorded_options(job.config)):
-        notes.append(f"options that differ from those of the checkpoint: {', '.join(changed)}")
+        notes.append(f"options that differ from those of the checkpoint: {'; '.join(changed)}")
     return Start(session, progress, checkpoint.path, notes)
 
 

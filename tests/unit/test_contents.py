@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from lib.models import share_cache
 from lib.saved import SMALL, rewrite_tensors, small_run, train_alone
 from torch import Tensor
 
-from acsgd.config.options import Config
+from acsgd.config.options import CheckpointConfig, Config, LogConfig, ReplicaConfig, RunConfig
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.launch import Launch
@@ -154,3 +155,59 @@ def test_weights_of_a_converted_model_are_checked_too(tiny_model: TinyModel, tmp
     (report,) = inspect(tmp_path)
     expected = f"{WEIGHT} has dtype int64, expected bfloat16 or float16 or float32 or float64"
     assert report.errors == [f"{tmp_path / FILE} is invalid: {expected}"]
+
+
+def copied_run(config: Config, job: Job, directory: Path) -> Config:
+    """Copy a run as it was after its first step; return a config that resumes and prints it."""
+    shutil.copytree(job.checkpoints.of(1), directory / "checkpoints" / "step-00000001")
+    share_cache(Path(config.model.name), directory)
+    return dataclasses.replace(printing(config), log=LogConfig(dir=str(directory), to="jsonl,print"))
+
+
+def test_a_resumed_run_reports_options_that_differ_from_the_checkpoint(
+    finished: Config, job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note = "options that differ from those of the checkpoint: "
+    same = copied_run(finished, job, tmp_path / "same" / "run")
+    train_alone(dataclasses.replace(same, checkpoint=CheckpointConfig(keep=3), run=RunConfig(timeout=30)))
+    assert note not in capsys.readouterr().out
+    assert Manifest.read(tmp_path / "same/run/checkpoints/step-00000002").layers == (
+        Manifest.read(job.checkpoints.of(2)).layers
+    )
+    other = copied_run(finished, job, tmp_path / "other" / "run")
+    train_alone(
+        dataclasses.replace(
+            other,
+            model=dataclasses.replace(other.model, dtype="bf16"),
+            optim=dataclasses.replace(other.optim, lr=5e-4, betas=(0.8, 0.95), weight_decay=0.0, warmup=1, spike=2.0),
+            dp=ReplicaConfig("cocktail:topk=0.5"),
+            pp=dataclasses.replace(other.pp, forward="fixpoint:bits=8"),
+        )
+    )
+    (printed,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(note)]
+    assert set(printed.removeprefix(note).split("; ")) == {
+        "model.dtype: fp32 -> bf16",
+        "optim.lr: 0.001 -> 0.0005",
+        "optim.betas: (0.9, 0.999) -> (0.8, 0.95)",
+        "optim.weight_decay: 0.01 -> 0.0",
+        "optim.warmup: 0 -> 1",
+        "optim.spike: not set -> 2.0",
+        "dp.mode: allreduce -> cocktail:topk=0.5",
+        "pp.forward: none -> fixpoint:bits=8",
+    }
+
+
+def test_a_checkpoint_without_options_resumes_and_is_checked(finished: Config, job: Job, tmp_path: Path) -> None:
+    """As older versions wrote it."""
+    config = copied_run(finished, job, tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
+    manifest = Manifest.read(checkpoint)
+    assert manifest.run is not None
+    run = {key: value for key, value in manifest.run.items() if key not in ("options", "replicas")}
+    dataclasses.replace(manifest, run=run).write(checkpoint)
+    train_alone(config)
+    resumed = Manifest.read(tmp_path / "run/checkpoints/step-00000002")
+    assert resumed.layers == Manifest.read(job.checkpoints.of(2)).layers
+    rewrite_tensors(checkpoint / FILE, CHANGES["a short moment"][0])
+    with pytest.raises(CorruptFileError, match=r"exp_avg_sq/.* has shape"):
+        check_files(job, Checkpoint.open(checkpoint))
