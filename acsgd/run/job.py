@@ -16,7 +16,7 @@ from acsgd import codecs
 from acsgd.codecs.base import Codec
 from acsgd.codecs.identity import DTYPES
 from acsgd.config.checks import check
-from acsgd.config.options import Config
+from acsgd.config.options import Config, LogConfig
 from acsgd.config.run_file import to_toml
 from acsgd.config.spec import from_spec, to_spec
 from acsgd.dp import MODES
@@ -161,6 +161,7 @@ def prepare(config: Config, launch: Launch) -> Job:
     check_installed(config.log.to)
     _check_writable("log.dir", config.log.dir)
     _check_writable("checkpoint.dir", config.checkpoint.dir or str(Path(config.log.dir) / "checkpoints"))
+    _check_run_files(config.log)
     topology = Topology(launch.rank, launch.world_size, config.pp.stages)
     schedule: Schedule = from_spec(config.pp.schedule, SCHEDULES, key="pp.schedule")
     forward = _parse_forward(config.pp.forward)
@@ -240,6 +241,17 @@ def _check_writable(key: str, directory: str) -> None:
         raise ValueError(f"{key}={directory}: {existing} is a file; give a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(f"{key}={directory}: no permission to write to {existing}; give another directory")
+
+
+def _check_run_files(log: LogConfig) -> None:
+    """Raise ValueError if a file of the run directory, or of the directory beside it, is of another type."""
+    run_dir = Path(log.dir)
+    for path in (run_dir / "config.toml", run_dir / "metrics.jsonl"):
+        if path.exists() and not path.is_file():
+            raise ValueError(f"log.dir={log.dir}: {path} is not a file; remove it, or give another directory")
+    for path in (run_dir / "logs", run_dir.parent / "cache"):
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"log.dir={log.dir}: {path} is not a directory; remove it, or give another directory")
 
 
 def _deal(config: Config, topology: Topology) -> range:

@@ -346,3 +346,15 @@ def test_a_directory_without_write_permission_is_refused(
     monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).is_relative_to(locked) and may(path, mode))
     message = refuse(tmp_path, f"--model.name {tiny_model()} --{key} locked/run")
     assert message == f"{key}=locked/run: no permission to write to {locked}; give another directory"
+
+
+def test_a_file_of_the_run_directory_of_another_type_is_refused_at_once(tiny_model: TinyModel, tmp_path: Path) -> None:
+    wrong = {"bad/config.toml": True, "bad/metrics.jsonl": True, "bad/logs": False, "cache": False}
+    for number, (name, is_directory) in enumerate(wrong.items()):
+        run_dir = tmp_path / str(number) / "bad"
+        run_dir.mkdir(parents=True)
+        path = run_dir.parent / name
+        (path.mkdir if is_directory else path.touch)()
+        message = refuse(tmp_path, f"--model.name {tiny_model()} --log.dir {run_dir}")
+        kind = "file" if is_directory else "directory"
+        assert message == f"log.dir={run_dir}: {path} is not a {kind}; remove it, or give another directory"
