@@ -48,6 +48,11 @@ class Streams:
         """Record an event on the current stream."""
         return DONE
 
+    def memory_bytes(self) -> int | None:
+        """Return the memory of the device, free or not: of the host with its swap, or of the GPU; None = unknown."""
+        fields = _host_memory_bytes()
+        return fields["MemTotal"] + fields["SwapTotal"] if fields else None
+
     def peak_memory_bytes(self) -> int:
         """Return the peak memory of this process: resident on the CPU, allocated by torch on a GPU."""
         return _peak_resident_bytes()
@@ -71,6 +76,9 @@ class CudaStreams(Streams):
             tensor.record_stream(self._side)  # the allocator must not reuse its memory before the side stream is done
         with torch.cuda.stream(self._side):
             yield
+
+    def memory_bytes(self) -> int:
+        return torch.cuda.get_device_properties(self.device).total_memory
 
     def record_event(self) -> Event:
         event = torch.cuda.Event()
@@ -109,11 +117,17 @@ def open_streams(device: str, local_rank: int) -> Streams:
 
 def available_memory_bytes() -> int | None:
     """Return the host memory that new allocations can use, bytes; None if the system does not report it."""
+    fields = _host_memory_bytes()
+    return fields["MemAvailable"] if fields else None
+
+
+def _host_memory_bytes() -> dict[str, int] | None:
+    """Return the fields of /proc/meminfo in bytes, None if there is no such file."""
     path = Path("/proc/meminfo")
     if not path.exists():
         return None
-    fields = dict(line.split(":", 1) for line in path.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    fields = (line.split(":", 1) for line in path.read_text().splitlines())
+    return {name: int(value.split()[0]) * 1024 for name, value in fields}
 
 
 def _peak_resident_bytes() -> int:

@@ -31,7 +31,7 @@ def build_session(job: Job, source: WeightSource, groups: Groups, cache_plan: Ca
     meters = forward_meter, backward_meter
     factory = LinkFactory(groups.pp, job.streams, job.boundary, job.forward, job.backward, *meters, cache_plan)
     links = _open_links(job, factory)
-    tied = _pair_tied(job, stages, factory)
+    tied = _pair_tied(job, model, stages, factory)
     weights = [weight for stage in stages.values() for weight in stage.weights]
     return Session(
         job=job,
@@ -93,10 +93,10 @@ def _open_links(job: Job, factory: LinkFactory) -> dict[int, Link]:
     return links
 
 
-def _pair_tied(job: Job, stages: dict[int, Stage], factory: LinkFactory) -> TiedPair | None:
+def _pair_tied(job: Job, model: PreTrainedModel, stages: dict[int, Stage], factory: LinkFactory) -> TiedPair | None:
     """Connect the two copies of a tied weight, if this rank holds one and another rank the other."""
     first, last = 0, len(job.specs) - 1
-    originals = tied_keys(meta_model(job.model_config)).values()
+    originals = tied_keys(model).values()
     weight = next(
         (
             weight

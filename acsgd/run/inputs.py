@@ -125,7 +125,9 @@ def open_weight_source(job: Job) -> WeightSource:
         return RandomWeights(job.model_config, job.layers, seed=job.config.data.seed)
     if (job.model_dir / MANIFEST).is_file():
         return ShardDirectory(job.model_dir)
-    files = sorted(path for path in job.model_dir.iterdir() if path.suffix in (".safetensors", ".json"))
+    files = sorted(
+        path for path in job.model_dir.iterdir() if path.suffix in (".safetensors", ".json") and path.is_file()
+    )
     state = repr([(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
     name = f"{job.model_dir.name}-{VERSION}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
 

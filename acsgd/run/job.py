@@ -38,8 +38,9 @@ from acsgd.pp.schedules.validation import validate
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
 from acsgd.shards import family_of
+from acsgd.shards.config import parameter_count
 from acsgd.shards.hub import open_model
-from acsgd.shards.layers import LayerShard, ModelFamily, meta_model
+from acsgd.shards.layers import LayerShard, ModelFamily
 from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams, open_streams
@@ -47,6 +48,10 @@ from acsgd.topology import Topology
 
 MAX_COMPUTES = 2**16
 """Maximum number of forwards in a step of one pipeline. Ordering and validating a program takes 0.1 ms per forward."""
+
+
+MIN_BYTES = 8
+"""Memory for each parameter that every run needs: an fp32 master weight and its gradient."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ class Job:
     model_dir: Path
     """Directory of config.json, the tokenizer and, unless model.init is "scratch", the weights."""
     model_config: PreTrainedConfig
+    num_parameters: int
+    """Number of parameters of the whole model."""
     family: ModelFamily
     layers: tuple[LayerShard, ...]
     """All layers of the model, first to last."""
@@ -86,11 +93,10 @@ class Job:
     def describe(self) -> str:
         """Return a summary of model, parallelism and batch for the user."""
         config, topology = self.config, self.topology
-        parameters = sum(parameter.numel() for parameter in meta_model(self.model_config).parameters())
         layers = " | ".join(_span(self.layers[slice(*spec)]) for spec in self.specs)
         idle = f"\ndp.mode={config.dp.mode} has nothing to do: there is one replica" if self._mode_is_idle else ""
         return (
-            f"{self.model_config.model_type}, {parameters / 1e6:.1f} M parameters, {config.model.dtype}, on "
+            f"{self.model_config.model_type}, {self.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}, on "
             f"{self.streams.device.type}: {topology.stages} pipeline ranks x {topology.replicas} replicas\n"
             f"stages: {layers}\n"
             f"a step: {config.data.batch} sequences of {config.data.sequence} tokens, "
@@ -178,6 +184,8 @@ def prepare(config: Config, launch: Launch) -> Job:
     model_dir, model_config = open_model(config.model)
     family = family_of(model_config.model_type)
     _check_sequence(config.data.sequence, family.longest(model_config))
+    num_parameters = parameter_count(model_config)
+    _check_memory(num_parameters, topology.stages, launch.local_world_size, streams)
     specs = _plan(config, family, model_config, topology.stages * schedule.chunks, streams)
     program, evaluation = _programs(schedule, topology.stages, len(micro_ids))
     return Job(
@@ -187,6 +195,7 @@ def prepare(config: Config, launch: Launch) -> Job:
         streams=streams,
         model_dir=model_dir,
         model_config=model_config,
+        num_parameters=num_parameters,
         family=family,
         layers=tuple(family.layers(model_config)),
         specs=tuple(specs),
@@ -289,6 +298,19 @@ def _check_sequence(sequence: int, longest: int) -> None:
     if sequence > longest:
         raise ValueError(
             f"data.sequence={sequence} exceeds the model's maximum length; use data.sequence={longest} or less"
+        )
+
+
+def _check_memory(num_parameters: int, stages: int, processes: int, streams: Streams) -> None:
+    """Raise ValueError if weights and gradients alone exceed the memory. processes: ranks on this host."""
+    memory, per_rank = streams.memory_bytes(), MIN_BYTES * num_parameters / stages
+    on_cpu = streams.device.type == "cpu"
+    if memory is not None and (needed := per_rank * (processes if on_cpu else 1)) > memory:
+        place = "this host" if on_cpu else "a GPU"
+        raise ValueError(
+            f"the model has {num_parameters:,} parameters; weights and gradients in fp32 need at least "
+            f"{needed / 2**30:,.0f} GiB on {place} with pp.stages={stages}, which has {memory / 2**30:,.0f} GiB; use a "
+            "smaller model, or more stages on more hosts"
         )
 
 

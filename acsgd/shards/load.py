@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
@@ -34,18 +35,20 @@ class RandomWeights:
     """
 
     def __init__(self, config: PreTrainedConfig, shards: Sequence[LayerShard], *, seed: int) -> None:
-        self._config = config
+        self._model = meta_model(config)
         self._shards = {shard.name: shard for shard in shards}
         self._seed = seed
 
     @torch.no_grad()
     def tensors(self, layer: str, keys: Collection[str]) -> dict[str, Tensor]:
-        model, shard = meta_model(self._config), self._shards[layer]
+        shard = self._shards[layer]
         torch.manual_seed(mix_seed(self._seed, shard.index))
+        drawn: dict[str, Tensor] = {}
         for path in shard.modules:
-            module = model.get_submodule(path).to_empty(device="cpu")
-            module.apply(model._init_weights)
-        return {key: model.get_parameter(key).detach().float() for key in keys}
+            module = copy.deepcopy(self._model.get_submodule(path)).to_empty(device="cpu")
+            module.apply(self._model._init_weights)
+            drawn |= {f"{path}.{name}": param.detach().float() for name, param in module.named_parameters()}
+        return {key: drawn[key] for key in keys}
 
     def tensor(self, layer: str, key: str) -> Tensor:
         return self.tensors(layer, [key])[key]

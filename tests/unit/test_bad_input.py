@@ -146,6 +146,21 @@ def test_a_broken_config_is_refused(tmp_path: Path) -> None:
     assert "model/config.json is not valid JSON" in refuse(tmp_path, "--model.name model")
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [{"n_embd": 10**6, "n_layer": 5000}, {"vocab_size": 2**31 - 1}, {"n_positions": 2**31 - 1}],
+)
+def test_a_new_model_that_no_memory_holds_is_refused_before_it_is_built(sizes: dict[str, int], tmp_path: Path) -> None:
+    config = {"n_layer": 1, "n_head": 2, "vocab_size": 100, "n_positions": 64, "n_embd": 1024} | sizes
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2", **config}))
+    message = refuse(tmp_path, "--model.name model --model.init scratch")
+    width, tables = config["n_embd"], config["vocab_size"] + config["n_positions"]
+    parameters = tables * width + config["n_layer"] * (12 * width**2 + 13 * width) + 2 * width
+    assert message.startswith(f"the model has {parameters:,} parameters; weights and gradients in fp32 need at least ")
+    assert message.endswith("use a smaller model, or more stages on more hosts")
+
+
 def test_a_tokenizer_of_another_model_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 100, "n_positions": 64}
     (tmp_path / "model").mkdir()

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from acsgd.errors import RunError
-from acsgd.shards import FAMILIES
+from acsgd.shards import FAMILIES, load
 from acsgd.shards.config import read_config
 from acsgd.shards.convert import from_hf, to_hf
 from acsgd.shards.disk import MANIFEST, Manifest, ShardDirectory
@@ -216,3 +216,18 @@ def test_new_weights_depend_on_seed_and_layer_alone_and_are_drawn_as_transformer
         assert abs(float(tensor.mean() - theirs[key].mean())) <= 5 * 2 * std / n**0.5 + 1e-7, key
     other = RandomWeights(config, shards, seed=2).tensors("block-00003", stored_keys(model, shards[4]))
     assert any(not torch.equal(drawn[key], tensor) for key, tensor in other.items())
+
+
+def test_new_weights_of_all_layers_build_the_structure_of_the_model_once(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once per layer, a model of 5000 blocks would take hours."""
+    config = read_config(tiny_model())
+    model, shards = meta_model(config), FAMILIES["gpt2"].layers(config)
+    built: list[PreTrainedModel] = []
+    monkeypatch.setattr(load, "meta_model", lambda config: built.append(meta_model(config)) or built[-1])
+    source = RandomWeights(config, shards, seed=1)
+    for shard in shards:
+        source.tensors(shard.name, stored_keys(model, shard))
+    assert len(built) == 1
+    assert all(param.is_meta for param in built[0].parameters()), "it keeps weights"
