@@ -23,6 +23,7 @@ from acsgd.dp import MODES
 from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.dp.sync import Mode
 from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.sampling.batches import reading_bytes
 from acsgd.io.sampling.held_out import parse_eval
 from acsgd.io.sampling.sampler import deal
 from acsgd.io.sources.sources import WeightedSource, parse_sources
@@ -43,7 +44,7 @@ from acsgd.shards.hub import open_model
 from acsgd.shards.layers import LayerShard, ModelFamily
 from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
 from acsgd.shards.tokenizer import load_tokenizer
-from acsgd.streams import Streams, open_streams
+from acsgd.streams import Streams, available_memory_bytes, open_streams
 from acsgd.topology import Topology
 
 MAX_COMPUTES = 2**16
@@ -180,6 +181,7 @@ def prepare(config: Config, launch: Launch) -> Job:
     eval_sources = parse_eval(config.data.eval_sources, config.data.eval_fraction, on_error=config.data.on_error)
     micro_ids = _deal(config, topology)
     _check_computes(config, topology.stages * schedule.chunks, len(micro_ids))
+    _check_reading(config, len(micro_ids), launch.local_world_size)
     streams = open_streams(config.run.device, launch.local_rank)
     model_dir, model_config = open_model(config.model)
     family = family_of(model_config.model_type)
@@ -292,6 +294,19 @@ def _programs(schedule: Schedule, stages: int, micros: int) -> tuple[Program, Pr
     validate(program)
     validate(evaluation, forward_only=True)
     return program, evaluation
+
+
+def _check_reading(config: Config, micros: int, processes: int) -> None:
+    """Raise ValueError if reading batches takes more memory than this host has. processes: of the run on this host."""
+    data = config.data
+    needed = reading_bytes(data.batch, micros * config.pp.micro, data.sequence)
+    available = available_memory_bytes()
+    if available is not None and needed * processes > available:
+        raise ValueError(
+            f"data.batch={data.batch} with data.sequence={data.sequence} needs {needed / 2**30:.1f} GiB of host memory "
+            f"per process to read batches, but {available / 2**30:.1f} GiB are available for {processes} processes on "
+            "this host; use a smaller data.batch or data.sequence"
+        )
 
 
 def _check_sequence(sequence: int, longest: int) -> None:

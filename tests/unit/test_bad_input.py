@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from acsgd.config.options import Config
 from acsgd.config.run_file import parse
 from acsgd.launch import Launch
+from acsgd.run import job
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.shards.convert import from_hf
@@ -347,6 +348,17 @@ def test_a_requested_incomplete_checkpoint_is_refused(tiny_model: TinyModel, run
     message = refuse_to_resume(tmp_path, tiny_model("gpt2", **SMALL), f"--checkpoint.resume {newest}")
     assert message.startswith(
         f"checkpoint.resume={newest} is not a complete checkpoint; give the path of a checkpoint, "
+    )
+
+
+def test_a_batch_that_exceeds_the_memory_of_the_host_is_refused(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "available_memory_bytes", lambda: 2**33)
+    message = refuse(tmp_path, f"--model.name {tiny_model()} --data.batch 16777216 --pp.micro 16777216")
+    assert message == (
+        "data.batch=16777216 with data.sequence=32 needs 48.2 GiB of host memory per process to read batches, but "
+        "8.0 GiB are available for 1 processes on this host; use a smaller data.batch or data.sequence"
     )
 
 

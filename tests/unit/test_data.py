@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import threading
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from acsgd.errors import RunError
 from acsgd.io import cache as cache_module
 from acsgd.io import entry as entry_module
 from acsgd.io.sampling import tokens as tokens_module
-from acsgd.io.sampling.batches import Batch, BatchReader, Dataset
+from acsgd.io.sampling.batches import Batch, BatchReader, Dataset, reading_bytes
 from acsgd.io.sampling.sampler import Sampler, Samples, block_counts, deal, shuffled
 from acsgd.io.sampling.tokens import (
     Corpus,
@@ -635,6 +636,22 @@ def test_reading_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         for step, _ in zip(range(4), dataset, strict=False):
             assert max(read) <= step + 2
     assert read == sorted(read)
+
+
+def test_the_memory_for_reading_is_bounded() -> None:
+    """The bound that a start compares with the memory of the host holds, and is not far above."""
+    sequence, batch = 64, 2**14
+    corpus = np.zeros(batch * sequence + 1, dtype=np.uint16)
+    sampler = Sampler(seed=0, batch=batch, counts=(1,), sizes=(batch,))
+    bound = reading_bytes(batch, batch // 2, sequence)
+    tracemalloc.start()
+    try:
+        for _ in Dataset(BatchReader([corpus], sampler, sequence, 1, range(batch // 2)), range(8)):
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < bound < 4 * peak, (peak, bound)
 
 
 def test_an_error_of_the_thread_is_raised_by_the_iteration() -> None:

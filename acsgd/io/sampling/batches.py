@@ -20,6 +20,9 @@ from acsgd.io.sampling.tokens import Tokens, corpora_fingerprint, read_windows, 
 
 T = TypeVar("T")
 
+AHEAD = 3
+"""Maximum number of batches read ahead."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -90,7 +93,7 @@ class Dataset:
     ahead: maximum number of batches read ahead.
     """
 
-    def __init__(self, reader: BatchReader, steps: range, *, ahead: int = 3) -> None:
+    def __init__(self, reader: BatchReader, steps: range, *, ahead: int = AHEAD) -> None:
         self.reader = reader
         self._batches = _read_ahead(reader.batch, steps, ahead)
 
@@ -108,6 +111,15 @@ class Dataset:
     def close(self) -> None:
         """Stop reading ahead and end the iteration."""
         self._batches.close()
+
+
+def reading_bytes(batch: int, mine: int, sequence: int) -> int:
+    """Return how much host memory a `Dataset` takes at most, bytes.
+
+    batch: sequences of the global batch, about 90 bytes each; mine: of the replica, with tokens and labels of 8 bytes
+    each in the batches read ahead, the one in use and the one being made, and once more in what was read for it.
+    """
+    return 90 * batch + mine * (sequence + 2) * 8 * (2 * (AHEAD + 2) + 1)
 
 
 def _read_ahead(make: Callable[[int], T], steps: Iterable[int], ahead: int) -> Generator[T, None, None]:
