@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from acsgd.config.run_file import to_toml
 from acsgd.errors import RunError
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch, Dataset
@@ -41,9 +40,6 @@ def train(
     """Build or resume the session of this rank, and run all remaining steps. on_start: called before the first one."""
     config, topology = job.config, job.topology
     run_dir, is_main = Path(config.log.dir), topology.rank == 0
-    run_dir.mkdir(parents=True, exist_ok=True)
-    if is_main:
-        (run_dir / "config.toml").write_text(to_toml(config))
     if not groups.all_equal(job.fingerprint() + inputs.fingerprint()):
         raise RunError("ranks differ in their inputs: compare run files, flags, model configs and texts of all hosts")
     with contextlib.ExitStack() as stack:

@@ -90,6 +90,8 @@ class Checkpointing:
             return 0.0
         started = time.perf_counter()
         self.finish_save(wait=True)
+        if self.newest is not None and not self.newest.is_dir():
+            self._note(f"{self.newest} was removed during the run; step {progress.step} is saved now")
         job = self._session.job
         run = RunState(progress, self._identity, recorded_options(job.config), job.topology.replicas, best)
         self._saver.snapshot(progress.step, layer_states(self._session), run.to_dict(), best=best)

@@ -93,17 +93,17 @@ class Lease:
             self._sleep(POLL_S)
 
     def renew(self) -> None:
-        """Write a heartbeat. Raises RunError if another run has taken over."""
+        """Write a heartbeat. Raises RunError if another run has taken over.
+
+        If the lease was removed, with its directory or alone, both are created again.
+        """
         self._beats += 1
         with contextlib.suppress(OSError):  # on a full disk the lease is still valid, unless there is a higher number
-            self._new(self._number).write_text(self._record())
-            self._new(self._number).rename(self._path(self._number))
+            self._write_heartbeat()
         successors = {number: text for number, text in self._read().items() if number > self._number}
         if successors:
-            holder = _parse(successors[max(successors)])
-            by = f"process {holder.pid} on {holder.host}" if holder else "another run"
             raise RunError(
-                f"{self._option}: {self.directory} was taken over by {by}, because this run's heartbeat stopped for "
+                f"{self._taken_over(_parse(successors[max(successors)]))}, because this run's heartbeat stopped for "
                 f"{STALE_S:.0f} s or more; this run ends without further writes"
             )
 
@@ -112,6 +112,26 @@ class Lease:
         self._path(self._number).unlink(missing_ok=True)
         if self._is_new and not any(self.directory.iterdir()):
             self.directory.rmdir()
+
+    def _write_heartbeat(self) -> None:
+        path = self._path(self._number)
+        try:
+            holder = _parse(path.read_text(errors="replace"))
+        except FileNotFoundError:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with path.open("x") as file:  # unless a start was faster, which has the number then
+                file.write(self._record())
+            return
+        if holder not in (None, self._process):
+            raise RunError(
+                f"{self._taken_over(holder)}, after the directory was removed; this run ends without further writes"
+            )
+        self._new(self._number).write_text(self._record())
+        self._new(self._number).rename(path)
+
+    def _taken_over(self, holder: Process | None) -> str:
+        by = f"process {holder.pid} on {holder.host}" if holder else "another run"
+        return f"{self._option}: {self.directory} was taken over by {by}"
 
     def _create(self, judged: dict[int, str]) -> bool:
         """Create the lease after those `judged` to have no live holder, and remove them. Return whether it worked."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pty
+import shutil
+import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from acsgd.config.options import CheckpointConfig, Config
 from acsgd.config.run_file import to_toml
-from tests.lib.forks import checkpoints_of, make_config, save_model
+from tests.lib.forks import StartedRun, checkpoints_of, make_config, save_model, started
 from tests.lib.launched import MARGIN_S, TORCHRUN, TRAIN, running
 
 
@@ -63,3 +68,41 @@ def test_a_run_whose_output_cannot_be_written_runs_to_its_end(tmp_path: Path) ->
     assert steps_of(config) == 6
     failure = "standard output cannot be written (Broken pipe): output is dropped until it can"
     assert warnings_of(config, 0).count(failure) == 1
+
+
+def test_a_run_whose_directory_is_removed_makes_it_again_and_saves(tmp_path: Path) -> None:
+    config = config_of(tmp_path, processes=2, steps=100_000)
+    config = dataclasses.replace(config, checkpoint=CheckpointConfig(every="1000"))
+    run_dir = Path(config.log.dir)
+    with started(config, 2) as run:
+        run.wait_for_training()
+        for name in ("config.toml", "logs/rank-00001.log"):
+            assert (run_dir / name).exists()
+        remove(run_dir)
+        removed_at = steps_of(config)
+        wait_for(lambda: steps_of(config) > removed_at, run)
+        run.send(signal.SIGTERM, [0])
+        assert run.join() == [0, 0], run.stderr
+    assert checkpoints_of(config).steps() == [steps_of(config)]
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1))
+    names = {"config.toml", "metrics.jsonl", "logs", "checkpoints"}
+    assert {path.name for path in run_dir.iterdir()} == names
+    assert {path.name for path in (run_dir / "logs").iterdir()} == {"rank-00000.log", "rank-00001.log"}
+    removed = [note for note in run.notes() if " was removed during the run; " in note]
+    assert sorted(note.partition(" was ")[0] for note in removed) == [
+        str(run_dir / "config.toml"),
+        str(run_dir / "metrics.jsonl"),
+    ]
+
+
+def remove(directory: Path) -> None:
+    """Remove a directory that ranks write to: rename it first, so that it is gone at once."""
+    shutil.rmtree(directory.rename(directory.with_name("removed")))
+
+
+def wait_for(condition: Callable[[], object], run: StartedRun) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, run.stderr
+        time.sleep(0.01)

@@ -136,6 +136,7 @@ ORDER = """
     io.checkpoint.inspect
     io.telemetry.text_log
     io.telemetry.record
+    io.telemetry.config_file
     io.telemetry.json_lines
     io.telemetry.terminal
     io.telemetry.wandb_log

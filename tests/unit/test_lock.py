@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -198,6 +199,22 @@ def test_a_heartbeat_that_cannot_be_written_loses_no_lease(tmp_path: Path, monke
 
     monkeypatch.setattr(Path, "write_text", full)
     held.renew()
+
+
+def test_a_lease_that_is_removed_is_created_again_unless_another_run_holds_the_directory(tmp_path: Path) -> None:
+    directory = tmp_path / "runs/one"
+    held = acquired(directory)
+    for remove in (lambda: shutil.rmtree(tmp_path), (directory / ".lock-00000001").unlink):
+        remove()
+        held.renew()
+        assert [path.name for path in directory.iterdir()] == [".lock-00000001"]
+        with pytest.raises(RunError, match=f"is in use by another run: process {HERE.pid} on {HERE.host}"):
+            lease_of(directory).acquire(lambda note: None)
+    shutil.rmtree(directory)
+    newcomer = acquired(directory, ELSEWHERE)
+    with pytest.raises(RunError, match=r"was taken over by process \d+ on other-host, after the directory was removed"):
+        held.renew()
+    newcomer.renew()
 
 
 def test_a_rank_without_leases_passes_all_checks() -> None:

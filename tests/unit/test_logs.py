@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,14 +69,37 @@ def test_only_records_of_the_package_are_logged_and_none_is_printed(
     assert "ours" not in "".join(capsys.readouterr())
 
 
-def test_a_full_disk_is_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_reported_once_by_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-        with open_text_log(tmp_path, rank=0, stages=[0], replica=0):
-            for step in range(20_000):  # more than any buffer
-                logging.getLogger("acsgd").info("step %d", step)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert (tmp_path / "logs" / "rank-00000.log").stat().st_size == 100
-    assert capsys.readouterr() == ("", "")
+    for rank, reports in ((0, 1), (1, 0)):
+        with open_text_log(tmp_path, rank=rank, stages=[0], replica=0):
+            try:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+                for step in range(1000):  # more than any buffer
+                    logging.getLogger("acsgd").info("step %d", step)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            assert (tmp_path / f"logs/rank-{rank:05d}.log").stat().st_size == 100
+            logging.getLogger("acsgd").info("space again")
+        assert text(tmp_path, rank)[-1].endswith(" - space again")
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.count("log cannot be written ([Errno 27] File too large); training continues\n") == reports
+        assert len(err.splitlines()) == reports
+
+
+def test_a_log_that_is_removed_is_created_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "run"
+    log = logging.getLogger("acsgd")
+    with open_text_log(run_dir, rank=0, stages=[0], replica=0):
+        for number, removed in enumerate((run_dir, run_dir / "logs")):
+            shutil.rmtree(removed)
+            log.info("line %d", number)
+            assert [line.rpartition(" - ")[2] for line in text(run_dir, 0)] == [f"line {number}"]
+        shutil.rmtree(run_dir)
+        run_dir.touch()
+        log.info("dropped")
+        run_dir.unlink()
+        log.info("last")
+        assert [line.rpartition(" - ")[2] for line in text(run_dir, 0)] == ["last"]
+    assert capsys.readouterr().err.count("cannot be written") == 1

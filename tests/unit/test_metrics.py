@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import resource
+import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -85,7 +86,7 @@ def test_after_a_kill_and_a_resume_each_step_appears_once_in_order(
     kept = [(step, 0) for step in range(1, resumed_at + 1)]
     made_again = [(step, resumed_at) for step in range(resumed_at + 1, 9)]
     assert [(line["step"], line["tokens"]) for line in read_lines(tmp_path)] == kept + made_again
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert {path.name for path in tmp_path.iterdir()} == {"config.toml", "metrics.jsonl"}
 
 
 def test_a_last_line_without_newline_is_kept(tmp_path: Path) -> None:
@@ -116,7 +117,7 @@ def test_a_return_to_an_earlier_step_drops_later_lines(back_to: int, resumed_at:
         for step in [*range(resumed_at + 1, 7), *range(back_to + 1, 5), *range(back_to + 1, 9)]:
             metrics.log(RECORD._replace(step=step))
             assert [line["step"] for line in read_lines(tmp_path)] == list(range(1, step + 1))
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert {path.name for path in tmp_path.iterdir()} == {"config.toml", "metrics.jsonl"}
 
 
 def test_a_return_to_an_earlier_step_drops_unwritten_lines(tmp_path: Path) -> None:
@@ -150,6 +151,53 @@ def test_lines_that_do_not_fit_on_the_disk_are_written_later(
         metrics.log(RECORD._replace(step=4))
         assert read_lines(tmp_path) == [LINE | {"step": step} for step in (1, 2, 3, 4)]
     assert capsys.readouterr().out.count("metrics.jsonl cannot be written (File too large)") == 1
+
+
+def test_removed_files_are_written_again_with_all_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "run"
+    removals = (
+        (lambda: shutil.rmtree(tmp_path), ["config.toml", "metrics.jsonl"]),
+        ((run_dir / "metrics.jsonl").unlink, ["metrics.jsonl"]),
+        ((run_dir / "config.toml").unlink, ["config.toml"]),
+        (lambda: None, []),
+    )
+    with Metrics.open(configure("print,jsonl", steps=8), run_dir, resumed_at=0, is_main=True) as metrics:
+        config = (run_dir / "config.toml").read_text()
+        metrics.log(RECORD._replace(step=1))
+        for step, (remove, names) in enumerate(removals, start=2):
+            remove()
+            capsys.readouterr()
+            metrics.log(RECORD._replace(step=step))
+            notes = [line for line in printed_lines(capsys) if " was removed during the run; " in line]
+            assert [note.partition(" was ")[0] for note in notes] == [str(run_dir / name) for name in names], step
+            assert [line["step"] for line in read_lines(run_dir)] == list(range(1, step + 1))
+            assert (run_dir / "config.toml").read_text() == config
+
+
+def test_a_run_directory_that_cannot_be_made_again_is_reported_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    with Metrics.open(configure("print,jsonl", steps=4), run_dir, resumed_at=0, is_main=True) as metrics:
+        metrics.log(RECORD)
+        shutil.rmtree(run_dir)
+        run_dir.touch()
+        metrics.log(RECORD._replace(step=2))
+        metrics.log(RECORD._replace(step=3))
+        run_dir.unlink()
+        metrics.log(RECORD._replace(step=4))
+        assert [line["step"] for line in read_lines(run_dir)] == [1, 2, 3, 4]
+    assert capsys.readouterr().out.count("metrics.jsonl cannot be written (") == 1
+
+
+def test_lines_follow_those_of_a_file_that_replaces_metrics_jsonl(tmp_path: Path) -> None:
+    with Metrics.open(configure("jsonl"), tmp_path, resumed_at=0, is_main=True) as metrics:
+        metrics.log(RECORD)
+        edited = tmp_path / "edited"
+        shutil.copy(tmp_path / "metrics.jsonl", edited)
+        edited.rename(tmp_path / "metrics.jsonl")
+        metrics.log(RECORD._replace(step=2))
+        assert [line["step"] for line in read_lines(tmp_path)] == [1, 2]
 
 
 def test_ranks_other_than_the_main_rank_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from acsgd.io.telemetry.record import Record
 
@@ -14,7 +16,7 @@ class JsonLinesSink:
     """Writes metrics.jsonl: every step once, in order, written when `log` returns.
 
     If training returns to an earlier step, the lines after it are dropped. A full disk does not end the run: lines that
-    cannot be written are kept and written later.
+    cannot be written are kept and written later. A file that is removed during the run is written again.
 
     resumed_at: completed steps of the checkpoint the run resumed from; 0 = a new run, whose file starts empty.
     notify: prints a sentence for the user.
@@ -23,41 +25,71 @@ class JsonLinesSink:
     def __init__(self, path: Path, *, resumed_at: int, notify: Callable[[str], None]) -> None:
         if path.exists():
             _truncate_after(path, resumed_at)
-        # unbuffered, so that `write` returns how much of a line was written
-        self._file = path.open("a+b", buffering=0)
-        self._unwritten, self._last_step = b"", resumed_at
         self._path, self._notify, self._has_warned = path, notify, False
+        self._unwritten, self._last_step = b"", resumed_at
+        self._file = self._open()
 
     def log(self, record: Record) -> None:
-        if record.step <= self._last_step:
-            self._rewind(record.step - 1)
+        with self._errors_reported():
+            self._restore()
+            if record.step <= self._last_step:
+                self._rewind(record.step - 1)
         self._last_step = record.step
         self._unwritten += json.dumps(record.numbers(), allow_nan=False).encode() + b"\n"
-        self._write()
+        with self._errors_reported():
+            self._write()
 
     def note(self, text: str) -> None:
         pass
 
     def close(self, *, failed: bool) -> None:
-        self._write()
+        with contextlib.suppress(OSError):
+            self._write()
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _errors_reported(self) -> Iterator[None]:
+        """Report the first OSError raised in the context, and suppress all."""
+        try:
+            yield
+        except OSError as error:
+            if not self._has_warned:
+                self._notify(f"{self._path} cannot be written ({error.strerror}); its lines are kept until it can")
+            self._has_warned = True
+
+    def _open(self) -> BinaryIO:
+        # unbuffered, so that `write` returns how much of a line was written
+        return self._path.open("a+b", buffering=0)
+
+    def _restore(self) -> None:
+        """Open the file again if it is no longer at its path; if nothing is there, write all lines again."""
+        with contextlib.suppress(OSError):
+            if os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
+                return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        is_removed = not self._path.exists()
+        file = self._open()
+        if is_removed:
+            with contextlib.suppress(OSError):  # on a network file system, a removed file may be lost at once
+                self._unwritten = self._written() + self._unwritten
+            self._notify(f"{self._path} was removed during the run; its lines are written again")
         self._file.close()
+        self._file = file
+
+    def _written(self) -> bytes:
+        self._file.seek(0)
+        return self._file.read()
 
     def _rewind(self, step: int) -> None:
         """Drop the lines after `step`, written and unwritten, by one truncation, which also works on a full disk."""
-        self._file.seek(0)
-        written = self._file.read()
+        written = self._written()
         kept = b"".join(_lines_until((written + self._unwritten).splitlines(), step))
         self._file.truncate(min(len(kept), len(written)))
         self._unwritten = kept[len(written) :]
 
     def _write(self) -> None:
-        try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
-        except OSError as error:
-            if not self._has_warned:
-                self._notify(f"{self._path} cannot be written ({error.strerror}); its lines are kept until it can")
-            self._has_warned = True
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
 def _truncate_after(path: Path, step: int) -> None:

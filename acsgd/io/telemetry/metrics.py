@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 
 from acsgd.config.options import Config
+from acsgd.io.telemetry.config_file import ConfigFile
 from acsgd.io.telemetry.json_lines import JsonLinesSink
 from acsgd.io.telemetry.record import Record, Sink
 from acsgd.io.telemetry.terminal import TerminalSink
@@ -22,13 +23,15 @@ class Metrics:
 
     @classmethod
     def open(cls, config: Config, run_dir: Path, *, resumed_at: int, is_main: bool) -> Metrics:
-        """Open the sinks of log.to; `run_dir` must exist.
+        """Write config.toml into `run_dir` and open the sinks of log.to.
 
         resumed_at: completed steps of the checkpoint the run resumed from; 0 = a new run. is_main: whether this rank
         has sinks.
         """
         names = set(config.log.to.split(",")) if is_main else set()
         metrics = cls([])
+        if is_main:
+            metrics._sinks.append(ConfigFile(config, run_dir, notify=metrics.note))
         if "jsonl" in names:
             path = run_dir / "metrics.jsonl"
             metrics._sinks.append(JsonLinesSink(path, resumed_at=resumed_at, notify=metrics.note))

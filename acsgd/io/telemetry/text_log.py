@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator, Sequence
+from io import TextIOWrapper
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
 
 from acsgd.run.error_report import log_file
@@ -23,11 +26,11 @@ def open_text_log(run_dir: Path, *, rank: int, stages: Sequence[int], replica: i
     """Append the package's log records, level INFO and above, to run_dir/logs/rank-XXXXX.log while the context is open.
 
     stages: stages of this rank. Records do not reach the handlers of other loggers. Raises OSError if the file cannot
-    be opened; later write errors, such as a full disk, are ignored.
+    be opened. Later errors do not end the run: rank 0 prints the first, and each record is another attempt. A file that
+    is removed is created again.
     """
     path = log_file(run_dir, rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = _RankFile(path, encoding="utf-8")
+    handler = _RankFile(path, is_main=rank == 0)
     handler.setFormatter(_formatter(rank, stages, replica))
     logger = logging.getLogger(PACKAGE)
     before = logger.level, logger.propagate
@@ -44,9 +47,28 @@ def open_text_log(run_dir: Path, *, rank: int, stages: Sequence[int], replica: i
             handler.close()
 
 
-class _RankFile(logging.FileHandler):
+class _RankFile(WatchedFileHandler):
+    """Text log of a rank, opened again when it is removed or replaced, as WatchedFileHandler does."""
+
+    def __init__(self, path: Path, *, is_main: bool) -> None:
+        self._has_warned = not is_main
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+
+    def _open(self) -> TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # of opening the file again
+            self.handleError(record)
+
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Ignore write errors; logging would print a traceback for each line."""
+        """Print the first error; logging would print a traceback for each record."""
+        if not self._has_warned:
+            self._has_warned = True
+            print(f"{self.baseFilename} cannot be written ({sys.exception()}); training continues", file=sys.stderr)
 
 
 def _formatter(rank: int, stages: Sequence[int], replica: int) -> logging.Formatter:
