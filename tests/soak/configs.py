@@ -162,7 +162,13 @@ def _options() -> dict[str, Any]:
 
 OPTIONS = _options()
 FILES = ("run.toml", "config.json", "tokenizer", "model.safetensors", "text.txt", "runs/", "metrics.jsonl", "logs")
-NAMES = [*OPTIONS, *FILES, *PATHS, *(f"[{section.name}]" for section in dataclasses.fields(Config))]
+NAMES = [
+    *OPTIONS,
+    *FILES,
+    *PATHS,
+    "unrecognized options",
+    *(f"[{section.name}]" for section in dataclasses.fields(Config)),
+]
 """What a sentence may name."""
 
 
