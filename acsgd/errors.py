@@ -48,16 +48,21 @@ def reason(error: Exception) -> str:
     return re.sub(r"^\[\S+\] ", "", str(error)).partition(". This is typically")[0]
 
 
+def printable(text: str) -> str:
+    """Return a text in one line that every terminal can print, with line ends and control characters escaped."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def explain(error: BaseException) -> str | None:
     """Return one sentence on an error that has its cause outside the program; None for any other error."""
     if isinstance(error, RunError):
         return str(error)
     if isinstance(error, OSError) and error.errno:
-        paths = " -> ".join(_printable(path) for path in (error.filename, error.filename2) if path is not None)
+        paths = " -> ".join(_name(path) for path in (error.filename, error.filename2) if path is not None)
         remedy = REMEDIES.get(error.errno)
         return f"{paths or 'a file'}: {os.strerror(error.errno)}" + (f"; {remedy}" if remedy else "")
     if isinstance(error, UnicodeEncodeError):
-        return f"{_printable(error.object)} is not valid UTF-8; rename it"
+        return f"{error.object} is not valid UTF-8; rename it"
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _is_out_of_memory(str(error))):
         return "out of memory; use a smaller pp.micro, more pp.stages, or fewer processes per host"
     if isinstance(error, ImportError):
@@ -81,7 +86,6 @@ def _is_out_of_memory(message: str) -> bool:
     return "can't allocate memory" in message or "out of memory" in message
 
 
-def _printable(path: object) -> str:
-    """Return a path of any type as text that every terminal can print."""
-    text = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else f"file descriptor {path}"
-    return text.encode(errors="backslashreplace").decode()
+def _name(path: object) -> str:
+    """Return a path of any type as text."""
+    return os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else f"file descriptor {path}"

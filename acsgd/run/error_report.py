@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from acsgd.errors import explain
+from acsgd.errors import explain, printable
 from acsgd.launch import Launch
 
 
@@ -30,8 +30,8 @@ def message_of(error: BaseException, launch: Launch, run_dir: Path | None, *, ch
     known = str(error) if checks_input and type(error) is ValueError else explain(error)
     path = _save_traceback(error, launch.rank, run_dir, is_known=known is not None)
     if known is not None:
-        return known
-    what = " ".join(traceback.format_exception_only(error)[-1].split())
+        return printable(known)
+    what = printable(" ".join(traceback.format_exception_only(error)[-1].split()))
     where = f"; please report it with the traceback in {path}" if path else f"\n{_traceback(error)}"
     return f"rank {launch.rank} on {socket.gethostname()}: {what}{_place(error)}: this is a bug in acsgd{where}"
 
@@ -63,8 +63,8 @@ def record_error(text: str, launch: Launch, *, is_cause: bool = True) -> None:
 
 def print_error(text: str) -> None:
     """Print a message to stderr."""
-    printable = text.encode(errors="backslashreplace").decode()
-    print(f"\nerror: {printable}", file=sys.stderr, flush=True)
+    encodable = text.encode(errors="backslashreplace").decode()
+    print(f"\nerror: {encodable}", file=sys.stderr, flush=True)
 
 
 def _save_traceback(error: BaseException, rank: int, run_dir: Path | None, *, is_known: bool) -> Path | None:

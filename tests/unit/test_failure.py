@@ -105,6 +105,12 @@ def test_a_startup_error_is_one_sentence_and_code_2(capsys: pytest.CaptureFixtur
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "a=1 must be 2"
 
 
+def test_a_message_that_quotes_control_characters_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), report_startup_error(Launch()):
+        raise ValueError('a="x\ny\x1b\udcff" must be ä')
+    assert capsys.readouterr().err == '\nerror: a="x\\ny\\x1b\\udcff" must be ä\n'
+
+
 @pytest.mark.parametrize("report", [report_startup_error, lambda launch: report_failure(DictStore(), launch)])
 def test_help_is_not_a_failure(report: Callable[[Launch], AbstractContextManager[Any]]) -> None:
     with pytest.raises(SystemExit) as ended, report(Launch(3, 1)):
