@@ -91,10 +91,15 @@ def end_with_torchrun(parent: int, *, is_main: bool) -> None:
     is_main: whether this process prints the error; one per host.
     """
     torchrun = find_torchrun(parent) if has_proc() else parent
-    started = start_time(torchrun) if torchrun else ""
+
+    def started_at() -> str:
+        return start_time(torchrun) if torchrun else ""
+
+    started = started_at()
+    has_ended = has_proc() and not started  # maybe since it was found: then no later check would see a difference
 
     def is_alive() -> bool:
-        return torchrun is not None and os.getppid() == parent and start_time(torchrun) == started
+        return not has_ended and os.getppid() == parent and started_at() == started
 
     def watch() -> None:
         while is_alive():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -218,7 +219,7 @@ def test_a_second_start_in_one_directory_is_refused_and_a_killed_one_is_taken_ov
 
 
 CHAIN = """
-import ctypes, os, subprocess, sys, time
+import ctypes, os, signal, subprocess, sys, time
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 prctl = ctypes.CDLL(None).prctl
 role, *options = sys.argv[1:]
@@ -241,14 +242,23 @@ elif "importing" in options:
     main(flags.split(), prog="train.py")
 else:
     parent = os.getppid()
-    from acsgd.run.signals import end_with_torchrun
+    from acsgd.run import signals
     if "late" in options:
         print("imported", flush=True)
         while os.getppid() == parent:
             time.sleep(0.01)
     if "later" in options:
         parent = os.getppid()
-    end_with_torchrun(parent, is_main=True)
+    if "raced" in options:
+        find = signals.find_torchrun
+        def find_and_kill(parent):
+            torchrun = find(parent)
+            os.kill(torchrun, signal.SIGKILL)
+            while signals.start_time(torchrun):
+                time.sleep(0.01)
+            return torchrun
+        signals.find_torchrun = find_and_kill
+    signals.end_with_torchrun(parent, is_main=True)
     print("started", flush=True)
 time.sleep(600)
 """
@@ -265,10 +275,10 @@ def pid_of(role: str, stdout: str) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("above", ["reaper", "torchrun"])
-@pytest.mark.parametrize("when", ["", "wrapped", "late", "late later", "importing"])
+@pytest.mark.parametrize("when", ["", "wrapped", "wrapped raced", "late", "late later", "importing"])
 def test_a_rank_ends_with_torchrun_whichever_process_adopts_it(above: str, when: str, tmp_path: Path) -> None:
     """when torchrun dies: "" = while the rank runs; late = before the watch over torchrun starts; later = before the
-    rank's first instruction; importing = while the rank imports torch.
+    rank's first instruction; raced = just after the rank found it; importing = while the rank imports torch.
     """
     (tmp_path / "chain.py").write_text(CHAIN)
     if when == "importing":
@@ -276,7 +286,8 @@ def test_a_rank_ends_with_torchrun_whichever_process_adopts_it(above: str, when:
     sign = {"late": "imported", "late later": "imported", "importing": "importing"}.get(when, "started")
     with running([sys.executable, "chain.py", above, *when.split()], tmp_path) as run:
         run.wait_until(lambda: sign in run.stdout, 60)
-        os.kill(next(pid_of("torchrun", run.stdout)), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # raced
+            os.kill(next(pid_of("torchrun", run.stdout)), signal.SIGKILL)
         if above == "torchrun":
             run.process.wait()
         run.wait_until(lambda: run.errors, WATCH_S + MARGIN_S)
