@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -63,7 +63,7 @@ class AdamWOptimizer:
             group["betas"] = (self._config.betas[0] if how.momentum else 0.0, self._config.betas[1])
         frozen = how.frozen and any(self._adamw.state.values())  # all steps so far may have been skipped
         if frozen or how.shares:
-            self._step_variant(step, rate, how.shares, frozen=frozen)
+            self._step_variant(step, rate, how, frozen=frozen)
         else:
             self._adamw.step()
         if self._rounded:
@@ -71,8 +71,15 @@ class AdamWOptimizer:
                 torch._foreach_copy_([w.param for w in self._rounded], [w.master for w in self._rounded])
 
     @torch.no_grad()
-    def _step_variant(self, step: int, rate: float, shares: Mapping[str, Tensor], *, frozen: bool) -> None:
-        """Update the masters with frozen second moments and step count, or with those that accumulate shares."""
+    def _step_variant(self, step: int, rate: float, how: LocalStep, *, frozen: bool) -> None:
+        """Update the masters with frozen second moments and step count, or with those that accumulate shares.
+
+        Frozen second moments are lower bounds. An element without a gradient before the freeze, such as one of the
+        embedding of a rare token, has 0 or nearly 0, and its step would be momentum / eps: thousands of times too long.
+        So each second moment grows to what AdamW would have if the present gradient were the first of its element and
+        the other replicas had none, as is usual for a rare token. Other elements are rarely affected: their gradient
+        would have to exceed `replicas` times the root of the sum of all earlier squares.
+        """
         for group in self._adamw.param_groups:
             beta1, beta2 = group["betas"]
             for master in group["params"]:
@@ -83,14 +90,18 @@ class AdamWOptimizer:
                     state["step"] = torch.zeros((), device=master.device)
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
                 state["exp_avg"].lerp_(master.grad, 1 - beta1)
-                if not frozen:
+                # counts stay on the device, so that nothing waits for it, in fp64, since fp32 rounds 1 - .999
+                if frozen:
+                    count = state["step"].double()
+                    first = (1 - beta2) * (1 - beta2**count) / (1 - beta2 ** (step + 1)) / how.replicas**2
+                    torch.maximum(state["exp_avg_sq"], master.grad.square().mul_(first), out=state["exp_avg_sq"])
+                else:
                     state["step"] += 1
-                    share = shares[self._keys[master]]
+                    count = state["step"].double()
+                    share = how.shares[self._keys[master]]
                     by_rows = master.grad.view(len(share), -1)
                     squares = (by_rows * share.unsqueeze(1)).mul_(by_rows).view_as(master)
                     state["exp_avg_sq"].lerp_(squares, 1 - beta2)
-                # counts stay on the device, so that nothing waits for it, in fp64, since fp32 rounds 1 - .999
-                count = state["step"].double()
                 root = denominator(state["exp_avg_sq"], beta2, count, self._config.eps)
                 correction = 1 - beta1 ** (step + 1 if frozen else count)
                 master.mul_(1 - rate * group["weight_decay"])

@@ -13,7 +13,7 @@ from acsgd.shards.weights import StateTensor, Weight, WeightState
 
 Capability = Literal["second_moments", "no_momentum", "frozen_second_moments"]
 """Optional abilities of an optimizer: second moments that modes may read, scale and accumulate by shares; steps without
-the first moment; steps that leave the second moments as they are."""
+the first moment; steps with frozen second moments."""
 
 
 class LocalStep(NamedTuple):
@@ -22,7 +22,10 @@ class LocalStep(NamedTuple):
     momentum: bool = True
     """Whether the first moment is used; else the gradient in its place. False requires "no_momentum"."""
     frozen: bool = False
-    """Whether the second moments stay as they are. True requires "frozen_second_moments"."""
+    """Whether the second moments stay as they are, except that those of elements that had hardly any gradient so far
+    grow to what AdamW would have. True requires "frozen_second_moments"."""
+    replicas: int = 1
+    """Number of replicas whose steps are averaged; used with `frozen`."""
     shares: Mapping[str, Tensor] = MappingProxyType({})
     """Fraction of the squared gradients that second moments accumulate, by key, [rows], in (0, 1]; empty = all of them.
     Not empty requires "second_moments"."""

@@ -87,7 +87,8 @@ def moments_after(rank: int, world_size: int, store: Path, configs: list[Config]
 
 
 def test_optimizer_steps_and_second_moments_are_those_of_the_mode(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Frozen second moments are equal on all replicas; without momentum the first moment is the last gradient.
+    """Frozen second moments are equal on all replicas, but for elements whose gradient is large for them; without
+    momentum the first moment is the last gradient.
 
     Corrected second moments have equal row means on all replicas after a measurement, but differ within rows.
     """
@@ -101,7 +102,8 @@ def test_optimizer_steps_and_second_moments_are_those_of_the_mode(tiny_model: Ti
     by_config = list(zip(*on_ranks(2, moments_after, tmp_path / "store", configs), strict=True))
     for mode, replicas in zip(STEPPED, by_config, strict=False):
         for (first, second, grad), other in zip(*replicas, strict=True):
-            assert torch.equal(second, other[1]) == mode.startswith("quantized"), mode
+            equal = float((second == other[1]).float().mean())
+            assert equal > 0.5 if mode.startswith("quantized") else equal < 0.5, (mode, equal)
             assert torch.equal(first, grad) == mode.startswith("cocktail_grad"), mode
             assert not torch.equal(first, other[0]), mode
     for mode, replicas in zip(CORRECTED, by_config[len(STEPPED) :], strict=True):

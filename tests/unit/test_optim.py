@@ -78,23 +78,49 @@ def test_a_step_without_momentum_equals_one_with_beta1_of_0() -> None:
         assert torch.equal(weight.master, expected.master)
 
 
-def test_frozen_second_moments_stay_and_first_moments_are_updated() -> None:
-    """Against the formula in fp64. A step of fp32 rounds 8 times; weights and steps are below 2 and 1."""
+def test_frozen_second_moments_grow_only_to_those_of_a_first_gradient_and_first_moments_are_updated() -> None:
+    """Against the formula in fp64. A step of fp32 rounds 12 times; weights and steps are below 2 and 4."""
     config = OptimConfig(lr=0.1, steps=10, betas=(0.9, 0.99), weight_decay=0.1)
-    optimizer, held = trained(config, range(1, 5), frozen=True)
+    optimizer, held = trained(config, range(1, 5), frozen=True, replicas=2)
     _, start = trained(config, range(0))
     for weight, initial in zip(held, start, strict=True):
         grads = [torch.randn(initial.master.shape, generator=torch.Generator().manual_seed(step)) for step in range(5)]
         expected, first = initial.master.detach().double(), 0.1 * grads[0].double()
-        root = grads[0].double().abs()  # after one step its square is the second moment, corrected
+        second = 0.01 * grads[0].double().square()
         for step in range(1, 5):
             first = 0.9 * first + 0.1 * grads[step]
+            alone = 0.01 / (1 - 0.99 ** (step + 1)) * (grads[step].double() / 2).square()  # corrected
+            second = torch.maximum(second, (1 - 0.99) * alone)
+            root = (second / (1 - 0.99)).sqrt()
             expected = expected * (1 - learning_rate(step, config) * (0.1 if initial.master.dim() > 1 else 0.0))
             expected -= learning_rate(step, config) * first / (1 - 0.9 ** (step + 1)) / (root + config.eps)
         steps = (expected - initial.master).abs().max() + 2
         assert (weight.master - expected).abs().max() <= 4 * 16 * 2.0**-24 * steps
-        second = optimizer.second_moments([weight]).by_key[weight.key]
-        assert torch.allclose(second, 0.01 * grads[0].square(), rtol=2.0**-20)
+        after = optimizer.second_moments([weight]).by_key[weight.key].double()
+        assert torch.allclose(after, second, rtol=2.0**-18)
+        assert bool((after < 1.01 * 0.01 * grads[0].square()).any()), "some are as before"
+
+
+def test_a_row_first_seen_after_the_freeze_on_one_replica_moves_as_in_adamw() -> None:
+    """The first step is equal; later ones are shorter by the growth of AdamW's bias correction, up to a quarter."""
+    config, exact_steps, replicas = OptimConfig(lr=0.1, steps=10**6, warmup=0, weight_decay=0.0), 30, 4
+    grad = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 2, 12).view(4, 3)
+    held = [weights(torch.float32)[:1] for _ in range(1 + replicas)]
+    optimizers = [AdamWOptimizer(each, config) for each in held]
+    for step in range(exact_steps + 20):
+        before = [each[0].master.detach().clone() for each in held]
+        for index, (each, optimizer) in enumerate(zip(held, optimizers, strict=True)):
+            here = step == exact_steps and index < 2  # on the first replica, and thus in the mean
+            each[0].master.grad = grad / (1 if index else replicas) if here else torch.zeros(4, 3)
+            frozen = index > 0 and step >= exact_steps
+            optimizer.step(step, LocalStep(frozen=True, replicas=replicas) if frozen else LocalStep())
+        exact, *local = (each[0].master.detach() - old for each, old in zip(held, before, strict=True))
+        ratio = torch.stack(local).mean(0) / exact
+        if step == exact_steps:
+            assert torch.allclose(ratio, torch.ones_like(ratio), rtol=1e-3), step  # eps against the root of 1e-14
+        elif step > exact_steps:
+            assert bool((ratio <= 1 + 1e-3).all()), step
+            assert bool((ratio >= 0.75).all()), step
 
 
 def test_second_moments_accumulate_shares_of_the_squares() -> None:

@@ -3,6 +3,10 @@
 Sources: Tang et al. 2021, arXiv:2102.02888 (1-bit Adam), Algorithm 1; QuantizedAdam of AC-SGD. With second moments that
 are frozen and equal, an update is a fixed multiple of the momentum, weight by weight. So updates are sent instead of
 momentum: they are scaled as they are applied, and each replica keeps its own momentum, whose mean is the same.
+
+Unlike in the published method, second moments that are too small for a gradient grow (see AdamWOptimizer): embedding
+rows of tokens that the exact steps have not seen have second moments of 0 or nearly 0, so their steps would be
+momentum / eps.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ class Quantized:
     """Number of values that share a scale."""
     exact_steps: int = 100
     """Number of initial steps that use exact all-reduce, 1 or more; a tenth to a fifth of a run is usual. The second
-    moments are those of these steps."""
+    moments are those of these steps, except for elements that have hardly any gradient in them."""
 
     def __post_init__(self) -> None:
         if self.exact_steps < 1:
@@ -64,5 +68,5 @@ class Quantized:
         """Return the synchronization of one stage's weights with the other replicas."""
         if peers.size == 1:
             return SingleReplicaSync(weights, self.states)
-        how = LocalStep(frozen=True)
+        how = LocalStep(frozen=True, replicas=peers.size)
         return ReducedUpdateSync(weights, peers, self.codec(), exact_steps=self.exact_steps, how=how)
