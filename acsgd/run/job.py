@@ -22,6 +22,7 @@ from acsgd.config.spec import from_spec, to_spec
 from acsgd.dp import MODES
 from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.dp.sync import Mode
+from acsgd.io.cache import print_note, reports
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.sampling.batches import reading_bytes
 from acsgd.io.sampling.held_out import parse_eval
@@ -103,6 +104,11 @@ class Job:
             f"a step: {config.data.batch} sequences of {config.data.sequence} tokens, "
             f"{config.data.batch // config.pp.micro} micro-batches of {config.pp.micro}, {config.pp.schedule}{idle}"
         )
+
+    @property
+    def model_size(self) -> str:
+        """Text about the number of parameters and layers."""
+        return _size(self.num_parameters, self.layers)
 
     def fingerprint(self) -> str:
         """Return a text that must be equal on all ranks."""
@@ -188,7 +194,9 @@ def prepare(config: Config, launch: Launch) -> Job:
     _check_sequence(config.data.sequence, family.longest(model_config))
     num_parameters = parameter_count(model_config)
     _check_memory(num_parameters, topology.stages, launch.local_world_size, streams)
-    specs = _plan(config, family, model_config, topology.stages * schedule.chunks, streams)
+    layers = tuple(family.layers(model_config))
+    with reports(print_note, lambda: f"planning {_size(num_parameters, layers)}", enabled=launch.rank == 0):
+        specs = _plan(config, family, model_config, topology.stages * schedule.chunks, streams)
     program, evaluation = _programs(schedule, topology.stages, len(micro_ids))
     return Job(
         config=config,
@@ -199,7 +207,7 @@ def prepare(config: Config, launch: Launch) -> Job:
         model_config=model_config,
         num_parameters=num_parameters,
         family=family,
-        layers=tuple(family.layers(model_config)),
+        layers=layers,
         specs=tuple(specs),
         train_actions=tuple(program[topology.stage_rank]),
         eval_actions=tuple(evaluation[topology.stage_rank]),
@@ -237,6 +245,10 @@ def _parse_backward(spec: str) -> Codec:
             '"fixpoint:bits=4,scale=l2,clip=8,entropy_coding=true"'
         )
     return codecs.parse(spec, key="pp.backward")
+
+
+def _size(num_parameters: int, layers: Sequence[LayerShard]) -> str:
+    return f"a model of {num_parameters:,} parameters in {len(layers)} layers"
 
 
 def _span(shards: Sequence[LayerShard]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
@@ -35,9 +36,13 @@ class RandomWeights:
     """
 
     def __init__(self, config: PreTrainedConfig, shards: Sequence[LayerShard], *, seed: int) -> None:
-        self._model = meta_model(config)
+        self._config = config
         self._shards = {shard.name: shard for shard in shards}
         self._seed = seed
+
+    @functools.cached_property
+    def _model(self) -> PreTrainedModel:
+        return meta_model(self._config)
 
     @torch.no_grad()
     def tensors(self, layer: str, keys: Collection[str]) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -385,3 +386,12 @@ def test_a_file_of_the_run_directory_of_another_type_is_refused_at_once(tiny_mod
         message = refuse(tmp_path, f"--model.name {tiny_model()} --log.dir {run_dir}")
         kind = "file" if is_directory else "directory"
         assert message == f"log.dir={run_dir}: {path} is not a {kind}; remove it, or give another directory"
+
+
+def test_a_model_that_takes_long_to_build_is_reported(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("acsgd.io.cache.FIRST_REPORT_S", 0.0)
+    train_alone(small_run(tiny_model("gpt2", **SMALL), tmp_path / "runs" / "run", steps=1))
+    printed = capsys.readouterr().err
+    assert re.search(r"^loading a model of [\d,]+ parameters in 3 layers$", printed, re.MULTILINE)
