@@ -104,7 +104,7 @@ def _codec(case: Case) -> Outcome:
     case.describe(f"{n} elements of {codec}: {description}")
     damaged = change(message)[: codec.max_bytes(n)]
     tensor = torch.frombuffer(bytearray(damaged), dtype=torch.uint8) if damaged else torch.empty(0, dtype=torch.uint8)
-    decoded = attempt(lambda: codec.decode(tensor, n), ["corrupt"])
+    decoded = attempt(lambda: codec.decode(tensor, n), ["message", "corrupt"])
     if isinstance(decoded, Outcome):
         return decoded
     assert decoded.shape == (n,), f"decodes to shape {tuple(decoded.shape)}"
