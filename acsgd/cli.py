@@ -19,6 +19,8 @@ from rich.console import Console
 from acsgd.__main__ import main as train
 from acsgd.io.atomic import build_atomically
 from acsgd.io.checkpoint.inspect import as_tables, inspect
+from acsgd.launch import Launch
+from acsgd.run.error_report import report_startup_error
 from acsgd.shards.convert import from_hf, to_hf
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -105,15 +107,14 @@ def main() -> None:
     command = tyro.extras.subcommand_cli_from_dict(
         {"train": Train, "convert": Convert, "inspect": Inspect}, prog="acsgd"
     )
-    try:
-        with _stop_signals():
-            command.run()
-    except (ValueError, RuntimeError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except _Stopped as stopped:
-        with contextlib.suppress(OSError):  # the terminal is closed
-            print(f"error: {stopped}; nothing was written", file=sys.stderr, flush=True)
-        sys.exit(stopped.exit_code)
+    with report_startup_error(Launch()):
+        try:
+            with _stop_signals():
+                command.run()
+        except _Stopped as stopped:
+            with contextlib.suppress(OSError):  # the terminal is closed
+                print(f"error: {stopped}; nothing was written", file=sys.stderr, flush=True)
+            sys.exit(stopped.exit_code)
 
 
 def _create(target: Path, build: Callable[[Path], None]) -> None:

@@ -62,7 +62,8 @@ def explain(error: BaseException) -> str | None:
         remedy = REMEDIES.get(error.errno)
         return f"{paths or 'a file'}: {os.strerror(error.errno)}" + (f"; {remedy}" if remedy else "")
     if isinstance(error, UnicodeEncodeError):
-        return f"{error.object} is not valid UTF-8; rename it"
+        excerpt = error.object[max(0, error.start - 40) : error.end + 40]
+        return f"{excerpt} is not valid UTF-8; rename it"
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _is_out_of_memory(str(error))):
         return "out of memory; use a smaller pp.micro, more pp.stages, or fewer processes per host"
     if isinstance(error, ImportError):

@@ -17,9 +17,7 @@ def acsgd(*arguments: object) -> tuple[int, str]:
         with redirect_stderr(printed), redirect_stdout(io.StringIO()):
             cli.main()
     except SystemExit as ended:
-        if isinstance(ended.code, str):
-            return 1, ended.code + "\n"
-        return ended.code or 0, printed.getvalue()
+        return ended.code or 0, printed.getvalue().lstrip()
     finally:
         sys.argv = former
     return 0, printed.getvalue()

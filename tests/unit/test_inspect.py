@@ -46,8 +46,8 @@ def inspect(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
             cli.main()
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 1
-            message = ended.code if isinstance(ended.code, str) else ""
-            return code, capsys.readouterr().out + message
+            printed = capsys.readouterr()
+            return code, printed.out + printed.err.strip()
         return 0, capsys.readouterr().out
 
     return call
@@ -176,12 +176,12 @@ def test_layers_of_corrupt_files_are_not_listed(run: Path, inspect: Inspect) -> 
 def test_a_path_that_is_not_a_checkpoint_is_an_error(run: Path, tiny_model: TinyModel, inspect: Inspect) -> None:
     give = "give a checkpoint, a layer-shard directory or a run directory"
     for path in (run / "nowhere", run / "metrics.jsonl"):
-        assert inspect(path) == (1, f"error: {path} is not a directory; {give}")
+        assert inspect(path) == (2, f"error: {path} is not a directory; {give}")
     (run / "empty").mkdir()
     for path in (run / "empty", tiny_model("gpt2", **SMALL)):
-        assert inspect(path, "--json") == (1, f"error: {path} has no checkpoints and no {MANIFEST}; {give}")
+        assert inspect(path, "--json") == (2, f"error: {path} has no checkpoints and no {MANIFEST}; {give}")
     (run / "empty" / MANIFEST).write_text('{"manifest_version": 3}')
     assert inspect(run / "empty") == (
-        1,
+        2,
         f"error: {run / 'empty' / MANIFEST} is not the manifest of a layer-shard directory",
     )

@@ -156,7 +156,7 @@ def test_an_edited_model_file_is_neither_exported_nor_trained_from(name: str, ch
     assert edited != text
     path.write_text(edited)
     code, printed = acsgd("convert", "to-hf", checkpoint, target)
-    assert code == 1
+    assert code == 2
     assert printed.startswith(f"error: {path} is corrupt: ")
     assert not target.exists()
     with pytest.raises(CorruptFileError, match="is corrupt"):
@@ -177,7 +177,7 @@ def test_a_link_out_of_a_checkpoint_is_not_followed(checkpoint: Path, tmp_path: 
             f"{path} is a link to {outside}, outside of the directory; put a copy of the file in its place"
         ]
         code, printed = acsgd("convert", "to-hf", checkpoint, tmp_path / "export")
-        assert (code, printed) == (1, f"error: {report.errors[0]}\n")
+        assert (code, printed) == (2, f"error: {report.errors[0]}\n")
         path.unlink()
         outside.rename(path)
     assert os.listdir(tmp_path) == [checkpoint.name]

@@ -397,7 +397,7 @@ def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
         assert len(str(error.value)) < 200
     for arguments in (["from-hf", "x" * 5000, tmp_path / "a"], ["to-hf", "x" * 5000, tmp_path / "a"]):
         code, printed = acsgd("convert", *arguments)
-        assert code == 1
+        assert code == 2
         assert printed.startswith("error: xxxxx")
         assert printed.count("\n") == 1
 
