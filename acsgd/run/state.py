@@ -25,7 +25,7 @@ from acsgd.run.inputs import Inputs
 from acsgd.run.job import Job
 from acsgd.run.session import Session
 from acsgd.shards.disk import ShardDirectory
-from acsgd.shards.layers import LayerShard, stored_keys, tied_keys
+from acsgd.shards.layers import LayerShard, stored_weights, tied_keys
 from acsgd.shards.weights import Weight, WeightState
 from acsgd.topology import Groups
 
@@ -119,7 +119,7 @@ def check_files(job: Job, checkpoint: Checkpoint) -> None:
 
 
 def _restore_layer(session: Session, checkpoint: ShardDirectory, shard: LayerShard, weights: Sequence[Weight]) -> None:
-    tensors = checkpoint.tensors(shard.name, stored_keys(session.model, shard))
+    tensors = checkpoint.tensors(shard.name, stored_weights(session.model, shard))
     state = checkpoint.state(shard.name)
     embedding = session.job.layers[0].name
     for weight in weights:

@@ -10,7 +10,7 @@ import torch
 from acsgd.shards import family_of
 from acsgd.shards.disk import Manifest, copy_model_files, write_layer
 from acsgd.shards.files import save_tensors
-from acsgd.shards.layers import meta_model, stored_keys
+from acsgd.shards.layers import meta_model, stored_keys, stored_weights
 from acsgd.shards.locate import INDEX, open_hf, open_shards, read_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,7 +42,7 @@ def to_hf(source: Path, target: Path, *, dtype: str | None = None) -> None:
     total = 0
     dtypes = set()
     for number, shard in enumerate(shards, start=1):
-        tensors = directory.tensors(shard.name, stored_keys(model, shard))
+        tensors = directory.tensors(shard.name, stored_weights(model, shard))
         if dtype is not None:
             tensors = {key: tensor.to(DTYPES[dtype]) for key, tensor in tensors.items()}
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"

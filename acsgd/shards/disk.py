@@ -18,7 +18,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -26,8 +26,8 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from acsgd.errors import RunError
 from acsgd.fields import Natural, from_json
+from acsgd.shards.check import FLOATING, check_tensors, expected_weights
 from acsgd.shards.files import CorruptFileError, check_file_name, open_tensors, save_tensors, unusable
 from acsgd.shards.weights import WeightState
 
@@ -177,20 +177,16 @@ class ShardDirectory:
         self.step = self.manifest.step
         self._verified: set[str] = set()
 
-    def tensors(self, layer: str, keys: Collection[str]) -> dict[str, Tensor]:
+    def tensors(self, layer: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Read all parameters of one layer; the tensors lie in the memory-mapped file.
 
-        Raises RunError if `keys` are not exactly the layer's parameters, CorruptFileError if the file is corrupt.
+        weights: the parameters of the layer, by key, for their shapes. Raises CorruptFileError if the file is corrupt,
+        or if its parameters are others, are not floating-point numbers, or are not finite.
         """
-        path = self.verify(self.file_of(layer))
-        with open_tensors(path) as file:
-            stored = {key for key in _keys(file) if "/" not in key}
-            if stored != set(keys):
-                raise RunError(
-                    f"{path} does not hold the parameters of this model: "
-                    f"missing {sorted(set(keys) - stored)[:3]}, unexpected {sorted(stored - set(keys))[:3]}"
-                )
-            return {key: file.get_tensor(key) for key in keys}
+        entry = self.file_of(layer)
+        tensors = {key: tensor for key, tensor in self.read(entry).items() if "/" not in key}
+        check_tensors(self.path / entry.file, tensors, expected_weights(weights), FLOATING, is_complete=True)
+        return tensors
 
     def tensor(self, layer: str, key: str) -> Tensor:
         """Read one parameter of one layer."""

@@ -135,6 +135,11 @@ def parameter_keys(model: PreTrainedModel, shard: LayerShard) -> list[str]:
     ]
 
 
+def stored_weights(model: PreTrainedModel, shard: LayerShard) -> dict[str, nn.Parameter]:
+    """Return the parameters in the layer's file, by key; their values may be on the meta device."""
+    return {key: model.get_parameter(key) for key in stored_keys(model, shard)}
+
+
 def stored_keys(model: PreTrainedModel, shard: LayerShard) -> list[str]:
     """List the parameters in the layer's file: all but tied copies, which are stored with their original."""
     tied = tied_keys(model)

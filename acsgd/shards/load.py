@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -13,15 +13,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from acsgd.errors import RunError
 from acsgd.seeds import mix_seed
-from acsgd.shards.layers import LayerShard, meta_model, parameter_keys, stored_keys, tied_keys
+from acsgd.shards.layers import LayerShard, meta_model, parameter_keys, stored_weights, tied_keys
 from acsgd.shards.weights import Weight
 
 
 class WeightSource(Protocol):
     """Source of the weights of layers."""
 
-    def tensors(self, layer: str, keys: Collection[str]) -> dict[str, Tensor]:
-        """Return all tensors of one layer."""
+    def tensors(self, layer: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return all tensors of one layer. weights: its parameters, by key, for their shapes."""
         ...
 
     def tensor(self, layer: str, key: str) -> Tensor:
@@ -74,7 +74,7 @@ def load_layer(
     original if that is loaded on this rank, else a copy with `copy_of` set. Raises RunError if a shape differs.
     """
     weights = []
-    stored = source.tensors(shard.name, stored_keys(model, shard))
+    stored = source.tensors(shard.name, stored_weights(model, shard))
     tied = tied_keys(model)
     for key in parameter_keys(model, shard):
         original = tied.get(key)

@@ -34,7 +34,7 @@ from acsgd.launch import Launch
 from acsgd.optim.schedule import learning_rate
 from acsgd.run.inputs import open_data, open_held_out, open_weight_source
 from acsgd.run.job import Job, prepare
-from acsgd.shards.layers import meta_model, stored_keys
+from acsgd.shards.layers import meta_model, stored_weights
 from acsgd.topology import connect
 from tests.lib.forks import PRELOAD
 
@@ -157,7 +157,7 @@ def make_model(job: Job) -> PreTrainedModel:
     source, meta = open_weight_source(job), meta_model(job.model_config)
     weights: dict[str, Tensor] = {}
     for shard in job.layers:
-        weights |= source.tensors(shard.name, stored_keys(meta, shard))
+        weights |= source.tensors(shard.name, stored_weights(meta, shard))
     model: PreTrainedModel = AutoModelForCausalLM.from_config(job.model_config, dtype=torch.float32)
     loaded = model.load_state_dict(weights, strict=False)  # tied weights are stored once
     assert not loaded.unexpected_keys, loaded

@@ -35,12 +35,8 @@ def weights_of(config: Config) -> dict[str, torch.Tensor]:
     return {
         key: tensor
         for layer in shards.manifest.layers
-        for key, tensor in shards.tensors(layer, _keys(shards, layer)).items()
+        for key, tensor in shards.tensors(layer, shards.state(layer)["exp_avg"]).items()
     }
-
-
-def _keys(shards: ShardDirectory, layer: str) -> list[str]:
-    return list(shards.state(layer)["exp_avg"])
 
 
 Uninterrupted = tuple[dict[str, Config], dict[str, Trained]]

@@ -20,7 +20,7 @@ from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.launch import Launch
 from acsgd.run.job import Job, prepare
 from acsgd.run.state import check_files
-from acsgd.shards.convert import from_hf
+from acsgd.shards.convert import from_hf, to_hf
 from acsgd.shards.disk import CorruptFileError, Manifest
 
 TinyModel = Callable[..., Path]
@@ -145,6 +145,23 @@ def printing(config: Config, **optim: Any) -> Config:
         log=dataclasses.replace(config.log, to="jsonl,print"),
         optim=dataclasses.replace(config.optim, **optim),
     )
+
+
+def test_weights_that_are_not_finite_are_neither_exported_nor_trained_from(
+    finished: Config, job: Job, tmp_path: Path
+) -> None:
+    change, message = CHANGES["inf in a weight"]
+    checkpoint = copied(job, tmp_path)
+    rewrite_tensors(checkpoint / FILE, change)
+    (tmp_path / "hf").mkdir()
+    with pytest.raises(CorruptFileError) as error:
+        to_hf(checkpoint, tmp_path / "hf")
+    assert message in str(error.value)
+    start = dataclasses.replace(finished, log=LogConfig(dir=str(tmp_path / "run"), to="jsonl"))
+    share_cache(Path(finished.model.name), Path(start.log.dir))
+    with pytest.raises(CorruptFileError) as error:
+        train_alone(dataclasses.replace(start, model=dataclasses.replace(start.model, name=str(checkpoint))))
+    assert message in str(error.value)
 
 
 def test_weights_of_a_converted_model_are_checked_too(tiny_model: TinyModel, tmp_path: Path) -> None:

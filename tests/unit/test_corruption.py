@@ -198,7 +198,7 @@ def test_files_are_verified_before_a_run_reads_them(checkpoint: Path) -> None:
     path.write_bytes(content)
     reads: list[Callable[[], Any]] = [
         lambda: shards.state("block-00000"),
-        lambda: shards.tensors("block-00000", []),
+        lambda: shards.tensors("block-00000", {}),
         lambda: shards.tensor("block-00000", "transformer.h.0.ln_1.weight"),
     ]
     for read in reads:

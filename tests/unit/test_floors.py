@@ -47,6 +47,7 @@ ORDER = """
     shards
     shards.files
     shards.config
+    shards.check
     shards.disk
     shards.load
     shards.plan

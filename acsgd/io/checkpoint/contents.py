@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +22,9 @@ from acsgd.dp.sync import Mode
 from acsgd.io.checkpoint.progress import RunState
 from acsgd.optim import OPTIMIZERS
 from acsgd.shards import family_of
+from acsgd.shards.check import FLOATING, Expected, check_tensors, expected_weights, first_names
 from acsgd.shards.disk import MANIFEST, CorruptFileError, ShardDirectory
-from acsgd.shards.layers import LayerShard, meta_model, parameter_keys, stored_keys
+from acsgd.shards.layers import LayerShard, meta_model, parameter_keys, stored_weights
 from acsgd.shards.weights import StateTensor
 
 LOCAL_OPTIMIZER = "optimizer."
@@ -32,22 +32,6 @@ LOCAL_OPTIMIZER = "optimizer."
 
 DEFAULT_OPTIMIZER = "adamw"
 """Optimizer of checkpoints that do not record it."""
-FLOATING = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-"""Dtypes of the weights of a converted model; those of a checkpoint are fp32."""
-
-
-class Expected(NamedTuple):
-    """What a tensor must be."""
-
-    shape: tuple[int, ...] | None
-    """None = any."""
-    required: bool = True
-    non_negative: bool = False
-    may_be_nan: bool = False
-
-
-ANY = Expected(None, required=False, may_be_nan=True)
-"""A tensor of an unknown optimizer or data-parallel mode."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +57,7 @@ class Contents:
         layers = {layer.name for layer in family_of(config.model_type).layers(config)}
         if differing := sorted(layers ^ shards.manifest.layers.keys()):
             raise CorruptFileError(
-                shards.path / MANIFEST, f"is invalid: its layers are not those of the model ({_first(differing)})"
+                shards.path / MANIFEST, f"is invalid: its layers are not those of the model ({first_names(differing)})"
             )
         run = RunState.of(shards)
         if run is None:
@@ -92,20 +76,20 @@ class Contents:
         replicas = {path / each.file: self.shards.read(each) for each in entries}
 
         weights = {key: self.model.get_parameter(key) for key in parameter_keys(self.model, layer)}
-        originals = {key: weights[key] for key in stored_keys(self.model, layer)}
+        originals = stored_weights(self.model, layer)
         is_local = any(key.startswith(LOCAL_OPTIMIZER) for each in replicas.values() for key in each)
-        expected = {key: Expected(tuple(weight.shape)) for key, weight in originals.items()}
+        expected = expected_weights(originals)
         if not is_local:
             expected |= self._expected_optimizer(originals, originals)
         dtypes = FLOATING if self.run is None else {torch.float32}
-        _check(path / entry.file, tensors, expected, dtypes, is_complete=self.optimizer is not None)
+        check_tensors(path / entry.file, tensors, expected, dtypes, is_complete=self.optimizer is not None)
 
         expected = self._expected_mode(weights, originals)
         if is_local:
             expected |= self._expected_optimizer(weights, originals, prefix=LOCAL_OPTIMIZER)
         is_complete = self.mode is not None and self.optimizer is not None
         for file, of_replica in replicas.items():
-            _check(file, of_replica, expected, {torch.float32}, is_complete=is_complete)
+            check_tensors(file, of_replica, expected, {torch.float32}, is_complete=is_complete)
         _check_equal_keys(replicas)
 
     def _check_count(self, layer: LayerShard, count: int) -> None:
@@ -162,52 +146,9 @@ def _mode_states(run: RunState) -> Sequence[ReplicaState] | None:
     return mode.states
 
 
-def _check(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    expected: Mapping[str, Expected],
-    dtypes: Collection[torch.dtype],
-    *,
-    is_complete: bool,
-) -> None:
-    """Raise CorruptFileError if tensors are not as expected. is_complete: whether `expected` lists all of them."""
-    if missing := [key for key, each in expected.items() if each.required and key not in tensors]:
-        raise CorruptFileError(path, f"is invalid: it lacks {_first(missing)}")
-    if is_complete and (unknown := [key for key in tensors if key not in expected]):
-        raise CorruptFileError(path, f"is invalid: it holds {_first(unknown)}, which the run did not save")
-    for key, tensor in tensors.items():
-        if problem := _problem(tensor, expected.get(key, ANY), dtypes):
-            raise CorruptFileError(path, f"is invalid: {key} {problem}")
-
-
-def _problem(tensor: Tensor, expected: Expected, dtypes: Collection[torch.dtype]) -> str | None:
-    """Return what is wrong with a tensor, None if nothing is."""
-    if expected.shape is not None and tensor.shape != expected.shape:
-        return f"has shape {list(tensor.shape)}, expected {list(expected.shape)}"
-    if tensor.dtype not in dtypes:
-        return f"has dtype {_name(tensor.dtype)}, expected {' or '.join(sorted(map(_name, dtypes)))}"
-    if not tensor.numel():
-        return None
-    if expected.may_be_nan:
-        return "has infinite values" if tensor.isinf().any() else None
-    lowest, highest = tensor.aminmax()  # NaN if any value is; one pass without a temporary tensor
-    if not (lowest.isfinite() and highest.isfinite()):
-        return "has values that are not finite"
-    return "has negative values" if expected.non_negative and lowest < 0 else None
-
-
 def _check_equal_keys(replicas: Mapping[Path, Mapping[str, Tensor]]) -> None:
     """Raise CorruptFileError if a replica lacks a tensor that another one has."""
     every = set().union(*replicas.values())
     for path, tensors in replicas.items():
         if missing := sorted(every - tensors.keys()):
-            raise CorruptFileError(path, f"is invalid: it lacks {_first(missing)}, which other replicas have")
-
-
-def _first(names: Sequence[str]) -> str:
-    """List the first 3 names."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+            raise CorruptFileError(path, f"is invalid: it lacks {first_names(missing)}, which other replicas have")
