@@ -8,15 +8,17 @@ process. Clocks of two hosts are never compared.
 
 Leases are numbered: .lock-00000001, .lock-00000002, ... The highest number holds the directory. A lease is created with
 O_EXCL, so of several starts one gets the next number. Nothing else is required of the file system (no flock, no
-exchange of two names), so this works on NFS, unlike filelock's SoftFileLease, which cannot take over there. A holder
-that was replaced while it lives (it was stopped, or cut off from the file system) finds the higher number before its
-next write, and ends.
+exchange of two names), so this works on NFS, unlike filelock's SoftFileLease, which cannot take over there. A client
+of NFS may see an old listing, but not after a change of its own; so every decision follows a change. A holder that was
+replaced while it lives (it was stopped, or cut off from the file system) finds the higher number, or that its own lease
+is gone, before its next write, and ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 import threading
@@ -38,6 +40,10 @@ WAIT_S = 30.0
 """Seconds that a start waits for a live holder to end. torchrun gives workers 30 s to end."""
 POLL_S = 0.1
 _NAME = re.compile(r"\.lock-(\d{8})")
+
+
+def _boottime() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Lease:
@@ -62,6 +68,7 @@ class Lease:
         self._sleep = sleep
         self._is_new = False
         self._number = 0
+        self._held: int | None = None
         self._beats = 0
 
     def acquire(self, note: Callable[[str], None]) -> None:
@@ -95,43 +102,87 @@ class Lease:
     def renew(self) -> None:
         """Write a heartbeat. Raises RunError if another run has taken over.
 
-        If the lease was removed, with its directory or alone, both are created again.
+        If the directory was removed, it and the lease are created again.
         """
         self._beats += 1
-        with contextlib.suppress(OSError):  # on a full disk the lease is still valid, unless there is a higher number
-            self._write_heartbeat()
-        successors = {number: text for number, text in self._read().items() if number > self._number}
-        if successors:
-            raise RunError(
-                f"{self._taken_over(_parse(successors[max(successors)]))}, because this run's heartbeat stopped for "
-                f"{STALE_S:.0f} s or more; this run ends without further writes"
-            )
+        if not (self._create_again() if self._was_removed() else self._write_heartbeat()):
+            raise RunError(self._taken_over())
+        self._change_directory()
+        if any(number > self._number for number in self._numbers()):
+            raise RunError(self._taken_over())
 
     def release(self) -> None:
-        """Remove the lease, and the directory if `acquire` created it and it is empty."""
-        self._path(self._number).unlink(missing_ok=True)
+        """Remove the lease unless it is another run's, and the directory if `acquire` created it and it is empty."""
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+        if self._is_own(self._read().get(self._number)):
+            self._path(self._number).unlink(missing_ok=True)
         if self._is_new and not any(self.directory.iterdir()):
             self.directory.rmdir()
 
-    def _write_heartbeat(self) -> None:
-        path = self._path(self._number)
+    def _create_again(self) -> bool:
+        """Create the removed directory and the lease; return False if a start was faster."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._hold_directory()
         try:
-            holder = _parse(path.read_text(errors="replace"))
-        except FileNotFoundError:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            with path.open("x") as file:  # unless a start was faster, which has the number then
+            with self._path(self._number).open("x") as file:
                 file.write(self._record())
-            return
-        if holder not in (None, self._process):
-            raise RunError(
-                f"{self._taken_over(holder)}, after the directory was removed; this run ends without further writes"
-            )
-        self._new(self._number).write_text(self._record())
-        self._new(self._number).rename(path)
+        except FileExistsError:
+            return False
+        return True
 
-    def _taken_over(self, holder: Process | None) -> str:
+    def _write_heartbeat(self) -> bool:
+        """Overwrite the lease in place; return False if it is not there or another run's.
+
+        One open file is read and then written, never a name: a lease that another run creates meanwhile is safe.
+        """
+        try:
+            file = os.open(self._path(self._number), os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        try:
+            is_own = self._is_own(os.read(file, 4096).decode(errors="replace"))
+            if is_own:
+                with contextlib.suppress(OSError):  # a disk that fails loses no lease, unless another run takes over
+                    os.pwrite(file, self._record().encode(), 0)
+        finally:
+            with contextlib.suppress(OSError):
+                os.close(file)
+        return is_own
+
+    def _change_directory(self) -> None:
+        """Create and remove a file: a client of NFS may list a directory as it was, but not after its own change."""
+        changed = self.directory / f".lock-{self._number:08d}.new"
+        with contextlib.suppress(OSError):
+            changed.open("w").close()
+            changed.unlink()
+
+    def _is_own(self, text: str | None) -> bool:
+        return text is not None and _parse(text) == self._process
+
+    def _hold_directory(self) -> None:
+        """Open the directory, so that another one that replaces it has another inode."""
+        if self._held is not None:
+            os.close(self._held)
+        self._held = os.open(self.directory, os.O_RDONLY)
+
+    def _was_removed(self) -> bool:
+        """Return whether the directory was removed, and perhaps created again, since it was opened."""
+        assert self._held is not None, "the lease is not acquired"
+        try:
+            return not os.path.samestat(self.directory.stat(), os.fstat(self._held))
+        except OSError:  # it is not there; NFS: the open one is not, either
+            return True
+
+    def _taken_over(self) -> str:
+        leases = self._read()
+        holder = _parse(leases[max(leases)]) if leases else None
         by = f"process {holder.pid} on {holder.host}" if holder else "another run"
-        return f"{self._option}: {self.directory} was taken over by {by}"
+        return (
+            f"{self._option}: {self.directory} was taken over by {by}, because this run's heartbeat stopped for "
+            f"{STALE_S:.0f} s or more, or its lease was removed; this run ends without further writes"
+        )
 
     def _create(self, judged: dict[int, str]) -> bool:
         """Create the lease after those `judged` to have no live holder, and remove them. Return whether it worked."""
@@ -141,34 +192,35 @@ class Lease:
                 file.write(self._record())
         except FileExistsError:
             return False
-        others = {other: text for other, text in self._read().items() if other != number}
-        if others != judged:  # another start was faster, or the holder is alive after all
+        listed, leases = self._numbers(), self._read()  # a client may list a name and not find it yet
+        if listed != {*judged, number} or any(leases.get(other) != text for other, text in judged.items()):
+            # another start was faster, or the holder is alive after all
             self._path(number).unlink(missing_ok=True)
             return False
         self._number = number
+        self._hold_directory()
         for other in judged:
             self._path(other).unlink(missing_ok=True)
-            self._new(other).unlink(missing_ok=True)
         return True
 
     def _read(self) -> dict[int, str]:
-        """Return the contents of all leases, by number."""
+        """Return the contents of all leases that can be read, by number."""
         leases = {}
-        for path in self.directory.iterdir():
-            if match := _NAME.fullmatch(path.name):
-                with contextlib.suppress(FileNotFoundError):  # released or renewed meanwhile
-                    leases[int(match[1])] = path.read_text(errors="replace")
+        for number in self._numbers():
+            with contextlib.suppress(FileNotFoundError):  # released meanwhile
+                leases[number] = self._path(number).read_text(errors="replace")
         return leases
+
+    def _numbers(self) -> set[int]:
+        """List the numbers of all leases."""
+        return {int(match[1]) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))}
 
     def _path(self, number: int) -> Path:
         return self.directory / f".lock-{number:08d}"
 
-    def _new(self, number: int) -> Path:
-        """Return where a heartbeat is written before it replaces the lease."""
-        return self.directory / f".lock-{number:08d}.new"
-
     def _record(self) -> str:
-        return json.dumps(asdict(self._process) | {"beats": self._beats}) + "\n"
+        """Return the content of the lease, which differs for each heartbeat and always has the same length."""
+        return json.dumps(asdict(self._process) | {"beats": f"{self._beats:012d}"}) + "\n"
 
     def _in_use(self, holder: Process | None, age_s: float) -> str:
         where = f"{self._option}: {self.directory} is in use by another run"
@@ -181,10 +233,15 @@ class Lease:
 
 
 class RunLock:
-    """All leases of a run, renewed by a thread while open. Ranks other than 0 have no leases, and all checks pass."""
+    """All leases of a run, renewed by a thread while open. Ranks other than 0 have no leases, and all checks pass.
 
-    def __init__(self, leases: Sequence[Lease]) -> None:
+    clock: seconds, also while the host sleeps.
+    """
+
+    def __init__(self, leases: Sequence[Lease], *, clock: Callable[[], float] = _boottime) -> None:
         self._leases = leases
+        self._clock = clock
+        self._verified_at = clock()
         self._renewing = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
@@ -196,20 +253,27 @@ class RunLock:
         return self._lost is not None
 
     def check(self) -> None:
-        """Raise RunError if the last heartbeat found that another run has taken over. Reads no file."""
+        """Raise RunError if the last heartbeat found that another run has taken over.
+
+        Reads a file only if that heartbeat is old, as when the process was stopped for a while.
+        """
         if self._lost is not None:
             raise self._lost
+        if self._clock() - self._verified_at >= STALE_S / 2:
+            self.verify()
 
     def verify(self) -> None:
         """Raise RunError if another run has taken over by now. May be called by any thread."""
         with self._renewing:
-            self.check()
+            if self._lost is not None:
+                raise self._lost
             try:
                 for lease in self._leases:
                     lease.renew()
             except RunError as error:
                 self._lost = error
                 raise
+            self._verified_at = self._clock()
 
     def start(self) -> None:
         """Start the thread that renews the leases."""

@@ -20,7 +20,6 @@ from acsgd import train
 from acsgd.config.options import CheckpointConfig, Config
 from acsgd.errors import RunError
 from acsgd.io.checkpoint import saver as saver_module
-from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.checkpoint.saver import Saver
 from acsgd.io.sampling.batches import Batch
@@ -74,7 +73,7 @@ def full_in_a_layer(steps: list[int], error: Callable[[str], Exception]) -> None
 
     def full(directory: Path, stem: str, *args: Any) -> StoredFile:
         entry = write_layer(directory, stem, *args)
-        if directory.name in partials(steps) and stem == "head":
+        if is_partial(directory, steps) and stem == "head":
             os.truncate(directory / entry.file, entry.bytes // 2)
             raise error(str(directory / entry.file))
         return entry
@@ -99,15 +98,16 @@ def not_writable(steps: list[int]) -> None:
     mkdir = Path.mkdir
 
     def refused(path: Path, *args: Any, **options: Any) -> None:
-        if path.name in partials(steps):
+        if is_partial(path, steps):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         mkdir(path, *args, **options)
 
     Path.mkdir = refused  # type: ignore[method-assign]
 
 
-def partials(steps: list[int]) -> set[str]:
-    return {CheckpointDirectory(Path()).partial(step).name for step in steps}
+def is_partial(path: Path, steps: list[int]) -> bool:
+    """Return whether a path is of an incomplete checkpoint of one of these steps."""
+    return path.suffix == ".partial" and any(path.name.startswith(f".step-{step:08d}.") for step in steps)
 
 
 def no_space(path: str) -> OSError:

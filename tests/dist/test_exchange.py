@@ -55,19 +55,24 @@ def test_wherever_the_store_freezes_all_ranks_end_in_time() -> None:
     assert any(": writing a checkpoint: torchrun's store at 127.0.0.1:" in text for text in texts)
 
 
-def exchange(rank: int, world_size: int, port: int, rounds: int) -> None:
+def exchange(rank: int, world_size: int, port: int, rounds: int) -> str:
+    """Exchange texts and return the identity of the run."""
     store = dist.TCPStore("127.0.0.1", port)
     with connect(Topology(rank, world_size, 1), timeout=timedelta(seconds=60), store=store) as groups:
         for number in range(rounds):
             for name in ("writing", "completing"):
                 texts = groups.all_gather_text(name, f"{number} {rank}", timeout_s=60)
                 assert texts == [f"{number} {other}" for other in range(world_size)]
+        return groups.run_id
 
 
 def test_the_number_of_keys_does_not_grow_with_the_number_of_exchanges() -> None:
-    keys = []
+    """Ranks agree on an identity of the run, which differs for each start."""
+    keys, identities = [], []
     for rounds in (1, 50):
         with proxied_store() as proxy:
-            on_ranks(2, exchange, proxy.port, rounds)
+            identities.append(on_ranks(2, exchange, proxy.port, rounds))
             keys.append(proxy.num_keys())
     assert keys[0] == keys[1]
+    assert [len(set(each)) for each in identities] == [1, 1]
+    assert identities[0] != identities[1]

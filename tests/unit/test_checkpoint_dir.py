@@ -21,7 +21,7 @@ class Killed(BaseException):
 
 def write(directory: CheckpointDirectory, step: int, content: str = "") -> None:
     """Write a complete checkpoint that is not published yet."""
-    partial, source = directory.partial(step), directory.path.parent / "model"
+    partial, source = directory.partial(step, "run"), directory.path.parent / "model"
     for path in (partial, source):
         path.mkdir(parents=True, exist_ok=True)
     (source / "config.json").write_text(f"{step} {content}")
@@ -33,7 +33,7 @@ def write(directory: CheckpointDirectory, step: int, content: str = "") -> None:
 def save(directory: CheckpointDirectory, *steps: int, content: str = "") -> None:
     for step in steps:
         write(directory, step, content)
-        directory.publish(step)
+        directory.publish(step, "run")
 
 
 def content_of(directory: CheckpointDirectory, step: int) -> str:
@@ -62,7 +62,7 @@ def test_only_published_checkpoints_are_listed_oldest_first(directory: Checkpoin
     (directory.path / "step-00000004").touch()
     directory.mark_best(20)
     assert directory.steps() == [3, 20, 100_000_000]
-    assert [path.name for path in directory.leftovers()] == [".step-00000007.partial", ".step-00000009.removed"]
+    assert [path.name for path in directory.leftovers()] == [".step-00000007.run.partial", ".step-00000009.removed"]
     directory.clean()
     assert directory.leftovers() == []
     assert directory.steps() == [3, 20, 100_000_000]
@@ -127,8 +127,8 @@ def test_best_points_to_the_last_one_marked_also_in_a_moved_run(directory: Check
 
 CHANGES: dict[str, tuple[Callable[[CheckpointDirectory], Any], set[int], set[int]]] = {
     # change of checkpoints 1 2 3 with best = 1; steps present at any time; steps present afterwards
-    "publish": (lambda directory: directory.publish(4), {1, 2, 3}, {1, 2, 3, 4}),
-    "publish again": (lambda directory: directory.publish(3), {1, 2}, {1, 2, 3}),
+    "publish": (lambda directory: directory.publish(4, "run"), {1, 2, 3}, {1, 2, 3, 4}),
+    "publish again": (lambda directory: directory.publish(3, "run"), {1, 2}, {1, 2, 3}),
     "remove": (lambda directory: directory.remove(2), {1, 3}, {1, 3}),
     "prune": (lambda directory: directory.prune(3, keep=1, keep_every=None), {1, 3}, {1, 3}),
     "mark best": (lambda directory: directory.mark_best(3), {1, 2, 3}, {1, 2, 3}),

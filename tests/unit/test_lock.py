@@ -127,6 +127,35 @@ def test_a_holder_of_another_host_is_taken_over_after_it_was_silent_for_long_eno
     taker.renew()
 
 
+def test_a_holder_that_was_stopped_finds_that_its_successor_has_come_and_gone(tmp_path: Path) -> None:
+    """Numbers start again at 1 when a lease is released, so the number alone does not show the holder."""
+    for is_followed in (False, True):
+        directory = tmp_path / str(is_followed)
+        directory.mkdir()
+        stopped = acquired(directory, ELSEWHERE)
+        taker = lease_of(directory)
+        taker.acquire(lambda note: None)
+        taker.release()
+        follower = acquired(directory) if is_followed else None
+        with pytest.raises(RunError, match=f"was taken over by {'process' if is_followed else 'another run'}"):
+            stopped.renew()
+        stopped.release()
+        if follower is not None:
+            follower.renew()
+        assert [path.name for path in directory.iterdir()] == [".lock-00000001"] * is_followed
+
+
+def test_a_check_after_a_pause_reads_the_lease_itself(tmp_path: Path) -> None:
+    """The thread that renews it may run later than the thread that trains."""
+    clock = Clock()
+    held = RunLock([acquired(tmp_path, ELSEWHERE)], clock=clock)
+    lease_of(tmp_path).acquire(lambda note: None)
+    held.check()
+    clock.sleep(STALE_S / 2)
+    with pytest.raises(RunError, match="was taken over by process"):
+        held.check()
+
+
 def test_a_lease_without_content_is_taken_over_like_one_of_another_host(tmp_path: Path) -> None:
     """Its creator died between creating and writing it."""
     (tmp_path / ".lock-00000007").write_text("")
@@ -197,22 +226,24 @@ def test_a_heartbeat_that_cannot_be_written_loses_no_lease(tmp_path: Path, monke
     def full(*_: object) -> int:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "pwrite", full)
     held.renew()
 
 
-def test_a_lease_that_is_removed_is_created_again_unless_another_run_holds_the_directory(tmp_path: Path) -> None:
+def test_a_removed_directory_is_created_again_unless_another_run_holds_it(tmp_path: Path) -> None:
     directory = tmp_path / "runs/one"
     held = acquired(directory)
-    for remove in (lambda: shutil.rmtree(tmp_path), (directory / ".lock-00000001").unlink):
-        remove()
+    for is_created_again in (False, True):
+        shutil.rmtree(tmp_path)
+        if is_created_again:
+            (directory / "logs").mkdir(parents=True)
         held.renew()
-        assert [path.name for path in directory.iterdir()] == [".lock-00000001"]
+        assert (directory / ".lock-00000001").exists()
         with pytest.raises(RunError, match=f"is in use by another run: process {HERE.pid} on {HERE.host}"):
             lease_of(directory).acquire(lambda note: None)
     shutil.rmtree(directory)
     newcomer = acquired(directory, ELSEWHERE)
-    with pytest.raises(RunError, match=r"was taken over by process \d+ on other-host, after the directory was removed"):
+    with pytest.raises(RunError, match=r"was taken over by process \d+ on other-host, because "):
         held.renew()
     newcomer.renew()
 

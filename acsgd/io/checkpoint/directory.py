@@ -32,9 +32,13 @@ class CheckpointDirectory:
         """Return the path of the checkpoint after `step` optimizer steps."""
         return self.path / f"step-{step:08d}"
 
-    def partial(self, step: int) -> Path:
-        """Return the path at which that checkpoint is written until it is complete."""
-        return self.path / f".step-{step:08d}.partial"
+    def partial(self, step: int, run_id: str) -> Path:
+        """Return the path at which that checkpoint is written until it is complete.
+
+        run_id: different for each start, so that ranks of a run that was stopped while another took over never write
+        into a checkpoint of the other.
+        """
+        return self.path / f".step-{step:08d}.{run_id}.partial"
 
     def steps(self) -> list[int]:
         """Return the steps of all published checkpoints, oldest first."""
@@ -47,12 +51,12 @@ class CheckpointDirectory:
         """Return hidden files left by a run that ended while it saved or removed a checkpoint."""
         return sorted(self.path.glob(".step-*")) if self.path.is_dir() else []
 
-    def publish(self, step: int) -> Path:
+    def publish(self, step: int, run_id: str) -> Path:
         """Rename the complete partial directory of a step into place, replacing an older save of the step."""
         path, old = self.of(step), self._hidden(step, "old")
         if path.exists():
             path.rename(old)
-        self.partial(step).rename(path)
+        self.partial(step, run_id).rename(path)
         fsync_directory(self.path)
         shutil.rmtree(old, ignore_errors=True)
         return path

@@ -181,7 +181,7 @@ class Saver:
         self, step: int, copies: list[LayerState], event: Event, run: dict[str, Any], best: bool
     ) -> str | None:
         """Write this rank's files and, on rank 0, complete the checkpoint. Return the first error of any rank."""
-        partial = self._directory.partial(step)
+        partial = self._directory.partial(step, self._groups.run_id)
         written: list[_WrittenFile] = []
         error = self._attempt(lambda: written.extend(self._write_layers(partial, copies, event)))
         report = {"files": [asdict(file) for file in written], "error": error}
@@ -196,11 +196,9 @@ class Saver:
             shutil.rmtree(partial, ignore_errors=True)
         elif self._topology.rank == 0:
             files = [_WrittenFile(**file) for report in reports for file in report["files"]]
-            error = self._attempt(self._verify)  # if it fails, another run owns the directory: remove nothing
-            if error is None:
-                error = self._attempt(lambda: self._complete(step, files, run, best))
-                if error is not None:
-                    shutil.rmtree(partial, ignore_errors=True)
+            error = self._attempt(self._verify) or self._attempt(lambda: self._complete(step, files, run, best))
+            if error is not None:
+                shutil.rmtree(partial, ignore_errors=True)
         return _first_error(self._all_gather("completing a checkpoint", {"error": error}))
 
     def _write_layers(self, partial: Path, copies: Sequence[LayerState], event: Event) -> Iterator[_WrittenFile]:
@@ -217,7 +215,7 @@ class Saver:
 
     def _complete(self, step: int, written: Sequence[_WrittenFile], run: dict[str, Any], best: bool) -> None:
         """Write the manifest of a checkpoint whose layers are written, publish it, and remove old checkpoints."""
-        partial = self._directory.partial(step)
+        partial = self._directory.partial(step, self._groups.run_id)
         _check_visible(partial, written)
         layers = {file.layer: StoredFile(**file.entry) for file in written if file.replica is None}
         parts = sorted((file for file in written if file.replica is not None), key=lambda file: file.replica or 0)
@@ -231,7 +229,7 @@ class Saver:
             model_files=copy_model_files(self._model_dir, partial),
             run=run,
         ).write(partial)
-        self._directory.publish(step)
+        self._directory.publish(step, self._groups.run_id)
         if best:
             self._directory.mark_best(step)
         try:
