@@ -12,7 +12,7 @@ import zlib
 from torch import Tensor
 
 _RAW = -zlib.MAX_WBITS
-"""Raw DEFLATE, without header and checksum: the frame holds the length, and the network adds checksums."""
+"""Raw DEFLATE, without header and checksum: the frame holds length and checksum."""
 
 
 def compress_(message: Tensor) -> int:

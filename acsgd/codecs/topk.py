@@ -94,7 +94,7 @@ class TopK:
         head = wire_bytes(wire)
         if message.dtype != torch.uint8 or message.dim() != 1 or not head <= len(message) <= self.max_bytes(n):
             raise ValueError(
-                f"{message.dtype} of shape {tuple(message.shape)} is not a message of {n} elements, which has {head} "
+                f"corrupt message of {n} elements: {message.dtype} of shape {tuple(message.shape)} instead of {head} "
                 f"to {self.max_bytes(n)} bytes"
             )
         *fields, remainders = unpack(_aligned(message[:head]), wire)
