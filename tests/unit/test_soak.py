@@ -16,7 +16,7 @@ from tests.soak.areas import AREAS
 from tests.soak.campaign import Campaign
 from tests.soak.oracle import in_child, refusal
 
-CASES = {"wire": 2, "checkpoints": 3, "caches": 1, "configs": 5, "data": 20}
+CASES = {"wire": 40, "checkpoints": 4, "caches": 12, "configs": 12, "data": 40}
 """Number of cases of each area; together they take about ten seconds."""
 
 
