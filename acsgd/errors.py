@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 
 REMEDIES = {
     errno.ENOSPC: "free space on its disk, or give a path on another one",
@@ -49,7 +47,8 @@ def reason(error: Exception) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text in one line that every terminal can print, with line ends and control characters escaped."""
+    """Return a text in one line for every terminal: control characters are escaped, long words are shortened."""
+    text = re.sub(r"\S{400,}", lambda word: f"{word[0][:150]}...{word[0][-50:]}", text)
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
@@ -60,6 +59,8 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno:
         paths = " -> ".join(_name(path) for path in (error.filename, error.filename2) if path is not None)
         remedy = REMEDIES.get(error.errno)
+        if not paths and error.errno == errno.ENOENT:
+            return f"the current directory does not exist any more ({error.strerror}); change to another one"
         return f"{paths or 'a file'}: {os.strerror(error.errno)}" + (f"; {remedy}" if remedy else "")
     if isinstance(error, UnicodeEncodeError):
         excerpt = error.object[max(0, error.start - 40) : error.end + 40]
@@ -69,17 +70,6 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, ImportError):
         return f"a package cannot be imported: {' '.join(str(error).split())}; install acsgd and its dependencies again"
     return None
-
-
-@contextlib.contextmanager
-def file_errors(path: Path) -> Iterator[None]:
-    """Name `path` in each OSError that is raised in the context and names no file, as that of a write does."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
 
 
 def _is_out_of_memory(message: str) -> bool:

@@ -259,6 +259,8 @@ def _span(shards: Sequence[LayerShard]) -> str:
 def _check_writable(key: str, directory: str) -> None:
     """Raise ValueError if a directory can probably not be created or written to. Does not try it."""
     path = Path(directory).absolute()
+    if path.is_symlink() and not path.exists():
+        raise ValueError(f"{key}={directory} is a symbolic link to nothing, or to itself; remove it")
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir():
         raise ValueError(f"{key}={directory}: {existing} is a file; give a directory")

@@ -97,6 +97,7 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--data.sources short.txt", 1, "less than one sequence"),
         ("--data.sources broken.jsonl", 1, "broken.jsonl, line 2"),
         ("--data.sources text.csv", 1, 'unknown source "text.csv"'),
+        ("--log.dir loop", 1, "loop is a symbolic link to nothing, or to itself; remove it"),
         ("--log.dir empty.jsonl/run", 1, "empty.jsonl is a file; give a directory"),
         ("--checkpoint.dir empty.jsonl", 1, "checkpoint.dir=empty.jsonl"),
         (
@@ -117,6 +118,7 @@ def test_an_impossible_run_is_refused(
 ) -> None:
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "blank.jsonl").write_text('{"text": ""}\n')
+    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "broken.jsonl").write_text('{"text": "fine"}\n{"txet": "not"}\n')
     refused = refuse(tmp_path, f"--model.name {tiny_model()} {flags}", world_size=world_size)

@@ -149,6 +149,8 @@ OUTSIDE = [
     (OSError(errno.EROFS, "", "a", None, "b"), "a -> b: Read-only file system; give a path on a file system that can"),
     (IsADirectoryError(errno.EISDIR, "", "metrics.jsonl"), "metrics.jsonl: Is a directory; remove the directory"),
     (OSError(errno.ENAMETOOLONG, "", "xxx"), "xxx: File name too long; give a path with shorter names"),
+    (OSError(errno.ENOENT, "No such file"), "the current directory does not exist any more (No such file); change to"),
+    (RunError("x=" + "9" * 5000 + " is too long"), "x=" + "9" * 148 + "..." + "9" * 50 + " is too long"),
     (UnicodeEncodeError("utf-8", "a\udcff", 1, 2, "surrogates not allowed"), "a\\udcff is not valid UTF-8; rename it"),
     (MemoryError(), "out of memory; use a smaller pp.micro"),
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory; use a"),

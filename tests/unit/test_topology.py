@@ -20,6 +20,15 @@ def test_a_launch_is_read_from_the_environment(environment: dict[str, str], monk
     assert Launch.from_env() == Launch(*numbers, under_torchrun=environment == TORCHRUN)
 
 
+def test_an_environment_that_torchrun_did_not_make_is_refused_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "x")
+    with pytest.raises(SystemExit, match="2"):
+        Launch.from_env()
+    assert capsys.readouterr().err == "error: RANK=x in the environment is not a number; start with torchrun\n"
+
+
 @pytest.mark.parametrize(("world_size", "stages"), [(1, 1), (4, 1), (4, 2), (4, 4), (6, 3), (12, 4)])
 def test_every_rank_has_one_position_and_is_among_its_peers(world_size: int, stages: int) -> None:
     grid = [Topology(rank, world_size, stages) for rank in range(world_size)]
