@@ -39,6 +39,7 @@ from acsgd.pp.schedules.schedules import SCHEDULES, Schedule
 from acsgd.pp.schedules.validation import validate
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
+from acsgd.run.error_report import log_file
 from acsgd.shards import family_of
 from acsgd.shards.config import parameter_count
 from acsgd.shards.hub import open_model
@@ -174,7 +175,7 @@ def prepare(config: Config, launch: Launch) -> Job:
     check_installed(config.log.to)
     _check_writable("log.dir", config.log.dir)
     _check_writable("checkpoint.dir", config.checkpoint.dir or str(Path(config.log.dir) / "checkpoints"))
-    _check_run_files(config.log)
+    _check_run_files(config.log, launch.rank)
     topology = Topology(launch.rank, launch.world_size, config.pp.stages)
     schedule: Schedule = from_spec(config.pp.schedule, SCHEDULES, key="pp.schedule")
     forward = _parse_forward(config.pp.forward)
@@ -268,10 +269,10 @@ def _check_writable(key: str, directory: str) -> None:
         raise ValueError(f"{key}={directory}: no permission to write to {existing}; give another directory")
 
 
-def _check_run_files(log: LogConfig) -> None:
+def _check_run_files(log: LogConfig, rank: int) -> None:
     """Raise ValueError if a file of the run directory, or of the directory beside it, is of another type."""
     run_dir = Path(log.dir)
-    for path in (run_dir / "config.toml", run_dir / "metrics.jsonl"):
+    for path in (run_dir / "config.toml", run_dir / "metrics.jsonl", log_file(run_dir, rank)):
         if path.exists() and not path.is_file():
             raise ValueError(f"log.dir={log.dir}: {path} is not a file; remove it, or give another directory")
     for path in (run_dir / "logs", run_dir.parent / "cache"):

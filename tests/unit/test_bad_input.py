@@ -379,11 +379,13 @@ def test_a_directory_without_write_permission_is_refused(
 
 
 def test_a_file_of_the_run_directory_of_another_type_is_refused_at_once(tiny_model: TinyModel, tmp_path: Path) -> None:
-    wrong = {"bad/config.toml": True, "bad/metrics.jsonl": True, "bad/logs": False, "cache": False}
+    files = "bad/config.toml", "bad/metrics.jsonl", "bad/logs/rank-00000.log"
+    wrong = dict.fromkeys(files, True) | {"bad/logs": False, "cache": False}
     for number, (name, is_directory) in enumerate(wrong.items()):
         run_dir = tmp_path / str(number) / "bad"
-        run_dir.mkdir(parents=True)
         path = run_dir.parent / name
+        run_dir.mkdir(parents=True)
+        path.parent.mkdir(exist_ok=True)
         (path.mkdir if is_directory else path.touch)()
         message = refuse(tmp_path, f"--model.name {tiny_model()} --log.dir {run_dir}")
         kind = "file" if is_directory else "directory"
