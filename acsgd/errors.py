@@ -41,6 +41,10 @@ class RunError(RuntimeError):
         self.awaited = tuple(awaited)
 
 
+class NonFiniteError(RunError):
+    """Loss or gradients are not finite. All ranks raise it in the same step, so that none waits for another."""
+
+
 def reason(error: Exception) -> str:
     """Return the message of a gloo error without its source location and its advice."""
     return re.sub(r"^\[\S+\] ", "", str(error)).partition(". This is typically")[0]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from acsgd.errors import RunError
+from acsgd.errors import NonFiniteError, RunError
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch, Dataset
 from acsgd.io.sampling.held_out import HeldOut
@@ -124,7 +124,7 @@ def train_step(
     finite = math.isfinite(loss) and math.isfinite(grad_norm)
     overflowed = progress.loss_scale.dynamic and math.isfinite(loss) and not finite
     if not (finite or overflowed) and config.optim.on_nan == "stop":
-        raise RunError(explain_non_finite(session, batch, step, scale.loss_scale, loss=loss, grad_norm=grad_norm))
+        raise NonFiniteError(explain_non_finite(session, batch, step, scale.loss_scale, loss=loss, grad_norm=grad_norm))
 
     # Clip, step, synchronize. Nothing has changed the weights before all ranks reported.
     updated = update and finite

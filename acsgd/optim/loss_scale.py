@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from acsgd.config.options import Config
-from acsgd.errors import RunError
+from acsgd.errors import NonFiniteError
 from acsgd.fields import Natural, Positive
 
 GROWTH_STEPS = 2000
@@ -35,11 +35,11 @@ class LossScale:
         return saved if saved and saved.dynamic else cls(config.optim.loss_scale, dynamic=True)
 
     def after(self, *, overflowed: bool) -> LossScale:
-        """Return the loss scale of the next step. Raises RunError for an overflow at the smallest scale."""
+        """Return the loss scale of the next step. Raises NonFiniteError for an overflow at the smallest scale."""
         if not self.dynamic:
             return self
         if overflowed and self.value <= SMALLEST_SCALE:
-            raise RunError(
+            raise NonFiniteError(
                 f"gradients overflow fp16 even at a loss scale of {self.value:g}; use --model.dtype bf16, or a smaller "
                 "optim.lr"
             )

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from acsgd.errors import RunError
+from acsgd.errors import NonFiniteError, RunError
 from acsgd.io.checkpoint.progress import Progress, RunIdentity, RunState, recorded_options
-from acsgd.io.checkpoint.resume import Checkpoint
+from acsgd.io.checkpoint.resume import Checkpoint, newest_valid
 from acsgd.io.checkpoint.saver import Saver
 from acsgd.run.control import Votes
 from acsgd.run.lock import RunLock
 from acsgd.run.session import Session
-from acsgd.run.state import Start, layer_states
+from acsgd.run.state import Start, check_files, layer_states
 from acsgd.topology import Groups
 
 
@@ -35,6 +37,7 @@ class Checkpointing:
     ) -> None:
         self.newest = newest
         """Newest complete checkpoint that this rank knows of."""
+        self._resumed_from = newest
         self._session = session
         self._saver = saver
         self._identity = identity
@@ -69,6 +72,9 @@ class Checkpointing:
 
     def __exit__(self, *exception: Any) -> None:
         self._saver.__exit__(*exception)
+        if isinstance(exception[1], NonFiniteError):
+            with contextlib.suppress(RunError):  # that of the save; the cause is the one that is raised
+                self.finish_save(wait=False)
 
     def votes(self, *, stop: bool) -> Votes:
         """Return this rank's votes for the end of the current step. stop: whether it received a stop signal."""
@@ -126,7 +132,19 @@ class Checkpointing:
             raise RunError(f"{failure}; fix the cause and start the run again")
         self._note(f"{failure}; training continues (checkpoint.on_error)")
 
-    def newest_checkpoint(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint after waiting for the save in progress. A collective call."""
+    def newest_checkpoint(self, step: int) -> Checkpoint | None:
+        """Return the newest valid checkpoint up to a step, after waiting for the save in progress. A collective call.
+
+        Reports those that are not valid. None if there is no other.
+        """
         self.finish_save(wait=True)
-        return None if self.newest is None else Checkpoint.open(self.newest)
+        job, directory = self._session.job, self._session.job.checkpoints
+        paths = [directory.of(each) for each in reversed(directory.steps()) if each <= step]
+        if self._resumed_from is not None and self._resumed_from.resolve().parent != directory.path.resolve():
+            paths.append(self._resumed_from)
+        check, groups = partial(check_files, job), self._session.groups
+        checkpoint, reasons = newest_valid(paths, groups, check, timeout_s=job.disk_timeout_s)
+        for reason in reasons:
+            self._note(f"passed over a checkpoint: {reason}")
+        self.newest = checkpoint.path if checkpoint else None
+        return checkpoint

@@ -1,4 +1,4 @@
-"""Policy for loss spikes: restore the newest checkpoint, and skip the batch of the spike from then on."""
+"""Policy for loss spikes: restore the newest valid checkpoint, and skip the batch of the spike from then on."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ class SpikeGuard:
         self._note = note
 
     def restore_before_spike(self, before: Progress, loss: float) -> Progress | None:
-        """Restore the newest checkpoint if `loss`, of the step after `before`, is a spike.
+        """Restore the newest valid checkpoint if `loss`, of the step after `before`, is a spike.
 
-        Returns the progress of that checkpoint; None if there is no spike, or no checkpoint yet.
+        Returns the progress of that checkpoint; None if there is no spike, or no valid checkpoint: then training
+        continues from the weights that the spike has updated.
         """
         if not before.is_spike(loss, self._threshold):
             return None
-        checkpoint = self._checkpointing.newest_checkpoint()
+        spike = f"step {before.step + 1}: loss {loss:.4f} is a spike"
+        checkpoint = self._checkpointing.newest_checkpoint(before.step)
         if checkpoint is None:
+            self._note(f"{spike}; there is no valid checkpoint to restore: training continues")
             return None
         self.skipped_steps.add(before.step)
         restored = restore(self._session, checkpoint)
-        self._note(
-            f"step {before.step + 1}: loss {loss:.4f} is a spike; restored {checkpoint.path}, will skip this batch"
-        )
+        self._note(f"{spike}; restored {checkpoint.path}, will skip this batch")
         return restored

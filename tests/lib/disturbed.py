@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -24,19 +26,23 @@ from acsgd.config.options import (
     PipelineConfig,
 )
 from acsgd.errors import RunError
+from acsgd.io.checkpoint import saver
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.io.sampling.batches import Batch, BatchReader
 from acsgd.launch import Launch
 from acsgd.optim.loss_scale import LossScale
 from acsgd.pp.stage import MicroBatch, Stage
+from acsgd.run.checkpointing import Checkpointing
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.run.lock import RunLock
 from acsgd.run.session import Session, StepResult
-from acsgd.shards.disk import Manifest, ShardDirectory
+from acsgd.shards.disk import Manifest, ShardDirectory, StoredFile
 from acsgd.topology import connect
 from lib.models import share_cache
+from lib.saved import rewrite_tensors
 
 TIMEOUT = timedelta(seconds=120)
 STEPS = 24
@@ -61,6 +67,8 @@ class Outcome(NamedTuple):
     steps: list[Step]
     error: str | None
     notes: list[str]
+    saved: list[int]
+    """Steps of the checkpoints at the end."""
 
 
 class Plan(NamedTuple):
@@ -77,6 +85,12 @@ class Plan(NamedTuple):
     """Index of an earlier plan: skip the updates before its first, and continue with its loss scale."""
     nan: tuple[int, int, str] | None = None
     """Step, rank and module whose output is NaN."""
+    gone: frozenset[int] = frozenset()
+    """Steps whose checkpoints are removed before a rollback."""
+    invalid: frozenset[int] = frozenset()
+    """Steps whose checkpoints have NaN in a weight of the last layer, though all hashes match, from a rollback on."""
+    saves_after_nan: bool = False
+    """Whether the writing of a checkpoint waits until loss or gradients are not finite."""
 
 
 def run_ranks(rank: int, world_size: int, store: Path, plans: Sequence[Plan]) -> list[Outcome]:
@@ -96,6 +110,10 @@ def run_ranks(rank: int, world_size: int, store: Path, plans: Sequence[Plan]) ->
             patch.setattr("acsgd.io.telemetry.metrics.Metrics.note", lambda _, text, notes=notes: notes.append(text))
             if plan.nan is not None and plan.nan[1] == rank:
                 patch.setattr(Stage, "forward", _planting_nan(plan.nan[0], plan.nan[2]))
+            if plan.gone or plan.invalid:
+                patch.setattr(Checkpointing, "newest_checkpoint", _damaging(plan))
+            if plan.saves_after_nan:
+                _delay_writes_until_nan(patch)
             job = prepare(plan.config, Launch(rank, rank, world_size))
             inputs = open_inputs(job)
             file_store = dist.FileStore(f"{store}-{number}", world_size)
@@ -104,7 +122,8 @@ def run_ranks(rank: int, world_size: int, store: Path, plans: Sequence[Plan]) ->
                     train.train(job, inputs, groups, RunLock([]))
                 except RunError as failure:
                     error = str(failure)
-        outcomes.append(Outcome(steps, error, notes))
+                saved = checkpoints_of(plan.config).steps()
+        outcomes.append(Outcome(steps, error, notes, saved))
     return outcomes
 
 
@@ -152,6 +171,44 @@ def _planting_nan(at_step: int, module: str) -> Callable[..., Any]:
         return forward(stage, micro, *args, **options)
 
     return planted
+
+
+def _damaging(plan: Plan) -> Callable[[Checkpointing, int], Checkpoint | None]:
+    """Return a `newest_checkpoint` before which rank 0 damages checkpoints."""
+    newest_checkpoint, directory = Checkpointing.newest_checkpoint, checkpoints_of(plan.config)
+
+    def set_nan(tensors: dict[str, torch.Tensor]) -> None:
+        next(tensor for key, tensor in tensors.items() if "/" not in key).view(-1)[0] = torch.nan
+
+    def damaging(checkpointing: Checkpointing, step: int) -> Checkpoint | None:
+        checkpointing.finish_save(wait=True)
+        if dist.get_rank() == 0:
+            for each in plan.gone:
+                shutil.rmtree(directory.of(each), ignore_errors=True)
+            for each in plan.invalid:
+                if directory.of(each).is_dir():
+                    rewrite_tensors(directory.of(each) / "head.safetensors", set_nan)
+        dist.barrier()
+        return newest_checkpoint(checkpointing, step)
+
+    return damaging
+
+
+def _delay_writes_until_nan(patch: pytest.MonkeyPatch) -> None:
+    """Let each rank write the layers of its checkpoints only after it has found the origin of NaN."""
+    write, explain, found = saver.write_layer, train.explain_non_finite, threading.Event()
+
+    def delayed(*args: Any) -> StoredFile:
+        assert found.wait(TIMEOUT.total_seconds())
+        return write(*args)
+
+    def explaining(*args: Any, **options: Any) -> str:
+        text = explain(*args, **options)
+        found.set()
+        return text
+
+    patch.setattr(saver, "write_layer", delayed)
+    patch.setattr(train, "explain_non_finite", explaining)
 
 
 def make_config(

@@ -6,6 +6,7 @@ Every incomplete or corrupt checkpoint that is passed over is reported.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -188,14 +189,42 @@ def _check_newest(directory: CheckpointDirectory, candidates: Candidates, steps:
         )
 
 
+def newest_valid(
+    paths: Sequence[Path], groups: Groups, check: Callable[[Checkpoint], None], *, timeout_s: float
+) -> tuple[Checkpoint | None, list[str]]:
+    """Return the first checkpoint that is valid on every rank, and why those before it are not. A collective call.
+
+    paths: of checkpoints of this run, newest first; those of rank 0 count on all ranks. check: as in `choose`.
+    """
+    texts = groups.all_gather_text("listing checkpoints", json.dumps(list(map(str, paths))), timeout_s=timeout_s)
+    reasons: list[str] = []
+    for path in map(Path, json.loads(texts[0])):
+        checkpoint, error = None, ""
+        try:
+            checkpoint = Checkpoint.open(path)
+            check(checkpoint)
+        except (CorruptFileError, ValueError) as failure:
+            error = str(failure)
+        reason = _first_error(groups, error, timeout_s)
+        if reason is None:
+            return checkpoint, reasons
+        reasons.append(reason)
+    return None, reasons
+
+
 def _verify(
     groups: Groups, checkpoint: Checkpoint, check: Callable[[Checkpoint], None], timeout_s: float
 ) -> str | None:
     """Check the files that any rank needs; return the error of the first rank, None if all are valid."""
-    message = ""
+    error = ""
     try:
         check(checkpoint)
-    except CorruptFileError as error:
-        message = str(error)
-    messages = groups.all_gather_text("verifying a checkpoint", message, timeout_s=timeout_s)
-    return next(filter(None, messages), None)
+    except CorruptFileError as failure:
+        error = str(failure)
+    return _first_error(groups, error, timeout_s)
+
+
+def _first_error(groups: Groups, error: str, timeout_s: float) -> str | None:
+    """Return the first error of any rank, None if no rank has one. error: that of this rank, empty = none."""
+    errors = groups.all_gather_text("verifying a checkpoint", error, timeout_s=timeout_s)
+    return next(filter(None, errors), None)

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from acsgd.config.options import CheckpointConfig
-from acsgd.errors import RunError
+from acsgd.errors import NonFiniteError, RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.shards.disk import Manifest, StoredFile, copy_model_files, write_layer
 from acsgd.shards.weights import WeightState
@@ -61,7 +61,7 @@ class SaveResult(NamedTuple):
 class Saver:
     """Writes checkpoints, one at a time. Every rank has one; all ranks save at the same steps.
 
-    A context manager: leaving it waits for the save in progress, unless an exception was raised.
+    A context manager: leaving it waits for the save in progress, unless an exception was raised on this rank alone.
 
     model_dir: directory from which config.json and the tokenizer are copied; layers: names of all layers of the model,
     first to last; timeout_s: maximum time to wait for the other ranks to finish writing, seconds; verify: raises
@@ -104,6 +104,8 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._join()
+        elif issubclass(kind, NonFiniteError) and self._thread is not None and self._thread.is_alive():
+            self._thread.join(self._timeout_s)  # the other ranks wait here, too: the checkpoint is of a step before
 
     def snapshot(self, step: int, states: Sequence[LayerState], run: dict[str, Any], *, best: bool = False) -> None:
         """Copy the state to host memory, for `write`. Called by every rank, after `wait` for the previous save.
