@@ -13,8 +13,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from acsgd.config.run_file import parse
 from acsgd.shards import disk
 from acsgd.shards.disk import MANIFEST
+from tests.lib.forks import finish
 from tests.soak.area import ACCEPTED, Case, Outcome
 from tests.soak.configs import replaced
 from tests.soak.mutate import changed_file, changed_json, changed_json_file, read_tensors, shown, write_tensors
@@ -37,6 +39,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "fp32": {},
     "fp16": {"model__dtype": "fp16"},
     "bf16": {"model__dtype": "bf16"},
+    "cocktail of 2 replicas": {"dp__mode": "cocktail"},
+    "diloco of 2 replicas": {"dp__mode": "diloco:inner=2"},
 }
 DTYPES = (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64)
 VALUES = (torch.nan, torch.inf, -torch.inf)
@@ -54,7 +58,8 @@ class Change(NamedTuple):
 class Checkpoints:
     """Runs that resume from a changed checkpoint, and commands that read it.
 
-    The undisturbed run saves after each step; its last checkpoint is removed, and the case resumes from the one before.
+    The undisturbed run saves after each step; its last checkpoint is removed, and the case resumes from the one before,
+    or, if that is corrupt, from the first. The case has one process; the undisturbed run may have had two replicas.
     """
 
     deadline_s: ClassVar[float] = 2 * LIMIT_S + 10
@@ -67,10 +72,14 @@ class Checkpoints:
             (directory / name).mkdir()
             os.chdir(directory / name)
             write_inputs(Path())
-            ended = train_here(flags(**options))
-            assert ended.code == 0, ended.stderr
-            Path("expected.json").write_text(json.dumps(result(RUN)))
+            if "replicas" in name:
+                finish(parse(flags(**options)), 2)
+            else:
+                _train(options)
             shutil.rmtree(checkpoints(RUN).of(STEPS))
+            Path("expected.json").write_text(
+                json.dumps([_result_from(step, options) for step in (STEPS - 1, STEPS - 2)])
+            )
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -91,7 +100,7 @@ class Checkpoints:
         return use(checkpoint, change, VARIANTS[variant], expected)
 
     def _resume(
-        self, checkpoint: Path, change: Change, options: dict[str, object], expected: dict[str, str]
+        self, checkpoint: Path, change: Change, options: dict[str, object], expected: list[dict[str, str]]
     ) -> Outcome:
         """Resume from the newest valid checkpoint: the result must be that of the undisturbed run."""
         ended = train_here(flags(**options))
@@ -101,7 +110,7 @@ class Checkpoints:
         return outcome
 
     def _resume_path(
-        self, checkpoint: Path, change: Change, options: dict[str, object], expected: dict[str, str]
+        self, checkpoint: Path, change: Change, options: dict[str, object], expected: list[dict[str, str]]
     ) -> Outcome:
         """Resume from the changed checkpoint itself."""
         ended = train_here(flags(checkpoint__resume=checkpoint, log__dir="runs/other", **options))
@@ -143,12 +152,30 @@ class Checkpoints:
         return outcome
 
 
-def _check_result(change: Change, expected: dict[str, str]) -> None:
+def _check_result(change: Change, expected: list[dict[str, str]]) -> None:
     """Check the result of a run that resumed from whichever checkpoint was valid."""
     if change.law == "any":
         check_finite(RUN)
     else:
-        assert result(RUN) == expected, "resumed to another result than the undisturbed run"
+        assert result(RUN) in expected, "resumed to another result than the undisturbed run"
+
+
+def _train(options: dict[str, object]) -> None:
+    """Train in the current directory to the last step."""
+    ended = train_here(flags(**options))
+    assert ended.code == 0, ended.stderr
+
+
+def _result_from(step: int, options: dict[str, object]) -> dict[str, str]:
+    """Return the result of a run that resumes after a step; leave the checkpoints as they are."""
+    shutil.copytree("runs", "kept")
+    for later in range(step + 1, STEPS):
+        shutil.rmtree(checkpoints(RUN).of(later))
+    _train(options)
+    expected = result(RUN)
+    shutil.rmtree("runs")
+    Path("kept").rename("runs")
+    return expected
 
 
 def _names(checkpoint: Path) -> list[str]:

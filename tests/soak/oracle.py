@@ -49,10 +49,7 @@ def attempt(call: Callable[[], T], names: Iterable[str]) -> T | Outcome:
 
 
 def attempt_start(call: Callable[[], T], names: Iterable[str]) -> T | Outcome:
-    """Return what `call`, a part of a run's start, returns, or the outcome if the start is refused.
-
-    A usage error of the command line, which tyro prints in a box, may have several lines.
-    """
+    """Return what `call`, a part of a run's start, returns, or the outcome if the start is refused."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed), report_startup_error(Launch()):
@@ -61,11 +58,8 @@ def attempt_start(call: Callable[[], T], names: Iterable[str]) -> T | Outcome:
         code = end.code
     text = printed.getvalue().strip()
     assert code == 2, f"exit code {code}: {text[:MAX_QUOTED]}"
-    if text.startswith("error: "):
-        return refusal(text, names)
-    assert text, "refused without a word"
-    assert "Traceback" not in text, text[-MAX_QUOTED:]
-    return Outcome("refused", " ".join(re.sub(r"[╭╮│╰╯─-]{2,}|│", " ", text).split()))
+    assert text.startswith("error: "), f"not an error message: {text[:MAX_QUOTED]}"
+    return refusal(text, names)
 
 
 class Ended(NamedTuple):
