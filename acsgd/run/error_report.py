@@ -61,6 +61,21 @@ def record_error(text: str, launch: Launch, *, is_cause: bool = True) -> None:
             Path(launch.error_file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
+def is_first_of_host(launch: Launch) -> bool:
+    """Return whether no other rank of this host has called this, as far as can be known without the store.
+
+    The first creates a file in torchrun's directory of this host's error files, ATTEMPT/LOCAL_RANK/error.json.
+    """
+    if launch.error_file:
+        try:
+            (Path(launch.error_file).parents[1] / "acsgd-first").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:  # better two messages than none
+            pass
+    return True
+
+
 def print_error(text: str) -> None:
     """Print a message to stderr."""
     encodable = text.encode(errors="backslashreplace").decode()

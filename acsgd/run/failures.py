@@ -16,7 +16,7 @@ from pathlib import Path
 from acsgd.errors import RunError
 from acsgd.launch import Launch
 from acsgd.liveness import FAILURES
-from acsgd.run.error_report import message_of, print_error, record_error
+from acsgd.run.error_report import is_first_of_host, message_of, print_error, record_error
 from acsgd.run.signals import WATCH_S
 from acsgd.store import CallThread, Store, StoreClient, StoreError
 from acsgd.topology import STORE_TIMEOUT_S, published_host
@@ -77,8 +77,7 @@ def report_failure(store: Store, launch: Launch) -> Iterator[RunContext]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the first rank ends; this one ends, too
         report = Report.of(error, launch, context)
         board = FailureBoard(client.with_timeout(context.grace_s), launch.rank, launch.world_size)
-        prints = launch.local_rank == 0 or not isinstance(error, StoreError)  # all ranks of a host have a StoreError
-        is_printer, text = _settle(board, report, context, prints=prints)
+        is_printer, text = _settle(board, report, context, launch)
         record_error(text, launch, is_cause=is_printer)
         if is_printer:
             print_error(text)
@@ -222,8 +221,8 @@ def _exit(context: RunContext) -> None:
     os._exit(context.exit_code)  # gloo's destructors would wait for pending collectives, until run.timeout
 
 
-def _settle(board: FailureBoard, report: Report, context: RunContext, *, prints: bool) -> tuple[bool, str]:
-    """Return whether this rank prints the message, and the message. prints: whether it does if the store is gone."""
+def _settle(board: FailureBoard, report: Report, context: RunContext, launch: Launch) -> tuple[bool, str]:
+    """Return whether this rank prints the message, and the message. If the store is gone, one rank per host prints."""
     try:
         if not board.report(report):
             _wait_for(lambda: board.published() is not None, 2 * context.grace_s)
@@ -234,7 +233,7 @@ def _settle(board: FailureBoard, report: Report, context: RunContext, *, prints:
         return True, attribute_failure(board.reports(), board.silent(), board.rank, board.host)
     except StoreError:  # maybe this host's torchrun has died: then the watch thread prints that instead
         time.sleep(2 * WATCH_S)
-        return prints, report.text
+        return is_first_of_host(launch), report.text
 
 
 def _wait_for(condition: Callable[[], bool], timeout_s: float) -> None:

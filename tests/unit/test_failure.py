@@ -130,11 +130,12 @@ def fail(
     world_size: int = 2,
     is_training: bool = True,
     run_dir: Path | None = None,
+    launch: Launch | None = None,
 ) -> None:
     """Fail in training, or before it, and check the exit code."""
 
     def run() -> None:
-        with report_failure(store, Launch(rank, rank, world_size, world_size)) as context:
+        with report_failure(store, launch or Launch(rank, rank, world_size, world_size)) as context:
             context.timeout_s, context.run_dir, context.is_training = 0.4, run_dir, is_training
             raise error
 
@@ -268,16 +269,19 @@ def test_a_rank_answers_when_another_fails_and_when_it_has_finished(finished: bo
     assert store.check(["acsgd/answer/1"])
 
 
-def test_without_a_store_each_rank_prints_its_own_error(slept: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    fail(RunError("waited for rank 1", awaited=[1]), DeadStore())
-    assert capsys.readouterr().err == "\nerror: waited for rank 1\n"
+def test_without_a_store_the_first_rank_of_each_host_prints_its_error(
+    slept: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors = RunError("waited for rank 1", awaited=[1]), StoreError("no store")
+    for number, error in enumerate(errors):
+        for host in (0, 1):
+            for local_rank in (1, 0):
+                error_file = tmp_path / f"{number}-{host}" / str(local_rank) / "error.json"
+                error_file.parent.mkdir(parents=True)
+                launch = Launch(2 * host + local_rank, local_rank, 4, 2, error_file=str(error_file))
+                fail(error, DeadStore(), launch=launch)
+        assert capsys.readouterr().err == 2 * f"\nerror: {error}\n"
     assert max(slept) > WATCH_S  # long enough for the watch thread to print that torchrun has ended
-
-
-def test_a_lost_store_is_printed_once_per_host(slept: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    for rank, printed in ((0, "\nerror: no store\n"), (1, "")):
-        fail(StoreError("no store"), DeadStore(), rank=rank)
-        assert capsys.readouterr().err == printed
 
 
 def test_a_store_that_never_answers_does_not_keep_a_rank_from_printing(capsys: pytest.CaptureFixture[str]) -> None:
