@@ -19,6 +19,8 @@ from acsgd.config.spec import suggest
 
 MAX_SHOWN = 60
 """Maximum number of characters of a value in an error message."""
+MAX_USAGE = 400
+"""Maximum number of characters of a usage error."""
 
 
 def parse(argv: list[str], *, prog: str = "train.py", is_main: bool = True) -> Config:
@@ -147,6 +149,8 @@ def _usage_error(printed: str) -> str:
     hint = f" (did you mean {' or '.join(suggested)}?)" if suggested else ""
     text = " ".join(error).partition(" Got errors: ")[0].removesuffix(".")
     text = re.sub(r"--[\w.-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), text)  # as in the documentation
+    if len(text) > MAX_USAGE:  # tyro has broken a long value into lines
+        text = f"{text[: MAX_USAGE // 2]}...{text[-MAX_USAGE // 2 :]}"
     return text[:1].lower() + text[1:] + hint
 
 

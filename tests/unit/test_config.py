@@ -292,3 +292,10 @@ def test_a_renamed_option_is_refused_with_its_name(former: str, tmp_path: Path) 
         parse([str(path)])
     with pytest.raises(ValueError, match=rf"^--{former} is now called --{RENAMED[former]}$"):
         parse([f"--{former}=x"])
+
+
+def test_a_usage_error_that_quotes_a_long_value_is_short() -> None:
+    with pytest.raises(ValueError) as refused:
+        parse(["--model.name", "x", "--data.on_error", "x" * 70_000])
+    assert "data.on_error" in str(refused.value)
+    assert len(str(refused.value)) < 500
