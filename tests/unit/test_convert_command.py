@@ -64,7 +64,7 @@ def test_of_two_converts_to_one_target_the_later_keeps_the_result_of_the_other(
 
     monkeypatch.setattr(cli, "from_hf", second)
     assert acsgd("convert", "from-hf", source, target) == (
-        1,
+        2,
         f"error: {target} was created by another process meanwhile and is kept; nothing else was written\n",
     )
     assert os.listdir(tmp_path) == ["target"]
@@ -86,7 +86,7 @@ def test_a_full_disk_leaves_nothing(direction: str, tiny_model: TinyModel, tmp_p
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (code, printed) == (
-        1,
+        2,
         f"error: {target} cannot be written (File too large); free space there, or give a path on another disk\n",
     )
     assert os.listdir(tmp_path) == before
@@ -96,4 +96,4 @@ def test_a_taken_target_is_named(tiny_model: TinyModel, tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.symlink_to("nowhere")
     code, printed = acsgd("convert", "from-hf", tiny_model("gpt2", **SMALL), target)
-    assert (code, printed) == (1, f"error: {target} exists already; give a directory that does not, or remove it\n")
+    assert (code, printed) == (2, f"error: {target} exists already; give a directory that does not, or remove it\n")
