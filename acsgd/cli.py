@@ -17,7 +17,7 @@ import tyro
 from rich.console import Console
 
 from acsgd.__main__ import main as train
-from acsgd.io.atomic import build_atomically
+from acsgd.atomic import build_atomically
 from acsgd.io.checkpoint.inspect import as_tables, inspect
 from acsgd.launch import Launch
 from acsgd.run.error_report import report_startup_error

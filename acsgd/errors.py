@@ -1,4 +1,4 @@
-"""The error that ends a run, and errors of libraries and of the system in one sentence."""
+"""Errors that end a run, and errors of libraries and of the system in one sentence."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 REMEDIES = {
     errno.ENOSPC: "free space on its disk, or give a path on another one",
@@ -39,6 +40,15 @@ class RunError(RuntimeError):
     def __init__(self, message: str, *, awaited: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.awaited = tuple(awaited)
+
+
+class CorruptFileError(RunError):
+    """A file of a model, a checkpoint or a cache is missing, unreadable or not as it was written."""
+
+    def __init__(self, path: Path, message: str) -> None:
+        super().__init__(f"{path} {message}")
+        self.path = path
+        self.problem = message
 
 
 class NonFiniteError(RunError):

@@ -15,9 +15,8 @@ from typing import TypeVar
 
 from filelock import FileLock, Timeout
 
-from acsgd.errors import RunError
-from acsgd.io.atomic import build_atomically, describe_build
-from acsgd.shards.files import CorruptFileError
+from acsgd.atomic import build_atomically, describe_build
+from acsgd.errors import CorruptFileError, RunError
 
 T = TypeVar("T")
 

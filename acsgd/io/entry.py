@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from acsgd.shards.files import CorruptFileError
+from acsgd.errors import CorruptFileError
 
 CHECKSUMS = "checksums"
 BLOCK_BYTES = 2**16

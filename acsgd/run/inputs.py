@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from acsgd.errors import CorruptFileError
 from acsgd.io.cache import open_cached
 from acsgd.io.checkpoint.progress import RunIdentity
 from acsgd.io.checkpoint.resume import Candidates, find
@@ -22,7 +23,6 @@ from acsgd.pp.wire.delta import Delta
 from acsgd.run.job import Job
 from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import MANIFEST, VERSION, ShardDirectory, StoredFile
-from acsgd.shards.files import CorruptFileError
 from acsgd.shards.load import RandomWeights, WeightSource
 
 

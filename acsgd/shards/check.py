@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acsgd.shards.files import CorruptFileError
+from acsgd.errors import CorruptFileError
 
 FLOATING = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 """Dtypes of the weights of a converted model; those of a checkpoint are fp32."""

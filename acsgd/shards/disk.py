@@ -26,9 +26,11 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
+from acsgd.atomic import fsync_directory
+from acsgd.errors import CorruptFileError
 from acsgd.fields import Natural, from_json
 from acsgd.shards.check import FLOATING, check_tensors, expected_weights
-from acsgd.shards.files import CorruptFileError, check_file_name, open_tensors, save_tensors, unusable
+from acsgd.shards.files import check_file_name, open_tensors, save_tensors, unusable
 from acsgd.shards.weights import WeightState
 
 MANIFEST = "manifest.json"
@@ -156,15 +158,6 @@ def copy_model_files(source: Path, target: Path) -> list[StoredFile]:
     for path in paths:
         shutil.copyfile(path, target / path.name)
     return [_flushed(target / path.name) for path in paths]
-
-
-def fsync_directory(directory: Path) -> None:
-    """Wait until the entries of a directory are on disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class ShardDirectory:

@@ -17,22 +17,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from acsgd.errors import RunError
+from acsgd.errors import CorruptFileError
 
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
 """First bytes of the pointer that Git LFS leaves in place of a file that was not downloaded."""
 MAX_JSON_BYTES = 2**28
 KINDS = {stat.S_IFDIR: "directory", stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket"}
-
-
-class CorruptFileError(RunError):
-    """A file of a model or shard directory is missing, unreadable or not as it was written."""
-
-    def __init__(self, path: Path, message: str) -> None:
-        super().__init__(f"{path} {message}")
-        self.path = path
-        self.problem = message
-        self.file = path.name
 
 
 def check_file_name(name: str) -> None:

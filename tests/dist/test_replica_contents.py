@@ -20,12 +20,13 @@ from torch import Tensor
 from acsgd.config.options import Config, ReplicaConfig
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
+from acsgd.errors import CorruptFileError
 from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.shards import family_of
 from acsgd.shards.config import read_config
-from acsgd.shards.disk import CorruptFileError, Manifest, ShardDirectory
+from acsgd.shards.disk import Manifest, ShardDirectory
 
 SPECS = [
     "allreduce",

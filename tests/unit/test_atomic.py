@@ -13,8 +13,8 @@ from queue import Queue
 
 import pytest
 
+from acsgd.atomic import build_atomically
 from acsgd.errors import RunError
-from acsgd.io.atomic import build_atomically
 
 FORK = multiprocessing.get_context("fork")
 

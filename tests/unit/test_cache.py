@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from acsgd.errors import RunError
+from acsgd.atomic import describe_build
+from acsgd.errors import CorruptFileError, RunError
 from acsgd.io import cache
-from acsgd.io.atomic import describe_build
 from acsgd.io.cache import _lock_file, once_per_host, open_cached
-from acsgd.shards.files import CorruptFileError
 
 FORK = multiprocessing.get_context("fork")
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from lib.saved import SMALL, small_run
 
+from acsgd.errors import CorruptFileError
 from acsgd.launch import Launch
 from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
-from acsgd.shards.files import CorruptFileError
 
 
 def test_a_damaged_model_is_converted_again(

@@ -15,13 +15,14 @@ from lib.saved import SMALL, rewrite_tensors, small_run, train_alone
 from torch import Tensor
 
 from acsgd.config.options import CheckpointConfig, Config, LogConfig, ReplicaConfig, RunConfig
+from acsgd.errors import CorruptFileError
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.launch import Launch
 from acsgd.run.job import Job, prepare
 from acsgd.run.state import check_files
 from acsgd.shards.convert import from_hf, to_hf
-from acsgd.shards.disk import CorruptFileError, Manifest
+from acsgd.shards.disk import Manifest
 
 TinyModel = Callable[..., Path]
 Change = Callable[[dict[str, Tensor]], None]

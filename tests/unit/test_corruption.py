@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from lib.saved import SMALL, small_run, train_alone
 
+from acsgd.errors import CorruptFileError
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.shards import disk
-from acsgd.shards.disk import MANIFEST, CorruptFileError, Manifest, ShardDirectory
+from acsgd.shards.disk import MANIFEST, Manifest, ShardDirectory
 
 TinyModel = Callable[..., Path]
 FLIPS, TRUNCATIONS, ADDITIONS = 1000, 100, 30

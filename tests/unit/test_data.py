@@ -20,7 +20,7 @@ import zstandard
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from acsgd.errors import RunError
+from acsgd.errors import CorruptFileError, RunError
 from acsgd.io import cache as cache_module
 from acsgd.io import entry as entry_module
 from acsgd.io.sampling import tokens as tokens_module
@@ -36,7 +36,6 @@ from acsgd.io.sampling.tokens import (
     tokenizer_fingerprint,
 )
 from acsgd.io.sources.sources import JsonLines, LineCounts, Piece, Source, WeightedSource, parse_sources
-from acsgd.shards.files import CorruptFileError
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 MIXTURE = Sampler(seed=7, batch=12, counts=(3, 7), sizes=(11, 40))

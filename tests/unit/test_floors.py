@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 # The order in which the package is read: a file imports only files above it.
 ORDER = """
     errors
+    atomic
     launch
     fields
     seeds
@@ -119,7 +120,6 @@ ORDER = """
     pp.stage
     pp.nan_probe
     pp.runtime
-    io.atomic
     io.cache
     io.entry
     io.sources.text

@@ -16,9 +16,10 @@ from lib.saved import SMALL, small_run, train_alone
 
 from acsgd.cli import ToHF
 from acsgd.config.options import ModelConfig
+from acsgd.errors import CorruptFileError
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.io.checkpoint.resume import Checkpoint
-from acsgd.shards.disk import MANIFEST, CorruptFileError, _with_checksum
+from acsgd.shards.disk import MANIFEST, _with_checksum
 from acsgd.shards.hub import open_model
 
 TinyModel = Callable[..., Path]

@@ -19,11 +19,12 @@ from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import Mode
+from acsgd.errors import CorruptFileError
 from acsgd.io.checkpoint.progress import RunState
 from acsgd.optim import OPTIMIZERS
 from acsgd.shards import family_of
 from acsgd.shards.check import FLOATING, Expected, check_tensors, expected_weights, first_names
-from acsgd.shards.disk import MANIFEST, CorruptFileError, ShardDirectory
+from acsgd.shards.disk import MANIFEST, ShardDirectory
 from acsgd.shards.layers import LayerShard, meta_model, parameter_keys, stored_weights
 from acsgd.shards.weights import StateTensor
 

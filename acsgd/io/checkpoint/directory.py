@@ -9,7 +9,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from acsgd.shards.disk import fsync_directory
+from acsgd.atomic import fsync_directory
 
 BEST = "best"
 """Name of the symbolic link to the checkpoint with the lowest evaluation loss."""

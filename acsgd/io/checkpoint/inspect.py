@@ -12,12 +12,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from acsgd.errors import CorruptFileError
 from acsgd.io.checkpoint.contents import Contents
 from acsgd.io.checkpoint.directory import CheckpointDirectory, step_of
 from acsgd.io.checkpoint.progress import RunState
 from acsgd.shards import family_of
 from acsgd.shards.config import read_config
-from acsgd.shards.disk import MANIFEST, CorruptFileError, ShardDirectory
+from acsgd.shards.disk import MANIFEST, ShardDirectory
 from acsgd.shards.files import tensor_headers
 
 DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
@@ -112,7 +113,7 @@ def _report(path: Path) -> CheckpointReport:
 
 def _errors(shards: ShardDirectory) -> dict[str, str]:
     """Return what is wrong with files, by file: bytes that differ from the manifest, else tensors that do not fit."""
-    if errors := {corrupt.file: str(corrupt) for corrupt in shards.corrupt_files()}:
+    if errors := {corrupt.path.name: str(corrupt) for corrupt in shards.corrupt_files()}:
         return errors
     try:
         config = read_config(shards.path)
@@ -120,12 +121,12 @@ def _errors(shards: ShardDirectory) -> dict[str, str]:
     except ValueError as error:
         return {"config.json": str(error)}
     except CorruptFileError as error:
-        return {error.file: str(error)}
+        return {error.path.name: str(error)}
     for layer in family_of(config.model_type).layers(config):
         try:
             contents.check(layer)
         except CorruptFileError as error:
-            errors.setdefault(error.file, str(error))
+            errors.setdefault(error.path.name, str(error))
     return errors
 
 

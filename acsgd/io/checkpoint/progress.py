@@ -11,9 +11,10 @@ from typing import Annotated, Any
 from transformers import PreTrainedConfig
 
 from acsgd.config.options import Config
+from acsgd.errors import CorruptFileError
 from acsgd.fields import Finite, Natural, from_json
 from acsgd.optim.loss_scale import LossScale
-from acsgd.shards.disk import MANIFEST, CorruptFileError, ShardDirectory
+from acsgd.shards.disk import MANIFEST, ShardDirectory
 
 RECENT = 16
 """Number of losses whose mean a loss spike is measured against."""

@@ -19,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from acsgd.errors import CorruptFileError
 from acsgd.io.cache import open_cached, print_note, reports
 from acsgd.io.entry import Entry, seal
 from acsgd.io.sampling.sampler import Ints
 from acsgd.io.sources.sources import LineCounts, Piece, Source, WeightedSource
-from acsgd.shards.files import CorruptFileError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from acsgd.errors import RunError
-from acsgd.shards.disk import fsync_directory
 
 PREFIX, SUFFIX = ".acsgd-", ".partial"
 """Of the name of the hidden directory in which a build works; what is between is random."""
@@ -51,6 +50,15 @@ def describe_build(path: Path) -> str | None:
                 written = sum(file.lstat().st_size for file in _tree(directory / path.name))
                 return f"{(directory / 'lock').read_text()} ({written / 1e6:.1f} MB so far)"
     return None
+
+
+def fsync_directory(directory: Path) -> None:
+    """Wait until the entries of a directory are on disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _tree(path: Path) -> list[Path]:
