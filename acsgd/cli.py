@@ -1,4 +1,7 @@
-"""The `acsgd` command: train, convert checkpoints, inspect checkpoints."""
+"""The `acsgd` command: train, convert checkpoints, inspect checkpoints.
+
+Each subcommand imports what it needs when it runs: --help does not load torch, which takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,12 @@ from types import FrameType
 from typing import Annotated, Literal
 
 import tyro
-from rich.console import Console
 
 from acsgd.__main__ import main as train
 from acsgd.atomic import build_atomically
-from acsgd.io.checkpoint.inspect import as_tables, inspect
 from acsgd.launch import Launch
-from acsgd.run.error_report import report_startup_error
-from acsgd.shards.convert import from_hf, to_hf
+from acsgd.run.error_report import print_error, report_startup_error
+from acsgd.run.stdio import protect_streams
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command after it has removed unfinished files."""
@@ -46,6 +47,8 @@ class FromHF:
 
     def run(self) -> None:
         """Run the conversion."""
+        from acsgd.shards.convert import from_hf
+
         _create(self.target, lambda directory: from_hf(self.source, directory))
 
 
@@ -62,6 +65,8 @@ class ToHF:
 
     def run(self) -> None:
         """Run the conversion."""
+        from acsgd.shards.convert import to_hf
+
         _create(self.target, lambda directory: to_hf(self.source, directory, dtype=self.dtype))
 
 
@@ -90,6 +95,10 @@ class Inspect:
 
     def run(self) -> None:
         """Print the report."""
+        from rich.console import Console
+
+        from acsgd.io.checkpoint.inspect import as_tables, inspect
+
         reports = inspect(self.path)
         if self.json:
             print(json.dumps([report.to_dict() for report in reports], indent=2))
@@ -104,17 +113,18 @@ def main() -> None:
     if sys.argv[1:2] == ["train"]:
         train(sys.argv[2:], prog="acsgd train")
         return
+    protect_streams()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends without a traceback
+    run(sys.argv[1:])
+
+
+def run(argv: list[str]) -> None:
+    """Run a subcommand other than train. Raises SystemExit if it fails."""
     command = tyro.extras.subcommand_cli_from_dict(
-        {"train": Train, "convert": Convert, "inspect": Inspect}, prog="acsgd"
+        {"train": Train, "convert": Convert, "inspect": Inspect}, prog="acsgd", args=argv
     )
     with report_startup_error(Launch()):
-        try:
-            with _stop_signals():
-                command.run()
-        except _Stopped as stopped:
-            with contextlib.suppress(OSError):  # the terminal is closed
-                print(f"error: {stopped}; nothing was written", file=sys.stderr, flush=True)
-            sys.exit(stopped.exit_code)
+        command.run()
 
 
 def _create(target: Path, build: Callable[[Path], None]) -> None:
@@ -126,7 +136,9 @@ def _create(target: Path, build: Callable[[Path], None]) -> None:
         directory.mkdir()
         build(directory)
 
-    if not build_atomically(target, make):
+    with _stop_signals():
+        is_new = build_atomically(target, make)
+    if not is_new:
         raise ValueError(f"{target} was created by another process meanwhile and is kept; nothing else was written")
 
 
@@ -140,7 +152,7 @@ class _Stopped(BaseException):
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[None]:
-    """Raise the first stop signal as an exception, and ignore later ones: they would interrupt the clean-up."""
+    """Raise the first stop signal as an exception, ignore later ones, which would interrupt the clean-up, and exit."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         for each in STOP_SIGNALS:
@@ -150,6 +162,9 @@ def _stop_signals() -> Iterator[None]:
     former = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     try:
         yield
+    except _Stopped as stopped:
+        print_error(f"{stopped}; nothing was written")
+        sys.exit(stopped.exit_code)
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)

@@ -28,7 +28,7 @@ from acsgd.run.session import Session, StepResult
 from acsgd.run.signals import StopSignals
 from acsgd.run.spike_guard import SpikeGuard
 from acsgd.run.state import start
-from acsgd.run.stdio import limit_waits
+from acsgd.run.stdio import enter_training
 from acsgd.topology import Groups
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def train(
         if "text" in config.log.to.split(","):
             text_log = open_text_log(run_dir, rank=topology.rank, stages=job.stages, replica=topology.replica)
             stack.enter_context(text_log)
-        limit_waits()
+        enter_training()
         begin = start(job, inputs, groups)
         lock.verify()
         stack.callback(begin.session.close)

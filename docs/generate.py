@@ -14,7 +14,6 @@ import inspect
 import io
 import os
 import re
-import sys
 import textwrap
 import types
 import typing
@@ -99,10 +98,10 @@ def metrics() -> str:
 def commands() -> str:
     """Return the help texts of the command-line tools."""
     tools: dict[str, Callable[[], object]] = {
-        "acsgd": lambda: _acsgd(),
-        "acsgd inspect": lambda: _acsgd("inspect"),
-        "acsgd convert to-hf": lambda: _acsgd("convert", "to-hf"),
-        "acsgd convert from-hf": lambda: _acsgd("convert", "from-hf"),
+        "acsgd": lambda: cli.run(["--help"]),
+        "acsgd inspect": lambda: cli.run(["inspect", "--help"]),
+        "acsgd convert to-hf": lambda: cli.run(["convert", "to-hf", "--help"]),
+        "acsgd convert from-hf": lambda: cli.run(["convert", "from-hf", "--help"]),
     }
     parts = [
         "# Commands\n",
@@ -307,14 +306,6 @@ def _relative(path: Path) -> str:
 
 def _file(kind: type) -> str:
     return _relative(Path(inspect.getfile(kind)))
-
-
-def _acsgd(*arguments: str) -> None:
-    argv, sys.argv = sys.argv, ["acsgd", *arguments, "--help"]
-    try:
-        cli.main()
-    finally:
-        sys.argv = argv
 
 
 def _help(run: Callable[[], object]) -> str:

@@ -2,7 +2,7 @@
 
 A write to them fails if the reader of a pipe has ended (`| head`), the terminal was closed, or the disk of a log file
 is full. It waits without end if a pager or a stopped terminal does not read, or a connection hangs. Output that fails,
-or waits longer than PATIENCE_S seconds, is dropped, and the text log of the rank says so.
+or waits longer than PATIENCE_S seconds, is dropped; in training, the text log of the rank says so.
 
 Output of native code, which writes to the file descriptors directly, is not covered.
 """
@@ -35,6 +35,7 @@ class StandardStream(io.RawIOBase):
         self.patience_s = patience_s
         self.failures: list[str] = []
         """Sentences on why output was dropped, each once."""
+        self._is_logged = False
         self.name = name
         self._fd = fd
         self._lock = threading.Lock()
@@ -80,15 +81,22 @@ class StandardStream(io.RawIOBase):
     def _record(self, failure: str) -> None:
         if failure not in self.failures:
             self.failures.append(failure)
+            if self._is_logged:
+                log.warning(failure)
+
+    def start_log(self) -> None:
+        """Log the failures so far, and each later one."""
+        self._is_logged = True
+        for failure in self.failures:
             log.warning(failure)
 
 
 def protect_streams() -> None:
     """Replace sys.stdout and sys.stderr, at the start of a process and before a module keeps a reference to them.
 
-    Until `limit_waits`, standard output may wait without limit, for the reader of --help in a pager. Descriptors 0 to 2
-    that are closed are opened on the null device: a file of the run that gets the number would receive the output of
-    native code.
+    Until `enter_training`, standard output may wait without limit, for the reader of --help in a pager. Descriptors 0
+    to 2 that are closed are opened on the null device: a file of the run that gets the number would receive the output
+    of native code.
     """
     for fd in range(3):
         try:
@@ -99,14 +107,13 @@ def protect_streams() -> None:
     sys.stderr = _as_text(StandardStream(2, "standard error", patience_s=PATIENCE_S), sys.stderr)
 
 
-def limit_waits() -> None:
-    """Limit the time that standard output waits, and log the failures so far. Called when the text log is open."""
+def enter_training() -> None:
+    """Limit the time that standard output waits, and log failures. Called when the text log is open."""
     for text in (sys.stdout, sys.stderr):
         stream = getattr(text, "buffer", None)
         if isinstance(stream, StandardStream):
             stream.patience_s = PATIENCE_S
-            for failure in stream.failures:
-                log.warning(failure)
+            stream.start_log()
 
 
 def _as_text(stream: StandardStream, former: TextIO | None) -> io.TextIOWrapper:

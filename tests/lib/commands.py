@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from contextlib import redirect_stderr, redirect_stdout
 
 from acsgd import cli
@@ -11,13 +10,10 @@ from acsgd import cli
 
 def acsgd(*arguments: object) -> tuple[int, str]:
     """Run a command; return its exit code and what it printed to stderr."""
-    former, printed = sys.argv, io.StringIO()
-    sys.argv = ["acsgd", *map(str, arguments)]
+    printed = io.StringIO()
     try:
         with redirect_stderr(printed), redirect_stdout(io.StringIO()):
-            cli.main()
+            cli.run([str(argument) for argument in arguments])
     except SystemExit as ended:
         return ended.code or 0, printed.getvalue().lstrip()
-    finally:
-        sys.argv = former
     return 0, printed.getvalue()

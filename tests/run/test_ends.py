@@ -176,12 +176,21 @@ def test_a_second_interrupt_ends_a_rank_that_waits_inside_gloo(tmp_path: Path) -
         assert not run.errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_training_starts_ends_at_once_without_a_traceback(
-    number: signal.Signals, tmp_path: Path
+FLAGS = "--model.name m --data.sources demo --data.sequence 8 --data.batch 2 --optim.lr 1 --optim.steps 3"
+
+
+@pytest.mark.parametrize(
+    ("number", "arguments"),
+    [
+        (signal.SIGINT, [TRAIN, *FLAGS.split()]),
+        (signal.SIGTERM, [TRAIN, *FLAGS.split()]),
+        (signal.SIGINT, ["-m", "acsgd.cli", "inspect", "."]),
+    ],
+)
+def test_a_signal_among_the_imports_ends_at_once_without_a_traceback(
+    number: signal.Signals, arguments: list[str], tmp_path: Path
 ) -> None:
-    flags = "--model.name m --data.sources demo --data.sequence 8 --data.batch 2 --optim.lr 1 --optim.steps 3"
-    with running([sys.executable, TRAIN, *flags.split()], tmp_path) as run:
+    with running([sys.executable, *arguments], tmp_path) as run:
         maps = Path(f"/proc/{run.process.pid}/maps")
         run.wait_until(lambda: "libtorch" in maps.read_text(), 60)  # among the imports
         run.process.send_signal(number)

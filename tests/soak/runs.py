@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -54,12 +53,7 @@ def train_here(argv: list[str]) -> Ended:
 
 def command(*argv: str) -> Ended:
     """Run `acsgd ARGV` in a child process in the current directory."""
-
-    def call() -> None:
-        sys.argv = ["acsgd", *argv]
-        cli.main()
-
-    return in_child(call, Path(), LIMIT_S)
+    return in_child(lambda: cli.run([*argv]), Path(), LIMIT_S)
 
 
 def checkpoints(run: Path) -> CheckpointDirectory:

@@ -26,6 +26,8 @@ def test_the_installed_module_prints_its_help_in_any_directory(tmp_path: Path) -
 
 def test_acsgd_train_passes_all_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # the command replaces them
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
     arguments = "--model.name m --data.sources demo --data.sequence 8 --data.batch 2 --optim.lr 1 --optim.steps 3"
     monkeypatch.setattr(main, "main", lambda argv, launch, *, prog: calls.append((argv, prog)))
     monkeypatch.setattr(sys, "argv", ["acsgd", "train", *arguments.split()])
@@ -33,10 +35,24 @@ def test_acsgd_train_passes_all_arguments_on(monkeypatch: pytest.MonkeyPatch) ->
     assert calls == [(arguments.split(), "acsgd train")]
 
 
-def test_acsgd_lists_train_among_its_commands(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["acsgd", "--help"])
-    with pytest.raises(SystemExit):
-        cli.main()
-    assert "train    Train in this process" in capsys.readouterr().out
+HELP = """
+import os, sys
+from acsgd import cli
+try:
+    cli.main()
+finally:
+    assert "torch" not in sys.modules
+"""
+
+
+def test_the_help_of_acsgd_lists_train_without_loading_torch_and_may_lose_its_reader() -> None:
+    command = [sys.executable, "-c", HELP, "--help"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "train    Train in this process" in done.stdout
+    reader, writer = os.pipe()
+    os.close(reader)
+    closed = subprocess.run(command, env=env, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (closed.returncode, closed.stderr) == (0, b"")

@@ -15,7 +15,7 @@ import pytest
 from lib.commands import acsgd
 from lib.saved import SMALL
 
-from acsgd import cli
+from acsgd.shards import convert
 
 TinyModel = Callable[..., Path]
 FORK = multiprocessing.get_context("fork")
@@ -23,14 +23,14 @@ FORK = multiprocessing.get_context("fork")
 
 def convert_and_wait(source: Path, target: Path, started: Event, outcome: Connection) -> None:
     """Convert a model in a process that stops for a signal when its files are written, before the rename."""
-    convert = cli.from_hf
+    from_hf = convert.from_hf
 
     def slowly(source: Path, directory: Path) -> None:
-        convert(source, directory)
+        from_hf(source, directory)
         started.set()
         signal.pause()
 
-    cli.from_hf = slowly
+    convert.from_hf = slowly
     outcome.send(acsgd("convert", "from-hf", source, target))
 
 
@@ -54,15 +54,15 @@ def test_a_stop_signal_leaves_nothing(number: signal.Signals, tiny_model: TinyMo
 def test_of_two_converts_to_one_target_the_later_keeps_the_result_of_the_other(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, target, convert = tiny_model("gpt2", **SMALL), tmp_path / "target", cli.from_hf
+    source, target, from_hf = tiny_model("gpt2", **SMALL), tmp_path / "target", convert.from_hf
 
     def second(source: Path, directory: Path) -> None:
         """Convert while another process does the whole of the same."""
-        monkeypatch.setattr(cli, "from_hf", convert)
+        monkeypatch.setattr(convert, "from_hf", from_hf)
         assert acsgd("convert", "from-hf", source, target) == (0, "")
-        convert(source, directory)
+        from_hf(source, directory)
 
-    monkeypatch.setattr(cli, "from_hf", second)
+    monkeypatch.setattr(convert, "from_hf", second)
     assert acsgd("convert", "from-hf", source, target) == (
         2,
         f"error: {target} was created by another process meanwhile and is kept; nothing else was written\n",

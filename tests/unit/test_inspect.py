@@ -41,9 +41,8 @@ def inspect(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
     def call(path: Path, *flags: str, columns: int = 80) -> tuple[int, str]:
         monkeypatch.setenv("COLUMNS", str(columns))
-        monkeypatch.setattr("sys.argv", ["acsgd", "inspect", str(path), *flags])
         try:
-            cli.main()
+            cli.run(["inspect", str(path), *flags])
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 1
             printed = capsys.readouterr()

@@ -72,6 +72,9 @@ def test_output_that_fails_is_dropped_and_each_reason_is_logged_once(caplog: pyt
             caplog.clear()
             with broken(path) as fd, caplog.at_level(logging.WARNING, "acsgd"):
                 stream = StandardStream(fd, "standard output", patience_s=patience_s)
+                assert stream.write(b"line\n") == 5
+                assert caplog.messages == [], "there is no log yet"
+                stream.start_log()
                 assert [stream.write(b"line\n") for _ in range(3)] == [5] * 3
             message = f"standard output cannot be written ({reason}): output is dropped until it can"
             assert caplog.messages == stream.failures == [message]
@@ -82,6 +85,7 @@ def test_output_that_nobody_reads_delays_one_write_and_no_later_one_and_reaches_
 ) -> None:
     reader, writer = pipe
     stream = StandardStream(writer, "standard error", patience_s=0.2)
+    stream.start_log()
     fill(writer)
     started = time.monotonic()
     with caplog.at_level(logging.WARNING, "acsgd"):
