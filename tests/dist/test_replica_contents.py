@@ -63,12 +63,15 @@ def directory_of(config: Config) -> CheckpointDirectory:
     return CheckpointDirectory(Path(config.log.dir) / "checkpoints")
 
 
-def error_of(checkpoint: Path, layer: str) -> str:
-    """Return the error of the check of one layer, empty if it is valid."""
-    config = read_config(checkpoint)
-    shards = {shard.name: shard for shard in family_of(config.model_type).layers(config)}
+def contents_of(checkpoint: Path) -> Contents:
+    return Contents.of(ShardDirectory(checkpoint), read_config(checkpoint))
+
+
+def error_of(contents: Contents, checkpoint: Path, layer: str) -> str:
+    """Return the error of the check of one layer, empty if it is valid. contents: what the checkpoint must hold."""
+    shards = {shard.name: shard for shard in family_of(contents.model.config.model_type).layers(contents.model.config)}
     try:
-        Contents.of(ShardDirectory(checkpoint), config).check(shards[layer])
+        dataclasses.replace(contents, shards=ShardDirectory(checkpoint)).check(shards[layer])
     except CorruptFileError as error:
         return str(error)
     return ""
@@ -110,6 +113,7 @@ def test_state_of_a_replica_that_does_not_fit_is_named(runs: dict[str, Config], 
     changes: dict[str, Callable[[Tensor], Tensor] | None] = {"lacks": None, "shape": shorten, "infinite": with_inf}
     for number, (spec, config) in enumerate(runs.items()):
         source = directory_of(config).of(STEPS)
+        contents = contents_of(source)
         file = source / "block-00001.replica-00001.safetensors"
         kinds = {name.partition("/")[0]: name for name in load_file(file)} if file.exists() else {}
         for kind, name in kinds.items():
@@ -122,7 +126,7 @@ def test_state_of_a_replica_that_does_not_fit_is_named(runs: dict[str, Config], 
                         tensors[name] = how(tensor)
 
                 rewrite_tensors(checkpoint / file.name, apply)
-                error = error_of(checkpoint, "block-00001")
+                error = error_of(contents, checkpoint, "block-00001")
                 assert error.startswith(f"{checkpoint / file.name} is invalid: "), (spec, kind, change)
                 assert name in error, (spec, kind, change)
 
@@ -130,12 +134,13 @@ def test_state_of_a_replica_that_does_not_fit_is_named(runs: dict[str, Config], 
 def test_a_replica_whose_state_is_not_listed_is_named(runs: dict[str, Config], tmp_path: Path) -> None:
     for number, (spec, config) in enumerate(runs.items()):
         source = directory_of(config).of(STEPS)
-        manifest = Manifest.read(source)
+        contents = contents_of(source)
+        manifest = contents.shards.manifest
         for layer, files in manifest.replicas.items():
             checkpoint = Path(shutil.copytree(source, tmp_path / f"{number}-{layer}" / source.name))
             dataclasses.replace(manifest, replicas=manifest.replicas | {layer: files[:1]}).write(checkpoint)
             expected = f"manifest.json is invalid: it lists the state of 1 replicas for {layer}, but 2 saved it"
-            assert error_of(checkpoint, layer) == f"{checkpoint}/{expected}", spec
+            assert error_of(contents, checkpoint, layer) == f"{checkpoint}/{expected}", spec
 
 
 def test_all_ranks_resume_from_an_older_checkpoint_if_a_residual_does_not_fit(
