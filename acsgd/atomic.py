@@ -12,10 +12,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from acsgd.errors import RunError
-
 PREFIX, SUFFIX = ".acsgd-", ".partial"
-"""Of the name of the hidden directory in which a build works; what is between is random."""
+"""Start and end of the name of the hidden directory of a build; a random text lies between them."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a disk, a quota or a file size limit that has no room for a file."""
 
@@ -25,18 +23,16 @@ def build_atomically(path: Path, build: Callable[[Path], None]) -> bool:
 
     build: writes a file or directory at the path it is given, which has the name of `path` and is renamed to it at the
     end, when it is on disk. If it raises, everything it wrote is removed, new parent directories included. What a
-    killed process left beside `path` is removed, too. Raises RunError if there is no room for the files.
+    killed process left beside `path` is removed, too. A full disk is an OSError that names `path`.
     """
     with _parents_of(path), _partial_directory(path.parent) as partial:
         try:
             build(partial / path.name)
             _fsync(partial / path.name)
         except OSError as error:
-            if error.errno not in FULL:
-                raise
-            raise RunError(
-                f"{path} cannot be written ({error.strerror}); free space there, or give a path on another disk"
-            ) from None
+            if error.errno in FULL:  # it names the hidden directory, or no file
+                raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
+            raise
         is_first = _rename(partial / path.name, path)
         fsync_directory(path.parent)
         return is_first

@@ -16,7 +16,7 @@ from typing import TypeVar
 from filelock import FileLock, Timeout
 
 from acsgd.atomic import build_atomically, describe_build
-from acsgd.errors import CorruptFileError, RunError
+from acsgd.errors import CorruptFileError, RunError, explain
 
 T = TypeVar("T")
 
@@ -76,11 +76,7 @@ def open_cached(
             "end that process if it hangs, or run again when it has finished"
         ) from None
     except OSError as error:
-        at = f": {error.filename}" if error.filename else ""
-        raise RunError(
-            f"{path} cannot be built ({error.strerror}{at}); check the directory, or give another log.dir: "
-            "the cache lies beside it"
-        ) from None
+        raise RunError(f"the cache beside log.dir cannot be written: {explain(error)}") from None
 
 
 @contextlib.contextmanager

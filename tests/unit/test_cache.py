@@ -1,4 +1,4 @@
-"""once_per_host: one process of a host builds, completely or not at all."""
+"""Caches: one process of a host builds a path, completely or not at all."""
 
 from __future__ import annotations
 
@@ -163,8 +163,8 @@ def test_a_directory_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> N
     (tmp_path / "file").touch()
     with pytest.raises(RunError) as refused:
         once_per_host(tmp_path / "file" / "a", build_slowly)
-    assert str(refused.value).startswith(f"{tmp_path / 'file' / 'a'} cannot be built (")
-    assert "give another log.dir" in str(refused.value)
+    assert str(refused.value).startswith("the cache beside log.dir cannot be written: ")
+    assert str(tmp_path / "file") in str(refused.value)
 
 
 def test_waiting_for_a_build_times_out(tmp_path: Path) -> None:

@@ -87,7 +87,8 @@ def test_a_full_disk_leaves_nothing(direction: str, tiny_model: TinyModel, tmp_p
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (code, printed) == (
         2,
-        f"error: {target} cannot be written (File too large); free space there, or give a path on another disk\n",
+        f"error: {target}: File too large; raise the limit on the size of files (ulimit -f), or give a path on another "
+        "disk\n",
     )
     assert os.listdir(tmp_path) == before
 
