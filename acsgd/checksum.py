@@ -10,6 +10,11 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 CHECKSUM_BYTES = 8
+REMEDY = (
+    "check the network and the memory of both hosts, and that they have the same acsgd; then start the run again, it "
+    "resumes from the newest checkpoint"
+)
+"""What to do about a message that does not match its checksum."""
 
 
 def checksum(header: bytes, payload: Tensor) -> int:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from acsgd.checksum import CHECKSUM_BYTES, checksum
+from acsgd.checksum import CHECKSUM_BYTES, REMEDY, checksum
 from acsgd.errors import RunError, reason
 from acsgd.meter import Meter
 
@@ -134,9 +134,7 @@ class Peers:
         if (actual := checksum(raw[:_IDENTITY_BYTES], message)) != expected:
             raise RunError(
                 f"replica {peer} (rank {rank}) sent a corrupt message: its checksum is {actual:016x} instead of "
-                f"{expected:016x}; expected message {self._exchanges} of at most {len(rest)} bytes: check the network "
-                "and the memory of both hosts, and that they have the same acsgd; then start the run again, it resumes "
-                "from the newest checkpoint"
+                f"{expected:016x}; expected message {self._exchanges} of at most {len(rest)} bytes: {REMEDY}"
             )
         if length == _ABORTED:
             raise RunError(f"replica {peer}, rank {rank}, has failed; see its own error", awaited=[rank])

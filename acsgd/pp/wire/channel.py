@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from acsgd.checksum import REMEDY
 from acsgd.errors import RunError, reason
 from acsgd.meter import Meter
 from acsgd.pp.wire.coder import Coder
@@ -128,11 +129,7 @@ def check_header(buffer: Tensor, expected: Header, peer: int, *, allow_shorter: 
     try:
         received = Header.unpack(buffer)
     except ValueError as error:
-        raise RunError(
-            f"rank {peer} sent a corrupt message: {error}; expected {expected}: check the network and the memory of "
-            "both hosts, and that they have the same acsgd; then start the run again, it resumes from the newest "
-            "checkpoint"
-        ) from None
+        raise RunError(f"rank {peer} sent a corrupt message: {error}; expected {expected}: {REMEDY}") from None
     if allow_shorter and received.length < expected.length:
         expected = expected._replace(length=received.length)
     if received not in (expected, expected._replace(length=NOT_FINITE)):
