@@ -73,7 +73,7 @@ def rounding_bound(x: Tensor, bound: Tensor) -> Tensor:
 
 
 def saturate_(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Clamp fp32 values, in place, to the range of `dtype` if that is fp16. All else has the range of fp32."""
+    """Clamp fp32 values, in place, to the range of `dtype`: fp16, or a type with the range of fp32."""
     largest = torch.finfo(dtype).max
     return values.clamp_(-largest, largest) if dtype == torch.float16 else values
 

@@ -8,9 +8,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from acsgd.codecs.base import Field, Wire, rounding_bound
+from acsgd.codecs.base import Field, Wire, rounding_bound, saturate_
 
-FP16_MAX = torch.finfo(torch.float16).max
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -33,9 +32,8 @@ class Identity:
         (values,) = fields
         y = values.to(dtype)
         if dtype == torch.float16 and values.dtype == torch.bfloat16 and y.isinf().any():
-            y = torch.where(
-                values.isfinite(), y.clamp(-FP16_MAX, FP16_MAX), y
-            )  # bf16 rounds the largest fp16 numbers up
+            # bf16 rounds the largest fp16 numbers up, beyond the range of fp16
+            y = torch.where(values.isfinite(), saturate_(values.float(), dtype).to(dtype), y)
         return y.view(shape)
 
     def error_bound(self, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ struct None {};  // type of the cache entry if there is none
 template <typename E> constexpr bool has_entry = true;
 template <> constexpr bool has_entry<None> = false;
 
-template <typename T> constexpr bool has_narrow_range = false;  // numbers of the range of fp32 may exceed it
+template <typename T> constexpr bool has_narrow_range = false;  // narrower than that of fp32
 template <> constexpr bool has_narrow_range<Half> = true;
 
 // ---- numbers ----
@@ -282,7 +282,8 @@ __global__ void __launch_bounds__(THREADS)
     put<BITS>(codes, stream, first, count);
 }
 
-// Decode `stream` into y[numel]. With an entry: add the decoded values to it, and write the sum to y, saturated if Y is Half. steps: [scales].
+// Decode `stream` into y[numel]. With an entry: add the decoded values to it, and write the sum to y. steps: [scales].
+// Values beyond the range of Y saturate.
 template <int BITS, typename E, typename Y>
 __global__ void __launch_bounds__(THREADS)
     decode(E *entry, Y *y, const Byte *stream, const float *steps, long long numel, long long width, Word per_width,

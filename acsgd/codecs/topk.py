@@ -87,8 +87,8 @@ class TopK:
     def decode(self, message: Tensor, n: int) -> Tensor:
         """Return the decoded vector [n], on the message's device.
 
-        Raises ValueError for a message that is not one of n elements. There is no checksum here (see dp/exchange/
-        peers.py): some corruption is undetected.
+        Raises ValueError for a message that is not one of n elements. Other corruption is undetected: the checksum of
+        a message is added and verified by dp/exchange/peers.py.
         """
         wire, kept = self._wire(n), self.kept(n)
         head = wire_bytes(wire)

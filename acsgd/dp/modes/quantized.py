@@ -39,7 +39,7 @@ class Quantized:
     """Number of values that share a scale."""
     exact_steps: int = 100
     """Number of initial steps that use exact all-reduce, 1 or more; a tenth to a fifth of a run is usual. The second
-    moments are those of these steps, except for elements that have hardly any gradient in them."""
+    moments are those of these steps, but grow where a later gradient is far larger than all of them."""
 
     def __post_init__(self) -> None:
         if self.exact_steps < 1:
