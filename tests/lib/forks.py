@@ -153,7 +153,9 @@ def run_rank(
         setup(rank)
     _record_notes(directory, rank)
     _delay_fsync(fsync_s)
-    launch = Launch(rank, rank, world_size, world_size)
+    error_file = directory / "errors" / str(rank) / "error.json"  # as torchrun names it
+    error_file.parent.mkdir(parents=True)
+    launch = Launch(rank, rank, world_size, world_size, error_file=str(error_file))
     store = dist.TCPStore("127.0.0.1", port)
     with contextlib.ExitStack() as stack, report_failure(clone_store(store, launch), launch) as context:
         main.run(config, launch, store, context, stack)
