@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from acsgd.config.options import Config
 from acsgd.config.run_file import parse
+from acsgd.io.cache import TIMEOUT_S
 from acsgd.launch import Launch
 from acsgd.run.error_report import report_startup_error
 from acsgd.run.failures import RunContext, report_failure
@@ -53,5 +54,5 @@ def run(config: Config, launch: Launch, store: dist.Store, context: RunContext, 
     lock = stack.enter_context(run_lock(job, groups))
     context.cleanup = lock.release
     inputs = open_inputs(job)
-    groups.wait_for_all("opening the inputs", timeout_s=job.disk_timeout_s)
+    groups.wait_for_all("opening the inputs", timeout_s=TIMEOUT_S)  # as long as another host may tokenize
     train(job, inputs, groups, lock, on_start=context.start_training)

@@ -113,8 +113,8 @@ class Groups:
         """Gather one text per rank, through the store: for rare messages, from any thread.
 
         name: purpose of the exchange. Exchanges of one name must have one order on all ranks. Returns the texts by
-        rank. Raises RunError that names the missing ranks after `timeout_s` seconds, or as soon as one of them has
-        ended, gave no sign of life for run.timeout seconds, or failed; StoreError if the store does not answer.
+        rank. Raises RunError that names the missing ranks after `timeout_s` seconds, or earlier if one of them had no
+        heartbeat for run.timeout seconds or any rank has failed; StoreError if the store does not answer.
         """
         number = self._rounds[name]
         self._rounds[name] += 1
@@ -133,12 +133,18 @@ class Groups:
     def _wait_for(self, keys: list[str], timeout_s: float) -> None:
         """Wait until the store has the keys of all ranks."""
         deadline, watch = time.monotonic() + timeout_s, PeerWatch(self.store, self.timeout_s)
-        while not self.store.has(*keys):
+        while not self._has_all(keys, within_s=heartbeat_interval_s(self.timeout_s)):
             missing = [rank for rank, key in enumerate(keys) if not self.store.has(key)]
             watch.check(missing)
             if time.monotonic() > deadline:
                 raise RunError(f"ranks {missing} did not answer within {timeout_s:g} s", awaited=missing)
+
+    def _has_all(self, keys: list[str], *, within_s: float) -> bool:
+        """Poll the store for keys; return whether it has all of them within some seconds."""
+        until = time.monotonic() + within_s
+        while not (found := self.store.has(*keys)) and time.monotonic() < until:
             time.sleep(POLL_S)
+        return found
 
     def wait_for_all(self, name: str, *, timeout_s: float) -> None:
         """Wait until every rank has called this. name, timeout_s: as in `all_gather_text`."""

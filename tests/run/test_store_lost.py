@@ -62,8 +62,8 @@ def test_a_store_that_freezes_during_the_last_save_ends_the_run_in_time(tmp_path
         assert [process.exitcode for process in run.processes] == [1, 1]
         assert time.monotonic() - froze < TIMEOUT_S + MARGIN_S
         (error,) = run.errors
-        start = rf"error: rank 0 on {HOST}: writing a checkpoint: torchrun's store at 127.0.0.1:{proxy.port} does not "
-        assert re.match(start, error)
+        store = f"torchrun's store at 127.0.0.1:{proxy.port}"
+        assert re.match(rf"error: rank [01] on {HOST}: writing a checkpoint: {store} does not answer", error)
         assert "Traceback" not in run.stderr
     assert not checkpoints_of(config).steps()
     assert not checkpoints_of(config).leftovers()
@@ -78,7 +78,7 @@ def test_a_rank_that_is_killed_during_the_last_save_is_named_in_time(tmp_path: P
         assert run.processes[0].exitcode == 1
         (error,) = run.errors
         assert error == (
-            f"error: rank 0 on {HOST}: writing a checkpoint: ranks [1] gave no sign of life for 4 s (run.timeout); "
+            f"error: rank 0 on {HOST}: writing a checkpoint: no heartbeat of ranks [1] for 4 s (run.timeout); "
             f"rank 1 on {HOST} is silent: ended or hanging; see its log"
         )
     assert not checkpoints_of(config).leftovers()
