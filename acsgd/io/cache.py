@@ -6,10 +6,8 @@ import contextlib
 import hashlib
 import os
 import shutil
-import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,20 +15,12 @@ from filelock import FileLock, Timeout
 
 from acsgd.atomic import build_atomically, describe_build
 from acsgd.errors import CorruptFileError, RunError, explain
+from acsgd.notes import print_note, report_if_slow
 
 T = TypeVar("T")
 
 TIMEOUT_S = 4 * 3600.0
 """Maximum time to wait for another process that builds, seconds. A process that dies releases the lock at once."""
-FIRST_REPORT_S = 5.0
-"""Seconds of building or waiting until the first report."""
-NEXT_REPORT_S = 60.0
-"""Seconds between later reports."""
-
-
-def print_note(text: str) -> None:
-    """Print a sentence on stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def once_per_host(path: Path, build: Callable[[Path], None], *, timeout_s: float = TIMEOUT_S) -> Path:
@@ -60,7 +50,7 @@ def open_cached(
             return open_built(path)
     try:
         with contextlib.ExitStack() as stack:
-            with reports(note, lambda: f"waiting until {_builder(path)} has built {path}", enabled=reports_wait):
+            with report_if_slow(note, lambda: f"waiting until {_builder(path)} has built {path}", enabled=reports_wait):
                 stack.enter_context(FileLock(_lock_file(path)).acquire(timeout=timeout_s))
             if os.path.lexists(path):
                 try:
@@ -77,29 +67,6 @@ def open_cached(
         ) from None
     except OSError as error:
         raise RunError(f"the cache beside log.dir cannot be written: {explain(error)}") from None
-
-
-@contextlib.contextmanager
-def reports(note: Callable[[str], None], text: Callable[[], str], *, enabled: bool = True) -> Iterator[None]:
-    """Call `note` with a text after FIRST_REPORT_S seconds in the context, then every NEXT_REPORT_S, from a thread."""
-    if not enabled:
-        yield
-        return
-    ended = threading.Event()
-
-    def report() -> None:
-        wait_s = FIRST_REPORT_S
-        while not ended.wait(wait_s):
-            note(text())
-            wait_s = NEXT_REPORT_S
-
-    thread = threading.Thread(target=report, name="reports", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _lock_file(path: Path) -> Path:

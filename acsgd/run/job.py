@@ -22,7 +22,6 @@ from acsgd.config.spec import from_spec, to_spec
 from acsgd.dp import MODES
 from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.dp.sync import Mode
-from acsgd.io.cache import print_note, reports
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.sampling.batches import reading_bytes
 from acsgd.io.sampling.held_out import parse_eval
@@ -30,6 +29,7 @@ from acsgd.io.sampling.sampler import deal
 from acsgd.io.sources.sources import WeightedSource, parse_sources
 from acsgd.io.telemetry.wandb_log import check_installed
 from acsgd.launch import Launch
+from acsgd.notes import print_note, report_if_slow
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import Capability, OptimizerSpec
 from acsgd.pp.schedules.actions import Action, Program, forwards
@@ -196,7 +196,7 @@ def prepare(config: Config, launch: Launch) -> Job:
     num_parameters = parameter_count(model_config)
     _check_memory(num_parameters, topology.stages, launch.local_world_size, streams)
     layers = tuple(family.layers(model_config))
-    with reports(print_note, lambda: f"planning {_size(num_parameters, layers)}", enabled=launch.rank == 0):
+    with report_if_slow(print_note, lambda: f"planning {_size(num_parameters, layers)}", enabled=launch.rank == 0):
         specs = _plan(config, family, model_config, topology.stages * schedule.chunks, streams)
     program, evaluation = _programs(schedule, topology.stages, len(micro_ids))
     return Job(

@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from acsgd.errors import RunError
+from acsgd.notes import print_note
 from acsgd.run.job import Job
 from acsgd.run.processes import Process
 from acsgd.topology import Groups
@@ -322,7 +322,7 @@ def _acquire_all(job: Job, leases: list[Lease]) -> None:
     directories = {job.checkpoints.path.resolve(): "checkpoint.dir", Path(job.config.log.dir).resolve(): "log.dir"}
     for directory, option in sorted(directories.items()):
         lease = Lease(directory, option, Process.current())
-        lease.acquire(lambda text: print(text, file=sys.stderr, flush=True))
+        lease.acquire(print_note)
         leases.append(lease)
 
 

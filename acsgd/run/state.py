@@ -12,11 +12,11 @@ import torch
 
 from acsgd.dp.resize import ReplicaState, add_tied_copy, merge_tied_copy
 from acsgd.dp.resize import restore as restore_replica
-from acsgd.io.cache import print_note, reports
 from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents
 from acsgd.io.checkpoint.progress import Progress, changed_options, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.io.checkpoint.saver import LayerState
+from acsgd.notes import print_note, report_if_slow
 from acsgd.optim.base import Optimizer, OptimizerSpec
 from acsgd.optim.loss_scale import LossScale
 from acsgd.pp.stage import Stage
@@ -54,7 +54,7 @@ def start(job: Job, inputs: Inputs, groups: Groups) -> Start:
         found.mark_best()
     source = checkpoint.shards if checkpoint else inputs.weight_source
     assert source is not None
-    with reports(print_note, lambda: f"loading {job.model_size}", enabled=job.topology.rank == 0):
+    with report_if_slow(print_note, lambda: f"loading {job.model_size}", enabled=job.topology.rank == 0):
         session = build_session(job, source, groups, inputs.cache_plan)
     if checkpoint is None:
         return Start(session, Progress(loss_scale=LossScale.of(job.config)), None, notes)

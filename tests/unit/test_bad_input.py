@@ -395,7 +395,7 @@ def test_a_file_of_the_run_directory_of_another_type_is_refused_at_once(tiny_mod
 def test_a_model_that_takes_long_to_build_is_reported(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("acsgd.io.cache.FIRST_REPORT_S", 0.0)
+    monkeypatch.setattr("acsgd.notes.FIRST_REPORT_S", 0.0)
     train_alone(small_run(tiny_model("gpt2", **SMALL), tmp_path / "runs" / "run", steps=1))
     printed = capsys.readouterr().err
     assert re.search(r"^loading a model of [\d,]+ parameters in 3 layers$", printed, re.MULTILINE)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from acsgd import notes as notes_module
 from acsgd.atomic import describe_build
 from acsgd.errors import CorruptFileError, RunError
-from acsgd.io import cache
 from acsgd.io.cache import _lock_file, once_per_host, open_cached
 
 FORK = multiprocessing.get_context("fork")
@@ -116,7 +116,7 @@ def test_a_long_wait_names_the_process_that_builds(tmp_path: Path, monkeypatch: 
         notes.append(text)
         (tmp_path / "go on").touch()
 
-    monkeypatch.setattr(cache, "FIRST_REPORT_S", 0.05)
+    monkeypatch.setattr(notes_module, "FIRST_REPORT_S", 0.05)
     opened = open_cached(path, lambda _: pytest.fail("built again"), Path.read_bytes, note=note)
     holder.join(60)
     host = socket.gethostname()

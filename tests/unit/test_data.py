@@ -20,8 +20,8 @@ import zstandard
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from acsgd import notes as notes_module
 from acsgd.errors import CorruptFileError, RunError
-from acsgd.io import cache as cache_module
 from acsgd.io import entry as entry_module
 from acsgd.io.sampling import tokens as tokens_module
 from acsgd.io.sampling.batches import Batch, BatchReader, Dataset, reading_bytes
@@ -397,7 +397,7 @@ def test_a_long_tokenization_reports_its_progress(
     notes: list[str] = []
     slow = SlowFile(str(path))
     slow.go_on.clear()
-    monkeypatch.setattr(cache_module, "FIRST_REPORT_S", 0.01)
+    monkeypatch.setattr(notes_module, "FIRST_REPORT_S", 0.01)
     monkeypatch.setattr(tokens_module, "print_note", lambda text: (notes.append(text), slow.go_on.set()))
     tokenize_all([WeightedSource(slow, 1.0)], tokenizer, 1, tmp_path / "cache", vocab_size=512)
     assert re.fullmatch(rf"tokenizing: read \d+% of {path}, 0\.0 M tokens, 0\.\d\d M/s", notes[0])

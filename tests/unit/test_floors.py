@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 ORDER = """
     errors
     atomic
+    notes
     launch
     fields
     seeds

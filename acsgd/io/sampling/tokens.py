@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from acsgd.errors import CorruptFileError
-from acsgd.io.cache import open_cached, print_note, reports
+from acsgd.io.cache import open_cached
 from acsgd.io.entry import Entry, seal
 from acsgd.io.sampling.sampler import Ints
 from acsgd.io.sources.sources import LineCounts, Piece, Source, WeightedSource
+from acsgd.notes import print_note, report_if_slow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -205,7 +206,7 @@ def tokenize(source: Source, tokenizer: PreTrainedTokenizerBase, path: Path, *, 
         rate = num_tokens / (time.monotonic() - started)
         return f"tokenizing: read{fraction} {source.name}, {num_tokens / 1e6:.1f} M tokens, {rate / 1e6:.2f} M/s"
 
-    with path.open("wb") as file, reports(print_note, progress):
+    with path.open("wb") as file, report_if_slow(print_note, progress):
         _write_header(file, dtype, 0)
         for pieces in _in_batches(source.pieces(counts)):
             texts = [piece.text for piece in pieces]
