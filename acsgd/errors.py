@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -84,6 +85,12 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, ImportError):
         return f"a package cannot be imported: {' '.join(str(error).split())}; install acsgd and its dependencies again"
     return None
+
+
+def kind_of_file(mode: int) -> str:
+    """Return what a file is by its st_mode, as in "a directory", without the article."""
+    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket"}
+    return kinds.get(stat.S_IFMT(mode), "device")
 
 
 def _is_out_of_memory(message: str) -> bool:

@@ -17,12 +17,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from acsgd.errors import CorruptFileError
+from acsgd.errors import CorruptFileError, kind_of_file
 
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
 """First bytes of the pointer that Git LFS leaves in place of a file that was not downloaded."""
 MAX_JSON_BYTES = 2**28
-KINDS = {stat.S_IFDIR: "directory", stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket"}
 
 
 def check_file_name(name: str) -> None:
@@ -61,7 +60,7 @@ def unusable(path: Path) -> str | None:
     if not any(target.is_relative_to(root) for root in _roots(path.parent)):
         return f"is a link to {target}, outside of the directory; put a copy of the file in its place"
     if not stat.S_ISREG(mode):
-        return f"is a {KINDS.get(stat.S_IFMT(mode), 'device')}, not a file; rename it or move it elsewhere"
+        return f"is a {kind_of_file(mode)}, not a file; rename it or move it elsewhere"
     try:
         with target.open("rb") as file:
             start = file.read(len(GIT_LFS))

@@ -203,7 +203,7 @@ KNOWN = '; use "demo", "*.jsonl", "*.jsonl.zst" or "*.txt"'
         ("none.txt", "none.txt does not exist in {cwd}; give the path of an existing file"),
         ("demo,dir.txt:2", "dir.txt is not a file; give a file inside it, dir.txt/..."),
         ("empty.jsonl", "empty.jsonl is empty; give a file with text"),
-        ("fifo.txt", "fifo.txt is a FIFO; its text is read more than once: write it to a file"),
+        ("fifo.txt", "fifo.txt is a named pipe; its text is read more than once: write it to a file"),
         ("socket.txt", "socket.txt is a socket; its text is read more than once: write it to a file"),
         (
             "dangling.txt",

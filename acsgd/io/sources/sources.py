@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, TextIO
 
 from acsgd.config.spec import suggest
+from acsgd.errors import kind_of_file
 from acsgd.io.sources.text import LineError, excerpt, fraction_read, not_utf8, open_text, reading
 
 OnError = Literal["stop", "skip"]
@@ -183,7 +184,7 @@ class _File(_NamedSource):
             raise ValueError(f"{self.name} is not a file; give a file inside it, {self.name.rstrip('/')}/...")
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(
-                f"{self.name} is a {_kind_of(status.st_mode)}; its text is read more than once: write it to a file"
+                f"{self.name} is a {kind_of_file(status.st_mode)}; its text is read more than once: write it to a file"
             )
         if not os.access(self.path, os.R_OK):
             raise ValueError(f"{self.name} is not readable by this user; type: chmod +r {self.name}")
@@ -303,12 +304,6 @@ def _sampled_hash(file: int, size: int) -> str:
     for start, length in spans:
         digest.update(os.pread(file, length, start))
     return digest.hexdigest()
-
-
-def _kind_of(mode: int) -> str:
-    """Return what a file that is neither regular nor a directory is."""
-    kinds = {stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
-    return kinds.get(stat.S_IFMT(mode), "special file")
 
 
 def _records(file: TextIO) -> Iterator[str | LineError]:
