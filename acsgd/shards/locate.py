@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from acsgd.fields import from_json
 from acsgd.shards import family_of
+from acsgd.shards.check import first_names
 from acsgd.shards.config import read_config
 from acsgd.shards.disk import MANIFEST, ShardDirectory, model_files
 from acsgd.shards.files import (
@@ -68,13 +69,13 @@ def open_hf(directory: Path) -> HFModel:
     _check_dtypes(parameters.values())
     if unexpected:
         raise ValueError(
-            f"{directory} holds {len(unexpected)} tensors that {type(model).__name__} does not have and that would be "
-            f"lost: {', '.join(sorted(unexpected)[:3])}"
+            f"{directory} holds tensors that {type(model).__name__} does not have and that would be lost: "
+            f"{first_names(sorted(unexpected))}"
         )
     tied = tied_keys(model)
     missing = [key for key, _ in model.named_parameters(remove_duplicate=False) if key not in {*parameters, *tied}]
     if missing:
-        raise ValueError(f"{directory} lacks {len(missing)} parameters of the model: {', '.join(missing[:3])}")
+        raise ValueError(f"{directory} lacks parameters of the model: {first_names(missing)}")
     _check_shapes(parameters, model)
     _check_ties(parameters, tied, directory)
     return HFModel(config, model, parameters)
@@ -139,15 +140,15 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def _indexed_tensors(index: Path) -> dict[str, StoredTensor]:
+    fields = read_json_object(index)
     try:
-        weight_map = from_json(_Index, read_json_object(index), ignore_unknown=True).weight_map
+        weight_map = from_json(_Index, fields, ignore_unknown=True).weight_map
     except ValueError as error:
-        prefix = "" if str(error).startswith(str(index)) else f"{index} is not an index of safetensors files: "
-        raise ValueError(f"{prefix}{error}") from None
+        raise ValueError(f"{index} is not an index of safetensors files: {error}") from None
     files = sorted(set(weight_map.values()))
     absent = [file for file in files if unusable(index.parent / file) == "is missing"]
     if absent:
-        raise ValueError(f"{index} names missing files: {', '.join(absent[:3])}; download them")
+        raise ValueError(f"{index} names missing files: {first_names(absent)}; download them")
     headers = {file: tensor_headers(index.parent / file) for file in files}
     wrong = [name for name, file in weight_map.items() if name not in headers[file]]
     if wrong:

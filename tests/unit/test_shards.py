@@ -119,7 +119,7 @@ def test_tensors_that_would_be_lost_or_are_missing_are_named(tiny_model: TinyMod
         from_hf(bad, tmp_path)
     del tensors["transformer.h.3.mlp.c_fc.weight"]
     save_file(tensors, bad / "model.safetensors")
-    with pytest.raises(ValueError, match=r"lacks 1 parameters .*h\.3\.mlp\.c_fc\.weight"):
+    with pytest.raises(ValueError, match=r"lacks parameters of the model: .*h\.3\.mlp\.c_fc\.weight"):
         from_hf(bad, tmp_path)
 
 
