@@ -6,23 +6,30 @@ lease waits for its holder to end. It takes over if the holder is gone: a proces
 or a process of another host whose file has not changed for STALE_S seconds, measured by the clock of the waiting
 process. Clocks of two hosts are never compared.
 
-Leases are numbered: .lock-00000001, .lock-00000002, ... The highest number holds the directory. A lease is created with
-O_EXCL, so of several starts one gets the next number. Nothing else is required of the file system (no flock, no
-exchange of two names), so this works on NFS, unlike filelock's SoftFileLease, which cannot take over there. A client
-of NFS may see an old listing, but not after a change of its own; so every decision follows a change. A holder that was
-replaced while it lives (it was stopped, or cut off from the file system) finds the higher number, or that its own lease
-is gone, before its next write, and ends.
+    .lock/0b5c...      the lease of the holder: a name that no other lease has ever had
+    .lock.77e1.../     a start that is about to take the lease: a directory with its lease in it
+
+A start takes the lease by renaming its directory to .lock, which fails unless that is absent or empty. To take over, it
+first removes the file of the holder that has ended. A run holds the lease while the file of that name is in .lock. So
+it finds that it was replaced, for instance while it was stopped, when it next opens the file, which it does before
+every write to the directories; then it ends.
+
+What this requires of the file system: rename is atomic, and a file that was removed cannot be opened. NFS has both,
+since a client asks the server for each of them, whatever it has cached (close-to-open consistency). Listings and
+missing names may be out of date; a start then waits longer. It uses neither flock nor link counts nor time stamps.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
-import re
+import secrets
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,7 +46,6 @@ STALE_S = 20.0
 WAIT_S = 30.0
 """Seconds that a start waits for a live holder to end. torchrun gives workers 30 s to end."""
 POLL_S = 0.1
-_NAME = re.compile(r"\.lock-(\d{8})")
 
 
 def _boottime() -> float:
@@ -66,8 +72,9 @@ class Lease:
         self._process = process
         self._clock = clock
         self._sleep = sleep
+        self._lock = directory / ".lock"
+        self._name = secrets.token_hex(16)
         self._is_new = False
-        self._number = 0
         self._held: int | None = None
         self._beats = 0
 
@@ -77,25 +84,23 @@ class Lease:
         Raises RunError if the holder is still alive after WAIT_S seconds.
         """
         self._is_new = not self.directory.exists()
-        self.directory.mkdir(parents=True, exist_ok=True)
         started = seen_at = self._clock()
-        seen: dict[int, str] | None = None
+        seen: dict[str, str] | None = None
         has_noted = False
         while True:
             leases, now = self._read(), self._clock()
             has_heartbeat = seen is not None and leases != seen
             if leases != seen:
                 seen, seen_at = leases, now
-            holder = _parse(leases[max(leases)]) if leases else None
-            alive = holder.is_alive() if holder else None
-            is_stale = alive is False or (alive is None and now - seen_at >= STALE_S)
-            if not leases or is_stale:
-                if self._create(leases):
-                    return
-            elif now - started >= WAIT_S and (alive or has_heartbeat):
-                raise RunError(self._in_use(holder, now - seen_at))
-            elif not has_noted:
-                note(f"{self._in_use(holder, now - seen_at)}. Waiting up to {WAIT_S:.0f} s for it to end")
+            holders = [_parse(text) for text in leases.values()]
+            alive = [holder.is_alive() if holder else None for holder in holders]
+            is_free = all(each is False or (each is None and now - seen_at >= STALE_S) for each in alive)
+            if is_free and self._take(leases):
+                return
+            if now - started >= WAIT_S and (not leases or any(alive) or has_heartbeat):
+                raise RunError(self._in_use(holders, now - seen_at))
+            if not (is_free or has_noted):
+                note(f"{self._in_use(holders, now - seen_at)}. Waiting up to {WAIT_S:.0f} s for it to end")
                 has_noted = True
             self._sleep(POLL_S)
 
@@ -104,62 +109,55 @@ class Lease:
 
         If the directory was removed, it and the lease are created again.
         """
-        self._beats += 1
-        if not (self._create_again() if self._was_removed() else self._write_heartbeat()):
-            raise RunError(self._taken_over())
-        self._change_directory()
-        if any(number > self._number for number in self._numbers()):
+        if not (self._write_heartbeat() or (self._was_removed() and self._take([]))):
             raise RunError(self._taken_over())
 
     def release(self) -> None:
-        """Remove the lease unless it is another run's, and the directory if `acquire` created it and it is empty."""
+        """Remove the lease if it is still held, and the directory if `acquire` created it and it is empty."""
         if self._held is not None:
             os.close(self._held)
             self._held = None
-        if self._is_own(self._read().get(self._number)):
-            self._path(self._number).unlink(missing_ok=True)
+        (self._lock / self._name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another run has taken it
+            self._lock.rmdir()
         if self._is_new and not any(self.directory.iterdir()):
             self.directory.rmdir()
 
-    def _create_again(self) -> bool:
-        """Create the removed directory and the lease; return False if a start was faster."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._hold_directory()
+    def _take(self, ended: Iterable[str]) -> bool:
+        """Remove leases whose holders have ended, and take their place. Return False if another start was faster."""
+        for name in ended:
+            (self._lock / name).unlink(missing_ok=True)
+        new = self.directory / f".lock.{self._name}"
         try:
-            with self._path(self._number).open("x") as file:
-                file.write(self._record())
-        except FileExistsError:
+            new.mkdir(parents=True, exist_ok=True)
+            (new / self._name).write_text(self._record())
+            new.rename(self._lock)
+        except FileNotFoundError:
+            pass  # the run that has just ended removed its directory, or another that has begun cleared up
+        except OSError as error:
+            shutil.rmtree(new, ignore_errors=True)
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        if not self._write_heartbeat():
             return False
+        self._hold_directory()
+        for leftover in self.directory.glob(".lock.*"):  # of starts that were killed; others try again
+            shutil.rmtree(leftover, ignore_errors=True)
         return True
 
     def _write_heartbeat(self) -> bool:
-        """Overwrite the lease in place; return False if it is not there or another run's.
-
-        One open file is read and then written, never a name: a lease that another run creates meanwhile is safe.
-        """
+        """Overwrite the lease in place; return False if another run has removed it."""
+        self._beats += 1
         try:
-            file = os.open(self._path(self._number), os.O_RDWR)
+            file = os.open(self._lock / self._name, os.O_RDWR)
         except FileNotFoundError:
             return False
-        try:
-            is_own = self._is_own(os.read(file, 4096).decode(errors="replace"))
-            if is_own:
-                with contextlib.suppress(OSError):  # a disk that fails loses no lease, unless another run takes over
-                    os.pwrite(file, self._record().encode(), 0)
-        finally:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a disk that fails loses no lease, unless another run takes over
+            try:
+                os.pwrite(file, self._record().encode(), 0)
+            finally:
                 os.close(file)
-        return is_own
-
-    def _change_directory(self) -> None:
-        """Create and remove a file: a client of NFS may list a directory as it was, but not after its own change."""
-        changed = self.directory / f".lock-{self._number:08d}.new"
-        with contextlib.suppress(OSError):
-            changed.open("w").close()
-            changed.unlink()
-
-    def _is_own(self, text: str | None) -> bool:
-        return text is not None and _parse(text) == self._process
+        return True
 
     def _hold_directory(self) -> None:
         """Open the directory, so that another one that replaces it has another inode."""
@@ -176,54 +174,29 @@ class Lease:
             return True
 
     def _taken_over(self) -> str:
-        leases = self._read()
-        holder = _parse(leases[max(leases)]) if leases else None
+        holder = next(filter(None, map(_parse, self._read().values())), None)
         by = f"process {holder.pid} on {holder.host}" if holder else "another run"
         return (
             f"{self._option}: {self.directory} was taken over by {by}, because this run's heartbeat stopped for "
             f"{STALE_S:.0f} s or more, or its lease was removed; this run ends without further writes"
         )
 
-    def _create(self, judged: dict[int, str]) -> bool:
-        """Create the lease after those `judged` to have no live holder, and remove them. Return whether it worked."""
-        number = max(judged, default=0) + 1
-        try:
-            with self._path(number).open("x") as file:
-                file.write(self._record())
-        except FileExistsError:
-            return False
-        listed, leases = self._numbers(), self._read()  # a client may list a name and not find it yet
-        if listed != {*judged, number} or any(leases.get(other) != text for other, text in judged.items()):
-            # another start was faster, or the holder is alive after all
-            self._path(number).unlink(missing_ok=True)
-            return False
-        self._number = number
-        self._hold_directory()
-        for other in judged:
-            self._path(other).unlink(missing_ok=True)
-        return True
-
-    def _read(self) -> dict[int, str]:
-        """Return the contents of all leases that can be read, by number."""
+    def _read(self) -> dict[str, str]:
+        """Return the contents of all files in .lock, by name: one lease, or none."""
         leases = {}
-        for number in self._numbers():
-            with contextlib.suppress(FileNotFoundError):  # released meanwhile
-                leases[number] = self._path(number).read_text(errors="replace")
+        with contextlib.suppress(FileNotFoundError):
+            for path in self._lock.iterdir():
+                with contextlib.suppress(FileNotFoundError):  # released meanwhile
+                    leases[path.name] = path.read_text(errors="replace")
         return leases
-
-    def _numbers(self) -> set[int]:
-        """List the numbers of all leases."""
-        return {int(match[1]) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))}
-
-    def _path(self, number: int) -> Path:
-        return self.directory / f".lock-{number:08d}"
 
     def _record(self) -> str:
         """Return the content of the lease, which differs for each heartbeat and always has the same length."""
         return json.dumps(asdict(self._process) | {"beats": f"{self._beats:012d}"}) + "\n"
 
-    def _in_use(self, holder: Process | None, age_s: float) -> str:
+    def _in_use(self, holders: Sequence[Process | None], age_s: float) -> str:
         where = f"{self._option}: {self.directory} is in use by another run"
+        holder = next(filter(None, holders), None)
         if holder is None:
             return f"{where}; end it, or use another --{self._option}"
         return (
@@ -267,13 +240,14 @@ class RunLock:
         with self._renewing:
             if self._lost is not None:
                 raise self._lost
+            started = self._clock()  # the process may be stopped between the last check of a file and the next line
             try:
                 for lease in self._leases:
                     lease.renew()
             except RunError as error:
                 self._lost = error
                 raise
-            self._verified_at = self._clock()
+            self._verified_at = started
 
     def start(self) -> None:
         """Start the thread that renews the leases."""

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,12 @@ def lease_of(directory: Path, process: Process = HERE, clock: Clock | None = Non
     return Lease(directory, "log.dir", process, clock=clock, sleep=clock.sleep)
 
 
+def leases(directory: Path) -> list[str]:
+    """Return the names of all leases; asserts that the lock has left nothing else."""
+    assert [path.name for path in directory.glob(".lock*")] in ([], [".lock"])
+    return [path.name for path in directory.glob(".lock/*")]
+
+
 def acquired(directory: Path, process: Process = HERE) -> Lease:
     lease = lease_of(directory, process)
     lease.acquire(pytest.fail)
@@ -71,7 +78,7 @@ def test_a_free_directory_is_taken_at_once_and_left_as_it_was(tmp_path: Path) ->
     for directory in (tmp_path, tmp_path / "new"):
         for _ in range(2):
             lease = acquired(directory)
-            assert [path.name for path in directory.iterdir()] == [".lock-00000001"]
+            assert len(leases(directory)) == 1
             lease.release()
             assert list(tmp_path.iterdir()) == []
 
@@ -110,8 +117,10 @@ def test_a_dead_process_of_this_host_is_taken_over_at_once(tmp_path: Path) -> No
     for number, gone in enumerate((dead_process(), reused)):
         directory = tmp_path / str(number)
         acquired(directory, gone)
+        (ended,) = leases(directory)
         acquired(directory)
-        assert [path.name for path in directory.iterdir()] == [".lock-00000002"]
+        assert len(leases(directory)) == 1
+        assert leases(directory) != [ended]
 
 
 def test_a_holder_of_another_host_is_taken_over_after_it_was_silent_for_long_enough(tmp_path: Path) -> None:
@@ -128,7 +137,6 @@ def test_a_holder_of_another_host_is_taken_over_after_it_was_silent_for_long_eno
 
 
 def test_a_holder_that_was_stopped_finds_that_its_successor_has_come_and_gone(tmp_path: Path) -> None:
-    """Numbers start again at 1 when a lease is released, so the number alone does not show the holder."""
     for is_followed in (False, True):
         directory = tmp_path / str(is_followed)
         directory.mkdir()
@@ -142,7 +150,7 @@ def test_a_holder_that_was_stopped_finds_that_its_successor_has_come_and_gone(tm
         stopped.release()
         if follower is not None:
             follower.renew()
-        assert [path.name for path in directory.iterdir()] == [".lock-00000001"] * is_followed
+        assert len(leases(directory)) == is_followed
 
 
 def test_a_check_after_a_pause_reads_the_lease_itself(tmp_path: Path) -> None:
@@ -156,22 +164,63 @@ def test_a_check_after_a_pause_reads_the_lease_itself(tmp_path: Path) -> None:
         held.check()
 
 
-def test_a_lease_without_content_is_taken_over_like_one_of_another_host(tmp_path: Path) -> None:
-    """Its creator died between creating and writing it."""
-    (tmp_path / ".lock-00000007").write_text("")
+def test_a_check_after_a_pause_within_a_heartbeat_reads_the_lease_again(tmp_path: Path) -> None:
+    clock = Clock()
+
+    class Stopped(Lease):
+        """Lease of a process that is stopped at the end of a heartbeat, until another has taken over."""
+
+        def renew(self) -> None:
+            super().renew()
+            clock.sleep(STALE_S)
+            lease_of(tmp_path).acquire(lambda note: None)
+
+    lease = Stopped(tmp_path, "log.dir", ELSEWHERE)
+    lease.acquire(pytest.fail)
+    held = RunLock([lease], clock=clock)
+    held.verify()
+    with pytest.raises(RunError, match="was taken over by process"):
+        held.check()
+
+
+@pytest.mark.parametrize("call", ["unlink", "rename"])
+def test_a_start_that_was_stopped_while_it_took_over_removes_no_later_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """It stands still before it removes, or replaces, the lease that it judged: by then another run holds it."""
+    acquired(tmp_path, dead_process())
+    (tmp_path / "metrics.jsonl").touch()
+    late, holders = lease_of(tmp_path), list[Lease]()
+
+    def stopped(path: Path, *args: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        acquired(tmp_path).release()
+        holders.append(acquired(tmp_path))
+        return getattr(path, call)(*args, **options)
+
+    monkeypatch.setattr(Path, call, stopped)
+    with pytest.raises(RunError, match="is in use by another run"):
+        late.acquire(lambda note: None)
+    holders[0].renew()
+    assert len(leases(tmp_path)) == 1
+
+
+def test_what_a_start_left_that_was_killed_while_it_took_the_lease_blocks_nobody(tmp_path: Path) -> None:
+    for leftover in (".lock", ".lock.0123", ".lock.0123/0123"):
+        (tmp_path / leftover).mkdir(parents=True, exist_ok=True)
+        lease = acquired(tmp_path)
+        assert len(leases(tmp_path)) == 1
+        lease.release()
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lease_whose_content_is_damaged_is_taken_over_like_one_of_another_host(tmp_path: Path) -> None:
+    acquired(tmp_path)
+    (tmp_path / ".lock" / leases(tmp_path)[0]).write_text("")
     clock = Clock()
     lease_of(tmp_path, clock=clock).acquire(lambda note: None)
     assert STALE_S <= clock.elapsed < STALE_S + 1
-    assert [path.name for path in tmp_path.iterdir()] == [".lock-00000008"]
-
-
-def test_a_start_that_judged_an_older_lease_withdraws(tmp_path: Path) -> None:
-    late = lease_of(tmp_path)
-    held = acquired(tmp_path)
-    assert not late._create({})
-    assert not late._create({3: "a lease that ended"})
-    held.renew()
-    assert [path.name for path in tmp_path.iterdir()] == [".lock-00000001"]
+    assert len(leases(tmp_path)) == 1
 
 
 def hold(directory: Path, go: float, results: multiprocessing.SimpleQueue[str]) -> None:
@@ -211,13 +260,13 @@ def test_a_lock_that_is_lost_fails_every_later_check(tmp_path: Path, monkeypatch
         held.start()
         held.verify()
         held.check()
-        (tmp_path / ".lock-00000002").write_text("")
+        (tmp_path / ".lock" / leases(tmp_path)[0]).unlink()
         while not held.is_lost:
             time.sleep(0.01)
         for check in (held.check, held.verify):
             with pytest.raises(RunError, match="was taken over by another run"):
                 check()
-    assert [path.name for path in tmp_path.iterdir()] == [".lock-00000002"]
+    assert leases(tmp_path) == []
 
 
 def test_a_heartbeat_that_cannot_be_written_loses_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +287,7 @@ def test_a_removed_directory_is_created_again_unless_another_run_holds_it(tmp_pa
         if is_created_again:
             (directory / "logs").mkdir(parents=True)
         held.renew()
-        assert (directory / ".lock-00000001").exists()
+        assert len(leases(directory)) == 1
         with pytest.raises(RunError, match=f"is in use by another run: process {HERE.pid} on {HERE.host}"):
             lease_of(directory).acquire(lambda note: None)
     shutil.rmtree(directory)

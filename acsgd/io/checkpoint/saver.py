@@ -65,7 +65,7 @@ class Saver:
 
     model_dir: directory from which config.json and the tokenizer are copied; layers: names of all layers of the model,
     first to last; timeout_s: maximum time to wait for the other ranks to finish writing, seconds; verify: raises
-    RunError if another run owns the directory, called on rank 0 before it completes a checkpoint.
+    RunError if another run owns the directory, called on rank 0 before it publishes a checkpoint.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Saver:
             shutil.rmtree(partial, ignore_errors=True)
         elif self._topology.rank == 0:
             files = [_WrittenFile(**file) for report in reports for file in report["files"]]
-            error = self._attempt(self._verify) or self._attempt(lambda: self._complete(step, files, run, best))
+            error = self._attempt(lambda: self._complete(step, files, run, best))
             if error is not None:
                 shutil.rmtree(partial, ignore_errors=True)
         return _first_error(self._all_gather("completing a checkpoint", {"error": error}))
@@ -231,6 +231,7 @@ class Saver:
             model_files=copy_model_files(self._model_dir, partial),
             run=run,
         ).write(partial)
+        self._verify()
         self._directory.publish(step, self._groups.run_id)
         if best:
             self._directory.mark_best(step)
