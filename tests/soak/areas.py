@@ -8,6 +8,7 @@ from tests.soak.checkpoints import Checkpoints
 from tests.soak.configs import Configs
 from tests.soak.data import Data
 from tests.soak.kills import Kills
+from tests.soak.leases import Leases, LeasesOnFuse
 from tests.soak.network import Network
 from tests.soak.wire import Wire
 
@@ -18,5 +19,7 @@ AREAS: dict[str, type[Area]] = {
     "configs": Configs,
     "data": Data,
     "kills": Kills,
+    "leases": Leases,
+    "leases_on_fuse": LeasesOnFuse,
     "network": Network,
 }
