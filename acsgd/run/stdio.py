@@ -2,7 +2,7 @@
 
 A write to them fails if the reader of a pipe has ended (`| head`), the terminal was closed, or the disk of a log file
 is full. It waits without end if a pager or a stopped terminal does not read, or a connection hangs. Output that fails,
-or waits longer than PATIENCE_S seconds, is dropped; in training, the text log of the rank says so.
+or waits longer than TIMEOUT_S seconds, is dropped; in training, the text log of the rank says so.
 
 Output of native code, which writes to the file descriptors directly, is not covered.
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-PATIENCE_S = 1.0
+TIMEOUT_S = 1.0
 """Maximum time that one write waits for a reader, seconds. Later writes are dropped at once, until it reads again."""
 
 log = logging.getLogger(__name__)
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 class StandardStream(io.RawIOBase):
     """Writes to a file descriptor, drops what cannot be written, and never raises.
 
-    patience_s: maximum time that one write waits, seconds; None = without limit.
+    timeout_s: maximum time that one write waits, seconds; None = without limit.
     """
 
-    def __init__(self, fd: int, name: str, *, patience_s: float | None) -> None:
-        self.patience_s = patience_s
+    def __init__(self, fd: int, name: str, *, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
         self.failures: list[str] = []
         """Sentences on why output was dropped, each once."""
         self._is_logged = False
@@ -52,23 +52,23 @@ class StandardStream(io.RawIOBase):
 
     def write(self, data: Buffer, /) -> int:
         content = bytes(data)
-        if self.patience_s is None or sys.is_finalizing():  # when Python ends, it starts no threads
+        if self.timeout_s is None or sys.is_finalizing():  # when Python ends, it starts no threads
             reason = self._write(content)
         else:
-            reason = self._write_briefly(content, self.patience_s)
+            reason = self._write_in_thread(content, self.timeout_s)
         if reason:
             self._record(f"{self.name} cannot be written ({reason}): output is dropped until it can")
         return len(content)
 
-    def _write_briefly(self, content: bytes, patience_s: float) -> str:
+    def _write_in_thread(self, content: bytes, timeout_s: float) -> str:
         """Write in a thread and wait for it; return why not everything was written, empty if it was."""
         reasons: list[str] = []
         with self._lock:
             if not self._writer.is_alive():
                 self._writer = threading.Thread(target=lambda: reasons.append(self._write(content)), daemon=True)
                 self._writer.start()
-                self._writer.join(patience_s)
-        return reasons[0] if reasons else f"nothing was read for {patience_s:g} s"
+                self._writer.join(timeout_s)
+        return reasons[0] if reasons else f"nothing was read for {timeout_s:g} s"
 
     def _write(self, content: bytes) -> str:
         try:
@@ -103,8 +103,8 @@ def protect_streams() -> None:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
-    sys.stdout = _as_text(StandardStream(1, "standard output", patience_s=None), sys.stdout)
-    sys.stderr = _as_text(StandardStream(2, "standard error", patience_s=PATIENCE_S), sys.stderr)
+    sys.stdout = _as_text(StandardStream(1, "standard output", timeout_s=None), sys.stdout)
+    sys.stderr = _as_text(StandardStream(2, "standard error", timeout_s=TIMEOUT_S), sys.stderr)
 
 
 def enter_training() -> None:
@@ -112,7 +112,7 @@ def enter_training() -> None:
     for text in (sys.stdout, sys.stderr):
         stream = getattr(text, "buffer", None)
         if isinstance(stream, StandardStream):
-            stream.patience_s = PATIENCE_S
+            stream.timeout_s = TIMEOUT_S
             stream.start_log()
 
 

@@ -55,23 +55,23 @@ def fill(fd: int) -> None:
 
 
 def test_every_byte_is_written_in_order(pipe: tuple[int, int]) -> None:
-    for patience_s in (None, 60.0):
-        stream = StandardStream(pipe[1], "out", patience_s=patience_s)
+    for timeout_s in (None, 60.0):
+        stream = StandardStream(pipe[1], "out", timeout_s=timeout_s)
         data = b"".join(b"line %d\n" % number for number in range(20_000))  # more than a pipe holds
         with ThreadPoolExecutor() as threads, os.fdopen(os.dup(pipe[0]), "rb") as reader:
             contents = threads.submit(reader.read, len(data))
             assert stream.write(data[:1000]) == 1000
             assert stream.write(data[1000:]) == len(data) - 1000
-            assert contents.result() == data, patience_s
+            assert contents.result() == data, timeout_s
         assert stream.failures == []
 
 
 def test_output_that_fails_is_dropped_and_each_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     for path, reason in BROKEN.items():
-        for patience_s in (None, 60.0):
+        for timeout_s in (None, 60.0):
             caplog.clear()
             with broken(path) as fd, caplog.at_level(logging.WARNING, "acsgd"):
-                stream = StandardStream(fd, "standard output", patience_s=patience_s)
+                stream = StandardStream(fd, "standard output", timeout_s=timeout_s)
                 assert stream.write(b"line\n") == 5
                 assert caplog.messages == [], "there is no log yet"
                 stream.start_log()
@@ -84,14 +84,14 @@ def test_output_that_nobody_reads_delays_one_write_and_no_later_one_and_reaches_
     pipe: tuple[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     reader, writer = pipe
-    stream = StandardStream(writer, "standard error", patience_s=0.2)
+    stream = StandardStream(writer, "standard error", timeout_s=0.2)
     stream.start_log()
     fill(writer)
     started = time.monotonic()
     with caplog.at_level(logging.WARNING, "acsgd"):
         stream.write(b"first\n")
         assert time.monotonic() - started >= 0.2
-        stream.patience_s = 60.0
+        stream.timeout_s = 60.0
         stream.write(b"dropped\n")
         assert time.monotonic() - started < 30
     assert caplog.messages == stream.failures
