@@ -1,8 +1,8 @@
-"""The tensors that the files of a checkpoint must hold, and the check of those that they hold.
+"""Check of the tensors of a checkpoint against those that its model, optimizer and data-parallel mode declare.
 
 The model declares the weights, `OptimizerSpec.states` the state of the optimizer, `Mode.states` the state of each
-replica. The check reads every value, since a tensor of another shape than its weight would corrupt memory in a fused
-optimizer, and one that is missing, or not finite, would change training without an error.
+replica. The check reads every value: a tensor whose shape is not that of its weight would corrupt memory in a fused
+optimizer; one that is missing or not finite would change training without an error.
 """
 
 from __future__ import annotations

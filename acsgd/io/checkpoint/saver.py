@@ -19,11 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from acsgd.config.options import CheckpointConfig
-from acsgd.errors import NonFiniteError, RunError
+from acsgd.errors import NonFiniteError, RunError, explain
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.shards.disk import Manifest, StoredFile, copy_model_files, write_layer
 from acsgd.shards.weights import WeightState
@@ -264,8 +263,8 @@ class _WrittenFile:
 
 
 def _message(error: Exception) -> str:
-    """Return the message of an error, with its type unless it is expected of a disk or this package."""
-    return str(error) if isinstance(error, (OSError, SafetensorError, RunError)) else f"{type(error).__name__}: {error}"
+    """Return one sentence on an error, with its type if the cause is not known."""
+    return explain(error) or f"{type(error).__name__}: {error}"
 
 
 def _first_error(reports: Sequence[dict[str, Any]]) -> str | None:
