@@ -170,6 +170,7 @@ class Campaign:
             (base / name).mkdir()
             ours, theirs = _context().Pipe()
             log = base / f"{name}.log"
+            log.touch()
             process = _context().Process(target=_prepare, args=(area, base / name, log, theirs))
             process.start()
             theirs.close()
