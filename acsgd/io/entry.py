@@ -38,7 +38,7 @@ def seal(directory: Path) -> None:
 class Entry:
     """An entry, opened for reading.
 
-    Raises CorruptFileError if the checksums are missing or corrupt, or a file has not the size it was written with.
+    Raises CorruptFileError if the checksums are missing or corrupt, or a file has changed its size.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,7 +53,7 @@ class Entry:
         return self._files[name]
 
     def invalidate(self) -> bool:
-        """Remove the checksums, so that nobody opens the entry again. Return whether that was possible."""
+        """Remove the checksums, so that the entry is not opened again. Return whether that was possible."""
         with contextlib.suppress(OSError):
             (self.path / CHECKSUMS).unlink(missing_ok=True)
             return True

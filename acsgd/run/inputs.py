@@ -149,7 +149,9 @@ class CachedModel(ShardDirectory):
         for entry in self.manifest.files:
             file = path / entry.file
             if not file.is_file() or file.stat().st_size != entry.bytes:
-                raise CorruptFileError(file, f"is corrupt: it has not the {entry.bytes} bytes it was written with")
+                raise CorruptFileError(
+                    file, f"is corrupt: it was written with {entry.bytes} bytes, and has another size"
+                )
 
     def verify(self, entry: StoredFile) -> Path:
         try:

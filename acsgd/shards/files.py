@@ -167,7 +167,7 @@ def blame(path: Path, problem: str, remedy: str) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the message of a library's error in one line, with its class if the message does not tell what it is."""
+    """Return the message of a library's error in one line, with its class if the message is a single word."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     if lines and lines[0].endswith(":"):  # the message of a strict dataclass has the cause in its second line
         lines = lines[1:] or lines

@@ -44,7 +44,7 @@ class StoredTensor(NamedTuple):
 
 
 class HFModel(NamedTuple):
-    """A Hugging Face directory whose files hold exactly the parameters that its config says."""
+    """A Hugging Face directory whose files hold exactly the parameters that its config describes."""
 
     config: PreTrainedConfig
     model: PreTrainedModel
@@ -57,7 +57,7 @@ def open_hf(directory: Path) -> HFModel:
     """Open a Hugging Face directory with safetensors.
 
     Reads only headers, and the values of tied parameters that are stored twice. Raises ValueError if parameters are
-    missing, have another shape than config.json says, or are not floating-point numbers, if tied ones differ, or if the
+    missing, have another shape than in config.json, or are not floating-point numbers, if tied ones differ, or if the
     directory holds tensors that the model does not have; CorruptFileError if a file is not complete.
     """
     config = read_config(directory)
@@ -159,7 +159,7 @@ def _indexed_tensors(index: Path) -> dict[str, StoredTensor]:
 
 
 def _check_blocks(stored: Iterable[str], config: PreTrainedConfig, directory: Path) -> None:
-    """Raise ValueError if a block of the config has no tensor, before a model of perhaps thousands of them is built."""
+    """Raise ValueError if a block of the config has no tensor, before the model is built, which may have thousands."""
     prefixes = {name[: dot.start()] for name in stored for dot in re.finditer(r"\.", name)}
     blocks = [layer.modules[0] for layer in family_of(config.model_type).layers(config) if layer.kind == "block"]
     # models saved without their head lack the first component: "h.0" for "transformer.h.0"

@@ -113,13 +113,13 @@ class Dataset:
         self._batches.close()
 
 
-def reading_bytes(batch: int, mine: int, sequence: int) -> int:
+def reading_bytes(batch: int, replica_batch: int, sequence: int) -> int:
     """Return how much host memory a `Dataset` takes at most, bytes.
 
-    batch: sequences of the global batch, about 90 bytes each; mine: of the replica, with tokens and labels of 8 bytes
-    each in the batches read ahead, the one in use and the one being made, and once more in what was read for it.
+    batch: sequences of the global batch, about 90 bytes each. replica_batch: sequences of the replica, with tokens and
+    labels of 8 bytes each: in the batches read ahead, the one in use and the next one, whose windows are held, too.
     """
-    return 90 * batch + mine * (sequence + 2) * 8 * (2 * (AHEAD + 2) + 1)
+    return 90 * batch + replica_batch * (sequence + 2) * 8 * (2 * (AHEAD + 2) + 1)
 
 
 def _read_ahead(make: Callable[[int], T], steps: Iterable[int], ahead: int) -> Generator[T, None, None]:
