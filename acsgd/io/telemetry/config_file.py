@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,12 +23,10 @@ class ConfigFile:
 
     def log(self, record: Record) -> None:
         """Write the file again if it is gone. An error is left to the next step: metrics.jsonl reports it."""
-        try:
+        with contextlib.suppress(OSError):
             if not self._path.exists():
                 self._write()
                 self._notify(f"{self._path} was removed during the run; written again")
-        except OSError:
-            pass
 
     def note(self, text: str) -> None:
         """Do nothing."""
