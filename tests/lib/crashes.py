@@ -29,6 +29,8 @@ MAX_DELAY_S = 0.1
 """Maximum time from then to the interruption, seconds."""
 EARLY = 0.1
 """Fraction of the kills that may happen before training starts."""
+AIMED = 0.4
+"""Fraction of the kills that wait for a save in progress: how long saves and steps take depends on the machine."""
 
 
 class Outcome(NamedTuple):
@@ -116,7 +118,11 @@ class Campaign:
             due = max(checkpoints.steps(), default=0) + self._random.randint(0, MAX_SAVES)
             while max(checkpoints.steps(), default=0) < min(due, self.steps) and run.processes[0].is_alive():
                 time.sleep(POLL_S)
-            time.sleep(self._random.uniform(0, MAX_DELAY_S))
+            if number == signal.SIGKILL and self._random.random() < AIMED:
+                while not checkpoints.leftovers() and run.processes[0].is_alive():
+                    time.sleep(POLL_S)
+            else:
+                time.sleep(self._random.uniform(0, MAX_DELAY_S))
         ranks = self._random.sample(range(self.processes), self.processes)
         run.send(number, ranks if number == signal.SIGKILL else ranks[: self._random.randint(1, self.processes)])
 
