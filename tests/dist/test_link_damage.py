@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,14 @@ from acsgd import codecs
 from acsgd.dp.exchange.peers import Peers
 from acsgd.errors import RunError
 from acsgd.meter import Meter
-from acsgd.pp.wire.coder import TensorSpec, TransferInfo
+from acsgd.pp.wire.cache_plan import CachePlan
+from acsgd.pp.wire.coder import EXACT, TensorSpec, TransferInfo
+from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.link import LinkFactory
 
 SPECS = ["none", "none:dtype=fp16", "fixpoint:bits=4", "fixpoint:bits=2,entropy_coding=true", "lloyd", "hadamard"]
+DELTAS = Delta(), Delta(first_bits=4), Delta(step=2.5)
+"""The last one accepts messages shorter than expected."""
 SPEC = TensorSpec((2, 8, 16), torch.float32)
 BITS = [0, 45, 8 * 16 + 3, 8 * 24 + 1, 8 * 32, 8 * 40 + 6, -1]
 """Of header (magic, kind, length, checksum) and payload."""
@@ -26,7 +31,7 @@ BITS = [0, 45, 8 * 16 + 3, 8 * 24 + 1, 8 * 32, 8 * 40 + 6, -1]
 
 def damage_links(rank: int, world_size: int, store: Path) -> None:
     with connect_pipeline(rank, world_size, store) as groups, pytest.MonkeyPatch.context() as patch:
-        bits: list[int] = []
+        bits: list[int | None] = []
         damage_sends(patch, bits)
         for spec in SPECS:
             codec = codecs.parse(spec)
@@ -54,8 +59,48 @@ def test_a_damaged_message_between_stages_is_named(tmp_path: Path) -> None:
     on_ranks(2, damage_links, tmp_path / "store")
 
 
+def damage_cache_syncs(rank: int, world_size: int, store: Path) -> None:
+    """Damage what the ends of a link send to compare their caches: the nonce at the start, or a step's versions."""
+    with connect_pipeline(rank, world_size, store) as groups, pytest.MonkeyPatch.context() as patch:
+        bits: list[int | None] = []
+        damage_sends(patch, bits)
+        for delta, damaging_rank, bit, what in itertools.product(DELTAS, (0, 1), (0, 40, 62), ("nonce", "versions")):
+            case = delta, damaging_rank, bit, what
+            plan = CachePlan(4, Path("unused"), ["block-00001"], "test", fresh=True)
+            factory = LinkFactory(groups.pp, CPU, {"hidden": SPEC}, delta, EXACT, Meter(), Meter(), plan)
+            if rank == damaging_rank and what == "nonce":
+                bits += [None, None, bit]  # the first two are handshakes
+            link = factory.open(0, peer=1 - rank, downstream=rank == 0)
+            failures = []
+            for step in range(2):
+                if rank == damaging_rank and what == "versions" and step == 1:
+                    bits.append(bit)
+                link.begin_step([3, 5], [3, 5])
+                x = torch.randn(SPEC.shape, generator=torch.Generator().manual_seed(step))
+                info = TransferInfo(step, 0, samples=(3, 5))
+                if rank == 0:
+                    link.send(info, {"hidden": x})
+                    link.outbox.drain()
+                    continue
+                link.inbox.post()
+                try:
+                    link.receive(info)
+                except RunError as error:
+                    failures.append(str(error))
+            link.close()
+            if rank == 1:
+                first = 1 if what == "nonce" else 2
+                assert failures, case
+                for text in ("rank 0 sent a corrupt message", f"boundary 0-1, step {first}, micro-batch 0"):
+                    assert text in failures[0], case
+
+
+def test_a_damaged_comparison_of_caches_is_found_by_the_next_message(tmp_path: Path) -> None:
+    on_ranks(2, damage_cache_syncs, tmp_path / "store")
+
+
 def damage_exchanges(rank: int, peers: Peers) -> None:
-    bits: list[int] = []
+    bits: list[int | None] = []
     with pytest.MonkeyPatch.context() as patch:
         damage_sends(patch, bits)
         for number, bit in enumerate([*range(8 * 16), 8 * 16, 8 * 20 + 5, -1, None], start=1):

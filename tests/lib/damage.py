@@ -17,14 +17,15 @@ def flip_bit(data: Tensor, bit: int) -> Tensor:
     return damaged
 
 
-def damage_sends(patch: pytest.MonkeyPatch, bits: list[int]) -> None:
+def damage_sends(patch: pytest.MonkeyPatch, bits: list[int | None]) -> None:
     """Flip a bit of each message that this process sends point to point: the first of `bits`, which is removed.
 
-    Messages are sent unchanged while the list is empty.
+    Messages are sent unchanged if it is None, and while the list is empty.
     """
     isend = dist.isend
 
     def damaged_isend(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        return isend(flip_bit(tensor, bits.pop(0)) if bits else tensor, *args, **options)
+        bit = bits.pop(0) if bits else None
+        return isend(tensor if bit is None else flip_bit(tensor, bit), *args, **options)
 
     patch.setattr(dist, "isend", damaged_isend)

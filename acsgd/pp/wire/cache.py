@@ -133,6 +133,11 @@ class ActivationCache:
         """Return the version of every entry, by sample."""
         return {sample: location.version for sample, location in self._table.items()}
 
+    def pack_versions(self, samples: Sequence[int]) -> bytes:
+        """Return the nonce and the versions of the samples' entries, packed; equal at both ends if the entries are."""
+        versions = (self._table[sample].version if sample in self._table else ABSENT for sample in samples)
+        return _pack(self._nonce, *versions)
+
     def begin_step(self, samples: Sequence[int], upcoming: Sequence[int]) -> list[int]:
         """Read the entries of a step's samples, start to read those of the next step's; return the versions read.
 
@@ -211,5 +216,9 @@ class ActivationCache:
 
 def _hash(*numbers: int) -> int:
     """Return a 63-bit hash of integers, each taken modulo 2**64."""
-    packed = struct.pack(f"<{len(numbers)}Q", *(number % 2**64 for number in numbers))
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+    return int.from_bytes(hashlib.blake2b(_pack(*numbers), digest_size=8).digest(), "little") >> 1
+
+
+def _pack(*numbers: int) -> bytes:
+    """Return integers in 8 bytes each, taken modulo 2**64."""
+    return struct.pack(f"<{len(numbers)}Q", *(number % 2**64 for number in numbers))

@@ -23,7 +23,7 @@ class CacheSync:
 
     The constructor compares all entries, `begin_step` those of a step; both ends discard entries that differ or that
     one of them lacks. A step costs one message of 8 bytes per tensor and sample in each direction, in flight while the
-    first micro-batch is computed.
+    first micro-batch is computed. The messages of the step fail their checksums if this one is damaged.
     """
 
     def __init__(self, channel: Channel, caches: Sequence[ActivationCache]) -> None:

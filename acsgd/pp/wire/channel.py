@@ -120,14 +120,17 @@ def handshake(channel: Channel) -> None:
     check_header(exchange.wait(), ours, channel.peer)
 
 
-def check_header(buffer: Tensor, expected: Header, peer: int, *, allow_shorter: bool = False) -> Header:
+def check_header(
+    buffer: Tensor, expected: Header, peer: int, *, context: bytes = b"", allow_shorter: bool = False
+) -> Header:
     """Return the header of a message. Raises RunError unless it is the expected one or its length is NOT_FINITE.
 
-    Also raises RunError if header and payload do not match their checksum. buffer: the message, in host memory.
-    allow_shorter: whether the message may have fewer bytes than expected, which entropy-coded messages have.
+    Also raises RunError if header, context and payload do not match their checksum. buffer: the message, in host
+    memory; context: as of `Header.pack`; allow_shorter: whether the message may have fewer bytes than expected, which
+    entropy-coded messages have.
     """
     try:
-        received = Header.unpack(buffer)
+        received = Header.unpack(buffer, context)
     except ValueError as error:
         raise RunError(f"rank {peer} sent a corrupt message: {error}; expected {expected}: {REMEDY}") from None
     if allow_shorter and received.length < expected.length:

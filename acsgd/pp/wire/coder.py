@@ -55,6 +55,10 @@ class Coder(Protocol):
         """Whether the message body is entropy-coded."""
         ...
 
+    def context(self, info: TransferInfo) -> bytes:
+        """Return the state that a message depends on, equal at both ends; the message's checksum covers it."""
+        ...
+
     def encode(self, x: Tensor, info: TransferInfo) -> tuple[Tensor, ...]:
         """Return the fields of a tensor, in wire order, on its device. May raise NotFiniteError."""
         ...
@@ -84,6 +88,9 @@ class StatelessCoder:
 
     def uses_entropy_coding(self, info: TransferInfo) -> bool:
         return self._codec_of(info).entropy_coding
+
+    def context(self, info: TransferInfo) -> bytes:
+        return b""
 
     def encode(self, x: Tensor, info: TransferInfo) -> tuple[Tensor, ...]:
         return self._codec_of(info).encode(x)

@@ -152,6 +152,10 @@ class DeltaCoder:
         _, misses = self._hits_and_misses(info)
         return self._delta.codec.entropy_coding and (not misses or self._miss_codec(info).entropy_coding)
 
+    def context(self, info: TransferInfo) -> bytes:
+        """Return the versions of the samples' entries; taken before `encode` or `decode`, which update them."""
+        return self._cache.pack_versions(info.samples)
+
     def encode(self, x: Tensor, info: TransferInfo) -> tuple[Tensor, ...]:
         """Return the fields of misses, then of hits. Raises NotFiniteError, and then leaves the cache unchanged."""
         hits, misses = self._hits_and_misses(info)

@@ -41,17 +41,20 @@ class Header(NamedTuple):
     length: int
     """Bytes that follow the header."""
 
-    def pack(self, payload: Tensor) -> bytes:
-        """Return the 32 bytes of the header of a message. payload: uint8[length] in host memory."""
+    def pack(self, payload: Tensor, context: bytes = b"") -> bytes:
+        """Return the 32 bytes of the header of a message.
+
+        payload: uint8[length] in host memory; context: covered by the checksum, but not sent.
+        """
         identity = _IDENTITY.pack(_MAGIC, *self)
-        return identity + _CHECKSUM.pack(checksum(identity, payload))
+        return identity + _CHECKSUM.pack(checksum(identity + context, payload))
 
     @classmethod
-    def unpack(cls, message: Tensor) -> Header:
+    def unpack(cls, message: Tensor, context: bytes = b"") -> Header:
         """Return the header of a message, uint8[n] in host memory; bytes after its payload are ignored.
 
-        Raises ValueError if the message does not start with a header, or if header and payload do not match their
-        checksum.
+        Raises ValueError if the message does not start with a header, or if header, context and payload do not match
+        their checksum.
         """
         raw = message[:HEADER_BYTES].numpy().tobytes()
         identity, (expected,) = raw[: _IDENTITY.size], _CHECKSUM.unpack(raw[_IDENTITY.size :])
@@ -60,7 +63,7 @@ class Header(NamedTuple):
             raise ValueError(f"it starts with {magic!r} instead of {_MAGIC!r}")
         header = cls(*values)
         end = min(HEADER_BYTES + header.length, len(message))  # a handshake has no payload; a corrupt length, any value
-        if (actual := checksum(identity, message[HEADER_BYTES:end])) != expected:
+        if (actual := checksum(identity + context, message[HEADER_BYTES:end])) != expected:
             raise ValueError(f"its checksum is {actual:016x} instead of {expected:016x}")
         return header
 

@@ -53,6 +53,7 @@ class _Encoding(NamedTuple):
     """A message that is being encoded."""
 
     header: Header
+    context: bytes
     buffer: Tensor
     encoded: Event
     length: Future[int] | None
@@ -91,11 +92,11 @@ class Outbox:
     def flush(self, *, wait: bool) -> None:
         """Pass encoded messages to gloo. wait: also wait for messages that are still being encoded."""
         while self._encoding and (wait or self._encoding[0].ready()):
-            header, buffer, encoded, length = self._encoding.popleft()
+            header, context, buffer, encoded, length = self._encoding.popleft()
             encoded.synchronize()
             if length is not None:
                 header = header._replace(length=length.result())
-            packed = header.pack(buffer[HEADER_BYTES : HEADER_BYTES + header.length])
+            packed = header.pack(buffer[HEADER_BYTES : HEADER_BYTES + header.length], context)
             buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
             self._post(header, buffer)
         while len(self._in_flight) > MAX_SENDS_IN_FLIGHT:
@@ -113,7 +114,7 @@ class Outbox:
 
     def _encode(self, index: int, coder: Coder, x: Tensor, info: TransferInfo) -> _Encoding:
         channel, length, entropy_coding = self._channel, wire_bytes(coder.wire(info)), coder.uses_entropy_coding(info)
-        buffer = self._pools[index].acquire()
+        buffer, context = self._pools[index].acquire(), coder.context(info)
         body = buffer[HEADER_BYTES : HEADER_BYTES + length]
         with channel.streams.side_stream(x):
             try:
@@ -127,7 +128,7 @@ class Outbox:
         elif entropy_coding:
             coded_length = self._entropy_coder.submit(_entropy_code, body, encoded)
         header = Header(channel.kind, index, channel.boundary, info.step, info.micro, length)
-        return _Encoding(header, buffer, encoded, coded_length)
+        return _Encoding(header, context, buffer, encoded, coded_length)
 
     def _post(self, header: Header, buffer: Tensor) -> None:
         channel, nbytes, posted_at = self._channel, HEADER_BYTES + header.length, time.perf_counter()
@@ -177,7 +178,13 @@ class Inbox:
         expected = Header(channel.kind, index, channel.boundary, info.step, info.micro, wire_bytes(wire))
         with channel.report_failure(f"waiting for {expected} from", posted_at):
             channel.meter.wait(work, posted_at)
-        header = check_header(buffer, expected, channel.peer, allow_shorter=coder.uses_entropy_coding(info))
+        header = check_header(
+            buffer,
+            expected,
+            channel.peer,
+            context=coder.context(info),
+            allow_shorter=coder.uses_entropy_coding(info),
+        )
         if header.length == NOT_FINITE:
             pool.release(buffer)
             shape, dtype = coder.spec
