@@ -92,6 +92,13 @@ class StartedRun:
             while self.resumed_at(rank) is None and process.is_alive():
                 time.sleep(POLL_S)
 
+    def wait_until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+        """Wait until a condition is true. Raises AssertionError after `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, self.stderr
+            time.sleep(POLL_S)
+
     def resumed_at(self, rank: int = 0) -> int | None:
         """Return the step from which training resumed, 0 for a new run; None before training starts."""
         path = self.directory / f"resumed-at-{rank}"

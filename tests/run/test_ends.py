@@ -27,7 +27,7 @@ from acsgd.run import lock
 from acsgd.run.checkpointing import Checkpointing
 from acsgd.run.failures import GRACE_S
 from acsgd.run.signals import REPEAT_S, WATCH_S
-from tests.lib.forks import StartedRun, make_config, save_model, started
+from tests.lib.forks import make_config, save_model, started
 from tests.lib.launched import MARGIN_S, TRAIN, running
 
 HOST = socket.gethostname()
@@ -67,13 +67,6 @@ def inject(rank: int, *, at_rank: int, fault: str, notice: Path) -> None:
     Stage.forward = faulty  # type: ignore[method-assign]
 
 
-def wait_for(path: Path, run: StartedRun) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, run.stderr
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize(
     ("processes", "stages", "at_rank", "fault"),
     [(4, 4, 1, "STOP"), (4, 4, 2, "KILL"), (4, 2, 3, "STOP"), (4, 2, 2, "KILL"), (2, 1, 1, "KILL")],
@@ -84,7 +77,7 @@ def test_a_rank_that_hangs_or_dies_is_named_once_and_all_others_end(
     config = config_of(tmp_path, processes=processes, stages=stages)
     notice = tmp_path / "fault"
     with started(config, processes, setup=partial(inject, at_rank=at_rank, fault=fault, notice=notice)) as run:
-        wait_for(notice, run)
+        run.wait_until(notice.exists)
         # gloo reports the death of a peer at once, a peer that hangs only after run.timeout
         limit_s = TIMEOUT_S + 4 * min(GRACE_S, TIMEOUT_S / 4) + MARGIN_S
         others = [process for rank, process in enumerate(run.processes) if rank != at_rank]
@@ -151,7 +144,7 @@ def test_an_error_of_one_rank_before_training_ends_all_with_code_2_and_one_sente
 def test_a_second_interrupt_ends_at_once_without_a_traceback(tmp_path: Path) -> None:
     config, notice = config_of(tmp_path, processes=1, stages=1), tmp_path / "fault"
     with started(config, 1, setup=partial(inject, at_rank=0, fault="sleep", notice=notice)) as run:
-        wait_for(notice, run)
+        run.wait_until(notice.exists)
         run.send(signal.SIGINT, [0])
         time.sleep(REPEAT_S / 2)
         run.send(signal.SIGINT, [0])  # an echo: from the terminal and forwarded by torchrun
@@ -166,7 +159,7 @@ def test_a_second_interrupt_ends_at_once_without_a_traceback(tmp_path: Path) -> 
 def test_a_second_interrupt_ends_a_rank_that_waits_inside_gloo(tmp_path: Path) -> None:
     config, notice = config_of(tmp_path, processes=2, stages=2, timeout_s=600), tmp_path / "fault"
     with started(config, 2, setup=partial(inject, at_rank=1, fault="STOP", notice=notice)) as run:
-        wait_for(notice, run)
+        run.wait_until(notice.exists)
         run.send(signal.SIGINT, [0])
         time.sleep(2 * REPEAT_S)
         assert run.processes[0].is_alive()

@@ -9,13 +9,11 @@ import pty
 import shutil
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from acsgd.config.options import CheckpointConfig, Config
 from acsgd.config.run_file import to_toml
-from tests.lib.forks import StartedRun, checkpoints_of, make_config, save_model, started
+from tests.lib.forks import checkpoints_of, make_config, save_model, started
 from tests.lib.launched import MARGIN_S, TORCHRUN, TRAIN, running
 
 
@@ -80,7 +78,7 @@ def test_a_run_whose_directory_is_removed_makes_it_again_and_saves(tmp_path: Pat
             assert (run_dir / name).exists()
         remove(run_dir)
         removed_at = steps_of(config)
-        wait_for(lambda: steps_of(config) > removed_at, run)
+        run.wait_until(lambda: steps_of(config) > removed_at)
         run.send(signal.SIGTERM, [0])
         assert run.join() == [0, 0], run.stderr
     assert checkpoints_of(config).steps() == [steps_of(config)]
@@ -99,10 +97,3 @@ def test_a_run_whose_directory_is_removed_makes_it_again_and_saves(tmp_path: Pat
 def remove(directory: Path) -> None:
     """Remove a directory that ranks write to: rename it first, so that it is gone at once."""
     shutil.rmtree(directory.rename(directory.with_name("removed")))
-
-
-def wait_for(condition: Callable[[], object], run: StartedRun) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, run.stderr
-        time.sleep(0.01)

@@ -13,7 +13,7 @@ from typing import Any
 
 from acsgd.config.options import CheckpointConfig, Config, RunConfig
 from acsgd.io.checkpoint.saver import Saver
-from tests.lib.forks import StartedRun, checkpoints_of, make_config, save_model, started
+from tests.lib.forks import checkpoints_of, make_config, save_model, started
 from tests.lib.launched import MARGIN_S
 from tests.lib.proxy import proxied_store
 
@@ -43,17 +43,10 @@ def report_when_released(rank: int, *, at_rank: int, directory: Path) -> None:
     Saver._all_gather = late  # type: ignore[method-assign]
 
 
-def wait_for(path: Path, run: StartedRun) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, run.stderr
-        time.sleep(0.01)
-
-
 def test_a_store_that_freezes_during_the_last_save_ends_the_run_in_time(tmp_path: Path) -> None:
     config, setup = config_of(tmp_path), partial(report_when_released, at_rank=1, directory=tmp_path)
     with proxied_store() as proxy, started(config, 2, setup=setup, store_port=proxy.port) as run:
-        wait_for(tmp_path / "written", run)
+        run.wait_until((tmp_path / "written").exists)
         proxy.freeze()
         (tmp_path / "go").touch()
         froze = time.monotonic()
@@ -72,7 +65,7 @@ def test_a_store_that_freezes_during_the_last_save_ends_the_run_in_time(tmp_path
 def test_a_rank_that_is_killed_during_the_last_save_is_named_in_time(tmp_path: Path) -> None:
     config, setup = config_of(tmp_path), partial(report_when_released, at_rank=1, directory=tmp_path)
     with started(config, 2, setup=setup) as run:
-        wait_for(tmp_path / "written", run)
+        run.wait_until((tmp_path / "written").exists)
         run.send(signal.SIGKILL, [1])
         run.processes[0].join(TIMEOUT_S + MARGIN_S)
         assert run.processes[0].exitcode == 1
