@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from acsgd.errors import RunError
 from acsgd.seeds import mix_seed
 from acsgd.shards.layers import LayerShard, meta_model, parameter_keys, stored_weights, tied_keys
 from acsgd.shards.weights import Weight
@@ -21,7 +20,7 @@ class WeightSource(Protocol):
     """Source of the weights of layers."""
 
     def tensors(self, layer: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return all tensors of one layer. weights: its parameters, by key, for their shapes."""
+        """Return all tensors of one layer, of the shapes of its parameters. weights: these, by key."""
         ...
 
     def tensor(self, layer: str, key: str) -> Tensor:
@@ -45,7 +44,7 @@ class RandomWeights:
         return meta_model(self._config)
 
     @torch.no_grad()
-    def tensors(self, layer: str, keys: Collection[str]) -> dict[str, Tensor]:
+    def tensors(self, layer: str, weights: Collection[str]) -> dict[str, Tensor]:
         shard = self._shards[layer]
         torch.manual_seed(mix_seed(self._seed, shard.index))
         drawn: dict[str, Tensor] = {}
@@ -53,7 +52,7 @@ class RandomWeights:
             module = copy.deepcopy(self._model.get_submodule(path)).to_empty(device="cpu")
             module.apply(self._model._init_weights)
             drawn |= {f"{path}.{name}": param.detach().float() for name, param in module.named_parameters()}
-        return {key: drawn[key] for key in keys}
+        return {key: drawn[key] for key in weights}
 
     def tensor(self, layer: str, key: str) -> Tensor:
         return self.tensors(layer, [key])[key]
@@ -71,7 +70,7 @@ def load_layer(
     """Replace the meta parameters of one layer of `model`, in place, by loaded ones; return its weights.
 
     embedding: the layer that holds the originals of tied parameters. A tied parameter becomes the same object as its
-    original if that is loaded on this rank, else a copy with `copy_of` set. Raises RunError if a shape differs.
+    original if that is loaded on this rank, else a copy with `copy_of` set.
     """
     weights = []
     stored = source.tensors(shard.name, stored_weights(model, shard))
@@ -82,9 +81,6 @@ def load_layer(
             _set_parameter(model, key, model.get_parameter(original))
             continue
         tensor = stored[key] if original is None else source.tensor(embedding.name, original)
-        expected = model.get_parameter(key).shape
-        if tensor.shape != expected:
-            raise RunError(f"{key} has shape {tuple(tensor.shape)}, the model's config says {tuple(expected)}")
         # copies, because `tensor` lies in a memory-mapped file
         master = nn.Parameter(tensor.to(device=device, dtype=torch.float32, copy=True))
         param = master if dtype == torch.float32 else nn.Parameter(tensor.to(device=device, dtype=dtype, copy=True))
