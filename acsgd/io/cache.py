@@ -23,11 +23,6 @@ TIMEOUT_S = 4 * 3600.0
 """Maximum time to wait for another process that builds, seconds. A process that dies releases the lock at once."""
 
 
-def once_per_host(path: Path, build: Callable[[Path], None], *, timeout_s: float = TIMEOUT_S) -> Path:
-    """Build `path` if it does not exist, and return it. As `open_cached`, without verification."""
-    return open_cached(path, build, lambda built: built, timeout_s=timeout_s)
-
-
 def open_cached(
     path: Path,
     build: Callable[[Path], None],

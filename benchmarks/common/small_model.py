@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
 
-from acsgd.io.cache import once_per_host
+from acsgd.io.cache import open_cached
 
 END = "<|endoftext|>"
 
@@ -53,7 +53,7 @@ def with_dropout(model: Path, share: float) -> Path:
         config = json.loads((target / "config.json").read_text())
         (target / "config.json").write_text(json.dumps({**config, **_dropouts(share)}, indent=2))
 
-    return once_per_host(model.with_name(f"{model.name}-dropout-{share:g}"), build)
+    return open_cached(model.with_name(f"{model.name}-dropout-{share:g}"), build, Path)
 
 
 def cut(text: str, model: Path, *, sequences: int, sequence: int) -> str:
@@ -72,7 +72,7 @@ def cut(text: str, model: Path, *, sequences: int, sequence: int) -> str:
 
 def written(directory: Path, text: str) -> Path:
     """Write a text to a file named by its hash, unless it exists; return the path."""
-    return once_per_host(directory / f"{digest(text)}.txt", lambda path: path.write_text(text, newline=""))
+    return open_cached(directory / f"{digest(text)}.txt", lambda path: path.write_text(text, newline=""), Path)
 
 
 def digest(text: str) -> str:

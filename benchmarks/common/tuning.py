@@ -32,7 +32,7 @@ from acsgd.config.options import (
     ReplicaConfig,
 )
 from acsgd.config.run_file import to_toml
-from acsgd.io.cache import once_per_host
+from acsgd.io.cache import open_cached
 from acsgd.io.sources.sources import parse_sources
 from acsgd.shards.convert import to_hf
 from benchmarks.common.small_model import cut, digest, save_blank, with_dropout, written
@@ -152,7 +152,7 @@ class Tuning:
                 outcome = outcome_of(run_dir)
             target.write_text(json.dumps({**outcome._asdict(), **made_with}))
 
-        path = once_per_host(self.directory / "outcomes" / f"{digest(json.dumps(made_with))}.json", build)
+        path = open_cached(self.directory / "outcomes" / f"{digest(json.dumps(made_with))}.json", build, Path)
         kept = json.loads(path.read_text())
         return Outcome(*(kept[name] for name in Outcome._fields))
 
@@ -199,7 +199,7 @@ def blank(directory: Path, setting: Setting, text: str) -> Path:
         target.mkdir()
         save_blank(target, text, **sizes)
 
-    return once_per_host(path, build)
+    return open_cached(path, build, Path)
 
 
 def pretrained(directory: Path, setting: Setting, text: str) -> Path:
@@ -219,7 +219,7 @@ def pretrained(directory: Path, setting: Setting, text: str) -> Path:
             to_hf(run_dir / "checkpoints" / f"step-{s.pretrain_steps:08d}", target)
 
     made_with = (untrained.name, s.batch, s.pretrain_steps, s.pretrain_lr, torch.__version__)
-    return once_per_host(directory / f"pretrained-{digest(repr(made_with))}", build)
+    return open_cached(directory / f"pretrained-{digest(repr(made_with))}", build, Path)
 
 
 def read(sources: str) -> str:

@@ -14,7 +14,7 @@ from filelock import FileLock
 from acsgd import notes as notes_module
 from acsgd.atomic import describe_build
 from acsgd.errors import CorruptFileError, RunError
-from acsgd.io.cache import _lock_file, once_per_host, open_cached
+from acsgd.io.cache import _lock_file, open_cached
 
 FORK = multiprocessing.get_context("fork")
 
@@ -28,7 +28,7 @@ def build_slowly(target: Path) -> None:
 
 def test_many_processes_build_once(tmp_path: Path) -> None:
     path = tmp_path / "cache" / "a.npy"
-    processes = [FORK.Process(target=once_per_host, args=(path, build_slowly)) for _ in range(3)]
+    processes = [FORK.Process(target=open_cached, args=(path, build_slowly, Path)) for _ in range(3)]
     for process in processes:
         process.start()
     for process in processes:
@@ -41,7 +41,7 @@ def test_many_processes_build_once(tmp_path: Path) -> None:
 
 def test_an_existing_path_is_not_built(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
-    assert once_per_host(tmp_path / "a", build=lambda _: pytest.fail("built again")) == tmp_path / "a"
+    assert open_cached(tmp_path / "a", lambda _: pytest.fail("built again"), Path) == tmp_path / "a"
 
 
 def test_a_directory_appears_when_it_is_complete(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_directory_appears_when_it_is_complete(tmp_path: Path) -> None:
         (target / "x").write_text("1")
         assert not (tmp_path / "shards").exists()
 
-    assert (once_per_host(tmp_path / "shards", build) / "x").read_text() == "1"
+    assert (open_cached(tmp_path / "shards", build, Path) / "x").read_text() == "1"
     assert os.listdir(tmp_path) == ["shards"]
 
 
@@ -67,9 +67,9 @@ def test_a_failed_build_leaves_nothing_and_can_be_repeated(tmp_path: Path, kind:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        once_per_host(path, build)
+        open_cached(path, build, Path)
     assert os.listdir(tmp_path) == []
-    assert once_per_host(path, lambda target: target.write_text("complete") and None).read_text() == "complete"
+    assert open_cached(path, lambda target: target.write_text("complete") and None, Path).read_text() == "complete"
 
 
 def test_a_failed_build_keeps_directories_in_use(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_failed_build_keeps_directories_in_use(tmp_path: Path) -> None:
         raise ValueError("no text")
 
     with pytest.raises(ValueError, match="no text"):
-        once_per_host(tmp_path / "new" / "deep" / "a", build)
+        open_cached(tmp_path / "new" / "deep" / "a", build, Path)
     assert os.listdir(tmp_path / "new") == ["other"]
 
 
@@ -91,7 +91,7 @@ def test_another_host_that_finishes_first_wins(tmp_path: Path) -> None:
         path.mkdir()
         (path / "theirs").touch()
 
-    once_per_host(path, build)
+    open_cached(path, build, Path)
     assert os.listdir(tmp_path) == ["shards"]
     assert os.listdir(path) == ["theirs"]
 
@@ -105,7 +105,7 @@ def hold_build(target: Path) -> None:
 
 def test_a_long_wait_names_the_process_that_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "cache" / "a.npy"
-    holder = FORK.Process(target=once_per_host, args=(path, hold_build))
+    holder = FORK.Process(target=open_cached, args=(path, hold_build, Path))
     holder.start()
     while describe_build(path) is None or "1.0 MB" not in str(describe_build(path)):
         assert holder.is_alive()
@@ -162,7 +162,7 @@ def test_what_is_corrupt_is_built_again_once_with_a_note(tmp_path: Path, kind: s
 def test_a_directory_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError) as refused:
-        once_per_host(tmp_path / "file" / "a", build_slowly)
+        open_cached(tmp_path / "file" / "a", build_slowly, Path)
     assert str(refused.value).startswith("the cache beside log.dir cannot be written: ")
     assert str(tmp_path / "file") in str(refused.value)
 
@@ -170,4 +170,4 @@ def test_a_directory_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> N
 def test_waiting_for_a_build_times_out(tmp_path: Path) -> None:
     path = tmp_path / "a.npy"
     with FileLock(_lock_file(path)), pytest.raises(RuntimeError, match=rf"waited 0\.1 s .* build {path}"):
-        once_per_host(path, build_slowly, timeout_s=0.1)
+        open_cached(path, build_slowly, Path, timeout_s=0.1)

@@ -6,8 +6,6 @@
 The checksum detects incomplete writes and changed bytes; such an entry counts as lost.
 """
 
-# n bytes of one entry
-
 from __future__ import annotations
 
 import contextlib
