@@ -115,7 +115,7 @@ class Competition:
     def run(self, kills: float) -> None:
         """Kill and stop processes at random moments for CASE_S seconds. kills: fraction of kills."""
         end = time.monotonic() + CASE_S
-        while time.monotonic() < end:
+        while time.monotonic() < end or not self._log.stat().st_size:
             time.sleep(self._draw.uniform(0.0, 0.3))
             number = self._newest_holder() if self._draw.random() < 0.7 else self._draw.randrange(len(self._running))
             victim = self._running[number]

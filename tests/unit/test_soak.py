@@ -14,10 +14,11 @@ import pytest
 from tests.soak.area import ACCEPTED, Area, Case, Outcome, UnavailableError
 from tests.soak.areas import AREAS
 from tests.soak.campaign import Campaign
+from tests.soak.leases import check_tenures
 from tests.soak.oracle import in_child, refusal
 
-CASES = {"wire": 40, "checkpoints": 4, "caches": 12, "configs": 12, "data": 40}
-"""Number of cases of each area; together they take about ten seconds."""
+CASES = {"wire": 40, "checkpoints": 4, "caches": 12, "configs": 12, "data": 40, "leases": 1}
+"""Number of cases of each area; together they take about fifteen seconds."""
 
 
 class Faulty:
@@ -114,6 +115,14 @@ def test_a_program_ends_as_the_interpreter_ends_it(tmp_path: Path) -> None:
             in_child(call, tmp_path, 10).outcome(["x"])
     with pytest.raises(AssertionError, match="still running"):
         in_child(lambda: time.sleep(60), tmp_path, 0.1)
+
+
+def test_two_holders_at_once_are_found() -> None:
+    check_tenures(
+        ["a begins", "a holds", "a begins", "b begins", "b holds", "a holds", "b begins", "b holds", "a begins"]
+    )
+    with pytest.raises(AssertionError, match="a and b held the lease at the same time"):
+        check_tenures(["a begins", "a holds", "b begins", "b holds", "a begins", "a holds"])
 
 
 @pytest.mark.parametrize("area", CASES)
