@@ -49,17 +49,21 @@ def attempt(call: Callable[[], T], names: Iterable[str]) -> T | Outcome:
 
 
 def attempt_start(call: Callable[[], T], names: Iterable[str]) -> T | Outcome:
-    """Return what `call`, a part of a run's start, returns, or the outcome if the start is refused."""
+    """Return what `call`, a part of a run's start, returns, or the outcome if the start is refused.
+
+    Lines about slow work, such as tokenizing, may come before the error.
+    """
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed), report_startup_error(Launch()):
             return call()
     except SystemExit as end:
         code = end.code
-    text = printed.getvalue().strip()
+    text = "\n" + printed.getvalue().strip()
     assert code == 2, f"exit code {code}: {text[:MAX_QUOTED]}"
-    assert text.startswith("error: "), f"not an error message: {text[:MAX_QUOTED]}"
-    return refusal(text, names)
+    _, error, message = text.partition("\nerror: ")
+    assert error, f"not an error message: {text[:MAX_QUOTED]}"
+    return refusal(f"error: {message}", names)
 
 
 class Ended(NamedTuple):
