@@ -124,7 +124,8 @@ class Checkpoints:
 
     def _export(self, checkpoint: Path, change: Change, *_: object) -> Outcome:
         """Export to a Hugging Face directory: the weights must be valid."""
-        is_of_weights = change.law == "detected" or "/" not in change.text.partition(": ")[2].partition(" ")[0]
+        of_tensor = change.text.partition(": ")[2].partition(" ")[0]
+        is_of_weights = ".replica-" not in change.text and (change.law == "detected" or "/" not in of_tensor)
         ended = command("convert", "to-hf", str(checkpoint), "hf")
         outcome = ended.outcome(_names(checkpoint))
         assert sorted(path.name for path in Path().iterdir() if "hf" in path.name) in (

@@ -63,6 +63,7 @@ def test_only_published_checkpoints_are_listed_oldest_first(directory: Checkpoin
     directory.mark_best(20)
     assert directory.steps() == [3, 20, 100_000_000]
     assert [path.name for path in directory.leftovers()] == [".step-00000007.run.partial", ".step-00000009.removed"]
+    (directory.path / ".step-00000010.run.partial").symlink_to(directory.of(3))
     directory.clean()
     assert directory.leftovers() == []
     assert directory.steps() == [3, 20, 100_000_000]

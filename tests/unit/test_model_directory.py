@@ -389,6 +389,23 @@ def test_a_tokenizer_of_another_form_is_refused(model: Path) -> None:
         path.write_bytes(content)
 
 
+def test_numbers_of_a_tokenizer_that_no_library_can_use_are_refused(model: Path) -> None:
+    """Of the largest ids, memory would be allocated up to the id, and the process aborted."""
+    path = model / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    first = next(iter(fields["model"]["vocab"]))
+    wrong = {
+        "tokenizer.json": fields | {"model": fields["model"] | {"vocab": fields["model"]["vocab"] | {first: 2**31}}},
+        "tokenizer_config.json": json.loads((model / "tokenizer_config.json").read_text()) | {"model_max_length": "9"},
+    }
+    for (name, content), message in zip(wrong.items(), (f"id {2**31}", "model_max_length='9' is not"), strict=True):
+        before = (model / name).read_bytes()
+        (model / name).write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=message):
+            load_tokenizer(*open_model(ModelConfig(str(model))))
+        (model / name).write_bytes(before)
+
+
 def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
     for name in ("x" * 5000, "/" + "x/" * 3000):
         with pytest.raises(ValueError) as error:

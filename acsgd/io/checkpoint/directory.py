@@ -102,4 +102,4 @@ class CheckpointDirectory:
         """Remove leftovers. No other process may be saving here."""
         for path in self.leftovers():
             with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
