@@ -35,7 +35,9 @@ from acsgd.io.sampling.tokens import (
     tokenize_all,
     tokenizer_fingerprint,
 )
-from acsgd.io.sources.sources import JsonLines, LineCounts, Piece, Source, WeightedSource, parse_sources
+from acsgd.io.sources.base import LineCounts, Piece, Source
+from acsgd.io.sources.files import JsonLines
+from acsgd.io.sources.sources import WeightedSource, parse_sources
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 MIXTURE = Sampler(seed=7, batch=12, counts=(3, 7), sizes=(11, 40))

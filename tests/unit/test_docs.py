@@ -26,7 +26,7 @@ from acsgd.codecs.base import Field, pack, unpack, wire_bytes
 from acsgd.config.run_file import parse
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES, hooks
-from acsgd.io.sources.sources import Piece
+from acsgd.io.sources.base import Piece
 from acsgd.pp import SCHEDULES, Action, Op, lower, validate
 from acsgd.pp.wire.delta import Delta
 

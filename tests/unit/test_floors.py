@@ -124,6 +124,8 @@ ORDER = """
     io.cache
     io.entry
     io.sources.text
+    io.sources.base
+    io.sources.files
     io.sources.sources
     io
     io.sampling.sampler

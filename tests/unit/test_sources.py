@@ -12,8 +12,9 @@ import pytest
 import zstandard
 
 from acsgd.io import SOURCES
-from acsgd.io.sources import sources as sources_module
-from acsgd.io.sources.sources import LineCounts, OnError, Piece, Source, parse_sources
+from acsgd.io.sources import files
+from acsgd.io.sources.base import LineCounts, OnError, Piece, Source
+from acsgd.io.sources.sources import parse_sources
 
 LINES = '{"text": "one\\ntwo"}\n\n  \n{"meta": 1, "text": "zwölf"}\r\n{"text": ""}'
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
@@ -116,7 +117,7 @@ TEXTS = ["a\nb", "line\n" * 50, "x" * 1000, "x" * 16, "\n" * 40, "ab\ncdefghijkl
 def test_a_text_file_is_one_document_in_pieces_that_end_at_newlines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setattr(sources_module, "PIECE_CHARS", 16)
+    monkeypatch.setattr(files, "PIECE_CHARS", 16)
     pieces = list(only(write(tmp_path / "a.txt", text)).pieces())
     assert "".join(piece.text for piece in pieces) == text
     assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
@@ -128,7 +129,7 @@ def test_a_text_file_is_one_document_in_pieces_that_end_at_newlines(
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_long_record_is_cut_where_a_text_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(sources_module, "PIECE_CHARS", 16)
+    monkeypatch.setattr(files, "PIECE_CHARS", 16)
     record = json.dumps({"text": text}) + "\n"
     expected = list(only(write(tmp_path / "a.txt", text)).pieces())
     assert list(only(write(tmp_path / "a.jsonl", record * 2)).pieces()) == expected * 2
@@ -137,7 +138,7 @@ def test_a_long_record_is_cut_where_a_text_file_is(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst"])
 def test_a_record_above_the_limit_is_never_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The compressed one is a decompression bomb: 128 MiB in 12 KB."""
-    monkeypatch.setattr(sources_module, "MAX_RECORD_CHARS", 10**4)
+    monkeypatch.setattr(files, "MAX_RECORD_CHARS", 10**4)
     fits = b'{"text": "' + b"a" * (10**4 - 12) + b'"}'
     path = tmp_path / name
     nbytes = 2**27 if path.suffix == ".zst" else 2**24
@@ -322,7 +323,7 @@ def test_skipping_equals_a_file_without_the_unreadable_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, line: bytes, reason: str
 ) -> None:
     """The pieces are the same, so the tokens are, too."""
-    monkeypatch.setattr(sources_module, "PIECE_CHARS", 16)
+    monkeypatch.setattr(files, "PIECE_CHARS", 16)
     expected = list(only(save(tmp_path / name, GOOD[name])).pieces())
     for places in ([0], [3], [5], [0, 1, 5], [2, 2, 4]):
         broken = list(GOOD[name])

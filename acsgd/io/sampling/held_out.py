@@ -24,7 +24,8 @@ from acsgd.io.sampling.tokens import (
     read_windows,
     to_micro_batches,
 )
-from acsgd.io.sources.sources import OnError, WeightedSource, parse_sources
+from acsgd.io.sources.base import OnError
+from acsgd.io.sources.sources import WeightedSource, parse_sources
 
 IGNORE_INDEX = -100
 """Label of tokens without a loss, as in torch.nn.functional.cross_entropy."""

@@ -23,7 +23,8 @@ from acsgd.errors import CorruptFileError
 from acsgd.io.cache import open_cached
 from acsgd.io.entry import Entry, seal
 from acsgd.io.sampling.sampler import Ints
-from acsgd.io.sources.sources import LineCounts, Piece, Source, WeightedSource
+from acsgd.io.sources.base import LineCounts, Piece, Source
+from acsgd.io.sources.sources import WeightedSource
 from acsgd.notes import print_note, report_if_slow
 
 if TYPE_CHECKING:
