@@ -26,10 +26,12 @@ def build_session(job: Job, source: WeightSource, groups: Groups, cache_plan: Ca
     cache_plan: size and place of the activation caches; needed if pp.forward is delta.
     """
     forward_meter, backward_meter = Meter(), Meter()
-    model = meta_model(job.model_config).train()
+    model = meta_model(job.model.config).train()
     stages = build_stages(job, model, source, groups)
     meters = forward_meter, backward_meter
-    factory = LinkFactory(groups.pp, job.streams, job.boundary, job.forward, job.backward, *meters, cache_plan)
+    factory = LinkFactory(
+        groups.pp, job.streams, job.boundary, job.plugins.forward, job.plugins.backward, *meters, cache_plan
+    )
     links = _open_links(job, factory)
     tied = _pair_tied(job, model, stages, factory)
     weights = [weight for stage in stages.values() for weight in stage.weights]
@@ -48,7 +50,7 @@ def build_session(job: Job, source: WeightSource, groups: Groups, cache_plan: Ca
             exact_steps=job.config.pp.exact_steps,
             exact_eval=job.config.pp.exact_eval,
         ),
-        optimizer=job.optimizer.open(weights, job.config.optim),
+        optimizer=job.plugins.optimizer.open(weights, job.config.optim),
         forward_meter=forward_meter,
         backward_meter=backward_meter,
     )
@@ -57,22 +59,22 @@ def build_session(job: Job, source: WeightSource, groups: Groups, cache_plan: Ca
 def build_stages(job: Job, model: PreTrainedModel, source: WeightSource, groups: Groups) -> dict[int, Stage]:
     """Load the layers of this rank's stages into `model`, one at a time; all others stay on the meta device."""
     config, device = job.config, job.streams.device
-    job.family.rebuild_buffers(model, device)
+    job.model.family.rebuild_buffers(model, device)
     stages, peers = {}, Peers(groups.dp)
     for index in job.stages:
-        shards = job.layers[slice(*job.specs[index])]
+        shards = job.model.layers[slice(*job.specs[index])]
         held = {
             shard: load_layer(
-                model, shard, source, device=device, dtype=DTYPES[config.model.dtype], embedding=job.layers[0]
+                model, shard, source, device=device, dtype=DTYPES[config.model.dtype], embedding=job.model.layers[0]
             )
             for shard in shards
         }
         weights = [weight for layer in held.values() for weight in layer]
         stages[index] = Stage(
             model,
-            job.family,
+            job.model.family,
             held,
-            job.mode.open(weights, peers),
+            job.plugins.mode.open(weights, peers),
             targets=max_targets(config),
             seed=config.data.seed,
             recompute=config.model.recompute == "layers",

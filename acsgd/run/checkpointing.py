@@ -56,8 +56,8 @@ class Checkpointing:
         saver = Saver(
             job.checkpoints,
             job.config.checkpoint,
-            model_dir=job.model_dir,
-            layers=[shard.name for shard in job.layers],
+            model_dir=job.model.directory,
+            layers=[shard.name for shard in job.model.layers],
             topology=job.topology,
             groups=groups,
             streams=job.streams,

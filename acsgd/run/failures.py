@@ -63,7 +63,7 @@ def report_failure(store: Store, launch: Launch) -> Iterator[RunContext]:
     Before training, an error of one rank ends all others, which may wait for it. In training, a rank that waited for
     a peer knows only that peer, which may itself wait for a third. So each rank reports to the store for which ranks
     it waited, a thread of each rank that still runs answers, and the rank that failed first prints the error of the
-    rank that does neither. If a rank has an error of its own, that is printed instead.
+    rank that does neither. An error that is no wait for a peer takes precedence over waits.
     store: a connection that nothing else uses, since calls of others may wait.
     """
     context = RunContext()

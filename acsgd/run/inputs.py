@@ -60,7 +60,7 @@ def open_inputs(job: Job) -> Inputs:
     reader, held = open_data(job), open_held_out(job)
     data = job.config.data
     identity = RunIdentity.of(
-        job.model_config,
+        job.model.config,
         tokenizer=tokenizer_fingerprint(job.tokenizer),
         texts=reader.fingerprint(),
         data={
@@ -122,18 +122,18 @@ def open_held_out(job: Job) -> HeldOut | None:
 def open_weight_source(job: Job) -> WeightSource:
     """Return the initial weights. Converts a Hugging Face directory into the cache if it is not there yet."""
     if job.config.model.init == "scratch":
-        return RandomWeights(job.model_config, job.layers, seed=job.config.data.seed)
-    if (job.model_dir / MANIFEST).is_file():
-        return ShardDirectory(job.model_dir)
+        return RandomWeights(job.model.config, job.model.layers, seed=job.config.data.seed)
+    if (job.model.directory / MANIFEST).is_file():
+        return ShardDirectory(job.model.directory)
     files = sorted(
-        path for path in job.model_dir.iterdir() if path.suffix in (".safetensors", ".json") and path.is_file()
+        path for path in job.model.directory.iterdir() if path.suffix in (".safetensors", ".json") and path.is_file()
     )
     state = repr([(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
-    name = f"{job.model_dir.name}-{VERSION}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+    name = f"{job.model.directory.name}-{VERSION}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
 
     def convert(target: Path) -> None:
         target.mkdir()
-        from_hf(job.model_dir, target)
+        from_hf(job.model.directory, target)
 
     return open_cached(job.cache_dir / "models" / name, convert, CachedModel, reports_wait=job.is_first_on_host)
 
@@ -169,7 +169,7 @@ def plan_activation_caches(job: Job, samples: int, *, run_id: str, fresh: bool) 
 
     samples: number of training samples; run_id, fresh: see CachePlan. Raises ValueError if they do not fit.
     """
-    delta = job.forward
+    delta = job.plugins.forward
     if not isinstance(delta, Delta) or job.topology.stages == 1:
         return None
     try:
@@ -182,7 +182,7 @@ def plan_activation_caches(job: Job, samples: int, *, run_id: str, fresh: bool) 
             processes=job.local_world_size,
             directory=Path(job.config.log.dir) / "activation-cache",
             replica=job.topology.replica,
-            first_layers=[job.layers[start].name for start, _ in job.specs[1:]],
+            first_layers=[job.model.layers[start].name for start, _ in job.specs[1:]],
             run_id=run_id,
             fresh=fresh,
         )
@@ -196,6 +196,6 @@ def _tokenized(job: Job, sources: Sequence[WeightedSource]) -> list[Corpus]:
         job.tokenizer,
         job.config.data.sequence,
         job.cache_dir / "tokens",
-        vocab_size=job.model_config.vocab_size,
+        vocab_size=job.model.config.vocab_size,
         reports_wait=job.is_first_on_host,
     )

@@ -5,56 +5,61 @@ Every error in them is found here.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from acsgd import codecs
-from acsgd.codecs.base import Codec
 from acsgd.codecs.identity import DTYPES
 from acsgd.config.checks import check
-from acsgd.config.options import Config, LogConfig
+from acsgd.config.options import Config
 from acsgd.config.run_file import to_toml
-from acsgd.config.spec import from_spec, to_spec
-from acsgd.dp import MODES
+from acsgd.config.spec import to_spec
 from acsgd.dp.modes.allreduce import AllReduce
-from acsgd.dp.sync import Mode
 from acsgd.io.checkpoint.directory import CheckpointDirectory
-from acsgd.io.sampling.batches import reading_bytes
 from acsgd.io.sampling.held_out import parse_eval
 from acsgd.io.sampling.sampler import deal
 from acsgd.io.sources.sources import WeightedSource, parse_sources
 from acsgd.io.telemetry.wandb_log import check_installed
 from acsgd.launch import Launch
 from acsgd.notes import print_note, report_if_slow
-from acsgd.optim import OPTIMIZERS
-from acsgd.optim.base import Capability, OptimizerSpec
 from acsgd.pp.schedules.actions import Action, Program, forwards
 from acsgd.pp.schedules.lowering import lower
 from acsgd.pp.schedules.placement import Placement
-from acsgd.pp.schedules.schedules import SCHEDULES, Schedule
+from acsgd.pp.schedules.schedules import Schedule
 from acsgd.pp.schedules.validation import validate
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
-from acsgd.run.error_report import log_file
+from acsgd.run.limits import check_computes, check_directories, check_memory, check_reading, check_sequence
+from acsgd.run.plugins import Plugins, check_capabilities, parse_plugins
 from acsgd.shards import family_of
 from acsgd.shards.config import parameter_count
 from acsgd.shards.hub import open_model
 from acsgd.shards.layers import LayerShard, ModelFamily
 from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
 from acsgd.shards.tokenizer import load_tokenizer
-from acsgd.streams import Streams, available_memory_bytes, open_streams
+from acsgd.streams import Streams, open_streams
 from acsgd.topology import Topology
 
-MAX_COMPUTES = 2**16
-"""Maximum number of forwards in a step of one pipeline. Ordering and validating a program takes 0.1 ms per forward."""
 
+class RunModel(NamedTuple):
+    """The model of a run, as its files describe it. No weights are loaded."""
 
-MIN_BYTES = 8
-"""Memory for each parameter that every run needs: an fp32 master weight and its gradient."""
+    directory: Path
+    """Directory of config.json, the tokenizer and, unless model.init is "scratch", the weights."""
+    config: PreTrainedConfig
+    num_parameters: int
+    """Number of parameters of the whole model."""
+    family: ModelFamily
+    layers: tuple[LayerShard, ...]
+    """All layers of the model, first to last."""
+
+    def describe_size(self) -> str:
+        """Return the size in words, for messages."""
+        return f"a model of {self.num_parameters:,} parameters in {len(self.layers)} layers"
 
 
 @dataclass(frozen=True)
@@ -66,14 +71,7 @@ class Job:
     local_world_size: int
     """Number of processes of the run on this host."""
     streams: Streams
-    model_dir: Path
-    """Directory of config.json, the tokenizer and, unless model.init is "scratch", the weights."""
-    model_config: PreTrainedConfig
-    num_parameters: int
-    """Number of parameters of the whole model."""
-    family: ModelFamily
-    layers: tuple[LayerShard, ...]
-    """All layers of the model, first to last."""
+    model: RunModel
     specs: tuple[StageSpec, ...]
     """Range of layers of each stage."""
     train_actions: tuple[Action, ...]
@@ -82,12 +80,7 @@ class Job:
     """Pipeline actions of this rank in an evaluation of as many micro-batches."""
     micro_ids: range
     """Micro-batches of the global batch that this replica trains on."""
-    forward: Codec | Delta
-    """Codec of activations."""
-    backward: Codec
-    """Codec of activation gradients."""
-    mode: Mode
-    optimizer: OptimizerSpec
+    plugins: Plugins
     tokenizer: PreTrainedTokenizerBase
     sources: tuple[WeightedSource, ...]
     eval_sources: tuple[WeightedSource, ...]
@@ -95,29 +88,24 @@ class Job:
 
     def describe(self) -> str:
         """Return a summary of model, parallelism and batch for the user."""
-        config, topology = self.config, self.topology
-        layers = " | ".join(_span(self.layers[slice(*spec)]) for spec in self.specs)
+        config, topology, model = self.config, self.topology, self.model
+        layers = " | ".join(_span(model.layers[slice(*spec)]) for spec in self.specs)
         idle = f"\ndp.mode={config.dp.mode} has nothing to do: there is one replica" if self._mode_is_idle else ""
         return (
-            f"{self.model_config.model_type}, {self.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}, on "
-            f"{self.streams.device.type}: {topology.stages} pipeline ranks x {topology.replicas} replicas\n"
+            f"{model.config.model_type}, {model.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}, "
+            f"on {self.streams.device.type}: {topology.stages} pipeline ranks x {topology.replicas} replicas\n"
             f"stages: {layers}\n"
             f"a step: {config.data.batch} sequences of {config.data.sequence} tokens, "
             f"{config.data.batch // config.pp.micro} micro-batches of {config.pp.micro}, {config.pp.schedule}{idle}"
         )
 
-    @property
-    def model_size(self) -> str:
-        """Text about the number of parameters and layers."""
-        return _size(self.num_parameters, self.layers)
-
     def fingerprint(self) -> str:
         """Return a text that must be equal on all ranks."""
-        return to_toml(self.config) + self.model_config.to_json_string() + repr(self.specs)
+        return to_toml(self.config) + self.model.config.to_json_string() + repr(self.specs)
 
     @property
     def _mode_is_idle(self) -> bool:
-        return self.topology.replicas == 1 and not isinstance(self.mode, AllReduce)
+        return self.topology.replicas == 1 and not isinstance(self.plugins.mode, AllReduce)
 
     @property
     def placement(self) -> Placement:
@@ -139,13 +127,14 @@ class Job:
         pp = self.config.pp
         if pp.forward == "none":
             return ""
-        form = to_spec(self.forward.first_codec, codecs.CODECS) if isinstance(self.forward, Delta) else pp.forward
+        codec = self.plugins.forward
+        form = to_spec(codec.first_codec, codecs.CODECS) if isinstance(codec, Delta) else pp.forward
         return ", sent exactly" if pp.exact_eval or form == "none" else f", sent as {form}"
 
     @property
     def boundary(self) -> dict[str, TensorSpec]:
         """Shapes and dtypes of the tensors that a stage sends to the next, per micro-batch, by name."""
-        shapes = self.family.boundary(self.model_config, self.config.pp.micro, self.config.data.sequence)
+        shapes = self.model.family.boundary(self.model.config, self.config.pp.micro, self.config.data.sequence)
         return {name: TensorSpec(shape, DTYPES[self.config.model.dtype]) for name, shape in shapes.items()}
 
     @property
@@ -173,111 +162,52 @@ def prepare(config: Config, launch: Launch) -> Job:
     """Decide a run; write nothing. Raises ValueError that names the key and says what to type."""
     check(config)
     check_installed(config.log.to)
-    _check_writable("log.dir", config.log.dir)
-    _check_writable("checkpoint.dir", config.checkpoint.dir or str(Path(config.log.dir) / "checkpoints"))
-    _check_run_files(config.log, launch.rank)
+    check_directories(config, launch.rank)
     topology = Topology(launch.rank, launch.world_size, config.pp.stages)
-    schedule: Schedule = from_spec(config.pp.schedule, SCHEDULES, key="pp.schedule")
-    forward = _parse_forward(config.pp.forward)
-    backward = _parse_backward(config.pp.backward)
-    optimizer: OptimizerSpec = from_spec(config.optim.name, OPTIMIZERS, key="optim.name")
-    mode: Mode = from_spec(config.dp.mode, MODES, key="dp.mode")
+    plugins = parse_plugins(config)
     if topology.replicas > 1:
-        check_capabilities(config, mode.requires, optimizer.capabilities)
+        check_capabilities(config, plugins.mode.requires, plugins.optimizer.capabilities)
     sources = parse_sources(config.data.sources, on_error=config.data.on_error)
     eval_sources = parse_eval(config.data.eval_sources, config.data.eval_fraction, on_error=config.data.on_error)
     micro_ids = _deal(config, topology)
-    _check_computes(config, topology.stages * schedule.chunks, len(micro_ids))
-    _check_reading(config, len(micro_ids), launch.local_world_size)
+    num_stages = topology.stages * plugins.schedule.chunks
+    check_computes(config, num_stages, len(micro_ids))
+    check_reading(config, len(micro_ids), launch.local_world_size)
     streams = open_streams(config.run.device, launch.local_rank)
-    model_dir, model_config = open_model(config.model)
-    family = family_of(model_config.model_type)
-    _check_sequence(config.data.sequence, family.longest(model_config))
-    num_parameters = parameter_count(model_config)
-    _check_memory(num_parameters, topology.stages, launch.local_world_size, streams)
-    layers = tuple(family.layers(model_config))
-    with report_if_slow(print_note, lambda: f"planning {_size(num_parameters, layers)}", enabled=launch.rank == 0):
-        specs = _plan(config, family, model_config, topology.stages * schedule.chunks, streams)
-    program, evaluation = _programs(schedule, topology.stages, len(micro_ids))
+    model = _open_model(config, launch, streams)
+    with report_if_slow(print_note, lambda: f"planning {model.describe_size()}", enabled=launch.rank == 0):
+        specs = _plan(config, model, num_stages, streams)
+    program, evaluation = _programs(plugins.schedule, topology.stages, len(micro_ids))
     return Job(
         config=config,
         topology=topology,
         local_world_size=launch.local_world_size,
         streams=streams,
-        model_dir=model_dir,
-        model_config=model_config,
-        num_parameters=num_parameters,
-        family=family,
-        layers=layers,
+        model=model,
         specs=tuple(specs),
         train_actions=tuple(program[topology.stage_rank]),
         eval_actions=tuple(evaluation[topology.stage_rank]),
         micro_ids=micro_ids,
-        forward=forward,
-        backward=backward,
-        mode=mode,
-        optimizer=optimizer,
-        tokenizer=load_tokenizer(model_dir, model_config),
+        plugins=plugins,
+        tokenizer=load_tokenizer(model.directory, model.config),
         sources=sources,
         eval_sources=eval_sources,
     )
 
 
-def check_capabilities(config: Config, required: frozenset[Capability], provided: frozenset[Capability]) -> None:
-    """Raise ValueError if dp.mode uses optimizer capabilities that optim.name does not have."""
-    if missing := required - provided:
-        able = [f'"{name}"' for name, optimizer in OPTIMIZERS.items() if optimizer.capabilities >= required]
-        raise ValueError(
-            f'dp.mode="{config.dp.mode}" requires {", ".join(sorted(missing))}, which optim.name="{config.optim.name}" '
-            f"does not support; use optim.name={' or '.join(able)}, or another dp.mode"
-        )
-
-
-def _parse_forward(spec: str) -> Codec | Delta:
-    form: Codec | Delta = from_spec(spec, {**codecs.CODECS, "delta": Delta}, key="pp.forward")
-    return form
-
-
-def _parse_backward(spec: str) -> Codec:
-    if spec.partition(":")[0] == "delta":
-        raise ValueError(
-            f'pp.backward="{spec}": delta is for activations, which change little between visits of a sequence; for '
-            'gradients use "fixpoint:bits=8", or, for fewer bytes, '
-            '"fixpoint:bits=4,scale=l2,clip=8,entropy_coding=true"'
-        )
-    return codecs.parse(spec, key="pp.backward")
-
-
-def _size(num_parameters: int, layers: Sequence[LayerShard]) -> str:
-    return f"a model of {num_parameters:,} parameters in {len(layers)} layers"
+def _open_model(config: Config, launch: Launch, streams: Streams) -> RunModel:
+    """Find the model. Raises ValueError if it is invalid, or does not fit the sequence length or the memory."""
+    directory, model_config = open_model(config.model)
+    family = family_of(model_config.model_type)
+    check_sequence(config.data.sequence, family.longest(model_config))
+    num_parameters = parameter_count(model_config)
+    check_memory(num_parameters, config.pp.stages, launch.local_world_size, streams)
+    return RunModel(directory, model_config, num_parameters, family, tuple(family.layers(model_config)))
 
 
 def _span(shards: Sequence[LayerShard]) -> str:
     """Return the names of the first and last layer of a stage: "embed .. block-00002"."""
     return shards[0].name if len(shards) == 1 else f"{shards[0].name} .. {shards[-1].name}"
-
-
-def _check_writable(key: str, directory: str) -> None:
-    """Raise ValueError if a directory can probably not be created or written to. Does not try it."""
-    path = Path(directory).absolute()
-    if path.is_symlink() and not path.exists():
-        raise ValueError(f"{key}={directory} is a symbolic link to nothing, or to itself; remove it")
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
-    if not existing.is_dir():
-        raise ValueError(f"{key}={directory}: {existing} is a file; give a directory")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{key}={directory}: no permission to write to {existing}; give another directory")
-
-
-def _check_run_files(log: LogConfig, rank: int) -> None:
-    """Raise ValueError if a file of the run directory, or of the directory beside it, is of another type."""
-    run_dir = Path(log.dir)
-    for path in (run_dir / "config.toml", run_dir / "metrics.jsonl", log_file(run_dir, rank)):
-        if path.exists() and not path.is_file():
-            raise ValueError(f"log.dir={log.dir}: {path} is not a file; remove it, or give another directory")
-    for path in (run_dir / "logs", run_dir.parent / "cache"):
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"log.dir={log.dir}: {path} is not a directory; remove it, or give another directory")
 
 
 def _deal(config: Config, topology: Topology) -> range:
@@ -292,16 +222,6 @@ def _deal(config: Config, topology: Topology) -> range:
     return deal(num_micros, topology.replicas, topology.replica)
 
 
-def _check_computes(config: Config, stages: int, micros: int) -> None:
-    """Raise ValueError if a step has so many computations that to order and validate them takes many seconds."""
-    if stages * micros > MAX_COMPUTES:
-        raise ValueError(
-            f"data.batch={config.data.batch} with pp.micro={config.pp.micro} gives a pipeline {micros} micro-batches, "
-            f"for {stages} stages, which is more than {MAX_COMPUTES} forwards; use "
-            f"pp.micro={config.pp.micro * -(-stages * micros // MAX_COMPUTES)} or more, or a smaller data.batch"
-        )
-
-
 def _programs(schedule: Schedule, stages: int, micros: int) -> tuple[Program, Program]:
     """Return the validated programs of a training step and of an evaluation."""
     computes = schedule.program(stages, micros)
@@ -311,44 +231,9 @@ def _programs(schedule: Schedule, stages: int, micros: int) -> tuple[Program, Pr
     return program, evaluation
 
 
-def _check_reading(config: Config, micros: int, processes: int) -> None:
-    """Raise ValueError if reading batches takes more memory than this host has. processes: of the run on this host."""
-    data = config.data
-    needed = reading_bytes(data.batch, micros * config.pp.micro, data.sequence)
-    available = available_memory_bytes()
-    if available is not None and needed * processes > available:
-        raise ValueError(
-            f"data.batch={data.batch} with data.sequence={data.sequence} needs {needed / 2**30:.1f} GiB of host memory "
-            f"per process to read batches, but {available / 2**30:.1f} GiB are available for {processes} processes on "
-            "this host; use a smaller data.batch or data.sequence"
-        )
-
-
-def _check_sequence(sequence: int, longest: int) -> None:
-    if sequence > longest:
-        raise ValueError(
-            f"data.sequence={sequence} exceeds the model's maximum length; use data.sequence={longest} or less"
-        )
-
-
-def _check_memory(num_parameters: int, stages: int, processes: int, streams: Streams) -> None:
-    """Raise ValueError if weights and gradients alone exceed the memory. processes: ranks on this host."""
-    memory, per_rank = streams.memory_bytes(), MIN_BYTES * num_parameters / stages
-    on_cpu = streams.device.type == "cpu"
-    if memory is not None and (needed := per_rank * (processes if on_cpu else 1)) > memory:
-        place = "this host" if on_cpu else "a GPU"
-        raise ValueError(
-            f"the model has {num_parameters:,} parameters; weights and gradients in fp32 need at least "
-            f"{needed / 2**30:,.0f} GiB on {place} with pp.stages={stages}, which has {memory / 2**30:,.0f} GiB; use a "
-            "smaller model, or more stages on more hosts"
-        )
-
-
-def _plan(
-    config: Config, family: ModelFamily, model_config: PreTrainedConfig, stages: int, streams: Streams
-) -> list[StageSpec]:
+def _plan(config: Config, model: RunModel, stages: int, streams: Streams) -> list[StageSpec]:
     """Return the layers of each stage: those of pp.layers, or balanced by cost."""
-    num_layers = len(family.layers(model_config))
+    num_layers = len(model.layers)
     if stages > num_layers:
         raise ValueError(
             f"pp.stages={config.pp.stages} with pp.schedule={config.pp.schedule} needs {stages} stages, but the model "
@@ -358,5 +243,5 @@ def _plan(
         return plan_blocks(config.pp.layers, num_layers - 2, stages)
     if stages == 1:
         return [StageSpec(0, num_layers)]
-    costs = layer_costs(family, model_config, sequence=config.data.sequence, device=streams.device.type)
+    costs = layer_costs(model.family, model.config, sequence=config.data.sequence, device=streams.device.type)
     return plan(costs, stages)

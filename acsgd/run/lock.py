@@ -133,7 +133,7 @@ class Lease:
             (new / self._name).write_text(self._record())
             new.rename(self._lock)
         except FileNotFoundError:
-            pass  # the run that has just ended removed its directory, or another that has begun cleared up
+            pass  # the holder removed its directory as it ended, or another start removed this one as a leftover
         except OSError as error:
             shutil.rmtree(new, ignore_errors=True)
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):

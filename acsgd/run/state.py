@@ -54,7 +54,7 @@ def start(job: Job, inputs: Inputs, groups: Groups) -> Start:
         found.mark_best()
     source = checkpoint.shards if checkpoint else inputs.weight_source
     assert source is not None
-    with report_if_slow(print_note, lambda: f"loading {job.model_size}", enabled=job.topology.rank == 0):
+    with report_if_slow(print_note, lambda: f"loading {job.model.describe_size()}", enabled=job.topology.rank == 0):
         session = build_session(job, source, groups, inputs.cache_plan)
     if checkpoint is None:
         return Start(session, Progress(loss_scale=LossScale.of(job.config)), None, notes)
@@ -107,10 +107,10 @@ def check_files(job: Job, checkpoint: Checkpoint) -> None:
 
     Raises CorruptFileError for the first that is corrupt or holds tensors that do not fit.
     """
-    layers = {shard for index in job.stages for shard in job.layers[slice(*job.specs[index])]}
+    layers = {shard for index in job.stages for shard in job.model.layers[slice(*job.specs[index])]}
     if len(job.specs) - 1 in job.stages:
-        layers.add(job.layers[0])  # a tied head is restored from the embedding
-    contents = Contents.of(checkpoint.shards, job.model_config)
+        layers.add(job.model.layers[0])  # a tied head is restored from the embedding
+    contents = Contents.of(checkpoint.shards, job.model.config)
     for layer in sorted(layers, key=lambda layer: layer.index):
         contents.check(layer)
     if job.topology.rank == 0:
@@ -121,7 +121,7 @@ def check_files(job: Job, checkpoint: Checkpoint) -> None:
 def _restore_layer(session: Session, checkpoint: ShardDirectory, shard: LayerShard, weights: Sequence[Weight]) -> None:
     tensors = checkpoint.tensors(shard.name, stored_weights(session.model, shard))
     state = checkpoint.state(shard.name)
-    embedding = session.job.layers[0].name
+    embedding = session.job.model.layers[0].name
     for weight in weights:
         if weight.copy_of is None:
             weight.master.copy_(tensors[weight.key])
@@ -135,16 +135,16 @@ def _restore_layer(session: Session, checkpoint: ShardDirectory, shard: LayerSha
 
 def _replica_states(session: Session, checkpoint: ShardDirectory, shard: LayerShard, stage: Stage) -> list[WeightState]:
     """Return the saved state of each replica for one layer, adapted to the tied copies that this run has."""
-    saved, embedding = checkpoint.replica_states(shard.name), session.job.layers[0]
+    saved, embedding = checkpoint.replica_states(shard.name), session.job.model.layers[0]
     for weight in stage.layers[shard]:
         if weight.copy_of is not None:
             original = checkpoint.replica_states(embedding.name)
-            table = [*session.job.mode.states, *_local_states(session.job.optimizer)]
+            table = [*session.job.plugins.mode.states, *_local_states(session.job.plugins.optimizer)]
             add_tied_copy(table, saved, original, weight.key, weight.copy_of)
     if shard == embedding and session.job.topology.stages == 1:
-        copies = checkpoint.replica_states(session.job.layers[-1].name)
+        copies = checkpoint.replica_states(session.job.model.layers[-1].name)
         for key, copy_of in tied_keys(session.model).items():
-            merge_tied_copy(session.job.mode.states, saved, copies, key, copy_of)
+            merge_tied_copy(session.job.plugins.mode.states, saved, copies, key, copy_of)
     return saved
 
 
@@ -158,7 +158,7 @@ def _restore_local_optimizer(session: Session, weights: Sequence[Weight], saved:
     topology, by_key = session.job.topology, {weight.key: weight.master for weight in weights}
     here = {"replica": topology.replica, "replicas": topology.replicas}
     local = {}
-    for state in _local_states(session.job.optimizer):
+    for state in _local_states(session.job.plugins.optimizer):
         local[state.name.removeprefix(LOCAL_OPTIMIZER)] = restore_replica(state, saved, by_key, **here)
         for each in saved:
             each.pop(state.name, None)

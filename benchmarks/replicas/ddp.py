@@ -154,11 +154,11 @@ def run_rank(rank: int, world_size: int, config: Config, store: str) -> None:
 
 def make_model(job: Job) -> PreTrainedModel:
     """Return the whole model with acsgd's initial weights."""
-    source, meta = open_weight_source(job), meta_model(job.model_config)
+    source, meta = open_weight_source(job), meta_model(job.model.config)
     weights: dict[str, Tensor] = {}
-    for shard in job.layers:
+    for shard in job.model.layers:
         weights |= source.tensors(shard.name, stored_weights(meta, shard))
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(job.model_config, dtype=torch.float32)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(job.model.config, dtype=torch.float32)
     loaded = model.load_state_dict(weights, strict=False)  # tied weights are stored once
     assert not loaded.unexpected_keys, loaded
     assert set(weights) >= {name for name, _ in model.named_parameters()}, loaded

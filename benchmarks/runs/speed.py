@@ -188,7 +188,7 @@ class GPT2Stage(nn.Module):
 
 def pretrained(job: Job) -> GPT2LMHeadModel:
     """Load the whole model from the directory from which acsgd loads its layers."""
-    return AutoModelForCausalLM.from_pretrained(job.model_dir, dtype=torch.float32).train()
+    return AutoModelForCausalLM.from_pretrained(job.model.directory, dtype=torch.float32).train()
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def load_on_rank(rank: int, world_size: int, store: Path, config: Config) -> dic
     # the groups play no part in loading; one process alone stands for its rank
     with connect(Topology(0, 1, 1), timeout=TIMEOUT, store=dist.HashStore()) as groups:
         before = job.streams.peak_memory_bytes()
-        stages = build_stages(job, meta_model(job.model_config), source, groups).values()
+        stages = build_stages(job, meta_model(job.model.config), source, groups).values()
         return {
             "grown": job.streams.peak_memory_bytes() - before,
             "own": sum(weight.param.nbytes for stage in stages for weight in stage.weights),

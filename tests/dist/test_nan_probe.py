@@ -173,7 +173,7 @@ def _plant(plant: Plant, session: Session, patch: pytest.MonkeyPatch, cleanup: c
             module = stage.model.get_submodule(plant.where)
             cleanup.callback(module.register_forward_hook(_hook(spoil, of_gradient=of_gradient)).remove)
         elif plant.kind == "loss":
-            patch.setattr(session.job.family, "loss", _then(session.job.family.loss, spoil))
+            patch.setattr(session.job.model.family, "loss", _then(session.job.model.family.loss, spoil))
         elif plant.kind == "weight's gradient":
             cleanup.callback(weights[plant.where].register_hook(spoil).remove)
         elif session.job.topology.replica == 0:

@@ -41,7 +41,7 @@ def main() -> None:
     """Run a campaign or one case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--seconds", type=float, default=600.0, help="duration, seconds; cases that have begun are finished"
+        "--seconds", type=float, default=600.0, help="duration, seconds; cases in progress are completed"
     )
     parser.add_argument("--cases", type=int, help="largest number of cases of an area")
     parser.add_argument("--seed", type=int, default=1, help="seed of the campaign")

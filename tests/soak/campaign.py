@@ -33,7 +33,7 @@ from tests.soak.area import Area, Case, UnavailableError
 
 PRELOAD = ["tests.soak.preload"]
 SLICE_S = 5.0
-"""Duration of a slice, seconds; a case that has begun is finished."""
+"""Duration of a slice, seconds; a case in progress is completed."""
 PREPARE_S = 300.0
 """Maximum duration of an area's preparation, seconds."""
 EXAMPLES = 3

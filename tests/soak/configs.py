@@ -31,19 +31,9 @@ from tests.soak.mutate import (
     shown,
 )
 from tests.soak.oracle import attempt_start
-from tests.soak.runs import LIMIT_S, copy_into, train_here, write_inputs
+from tests.soak.runs import LIMIT_S, OPTIONS, copy_into, train_here, write_inputs
 
-BASE: dict[str, Any] = {
-    "model.name": "model",
-    "data.sources": "text.txt",
-    "data.sequence": 16,
-    "data.batch": 4,
-    "pp.micro": 2,
-    "optim.lr": 1e-3,
-    "optim.steps": 2,
-    "log.dir": "runs/run",
-    "run.timeout": 60.0,
-}
+BASE = OPTIONS | {"optim.steps": 2}
 """Options of a run that trains in half a second."""
 SPECS = {
     "pp.schedule": ["1f1b", "gpipe", "1f1b:lead=2", "interleaved:chunks=2"],

@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from acsgd import __main__ as program
 from acsgd import cli
@@ -21,21 +22,22 @@ LIMIT_S = 60.0
 """Maximum duration of a run or a command, seconds."""
 
 
+OPTIONS: dict[str, Any] = {
+    "model.name": "model",
+    "data.sources": "text.txt",
+    "data.sequence": 16,
+    "data.batch": 4,
+    "pp.micro": 2,
+    "optim.lr": 1e-3,
+    "log.dir": "runs/run",
+    "run.timeout": 60.0,
+}
+"""Options of a run whose steps take a few milliseconds."""
+
+
 def flags(**changed: object) -> list[str]:
     """Return the flags of a run of STEPS steps, saved after each. changed: options, with "__" for "."."""
-    options = {
-        "model.name": "model",
-        "data.sources": "text.txt",
-        "data.sequence": 16,
-        "data.batch": 4,
-        "pp.micro": 2,
-        "optim.lr": 1e-3,
-        "optim.steps": STEPS,
-        "checkpoint.every": 1,
-        "log.dir": "runs/run",
-        "log.to": "jsonl",
-        "run.timeout": 60,
-    }
+    options = OPTIONS | {"optim.steps": STEPS, "checkpoint.every": 1, "log.to": "jsonl"}
     options |= {key.replace("__", "."): value for key, value in changed.items()}
     return [f"--{key}={value}" for key, value in options.items()]
 

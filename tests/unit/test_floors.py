@@ -146,6 +146,8 @@ ORDER = """
     io.telemetry.wandb_log
     io.telemetry.metrics
     run.control
+    run.limits
+    run.plugins
     run.job
     run.lock
     run.inputs

@@ -1,0 +1,90 @@
+"""Limits of a run: what the file system, the model and this host's memory allow. Checked before any work."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from acsgd.config.options import Config, LogConfig
+from acsgd.io.sampling.batches import reading_bytes
+from acsgd.run.error_report import log_file
+from acsgd.streams import Streams, available_memory_bytes
+
+MAX_COMPUTES = 2**16
+"""Maximum number of forwards in a step of one pipeline. Ordering and validating a program takes 0.1 ms per forward."""
+MIN_BYTES = 8
+"""Memory for each parameter that every run needs: an fp32 master weight and its gradient."""
+
+
+def check_directories(config: Config, rank: int) -> None:
+    """Raise ValueError if the run cannot write to its directories."""
+    _check_writable("log.dir", config.log.dir)
+    _check_writable("checkpoint.dir", config.checkpoint.dir or str(Path(config.log.dir) / "checkpoints"))
+    _check_run_files(config.log, rank)
+
+
+def check_computes(config: Config, stages: int, micros: int) -> None:
+    """Raise ValueError if a step has more forwards than can be ordered and validated in a few seconds."""
+    if stages * micros > MAX_COMPUTES:
+        raise ValueError(
+            f"data.batch={config.data.batch} with pp.micro={config.pp.micro} gives a pipeline {micros} micro-batches, "
+            f"for {stages} stages, which is more than {MAX_COMPUTES} forwards; use "
+            f"pp.micro={config.pp.micro * -(-stages * micros // MAX_COMPUTES)} or more, or a smaller data.batch"
+        )
+
+
+def check_reading(config: Config, micros: int, processes: int) -> None:
+    """Raise ValueError if reading batches takes more memory than this host has. processes: of the run on this host."""
+    data = config.data
+    needed = reading_bytes(data.batch, micros * config.pp.micro, data.sequence)
+    available = available_memory_bytes()
+    if available is not None and needed * processes > available:
+        raise ValueError(
+            f"data.batch={data.batch} with data.sequence={data.sequence} needs {needed / 2**30:.1f} GiB of host memory "
+            f"per process to read batches, but {available / 2**30:.1f} GiB are available for {processes} processes on "
+            "this host; use a smaller data.batch or data.sequence"
+        )
+
+
+def check_sequence(sequence: int, longest: int) -> None:
+    """Raise ValueError if sequences are longer than the model's maximum length."""
+    if sequence > longest:
+        raise ValueError(
+            f"data.sequence={sequence} exceeds the model's maximum length; use data.sequence={longest} or less"
+        )
+
+
+def check_memory(num_parameters: int, stages: int, processes: int, streams: Streams) -> None:
+    """Raise ValueError if weights and gradients alone exceed the memory. processes: ranks on this host."""
+    memory, per_rank = streams.memory_bytes(), MIN_BYTES * num_parameters / stages
+    on_cpu = streams.device.type == "cpu"
+    if memory is not None and (needed := per_rank * (processes if on_cpu else 1)) > memory:
+        place = "this host" if on_cpu else "a GPU"
+        raise ValueError(
+            f"the model has {num_parameters:,} parameters; weights and gradients in fp32 need at least "
+            f"{needed / 2**30:,.0f} GiB on {place} with pp.stages={stages}, which has {memory / 2**30:,.0f} GiB; use a "
+            "smaller model, or more stages on more hosts"
+        )
+
+
+def _check_writable(key: str, directory: str) -> None:
+    """Raise ValueError if a directory can probably not be created or written to. Does not try it."""
+    path = Path(directory).absolute()
+    if path.is_symlink() and not path.exists():
+        raise ValueError(f"{key}={directory} is a symbolic link to nothing, or to itself; remove it")
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{key}={directory}: {existing} is a file; give a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{key}={directory}: no permission to write to {existing}; give another directory")
+
+
+def _check_run_files(log: LogConfig, rank: int) -> None:
+    """Raise ValueError if a file of the run directory, or of the directory beside it, is of another type."""
+    run_dir = Path(log.dir)
+    for path in (run_dir / "config.toml", run_dir / "metrics.jsonl", log_file(run_dir, rank)):
+        if path.exists() and not path.is_file():
+            raise ValueError(f"log.dir={log.dir}: {path} is not a file; remove it, or give another directory")
+    for path in (run_dir / "logs", run_dir.parent / "cache"):
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"log.dir={log.dir}: {path} is not a directory; remove it, or give another directory")

@@ -1,0 +1,59 @@
+"""Plug-ins of a run, parsed from the spec strings of its configuration."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from acsgd import codecs
+from acsgd.codecs.base import Codec
+from acsgd.config.options import Config
+from acsgd.config.spec import from_spec
+from acsgd.dp import MODES
+from acsgd.dp.sync import Mode
+from acsgd.optim import OPTIMIZERS
+from acsgd.optim.base import Capability, OptimizerSpec
+from acsgd.pp.schedules.schedules import SCHEDULES, Schedule
+from acsgd.pp.wire.delta import Delta
+
+
+class Plugins(NamedTuple):
+    """The plug-ins that a configuration names."""
+
+    schedule: Schedule
+    forward: Codec | Delta
+    """Codec of activations."""
+    backward: Codec
+    """Codec of activation gradients."""
+    optimizer: OptimizerSpec
+    mode: Mode
+
+
+def parse_plugins(config: Config) -> Plugins:
+    """Parse the spec strings of a configuration. Raises ValueError that names the key."""
+    return Plugins(
+        schedule=from_spec(config.pp.schedule, SCHEDULES, key="pp.schedule"),
+        forward=from_spec(config.pp.forward, {**codecs.CODECS, "delta": Delta}, key="pp.forward"),
+        backward=_parse_backward(config.pp.backward),
+        optimizer=from_spec(config.optim.name, OPTIMIZERS, key="optim.name"),
+        mode=from_spec(config.dp.mode, MODES, key="dp.mode"),
+    )
+
+
+def check_capabilities(config: Config, required: frozenset[Capability], provided: frozenset[Capability]) -> None:
+    """Raise ValueError if dp.mode uses optimizer capabilities that optim.name does not have."""
+    if missing := required - provided:
+        able = [f'"{name}"' for name, optimizer in OPTIMIZERS.items() if optimizer.capabilities >= required]
+        raise ValueError(
+            f'dp.mode="{config.dp.mode}" requires {", ".join(sorted(missing))}, which optim.name="{config.optim.name}" '
+            f"does not support; use optim.name={' or '.join(able)}, or another dp.mode"
+        )
+
+
+def _parse_backward(spec: str) -> Codec:
+    if spec.partition(":")[0] == "delta":
+        raise ValueError(
+            f'pp.backward="{spec}": delta is for activations, which change little between visits of a sequence; for '
+            'gradients use "fixpoint:bits=8", or, for fewer bytes, '
+            '"fixpoint:bits=4,scale=l2,clip=8,entropy_coding=true"'
+        )
+    return codecs.parse(spec, key="pp.backward")
