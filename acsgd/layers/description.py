@@ -1,0 +1,122 @@
+"""Description of a model as a list of layers: parameters per layer, and the tensors between layers.
+
+A model's forward calls its blocks one after another and runs code of its own before, between and after them. Layer 0
+is the code before the first block, layer k + 1 is block k with the code up to the next block, and the last layer is the
+code after the last block. Each layer is a function of its inputs and its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+BATCH = "batch"
+"""Symbol of an axis with one entry per sequence."""
+
+HIDDEN = "hidden"
+"""Name of the hidden state between layers."""
+
+LOGITS = "logits"
+"""Name of the output of the last layer."""
+
+Dim = int | str
+"""Size of an axis: a number, or the name of a size of the batch (BATCH, or "tensor.axis", as "input_ids.1")."""
+
+
+class LayersError(ValueError):
+    """The model cannot be divided into layers. The message says why."""
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """Shape, with symbols for the sizes of the batch, and dtype of a tensor between layers."""
+
+    dims: tuple[Dim, ...]
+    dtype: str
+    """Name of the torch dtype. That of the weights = "weights"."""
+
+    def resolve(self, sizes: Mapping[str, int], weights: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return the shape for given sizes of the batch, and the dtype for a given dtype of the weights."""
+        shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
+        return shape, weights if self.dtype == "weights" else getattr(torch, self.dtype)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Origin of an input of a layer."""
+
+    kind: Literal["output", "input", "forward"]
+    """An output of the block before; an unchanged input of that block's layer; or made by the model's code between."""
+    index: int = 0
+    """Position among the outputs of the block."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer: never divided between ranks, stored in one file."""
+
+    name: str
+    """Name of its file, without suffix."""
+    index: int
+    """Position in the model, 0 = first; part of every seed that concerns the layer."""
+    block: str | None
+    """Module path of its block; None for the first and the last layer."""
+    parameters: tuple[str, ...]
+    """Names of the parameters it uses, as in the Hugging Face model. One that several layers use is tied."""
+    buffers: tuple[str, ...]
+    """Names of its buffers that are stored with the model."""
+    inputs: Mapping[str, TensorShape]
+    """Tensors from the previous layer, by name; none for the first layer."""
+    origins: Mapping[str, Origin]
+    """Origin of each output of a block's layer, by name; empty for the first and the last layer."""
+    outputs: tuple[Any, ...] | None = None
+    """Form of what the block returns, leaf by leaf: "tensor", or the value of anything else. None without a block."""
+    returns: Literal["tensor", "tuple", "list"] | None = None
+    """Type of what the block returns. None without a block."""
+
+    @property
+    def runs_forward(self) -> bool:
+        """Whether the model runs code of its own after the block of this layer."""
+        return any(origin.kind == "forward" for origin in self.origins.values())
+
+
+@dataclass(frozen=True)
+class ModelLayers:
+    """All layers of a model."""
+
+    layers: tuple[LayerSpec, ...]
+    unused: tuple[str, ...]
+    """Parameters that forward does not use; stored with the last layer."""
+    context_inputs: tuple[str, ...]
+    """Inputs of the model whose values, not only shapes, determine masks, positions and other arguments of blocks."""
+    version: str
+    """Version of transformers with which the layers were derived."""
+
+    @property
+    def blocks(self) -> list[str]:
+        """Module paths of all blocks, in the order of the calls."""
+        return [layer.block for layer in self.layers if layer.block is not None]
+
+    def holders(self) -> dict[str, list[int]]:
+        """Return, by parameter, the indices of the layers that use it, first to last."""
+        holders: dict[str, list[int]] = {}
+        for layer in self.layers:
+            for key in layer.parameters:
+                holders.setdefault(key, []).append(layer.index)
+        return holders
+
+    def boundary(self, cut: int) -> Mapping[str, TensorShape]:
+        """Return the tensors that travel between two stages of which the second starts with layer `cut`."""
+        return self.layers[cut].inputs
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the description as JSON values."""
+        return asdict(self)
+
+
+def layer_names(num_blocks: int) -> Sequence[str]:
+    """Return the names of the layers of a model, first to last."""
+    return ["embed", *(f"block-{index:05d}" for index in range(num_blocks)), "head"]

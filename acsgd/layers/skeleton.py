@@ -1,0 +1,78 @@
+"""Models without memory for weights: built on the meta device, and with stand-ins that show a wrong dependence."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+
+@contextlib.contextmanager
+def weights_on_meta() -> Iterator[None]:
+    """Context in which modules are built with parameters on the meta device but real buffers.
+
+    Buffers hold what constructors compute, such as rotary frequencies, and are in no file; computing them again after
+    construction is wrong for some models (falcon_h1, apertus), whose constructors change them.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        with _EmptyOnMeta():
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Allocates uninitialized tensors on the meta device: constructors fill weights, not buffers, after torch.empty."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
+
+
+def set_parameter(model: nn.Module, name: str, param: nn.Parameter) -> None:
+    """Replace one parameter of a model in place."""
+    path, _, leaf = name.rpartition(".")
+    model.get_submodule(path)._parameters[leaf] = param
+
+
+def fill_with_stand_ins(model: PreTrainedModel, blocks: Collection[str], device: torch.device) -> None:
+    """Replace each parameter on the meta device outside `blocks` by NaN of its shape, without memory, in place.
+
+    A layer that needs a parameter of another rank thus returns NaN, not a plausible number. blocks: module paths.
+    """
+    inside = tuple(f"{path}." for path in blocks)
+    stand_ins: dict[int, nn.Parameter] = {}
+    for name, param in list(model.named_parameters(remove_duplicate=False)):
+        if param.device.type == "meta" and not name.startswith(inside):
+            if id(param) not in stand_ins:
+                nan = torch.full((), float("nan"), dtype=param.dtype, device=device).expand(param.shape)
+                stand_ins[id(param)] = nn.Parameter(nan, requires_grad=False)
+            set_parameter(model, name, stand_ins[id(param)])
+
+
+@contextlib.contextmanager
+def experts_without_values(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which experts run on tensors without values: other implementations read them, or demand bf16."""
+    config = model.config
+    before = getattr(config, "_experts_implementation", None)
+    if before is None:
+        yield
+        return
+    config._experts_implementation = "batched_mm"
+    try:
+        yield
+    finally:
+        config._experts_implementation = before
