@@ -99,7 +99,9 @@ def _block_lists(model: PreTrainedModel, is_list_of_blocks: Callable[[nn.ModuleL
 
 def _holds_blocks(model: PreTrainedModel) -> Callable[[nn.ModuleList], bool]:
     unsplit = set(model._no_split_modules or ())
-    return lambda modules: all(isinstance(m, GradientCheckpointingLayer) or type(m).__name__ in unsplit for m in modules)
+    return lambda modules: all(
+        isinstance(m, GradientCheckpointingLayer) or type(m).__name__ in unsplit for m in modules
+    )
 
 
 def _is_as_deep_as(model: PreTrainedModel) -> Callable[[nn.ModuleList], bool]:

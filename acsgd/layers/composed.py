@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from acsgd.layers.capture import BlockCall, Reached, stubbed, unknown_like
 from acsgd.layers.description import HIDDEN, LOGITS, ModelLayers
+from acsgd.layers.relative_bias import compute_relative_bias
 
 State = dict[str, Tensor]
 """Tensors between two layers, by name."""
@@ -34,11 +35,14 @@ class ComposedModel:
     def __init__(self, model: PreTrainedModel, layers: ModelLayers) -> None:
         self.model = model
         self.layers = layers.layers
+        self._has_replicated = any(layer.replicated for layer in layers.layers)
         self._blocks = [model.get_submodule(path) for path in layers.blocks]
 
-    @torch.no_grad()
     def context(self, inputs: Inputs, layers: range) -> Context:
-        """Record the arguments with which forward calls the blocks of `layers`: masks, positions, rotary tables."""
+        """Record the arguments with which forward calls the blocks of `layers`: masks, positions, rotary tables.
+
+        Gradients of replicated tensors flow through the context into the parameters of this rank.
+        """
         calls: dict[int, BlockCall] = {}
         blocks = range(max(layers.start - 1, 0), min(layers.stop - 1, len(self._blocks)))
         if not len(blocks):
@@ -51,9 +55,20 @@ class ComposedModel:
                 raise Reached(calls[index])
             return self._skip(index, args, kwargs)
 
-        with stubbed(self._blocks, stub), contextlib.suppress(Reached):
+        needs_grad = torch.is_grad_enabled() and self._has_replicated
+        with torch.set_grad_enabled(needs_grad), stubbed(self._blocks, stub), contextlib.suppress(Reached):
             self._forward(inputs)
-        return calls
+        with torch.set_grad_enabled(needs_grad):
+            return {index: self._complete(index, call) for index, call in calls.items()}
+
+    def _complete(self, index: int, call: BlockCall) -> BlockCall:
+        """Return the call with the replicated tensors that blocks of other stages would have computed."""
+        computed = {
+            name: compute_relative_bias(self.model, how, call)
+            for name, how in self.layers[index + 1].replicated.items()
+            if how.kind != "forward"
+        }
+        return call.replace(computed) if computed else call
 
     def call(self, index: int, state: State, inputs: Inputs, context: Context) -> State:
         """Run layer `index`: return the inputs of the next layer, or {"logits"} for the last layer."""
@@ -133,9 +148,7 @@ class ComposedModel:
                     outputs[name] = made[name]
         return outputs
 
-    def _skip(
-        self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor | None = None
-    ) -> Any:
+    def _skip(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor | None = None) -> Any:
         """Return what a block that is not run would return, with stand-ins in place of tensors except the hidden state.
 
         hidden: in place of the hidden state that enters the block.

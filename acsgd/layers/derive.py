@@ -26,14 +26,16 @@ from acsgd.layers.description import (
     LayerSpec,
     ModelLayers,
     Origin,
+    Replicated,
     TensorShape,
     layer_names,
 )
+from acsgd.layers.relative_bias import relative_bias
 from acsgd.layers.skeleton import experts_without_values
 
 PROBES: tuple[Mapping[str, int], ...] = (
     {"batch": 2, "sequence": 16, "target": 8},
-    {"batch": 3, "sequence": 24, "target": 12},
+    {"batch": 3, "sequence": 32, "target": 12},
 )
 """Sizes of the batches with which forward is run. An axis with the same size in both does not depend on the batch."""
 
@@ -59,6 +61,8 @@ class _Segment(NamedTuple):
     origins: dict[str, Origin]
     parameters: list[str]
     """Parameters outside of blocks that the segment uses."""
+    parameters_of: dict[str, list[str]]
+    """Parameters outside of blocks that one input of the call depends on, by the name of the input."""
 
 
 class _Trace(NamedTuple):
@@ -71,6 +75,8 @@ class _Trace(NamedTuple):
     segments: list[_Segment]
     returned: list[Any]
     """What each block returned."""
+    passed_on: list[dict[int, str]]
+    """Per block, the positions among its outputs of those of its inputs that it returns unchanged, with their names."""
     context_inputs: set[str]
 
 
@@ -91,7 +97,15 @@ def _trace(model: PreTrainedModel, inputs: Mapping[str, Sequence[str]], sizes: M
             raise LayersError(
                 f"{type(model).__name__}: forward depends on the values of tensors ({error.func})"
             ) from None
-    return _Trace(model, sizes, [paths[i] for i in tracer.order], tracer.segments, tracer.returned, tracer.context_inputs)
+    return _Trace(
+        model,
+        sizes,
+        [paths[i] for i in tracer.order],
+        tracer.segments,
+        tracer.returned,
+        tracer.passed_on,
+        tracer.context_inputs,
+    )
 
 
 class _Tracer:
@@ -102,6 +116,7 @@ class _Tracer:
         self.order: list[int] = []
         self.segments: list[_Segment] = []
         self.returned: list[Any] = []
+        self.passed_on: list[dict[int, str]] = []
         self.context_inputs: set[str] = set()
         self.uses = _Uses(batch)
         inside = tuple(f"{path}." for path in paths)
@@ -122,7 +137,7 @@ class _Tracer:
         parameters = self._parameters_of([logits])
         if torch.autograd.grad(logits.sum(), [hidden], allow_unused=True)[0] is None:
             raise LayersError("the head does not use the output of the last block")
-        self.segments.append(_Segment(None, {HIDDEN: hidden}, {HIDDEN: Origin("output", 0)}, parameters))
+        self.segments.append(_Segment(None, {HIDDEN: hidden}, {HIDDEN: Origin("output")}, parameters, {}))
 
     def _enter(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if index in self.order:
@@ -130,8 +145,9 @@ class _Tracer:
         call = BlockCall.of(self.blocks[index], args, kwargs)
         inputs = {name: x for name, x in call.tensors().items() if self._is_computed(name, x)}
         origins = {name: self._origin(name, x) for name, x in inputs.items()}
-        made = [inputs[name] for name, origin in origins.items() if origin.kind == "forward"]
-        self.segments.append(_Segment(call, inputs, origins if self.order else {}, self._parameters_of(made)))
+        made = {name: inputs[name] for name, origin in origins.items() if origin.kind == "forward"}
+        reached = {name: self._reached([x]) for name, x in made.items() if name != HIDDEN}
+        self.segments.append(_Segment(call, inputs, origins, self._parameters_of([*made.values()]), reached))
         self.context_inputs |= {
             name for key, x in call.tensors().items() if key not in inputs for name in self.uses.inputs_of(x)
         }
@@ -142,6 +158,7 @@ class _Tracer:
         leaves, spec = tree_flatten(out)
         if not isinstance(leaves[0], Tensor) or leaves[0].shape != call.hidden.shape:
             raise LayersError("a block does not return the hidden state first")
+        self.passed_on.append({i: name for i, x in enumerate(leaves) for name, y in call.tensors().items() if x is y})
         leaves = [_new_leaf(x) if isinstance(x, Tensor) else x for x in leaves]
         self.returned.append(torch.utils._pytree.tree_unflatten(leaves, spec))
         return self.returned[-1]
@@ -166,7 +183,15 @@ class _Tracer:
         return Origin("forward")
 
     def _parameters_of(self, tensors: Sequence[Tensor]) -> list[str]:
-        """Return the parameters outside of blocks that `tensors` depend on. Raises LayersError for stale tensors."""
+        """Return the parameters outside of blocks that the current segment uses to compute `tensors`.
+
+        Includes those that it uses without gradients, for whatever purpose. Raises LayersError for stale tensors.
+        """
+        reached = self._reached(tensors)
+        return [name for name, p in self._params.items() if name in reached or self.uses.is_used(p)]
+
+    def _reached(self, tensors: Sequence[Tensor]) -> list[str]:
+        """Return the parameters outside of blocks that `tensors` depend on through autograd."""
         targets = [*self._params.values(), *(x for _, x in self._stale)]
         grads: Sequence[Tensor | None] = [None] * len(targets)
         if sources := [x for x in tensors if x.requires_grad]:
@@ -174,8 +199,7 @@ class _Tracer:
         for (description, _), grad in zip(self._stale, grads[len(self._params) :], strict=True):
             if grad is not None:
                 raise LayersError(f"forward uses {description} again after a later block")
-        reached = zip(self._params.items(), grads[: len(self._params)], strict=True)
-        return [name for (name, p), grad in reached if grad is not None or self.uses.is_used(p)]
+        return [name for name, grad in zip(self._params, grads, strict=False) if grad is not None]
 
     def _start_segment(self, call: BlockCall) -> None:
         """Make the parameters new objects, so that what the next segment uses is told from what earlier ones used."""
@@ -271,42 +295,80 @@ def _describe(first: _Trace, second: _Trace) -> ModelLayers:
     names = layer_names(len(first.blocks))
     weights = next(first.model.parameters()).dtype
     own = _own_parameters(first)
-    segments = first.segments
+    shapes = _shapes(first, second, weights)
+    replicated = [_replicated(first, index, shapes) for index in range(len(first.segments))]
     layers = []
     for index, name in enumerate(names):
-        block = first.blocks[index - 1] if 0 < index < len(names) - 1 else None
-        inputs = {} if index == 0 else {
-            key: _shape(key, x, second.segments[index - 1].inputs[key], first.sizes, second.sizes, weights)
-            for key, x in segments[index - 1].inputs.items()
-        }
-        # the code after the last block is the last layer
-        used = segments[-1] if index == len(names) - 1 else segments[index] if index < len(segments) - 1 else None
+        is_block = 0 < index < len(names) - 1
+        block = first.blocks[index - 1] if is_block else None
+        entering = replicated[index - 1] if index else {}
+        parameters = list(own.get(block or "", ()))
+        if name != names[-2]:  # the model's code after the last block is the last layer
+            segment = first.segments[min(index, len(first.segments) - 1)]
+            parameters += segment.parameters
+        parameters += [key for _, keys in entering.values() for key in keys if key not in parameters]
+        leaving = replicated[index] if is_block else {}
         layers.append(
             LayerSpec(
                 name=name,
                 index=index,
                 block=block,
-                parameters=(*own.get(block or "", ()), *(used.parameters if used else ())),
+                parameters=tuple(parameters),
                 buffers=(),
-                inputs=inputs,
-                origins=segments[index].origins if block else {},
-                outputs=_form(first.returned[index - 1]) if block else None,
-                returns=_container(first.returned[index - 1]) if block else None,
+                inputs={key: x for key, x in shapes[index - 1].items() if key not in entering} if index else {},
+                replicated={key: how for key, (how, _) in entering.items()},
+                origins={k: o for k, o in first.segments[index].origins.items() if k not in leaving}
+                if is_block
+                else {},
+                outputs=_form(first.returned[index - 1]) if is_block else None,
+                returns=_container(first.returned[index - 1]) if is_block else None,
             )
         )
-    used_keys = {key for layer in layers for key in layer.parameters}
+    used = {key for layer in layers for key in layer.parameters}
     return ModelLayers(
         layers=tuple(layers),
-        unused=tuple(name for name, _ in first.model.named_parameters() if name not in used_keys),
+        unused=tuple(name for name, _ in first.model.named_parameters() if name not in used),
         context_inputs=tuple(sorted(first.context_inputs)),
         version=transformers.__version__,
     )
+
+
+def _replicated(
+    trace: _Trace, index: int, shapes: Sequence[Mapping[str, TensorShape]]
+) -> dict[str, tuple[Replicated, list[str]]]:
+    """Return how each input without batch axis of block `index` is computed, and the parameters that it takes.
+
+    Raises LayersError if that is unknown.
+    """
+    found = {}
+    for name, shape in shapes[index].items():
+        if shape.batch_axis is not None:
+            continue
+        made = index
+        while trace.segments[made].origins[name].kind == "input" or _is_passed_on(trace, made, name):
+            made -= 1  # unchanged since an earlier block
+        segment = trace.segments[made]
+        if segment.origins[name].kind == "forward":
+            found[name] = Replicated("forward"), segment.parameters_of[name]
+        else:
+            found[name] = relative_bias(trace.model, trace.blocks[made - 1], name)
+    return found
+
+
+def _is_passed_on(trace: _Trace, index: int, name: str) -> bool:
+    """Whether block `index - 1` returned an input of its own as input `name` of block `index`."""
+    earlier = trace.segments[index - 1].inputs.get(name) if index else None
+    return earlier is not None and trace.passed_on[index - 1].get(trace.segments[index].origins[name].index) == name
 
 
 def _own_parameters(trace: _Trace) -> dict[str, list[str]]:
     """Return the parameters inside each block, by its path."""
     names = [name for name, _ in trace.model.named_parameters()]
     return {path: [name for name in names if name.startswith(f"{path}.")] for path in trace.blocks}
+
+
+def _form(returned: Any) -> tuple[Any, ...]:
+    return tuple("tensor" if isinstance(x, Tensor) else x for x in tree_flatten(returned)[0])
 
 
 def _container(returned: Any) -> Literal["tensor", "tuple", "list"]:
@@ -317,21 +379,28 @@ def _container(returned: Any) -> Literal["tensor", "tuple", "list"]:
     raise LayersError(f"a block returns {type(returned).__name__} of several values; only a flat tuple is supported")
 
 
-def _form(returned: Any) -> tuple[Any, ...]:
-    return tuple("tensor" if isinstance(x, Tensor) else x for x in tree_flatten(returned)[0])
+def _shapes(first: _Trace, second: _Trace, weights: torch.dtype) -> list[dict[str, TensorShape]]:
+    """Return the shapes of the inputs of each block, and of the last layer."""
+    return [
+        {name: _shape(name, (x, first.sizes), (b.inputs[name], second.sizes), weights) for name, x in a.inputs.items()}
+        for a, b in zip(first.segments, second.segments, strict=True)
+    ]
 
 
 def _shape(
-    name: str, x: Tensor, y: Tensor, sizes_x: Mapping[str, int], sizes_y: Mapping[str, int], weights: torch.dtype
+    name: str, first: tuple[Tensor, Mapping[str, int]], second: tuple[Tensor, Mapping[str, int]], weights: torch.dtype
 ) -> TensorShape:
-    symbols = {(sizes_x[symbol], sizes_y[symbol]): symbol for symbol in sizes_x}
+    (x, sizes_x), (y, sizes_y) = first, second
     dims: list[Dim] = []
     for a, b in zip(x.shape, y.shape, strict=True):
+        symbols = [symbol for symbol in sizes_x if b - a == sizes_y[symbol] - sizes_x[symbol]]
         if a == b:
             dims.append(int(a))
-        elif (a, b) in symbols:
-            dims.append(symbols[a, b])
+        elif symbols:
+            dims.append((symbols[0], int(a) - sizes_x[symbols[0]]))
         else:
-            raise LayersError(f"{name}, which travels between blocks, has shapes {tuple(x.shape)} and {tuple(y.shape)} "
-                              f"for batches of {dict(sizes_x)} and {dict(sizes_y)}: the size {a} follows no size of the batch")
+            raise LayersError(
+                f"{name} enters a block in shape {tuple(x.shape)} for a batch of {dict(sizes_x)} and in shape "
+                f"{tuple(y.shape)} for {dict(sizes_y)}: an axis does not follow one size of the batch"
+            )
     return TensorShape(tuple(dims), "weights" if x.dtype == weights else str(x.dtype).removeprefix("torch."))

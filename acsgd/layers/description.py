@@ -22,8 +22,9 @@ HIDDEN = "hidden"
 LOGITS = "logits"
 """Name of the output of the last layer."""
 
-Dim = int | str
-"""Size of an axis: a number, or the name of a size of the batch (BATCH, or "tensor.axis", as "input_ids.1")."""
+Dim = int | tuple[str, int]
+"""Size of an axis: a number, or the name of a size of the batch ("batch", "sequence" or "target") and a number to add,
+as ("sequence", 32) in a model that prepends 32 embeddings."""
 
 
 class LayersError(ValueError):
@@ -38,9 +39,14 @@ class TensorShape:
     dtype: str
     """Name of the torch dtype. That of the weights = "weights"."""
 
+    @property
+    def batch_axis(self) -> int | None:
+        """Axis with one entry per sequence; None if there is none."""
+        return next((axis for axis, dim in enumerate(self.dims) if dim == (BATCH, 0)), None)
+
     def resolve(self, sizes: Mapping[str, int], weights: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the shape for given sizes of the batch, and the dtype for a given dtype of the weights."""
-        shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
+        shape = tuple(dim if isinstance(dim, int) else sizes[dim[0]] + dim[1] for dim in self.dims)
         return shape, weights if self.dtype == "weights" else getattr(torch, self.dtype)
 
 
@@ -52,6 +58,17 @@ class Origin:
     """An output of the block before; an unchanged input of that block's layer; or made by the model's code between."""
     index: int = 0
     """Position among the outputs of the block."""
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """A tensor that every stage computes for itself, with its own copy of the parameters, instead of receiving it."""
+
+    kind: Literal["forward", "relative_bias", "default"]
+    """The model's code before the blocks computes it; or an attention module does, from its table of relative biases;
+    or the block itself does, if it is not given."""
+    module: str = ""
+    """Module path of the attention with the table."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +87,9 @@ class LayerSpec:
     """Names of its buffers that are stored with the model."""
     inputs: Mapping[str, TensorShape]
     """Tensors from the previous layer, by name; none for the first layer."""
+    replicated: Mapping[str, Replicated]
+    """Further tensors that enter the block and depend on parameters, by name. They have no batch axis: stages process
+    some sequences at a time, and codecs cache tensors per sequence."""
     origins: Mapping[str, Origin]
     """Origin of each output of a block's layer, by name; empty for the first and the last layer."""
     outputs: tuple[Any, ...] | None = None
