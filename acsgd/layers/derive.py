@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
@@ -78,6 +79,8 @@ class _Trace(NamedTuple):
     passed_on: list[dict[int, str]]
     """Per block, the positions among its outputs of those of its inputs that it returns unchanged, with their names."""
     context_inputs: set[str]
+    random: set[int]
+    """Layers that draw random numbers."""
 
 
 def _trace(model: PreTrainedModel, inputs: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> _Trace:
@@ -90,7 +93,7 @@ def _trace(model: PreTrainedModel, inputs: Mapping[str, Sequence[str]], sizes: M
         }
         tracer = _Tracer(model, paths, batch)
         try:
-            with stubbed(tracer.blocks, tracer.stub), experts_without_values(model), tracer.uses:
+            with stubbed(tracer.blocks, tracer.stub), experts_without_values(model), tracer.uses, tracer.random:
                 logits = model(**batch, use_cache=False).logits
             tracer.finish(logits)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
@@ -98,13 +101,14 @@ def _trace(model: PreTrainedModel, inputs: Mapping[str, Sequence[str]], sizes: M
                 f"{type(model).__name__}: forward depends on the values of tensors ({error.func})"
             ) from None
     return _Trace(
-        model,
-        sizes,
-        [paths[i] for i in tracer.order],
-        tracer.segments,
-        tracer.returned,
-        tracer.passed_on,
-        tracer.context_inputs,
+        model=model,
+        sizes=sizes,
+        blocks=[paths[i] for i in tracer.order],
+        segments=tracer.segments,
+        returned=tracer.returned,
+        passed_on=tracer.passed_on,
+        context_inputs=tracer.context_inputs,
+        random=tracer.random.layers,
     )
 
 
@@ -119,6 +123,7 @@ class _Tracer:
         self.passed_on: list[dict[int, str]] = []
         self.context_inputs: set[str] = set()
         self.uses = _Uses(batch)
+        self.random = _RandomOps()
         inside = tuple(f"{path}." for path in paths)
         self._model = model
         self._params = {name: p for name, p in model.named_parameters() if not name.startswith(inside)}
@@ -153,8 +158,11 @@ class _Tracer:
         }
         self._start_segment(call)
         self.order.append(index)
+        self.random.layer = len(self.order)
         with torch.no_grad():
             out = forward(*args, **kwargs)
+        if len(self.order) == len(self.blocks):
+            self.random.layer += 1
         leaves, spec = tree_flatten(out)
         if not isinstance(leaves[0], Tensor) or leaves[0].shape != call.hidden.shape:
             raise LayersError("a block does not return the hidden state first")
@@ -218,6 +226,30 @@ class _Tracer:
         self._params = {name: new[id(p)] for name, p in self._params.items()}
         if call.hidden.grad_fn is not None and not call.hidden._is_view():
             call.hidden.detach_()  # code that uses it again after the block uses an input of that block's layer
+
+
+class _RandomOps(TorchDispatchMode):
+    """Records the layers in which operations draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = 0
+        """Layer that runs now."""
+        self.layers: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not _is_without_dropout(func, args, kwargs or {}):
+            self.layers.add(self.layer)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_without_dropout(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation that draws random numbers for dropout only, such as attention, is called without dropout."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    position = names.index("dropout_p")
+    return not (args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 class _Uses(TorchFunctionMode):
@@ -296,6 +328,7 @@ def _describe(first: _Trace, second: _Trace) -> ModelLayers:
     weights = next(first.model.parameters()).dtype
     own = _own_parameters(first)
     shapes = _shapes(first, second, weights)
+    buffers = _stored_buffers(first)
     replicated = [_replicated(first, index, shapes) for index in range(len(first.segments))]
     layers = []
     for index, name in enumerate(names):
@@ -314,7 +347,8 @@ def _describe(first: _Trace, second: _Trace) -> ModelLayers:
                 index=index,
                 block=block,
                 parameters=tuple(parameters),
-                buffers=(),
+                buffers=buffers[index],
+                random=index in first.random,
                 inputs={key: x for key, x in shapes[index - 1].items() if key not in entering} if index else {},
                 replicated={key: how for key, (how, _) in entering.items()},
                 origins={k: o for k, o in first.segments[index].origins.items() if k not in leaving}
@@ -365,6 +399,14 @@ def _own_parameters(trace: _Trace) -> dict[str, list[str]]:
     """Return the parameters inside each block, by its path."""
     names = [name for name, _ in trace.model.named_parameters()]
     return {path: [name for name in names if name.startswith(f"{path}.")] for path in trace.blocks}
+
+
+def _stored_buffers(trace: _Trace) -> list[tuple[str, ...]]:
+    """Return the buffers stored with each layer: those inside its block; all others with the last layer."""
+    stored = [name for name, _ in trace.model.named_buffers() if name in trace.model.state_dict()]
+    by_block = [tuple(name for name in stored if name.startswith(f"{path}.")) for path in trace.blocks]
+    rest = tuple(name for name in stored if not any(name in names for names in by_block))
+    return [(), *by_block, rest]
 
 
 def _form(returned: Any) -> tuple[Any, ...]:

@@ -85,6 +85,8 @@ class LayerSpec:
     """Names of the parameters it uses, as in the Hugging Face model. One that several layers use is tied."""
     buffers: tuple[str, ...]
     """Names of its buffers that are stored with the model."""
+    random: bool
+    """Whether it draws random numbers in training, as for dropout."""
     inputs: Mapping[str, TensorShape]
     """Tensors from the previous layer, by name; none for the first layer."""
     replicated: Mapping[str, Replicated]

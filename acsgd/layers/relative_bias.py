@@ -14,7 +14,7 @@ from acsgd.layers.description import LayersError, Replicated
 
 
 def relative_bias(model: PreTrainedModel, block: str, name: str) -> tuple[Replicated, list[str]]:
-    """Return how to compute output `name` of a block, and the parameters that it takes. Raises LayersError if unknown."""
+    """Return how to compute output `name` of a block, and the parameters needed. Raises LayersError if unknown."""
     attentions = [
         (path, module)
         for path, module in model.get_submodule(block).named_modules(prefix=block)
