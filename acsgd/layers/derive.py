@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 
 from acsgd.layers.capture import BlockCall, find_blocks, stubbed
@@ -112,6 +112,17 @@ def _trace(model: PreTrainedModel, inputs: Mapping[str, Sequence[str]], sizes: M
     )
 
 
+class _BlockResult(NamedTuple):
+    """What a block returned, flattened."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+    passed_on: dict[int, str]
+    """As in _Trace."""
+    is_random: bool
+    """Whether the block draws random numbers."""
+
+
 class _Tracer:
     """Follows one run of forward from block to block."""
 
@@ -127,6 +138,7 @@ class _Tracer:
         inside = tuple(f"{path}." for path in paths)
         self._model = model
         self._params = {name: p for name, p in model.named_parameters() if not name.startswith(inside)}
+        self._results: dict[str, _BlockResult] = {}
         self._stale: list[tuple[str, Tensor]] = []
         """Tensors that forward must not use any more, with their descriptions."""
 
@@ -159,17 +171,27 @@ class _Tracer:
         self._start_segment(call)
         self.order.append(index)
         self.random.layer = len(self.order)
-        with torch.no_grad():
-            out = forward(*args, **kwargs)
+        result = self._run(self.blocks[index], call, lambda: forward(*args, **kwargs))
+        if result.is_random:
+            self.random.layers.add(len(self.order))
+        self.passed_on.append(result.passed_on)
         if len(self.order) == len(self.blocks):
-            self.random.layer += 1
-        leaves, spec = tree_flatten(out)
-        if not isinstance(leaves[0], Tensor) or leaves[0].shape != call.hidden.shape:
-            raise LayersError("a block does not return the hidden state first")
-        self.passed_on.append({i: name for i, x in enumerate(leaves) for name, y in call.tensors().items() if x is y})
-        leaves = [_new_leaf(x) if isinstance(x, Tensor) else x for x in leaves]
-        self.returned.append(torch.utils._pytree.tree_unflatten(leaves, spec))
+            self.random.layer += 1  # the code after the last block is the last layer
+        self.returned.append(tree_unflatten([_new_leaf(x) for x in result.leaves], result.spec))
         return self.returned[-1]
+
+    def _run(self, block: nn.Module, call: BlockCall, forward: Callable[[], Any]) -> _BlockResult:
+        """Run a block, or return the result of an equal block that was called alike."""
+        key = repr((block, [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in call.leaves], call.spec))
+        if key not in self._results:
+            random = _RandomOps()
+            with torch.no_grad(), random:
+                leaves, spec = tree_flatten(forward())
+            if not isinstance(leaves[0], Tensor) or leaves[0].shape != call.hidden.shape:
+                raise LayersError("a block does not return the hidden state first")
+            passed_on = {i: name for i, x in enumerate(leaves) for name, y in call.tensors().items() if x is y}
+            self._results[key] = _BlockResult(leaves, spec, passed_on, bool(random.layers))
+        return self._results[key]
 
     def _is_computed(self, name: str, x: Tensor) -> bool:
         """Whether an argument of a block depends on parameters or on earlier blocks."""
@@ -318,8 +340,8 @@ def _fill_with_fakes(model: nn.Module) -> None:
     del kept
 
 
-def _new_leaf(x: Tensor) -> Tensor:
-    return torch.empty_like(x).requires_grad_(x.is_floating_point())
+def _new_leaf(x: Any) -> Any:
+    return torch.empty_like(x).requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x
 
 
 def _describe(first: _Trace, second: _Trace) -> ModelLayers:
@@ -370,17 +392,18 @@ def _describe(first: _Trace, second: _Trace) -> ModelLayers:
 def _replicated(
     trace: _Trace, index: int, shapes: Sequence[Mapping[str, TensorShape]]
 ) -> dict[str, tuple[Replicated, list[str]]]:
-    """Return how each input without batch axis of block `index` is computed, and the parameters that it takes.
+    """Return how the inputs of block `index` that are not sent are computed, and the parameters that each takes.
 
-    Raises LayersError if that is unknown.
+    Not sent is what forward makes before the first block, and what has no batch axis. Raises LayersError if it is
+    unknown how to compute it.
     """
     found = {}
     for name, shape in shapes[index].items():
-        if shape.batch_axis is not None:
-            continue
         made = index
         while trace.segments[made].origins[name].kind == "input" or _is_passed_on(trace, made, name):
             made -= 1  # unchanged since an earlier block
+        if name == HIDDEN or (shape.batch_axis is not None and made > 0):
+            continue
         segment = trace.segments[made]
         if segment.origins[name].kind == "forward":
             found[name] = Replicated("forward"), segment.parameters_of[name]
@@ -403,7 +426,8 @@ def _own_parameters(trace: _Trace) -> dict[str, list[str]]:
 
 def _stored_buffers(trace: _Trace) -> list[tuple[str, ...]]:
     """Return the buffers stored with each layer: those inside its block; all others with the last layer."""
-    stored = [name for name, _ in trace.model.named_buffers() if name in trace.model.state_dict()]
+    keys = trace.model.state_dict().keys()
+    stored = [name for name, _ in trace.model.named_buffers() if name in keys]
     by_block = [tuple(name for name in stored if name.startswith(f"{path}.")) for path in trace.blocks]
     rest = tuple(name for name in stored if not any(name in names for names in by_block))
     return [(), *by_block, rest]
