@@ -15,7 +15,7 @@ import functools
 import math
 import types
 import typing
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ Positive = Annotated[float, check_positive]
 def from_json(cls: type[T], value: Any, *, ignore_unknown: bool = False) -> T:
     """Return an object of a dataclass from a JSON object, after checking all its fields.
 
-    Fields may be bool, int, float, str, None, Any, dataclasses, list, tuple[X, ...], dict[str, X], unions, and
+    Fields may be bool, int, float, str, None, Any, Literal, dataclasses, list, tuple[X, ...], dict[str, X], unions, and
     Annotated with functions that raise ValueError. ignore_unknown: allow fields that `cls` does not have.
     Raises ValueError with the name of the first wrong field.
     """
@@ -65,6 +65,10 @@ def _convert(kind: Any, value: Any, where: str, ignore_unknown: bool) -> Any:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         return converted
+    if origin is Literal:
+        if value not in arguments:
+            raise ValueError(f"{where} must be {' or '.join(map(repr, arguments))}, not {value!r:.70}")
+        return value
     if dataclasses.is_dataclass(kind):
         return _object(kind, value, where, ignore_unknown)
     if origin in (typing.Union, types.UnionType):

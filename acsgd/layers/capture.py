@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import MappingKey, SequenceKey, TreeSpec, tree_flatten_with_path, tree_unflatten
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -31,11 +31,12 @@ class BlockCall(NamedTuple):
     @classmethod
     def of(cls, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
         """Flatten the arguments of a call. Raises LayersError if there is no hidden state among them."""
-        parameters = _argument_names(type(block))
+        parameters = _argument_names(type(block).forward)
         named, spec = tree_flatten_with_path((args, kwargs))
         names, leaves = [], []
-        for (part, first, *rest), leaf in named:
-            argument = parameters[first.idx] if part.idx == 0 else first.key
+        for (_, first, *rest), leaf in named:
+            assert isinstance(first, (SequenceKey, MappingKey))
+            argument = parameters[first.idx] if isinstance(first, SequenceKey) else str(first.key)
             names.append(argument + "".join(map(str, rest)))
             leaves.append(leaf)
         names[_find_hidden(names, leaves)] = HIDDEN
@@ -62,8 +63,8 @@ class BlockCall(NamedTuple):
 
 
 @functools.cache
-def _argument_names(block: type[nn.Module]) -> tuple[str, ...]:
-    return tuple(inspect.signature(block.forward).parameters)[1:]
+def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _find_hidden(names: Sequence[str], leaves: Sequence[Any]) -> int:

@@ -22,13 +22,23 @@ HIDDEN = "hidden"
 LOGITS = "logits"
 """Name of the output of the last layer."""
 
-Dim = int | tuple[str, int]
-"""Size of an axis: a number, or the name of a size of the batch ("batch", "sequence" or "target") and a number to add,
-as ("sequence", 32) in a model that prepends 32 embeddings."""
-
 
 class LayersError(ValueError):
     """The model cannot be divided into layers. The message says why."""
+
+
+@dataclass(frozen=True)
+class Dim:
+    """Size of an axis: a size of the batch plus a number."""
+
+    symbol: str | None
+    """Size of the batch: "batch", "sequence" or "target". None = 0."""
+    offset: int
+    """Number to add, such as 32 in a model that prepends 32 embeddings."""
+
+    def resolve(self, sizes: Mapping[str, int]) -> int:
+        """Return the size for given sizes of the batch."""
+        return (0 if self.symbol is None else sizes[self.symbol]) + self.offset
 
 
 @dataclass(frozen=True)
@@ -42,11 +52,11 @@ class TensorShape:
     @property
     def batch_axis(self) -> int | None:
         """Axis with one entry per sequence; None if there is none."""
-        return next((axis for axis, dim in enumerate(self.dims) if dim == (BATCH, 0)), None)
+        return next((axis for axis, dim in enumerate(self.dims) if dim == Dim(BATCH, 0)), None)
 
     def resolve(self, sizes: Mapping[str, int], weights: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the shape for given sizes of the batch, and the dtype for a given dtype of the weights."""
-        shape = tuple(dim if isinstance(dim, int) else sizes[dim[0]] + dim[1] for dim in self.dims)
+        shape = tuple(dim.resolve(sizes) for dim in self.dims)
         return shape, weights if self.dtype == "weights" else getattr(torch, self.dtype)
 
 
@@ -87,12 +97,12 @@ class LayerSpec:
     """Names of its buffers that are stored with the model."""
     random: bool
     """Whether it draws random numbers in training, as for dropout."""
-    inputs: Mapping[str, TensorShape]
+    inputs: dict[str, TensorShape]
     """Tensors from the previous layer, by name; none for the first layer."""
-    replicated: Mapping[str, Replicated]
+    replicated: dict[str, Replicated]
     """Further tensors that enter the block and depend on parameters, by name. They have no batch axis: stages process
     some sequences at a time, and codecs cache tensors per sequence."""
-    origins: Mapping[str, Origin]
+    origins: dict[str, Origin]
     """Origin of each output of a block's layer, by name; empty for the first and the last layer."""
     outputs: tuple[Any, ...] | None = None
     """Form of what the block returns, leaf by leaf: "tensor", or the value of anything else. None without a block."""

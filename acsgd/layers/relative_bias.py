@@ -6,6 +6,8 @@ state: 33 million numbers against 1 million in t5-11b with 1024 tokens. The only
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -33,5 +35,5 @@ def compute_relative_bias(model: nn.Module, how: Replicated, call: BlockCall) ->
     if how.kind == "default":
         return None
     length = call.hidden.shape[1]
-    bias: Tensor = model.get_submodule(how.module).compute_bias(length, length, device=call.hidden.device)  # type: ignore[operator]
-    return bias
+    attention: Any = model.get_submodule(how.module)
+    return cast(Tensor, attention.compute_bias(length, length, device=call.hidden.device))

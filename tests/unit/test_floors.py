@@ -42,6 +42,15 @@ ORDER = """
     codecs.hadamard
     codecs.topk
     codecs
+    layers.description
+    layers.capture
+    layers.skeleton
+    layers.relative_bias
+    layers.recorders
+    layers.trace
+    layers.derive
+    layers.composed
+    tasks
     shards.weights
     shards.layers
     shards.gpt2

@@ -1,0 +1,86 @@
+"""Modes that record what the operations of a model's forward use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+
+class RandomOps(TorchDispatchMode):
+    """Records the layers in which operations draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = 0
+        """Layer that runs now."""
+        self.layers: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not _is_without_dropout(func, args, kwargs or {}):
+            self.layers.add(self.layer)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_without_dropout(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation that draws random numbers for dropout only, such as attention, is called without dropout."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    position = names.index("dropout_p")
+    return not (args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
+
+
+class Uses(TorchFunctionMode):
+    """Records the parameters that operations use, and what depends on them, or on inputs of the model, by value.
+
+    Autograd alone does not see what happens without gradients: indices, masks, and frozen tables under no_grad.
+    """
+
+    def __init__(self, batch: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._used: set[int] = set()
+        self._computed: set[int] = set()
+        self._inputs = {id(x): {name} for name, x in batch.items() if isinstance(x, Tensor)}
+        self._kept: list[Any] = []  # alive, or Python may give an id twice
+
+    def is_used(self, param: nn.Parameter) -> bool:
+        """Whether an operation used the parameter."""
+        return id(param) in self._used
+
+    def is_computed(self, x: Tensor) -> bool:
+        """Whether a tensor depends on parameters without gradients."""
+        return id(x) in self._computed
+
+    def inputs_of(self, x: Tensor) -> set[str]:
+        """Return the inputs of the model whose values determine a tensor."""
+        return self._inputs.get(id(x), set())
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        is_computed = any(id(x) in self._computed for x in tensors)
+        if name != "__get__":  # reading a property, such as shape
+            params = [x for x in tensors if isinstance(x, nn.Parameter)]
+            self._used |= {id(x) for x in params}
+            self._kept += params
+            is_computed |= bool(params) and not torch.is_grad_enabled()
+        origins = set().union(*(self.inputs_of(x) for x in tensors)) if not _reads_shape_only(name) else set()
+        for x in tree_flatten(out)[0]:
+            if isinstance(x, Tensor) and (is_computed or origins):
+                self._kept.append(x)
+                if is_computed:
+                    self._computed.add(id(x))
+                if origins:
+                    self._inputs[id(x)] = self.inputs_of(x) | origins
+        return out
+
+
+def _reads_shape_only(function: str) -> bool:
+    return function.endswith("_like") or function.startswith("new_")

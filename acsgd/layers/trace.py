@@ -1,0 +1,240 @@
+"""Trace one run of a model's own forward on fake tensors, from block to block: no weights, no arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from transformers import PreTrainedModel
+
+from acsgd.layers.capture import BlockCall, find_blocks, stubbed
+from acsgd.layers.description import HIDDEN, LayersError, Origin
+from acsgd.layers.recorders import RandomOps, Uses
+from acsgd.layers.skeleton import experts_without_values
+
+
+class Segment(NamedTuple):
+    """What the trace found between two blocks."""
+
+    call: BlockCall | None
+    """Call of the block that ends the segment; None at the end of forward."""
+    inputs: dict[str, Tensor]
+    """Tensors of the call that depend on parameters or earlier blocks."""
+    origins: dict[str, Origin]
+    parameters: list[str]
+    """Parameters outside of blocks that the segment uses."""
+    parameters_of: dict[str, list[str]]
+    """Parameters outside of blocks that one input of the call depends on, by the name of the input."""
+
+
+class Trace(NamedTuple):
+    """One run of forward."""
+
+    model: PreTrainedModel
+    sizes: Mapping[str, int]
+    blocks: list[str]
+    """Module paths in the order of the calls."""
+    segments: list[Segment]
+    returned: list[Any]
+    """What each block returned."""
+    passed_on: list[dict[int, str]]
+    """Per block, the positions among its outputs of those of its inputs that it returns unchanged, with their names."""
+    context_inputs: set[str]
+    random: set[int]
+    """Layers that draw random numbers."""
+
+
+def trace(model: PreTrainedModel, inputs: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> Trace:
+    paths = find_blocks(model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        _fill_with_fakes(model)
+        batch: dict[str, Any] = {
+            name: torch.ones([sizes[dim] for dim in dims], dtype=torch.long) for name, dims in inputs.items()
+        }
+        tracer = _Tracer(model, paths, batch)
+        try:
+            with stubbed(tracer.blocks, tracer.stub), experts_without_values(model), tracer.uses, tracer.random:
+                logits = model(**batch, use_cache=False).logits
+            tracer.finish(logits)
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+            raise LayersError(
+                f"{type(model).__name__}: forward depends on the values of tensors ({error.func})"
+            ) from None
+    return Trace(
+        model=model,
+        sizes=sizes,
+        blocks=[paths[i] for i in tracer.order],
+        segments=tracer.segments,
+        returned=tracer.returned,
+        passed_on=tracer.passed_on,
+        context_inputs=tracer.context_inputs,
+        random=tracer.random.layers,
+    )
+
+
+class _BlockResult(NamedTuple):
+    """What a block returned, flattened."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+    passed_on: dict[int, str]
+    """As in Trace."""
+    is_random: bool
+    """Whether the block draws random numbers."""
+
+
+class _Tracer:
+    """Follows one run of forward from block to block."""
+
+    def __init__(self, model: PreTrainedModel, paths: Sequence[str], batch: Mapping[str, Any]) -> None:
+        self.blocks = [model.get_submodule(path) for path in paths]
+        self.order: list[int] = []
+        self.segments: list[Segment] = []
+        self.returned: list[Any] = []
+        self.passed_on: list[dict[int, str]] = []
+        self.context_inputs: set[str] = set()
+        self.uses = Uses(batch)
+        self.random = RandomOps()
+        inside = tuple(f"{path}." for path in paths)
+        self._model = model
+        self._params = {name: p for name, p in model.named_parameters() if not name.startswith(inside)}
+        self._results: dict[str, _BlockResult] = {}
+        self._stale: list[tuple[str, Tensor]] = []
+        """Tensors that forward must not use any more, with their descriptions."""
+
+    def stub(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch._C.DisableTorchFunction():  # what the block does is no use of a parameter by the model's own code
+            return self._enter(index, forward, args, kwargs)
+
+    def finish(self, logits: Tensor) -> None:
+        """Close the last segment. Raises LayersError if forward did not call every block."""
+        if len(self.order) != len(self.blocks):
+            raise LayersError(f"forward calls {len(self.order)} of {len(self.blocks)} blocks")
+        hidden = tree_flatten(self.returned[-1])[0][0]
+        parameters = self._parameters_of([logits])
+        if torch.autograd.grad(logits.sum(), [hidden], allow_unused=True)[0] is None:
+            raise LayersError("the head does not use the output of the last block")
+        self.segments.append(Segment(None, {HIDDEN: hidden}, {HIDDEN: Origin("output")}, parameters, {}))
+
+    def _enter(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if index in self.order:
+            raise LayersError("forward calls a block more than once")
+        call = BlockCall.of(self.blocks[index], args, kwargs)
+        inputs = {name: x for name, x in call.tensors().items() if self._is_computed(name, x)}
+        origins = {name: self._origin(name, x) for name, x in inputs.items()}
+        made = {name: inputs[name] for name, origin in origins.items() if origin.kind == "forward"}
+        reached = {name: self._reached([x]) for name, x in made.items() if name != HIDDEN}
+        self.segments.append(Segment(call, inputs, origins, self._parameters_of([*made.values()]), reached))
+        self.context_inputs |= {
+            name for key, x in call.tensors().items() if key not in inputs for name in self.uses.inputs_of(x)
+        }
+        self._start_segment(call)
+        self.order.append(index)
+        self.random.layer = len(self.order)
+        result = self._run(self.blocks[index], call, lambda: forward(*args, **kwargs))
+        if result.is_random:
+            self.random.layers.add(len(self.order))
+        self.passed_on.append(result.passed_on)
+        if len(self.order) == len(self.blocks):
+            self.random.layer += 1  # the code after the last block is the last layer
+        self.returned.append(tree_unflatten([_new_leaf(x) for x in result.leaves], result.spec))
+        return self.returned[-1]
+
+    def _run(self, block: nn.Module, call: BlockCall, forward: Callable[[], Any]) -> _BlockResult:
+        """Run a block, or return the result of an equal block that was called alike."""
+        key = repr((block, [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in call.leaves], call.spec))
+        if key not in self._results:
+            random = RandomOps()
+            with torch.no_grad(), random:
+                leaves, spec = tree_flatten(forward())
+            if not isinstance(leaves[0], Tensor) or leaves[0].shape != call.hidden.shape:
+                raise LayersError("a block does not return the hidden state first")
+            passed_on = {i: name for i, x in enumerate(leaves) for name, y in call.tensors().items() if x is y}
+            self._results[key] = _BlockResult(leaves, spec, passed_on, bool(random.layers))
+        return self._results[key]
+
+    def _is_computed(self, name: str, x: Tensor) -> bool:
+        """Whether an argument of a block depends on parameters or on earlier blocks."""
+        return name == HIDDEN or x.requires_grad or self.uses.is_computed(x) or any(x is y for y in self._earlier())
+
+    def _earlier(self) -> Iterable[Any]:
+        """Yield the outputs of the block before and its inputs except the hidden state."""
+        if self.returned:
+            yield from tree_flatten(self.returned[-1])[0]
+            yield from (x for name, x in self.segments[-1].inputs.items() if name != HIDDEN)
+
+    def _origin(self, name: str, x: Tensor) -> Origin:
+        if self.returned:
+            for index, y in enumerate(tree_flatten(self.returned[-1])[0]):
+                if y is x:
+                    return Origin("output", index)
+            if name != HIDDEN and self.segments[-1].inputs.get(name) is x:
+                return Origin("input")
+        return Origin("forward")
+
+    def _parameters_of(self, tensors: Sequence[Tensor]) -> list[str]:
+        """Return the parameters outside of blocks that the current segment uses to compute `tensors`.
+
+        Includes those that it uses without gradients, for whatever purpose. Raises LayersError for stale tensors.
+        """
+        reached = self._reached(tensors)
+        return [name for name, p in self._params.items() if name in reached or self.uses.is_used(p)]
+
+    def _reached(self, tensors: Sequence[Tensor]) -> list[str]:
+        """Return the parameters outside of blocks that `tensors` depend on through autograd."""
+        targets = [*self._params.values(), *(x for _, x in self._stale)]
+        grads: Sequence[Tensor | None] = [None] * len(targets)
+        if sources := [x for x in tensors if x.requires_grad]:
+            grads = torch.autograd.grad([x.sum() for x in sources], targets, allow_unused=True, retain_graph=True)
+        for (description, _), grad in zip(self._stale, grads[len(self._params) :], strict=True):
+            if grad is not None:
+                raise LayersError(f"forward uses {description} again after a later block")
+        return [name for name, grad in zip(self._params, grads, strict=False) if grad is not None]
+
+    def _start_segment(self, call: BlockCall) -> None:
+        """Make the parameters new objects, so that what the next segment uses is told from what earlier ones used."""
+        self._stale += [(f"parameter {name}", p) for name, p in self._params.items()]
+        if self.returned:
+            self._stale += [
+                ("the output of a block", x)
+                for x in tree_flatten(self.returned[-1])[0]
+                if isinstance(x, Tensor) and x.requires_grad
+            ]
+        new = {id(p): nn.Parameter(p.detach()) for p in self._params.values()}
+        for module in self._model.modules():
+            for leaf, p in module._parameters.items():
+                if p is not None and id(p) in new:
+                    module._parameters[leaf] = new[id(p)]
+        self._params = {name: new[id(p)] for name, p in self._params.items()}
+        if call.hidden.grad_fn is not None and not call.hidden._is_view():
+            call.hidden.detach_()  # code that uses it again after the block uses an input of that block's layer
+
+
+def _fill_with_fakes(model: nn.Module) -> None:
+    """Replace all parameters and buffers by fake tensors, in place; ties are kept. Call it within FakeTensorMode."""
+    fakes: dict[int, nn.Parameter] = {}
+    kept = list(model.parameters())  # alive, or Python may give an id twice
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                if id(p) not in fakes:
+                    fakes[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype))
+                module._parameters[name] = fakes[id(p)]
+        for name, x in module._buffers.items():
+            if x is not None:
+                module._buffers[name] = torch.empty(x.shape, dtype=x.dtype)
+    del kept
+
+
+def _new_leaf(x: Any) -> Any:
+    return torch.empty_like(x).requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x

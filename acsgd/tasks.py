@@ -1,0 +1,52 @@
+"""Tasks: what a model is trained for, which determines its head, its inputs and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from acsgd.layers.derive import derive
+from acsgd.layers.description import ModelLayers
+from acsgd.layers.skeleton import weights_on_meta
+
+IGNORED = -100
+"""Label of positions without a loss."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a model is trained for."""
+
+    auto_class: Any
+    """transformers' class that builds the model with its head."""
+    inputs: Mapping[str, tuple[str, ...]]
+    """Integer inputs of forward by name, each with the names of its sizes: "batch", "sequence" or "target"."""
+    loss: Callable[[Tensor, Tensor], Tensor]
+    """Returns the loss summed over the labels, from the logits and the labels."""
+
+    def build(self, config: PreTrainedConfig) -> PreTrainedModel:
+        """Build the model, in training mode, with parameters on the meta device, which need no memory."""
+        with weights_on_meta():
+            model: PreTrainedModel = self.auto_class.from_config(config)
+        return model.train()
+
+    def layers(self, config: PreTrainedConfig) -> ModelLayers:
+        """Derive the layers of the model. Raises LayersError with the reason if it cannot be divided into layers."""
+        return derive(lambda: self.build(config), self.inputs)
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy summed over the target tokens, in fp32. logits: [B, T, V]; labels: [B, T]."""
+    return nn.functional.cross_entropy(
+        logits.view(-1, logits.shape[-1]).float(), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+TASKS: Mapping[str, Task] = {
+    "lm": Task(AutoModelForCausalLM, {"input_ids": ("batch", "sequence")}, token_loss),
+}
+"""Tasks by name."""
