@@ -19,7 +19,7 @@ def open_model(model: ModelConfig) -> tuple[Path, PreTrainedConfig]:
     Checks all that headers show. Raises ValueError if the model cannot be found or read, or if it is pretrained and its
     weights are not those of its config; CorruptFileError if a file is not as it was written.
     """
-    directory = _find_model(model.name, weights=model.init == "pretrained")
+    directory = find_model(model.name, option="model.name", weights=model.init == "pretrained")
     if os.path.lexists(directory / MANIFEST):
         return directory, open_shards(directory)[1]
     if model.init == "pretrained":
@@ -28,26 +28,29 @@ def open_model(model: ModelConfig) -> tuple[Path, PreTrainedConfig]:
     return directory, read_config(directory)
 
 
-def _find_model(name: str, *, weights: bool) -> Path:
-    """Return the local directory of a model; weights: whether a download includes them."""
+def find_model(name: str, *, option: str, weights: bool = True) -> Path:
+    """Return the local directory of a model; download it if its name is a Hugging Face id.
+
+    option: name of the option for messages; weights: whether a download includes them. Raises ValueError.
+    """
     path = Path(name)
     try:
         is_directory = path.is_dir()
     except OSError as error:
-        raise ValueError(f"model.name={name[:80]} cannot be read ({error.strerror}); give a directory") from None
+        raise ValueError(f"{option}={name[:80]} cannot be read ({error.strerror}); give a directory") from None
     if is_directory:
         if not os.path.lexists(path / CONFIG):
             raise ValueError(
-                f"model.name={name} is a directory without config.json; give a Hugging Face model directory or a "
+                f"{option}={name} is a directory without config.json; give a Hugging Face model directory or a "
                 "layer-shard directory"
             )
         return path
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(f"model.name={name} is not a directory; give a directory or a Hugging Face id, owner/name")
-    return _find_model(_download(name, weights=weights), weights=weights)
+        raise ValueError(f"{option}={name} is not a directory; give a directory or a Hugging Face id, owner/name")
+    return find_model(_download(name, option=option, weights=weights), option=option)
 
 
-def _download(name: str, *, weights: bool) -> str:
+def _download(name: str, *, option: str, weights: bool) -> str:
     """Download config, tokenizer and optionally weights of a Hugging Face id into its cache; return the directory."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -59,5 +62,5 @@ def _download(name: str, *, weights: bool) -> str:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise ValueError(
-            f"model.name={name} is neither a local directory nor a model on the Hugging Face Hub: {first_line}"
+            f"{option}={name} is neither a local directory nor a model on the Hugging Face Hub: {first_line}"
         ) from None
