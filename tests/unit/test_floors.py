@@ -57,6 +57,7 @@ ORDER = """
     shards.llama
     shards
     shards.files
+    shards.torch_files
     shards.config
     shards.check
     shards.disk
@@ -303,9 +304,23 @@ def test_the_training_loop_is_short() -> None:
 
 
 def test_nothing_is_pickled_by_hand() -> None:
-    """No object collective and no unpickling, in tests and benchmarks either."""
+    """No object collective and no unpickling but of tensors alone, in tests and benchmarks either."""
     for folder in ("acsgd", "benchmarks", "examples", "tests"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            names = list(_names(ast.parse(path.read_text())))
-            used = [n for n in names if n.endswith(("_object", "_object_list", "torch.load")) or _within(n, "pickle")]
+            tree = ast.parse(path.read_text())
+            used = [n for n in _names(tree) if n.endswith(("_object", "_object_list")) or _within(n, "pickle")]
             assert not used, path
+            loads = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_torch_load(node)]
+            assert len(loads) == sum(_loads_only_tensors(node) for node in ast.walk(tree)), path
+
+
+def _is_torch_load(node: ast.AST) -> bool:
+    return ast.unparse(node) == "torch.load"
+
+
+def _loads_only_tensors(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and _is_torch_load(node.func)
+        and any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
+    )
