@@ -154,10 +154,17 @@ def copy_model_files(source: Path, target: Path) -> list[StoredFile]:
 
     Raises as `model_files`.
     """
-    paths = model_files(source)
-    for path in paths:
+    for path in model_files(source):
         shutil.copyfile(path, target / path.name)
-    return [_flushed(target / path.name) for path in paths]
+    return list_model_files(target)
+
+
+def list_model_files(directory: Path) -> list[StoredFile]:
+    """Return the manifest entries of the config and tokenizer files in a directory.
+
+    Raises as `model_files`.
+    """
+    return [_flushed(path) for path in model_files(directory)]
 
 
 class ShardDirectory:
