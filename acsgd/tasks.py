@@ -27,6 +27,8 @@ class Task:
     """Integer inputs of forward by name, each with the names of its sizes: "batch", "sequence" or "target"."""
     loss: Callable[[Tensor, Tensor], Tensor]
     """Returns the loss summed over the labels, from the logits and the labels."""
+    has_new_head: bool = False
+    """Whether models are trained with a new head: the files of a pretrained one may lack it, or hold another one."""
 
     def build(self, config: PreTrainedConfig) -> PreTrainedModel:
         """Build the model, in training mode, with parameters on the meta device, which need no memory."""

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import difflib
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from acsgd.shards import family_of
+from acsgd.layers.description import LayersError, ModelLayers
+from acsgd.layers.trace import trace
 from acsgd.shards.files import blame, read_json_object
-from acsgd.shards.layers import meta_model
+from acsgd.tasks import TASKS, Task
 
 CONFIG = "config.json"
 REMEDY = "correct it or download it again"
 MAX_BLOCKS = 99_999
 """Maximum number of blocks: file names of layers have five digits."""
+MANY_BLOCKS = 256
+"""Number of blocks above which building a model takes seconds. No known model has as many."""
+DEPTHS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
+"""Names, common to types of models or of some, of numbers of blocks."""
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -28,23 +36,23 @@ SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
-"""Names, common to the families or of one of them, of sizes that are at least 1."""
+"""Names, common to types of models or of some, of sizes that are at least 1."""
+PROBE = {"batch": 1, "sequence": 2, "target": 2}
+"""Sizes of the batch with which a model of one block is run."""
 
 
-def read_config(directory: Path) -> PreTrainedConfig:
+def read_config(directory: Path, task: str = "lm") -> PreTrainedConfig:
     """Read config.json of a Hugging Face or shard directory.
 
-    Runs a model of one block on the meta device, which needs no memory, since transformers checks types but few values.
-    Raises ValueError if the file is missing or invalid, or describes a quantized model or one of an unknown family.
+    Runs a model of one block without memory for weights, since transformers checks types but few values.
+    Raises ValueError if the file is missing or invalid, or describes a quantized model, or one that transformers does
+    not have for the task.
     """
     path = directory / CONFIG
     if not os.path.lexists(path):
         raise ValueError(f"{directory} has no {CONFIG}; give a Hugging Face model directory or a layer-shard directory")
     fields = read_json_object(path)
-    model_type = fields.get("model_type")
-    if not isinstance(model_type, str):
-        raise ValueError(f'{path} has no "model_type" that is a text; download it again')
-    family_of(model_type)  # first: the error of transformers lists hundreds of families
+    _check_type(fields, path, task)
     if fields.get("quantization_config") is not None:
         raise ValueError(
             f'{path} is of a quantized model ("quantization_config"); acsgd trains floating-point weights: give the '
@@ -52,46 +60,130 @@ def read_config(directory: Path) -> PreTrainedConfig:
         )
     with blame(path, "is not a config that transformers can read", REMEDY):
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    _check_sizes(config, path)
+        text = config.get_text_config()
+    _check_sizes(text, path)
     with blame(path, "describes a model that cannot be built", REMEDY):
-        _run_one_block(config)
+        _run_one_block(config, TASKS[task])
     return config
 
 
-def parameter_count(config: PreTrainedConfig) -> int:
-    """Return the number of parameters of a model whose blocks are all alike, without building all of them."""
-    one, two = (sum(param.numel() for param in meta_model(_shortened(config, n)).parameters()) for n in (1, 2))
-    return one + (config.num_hidden_layers - 1) * (two - one)
+def derive_layers(directory: Path, config: PreTrainedConfig, task: str) -> ModelLayers:
+    """Derive the layers of the model in a directory. Raises LayersError with the reason if that is not possible."""
+    path = directory / CONFIG
+    with blame(path, "describes a model that cannot be built", REMEDY), _no_logs():
+        try:
+            return TASKS[task].layers(config)
+        except LayersError as error:
+            reason = str(error)
+    raise LayersError(f"{path} describes a model that cannot be divided into layers: {reason}; give another model")
+
+
+def parameter_count(config: PreTrainedConfig, task: str = "lm") -> int:
+    """Return the number of parameters of a model. Of a model of very many blocks, takes all for alike."""
+    blocks = number_of_blocks(config)
+    if blocks <= MANY_BLOCKS:
+        return _count(config, TASKS[task])
+    one, two = (_count(_shortened(config, number), TASKS[task]) for number in (1, 2))
+    return one + (blocks - 1) * (two - one)
+
+
+def number_of_blocks(config: PreTrainedConfig) -> int:
+    """Return the number of blocks of the deepest stack of a model, 0 if it is not known from the config."""
+    text = config.get_text_config()
+    return max(0, *(value for name in _depths(text) if isinstance(value := getattr(text, name), int)))
+
+
+def _check_type(fields: dict[str, Any], path: Path, task: str) -> None:
+    """Raise ValueError unless transformers has the type of model for a task."""
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str):
+        raise ValueError(f'{path} has no "model_type" that is a text; download it again')
+    if model_type in (types := _types(TASKS[task])):
+        return
+    if model_type in CONFIG_MAPPING:
+        tasks = [name for name, other in TASKS.items() if model_type in _types(other)]
+        raise ValueError(
+            f'{path} is of the type "{model_type}", for which transformers has no {TASKS[task].auto_class.__name__} '
+            f"(task {task}); " + (f"give the task {' or '.join(tasks)}" if tasks else "give another model")
+        )
+    if "auto_map" in fields:
+        raise ValueError(
+            f'{path} is of the type "{model_type}", whose code lies in its repository ("auto_map"); acsgd runs no code '
+            "of repositories: give a model of a type that transformers has, or one converted to such a type"
+        )
+    nearest = difflib.get_close_matches(model_type, types, n=1)
+    raise ValueError(
+        f'{path} is of the unknown type "{model_type}"'
+        + (f" (did you mean {nearest[0]}?)" if nearest else "")
+        + "; correct it, or install a version of transformers that has it"
+    )
+
+
+def _types(task: Task) -> list[str]:
+    """Return the types of models that transformers has for a task."""
+    return list(task.auto_class._model_mapping._model_mapping)
 
 
 def _check_sizes(config: PreTrainedConfig, path: Path) -> None:
     """Raise ValueError for a number of blocks or another size that no model has."""
     names = config.attribute_map
-    for name in ("num_hidden_layers", *SIZES):
-        value: Any = getattr(config, name, None)
-        highest = MAX_BLOCKS if name == "num_hidden_layers" else 2**31 - 1
-        if value is not None and not (isinstance(value, int) and 1 <= value <= highest):
+    for name in (*DEPTHS, *SIZES):
+        value = vars(config).get(names.get(name, name))
+        highest = MAX_BLOCKS if name in DEPTHS else 2**31 - 1
+        if value is None or isinstance(value, list | tuple):  # one per block; the model's code checks it
+            continue
+        if not (isinstance(value, int) and 1 <= value <= highest):
             raise ValueError(
                 f"{path}: {names.get(name, name)}={value!r} must be a whole number from 1 to {highest}; {REMEDY}"
             )
 
 
-def _run_one_block(config: PreTrainedConfig) -> None:
-    """Run embedding, first block and head on two tokens on the meta device. Raises what transformers and torch do."""
-    config = _shortened(config, 1)
-    model, family = meta_model(config), family_of(config.model_type)
-    family.rebuild_buffers(model, torch.device("meta"))
-    state = {"tokens": torch.empty(1, 2, dtype=torch.long, device="meta")}
-    context: Any = None
-    with torch.no_grad():
-        for shard in family.layers(config):
-            if shard.kind == "block":
-                context = family.context(model, state)
-            state = family.call(model, shard, state, context)
+def _run_one_block(config: PreTrainedConfig, task: Task) -> None:
+    """Run a model with stacks of one block on fake tensors; of a few blocks, if it cannot be shortened.
+
+    Raises what transformers and torch do, except for a model that cannot be divided into layers.
+    """
+    try:
+        _run(_shortened(config, 1), task)
+    except Exception:  # as in blame
+        if number_of_blocks(config) > MANY_BLOCKS:
+            raise
+        _run(config, task)
+
+
+def _run(config: PreTrainedConfig, task: Task) -> None:
+    with contextlib.suppress(LayersError), _no_logs():  # raised again, with the reason, where the layers are derived
+        trace(task.build(config), task.inputs, PROBE)
+
+
+@contextlib.contextmanager
+def _no_logs() -> Iterator[None]:
+    """Context in which torch does not log the errors of operations on fake tensors, which it raises, too."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = False
+
+
+def _count(config: PreTrainedConfig, task: Task) -> int:
+    return sum(param.numel() for param in task.build(config).parameters())
+
+
+def _depths(config: PreTrainedConfig) -> list[str]:
+    """Return the names of the numbers of blocks in a config."""
+    return list(dict.fromkeys(config.attribute_map.get(name, name) for name in DEPTHS) & vars(config).keys())
 
 
 def _shortened(config: PreTrainedConfig, blocks: int) -> PreTrainedConfig:
-    """Return a copy of a config with another number of blocks."""
+    """Return a copy of a config with other numbers of blocks; lists with an entry per block are cut."""
     config = copy.deepcopy(config)
-    config.num_hidden_layers = blocks
+    text = config.get_text_config()
+    lengths = {getattr(text, name) for name in _depths(text)}
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) in lengths:
+            setattr(text, name, value[:blocks])
+    for name in _depths(text):
+        setattr(text, name, blocks)
     return config

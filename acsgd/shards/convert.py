@@ -7,25 +7,26 @@ from pathlib import Path
 
 import torch
 
-from acsgd.shards import family_of
+from acsgd.shards.config import derive_layers
 from acsgd.shards.disk import Manifest, copy_model_files, write_layer
 from acsgd.shards.files import save_tensors
-from acsgd.shards.layers import meta_model, stored_keys, stored_weights
-from acsgd.shards.locate import INDEX, open_hf, open_shards, read_tensors
+from acsgd.shards.locate import open_hf, open_shards, stored_names, tensor_of
+from acsgd.shards.names import to_files
+from acsgd.shards.stored import INDEX
+from acsgd.tasks import TASKS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def from_hf(source: Path, target: Path) -> None:
-    """Convert a Hugging Face directory with safetensors to layer shards in `target`, an empty directory.
+def from_hf(source: Path, target: Path, *, task: str = "lm") -> None:
+    """Convert a Hugging Face directory to layer shards in `target`, an empty directory.
 
-    Tensors keep their dtype and bits. Raises as `open_hf`.
+    Tensors keep their dtype and bits. Raises as `open_hf`, and LayersError if the model has no layers.
     """
-    config, model, parameters = open_hf(source)
+    opened = open_hf(source, task)
     layers = {}
-    for shard in family_of(config.model_type).layers(config):
-        tensors = read_tensors({key: parameters[key] for key in stored_keys(model, shard)})
-        layers[shard.name] = write_layer(target, shard.name, tensors)
+    for name, keys in stored_names(derive_layers(source, opened.config, task)).items():
+        layers[name] = write_layer(target, name, opened.read(keys))
     Manifest(step=0, layers=layers, replicas={}, model_files=copy_model_files(source, target), run=None).write(target)
 
 
@@ -36,17 +37,18 @@ def to_hf(source: Path, target: Path, *, dtype: str | None = None) -> None:
     `open_shards`.
     """
     directory, config = open_shards(source)
-    model = meta_model(config)
-    shards = family_of(config.model_type).layers(config)
+    model = TASKS["lm"].build(config)
+    shards = stored_names(derive_layers(source, config, "lm"))
     weight_map: dict[str, str] = {}
     total = 0
     dtypes = set()
-    for number, shard in enumerate(shards, start=1):
-        tensors = directory.tensors(shard.name, stored_weights(model, shard))
+    for number, (shard, keys) in enumerate(shards.items(), start=1):
+        tensors = directory.tensors(shard, {key: tensor_of(model, key) for key in keys})
         if dtype is not None:
             tensors = {key: tensor.to(DTYPES[dtype]) for key, tensor in tensors.items()}
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_tensors(tensors, target / name)
+        tensors = to_files(model, tensors)
+        save_tensors({key: tensor.contiguous() for key, tensor in tensors.items()}, target / name)
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
         dtypes |= {tensor.dtype for tensor in tensors.values()}

@@ -1,84 +1,86 @@
-"""Find the parameters of a model in the files of a directory and check them, from the headers of the files alone."""
+"""Find the tensors of a model in the files of a directory and check them, from the headers of the files alone."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from acsgd.fields import from_json
-from acsgd.shards import family_of
+from acsgd.layers.description import ModelLayers
 from acsgd.shards.check import first_names
-from acsgd.shards.config import read_config
+from acsgd.shards.config import CONFIG, MANY_BLOCKS, derive_layers, number_of_blocks, read_config
 from acsgd.shards.disk import MANIFEST, ShardDirectory, model_files
-from acsgd.shards.files import (
-    TensorHeader,
-    check_file_name,
-    open_tensors,
-    read_json_object,
-    tensor_headers,
-    unusable,
-)
-from acsgd.shards.layers import meta_model, stored_keys, tied_keys
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-DTYPES = ("F64", "F32", "BF16", "F16")
-"""safetensors names of the dtypes that weights may have."""
+from acsgd.shards.files import tensor_headers
+from acsgd.shards.names import Conversion, conversions, names_in_files
+from acsgd.shards.stored import DTYPES, FLOATING, StoredTensor, read_tensors, stored_tensors
+from acsgd.tasks import TASKS
 
 
-class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file."""
+class LocatedTensor(NamedTuple):
+    """A tensor of a model in files."""
 
-    path: Path
+    conversion: Conversion
+    """How it is made from tensors in files."""
+    sources: dict[str, StoredTensor]
+    """These, by name."""
     name: str
-    header: TensorHeader
+    """Its name among the tensors that the conversion makes; of a tied parameter, any of its names."""
 
 
 class HFModel(NamedTuple):
-    """A Hugging Face directory whose files hold exactly the parameters that its config describes."""
+    """A Hugging Face directory whose files hold exactly the tensors of the model that its config describes."""
 
     config: PreTrainedConfig
     model: PreTrainedModel
-    """The model on the meta device."""
-    parameters: dict[str, StoredTensor]
-    """Where each parameter is stored, by its name in the model."""
+    """The model, its parameters on the meta device."""
+    tensors: dict[str, LocatedTensor]
+    """Parameters and stored buffers by name; of a tied parameter, the first of its names."""
+    new: tuple[str, ...]
+    """Parameters of a new head, which the files lack."""
+
+    def read(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Read tensors of the model. Those that are not converted lie in memory-mapped files. names: without new ones.
+
+        A buffer that the files may lack has the value that the model's constructor gives it.
+        """
+        found = _read({name: self.tensors[name] for name in names if name in self.tensors}, self.model)
+        return {name: found[name] if name in found else self.model.get_buffer(name) for name in names}
 
 
-def open_hf(directory: Path) -> HFModel:
-    """Open a Hugging Face directory with safetensors.
+def open_hf(directory: Path, task: str = "lm") -> HFModel:
+    """Open a Hugging Face directory.
 
-    Reads only headers, and the values of tied parameters that are stored twice. Raises ValueError if parameters are
-    missing, have another shape than in config.json, or are not floating-point numbers, if tied ones differ, or if the
-    directory holds tensors that the model does not have; CorruptFileError if a file is not complete.
+    Reads only headers, and the values of tied parameters that are stored several times. Raises ValueError if tensors
+    are missing, have another shape than in config.json, or are not floating-point numbers, if tied ones differ, or if
+    the directory holds tensors that the model does not have; CorruptFileError if a file is not complete.
     """
-    config = read_config(directory)
+    config = read_config(directory, task)
     model_files(directory)
-    stored = _stored_tensors(directory)
+    stored = stored_tensors(directory)
     _check_blocks(stored, config, directory)
-    model = meta_model(config)
-    parameters, unexpected = _match(stored, model)
-    _check_dtypes(parameters.values())
+    model, has_new_head = TASKS[task].build(config), TASKS[task].has_new_head
+    found, unknown = conversions(model, stored)
+    _check_dtypes(found, stored, model)
+    unexpected = [name for name in unknown if not _may_be_dropped(name, model, has_new_head=has_new_head)]
     if unexpected:
         raise ValueError(
             f"{directory} holds tensors that {type(model).__name__} does not have and that would be lost: "
             f"{first_names(sorted(unexpected))}"
         )
-    tied = tied_keys(model)
-    missing = [key for key, _ in model.named_parameters(remove_duplicate=False) if key not in {*parameters, *tied}]
-    if missing:
-        raise ValueError(f"{directory} lacks parameters of the model: {first_names(missing)}")
-    _check_shapes(parameters, model)
-    _check_ties(parameters, tied, directory)
-    return HFModel(config, model, parameters)
+    located = _locate(found, stored, model, directory)
+    names = _names(model)
+    missing = [key for key, aliases in names.items() if not any(name in located for name in aliases)]
+    new = [key for key in missing if has_new_head and not key.startswith(f"{model.base_model_prefix}.")]
+    if lost := [key for key in missing if key not in new and not _may_be_missing(key, model)]:
+        raise ValueError(f"{directory} lacks parameters of the model: {first_names(lost)}")
+    _check_ties(located, names, model, directory)
+    tensors = {key: located[name] for key, aliases in names.items() for name in aliases[::-1] if name in located}
+    return HFModel(config, model, tensors, tuple(new))
 
 
 def open_shards(directory: Path) -> tuple[ShardDirectory, PreTrainedConfig]:
@@ -90,135 +92,171 @@ def open_shards(directory: Path) -> tuple[ShardDirectory, PreTrainedConfig]:
     shards.verify_model_files()
     config = read_config(directory)
     model_files(directory)
-    layers = family_of(config.model_type).layers(config)
-    if [*shards.manifest.layers] != [layer.name for layer in layers]:
+    layers = stored_names(derive_layers(directory, config, "lm"))
+    if [*shards.manifest.layers] != [*layers]:
+        first, *_, last = layers
         raise ValueError(
             f"{directory / MANIFEST} lists {len(shards.manifest.layers)} layers, config.json describes {len(layers)} "
-            f"({layers[0].name} .. {layers[-1].name}); restore the directory from a copy"
+            f"({first} .. {last}); restore the directory from a copy"
         )
-    model = meta_model(config)
-    for layer in layers:
-        path = directory / shards.file_of(layer.name).file
+    model = TASKS["lm"].build(config)
+    for layer, names in layers.items():
+        path = directory / shards.file_of(layer).file
         headers = tensor_headers(path)
-        keys = [key for key in stored_keys(model, layer) if key in headers]  # reading the layer finds those missing
-        parameters = {key: StoredTensor(path, key, headers[key]) for key in keys}
-        _check_dtypes(parameters.values())
-        _check_shapes(parameters, model)
+        for name in names:
+            if name in headers:  # reading the layer finds those missing
+                stored, tensor = StoredTensor(path, name, headers[name]), tensor_of(model, name)
+                _check_dtype(stored, tensor)
+                _check_shape(stored, tensor.shape)
     return shards, config
 
 
-def read_tensors(stored: dict[str, StoredTensor]) -> dict[str, Tensor]:
-    """Read tensors; they lie in memory-mapped files."""
-    by_file = defaultdict(list)
-    for key, tensor in stored.items():
-        by_file[tensor.path].append((key, tensor.name))
-    tensors: dict[str, Tensor] = {}
-    for path, names in by_file.items():
-        with open_tensors(path) as file:
-            tensors |= {key: file.get_tensor(name) for key, name in names}
-    return tensors
+def stored_names(layers: ModelLayers) -> dict[str, list[str]]:
+    """Return the names of the tensors in the file of each layer, first layer first."""
+    holders, last = layers.holders(), layers.layers[-1]
+    return {
+        layer.name: [key for key in layer.parameters if holders[key][0] == layer.index]
+        + list(layers.unused if layer is last else ())
+        + list(layer.buffers)
+        for layer in layers.layers
+    }
 
 
-@dataclass(frozen=True)
-class _Index:
-    """Fields of the index of a model in several files."""
-
-    weight_map: dict[str, Annotated[str, check_file_name]]
-
-
-def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of a Hugging Face directory by its name."""
-    index, single = directory / INDEX, directory / SINGLE
-    if os.path.lexists(index):
-        return _indexed_tensors(index)
-    if os.path.lexists(single):
-        return {name: StoredTensor(single, name, header) for name, header in tensor_headers(single).items()}
-    raise ValueError(
-        f"{directory} has neither {SINGLE} nor {INDEX}; acsgd reads safetensors only (pickled weights can run code): "
-        "save the model with transformers' save_pretrained, or train new weights with --model.init scratch"
-    )
+def tensor_of(model: PreTrainedModel, name: str) -> Tensor:
+    """Return a parameter or a buffer of a model."""
+    path, _, leaf = name.rpartition(".")
+    tensor: Tensor = getattr(model.get_submodule(path), leaf)
+    return tensor
 
 
-def _indexed_tensors(index: Path) -> dict[str, StoredTensor]:
-    fields = read_json_object(index)
+def _names(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Return the names of each parameter and stored buffer, several of a tied one, by the first of them."""
+    stored, names = model.state_dict().keys(), dict[int, list[str]]()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    buffers = {name: [name] for name, _ in model.named_buffers(remove_duplicate=False) if name in stored}
+    return {each[0]: each for each in names.values()} | buffers
+
+
+def _read(tensors: Mapping[str, LocatedTensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    """Read tensors; those that are not converted first, at once."""
+    plain = {key: x for key, x in tensors.items() if x.conversion.converter is None}
+    found = read_tensors({key: stored for key, x in plain.items() for stored in x.sources.values()})
+    wanted = {x.name: key for key, x in tensors.items() if key not in plain}
+    for x in {tensors[key].conversion.target: tensors[key] for key in wanted.values()}.values():
+        made = x.conversion.convert(model, read_tensors(x.sources))
+        found |= {wanted[name]: tensor for name, tensor in made.items() if name in wanted}
+    return found
+
+
+def _locate(
+    found: Iterable[Conversion], stored: Mapping[str, StoredTensor], model: PreTrainedModel, directory: Path
+) -> dict[str, LocatedTensor]:
+    """Return where each tensor of a model is stored, by each name that it has there. Raises ValueError for shapes."""
+    located: dict[str, LocatedTensor] = {}
+    for conversion in found:
+        sources = {name: stored[name] for name in conversion.names}
+        if conversion.converter is None:
+            first, *others = sources.values()
+            if others:
+                raise ValueError(f"{others[0].path} holds {conversion.target} twice, also as {first.name}; remove one")
+            _check_shape(first, tensor_of(model, conversion.target).shape)
+            made = [conversion.target]
+        else:
+            made = _convert_headers(conversion, sources, model, directory)
+        located |= {name: LocatedTensor(conversion, sources, name) for name in made}
+    return located
+
+
+def _convert_headers(
+    conversion: Conversion, sources: Mapping[str, StoredTensor], model: PreTrainedModel, directory: Path
+) -> list[str]:
+    """Return the names of the tensors that a conversion makes.
+
+    Raises ValueError if their sources do not fit the model, found from their shapes alone.
+    """
+    problem = "they have other shapes than by config.json"
     try:
-        weight_map = from_json(_Index, fields, ignore_unknown=True).weight_map
-    except ValueError as error:
-        raise ValueError(f"{index} is not an index of safetensors files: {error}") from None
-    files = sorted(set(weight_map.values()))
-    absent = [file for file in files if unusable(index.parent / file) == "is missing"]
-    if absent:
-        raise ValueError(f"{index} names missing files: {first_names(absent)}; download them")
-    headers = {file: tensor_headers(index.parent / file) for file in files}
-    wrong = [name for name, file in weight_map.items() if name not in headers[file]]
-    if wrong:
-        raise ValueError(
-            f"{index}: {weight_map[wrong[0]]} does not hold {wrong[0]}, which the index says; download both again"
-        )
-    return {name: StoredTensor(index.parent / file, name, headers[file][name]) for name, file in weight_map.items()}
+        made = conversion.convert(model, {name: each.on_meta() for name, each in sources.items()})
+        if all(tensor_of(model, name).shape == tensor.shape for name, tensor in made.items()):
+            if len(dtypes := {each.header.dtype for each in sources.values()}) == 1:
+                return list(made)
+            problem = f"they are of several dtypes, {', '.join(sorted(dtypes))}"
+    except Exception as error:  # conversions raise errors of many classes
+        problem = str(error).partition("\n")[0]
+    expected = names_in_files(model, conversion.target)
+    prefix = f"{model.base_model_prefix}."
+    if missing := [name for name in expected if not {name, name.removeprefix(prefix)} & sources.keys()]:
+        raise ValueError(f"{directory} lacks parameters of the model: {first_names(missing)}")
+    for name, shape in expected.items():
+        _check_shape(sources[name if name in sources else name.removeprefix(prefix)], shape)
+    raise ValueError(f"{directory}: {first_names(list(sources))} cannot become {conversion.target}: {problem}")
 
 
 def _check_blocks(stored: Iterable[str], config: PreTrainedConfig, directory: Path) -> None:
-    """Raise ValueError if a block of the config has no tensor, before the model is built, which may have thousands."""
-    prefixes = {name[: dot.start()] for name in stored for dot in re.finditer(r"\.", name)}
-    blocks = [layer.modules[0] for layer in family_of(config.model_type).layers(config) if layer.kind == "block"]
-    # models saved without their head lack the first component: "h.0" for "transformer.h.0"
-    absent = [path for path in blocks if path not in prefixes and path.partition(".")[2] not in prefixes]
-    if absent:
+    """Raise ValueError if a config describes very many blocks that the files lack, before the model is built."""
+    numbers = [int(part) for name in stored for part in name.split(".") if part.isdecimal() and len(part) < 6]
+    if (blocks := number_of_blocks(config)) > max(MANY_BLOCKS, *numbers, 0):
         raise ValueError(
-            f"{directory / 'config.json'} says that the model has {len(blocks)} blocks, but the files have no tensor "
-            f"of {len(absent)} of them, the first of which is {absent[0]}; give config and weights of the same model"
+            f"{directory / CONFIG} says that the model has {blocks} blocks, but the files have tensors of at most "
+            f"{max(*numbers, 0) + 1}; give config and weights of the same model"
         )
 
 
-def _match(stored: dict[str, StoredTensor], model: PreTrainedModel) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return the stored tensor of each parameter, and the names of tensors that are neither parameters nor buffers."""
-    known = set(dict(model.named_parameters(remove_duplicate=False)))
-    parameters: dict[str, StoredTensor] = {}
-    unexpected = []
-    for name, tensor in stored.items():
-        # models saved without their head lack the prefix: "h.0..." for GPT-2
-        key = name if name in known else f"{model.base_model_prefix}.{name}"
-        if key in parameters:
-            raise ValueError(f"{tensor.path} holds {key} twice, also as {parameters[key].name}; remove one")
-        if key in known:
-            parameters[key] = tensor
-        elif not _may_be_dropped(name, model):
-            unexpected.append(name)
-    return parameters, unexpected
-
-
-def _may_be_dropped(name: str, model: PreTrainedModel) -> bool:
-    """Whether a tensor is a buffer that old versions of transformers saved and new ones compute."""
+def _may_be_dropped(name: str, model: PreTrainedModel, *, has_new_head: bool) -> bool:
+    """Whether a tensor is a buffer that is computed, or belongs to a head for another task."""
+    prefix, body = f"{model.base_model_prefix}.", model.base_model
+    if {name, prefix + name} & dict(model.named_buffers(remove_duplicate=False)).keys():
+        return True
     patterns = model._keys_to_ignore_on_load_unexpected or []
-    return any(re.search(pattern, name) for pattern in [*patterns, r"attn\.masked_bias$", r"rotary_emb\.inv_freq$"])
+    if any(re.search(pattern, name) for pattern in [*patterns, r"attn\.masked_bias$", r"rotary_emb\.inv_freq$"]):
+        return True
+    module = name.removeprefix(prefix).partition(".")[0]
+    return has_new_head and not (hasattr(model, module) or hasattr(body, module))
 
 
-def _check_dtypes(parameters: Iterable[StoredTensor]) -> None:
-    for path, name, header in parameters:
-        if header.dtype not in DTYPES:
-            raise ValueError(
-                f"{path}: {name} is of dtype {header.dtype}; acsgd trains weights of dtype {', '.join(DTYPES)}: give "
-                "the model without quantization, or cast it"
-            )
+def _may_be_missing(name: str, model: PreTrainedModel) -> bool:
+    """Whether a tensor is a buffer that transformers does not expect in files."""
+    patterns = model._keys_to_ignore_on_load_missing or []
+    is_buffer = name not in dict(model.named_parameters())
+    return is_buffer and any(re.search(pattern, name) for pattern in patterns)
 
 
-def _check_shapes(parameters: dict[str, StoredTensor], model: PreTrainedModel) -> None:
-    for key, (path, name, header) in parameters.items():
-        if header.shape != (expected := tuple(model.get_parameter(key).shape)):
-            raise ValueError(
-                f"{path}: {name} has shape {header.shape}, but by config.json it has {expected}; give config and "
-                "weights of the same model"
-            )
+def _check_dtypes(found: Iterable[Conversion], stored: Mapping[str, StoredTensor], model: PreTrainedModel) -> None:
+    for conversion in found:
+        for name in conversion.names:
+            _check_dtype(stored[name], tensor_of(model, conversion.target))
 
 
-def _check_ties(parameters: dict[str, StoredTensor], tied: dict[str, str], directory: Path) -> None:
+def _check_dtype(stored: StoredTensor, tensor: Tensor) -> None:
+    """Raise ValueError unless a stored tensor has a dtype that a parameter or buffer of the model can have."""
+    path, name, header = stored
+    if header.dtype not in (FLOATING if tensor.is_floating_point() else DTYPES):
+        raise ValueError(
+            f"{path}: {name} is of dtype {header.dtype}; acsgd trains weights of dtype {', '.join(FLOATING)}: give "
+            "the model without quantization, or cast it"
+        )
+
+
+def _check_shape(stored: StoredTensor, expected: torch.Size) -> None:
+    path, name, header = stored
+    if header.shape != tuple(expected):
+        raise ValueError(
+            f"{path}: {name} has shape {header.shape}, but by config.json it has {tuple(expected)}; give config and "
+            "weights of the same model"
+        )
+
+
+def _check_ties(
+    located: Mapping[str, LocatedTensor], names: Mapping[str, list[str]], model: PreTrainedModel, directory: Path
+) -> None:
     """Raise ValueError if a parameter that config.json ties to another was saved with other values."""
-    for copy, original in tied.items():
-        if copy in parameters:
-            tensors = read_tensors({key: parameters[key] for key in (copy, original)})
-            if not torch.equal(tensors[copy], tensors[original]):
+    for aliases in names.values():
+        first, *others = [name for name in aliases if name in located] or aliases[:1]
+        for name in others:
+            tensors = _read({each: located[each] for each in (first, name)}, model)
+            if not torch.equal(tensors[first], tensors[name]):
                 raise ValueError(
-                    f"{directory}: config.json ties {copy} to {original}, but their values differ; "
+                    f"{directory}: config.json ties {name} to {first}, but their values differ; "
                     'set "tie_word_embeddings": false in config.json to keep both'
                 )

@@ -136,12 +136,30 @@ def test_an_unknown_hub_id_is_refused(tmp_path: Path) -> None:
     assert "model.name=no/such-model is neither a local directory nor" in refuse(tmp_path, "--model.name no/such-model")
 
 
-@pytest.mark.parametrize("model_type", ["opt", "gtp2"])
-def test_an_unknown_family_is_refused_with_the_known_ones(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("gtp2", 'is of the unknown type "gtp2" (did you mean gpt2?)'),
+        (
+            "vit",
+            'is of the type "vit", for which transformers has no AutoModelForCausalLM (task lm); give another model',
+        ),
+    ],
+)
+def test_a_type_that_transformers_lacks_is_refused(model_type: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": model_type}))
-    message = refuse(tmp_path, "--model.name model")
-    assert f'unknown family "{model_type}"; use "gpt2", "llama", "mistral" or "qwen2"' in message
+    assert reason in refuse(tmp_path, "--model.name model")
+
+
+def test_code_in_a_repository_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    fields = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling.Model"}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "model" / "modeling.py").write_text("raise SystemExit('executed')")
+    assert 'is of the type "own", whose code lies in its repository ("auto_map")' in refuse(
+        tmp_path, "--model.name model"
+    )
 
 
 def test_a_broken_config_is_refused(tmp_path: Path) -> None:

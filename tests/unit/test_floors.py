@@ -63,6 +63,8 @@ ORDER = """
     shards.disk
     shards.load
     shards.plan
+    shards.stored
+    shards.names
     shards.locate
     shards.convert
     shards.hub

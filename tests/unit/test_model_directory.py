@@ -107,7 +107,10 @@ def test_a_wrong_value_in_a_config_is_refused(model: Path) -> None:
         path.write_text(json.dumps({**fields, key: value}))
         assert str(model) in refused(model, f"{key}={value}"), f"{key}={value}"
     path.write_text(json.dumps({**fields, "model_type": "gtp2"}))
-    assert "unknown family" in refused(model)
+    assert refused(model) == (
+        f'{path} is of the unknown type "gtp2" (did you mean gpt2?); correct it, or install a version of transformers '
+        "that has it"
+    )
 
 
 def test_a_wrong_value_in_a_config_of_llama_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -125,7 +128,6 @@ def test_a_wrong_value_in_a_config_of_llama_is_refused(tiny_model: TinyModel, tm
         ("rms_norm_eps", None),
         ("attention_dropout", 5),
         ("layer_types", ["x"]),
-        ("layer_types", ["sliding_attention"]),
         ("pad_token_id", 1000),
     ]
     for key, value in wrong:
@@ -239,8 +241,8 @@ def test_a_config_of_another_size_is_refused_at_once(model: Path) -> None:
     path.write_text(json.dumps({**fields, "n_layer": 20_000}))
     started = time.perf_counter()
     assert refused(model) == (
-        f"{path} says that the model has 20000 blocks, but the files have no tensor of 19999 of them, the first of "
-        "which is transformer.h.1; give config and weights of the same model"
+        f"{path} says that the model has 20000 blocks, but the files have tensors of at most 1; give config and "
+        "weights of the same model"
     )
     assert time.perf_counter() - started < 20, "it built the model"
 

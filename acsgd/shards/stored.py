@@ -1,0 +1,109 @@
+"""Find every tensor in the files of a Hugging Face directory, from the headers of the files alone."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+from torch import Tensor
+
+from acsgd.fields import from_json
+from acsgd.shards.check import first_names
+from acsgd.shards.files import (
+    TensorHeader,
+    check_file_name,
+    open_tensors,
+    read_json_object,
+    tensor_headers,
+    unusable,
+)
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""torch dtypes by their names in safetensors; those of floating-point numbers first."""
+FLOATING = tuple(DTYPES)[:4]
+"""safetensors names of the dtypes that weights may have."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file."""
+
+    path: Path
+    name: str
+    header: TensorHeader
+
+    def on_meta(self) -> Tensor:
+        """Return a tensor of the same shape and dtype without memory."""
+        return torch.empty(self.header.shape, dtype=DTYPES[self.header.dtype], device="meta")
+
+
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Return every tensor of a Hugging Face directory by its name.
+
+    Raises ValueError if the directory has no weights, or an index that is wrong; CorruptFileError if a file is not
+    complete.
+    """
+    index, single = directory / INDEX, directory / SINGLE
+    if os.path.lexists(index):
+        return _indexed_tensors(index)
+    if os.path.lexists(single):
+        return {name: StoredTensor(single, name, header) for name, header in tensor_headers(single).items()}
+    raise ValueError(
+        f"{directory} has neither {SINGLE} nor {INDEX}; acsgd reads safetensors only (pickled weights can run code): "
+        "save the model with transformers' save_pretrained, or train new weights with --model.init scratch"
+    )
+
+
+def read_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """Read tensors; they lie in memory-mapped files."""
+    by_file = defaultdict(list)
+    for key, tensor in stored.items():
+        by_file[tensor.path].append((key, tensor.name))
+    tensors: dict[str, Tensor] = {}
+    for path, names in by_file.items():
+        with open_tensors(path) as file:
+            tensors |= {key: file.get_tensor(name) for key, name in names}
+    return tensors
+
+
+@dataclass(frozen=True)
+class _Index:
+    """Fields of the index of a model in several files."""
+
+    weight_map: dict[str, Annotated[str, check_file_name]]
+
+
+def _indexed_tensors(index: Path) -> dict[str, StoredTensor]:
+    fields = read_json_object(index)
+    try:
+        weight_map = from_json(_Index, fields, ignore_unknown=True).weight_map
+    except ValueError as error:
+        raise ValueError(f"{index} is not an index of safetensors files: {error}") from None
+    files = sorted(set(weight_map.values()))
+    absent = [file for file in files if unusable(index.parent / file) == "is missing"]
+    if absent:
+        raise ValueError(f"{index} names missing files: {first_names(absent)}; download them")
+    headers = {file: tensor_headers(index.parent / file) for file in files}
+    wrong = [name for name, file in weight_map.items() if name not in headers[file]]
+    if wrong:
+        raise ValueError(
+            f"{index}: {weight_map[wrong[0]]} does not hold {wrong[0]}, which the index says; download both again"
+        )
+    return {name: StoredTensor(index.parent / file, name, headers[file][name]) for name, file in weight_map.items()}
