@@ -1,4 +1,4 @@
-"""The `acsgd` command: train, convert checkpoints, inspect checkpoints.
+"""The `acsgd` command: train, convert checkpoints, inspect checkpoints, generate text.
 
 Each subcommand imports what it needs when it runs: --help does not load torch, which takes seconds.
 """
@@ -20,6 +20,7 @@ import tyro
 
 from acsgd.__main__ import main as train
 from acsgd.atomic import build_atomically
+from acsgd.generation.options import Generate
 from acsgd.launch import Launch
 from acsgd.run.error_report import print_error, report_startup_error
 from acsgd.run.stdio import protect_streams
@@ -121,7 +122,7 @@ def main() -> None:
 def run(argv: list[str]) -> None:
     """Run a subcommand other than train. Raises SystemExit if it fails."""
     command = tyro.extras.subcommand_cli_from_dict(
-        {"train": Train, "convert": Convert, "inspect": Inspect}, prog="acsgd", args=argv
+        {"train": Train, "convert": Convert, "inspect": Inspect, "generate": Generate}, prog="acsgd", args=argv
     )
     with report_startup_error(Launch()):
         command.run()

@@ -80,7 +80,7 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, UnicodeEncodeError):
         excerpt = error.object[max(0, error.start - 40) : error.end + 40]
         return f"{excerpt} is not valid UTF-8; rename it"
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _is_out_of_memory(str(error))):
+    if is_out_of_memory(error):
         return "out of memory; use a smaller pp.micro, more pp.stages, or fewer processes per host"
     if isinstance(error, ImportError):
         return f"a package cannot be imported: {' '.join(str(error).split())}; install acsgd and its dependencies again"
@@ -93,9 +93,12 @@ def kind_of_file(mode: int) -> str:
     return kinds.get(stat.S_IFMT(mode), "device")
 
 
-def _is_out_of_memory(message: str) -> bool:
-    """Whether the message of a RuntimeError is that of torch's allocators, on the CPU or a GPU."""
-    return "can't allocate memory" in message or "out of memory" in message
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is that of Python's allocator, or of torch's for the CPU or a GPU."""
+    texts = ("can't allocate memory", "out of memory")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    )
 
 
 def _name(path: object) -> str:

@@ -172,6 +172,14 @@ ORDER = """
     train
     main
     __main__
+    generation.options
+    generation.model
+    generation.prompts
+    generation.decode
+    generation.records
+    generation.output
+    generation.chat
+    generation.command
     cli
 """
 POSITION = {f"acsgd.{name}": position for position, name in enumerate(ORDER.split())}
@@ -202,6 +210,7 @@ TORCH_FREE = (
     "acsgd.config.options",
     "acsgd.config.checks",
     "acsgd.config.run_file",
+    "acsgd.generation.options",
     "acsgd.pp.schedules.placement",
     "acsgd.pp.schedules.actions",
     "acsgd.pp.schedules.dependencies",

@@ -1,0 +1,88 @@
+"""Options of `acsgd generate`. Imports no torch, which takes seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from acsgd.config.ranges import Range, out_of_range
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How the next tokens are chosen. They determine the generated text, together with the model and the prompts."""
+
+    max_new_tokens: Annotated[int, Range(1, 2**20)] = 128
+    """Maximum length of a generated text, tokens. It ends earlier where prompt and text reach the model's maximum."""
+    temperature: Annotated[float, Range(0, 1000)] = 0.0
+    """Temperature of sampling. 0 = greedy decoding, or beam search with --num-beams."""
+    top_k: Annotated[int, Range(0, 2**31 - 1)] = 0
+    """Number of most probable tokens to sample from. 0 = all."""
+    top_p: Annotated[float, Range(0, 1, above=True)] = 1.0
+    """Sample from the most probable tokens whose probabilities add up to this. 1 = all."""
+    num_beams: Annotated[int, Range(1, 1024)] = 1
+    """Number of beams of beam search. 1 = none."""
+    batch: Annotated[int, Range(1, 2**16)] = 8
+    """Number of prompts of a file that are run at a time."""
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
+    """Seed of sampling."""
+
+    def check(self) -> None:
+        """Raise ValueError for the first invalid option."""
+        for error in out_of_range(self):
+            name, _, rest = error.partition("=")
+            raise ValueError(f"--{name.replace('_', '-')}={rest}")
+        if not self.temperature and (self.top_k or self.top_p < 1):
+            option = "--top-k" if self.top_k else "--top-p"
+            raise ValueError(f"{option} applies to sampling; add, for example, --temperature 1")
+
+    def describe(self) -> str:
+        """Return a clause such as "greedy decoding"."""
+        beams = f"beam search with {self.num_beams} beams" if self.num_beams > 1 else ""
+        if not self.temperature:
+            return beams or "greedy decoding"
+        limits = [f"top_k={self.top_k}"] * (self.top_k > 0) + [f"top_p={self.top_p:g}"] * (self.top_p < 1)
+        return ", ".join([*([beams] if beams else []), f"sampling at temperature {self.temperature:g}", *limits])
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Generate text with a trained model: for --prompt, for each record of --file, or in a chat in the terminal."""
+
+    model: tyro.conf.Positional[str]
+    """Checkpoint, run directory (its newest valid checkpoint), layer-shard directory, Hugging Face directory or id."""
+    prompt: str | None = None
+    """Prompt to continue. The text is printed on standard output."""
+    file: Path | None = None
+    """File of prompts, one JSON object per line; *.jsonl or *.jsonl.zst."""
+    out: Path | None = None
+    """File that gets each record of --file with its "generated_text". An interrupted start is resumed."""
+    field: str | None = None
+    """Field of --file with the prompt. Default: the first of prompt, text, input and messages that the records have."""
+    chat: bool = False
+    """Apply the tokenizer's chat template to prompts that are texts. Without --prompt and --file: chat."""
+    decoding: tyro.conf.OmitArgPrefixes[Decoding] = dataclasses.field(default_factory=Decoding)
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of parameters and activations. Default: that of config.json."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device: "auto" = a GPU if the host has one, else the CPU."""
+
+    def run(self) -> None:
+        """Generate. Raises ValueError if an option is invalid."""
+        self._check()
+        from acsgd.generation.command import generate
+
+        generate(self)
+
+    def _check(self) -> None:
+        self.decoding.check()
+        if self.prompt is not None and self.file is not None:
+            raise ValueError("--prompt and --file exclude each other; give one of them")
+        if (self.file is None) != (self.out is None):
+            raise ValueError("--file and --out belong together; give both, or --prompt")
+        if self.field is not None and self.file is None:
+            raise ValueError("--field names a field of --file; give --file, too")

@@ -1,0 +1,139 @@
+"""The output file of `acsgd generate`: records in the order of the input, appended one by one; resumable.
+
+Beside OUT.jsonl lies OUT.jsonl.options.json with all that determines the texts: the options, and checksums of the
+weights and of the prompts. A later start resumes only if it has the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from acsgd.atomic import build_atomically
+from acsgd.generation.records import Record
+
+Options = Mapping[str, Any]
+"""JSON values by name."""
+
+CHECKSUMS = {"weights": "other weights", "prompts": "other prompts, another tokenizer or another chat template"}
+"""Options whose values are checksums, and what it means that they differ."""
+
+
+class OutputFile:
+    """An open output file, locked against other processes. It ends with a complete record."""
+
+    def __init__(self, path: Path, descriptor: int, finished: int) -> None:
+        self.path = path
+        self.finished = finished
+        """Number of records that it holds."""
+        self._descriptor = descriptor
+
+    def append(self, record: Record, generated: str) -> None:
+        """Append a record with its generated text."""
+        line = record.output_line(generated).encode()
+        while line:
+            line = line[os.write(self._descriptor, line) :]
+        self.finished += 1
+
+
+@contextlib.contextmanager
+def open_output(path: Path, records: Sequence[Record], options: Options) -> Iterator[OutputFile]:
+    """Open the output file of some records, new or from an interrupted start, whose last line may be incomplete.
+
+    Raises ValueError if the file holds anything else, was begun with other options, or is in use.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        _lock(descriptor, path)
+        if not os.fstat(descriptor).st_size:
+            _write_options(path, options)
+        else:
+            _check_options(path, options)
+        yield OutputFile(path, descriptor, _finished(path, descriptor, records))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_output_path(path: Path, source: Path) -> None:
+    """Raise ValueError if the path cannot be that of an output file. source: the input."""
+    if path.exists() and source.exists() and path.samefile(source):
+        raise ValueError(f"--out {path} is the input itself; give another file")
+    if os.path.lexists(path) and not path.is_file():
+        raise ValueError(f"--out {path} is not a file; give the path of a file")
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another process writes {path}; wait for it, or give another --out") from None
+    except OSError:  # a file system without locks
+        pass
+
+
+def _options_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.options.json")
+
+
+def _write_options(path: Path, options: Options) -> None:
+    target = _options_path(path)
+
+    def write(file: Path) -> None:
+        file.write_text(json.dumps(options, indent=1) + "\n")
+
+    target.unlink(missing_ok=True)
+    build_atomically(target, write)
+
+
+def _check_options(path: Path, options: Options) -> None:
+    """Raise ValueError unless the file was begun with the same options."""
+    target = _options_path(path)
+    remedy = f"remove {path} to start again, or give another --out"
+    try:
+        former = json.loads(target.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{path} exists, but {target.name} does not, so it cannot be resumed; {remedy}") from None
+    except ValueError:
+        former = None
+    if not isinstance(former, dict) or former.keys() != options.keys():
+        raise ValueError(f"{target} is not one that this acsgd has written; {remedy}")
+    for name, value in options.items():
+        if former[name] != value:
+            difference = CHECKSUMS.get(name, f"{name}={json.dumps(former[name])}, now {json.dumps(value)}")
+            raise ValueError(f"{path} was begun with {difference}; use the same to resume it, or {remedy}")
+
+
+def _finished(path: Path, descriptor: int, records: Sequence[Record]) -> int:
+    """Remove an incomplete last line; return the number of records. Raises ValueError if they are not the input's."""
+    finished, size = 0, 0
+    with os.fdopen(os.dup(descriptor), "rb") as file:
+        file.seek(0)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            if finished == len(records) or not _is_output(line, records[finished]):
+                raise ValueError(
+                    f"{path}, line {finished + 1} is not record {finished + 1} of the input with its generated text; "
+                    f"remove {path} to start again, or give another --out"
+                )
+            finished, size = finished + 1, size + len(line)
+    os.ftruncate(descriptor, size)
+    return finished
+
+
+def _is_output(line: bytes, record: Record) -> bool:
+    """Whether a line of the output is a record with a generated text."""
+    start = record.output_start().encode()
+    if not line.startswith(start) or not line.endswith(b"}\n"):
+        return False
+    try:
+        return isinstance(json.loads(line[len(start) : -2]), str)
+    except ValueError:
+        return False
