@@ -37,7 +37,7 @@ class Generator:
         index: position of the first one among all prompts; part of the seed.
         """
         output = self._generate(prompts, self.limit(prompts[0]), index)
-        return [self.prompts.decode(ids.tolist()) for ids in output]
+        return [self.prompts.decode(ids) for ids in output]
 
     def stream(self, prompt: Ids, *, index: int, is_stopped: Callable[[], bool] = lambda: False) -> str:
         """Print the text after a prompt on standard output while it is generated, and return it.
@@ -49,7 +49,7 @@ class Generator:
             streamer = TextStreamer(self.loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
         criteria = StoppingCriteriaList([_Stopped(is_stopped)])
         output = self._generate([prompt], self.limit(prompt), index, streamer=streamer, stopping_criteria=criteria)
-        text = self.prompts.decode(output[0].tolist())
+        text = self.prompts.decode(output[0])
         if streamer is None:
             print(text, flush=True)
         return text
@@ -73,8 +73,8 @@ class Generator:
                 break
         return True
 
-    def _generate(self, prompts: Sequence[Ids], limit: int, index: int, **options: Any) -> Tensor:
-        """Return the new tokens, [B, T]."""
+    def _generate(self, prompts: Sequence[Ids], limit: int, index: int, **options: Any) -> list[Ids]:
+        """Return the new ids after each prompt, up to the first one that ends a text."""
         decoding = self.decoding
         seed_generators(mix_seed(decoding.seed, index))
         sampling = {"temperature": decoding.temperature, "top_k": decoding.top_k, "top_p": decoding.top_p}
@@ -86,7 +86,13 @@ class Generator:
             **(sampling if decoding.temperature else {}),
             **options,
         )
-        return output if self.prompts.is_encoder_decoder else output[:, max(map(len, prompts)) :]
+        start = 1 if self.prompts.is_encoder_decoder else max(map(len, prompts))
+        return [self._cut(ids) for ids in output[:, start:].tolist()]
+
+    def _cut(self, ids: Ids) -> Ids:
+        """Return ids without the padding after a text that ended earlier than others of its batch."""
+        ended = next((place for place, id_ in enumerate(ids, start=1) if id_ in self.prompts.ends), len(ids))
+        return ids[:ended]
 
     @torch.inference_mode()
     def _call(self, prompts: Sequence[Ids], **options: Any) -> Any:

@@ -1,0 +1,311 @@
+"""Laws of `acsgd generate`: its text is transformers' own, in batches as alone, and a resumed file is the same file."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+from lib.commands import acsgd
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+TinyModel = Callable[..., Path]
+
+TEXTS = ["The", "The statement of the list", "x =", "A class definition is an executable", "for", "and so on: 1, 2, 3"]
+TOKENS = ("--max-new-tokens", 12)
+
+
+def write_records(path: Path, texts: Sequence[str] = TEXTS) -> Path:
+    """Write records with a prompt and other fields."""
+    path.write_text("".join(f'{{"id": {i}, "prompt": {json.dumps(x)}, "n": 1.50}}\n' for i, x in enumerate(texts)))
+    return path
+
+
+def texts_of(path: Path) -> list[str]:
+    """Return the generated texts of an output file."""
+    return [json.loads(line)["generated_text"] for line in path.read_text().splitlines()]
+
+
+def generate_file(model: Path, directory: Path, name: str, *options: object, texts: Sequence[str] = TEXTS) -> Path:
+    """Generate for a file of prompts and return the output."""
+    out = directory / f"{name}.jsonl"
+    source = write_records(directory / "in.jsonl", texts)
+    code, printed = acsgd("generate", model, "--file", source, "--out", out, *TOKENS, *options)
+    assert code == 0, printed
+    return out
+
+
+def generated_alone(model: Path, texts: Sequence[str], dtype: torch.dtype, **options: object) -> list[str]:
+    """Return what transformers generates after each text alone, without padding."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    found = []
+    for text in texts:
+        inputs = tokenizer(text, return_tensors="pt")
+        ids = whole.generate(**inputs, max_new_tokens=12, pad_token_id=0, **{"do_sample": False, **options})
+        found.append(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
+def test_greedy_text_is_that_of_transformers(family: str, dtype: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """From a Hugging Face directory and from layer shards, which hold a tied parameter once."""
+    model, shards = tiny_model(family, tie_word_embeddings=True), tmp_path / "shards"
+    expected = generated_alone(model, TEXTS, getattr(torch, dtype))
+    assert acsgd("convert", "from-hf", model, shards) == (0, "")
+    for source in (model, shards):
+        out = generate_file(source, tmp_path, source.name, "--dtype", dtype, "--batch", 1)
+        assert texts_of(out) == expected
+    assert len(set(expected)) == len(TEXTS), "a test that can fail"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
+def test_a_padded_batch_generates_what_each_prompt_generates_alone(
+    family: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Learned positions, rotary positions, and a window shorter than the prompts."""
+    model = tiny_model(family)
+    alone = generate_file(model, tmp_path, "alone", "--batch", 1)
+    for batch in (2, 4, 100):
+        assert texts_of(generate_file(model, tmp_path, f"batch {batch}", "--batch", batch)) == texts_of(alone)
+
+
+def test_beam_search_is_that_of_transformers(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    out = generate_file(model, tmp_path, "beams", "--num-beams", 3, "--batch", 4)
+    assert texts_of(out) == generated_alone(model, TEXTS, torch.float32, num_beams=3)
+
+
+def test_all_fields_of_a_record_are_kept_as_they_are(tiny_model: TinyModel, tmp_path: Path) -> None:
+    lines = [
+        '{"prompt": "a", "n": 1.50, "x": "\\u00e9\\n", "n": 2}',
+        "",
+        '  {"prompt":"b" }  ',
+        '{"prompt": "é", "y": {}}',
+    ]
+    source, out = tmp_path / "in.jsonl", tmp_path / "new" / "out.jsonl"
+    source.write_text("\r\n".join(lines))
+    assert acsgd("generate", tiny_model(), "--file", source, "--out", out, *TOKENS)[0] == 0
+    records = [line.strip()[:-1].rstrip() for line in lines if line]
+    written = out.read_text().splitlines()
+    assert [line[: len(record)] for line, record in zip(written, records, strict=True)] == records
+    assert all(isinstance(json.loads(line)["generated_text"], str) for line in written)
+    assert str(tmp_path) not in out.read_text() + (tmp_path / "new" / "out.jsonl.options.json").read_text()
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temperature", 2, "--top-k", 100, "--top-p", 0.99)])
+def test_a_file_that_was_interrupted_anywhere_becomes_the_same_file(
+    sampling: tuple[object, ...], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    out = generate_file(model, tmp_path, "out", "--batch", 4, *sampling)
+    whole = out.read_bytes()
+    ends = [place + 1 for place, byte in enumerate(whole) if byte == ord("\n")]
+    assert len(ends) == len(TEXTS)
+    for end in [0, 1, *ends, ends[1] - 1, ends[4] + 7]:
+        out.write_bytes(whole[:end])
+        generate_file(model, tmp_path, "out", "--batch", 4, *sampling)
+        assert out.read_bytes() == whole
+
+
+def test_sampling_depends_on_the_seed(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model, sampling = tiny_model("llama", num_hidden_layers=1), ("--temperature", 2)
+    texts = [
+        texts_of(generate_file(model, tmp_path, f"{place}", *sampling, "--seed", seed))
+        for place, seed in enumerate((0, 0, 1))
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        (("--max-new-tokens", 13), "was begun with max_new_tokens=12, now 13"),
+        (("--temperature", 1), "was begun with temperature=0.0, now 1.0"),
+        (("--batch", 2), "was begun with batch=8, now 2"),
+        (("--dtype", "bfloat16"), 'was begun with dtype="float32", now "bfloat16"'),
+    ],
+)
+def test_a_file_is_resumed_with_the_same_options_only(
+    options: tuple[object, ...], difference: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    out = generate_file(tiny_model(), tmp_path, "out")
+    before = out.read_bytes()
+    code, printed = acsgd("generate", tiny_model(), "--file", tmp_path / "in.jsonl", "--out", out, *TOKENS, *options)
+    assert code == 2
+    assert f"error: {out} {difference}; use the same to resume it, or remove {out}" in printed
+    assert out.read_bytes() == before
+
+
+def test_a_file_is_resumed_with_the_same_model_and_prompts_only(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model, source = tiny_model("llama"), tmp_path / "in.jsonl"
+    out = generate_file(model, tmp_path, "out")
+    command = ("generate", tiny_model("llama", rms_norm_eps=1e-5), "--file", source, "--out", out, *TOKENS)
+    assert acsgd(*command)[0] == 0, "the weights are the same"
+    code, printed = acsgd("generate", tiny_model("qwen2"), *command[2:])
+    assert (code, "was begun with other weights;" in printed) == (2, True)
+    write_records(source, [*TEXTS[:-1], "other"])
+    code, printed = acsgd(*command)
+    assert (code, "was begun with other prompts" in printed) == (2, True)
+    source.write_text(write_records(source).read_text().replace("1.50", "1.5"))
+    code, printed = acsgd(*command)
+    assert (code, f"{out}, line 1 is not record 1 of the input" in printed) == (2, True)
+
+
+def test_a_file_of_something_else_is_kept(tiny_model: TinyModel, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("my notes\n")
+    source = write_records(tmp_path / "in.jsonl")
+    code, printed = acsgd("generate", tiny_model(), "--file", source, "--out", out)
+    assert code == 2
+    assert f"error: {out} exists, but out.jsonl.options.json does not" in printed
+    assert out.read_text() == "my notes\n"
+    code, printed = acsgd("generate", tiny_model(), "--file", source, "--out", source)
+    assert (code, printed) == (2, f"error: --out {source} is the input itself; give another file\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "a"}\n{"prompt": "b"', "line 2 is not JSON (Expecting ',' delimiter at column 15): "),
+        ('{"prompt": "a"}\n[1]', "line 2 is not a JSON object: [1]"),
+        ('{"prompt": "a"}\n{"text": "b"}', "line 2, has no field 'prompt'; its fields: 'text'; name the one with"),
+        (
+            '{"question": "a", "id": 1}',
+            "line 1, has no field prompt, text, input or messages; its fields: 'question', ",
+        ),
+        ('{"prompt": 3}', "line 1: 'prompt' is neither a text nor a list of messages; write"),
+        ('{"prompt": ""}', "line 1: the prompt has no tokens; give a text"),
+        ('{"prompt": "\\ud800"}', "line 1: the prompt is not valid UTF-8; correct it"),
+        ('{"prompt": "a"}\n\n{"prompt": "' + "a b " * 64 + '"}', "line 3: the prompt has 129 tokens, the model takes"),
+        ('{"prompt": "a", "generated_text": "b"}', 'line 1, has a "generated_text" already; rename or remove the'),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "line 1: messages need a chat template, which the"),
+        ("\n", "has no records; give a file with one JSON object per line"),
+    ],
+)
+def test_a_wrong_record_is_named_before_any_work(
+    content: str, message: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(content)
+    code, printed = acsgd("generate", tiny_model(), "--file", source, "--out", out)
+    errors = [line for line in printed.splitlines() if line.startswith("error: ")]
+    assert (code, len(errors)) == (2, 1)
+    assert errors[0].startswith(f"error: {source}")
+    assert message in errors[0]
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--prompt", "a", "--file", "b"), "--prompt and --file exclude each other; give one of them"),
+        (("--file", "b"), "--file and --out belong together; give both, or --prompt"),
+        (("--prompt", "a", "--field", "b"), "--field names a field of --file; give --file, too"),
+        (("--prompt", "a", "--top-k", 5), "--top-k applies to sampling; add, for example, --temperature 1"),
+        (("--prompt", "a", "--top-p", 0), "--top-p=0.0 must be greater than 0, at most 1"),
+        (("--prompt", "a", "--max-new-tokens", 0), "--max-new-tokens=0 must be at least 1, at most 1048576"),
+    ],
+)
+def test_a_wrong_option_is_named(options: tuple[object, ...], message: str) -> None:
+    assert acsgd("generate", "nowhere", *options) == (2, f"error: {message}\n")
+
+
+def test_a_run_directory_is_its_newest_valid_checkpoint(tiny_model: TinyModel, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for step, family in enumerate(("gpt2", "llama", "qwen2"), start=1):
+        assert acsgd("convert", "from-hf", tiny_model(family), checkpoints / f"step-{step:08d}") == (0, "")
+    corrupt = max((checkpoints / "step-00000003").glob("*.safetensors"))
+    corrupt.write_bytes(corrupt.read_bytes()[:-1] + b"!")
+    code, printed = acsgd("generate", tmp_path / "run", "--prompt", "The", *TOKENS)
+    assert code == 0
+    assert "skipped a checkpoint:" in printed
+    assert "step-00000002: LlamaForCausalLM" in printed
+    code, printed = acsgd("generate", checkpoints / "step-00000003", "--prompt", "The", *TOKENS)
+    assert (code, "is corrupt" in printed) == (2, True)
+
+
+def with_template(model: Path, directory: Path) -> Path:
+    """Copy a model with a chat template that counts the messages."""
+    shutil.copytree(model, directory)
+    (directory / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}{{ messages | length }} a:"
+    )
+    return directory
+
+
+def test_a_chat_template_is_applied_once(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model = with_template(tiny_model("llama"), tmp_path / "model")
+    expected = generated_alone(model, ["u: The\n1 a:", "u: x =\n1 a:"], torch.float32)
+    printed = io.StringIO()
+    from acsgd import cli
+
+    with redirect_stdout(printed):
+        cli.run(["generate", str(model), "--prompt", "The", "--chat", "--max-new-tokens", "12"])
+    assert printed.getvalue() == expected[0] + "\n"
+    out = generate_file(model, tmp_path, "texts", "--chat", texts=["The", "x ="])
+    assert texts_of(out) == expected
+    source, out = tmp_path / "messages.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"messages": [{"role": "user", "content": "The"}]}\n')
+    assert acsgd("generate", model, "--file", source, "--out", out, *TOKENS)[0] == 0
+    assert texts_of(out) == expected[:1]
+
+
+def chat(model: Path, lines: str, output: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Chat with lines as standard input; return the lines on standard output."""
+    from acsgd import cli
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    former = signal.getsignal(signal.SIGINT)
+    try:
+        with redirect_stdout(output):
+            cli.run(["generate", str(model), "--max-new-tokens", "12"])
+    finally:
+        signal.signal(signal.SIGINT, former)
+    return output.getvalue().splitlines()
+
+
+def test_a_chat_keeps_its_messages(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_template(tiny_model("llama", max_position_embeddings=512), tmp_path / "model")
+    printed = io.StringIO()
+    chat(model, "The\n\nx =\n", printed, monkeypatch)
+    first = generated_alone(model, ["u: The\n1 a:"], torch.float32)[0]
+    second = generated_alone(model, [f"u: The\na: {first}\nu: x =\n3 a:"], torch.float32)[0]
+    assert printed.getvalue() == f"{first}\n{second}\n"
+
+
+def test_without_a_chat_template_each_line_is_a_prompt(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, printed = tiny_model("llama"), io.StringIO()
+    chat(model, "The\nx =\n", printed, monkeypatch)
+    assert printed.getvalue() == "".join(f"{x}\n" for x in generated_alone(model, ["The", "x ="], torch.float32))
+
+
+class PressingCtrlC(io.StringIO):
+    """Standard output that sends SIGINT to this process at the third write of text."""
+
+    writes = 0
+
+    def write(self, text: str) -> int:
+        self.writes += bool(text)
+        if self.writes == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().write(text)
+
+
+def test_ctrl_c_ends_a_reply_and_not_the_chat(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, printed = tiny_model("gpt2"), PressingCtrlC()
+    chat(model, " I I\n I I\n", printed, monkeypatch)
+    whole = generated_alone(model, [" I I"], torch.float32)[0]
+    first, second = printed.getvalue().splitlines()
+    assert second == whole
+    assert 0 < len(first) < len(whole)
+    assert whole.startswith(first)
