@@ -20,7 +20,7 @@ import tyro
 
 from acsgd.__main__ import main as train
 from acsgd.atomic import build_atomically
-from acsgd.generation.options import Generate
+from acsgd.generation.options import GenerateOptions
 from acsgd.launch import Launch
 from acsgd.run.error_report import print_error, report_startup_error
 from acsgd.run.stdio import protect_streams
@@ -107,6 +107,18 @@ class Inspect:
             Console(soft_wrap=True).print(as_tables(reports))
         if any(report.errors for report in reports):
             sys.exit(1)
+
+
+@dataclass(frozen=True)
+class Generate(GenerateOptions):
+    """Generate text with a trained model: for --prompt, for each record of --file, or in a chat in the terminal."""
+
+    def run(self) -> None:
+        """Check the options, then generate."""
+        self.check()
+        from acsgd.generation.command import generate
+
+        generate(self)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from acsgd.errors import RunError, is_out_of_memory
 from acsgd.generation.chat import Chat
 from acsgd.generation.decode import Generator, Ids
 from acsgd.generation.model import load
-from acsgd.generation.options import Generate
+from acsgd.generation.options import GenerateOptions
 from acsgd.generation.output import Options, OutputFile, check_output_path, open_output
 from acsgd.generation.prompts import Prompt, PromptEncoder
 from acsgd.generation.records import Record, read_records
@@ -29,7 +29,7 @@ INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C."""
 
 
-def generate(options: Generate) -> None:
+def generate(options: GenerateOptions) -> None:
     """Run the command. Raises ValueError if the user's input is wrong, RunError if memory is short."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -49,7 +49,7 @@ def generate(options: Generate) -> None:
             Chat(generator).run()
 
 
-def _open(options: Generate) -> Generator:
+def _open(options: GenerateOptions) -> Generator:
     """Load the model; print what it is, how it decodes and which special tokens it uses."""
     dtype = getattr(torch, options.dtype) if options.dtype else None
     with _short_memory(), report_if_slow(print_note, lambda: f"loading {options.model}"):

@@ -50,8 +50,8 @@ class Decoding:
 
 
 @dataclass(frozen=True)
-class Generate:
-    """Generate text with a trained model: for --prompt, for each record of --file, or in a chat in the terminal."""
+class GenerateOptions:
+    """Options of `acsgd generate`."""
 
     model: tyro.conf.Positional[str]
     """Checkpoint, run directory (its newest valid checkpoint), layer-shard directory, Hugging Face directory or id."""
@@ -71,14 +71,8 @@ class Generate:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device: "auto" = a GPU if the host has one, else the CPU."""
 
-    def run(self) -> None:
-        """Generate. Raises ValueError if an option is invalid."""
-        self._check()
-        from acsgd.generation.command import generate
-
-        generate(self)
-
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError for the first invalid option."""
         self.decoding.check()
         if self.prompt is not None and self.file is not None:
             raise ValueError("--prompt and --file exclude each other; give one of them")
