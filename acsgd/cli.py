@@ -71,7 +71,46 @@ class ToHF:
         _create(self.target, lambda directory: to_hf(self.source, directory, dtype=self.dtype))
 
 
-Direction = Annotated[FromHF, tyro.conf.subcommand("from-hf")] | Annotated[ToHF, tyro.conf.subcommand("to-hf")]
+@dataclass(frozen=True)
+class FromLegacy:
+    """Convert a model or training checkpoint of AC-SGD, CocktailSGD or OpenChatKit into layer shards."""
+
+    source: tyro.conf.Positional[Path]
+    """Directory with pytorch_*.pt files (a model) or prank_*_checkpoint.pt files (a training checkpoint)."""
+    target: tyro.conf.Positional[Path]
+    """Directory to create; must not exist."""
+    config: Path | None = None
+    """Directory with config.json and tokenizer of the model. Default: the source."""
+
+    def run(self) -> None:
+        """Run the conversion."""
+        from acsgd.shards.legacy.convert import from_legacy
+
+        _create(self.target, lambda directory: from_legacy(self.source, directory, config=self.config))
+
+
+@dataclass(frozen=True)
+class ToLegacy:
+    """Convert layer shards into a model of AC-SGD, CocktailSGD or OpenChatKit, one pytorch_*.pt file per layer."""
+
+    source: tyro.conf.Positional[Path]
+    """Layer-shard directory: runs/NAME/checkpoints/step-XXXXXXXX."""
+    target: tyro.conf.Positional[Path]
+    """Directory to create; must not exist."""
+
+    def run(self) -> None:
+        """Run the conversion."""
+        from acsgd.shards.legacy.convert import to_legacy
+
+        _create(self.target, lambda directory: to_legacy(self.source, directory))
+
+
+Direction = (
+    Annotated[FromHF, tyro.conf.subcommand("from-hf")]
+    | Annotated[ToHF, tyro.conf.subcommand("to-hf")]
+    | Annotated[FromLegacy, tyro.conf.subcommand("from-legacy")]
+    | Annotated[ToLegacy, tyro.conf.subcommand("to-legacy")]
+)
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,8 @@ def commands() -> str:
         "acsgd inspect": lambda: cli.run(["inspect", "--help"]),
         "acsgd convert to-hf": lambda: cli.run(["convert", "to-hf", "--help"]),
         "acsgd convert from-hf": lambda: cli.run(["convert", "from-hf", "--help"]),
+        "acsgd convert from-legacy": lambda: cli.run(["convert", "from-legacy", "--help"]),
+        "acsgd convert to-legacy": lambda: cli.run(["convert", "to-legacy", "--help"]),
     }
     parts = [
         "# Commands\n",

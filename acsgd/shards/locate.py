@@ -73,7 +73,7 @@ def open_hf(directory: Path, task: str = "lm") -> HFModel:
             f"{first_names(sorted(unexpected))}"
         )
     located = _locate(found, stored, model, directory)
-    names = _names(model)
+    names = names_of(model)
     missing = [key for key, aliases in names.items() if not any(name in located for name in aliases)]
     new = [key for key in missing if has_new_head and not key.startswith(f"{model.base_model_prefix}.")]
     if lost := [key for key in missing if key not in new and not _may_be_missing(key, model)]:
@@ -129,7 +129,7 @@ def tensor_of(model: PreTrainedModel, name: str) -> Tensor:
     return tensor
 
 
-def _names(model: PreTrainedModel) -> dict[str, list[str]]:
+def names_of(model: PreTrainedModel) -> dict[str, list[str]]:
     """Return the names of each parameter and stored buffer, several of a tied one, by the first of them."""
     stored, names = model.state_dict().keys(), dict[int, list[str]]()
     for name, param in model.named_parameters(remove_duplicate=False):

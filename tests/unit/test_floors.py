@@ -67,6 +67,11 @@ ORDER = """
     shards.names
     shards.locate
     shards.convert
+    shards.legacy.layouts
+    shards.legacy.files
+    shards.legacy.model
+    shards.legacy.convert
+    shards.legacy
     shards.hub
     shards.tokenizer
     optim.base

@@ -1,0 +1,1 @@
+"""Checkpoints of the systems that acsgd replaces."""

@@ -1,0 +1,73 @@
+"""Lossless conversion between checkpoints of the replaced systems and layer shards, one layer in memory at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from acsgd.shards.config import CONFIG, derive_layers
+from acsgd.shards.disk import Manifest, copy_model_files, list_model_files, write_layer
+from acsgd.shards.files import read_json_object
+from acsgd.shards.legacy.layouts import BLOCK, HEAD, Layout
+from acsgd.shards.legacy.model import layout_of, open_legacy, untie
+from acsgd.shards.locate import names_of, open_shards, stored_names, tensor_of
+from acsgd.tasks import TASKS
+
+
+def from_legacy(source: Path, target: Path, *, config: Path | None = None) -> None:
+    """Convert a model or training checkpoint of a replaced system to layer shards in `target`, an empty directory.
+
+    Tensors keep their dtype and bits, and the head its own weights. config: directory with config.json and tokenizer;
+    None = `source`. Raises as `open_legacy`.
+    """
+    legacy = open_legacy(source, config or source)
+    layers = stored_names(derive_layers(config or source, legacy.config, legacy.layout.task))
+    files = {name: write_layer(target, name, legacy.read(keys)) for name, keys in layers.items()}
+    copy_model_files(config or source, target)
+    if HEAD in legacy.layout.files:
+        _write_untied(target / CONFIG)
+    Manifest(step=0, layers=files, replicas={}, model_files=list_model_files(target), run=None).write(target)
+
+
+def to_legacy(source: Path, target: Path) -> None:
+    """Convert layer shards to a model of a replaced system, one file per layer, in `target`, an empty directory.
+
+    Tensors keep their dtype and bits; of tied ones, each file gets a copy. Raises ValueError if the type of the model
+    has no old layout, otherwise as `open_shards`.
+    """
+    directory, config = open_shards(source)
+    layout = layout_of(source)
+    task = TASKS[layout.task]
+    model, untied = task.build(config), task.build(untie(config))
+    layers = stored_names(derive_layers(source, config, layout.task))
+    layer_of = {key: layer for layer, keys in layers.items() for key in keys}
+    stored_as = {name: names[0] for names in names_of(model).values() for name in names}
+    for part, names in layout.names(untied).items():
+        tensors = _buffers(layout, untied, part)
+        for layer in dict.fromkeys(layer_of[stored_as[key]] for key in names.values()):
+            stored = directory.tensors(layer, {key: tensor_of(model, key) for key in layers[layer]})
+            # copies, because each has the whole file as its storage
+            tensors |= {name: stored[x].clone() for name, key in names.items() if (x := stored_as[key]) in stored}
+        torch.save(tensors, target / f"pytorch_{part}.pt")
+    copy_model_files(source, target)
+
+
+def _buffers(layout: Layout, model: PreTrainedModel, part: str) -> dict[str, Tensor]:
+    """Return what older versions of transformers stored with a layer besides parameters."""
+    kind, block = (BLOCK, int(part)) if part.isdecimal() else (part, 0)
+    positions = model.config.max_position_embeddings
+    return {
+        name.removeprefix(f"{kind}."): buffer.compute(model, block, positions).clone()
+        for name, buffer in layout.buffers.items()
+        if name.startswith(f"{kind}.")
+    }
+
+
+def _write_untied(path: Path) -> None:
+    """Set in config.json that the head has weights of its own."""
+    fields = read_json_object(path) | {"tie_word_embeddings": False}
+    path.write_text(json.dumps(fields, indent=2) + "\n")

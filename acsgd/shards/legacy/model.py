@@ -1,0 +1,140 @@
+"""A model in a directory of a replaced system, with its tensors under their Hugging Face names."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import defaultdict
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from acsgd.shards.check import FLOATING, Expected, check_tensors, first_names
+from acsgd.shards.config import CONFIG, read_config
+from acsgd.shards.files import read_json_object
+from acsgd.shards.legacy.files import Part, find_parts
+from acsgd.shards.legacy.layouts import BLOCK, LAYOUTS, Layout
+from acsgd.tasks import TASKS
+
+FINITE = Expected(None)
+RTOL, ATOL = 5e-3, 1e-7
+"""Tolerances of buffers, which may have been rounded to bf16 or fp16."""
+
+
+class LegacyModel(NamedTuple):
+    """A model whose files hold exactly the parameters that its config describes, untied."""
+
+    config: PreTrainedConfig
+    model: PreTrainedModel
+    """The model, its parameters on the meta device."""
+    layout: Layout
+    parts: dict[str, Part]
+    """Where each layer of the old layout is stored."""
+    names: dict[str, dict[str, str]]
+    """By layer of the old layout, the names in its file and those in the model."""
+
+    def read(self, keys: Collection[str]) -> dict[str, Tensor]:
+        """Read parameters of the model by name; they lie in memory-mapped files."""
+        places = {key: (part, name) for part, names in self.names.items() for name, key in names.items()}
+        by_part = defaultdict(list)
+        for key in keys:
+            part, name = places[key]
+            by_part[part].append((key, name))
+        found: dict[str, Tensor] = {}
+        for part, pairs in by_part.items():
+            tensors = self.parts[part].read()
+            wanted = {key: tensors[name] for key, name in pairs}
+            check_tensors(self.parts[part].path, wanted, dict.fromkeys(wanted, FINITE), FLOATING, is_complete=False)
+            found |= wanted
+        return found
+
+
+def open_legacy(directory: Path, config_directory: Path) -> LegacyModel:
+    """Open a model of a replaced system, and verify its files.
+
+    config_directory: with its config.json. Raises ValueError if the type of the model has no old layout, if layers or
+    parameters are missing, are others than in config.json, or are not finite floating-point numbers; CorruptFileError
+    if a file is not complete.
+    """
+    layout = layout_of(config_directory)
+    config = untie(read_config(config_directory, layout.task))
+    model = TASKS[layout.task].build(config)
+    names = layout.names(model)
+    legacy = LegacyModel(config, model, layout, find_parts(directory, names), names)
+    for part in names:
+        _check(legacy, part)
+    return legacy
+
+
+def untie(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of the same model with weights of its own in the head."""
+    config = copy.deepcopy(config)
+    config.tie_word_embeddings = False
+    return config
+
+
+def layout_of(config_directory: Path) -> Layout:
+    """Return the old layout of the type of model in config.json. Raises ValueError if it has none."""
+    path = config_directory / CONFIG
+    if not os.path.lexists(path):
+        raise ValueError(f"{config_directory} has no {CONFIG}; give the directory of the model's with --config")
+    model_type = read_json_object(path).get("model_type")
+    if not isinstance(model_type, str) or model_type not in LAYOUTS:
+        raise ValueError(
+            f"{path} is of a model of type {model_type!r}, which the replaced systems did not have; they had "
+            f"{', '.join(LAYOUTS)}"
+        )
+    return LAYOUTS[model_type]
+
+
+def _check(legacy: LegacyModel, name: str) -> None:
+    """Raise ValueError if the tensors of a layer are not those of the model in config.json. Reads no parameter."""
+    part, names = legacy.parts[name], legacy.names[name]
+    tensors = part.read()
+    if missing := [part.prefix + key for key in names if key not in tensors]:
+        raise ValueError(f"{part.path} lacks tensors of the model: {first_names(missing)}; copy the file again")
+    extra = []
+    for key, tensor in tensors.items():
+        if key in names:
+            _check_parameter(part, key, tensor, legacy.model.get_parameter(names[key]))
+        elif not _is_buffer(legacy, name, key, tensor):
+            extra.append(part.prefix + key)
+    if extra:
+        raise ValueError(
+            f"{part.path} holds tensors that {type(legacy.model).__name__} does not have and that would be lost: "
+            f"{first_names(extra)}; give the config of the model"
+        )
+
+
+def _check_parameter(part: Part, key: str, tensor: Tensor, param: Tensor) -> None:
+    if tensor.shape != param.shape:
+        raise ValueError(
+            f"{part.path}: {part.prefix}{key} has shape {tuple(tensor.shape)}, but by config.json it has "
+            f"{tuple(param.shape)}; give config and weights of the same model"
+        )
+    if tensor.dtype not in FLOATING:
+        raise ValueError(
+            f"{part.path}: {part.prefix}{key} is of dtype {tensor.dtype}; acsgd trains floating-point weights"
+        )
+
+
+def _is_buffer(legacy: LegacyModel, name: str, key: str, tensor: Tensor) -> bool:
+    """Whether a tensor is one that the model computes itself. Raises ValueError if it computes another one."""
+    block = int(name) if name.isdecimal() else 0
+    buffer = legacy.layout.buffers.get(f"{BLOCK if name.isdecimal() else name}.{key}")
+    if buffer is None:
+        return False
+    if buffer.is_checked:
+        positions = tensor.shape[-1] if tensor.dim() else 0
+        computed = buffer.compute(legacy.model, block, positions).float()
+        if computed.shape != tensor.shape or not torch.allclose(tensor.float(), computed, rtol=RTOL, atol=ATOL):
+            part = legacy.parts[name]
+            raise ValueError(
+                f"{part.path}: {part.prefix}{key} is not what a model of this config.json computes, so the model was "
+                "trained with another attention; give its config, or remove the tensor to convert it nevertheless"
+            )
+    return True
