@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from acsgd.layers.derive import derive
 from acsgd.layers.description import ModelLayers
 from acsgd.layers.skeleton import weights_on_meta
+from acsgd.layers.verify import Verification, verify
 
 IGNORED = -100
 """Label of positions without a loss."""
@@ -39,6 +40,10 @@ class Task:
     def layers(self, config: PreTrainedConfig) -> ModelLayers:
         """Derive the layers of the model. Raises LayersError with the reason if it cannot be divided into layers."""
         return derive(lambda: self.build(config), self.inputs)
+
+    def verify(self, config: PreTrainedConfig, layers: ModelLayers) -> Verification:
+        """Compare layers derived from a config with the whole model. Raises LayersError if they differ."""
+        return verify(self.build, config, self.inputs, layers)
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -11,6 +11,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+LARGE = 2**24
+"""Number of elements from which zeros and ones made by constructors take no memory."""
+
 
 @contextlib.contextmanager
 def weights_on_meta() -> Iterator[None]:
@@ -28,18 +31,37 @@ def weights_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[assignment]
     try:
-        with _EmptyOnMeta():
+        with _WithoutMemory():
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-class _EmptyOnMeta(TorchFunctionMode):
-    """Allocates uninitialized tensors on the meta device: constructors fill weights, not buffers, after torch.empty."""
+class _WithoutMemory(TorchFunctionMode):
+    """Allocates no memory for weights: constructors make them with torch.empty, some with torch.zeros or torch.ones.
+
+    No buffer is made with torch.empty. Large zeros and ones are expanded from one number; writing them is an error.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
+        if func not in (torch.empty, torch.zeros, torch.ones):
+            return func(*args, **kwargs)
+        on_meta = func(*args, **kwargs | {"device": "meta"})
+        if func is torch.empty:
+            return on_meta
+        if on_meta.numel() < LARGE:
+            return func(*args, **kwargs)
+        return func((), **kwargs).expand(on_meta.shape)
+
+
+def aliases(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Return all names of each parameter, by the first."""
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(first.setdefault(id(param), name), []).append(name)
+    return names
 
 
 def set_parameter(model: nn.Module, name: str, param: nn.Parameter) -> None:

@@ -50,6 +50,9 @@ ORDER = """
     layers.trace
     layers.derive
     layers.composed
+    layers.compare
+    layers.small_config
+    layers.verify
     tasks
     shards.weights
     shards.layers

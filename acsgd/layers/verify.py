@@ -1,0 +1,150 @@
+"""Check of a config: a small model with its flags, divided into layers, is compared with the whole small model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from acsgd.layers.compare import Batch, Stages, compare
+from acsgd.layers.derive import derive
+from acsgd.layers.description import LayersError, LayerSpec, ModelLayers
+from acsgd.layers.skeleton import aliases, set_parameter
+from acsgd.layers.small_config import WINDOW, small_configs
+
+MAX_PARAMETERS = 2**25
+"""Widths are reduced until the model that is compared has so many parameters, 128 MiB in fp32, or fewer."""
+ROWS, LENGTH, DOCUMENT = 2, 3 * WINDOW, WINDOW + 2
+"""Sizes of the batches: number of sequences, their length, and the length of the first document where packed."""
+
+Build = Callable[[PreTrainedConfig], PreTrainedModel]
+"""Returns a new model in training mode, built within `weights_on_meta`."""
+
+Inputs = Mapping[str, Sequence[str]]
+"""Integer inputs of forward by name, as in `derive`."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Result of a comparison without a difference beyond TOLERANCE."""
+
+    batches: tuple[str, ...]
+    """Batches that were compared: "plain", "padded", "packed"."""
+    difference: float
+    """Largest difference of an output or a gradient, relative to its largest absolute value, or to 1."""
+    blocks: int
+    """Number of blocks of the small model that was compared."""
+    parameters: int
+    """Number of parameters of the small model."""
+    version: str
+    """Version of transformers."""
+
+
+def verify(build: Build, config: PreTrainedConfig, inputs: Inputs, layers: ModelLayers) -> Verification:
+    """Compare a small model with the flags of `config`, run layer by layer, with the same model run as a whole.
+
+    layers: derived from `config`. Raises LayersError that names the batch, the tensor and the difference, or says why
+    there is no small model.
+    """
+    small, small_layers = _small_model(build, config, inputs, layers)
+    whole = fill_with_random(build(small))
+    stages = Stages(whole, build(small), small_layers)
+    count = len(small_layers.layers)
+    differences = {
+        name: compare(stages, batch, [range(count), (0, count // 2)], f"a {name} batch")
+        for name, batch in make_batches(whole, inputs).items()
+    }
+    return Verification(
+        batches=tuple(differences),
+        difference=max(differences.values()),
+        blocks=len(small_layers.blocks),
+        parameters=whole.num_parameters(),
+        version=transformers.__version__,
+    )
+
+
+def _small_model(
+    build: Build, config: PreTrainedConfig, inputs: Inputs, layers: ModelLayers
+) -> tuple[PreTrainedConfig, ModelLayers]:
+    """Return the config and the layers of a small model that has every kind of layer of the model."""
+    kinds = {_kind(layer) for layer in layers.layers}
+    reason = f"each has more than {MAX_PARAMETERS:,} parameters"
+    for small in small_configs(config, build(config)):
+        try:
+            if build(small).num_parameters() > MAX_PARAMETERS:
+                continue
+            small_layers = derive(lambda: build(small), inputs)  # noqa: B023  called at once
+        except Exception as error:  # raised in transformers' code, by sizes that do not go together
+            reason = " ".join(f"{error}".split())
+            continue
+        if {_kind(layer) for layer in small_layers.layers} == kinds:
+            return small, small_layers
+        reason = "it has other kinds of layers"
+    raise LayersError(f"{type(config).__name__}: no small model to compare could be built: {reason}")
+
+
+def _kind(layer: LayerSpec) -> Hashable:
+    """Return what tells layers apart, besides parameters."""
+    replicated = frozenset((name, how.kind) for name, how in layer.replicated.items())
+    return frozenset(layer.inputs), replicated, frozenset(layer.origins.items()), layer.outputs, layer.returns
+
+
+def fill_with_random(model: PreTrainedModel) -> PreTrainedModel:
+    """Replace the parameters and add noise to the stored buffers, in place, so that no two values are equal."""
+    generator = torch.Generator().manual_seed(0)
+    names = aliases(model)
+    for name, param in list(model.named_parameters()):
+        value = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+        if param.dim() >= 2:
+            value *= param.shape[-1] ** -0.5
+        else:
+            value = 0.1 * value + ("bias" not in name)
+        new = nn.Parameter(value, requires_grad=param.requires_grad)
+        for alias in names[name]:
+            set_parameter(model, alias, new)
+    stored = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in stored and buffer.is_floating_point():
+            buffer += 0.1 * torch.rand(buffer.shape, generator=generator, dtype=buffer.dtype)
+    return model
+
+
+def make_batches(model: PreTrainedModel, inputs: Inputs) -> dict[str, Batch]:
+    """Return the batches that the model's forward takes, by name. All are longer than the sliding windows."""
+    accepted = inspect.signature(model.forward).parameters
+    sizes = {"batch": ROWS, "sequence": LENGTH, "target": LENGTH - WINDOW // 2}
+    plain = {name: _random_ids(model, [sizes[dim] for dim in dims]) for name, dims in inputs.items()}
+    found = {"plain": plain}
+    masks = {name: name.replace("input_ids", "attention_mask") for name in inputs}
+    if all(mask in accepted for mask in masks.values()):
+        found["padded"] = plain | dict(
+            pair for name in inputs for pair in _padded(model, name, masks[name], plain[name])
+        )
+    if "position_ids" in accepted and len(inputs) == 1:
+        positions = torch.cat([torch.arange(DOCUMENT), torch.arange(LENGTH - DOCUMENT)])
+        found["packed"] = plain | {"position_ids": positions.expand(ROWS, LENGTH).clone()}
+    return found
+
+
+def _random_ids(model: PreTrainedModel, shape: Sequence[int]) -> Tensor:
+    """Return tokens with one end of sequence per row, which classifiers look for, and no other special token."""
+    config = model.config.get_text_config()
+    special = {value for key, value in vars(config).items() if key.endswith("_token_id") and isinstance(value, int)}
+    ordinary = torch.tensor([token for token in range(config.vocab_size) if token not in special])
+    ids = ordinary[torch.randint(len(ordinary), tuple(shape), generator=torch.Generator().manual_seed(1))]
+    if isinstance(end := getattr(config, "eos_token_id", None), int):
+        ids[:, shape[1] // 2] = end
+    return ids
+
+
+def _padded(model: PreTrainedModel, name: str, mask_name: str, ids: Tensor) -> list[tuple[str, Tensor]]:
+    """Return ids of which the last row ends early, and their mask, with the names of both."""
+    mask = torch.ones_like(ids)
+    mask[-1, -(ids.shape[1] // 4) :] = 0
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+    return [(name, ids.masked_fill(mask == 0, padding or 0)), (mask_name, mask)]

@@ -1,0 +1,159 @@
+"""A model divided into layers: equal to the whole model at every cut, and the check that users run finds a fault."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lib.model_types import TYPES, small_config, task_of
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+
+from acsgd.layers import compare as comparison
+from acsgd.layers import verify as verification
+from acsgd.layers.compare import Stages, compare
+from acsgd.layers.composed import ComposedModel, Context
+from acsgd.layers.description import HIDDEN, LayersError, LayerSpec, ModelLayers, Origin, Replicated
+from acsgd.layers.verify import fill_with_random, make_batches
+from acsgd.tasks import TASKS
+
+Change = Callable[[ModelLayers], ModelLayers]
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_layers_equal_the_whole_model(model_type: str) -> None:
+    """Every batch is compared layer by layer, the padded one at every cut into two stages, too."""
+    task, config = task_of(model_type), small_config(model_type)
+    stages = Stages(fill_with_random(task.build(config)), task.build(config), task.layers(config))
+    count = len(stages.layers.layers)
+    batches = make_batches(stages.whole, task.inputs)
+    assert {"plain", "padded"} <= batches.keys()
+    for name, batch in batches.items():
+        cuts = [(0, cut) for cut in range(1, count)] if name == "padded" else []
+        compare(stages, batch, [range(count), *cuts], name)
+
+
+def in_layer(index: int, change: Callable[[LayerSpec], dict[str, Any]]) -> Change:
+    """Return what changes the fields of one layer of a description."""
+
+    def changed(model: ModelLayers) -> ModelLayers:
+        layers = list(model.layers)
+        layers[index] = dataclasses.replace(layers[index], **change(layers[index]))
+        return dataclasses.replace(model, layers=tuple(layers))
+
+    return changed
+
+
+def without_parameter(index: int, name: str) -> Change:
+    def change(layer: LayerSpec) -> dict[str, Any]:
+        assert name in layer.parameters
+        return {"parameters": tuple(key for key in layer.parameters if key != name)}
+
+    return in_layer(index, change)
+
+
+def without_buffers(layer: LayerSpec) -> dict[str, Any]:
+    assert layer.buffers
+    return {"buffers": ()}
+
+
+def without_input(name: str) -> Callable[[LayerSpec], dict[str, Any]]:
+    def change(layer: LayerSpec) -> dict[str, Any]:
+        assert name in layer.inputs
+        return {"inputs": {key: shape for key, shape in layer.inputs.items() if key != name}}
+
+    return change
+
+
+def without_origin(name: str) -> Callable[[LayerSpec], dict[str, Any]]:
+    def change(layer: LayerSpec) -> dict[str, Any]:
+        assert name in layer.origins
+        return {"origins": {key: origin for key, origin in layer.origins.items() if key != name}}
+
+    return change
+
+
+def replicated_as_zeros(layer: LayerSpec) -> dict[str, Any]:
+    assert layer.replicated["position_bias"].kind == "relative_bias"
+    return {"replicated": {"position_bias": Replicated("default")}}
+
+
+def without_forward(layer: LayerSpec) -> dict[str, Any]:
+    assert layer.runs_forward
+    return {"origins": {HIDDEN: Origin("output")}}
+
+
+FAULTS: dict[str, tuple[str, Change]] = {
+    "a relative bias that is not replicated": ("t5", in_layer(2, replicated_as_zeros)),
+    "a tie forgotten": ("gpt2", without_parameter(-1, "transformer.wte.weight")),
+    "positions of no layer": ("gpt2", without_parameter(0, "transformer.wpe.weight")),
+    "code between blocks forgotten": ("deberta-v2", in_layer(1, without_forward)),
+    "a state that is not sent": (
+        "bart",
+        lambda model: in_layer(4, without_input("encoder_hidden_states"))(
+            in_layer(3, without_origin("encoder_hidden_states"))(model)
+        ),
+    ),
+    "a buffer that is not stored": ("deepseek_v3", in_layer(2, without_buffers)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_description_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_type, change = FAULTS[fault]
+    task, config = task_of(model_type), small_config(model_type)
+    layers = task.layers(config)
+    derive = verification.derive
+    monkeypatch.setattr(verification, "derive", lambda *args: change(derive(*args)))
+    with pytest.raises(LayersError, match=r"differs from the whole model: the (output|gradient of \S+) for a plain"):
+        task.verify(config, change(layers))
+
+
+def test_a_mask_of_another_layer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 2 alternates between sliding windows and full attention."""
+    task, config = TASKS["lm"], small_config("gemma2")
+    right = ComposedModel.context
+
+    def shifted(self: ComposedModel, inputs: Any, layers: range) -> Context:
+        calls = right(self, inputs, range(len(self.layers)))
+        return {index: calls[(index + 1) % len(calls)] for index in calls}
+
+    monkeypatch.setattr(ComposedModel, "context", shifted)
+    with pytest.raises(LayersError, match="the output for a plain batch by"):
+        task.verify(config, task.layers(config))
+
+
+def test_a_missing_bias_is_found_among_stand_ins_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, config = TASKS["lm"], small_config("gpt2")
+    layers = without_parameter(-1, "transformer.ln_f.bias")(task.layers(config))
+    fill = comparison.fill_with_stand_ins
+
+    def fill_with_zeros(model: PreTrainedModel, *args: Any) -> None:
+        fill(model, *args)
+        for name, param in model.named_parameters():
+            if not param.requires_grad and param.device.type != "meta":
+                path, _, leaf = name.rpartition(".")
+                model.get_submodule(path)._parameters[leaf] = nn.Parameter(torch.zeros(param.shape))
+
+    monkeypatch.setattr(comparison, "fill_with_stand_ins", fill_with_zeros)
+    stages = Stages(fill_with_random(task.build(config)), task.build(config), layers)
+    batch = make_batches(stages.whole, task.inputs)["plain"]
+    with pytest.raises(LayersError, match="the output for a batch by"):
+        compare(stages, batch, [range(len(layers.layers))], "a batch")
+
+
+def test_a_large_model_is_verified_with_few_blocks_of_every_kind() -> None:
+    """Gemma 2 with 46 blocks, 27 billion parameters, and windows of 4096 tokens."""
+    config = AutoConfig.for_model(
+        "gemma2", hidden_size=4608, intermediate_size=36864, num_hidden_layers=46, num_attention_heads=32,
+        num_key_value_heads=16, head_dim=128,
+    )  # fmt: skip
+    task = TASKS["lm"]
+    result = task.verify(config, task.layers(config))
+    assert result.batches == ("plain", "padded", "packed")
+    assert result.blocks == 3
+    assert 2**20 < result.parameters < verification.MAX_PARAMETERS
+    assert result.difference <= comparison.TOLERANCE
