@@ -64,7 +64,7 @@ def _lines() -> Iterator[str]:
     prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:
-            if line := input(prompt).strip():
+            if (line := input(prompt)).strip():
                 yield line
         except EOFError:
             return

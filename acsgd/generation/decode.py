@@ -57,10 +57,13 @@ class Generator:
     def pads_exactly(self) -> bool:
         """Return whether padding leaves the logits of a prompt unchanged, from a trial with a few tokens.
 
-        It does if the model takes positions from the mask, or uses none. Not so in some recurrent models.
+        It does if the model takes positions from the mask, or uses none. Not so in some recurrent models, and where an
+        indexer chooses a fixed number of tokens to attend to, of which padding takes some.
         """
-        vocabulary = self.loaded.model.config.get_text_config().vocab_size
-        long, short = [[(token + 3) % vocabulary for token in range(length)] for length in (11, 4)]
+        config = self.loaded.model.config.get_text_config()
+        if getattr(config, "index_topk", None) is not None:
+            return False
+        long, short = [[(token + 3) % config.vocab_size for token in range(length)] for length in (11, 4)]
         options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "num_beams": 1, "output_logits": True}
         alone, padded = (
             self._call(prompts, return_dict_in_generate=True, **options) for prompts in ([short], [short, long])
