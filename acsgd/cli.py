@@ -39,18 +39,22 @@ class Train:
 
 @dataclass(frozen=True)
 class FromHF:
-    """Convert a Hugging Face directory into layer shards, one safetensors file per layer."""
+    """Convert a Hugging Face model into layer shards, one safetensors file per layer."""
 
-    source: tyro.conf.Positional[Path]
-    """Directory with config.json and *.safetensors."""
+    source: tyro.conf.Positional[str]
+    """Hugging Face id, or directory with config.json and *.safetensors or, without any, pytorch_model*.bin."""
     target: tyro.conf.Positional[Path]
     """Directory to create; must not exist."""
+    task: str = "lm"
+    """What the model is trained for, which determines its head: as in the options of a run."""
 
     def run(self) -> None:
         """Run the conversion."""
         from acsgd.shards.convert import from_hf
+        from acsgd.shards.hub import find_model
 
-        _create(self.target, lambda directory: from_hf(self.source, directory))
+        source = find_model(self.source, option="source")
+        _create(self.target, lambda directory: from_hf(source, directory, task=self.task))
 
 
 @dataclass(frozen=True)

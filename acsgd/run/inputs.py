@@ -126,7 +126,9 @@ def open_weight_source(job: Job) -> WeightSource:
     if (job.model.directory / MANIFEST).is_file():
         return ShardDirectory(job.model.directory)
     files = sorted(
-        path for path in job.model.directory.iterdir() if path.suffix in (".safetensors", ".json") and path.is_file()
+        path
+        for path in job.model.directory.iterdir()
+        if path.suffix in (".safetensors", ".bin", ".json") and path.is_file()
     )
     state = repr([(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
     name = f"{job.model.directory.name}-{VERSION}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"

@@ -47,6 +47,7 @@ MODEL_FILES = (
     "added_tokens.json",
     "chat_template*",
     "*.model",
+    "*.spm",
 )
 """Patterns of the files that a Hugging Face model needs besides its weights."""
 

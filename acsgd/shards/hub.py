@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from fnmatch import fnmatch
 from pathlib import Path
 
 from transformers import PreTrainedConfig
@@ -11,6 +12,11 @@ from acsgd.config.options import ModelConfig
 from acsgd.shards.config import CONFIG, read_config
 from acsgd.shards.disk import MANIFEST, model_files
 from acsgd.shards.locate import open_hf, open_shards
+
+MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.spm")
+"""Patterns of the files of a repository besides its weights: config, indices and tokenizer."""
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+"""Patterns of files with weights, the preferred one first."""
 
 
 def open_model(model: ModelConfig) -> tuple[Path, PreTrainedConfig]:
@@ -55,8 +61,8 @@ def _download(name: str, *, option: str, weights: bool) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if weights else [])]
     try:
+        patterns = [*MODEL_FILES, *([_weights_pattern(name)] if weights else [])]
         # subfolders of a repository hold the same weights in other formats
         return snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -64,3 +70,14 @@ def _download(name: str, *, option: str, weights: bool) -> str:
         raise ValueError(
             f"{option}={name} is neither a local directory nor a model on the Hugging Face Hub: {first_line}"
         ) from None
+
+
+def _weights_pattern(name: str) -> str:
+    """Return the pattern of the files with the weights of a Hugging Face id: safetensors, if it has any."""
+    from huggingface_hub import HfApi
+
+    try:
+        files = [file.rfilename for file in HfApi().model_info(name).siblings or []]
+    except Exception:  # errors of its HTTP library, too; the download raises those that are not about the network
+        return WEIGHTS[0]  # without network, the cache has the files chosen before
+    return next((pattern for pattern in WEIGHTS if any(fnmatch(file, pattern) for file in files)), WEIGHTS[0])

@@ -9,7 +9,15 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from acsgd.shards.files import blame
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "spm.model",
+    "sentencepiece.bpe.model",
+)
 """A directory with a tokenizer has at least one of these."""
 MAX_ID = 2**24
 """Largest id of a token. The tokenizers library allocates memory up to it, and aborts if there is too little."""
@@ -27,10 +35,10 @@ def load_tokenizer(model_dir: Path, model_config: PreTrainedConfig) -> PreTraine
         )
         if not isinstance(tokenizer.model_max_length, int | float):
             raise ValueError(f"model_max_length={tokenizer.model_max_length!r} is not a number")
-    if len(tokenizer) > model_config.vocab_size:
+    if len(tokenizer) > (vocabulary := model_config.get_text_config().vocab_size):
         raise ValueError(
             f"the tokenizer in {model_dir} has {len(tokenizer)} tokens, but the model's vocabulary only "
-            f"{model_config.vocab_size}; give the tokenizer that belongs to the model"
+            f"{vocabulary}; give the tokenizer that belongs to the model"
         )
     return tokenizer
 
