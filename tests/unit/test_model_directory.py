@@ -414,10 +414,10 @@ def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
             open_model(ModelConfig(name))
         assert str(error.value).endswith("cannot be read (File name too long); give a directory")
         assert len(str(error.value)) < 200
-    for arguments in (["from-hf", "x" * 5000, tmp_path / "a"], ["to-hf", "x" * 5000, tmp_path / "a"]):
-        code, printed = acsgd("convert", *arguments)
+    for direction, start in (("from-hf", "error: source=xxxxx"), ("to-hf", "error: xxxxx")):
+        code, printed = acsgd("convert", direction, "x" * 5000, tmp_path / "a")
         assert code == 2
-        assert printed.startswith("error: xxxxx")
+        assert printed.startswith(start)
         assert printed.count("\n") == 1
 
 
