@@ -28,6 +28,8 @@ class Task:
     """Integer inputs of forward by name, each with the names of its sizes: "batch", "sequence" or "target"."""
     loss: Callable[[Tensor, Tensor], Tensor]
     """Returns the loss summed over the labels, from the logits and the labels."""
+    predicted: str | None = None
+    """Input whose next token the logits predict; they must not depend on later tokens."""
     has_new_head: bool = False
     """Whether models are trained with a new head: the files of a pretrained one may lack it, or hold another one."""
 
@@ -42,8 +44,11 @@ class Task:
         return derive(lambda: self.build(config), self.inputs)
 
     def verify(self, config: PreTrainedConfig, layers: ModelLayers) -> Verification:
-        """Compare layers derived from a config with the whole model. Raises LayersError if they differ."""
-        return verify(self.build, config, self.inputs, layers)
+        """Compare a model run layer by layer with the whole model, on a small scale. Raises LayersError if they differ.
+
+        layers: derived from `config`.
+        """
+        return verify(self.build, config, self.inputs, layers, predicted=self.predicted)
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -54,6 +59,6 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 TASKS: Mapping[str, Task] = {
-    "lm": Task(AutoModelForCausalLM, {"input_ids": ("batch", "sequence")}, token_loss),
+    "lm": Task(AutoModelForCausalLM, {"input_ids": ("batch", "sequence")}, token_loss, predicted="input_ids"),
 }
 """Tasks by name."""

@@ -58,8 +58,7 @@ def compare(stages: Stages, batch: Batch, splits: Sequence[Sequence[int]], where
     """
     whole, count = stages.whole, len(stages.layers.layers)
     whole.zero_grad()
-    with torch.random.fork_rng(devices=[]):
-        logits = _run_whole(whole, stages.layers, batch)
+    logits = run_whole(whole, stages.layers, batch)
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     (logits * weights).sum().backward()
     largest = 0.0
@@ -87,7 +86,7 @@ def _difference(ours: Tensor | None, theirs: Tensor | None, what: str) -> float:
     return difference
 
 
-def _run_whole(whole: PreTrainedModel, layers: ModelLayers, batch: Batch) -> Tensor:
+def run_whole(whole: PreTrainedModel, layers: ModelLayers, batch: Batch) -> Tensor:
     """Run forward. Random numbers, of routers for example, have a seed per layer."""
     blocks = [whole.get_submodule(path) for path in layers.blocks]
 
@@ -98,8 +97,8 @@ def _run_whole(whole: PreTrainedModel, layers: ModelLayers, batch: Batch) -> Ten
             torch.manual_seed(index + 2)
         return returned
 
-    torch.manual_seed(0)
-    with stubbed(blocks, stub):
+    with torch.random.fork_rng(devices=[]), stubbed(blocks, stub):
+        torch.manual_seed(0)
         return whole(**batch, use_cache=False).logits
 
 

@@ -21,6 +21,7 @@ from acsgd.layers.description import (
     TensorShape,
     layer_names,
 )
+from acsgd.layers.limits import check_config
 from acsgd.layers.relative_bias import relative_bias
 from acsgd.layers.trace import Trace, trace
 
@@ -38,8 +39,23 @@ def derive(build: Callable[[], PreTrainedModel], inputs: Mapping[str, Sequence[s
     names of its sizes, of those in PROBES: {"input_ids": ("batch", "sequence")}. Raises LayersError with the reason if
     the model cannot be divided into layers.
     """
-    traces = [trace(build(), inputs, sizes) for sizes in PROBES]
-    return _describe(*traces)
+    models = [build() for _ in PROBES]
+    check_config(models[0].config)
+    layers = _describe(*(trace(model, inputs, sizes) for model, sizes in zip(models, PROBES, strict=True)))
+    _check_batch_axes(layers)
+    return layers
+
+
+def _check_batch_axes(layers: ModelLayers) -> None:
+    """Raise LayersError unless axis 0 of all tensors between layers has one entry per sequence."""
+    for layer in layers.layers:
+        for name, shape in layer.inputs.items():
+            if shape.batch_axis != 0:
+                axis = "no axis" if shape.batch_axis is None else f"axis {shape.batch_axis}"
+                raise LayersError(
+                    f"{name} enters layer {layer.name} with {axis} for the sequences of a batch; stages process some "
+                    "sequences at a time, along axis 0"
+                )
 
 
 def _describe(first: Trace, second: Trace) -> ModelLayers:

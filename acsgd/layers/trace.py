@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from acsgd.layers.capture import BlockCall, find_blocks, stubbed
 from acsgd.layers.description import HIDDEN, LayersError, Origin
@@ -130,6 +130,7 @@ class _Tracer:
         if index in self.order:
             raise LayersError("forward calls a block more than once")
         call = BlockCall.of(self.blocks[index], args, kwargs)
+        _check_arguments(call)
         inputs = {name: x for name, x in call.tensors().items() if self._is_computed(name, x)}
         origins = {name: self._origin(name, x) for name, x in inputs.items()}
         made = {name: inputs[name] for name, origin in origins.items() if origin.kind == "forward"}
@@ -218,6 +219,13 @@ class _Tracer:
         self._params = {name: new[id(p)] for name, p in self._params.items()}
         if call.hidden.grad_fn is not None and not call.hidden._is_view():
             call.hidden.detach_()  # code that uses it again after the block uses an input of that block's layer
+
+
+def _check_arguments(call: BlockCall) -> None:
+    """Raise LayersError for a cache among the arguments of a block: it holds state of other blocks."""
+    for name, leaf in zip(call.names, call.leaves, strict=True):
+        if isinstance(leaf, Cache):
+            raise LayersError(f"forward passes a cache to its blocks ({name}) although use_cache is false")
 
 
 def _fill_with_fakes(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from acsgd.layers.compare import Batch, Stages, compare
+from acsgd.layers.compare import TOLERANCE, Batch, Stages, compare, run_whole
 from acsgd.layers.derive import derive
 from acsgd.layers.description import LayersError, LayerSpec, ModelLayers
 from acsgd.layers.skeleton import aliases, set_parameter
@@ -45,19 +45,25 @@ class Verification:
     """Version of transformers."""
 
 
-def verify(build: Build, config: PreTrainedConfig, inputs: Inputs, layers: ModelLayers) -> Verification:
+def verify(
+    build: Build, config: PreTrainedConfig, inputs: Inputs, layers: ModelLayers, *, predicted: str | None
+) -> Verification:
     """Compare a small model with the flags of `config`, run layer by layer, with the same model run as a whole.
 
-    layers: derived from `config`. Raises LayersError that names the batch, the tensor and the difference, or says why
-    there is no small model.
+    layers: derived from `config`; predicted: input whose next token the logits predict. Raises LayersError that names
+    the batch, the tensor and the difference; or if the logits depend on the tokens to predict; or if there is no small
+    model.
     """
     small, small_layers = _small_model(build, config, inputs, layers)
     whole = fill_with_random(build(small))
+    batches = make_batches(whole, inputs)
+    if predicted is not None:
+        _check_causal(whole, small_layers, batches["plain"], predicted)
     stages = Stages(whole, build(small), small_layers)
     count = len(small_layers.layers)
     differences = {
         name: compare(stages, batch, [range(count), (0, count // 2)], f"a {name} batch")
-        for name, batch in make_batches(whole, inputs).items()
+        for name, batch in batches.items()
     }
     return Verification(
         batches=tuple(differences),
@@ -92,6 +98,21 @@ def _kind(layer: LayerSpec) -> Hashable:
     """Return what tells layers apart, besides parameters."""
     replicated = frozenset((name, how.kind) for name, how in layer.replicated.items())
     return frozenset(layer.inputs), replicated, frozenset(layer.origins.items()), layer.outputs, layer.returns
+
+
+def _check_causal(model: PreTrainedModel, layers: ModelLayers, batch: Batch, predicted: str) -> None:
+    """Raise LayersError if the logits of a token depend on later tokens of the input that is predicted."""
+    changed = batch[predicted].clone()
+    changed[:, -1] = changed[:, 0]
+    with torch.no_grad():
+        before = run_whole(model, layers, batch)
+        after = run_whole(model, layers, batch | {predicted: changed})
+    if not torch.allclose(before[:, :-1], after[:, :-1], rtol=TOLERANCE, atol=TOLERANCE):
+        is_encoder = getattr(model.config, "is_decoder", None) is False
+        remedy = 'set "is_decoder": true in config.json' if is_encoder else "train it for another task"
+        raise LayersError(
+            f"{type(model).__name__} attends to later tokens, so it cannot learn to predict the next; {remedy}"
+        )
 
 
 def fill_with_random(model: PreTrainedModel) -> PreTrainedModel:

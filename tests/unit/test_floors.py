@@ -48,6 +48,7 @@ ORDER = """
     layers.relative_bias
     layers.recorders
     layers.trace
+    layers.limits
     layers.derive
     layers.composed
     layers.compare

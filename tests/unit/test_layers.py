@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -157,3 +158,38 @@ def test_a_large_model_is_verified_with_few_blocks_of_every_kind() -> None:
     assert result.blocks == 3
     assert 2**20 < result.parameters < verification.MAX_PARAMETERS
     assert result.difference <= comparison.TOLERANCE
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "layer drop": ("opt", {"layerdrop": 0.1}, 'set "layerdrop": 0.0 in config.json'),
+    "layer drop of a stack": ("bart", {"encoder_layerdrop": 0.1}, 'set "encoder_layerdrop": 0.0 in config.json'),
+    "losses of routers": (
+        "mixtral",
+        {"output_router_logits": True},
+        'set "output_router_logits": false in config.json',
+    ),
+    "time first": ("xlnet", {}, "hidden enters layer block-00000 with axis 1 for the sequences of a batch"),
+    "data-dependent shapes": ("xlm", {}, "forward depends on the values of tensors"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_that_stages_cannot_train_is_refused(case: str) -> None:
+    model_type, options, message = REFUSED[case]
+    config = small_config(model_type, **options) if model_type in TYPES else AutoConfig.for_model(model_type)
+    task = task_of(model_type) if model_type in TYPES else TASKS["lm"]
+    with pytest.raises(LayersError, match=re.escape(message)):
+        task.layers(config)
+
+
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_an_encoder_learns_next_tokens_only_as_decoder(is_decoder: bool) -> None:
+    config = AutoConfig.for_model(
+        "bert", hidden_size=48, intermediate_size=48, num_hidden_layers=2, is_decoder=is_decoder
+    )
+    task = TASKS["lm"]
+    if is_decoder:
+        task.verify(config, task.layers(config))
+    else:
+        with pytest.raises(LayersError, match=re.escape('set "is_decoder": true in config.json')):
+            task.verify(config, task.layers(config))
