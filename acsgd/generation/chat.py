@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from acsgd.generation.decode import Generator
-from acsgd.generation.prompts import Prompt
+from acsgd.generation.decode import Generator, Ids
+from acsgd.generation.prompts import Messages
 from acsgd.notes import print_note
 
 
@@ -18,7 +18,7 @@ class Chat:
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
-        self._messages: list[dict[str, str]] = []
+        self._messages: Messages = []
         self._turn = 0
 
     def run(self) -> None:
@@ -38,23 +38,29 @@ class Chat:
 
     def _reply(self, line: str) -> None:
         """Print the reply to a line. Raises ValueError if the line alone is too long."""
-        generator = self._generator
-        has_template = generator.prompts.has_chat_template
-        messages = [*self._messages, {"role": "user", "content": line}]
-        while True:
-            prompt: Prompt = messages if has_template else line
-            try:
-                ids = generator.prompts.encode(prompt)
-                break
-            except ValueError:
-                if len(messages) < 3 or not has_template:
-                    raise
-                messages = messages[2:]
-                print_note("the conversation exceeds the model's maximum: its oldest messages are left out")
+        generator, messages = self._generator, self._messages
+        if generator.prompts.has_chat_template:
+            messages, ids = self._newest([*messages, {"role": "user", "content": line}])
+        else:
+            ids = generator.prompts.encode(line)
         with _interrupts() as is_interrupted:
             text = generator.stream(ids, index=self._turn, is_stopped=is_interrupted)
         self._turn += 1
         self._messages = [*messages, {"role": "assistant", "content": text}]
+
+    def _newest(self, messages: Messages) -> tuple[Messages, Ids]:
+        """Return the newest messages that leave room for a reply, and their ids."""
+        prompts, wanted = self._generator.prompts, self._generator.decoding.max_new_tokens
+        if prompts.max_positions is not None:
+            wanted = min(wanted, prompts.max_positions // 4)
+        while len(messages) > 1:
+            with contextlib.suppress(ValueError):  # too long
+                ids = prompts.encode(messages)
+                if prompts.max_new_tokens(len(ids)) >= wanted:
+                    return messages, ids
+            messages = messages[2:]
+            print_note("the conversation is too long for the model: its oldest message and reply are left out")
+        return messages, prompts.encode(messages)
 
 
 def _lines() -> Iterator[str]:
@@ -67,6 +73,8 @@ def _lines() -> Iterator[str]:
             if (line := input(prompt)).strip():
                 yield line
         except EOFError:
+            if prompt:
+                print()
             return
         except KeyboardInterrupt:
             print_note("\nCtrl-D ends the session")

@@ -56,6 +56,8 @@ def load(path: str, *, dtype: torch.dtype | None, device: torch.device) -> Loade
     for checkpoints in (CheckpointDirectory(Path(path)), CheckpointDirectory(Path(path) / "checkpoints")):
         if steps := checkpoints.steps():
             return _load_newest([checkpoints.of(step) for step in reversed(steps)], dtype, device)
+    if (Path(path) / "checkpoints").is_dir():
+        raise ValueError(f"{path} is a run directory without checkpoints; give one that has saved a checkpoint")
     return _load(find_model(path, option="model"), dtype, device)
 
 

@@ -365,6 +365,21 @@ def test_a_chat_keeps_its_messages(tiny_model: TinyModel, tmp_path: Path, monkey
     assert printed.getvalue() == f"{first}\n{second}\n"
 
 
+def test_a_chat_leaves_out_its_oldest_messages(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = with_template(tiny_model("llama", num_hidden_layers=1), tmp_path / "model")
+    printed = io.StringIO()
+    chat(model, "The list of words\nx\n" + "a " * 70 + "\nThe\n", printed, monkeypatch)
+    first = generated_alone(model, ["u: The list of words\n1 a:"], torch.float32)[0]
+    second = generated_alone(model, [f"u: The list of words\na: {first}\nu: x\n3 a:"], torch.float32)[0]
+    third = generated_alone(model, [f"u: x\na: {second}\nu: The\n3 a:"], torch.float32)[0]
+    assert printed.getvalue() == f"{first}\n{second}\n{third}\n"
+    notes = capfd.readouterr().err
+    assert notes.count("the conversation is too long for the model: its oldest message and reply are left out") == 3
+    assert "error: the prompt has" in notes
+
+
 def test_without_a_chat_template_each_line_is_a_prompt(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     model, printed = tiny_model("llama"), io.StringIO()
     chat(model, "The\nx =\n", printed, monkeypatch)
