@@ -100,6 +100,7 @@ def commands() -> str:
     tools: dict[str, Callable[[], object]] = {
         "acsgd": lambda: cli.run(["--help"]),
         "acsgd inspect": lambda: cli.run(["inspect", "--help"]),
+        "acsgd generate": lambda: cli.run(["generate", "--help"]),
         "acsgd convert to-hf": lambda: cli.run(["convert", "to-hf", "--help"]),
         "acsgd convert from-hf": lambda: cli.run(["convert", "from-hf", "--help"]),
         "acsgd convert from-legacy": lambda: cli.run(["convert", "from-legacy", "--help"]),
