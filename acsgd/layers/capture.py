@@ -89,6 +89,11 @@ def find_blocks(model: PreTrainedModel) -> list[str]:
     return [f"{path}.{index}" for path, length in lists.items() for index in range(length)]
 
 
+def parent_of(path: str) -> str:
+    """Return the module path of the list that a block is in."""
+    return path.rpartition(".")[0]
+
+
 def _block_lists(model: PreTrainedModel, is_list_of_blocks: Callable[[nn.ModuleList], bool]) -> dict[str, int]:
     found: dict[str, int] = {}
     for path, module in model.named_modules():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from acsgd.layers.capture import find_blocks
+from acsgd.layers.capture import find_blocks, parent_of
 
 VOCABULARY = 512
 WINDOW = 8
@@ -42,9 +42,12 @@ def small_configs(config: PreTrainedConfig, model: PreTrainedModel) -> Iterator[
     All have fp32 weights, a small vocabulary, short windows, few experts and no dropout. Some may be invalid.
     model: built from the config.
     """
+    heads = [
+        value for key, value in vars(config.get_text_config()).items() if _IS_HEADS.search(key) and _is_size(value)
+    ]
     for depths in (_depths(model), {}):
         short = _shorten(config, depths)
-        for factor in FACTORS:
+        for factor in (*FACTORS, *heads):  # heads: an odd number of them has no other divisor
             yield _narrow(short, factor)
 
 
@@ -112,7 +115,7 @@ def _depths(model: PreTrainedModel) -> dict[int, int]:
     At least 3, so that there is a block between the first and the last.
     """
     depths: dict[int, int] = {}
-    for path, length in Counter(path.rpartition(".")[0] for path in find_blocks(model)).items():
+    for path, length in Counter(map(parent_of, find_blocks(model))).items():
         kinds = [_kind(block) for block in model.get_submodule(path).children()]
         shortest = max(kinds.index(kind) for kind in kinds) + 1
         depths[length] = min(length, max(shortest, 3, depths.get(length, 0)))

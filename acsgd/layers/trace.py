@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers import Cache, PreTrainedModel
 
-from acsgd.layers.capture import BlockCall, find_blocks, stubbed
+from acsgd.layers.capture import BlockCall, find_blocks, parent_of, stubbed
 from acsgd.layers.description import HIDDEN, LayersError, Origin
 from acsgd.layers.recorders import RandomOps, Uses
 from acsgd.layers.skeleton import experts_without_values
@@ -53,10 +53,19 @@ class Trace(NamedTuple):
     """Layers that draw random numbers."""
 
 
-def trace(model: PreTrainedModel, inputs: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> Trace:
-    paths = find_blocks(model)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
+def trace(
+    model: PreTrainedModel,
+    inputs: Mapping[str, Sequence[str]],
+    sizes: Mapping[str, int],
+    paths: Sequence[str] | None = None,
+) -> Trace:
+    """Run forward. paths: of the blocks; by default, those of all lists that forward enters.
+
+    A list that it does not enter, as that of a vision tower without images, is left to the last layer as unused.
+    """
+    if paths is None:
+        paths = find_blocks(model)
+    with FakeTensorMode(allow_non_fake_inputs=True):
         _fill_with_fakes(model)
         batch: dict[str, Any] = {
             name: torch.ones([sizes[dim] for dim in dims], dtype=torch.long) for name, dims in inputs.items()
@@ -65,11 +74,15 @@ def trace(model: PreTrainedModel, inputs: Mapping[str, Sequence[str]], sizes: Ma
         try:
             with stubbed(tracer.blocks, tracer.stub), experts_without_values(model), tracer.uses, tracer.random:
                 logits = model(**batch, use_cache=False).logits
-            tracer.finish(logits)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise LayersError(
                 f"{type(model).__name__}: forward depends on the values of tensors ({error.func})"
             ) from None
+        entered = {parent_of(paths[index]) for index in tracer.order}
+        in_entered = [path for path in paths if parent_of(path) in entered]
+        if 0 < len(in_entered) < len(paths):
+            return trace(model, inputs, sizes, in_entered)
+        tracer.finish(logits)
     return Trace(
         model=model,
         sizes=sizes,

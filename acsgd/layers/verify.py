@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import itertools
+import logging
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +20,9 @@ from acsgd.layers.description import LayersError, LayerSpec, ModelLayers
 from acsgd.layers.skeleton import aliases, set_parameter
 from acsgd.layers.small_config import WINDOW, small_configs
 
-MAX_PARAMETERS = 2**25
-"""Widths are reduced until the model that is compared has so many parameters, 128 MiB in fp32, or fewer."""
+MAX_PARAMETERS = (2**25, 2**27)
+"""Widths are reduced until the model that is compared has so many parameters or fewer, 128 MiB in fp32; or, if that
+is impossible, so many, 512 MiB."""
 ROWS, LENGTH, DOCUMENT = 2, 3 * WINDOW, WINDOW + 2
 """Sizes of the batches: number of sequences, their length, and the length of the first document where packed."""
 
@@ -79,12 +83,14 @@ def _small_model(
 ) -> tuple[PreTrainedConfig, ModelLayers]:
     """Return the config and the layers of a small model that has every kind of layer of the model."""
     kinds = {_kind(layer) for layer in layers.layers}
-    reason = f"each has more than {MAX_PARAMETERS:,} parameters"
-    for small in small_configs(config, build(config)):
+    configs = list(small_configs(config, build(config)))
+    reason = f"each has more than {max(MAX_PARAMETERS):,} parameters"
+    for bound, small in itertools.product(MAX_PARAMETERS, configs):
         try:
-            if build(small).num_parameters() > MAX_PARAMETERS:
+            if build(small).num_parameters() > bound:
                 continue
-            small_layers = derive(lambda: build(small), inputs)  # noqa: B023  called at once
+            with _without_log():
+                small_layers = derive(lambda: build(small), inputs)  # noqa: B023  called at once
         except Exception as error:  # raised in transformers' code, by sizes that do not go together
             reason = " ".join(f"{error}".split())
             continue
@@ -92,6 +98,17 @@ def _small_model(
             return small, small_layers
         reason = "it has other kinds of layers"
     raise LayersError(f"{type(config).__name__}: no small model to compare could be built: {reason}")
+
+
+@contextlib.contextmanager
+def _without_log() -> Iterator[None]:
+    """Context in which torch logs no operation that fails on fake tensors; the exception says the same."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = False
 
 
 def _kind(layer: LayerSpec) -> Hashable:
