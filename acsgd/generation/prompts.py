@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from acsgd.generation.model import LoadedModel
+from acsgd.shards.tokenizer import SpecialTokens, name_tokens
 
 Messages = list[dict[str, Any]]
 """Messages of a chat, each with "role" and "content", as chat templates take them."""
@@ -38,16 +38,13 @@ class PromptEncoder:
     def of(cls, loaded: LoadedModel) -> PromptEncoder:
         """Return the encoder of a model's prompts."""
         tokenizer, model = loaded.tokenizer, loaded.model
-        is_special = tokenizer("a", return_special_tokens_mask=True)
-        ids, mask = is_special["input_ids"], is_special["special_tokens_mask"]
-        num_before = len(list(takewhile(bool, mask)))
-        num_after = len(list(takewhile(bool, reversed(mask[num_before:]))))
+        special = SpecialTokens.of(tokenizer)
         ends = _ends(model, tokenizer)
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0]
         return cls(
             tokenizer,
-            before=ids[:num_before],
-            after=ids[len(ids) - num_after :],
+            before=special.before,
+            after=special.after,
             ends=ends,
             padding=padding,
             max_positions=getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None),
@@ -121,7 +118,7 @@ class PromptEncoder:
         return text
 
     def _names(self, ids: Sequence[int]) -> str:
-        return " ".join(f"{id_} ({self.tokenizer.convert_ids_to_tokens(id_)!r})" for id_ in ids)
+        return name_tokens(self.tokenizer, ids)
 
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

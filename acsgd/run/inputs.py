@@ -24,6 +24,7 @@ from acsgd.run.job import Job
 from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import MANIFEST, VERSION, ShardDirectory, StoredFile
 from acsgd.shards.load import RandomWeights, WeightSource
+from acsgd.shards.tokenizer import DocumentTokens
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,15 @@ class Inputs:
     """Initial weights of a new run; None if there are checkpoints to resume from."""
     cache_plan: CachePlan | None
     """Size and place of the activation caches; None without delta."""
+    document_tokens: str
+    """Sentence on the special tokens around documents."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on skipped text, held-out data and activation caches."""
+        """Sentences on special tokens, skipped text, held-out data and activation caches."""
         held_out = self.held_out.notes if self.held_out else ()
-        return self.reader.notes + held_out + ((self.cache_plan.note,) if self.cache_plan else ())
+        cache = (self.cache_plan.note,) if self.cache_plan else ()
+        return (self.document_tokens, *self.reader.notes, *held_out, *cache)
 
     def fingerprint(self) -> str:
         """Return a string that must be equal on all ranks."""
@@ -58,7 +62,7 @@ def open_inputs(job: Job) -> Inputs:
     Writes nothing else. Raises ValueError if an input is missing or invalid, or if a checkpoint has another identity.
     """
     reader, held = open_data(job), open_held_out(job)
-    data = job.config.data
+    data, special = job.config.data, DocumentTokens.of(job.tokenizer)
     identity = RunIdentity.of(
         job.model.config,
         tokenizer=tokenizer_fingerprint(job.tokenizer),
@@ -69,12 +73,15 @@ def open_inputs(job: Job) -> Inputs:
             "data.seed": data.seed,
             "data.eval_fraction": data.eval_fraction,
             "weights of data.sources": list(reader.sampler.counts),
+            "tokens before a document": special.begin,
+            "token after a document": special.end,
         },
     )
     candidates = find(job.checkpoints, job.config.checkpoint.resume, identity)
     fresh = not candidates.checkpoints and not candidates.rejected
     cache_plan = plan_activation_caches(job, sum(reader.sampler.sizes), run_id=identity.digest(), fresh=fresh)
-    return Inputs(reader, held, identity, candidates, open_weight_source(job) if fresh else None, cache_plan)
+    source = open_weight_source(job) if fresh else None
+    return Inputs(reader, held, identity, candidates, source, cache_plan, special.describe(job.tokenizer))
 
 
 def open_data(job: Job) -> BatchReader:

@@ -1,9 +1,12 @@
-"""Load the tokenizer in a model directory."""
+"""Load the tokenizer in a model directory, and find which special tokens it puts around a text."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -19,12 +22,72 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
 )
 """A directory with a tokenizer has at least one of these."""
+SETTINGS = "tokenizer_config.json"
+BEGIN = "add_bos_token"
+"""Setting of whether the tokenizer puts bos_token before a text."""
+BEGIN_WITH_BOS = ("opt",)
+"""Types of models pretrained with bos_token before each document, which the class of their tokenizer leaves out unless
+its files set `add_bos_token`."""
 MAX_ID = 2**24
 """Largest id of a token. The tokenizers library allocates memory up to it, and aborts if there is too little."""
 
 
+class SpecialTokens(NamedTuple):
+    """Ids that a tokenizer puts around a text."""
+
+    before: list[int]
+    after: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
+        """Return the special tokens of a tokenizer."""
+        encoded = tokenizer("a", return_special_tokens_mask=True)
+        ids, mask = encoded["input_ids"], encoded["special_tokens_mask"]
+        before = len(list(takewhile(bool, mask)))
+        after = len(list(takewhile(bool, reversed(mask[before:]))))
+        return cls(ids[:before], ids[len(ids) - after :])
+
+
+class DocumentTokens(NamedTuple):
+    """Ids of the special tokens between documents in training."""
+
+    begin: list[int]
+    """Before each document, as the tokenizer puts them before a text."""
+    end: int
+    """After each document: eos_token."""
+
+    @property
+    def begin_next(self) -> list[int]:
+        """Ids before each document but the first: without a token that already ends the document before."""
+        return [] if self.begin == [self.end] else self.begin
+
+    def describe(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Return a sentence on the tokens."""
+        begin = f"begins with {name_tokens(tokenizer, self.begin)}" if self.begin else "begins with no token of its own"
+        return f"tokens: a document {begin} and ends with {name_tokens(tokenizer, [self.end])}"
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> DocumentTokens:
+        """Return the tokens of a tokenizer. Raises ValueError if it has no eos_token."""
+        end = tokenizer.eos_token_id
+        if not isinstance(end, int):
+            raise ValueError(
+                f"the tokenizer {tokenizer.name_or_path} has no eos_token to put between documents; "
+                'set "eos_token" in its tokenizer_config.json'
+            )
+        return cls(SpecialTokens.of(tokenizer).before, end)
+
+
+def name_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Return ids with the text of their tokens: "2 ('</s>')"."""
+    return " ".join(f"{id_} ({tokenizer.convert_ids_to_tokens(id_)!r})" for id_ in ids)
+
+
 def load_tokenizer(model_dir: Path, model_config: PreTrainedConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in `model_dir`. Raises ValueError if it is missing, invalid or too large for the model."""
+    """Load the tokenizer in `model_dir`, with the special tokens with which the model was pretrained.
+
+    Raises ValueError if it is missing, invalid or too large for the model.
+    """
     # without any of these files, transformers returns an empty tokenizer
     if not any((model_dir / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(f"{model_dir} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's there")
@@ -33,6 +96,8 @@ def load_tokenizer(model_dir: Path, model_config: PreTrainedConfig) -> PreTraine
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             model_dir, local_files_only=True, trust_remote_code=False
         )
+        if model_config.model_type in BEGIN_WITH_BOS and not _sets_begin(model_dir):
+            setattr(tokenizer, BEGIN, True)
         if not isinstance(tokenizer.model_max_length, int | float):
             raise ValueError(f"model_max_length={tokenizer.model_max_length!r} is not a number")
     if len(tokenizer) > (vocabulary := model_config.get_text_config().vocab_size):
@@ -41,6 +106,14 @@ def load_tokenizer(model_dir: Path, model_config: PreTrainedConfig) -> PreTraine
             f"{vocabulary}; give the tokenizer that belongs to the model"
         )
     return tokenizer
+
+
+def _sets_begin(model_dir: Path) -> bool:
+    """Whether the files of a tokenizer say which token is put before a text."""
+    if (model_dir / "tokenizer.json").is_file():
+        return True
+    settings = model_dir / SETTINGS
+    return settings.is_file() and BEGIN in json.loads(settings.read_bytes())
 
 
 def _check_ids(path: Path) -> None:

@@ -26,6 +26,7 @@ from acsgd.io.sampling.sampler import Ints
 from acsgd.io.sources.base import LineCounts, Piece, Source
 from acsgd.io.sources.sources import WeightedSource
 from acsgd.notes import print_note, report_if_slow
+from acsgd.shards.tokenizer import DocumentTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +36,7 @@ Ids = NDArray[np.uint16] | NDArray[np.uint32]
 
 
 class Tokens(Protocol):
-    """Tokens of one source, 1-D: all documents, each followed by the end-of-document token."""
+    """Tokens of one source, 1-D: all documents, between special tokens as of `DocumentTokens`."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, span: slice, /) -> Ids: ...
@@ -81,7 +82,7 @@ class TokenFile:
 TOKENS, ABOUT = "tokens.npy", "about.json"
 """Files of a cache entry: the tokens, and the fields of TokenStats."""
 
-FORMAT = 3
+FORMAT = 4
 """Version of the format of a token cache entry; part of every cache key."""
 
 NAME_BYTES = 80
@@ -123,8 +124,8 @@ def tokenize_all(
     `open_cached`. Raises ValueError if the tokenizer has no end-of-document token, a text cannot be read, has a token
     that the model has not, or has less than `sequence` + 1 tokens.
     """
-    end_of_document(tokenizer)
     suffix = f"{FORMAT} {tokenizer_fingerprint(tokenizer)}"  # before use, which may change its state
+    DocumentTokens.of(tokenizer)
     return [
         _open(source, tokenizer, sequence, cache_dir, suffix, vocab_size=vocab_size, reports_wait=reports_wait)
         for source, _ in sources
@@ -173,17 +174,6 @@ def _open(
     return open_cached(cache_dir / f"{name}-{key}", build, open_built, reports_wait=reports_wait)
 
 
-def end_of_document(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token appended to each document. Raises ValueError if the tokenizer has no eos_token."""
-    token = tokenizer.eos_token_id
-    if not isinstance(token, int):
-        raise ValueError(
-            f"the tokenizer {tokenizer.name_or_path} has no eos_token to put between documents; "
-            'set "eos_token" in its tokenizer_config.json'
-        )
-    return token
-
-
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a hash that changes if the tokenizer may produce other tokens."""
     rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
@@ -197,10 +187,11 @@ def tokenize(source: Source, tokenizer: PreTrainedTokenizerBase, path: Path, *, 
     cuts, about one in ten thousand. Raises ValueError if the text cannot be read, has no token, or has a token of
     `vocab_size` or above.
     """
-    end = end_of_document(tokenizer)
+    special = DocumentTokens.of(tokenizer)
     dtype = np.dtype("<u2" if max(tokenizer.get_vocab().values()) < 2**16 else "<u4")
     counts, started = LineCounts(), time.monotonic()
-    num_tokens = num_ends = largest = 0
+    num_tokens = num_of_text = largest = 0
+    begin = special.begin
 
     def progress() -> str:
         fraction = f" {counts.fraction():.0%} of" if counts.fraction else ""
@@ -213,17 +204,19 @@ def tokenize(source: Source, tokenizer: PreTrainedTokenizerBase, path: Path, *, 
             texts = [piece.text for piece in pieces]
             # verbose=False: no warning if a document is longer than the model's maximum sequence
             encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-            ends = [[end] if piece.ends_document else [] for piece in pieces]
-            rows = chain.from_iterable(zip(encoded["input_ids"], ends, strict=True))
+            rows: list[list[int]] = []
+            for piece, ids in zip(pieces, encoded["input_ids"], strict=True):
+                rows += [begin, ids, [special.end] if piece.ends_document else []]
+                begin = special.begin_next if piece.ends_document else []
+                num_of_text += len(ids)
             flat = np.fromiter(chain.from_iterable(rows), dtype)
             largest = max(largest, int(flat.max(initial=0)))
             _check_token(largest, source, tokenizer, vocab_size)
             file.write(flat.tobytes())
             num_tokens += len(flat)
-            num_ends += sum(map(len, ends))
         file.seek(0)
         _write_header(file, dtype, num_tokens)
-    if num_tokens == num_ends:
+    if not num_of_text:
         skipped = f" ({counts.summary()})" if counts.skipped else ""
         raise ValueError(
             f"{source.key}: {source.name} has no token with the tokenizer {tokenizer.name_or_path} of "

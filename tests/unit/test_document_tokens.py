@@ -1,0 +1,144 @@
+"""Special tokens around documents: those that the tokenizer puts around a text, stated and kept in the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from lib.saved import SMALL, small_run, train_alone
+from tokenizers import processors
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from acsgd.io.checkpoint.progress import RunState
+from acsgd.io.sampling import tokens as tokens_module
+from acsgd.io.sampling.tokens import tokenize
+from acsgd.io.sources.sources import parse_sources
+from acsgd.launch import Launch
+from acsgd.run.inputs import open_inputs
+from acsgd.run.job import prepare
+from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.tokenizer import DocumentTokens, SpecialTokens, load_tokenizer
+
+TEXTS = ["one two", "", "three " * 9]
+
+
+def with_template(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that puts special tokens around a text: "<s> $A </s>"."""
+    copy = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, bos_token="<s>", eos_token="</s>", sep_token="<sep>"
+    )
+    ids = [(token, copy.convert_tokens_to_ids(token)) for token in ("<s>", "</s>", "<sep>")]
+    copy.backend_tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+    return copy
+
+
+def tokenized(tokenizer: PreTrainedTokenizerFast, directory: Path) -> str:
+    """Return the text of the tokens of three documents."""
+    path = directory / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    tokenize(parse_sources(str(path))[0].source, tokenizer, directory / "a.npy", vocab_size=len(tokenizer))
+    text = tokenizer.decode(np.load(directory / "a.npy").tolist(), clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("template", "before", "after"),
+    [("$A", [], []), ("<s> $A", ["<s>"], []), ("<s> <sep> $A </s>", ["<s>", "<sep>"], ["</s>"])],
+)
+@pytest.mark.parametrize("chars", [1, 2**20])
+def test_a_document_begins_as_a_text_does(
+    template: str,
+    before: list[str],
+    after: list[str],
+    chars: int,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokens_module, "BATCH_CHARS", chars)
+    special = with_template(tokenizer, template)
+    ids = special.convert_tokens_to_ids
+    assert SpecialTokens.of(special) == (ids(before), ids(after))
+    begin = "".join(before)
+    assert tokenized(special, tmp_path) == "".join(f"{begin}{text}</s>" for text in TEXTS)
+
+
+def test_a_token_that_ends_a_document_begins_the_next(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """As OPT was pretrained: each document is between two of them, and no two are in a row."""
+    same = with_template(tokenizer, "</s> $A")
+    assert tokenized(same, tmp_path) == "</s>one two</s></s>three three three three three three three three three </s>"
+
+
+def test_a_long_document_begins_once(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("acsgd.io.sources.files.PIECE_CHARS", 8)
+    assert tokenized(with_template(tokenizer, "<s> $A"), tmp_path).count("<s>") == len(TEXTS)
+
+
+@pytest.fixture
+def opt(tmp_path: Path) -> Path:
+    """A directory with a tokenizer as facebook/opt-125m has it: vocabulary and merges, without tokenizer.json."""
+    directory = tmp_path / "opt"
+    directory.mkdir()
+    tokens = ["<s>", "<pad>", "</s>", "a", "b"]
+    (directory / "vocab.json").write_text(json.dumps({token: id_ for id_, token in enumerate(tokens)}))
+    (directory / "merges.txt").write_text("#version: 0.2\n")
+    settings = {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"}
+    settings["tokenizer_class"] = "GPT2Tokenizer"
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    AutoConfig.for_model("opt", vocab_size=5).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("settings", "begin"), [({}, [2]), ({"add_bos_token": True}, [2]), ({"add_bos_token": False}, [])]
+)
+def test_opt_begins_with_the_id_2_unless_its_files_say_no(
+    settings: dict[str, Any], begin: list[int], opt: Path
+) -> None:
+    path = opt / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    config = AutoConfig.from_pretrained(opt)
+    tokenizer = load_tokenizer(opt, config)
+    assert DocumentTokens.of(tokenizer) == (begin, 2)
+    assert tokenizer("a")["input_ids"] == [*begin, 3]
+    tokenizer.save_pretrained(opt)  # as tokenizer.json, which says it in another way
+    assert (opt / "tokenizer.json").is_file()
+    assert DocumentTokens.of(load_tokenizer(opt, config)) == (begin, 2)
+
+
+def test_other_types_begin_as_their_tokenizer_says(opt: Path) -> None:
+    config = AutoConfig.for_model("gpt2", vocab_size=5)
+    assert DocumentTokens.of(load_tokenizer(opt, config)) == ([], 2)
+
+
+def test_a_run_states_the_tokens_and_keeps_them(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_model("gpt2", **SMALL), tmp_path / "model")
+    config = small_run(model, tmp_path / "run", steps=1)
+    stated = "tokens: a document begins with no token of its own and ends with 0 ('<|endoftext|>')"
+    assert stated in open_inputs(prepare(config, Launch())).notes
+    checkpoints = train_alone(config)
+    run = RunState.of(ShardDirectory(next(checkpoints.iterdir())))
+    assert run
+    data = run.identity.data
+    assert (data["tokens before a document"], data["token after a document"]) == ([], 0)
+
+    path = model / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    token = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    fields["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [token, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="its tokenizer differs from the run's"):
+        train_alone(small_run(model, tmp_path / "run", steps=2))
