@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.layers.skeleton import set_parameter
 from acsgd.notes import print_note
-from acsgd.shards.check import FLOATING, check_tensors, expected_weights, first_names
-from acsgd.shards.config import CONFIG
+from acsgd.shards.check import check_tensors, expected_weights, first_names
+from acsgd.shards.config import CONFIG, read_config
 from acsgd.shards.disk import MANIFEST, ShardDirectory, model_files
 from acsgd.shards.files import blame, read_json_object
 from acsgd.shards.hub import find_model
+from acsgd.shards.locate import HFModel, names_of, open_hf, tensor_of
+from acsgd.shards.stored import DTYPES
 from acsgd.shards.tokenizer import load_tokenizer
-from acsgd.tasks import TASKS, Task
+from acsgd.tasks import TASKS
 
-DTYPES = FLOATING | {torch.int64, torch.int32, torch.bool}
-"""Dtypes of parameters and of stored buffers."""
+GENERATION_CONFIG = "generation_config.json"
+
+NamedTensors = Iterator[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -76,75 +78,83 @@ def _load_newest(paths: list[Path], dtype: torch.dtype | None, device: torch.dev
 
 
 def _load(directory: Path, dtype: torch.dtype | None, device: torch.device) -> LoadedModel:
-    is_shards = os.path.lexists(directory / MANIFEST)
-    shards = ShardDirectory(directory) if is_shards else None
-    if shards:
-        shards.verify_model_files()
-    config = _read_config(directory)
+    config, read = _open(directory)
     config.dtype = dtype or config.dtype or torch.float32
     tokenizer = load_tokenizer(directory, config.get_text_config())
-    task = _task(config, directory)
-    model = _from_shards(shards, config, task, device) if shards else _from_hf(directory, config, task)
+    model = TASKS[_task(directory)].build(config)
+    _fill(model, read(model), device)
     if not model.can_generate():
         raise ValueError(f"{directory} holds a {type(model).__name__}, which does not generate text")
+    model.generation_config = _generation_config(directory)
     module: nn.Module = model  # the type of PreTrainedModel.to is that of a decorator
-    module.to(device).eval().requires_grad_(False)
+    module.to(device).eval()
     return LoadedModel(directory, model, tokenizer)
 
 
-def _read_config(directory: Path) -> PreTrainedConfig:
-    """Read config.json, whether or not the model could be trained. Raises ValueError."""
-    model_files(directory)
-    read_json_object(directory / CONFIG)
-    with blame(directory / CONFIG, "is not a config that transformers can read", "correct it or download it again"):
-        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+def _open(directory: Path) -> tuple[PreTrainedConfig, Callable[[PreTrainedModel], NamedTensors]]:
+    """Open a model directory; return its config, and a function that yields the tensors of the model."""
+    if os.path.lexists(directory / MANIFEST):
+        shards = ShardDirectory(directory)
+        shards.verify_model_files()
+        model_files(directory)
+        return read_config(directory, _task(directory)), functools.partial(_shard_tensors, shards)
+    opened = open_hf(directory, _task(directory))
+    return opened.config, functools.partial(_hf_tensors, opened)
 
 
-def _task(config: PreTrainedConfig, directory: Path) -> Task:
-    name = "seq2seq" if config.is_encoder_decoder else "lm"
-    if name not in TASKS:
-        raise ValueError(f"{directory} holds an encoder-decoder ({config.model_type}); give a causal language model")
-    return TASKS[name]
+def _task(directory: Path) -> str:
+    """Return the task of a model that generates text."""
+    task = "seq2seq" if read_json_object(directory / CONFIG).get("is_encoder_decoder") else "lm"
+    if task not in TASKS:
+        raise ValueError(f"{directory} holds an encoder-decoder; give a causal language model")
+    return task
 
 
-def _from_shards(shards: ShardDirectory, config: PreTrainedConfig, task: Task, device: torch.device) -> PreTrainedModel:
-    """Build the model and load its parameters and stored buffers, layer by layer, in the dtype of `config`."""
-    with blame(shards.path / CONFIG, "describes a model that cannot be built", "correct it or download it again"):
-        model = task.build(config)
-    expected = _stored_tensors(model)
+def _generation_config(directory: Path) -> GenerationConfig:
+    """Read generation_config.json, or in old models the same fields of config.json."""
+    path = directory / GENERATION_CONFIG
+    has_own = os.path.lexists(path)
+    if has_own:
+        read_json_object(path)
+    with blame(path if has_own else directory / CONFIG, "has invalid options for generation", "correct or remove them"):
+        return GenerationConfig.from_pretrained(
+            directory,
+            config_file_name=GENERATION_CONFIG if has_own else CONFIG,
+            local_files_only=True,
+            _from_model_config=not has_own,
+        )
+
+
+def _shard_tensors(shards: ShardDirectory, model: PreTrainedModel) -> NamedTensors:
+    """Yield parameters and stored buffers of layer shards by name; optimizer state is passed over.
+
+    Raises CorruptFileError if a file is corrupt, or if its tensors are not those of the model.
+    """
+    expected = {name: tensor_of(model, name) for name in names_of(model)}
     absent = set(expected)
     for file in shards.manifest.layers.values():
         stored = {key: tensor for key, tensor in shards.read(file).items() if "/" not in key}
         of_file = expected_weights({key: expected[key] for key in stored if key in expected})
-        check_tensors(shards.path / file.file, stored, of_file, DTYPES, is_complete=True)
-        _set_tensors(model, stored, device)
+        check_tensors(shards.path / file.file, stored, of_file, DTYPES.values(), is_complete=True)
+        yield from stored.items()
         absent -= stored.keys()
     if absent:
         raise CorruptFileError(shards.path, f"lacks parameters of the model: {first_names(sorted(absent))}")
-    if os.path.lexists(path := shards.path / "generation_config.json"):
-        read_json_object(path)
-        with blame(path, "is not a generation config that transformers can read", "correct it or remove it"):
-            model.generation_config = GenerationConfig.from_pretrained(shards.path, local_files_only=True)
-    return model
 
 
-def _stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the parameters, tied ones once, and the buffers that are stored with a model, by name."""
-    stored = model.state_dict().keys()
-    return dict(model.named_parameters()) | {name: x for name, x in model.named_buffers() if name in stored}
+def _hf_tensors(opened: HFModel, model: PreTrainedModel) -> NamedTensors:
+    """Yield parameters and stored buffers of a Hugging Face directory by name, one at a time."""
+    for name in names_of(model):
+        yield from opened.read([name]).items()
 
 
-def _set_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+def _fill(model: PreTrainedModel, tensors: NamedTensors, device: torch.device) -> None:
     """Replace parameters and buffers of a model by loaded ones, under all names of tied parameters, in place."""
-    names = defaultdict(list)
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names[id(param)].append(name)
-    buffers = dict(model.named_buffers())
+    names, buffers = names_of(model), dict(model.named_buffers())
     # what transformers' from_pretrained keeps in fp32, such as biases of routers
     fp32 = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(model.dtype)]
-    for key, tensor in tensors.items():
-        former = buffers[key] if key in buffers else model.get_parameter(key)
-        dtype = torch.float32 if any(re.search(pattern, key) for pattern in fp32) else former.dtype
+    for key, tensor in tensors:
+        dtype = torch.float32 if any(re.search(pattern, key) for pattern in fp32) else tensor_of(model, key).dtype
         # a copy, because `tensor` lies in a memory-mapped file
         loaded = tensor.to(device=device, dtype=dtype, copy=True)
         if key in buffers:
@@ -152,25 +162,5 @@ def _set_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], device: 
             model.get_submodule(path)._buffers[leaf] = loaded
         else:
             param = nn.Parameter(loaded, requires_grad=False)
-            for name in names[id(former)]:
+            for name in names[key]:
                 set_parameter(model, name, param)
-
-
-def _from_hf(directory: Path, config: PreTrainedConfig, task: Task) -> PreTrainedModel:
-    """Load a Hugging Face directory with transformers. Raises ValueError if a parameter is missing."""
-    architecture = getattr(transformers, (config.architectures or [""])[0], None)
-    if architecture is not None and not architecture.can_generate():
-        raise ValueError(f"{directory} holds a {architecture.__name__}, which does not generate text")
-    remedy = "download it again, or save it with transformers' save_pretrained"
-    with blame(directory, "does not hold a model that transformers can load", remedy):
-        model, report = task.auto_class.from_pretrained(
-            directory,
-            config=config,
-            dtype=config.dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    if report["missing_keys"]:
-        raise ValueError(f"{directory} lacks parameters of the model: {first_names(sorted(report['missing_keys']))}")
-    return model

@@ -127,4 +127,9 @@ def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[in
     ends = model.generation_config.eos_token_id
     if ends is None:
         ends = tokenizer.eos_token_id
-    return [ends] if isinstance(ends, int) else list(ends or ())
+    found = [ends] if isinstance(ends, int) else list(ends or ())
+    if not all(isinstance(id_, int) for id_ in found):
+        raise ValueError(
+            f"generation_config.json: eos_token_id={ends!r} is neither an id nor a list of ids; correct it"
+        )
+    return found

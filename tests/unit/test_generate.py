@@ -316,7 +316,8 @@ def test_a_hugging_face_directory_without_a_parameter_is_refused(
     classifier.save_pretrained(tmp_path / "classifier")
     tokenizer.save_pretrained(tmp_path / "classifier")
     assert message_of(tmp_path / "classifier") == (
-        f"{tmp_path / 'classifier'} holds a GPT2ForSequenceClassification, which does not generate text\n"
+        f"{tmp_path / 'classifier'} holds tensors that GPT2LMHeadModel does not have and that would be lost: "
+        "score.weight\n"
     )
 
 
