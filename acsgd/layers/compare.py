@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from acsgd.layers.capture import stubbed
 from acsgd.layers.composed import ComposedModel, State
 from acsgd.layers.description import LOGITS, LayersError, ModelLayers
+from acsgd.layers.documents import apart
 from acsgd.layers.skeleton import aliases, fill_with_stand_ins, set_parameter
 
 TOLERANCE = 1e-5
@@ -97,9 +98,9 @@ def run_whole(whole: PreTrainedModel, layers: ModelLayers, batch: Batch) -> Tens
             torch.manual_seed(index + 2)
         return returned
 
-    with torch.random.fork_rng(devices=[]), stubbed(blocks, stub):
+    with torch.random.fork_rng(devices=[]), stubbed(blocks, stub), apart(whole, batch) as arguments:
         torch.manual_seed(0)
-        return whole(**batch, use_cache=False).logits
+        return whole(**arguments, use_cache=False).logits
 
 
 def _run_stages(

@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 
 from acsgd.layers.capture import BlockCall, Reached, stubbed, unknown_like
 from acsgd.layers.description import HIDDEN, LOGITS, ModelLayers
+from acsgd.layers.documents import apart
 from acsgd.layers.relative_bias import compute_relative_bias
 
 State = dict[str, Tensor]
 """Tensors between two layers, by name."""
 
 Inputs = Mapping[str, Tensor]
-"""Inputs of the model for one micro-batch, by name."""
+"""Inputs of the model for one micro-batch, by name, and DOCUMENTS where sequences hold several."""
 
 Context = Mapping[int, BlockCall]
 """How forward calls the blocks of this rank for one micro-batch, by position among all blocks."""
@@ -167,7 +168,8 @@ class ComposedModel:
         return leaves
 
     def _forward(self, inputs: Inputs) -> Any:
-        return self.model(**inputs, use_cache=False)
+        with apart(self.model, inputs) as arguments:
+            return self.model(**arguments, use_cache=False)
 
 
 def _write_hidden(call: BlockCall, hidden: Tensor) -> Tensor:

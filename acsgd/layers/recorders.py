@@ -45,7 +45,7 @@ class Uses(TorchFunctionMode):
     def __init__(self, batch: Mapping[str, Any]) -> None:
         super().__init__()
         self._used: set[int] = set()
-        self._computed: set[int] = set()
+        self._params: dict[int, set[int]] = {}
         self._inputs = {id(x): {name} for name, x in batch.items() if isinstance(x, Tensor)}
         self._kept: list[Any] = []  # alive, or Python may give an id twice
 
@@ -55,7 +55,11 @@ class Uses(TorchFunctionMode):
 
     def is_computed(self, x: Tensor) -> bool:
         """Whether a tensor depends on parameters without gradients."""
-        return id(x) in self._computed
+        return id(x) in self._params
+
+    def is_computed_from(self, x: Tensor, param: nn.Parameter) -> bool:
+        """Whether a tensor depends on a parameter without gradients."""
+        return id(param) in self._params.get(id(x), ())
 
     def inputs_of(self, x: Tensor) -> set[str]:
         """Return the inputs of the model whose values determine a tensor."""
@@ -65,18 +69,19 @@ class Uses(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        is_computed = any(id(x) in self._computed for x in tensors)
+        sources = set().union(*(self._params.get(id(x), ()) for x in tensors))
         if name != "__get__":  # reading a property, such as shape
             params = [x for x in tensors if isinstance(x, nn.Parameter)]
             self._used |= {id(x) for x in params}
             self._kept += params
-            is_computed |= bool(params) and not torch.is_grad_enabled()
+            if not torch.is_grad_enabled():
+                sources |= {id(x) for x in params}
         origins = set().union(*(self.inputs_of(x) for x in tensors)) if not _reads_shape_only(name) else set()
         for x in tree_flatten(out)[0]:
-            if isinstance(x, Tensor) and (is_computed or origins):
+            if isinstance(x, Tensor) and (sources or origins):
                 self._kept.append(x)
-                if is_computed:
-                    self._computed.add(id(x))
+                if sources:
+                    self._params[id(x)] = self._params.get(id(x), set()) | sources
                 if origins:
                     self._inputs[id(x)] = self.inputs_of(x) | origins
         return out

@@ -147,7 +147,7 @@ class _Tracer:
         inputs = {name: x for name, x in call.tensors().items() if self._is_computed(name, x)}
         origins = {name: self._origin(name, x) for name, x in inputs.items()}
         made = {name: inputs[name] for name, origin in origins.items() if origin.kind == "forward"}
-        reached = {name: self._reached([x]) for name, x in made.items() if name != HIDDEN}
+        reached = {name: self._made_of(x) for name, x in made.items() if name != HIDDEN}
         self.segments.append(Segment(call, inputs, origins, self._parameters_of([*made.values()]), reached))
         self.context_inputs |= {
             name for key, x in call.tensors().items() if key not in inputs for name in self.uses.inputs_of(x)
@@ -203,6 +203,11 @@ class _Tracer:
         """
         reached = self._reached(tensors)
         return [name for name, p in self._params.items() if name in reached or self.uses.is_used(p)]
+
+    def _made_of(self, x: Tensor) -> list[str]:
+        """Return the parameters outside of blocks that a tensor of the current segment depends on."""
+        reached = self._reached([x])
+        return [name for name, p in self._params.items() if name in reached or self.uses.is_computed_from(x, p)]
 
     def _reached(self, tensors: Sequence[Tensor]) -> list[str]:
         """Return the parameters outside of blocks that `tensors` depend on through autograd."""

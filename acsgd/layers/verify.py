@@ -17,14 +17,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from acsgd.layers.compare import TOLERANCE, Batch, Stages, compare, run_whole
 from acsgd.layers.derive import derive
 from acsgd.layers.description import LayersError, LayerSpec, ModelLayers
+from acsgd.layers.documents import DOCUMENTS
 from acsgd.layers.skeleton import aliases, set_parameter
 from acsgd.layers.small_config import WINDOW, small_configs
 
 MAX_PARAMETERS = (2**25, 2**27)
 """Widths are reduced until the model that is compared has so many parameters or fewer, 128 MiB in fp32; or, if that
 is impossible, so many, 512 MiB."""
+APART = 1e-3
+"""Largest difference of a logit of a document between other documents from the same alone. Sums have another order."""
 ROWS, LENGTH, DOCUMENT = 2, 3 * WINDOW, WINDOW + 2
-"""Sizes of the batches: number of sequences, their length, and the length of the first document where packed."""
+"""Sizes of the batches: number of sequences, their length, and the length of a first document where packed."""
 
 Build = Callable[[PreTrainedConfig], PreTrainedModel]
 """Returns a new model in training mode, built within `weights_on_meta`."""
@@ -38,7 +41,7 @@ class Verification:
     """Result of a comparison without a difference beyond TOLERANCE."""
 
     batches: tuple[str, ...]
-    """Batches that were compared: "plain", "padded", "packed"."""
+    """Batches that were compared: "plain", "padded", "packed". "packed" only if the model keeps documents apart."""
     difference: float
     """Largest difference of an output or a gradient, relative to its largest absolute value, or to 1."""
     blocks: int
@@ -63,6 +66,10 @@ def verify(
     batches = make_batches(whole, inputs)
     if predicted is not None:
         _check_causal(whole, small_layers, batches["plain"], predicted)
+    if predicted is not None and len(inputs) == 1:
+        packed = pack(batches["plain"])
+        if keeps_apart(whole, small_layers, packed):
+            batches["packed"] = packed
     stages = Stages(whole, build(small), small_layers)
     count = len(small_layers.layers)
     differences = {
@@ -132,6 +139,27 @@ def _check_causal(model: PreTrainedModel, layers: ModelLayers, batch: Batch, pre
         )
 
 
+def pack(batch: Batch) -> Batch:
+    """Return the batch with two documents per sequence, the first longer by one token in each further sequence."""
+    ids = next(iter(batch.values()))
+    lengths = DOCUMENT + torch.arange(len(ids))[:, None]
+    return batch | {DOCUMENTS: (torch.arange(ids.shape[1]) >= lengths).long()}
+
+
+def keeps_apart(model: PreTrainedModel, layers: ModelLayers, packed: Batch) -> bool:
+    """Whether the logits of documents are those of each document alone."""
+    (name,) = packed.keys() - {DOCUMENTS}
+    with torch.no_grad():
+        together = run_whole(model, layers, packed)
+        for row, documents in enumerate(packed[DOCUMENTS]):
+            for document in documents.unique():
+                within = documents == document
+                alone = run_whole(model, layers, {name: packed[name][row : row + 1, within]})
+                if not torch.allclose(together[row : row + 1, within], alone, rtol=APART, atol=APART):
+                    return False
+    return True
+
+
 def fill_with_random(model: PreTrainedModel) -> PreTrainedModel:
     """Replace the parameters and add noise to the stored buffers, in place, so that no two values are equal."""
     generator = torch.Generator().manual_seed(0)
@@ -163,9 +191,6 @@ def make_batches(model: PreTrainedModel, inputs: Inputs) -> dict[str, Batch]:
         found["padded"] = plain | dict(
             pair for name in inputs for pair in _padded(model, name, masks[name], plain[name])
         )
-    if "position_ids" in accepted and len(inputs) == 1:
-        positions = torch.cat([torch.arange(DOCUMENT), torch.arange(LENGTH - DOCUMENT)])
-        found["packed"] = plain | {"position_ids": positions.expand(ROWS, LENGTH).clone()}
     return found
 
 

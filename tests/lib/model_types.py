@@ -58,6 +58,7 @@ CAUSAL: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 8,
         "v_head_dim": 8,
     },
+    "roformer": WITHOUT_KEY_VALUE_HEADS | {"is_decoder": True},
     "granite": SHAPE | {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
 }
 """By type, the options of a decoder; its blocks differ where the type allows it."""

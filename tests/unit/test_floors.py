@@ -50,6 +50,7 @@ ORDER = """
     layers.trace
     layers.limits
     layers.derive
+    layers.documents
     layers.composed
     layers.compare
     layers.small_config

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lib.model_types import SHAPE, TYPES, small_config, task_of
+from lib.model_types import CAUSAL, SHAPE, TYPES, small_config, task_of
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
@@ -18,7 +18,8 @@ from acsgd.layers import verify as verification
 from acsgd.layers.compare import Stages, compare
 from acsgd.layers.composed import ComposedModel, Context
 from acsgd.layers.description import HIDDEN, LayersError, LayerSpec, ModelLayers, Origin, Replicated
-from acsgd.layers.verify import fill_with_random, make_batches
+from acsgd.layers.documents import positions
+from acsgd.layers.verify import fill_with_random, keeps_apart, make_batches, pack
 from acsgd.tasks import TASKS
 
 Change = Callable[[ModelLayers], ModelLayers]
@@ -35,6 +36,27 @@ def test_layers_equal_the_whole_model(model_type: str) -> None:
     for name, batch in batches.items():
         cuts = [(0, cut) for cut in range(1, count)] if name == "padded" else []
         compare(stages, batch, [range(count), *cuts], name)
+
+
+@pytest.mark.parametrize("model_type", sorted(CAUSAL.keys() - {"roformer"}))
+def test_documents_in_one_sequence_are_kept_apart(model_type: str) -> None:
+    """Documents have the logits that each has alone, and layers equal the whole model."""
+    task, config = task_of(model_type), small_config(model_type)
+    stages = Stages(fill_with_random(task.build(config)), task.build(config), task.layers(config))
+    packed = pack(make_batches(stages.whole, task.inputs)["plain"])
+    assert keeps_apart(stages.whole, stages.layers, packed)
+    compare(stages, packed, [range(len(stages.layers.layers))], "packed")
+
+
+def test_recurrent_blocks_do_not_keep_documents_apart() -> None:
+    config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=3, state_size=8, vocab_size=96)
+    task = TASKS["lm"]
+    assert task.verify(config, task.layers(config)).batches == ("plain", "padded")
+
+
+def test_positions_start_at_each_document() -> None:
+    documents = torch.tensor([[0, 0, 1, 1, 1], [5, 2, 2, 5, 5]])
+    assert positions(documents).tolist() == [[0, 1, 0, 1, 2], [0, 0, 1, 0, 1]]
 
 
 def in_layer(index: int, change: Callable[[LayerSpec], dict[str, Any]]) -> Change:
