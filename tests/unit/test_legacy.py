@@ -198,6 +198,11 @@ LAYERS: dict[str, tuple[Change, str]] = {
         "{old}/pytorch_3.pt holds posix.system besides tensors, which could run code, and is not read; save a dict of "
         "tensors, or download the model in safetensors",
     ),
+    "very many blocks": (
+        configure(n_layer=90_000),
+        "{old}/config.json says that the model has 90000 blocks, more than any of the replaced systems had; give "
+        "config and weights of the same model",
+    ),
     "no config": (
         remove("config.json"),
         "{old} has no config.json; give the directory of the model's with --config",
@@ -306,3 +311,12 @@ def test_a_wrong_rotary_base_is_refused(tmp_path: Path) -> None:
     code, printed = acsgd("convert", "from-legacy", tmp_path / "old", tmp_path / "new")
     assert code == 2
     assert "self_attn.rotary_emb.inv_freq is not what a model of this config.json computes" in printed
+
+
+def test_a_type_without_a_layout_is_refused_on_the_way_back(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    shards = tmp_path / "shards"
+    assert acsgd("convert", "from-hf", tiny_model("mistral", num_hidden_layers=1), shards) == (0, "")
+    code, printed = acsgd("convert", "to-legacy", shards, tmp_path / "old")
+    assert code == 2
+    assert "is of a model of type 'mistral', which the replaced systems did not have" in printed
+    assert os.listdir(tmp_path) == ["shards"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from acsgd.shards.check import FLOATING, Expected, check_tensors, first_names
-from acsgd.shards.config import CONFIG, read_config
+from acsgd.shards.config import CONFIG, MANY_BLOCKS, number_of_blocks, read_config
 from acsgd.shards.files import read_json_object
 from acsgd.shards.legacy.files import Part, find_parts
 from acsgd.shards.legacy.layouts import BLOCK, LAYOUTS, Layout
@@ -62,6 +62,11 @@ def open_legacy(directory: Path, config_directory: Path) -> LegacyModel:
     """
     layout = layout_of(config_directory)
     config = untie(read_config(config_directory, layout.task))
+    if (blocks := number_of_blocks(config)) > MANY_BLOCKS:  # building them takes long
+        raise ValueError(
+            f"{config_directory / CONFIG} says that the model has {blocks} blocks, more than any of the replaced "
+            "systems had; give config and weights of the same model"
+        )
     model = TASKS[layout.task].build(config)
     names = layout.names(model)
     legacy = LegacyModel(config, model, layout, find_parts(directory, names), names)
