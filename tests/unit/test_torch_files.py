@@ -85,6 +85,9 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "cut after the magic": lambda raw: raw[:4],
     "cut in the tensors": lambda raw: raw[: len(raw) // 2],
     "last byte missing": lambda raw: raw[:-1],
+    "a name that is not UTF-8": lambda raw: (
+        raw[: raw.rindex(b"data.pkl")] + b"\xff" + raw[raw.rindex(b"data.pkl") + 1 :]
+    ),
     "not of torch": lambda raw: b"garbage" * 100,
     "one bit of a tensor": lambda raw: raw.replace(torch.tensor([7.0]).numpy().tobytes(), b"\1\0\0\0"),
 }
