@@ -35,6 +35,21 @@ class Stages:
         self._absent = dict(skeleton.named_parameters(remove_duplicate=False))
         self._initial = {name: skeleton.get_buffer(name).clone() for spec in layers.layers for name in spec.buffers}
 
+    def run_whole(self, batch: Batch) -> Tensor:
+        """Run forward of the whole model. Random numbers, of routers for example, have a seed per layer."""
+        blocks = [self.whole.get_submodule(path) for path in self.layers.blocks]
+
+        def stub(index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            torch.manual_seed(index + 1)
+            returned = forward(*args, **kwargs)
+            if index == len(blocks) - 1:
+                torch.manual_seed(index + 2)
+            return returned
+
+        with torch.random.fork_rng(devices=[]), stubbed(blocks, stub), apart(self.whole, batch) as arguments:
+            torch.manual_seed(0)
+            return self.whole(**arguments, use_cache=False).logits
+
     def load(self, stage: range) -> dict[str, nn.Parameter]:
         """Load the parameters and stored buffers of the layers of a stage alone; return the parameters by name."""
         values = dict(self.whole.named_parameters())
@@ -59,7 +74,7 @@ def compare(stages: Stages, batch: Batch, splits: Sequence[Sequence[int]], where
     """
     whole, count = stages.whole, len(stages.layers.layers)
     whole.zero_grad()
-    logits = run_whole(whole, stages.layers, batch)
+    logits = stages.run_whole(batch)
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     (logits * weights).sum().backward()
     largest = 0.0
@@ -85,22 +100,6 @@ def _difference(ours: Tensor | None, theirs: Tensor | None, what: str) -> float:
     if not difference <= TOLERANCE:  # NaN, too: a layer used a weight of another stage
         raise LayersError(f"the model run layer by layer differs from the whole model: {what} by {difference:.1e}")
     return difference
-
-
-def run_whole(whole: PreTrainedModel, layers: ModelLayers, batch: Batch) -> Tensor:
-    """Run forward. Random numbers, of routers for example, have a seed per layer."""
-    blocks = [whole.get_submodule(path) for path in layers.blocks]
-
-    def stub(index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        torch.manual_seed(index + 1)
-        returned = forward(*args, **kwargs)
-        if index == len(blocks) - 1:
-            torch.manual_seed(index + 2)
-        return returned
-
-    with torch.random.fork_rng(devices=[]), stubbed(blocks, stub), apart(whole, batch) as arguments:
-        torch.manual_seed(0)
-        return whole(**arguments, use_cache=False).logits
 
 
 def _run_stages(

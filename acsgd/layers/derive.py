@@ -23,6 +23,7 @@ from acsgd.layers.description import (
 )
 from acsgd.layers.limits import check_config
 from acsgd.layers.relative_bias import relative_bias
+from acsgd.layers.skeleton import aliases
 from acsgd.layers.trace import Trace, trace
 
 PROBES: tuple[Mapping[str, int], ...] = (
@@ -133,9 +134,13 @@ def _is_passed_on(trace: Trace, index: int, name: str) -> bool:
 
 
 def _own_parameters(trace: Trace) -> dict[str, list[str]]:
-    """Return the parameters inside each block, by its path."""
-    names = [name for name, _ in trace.model.named_parameters()]
-    return {path: [name for name in names if name.startswith(f"{path}.")] for path in trace.blocks}
+    """Return the parameters inside each block, by its path. Blocks may share some."""
+    own: dict[str, list[str]] = {path: [] for path in trace.blocks}
+    for name, all_names in aliases(trace.model).items():
+        modules = (".".join(parts[:end]) for parts in (x.split(".") for x in all_names) for end in range(len(parts)))
+        for path in dict.fromkeys(module for module in modules if module in own):
+            own[path].append(name)
+    return own
 
 
 def _stored_buffers(trace: Trace) -> list[tuple[str, ...]]:

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from acsgd.layers.compare import TOLERANCE, Batch, Stages, compare, run_whole
+from acsgd.layers.compare import TOLERANCE, Batch, Stages, compare
 from acsgd.layers.derive import derive
 from acsgd.layers.description import LayersError, LayerSpec, ModelLayers
 from acsgd.layers.documents import DOCUMENTS
@@ -22,8 +22,8 @@ from acsgd.layers.skeleton import aliases, set_parameter
 from acsgd.layers.small_config import WINDOW, small_configs
 
 MAX_PARAMETERS = (2**25, 2**27)
-"""Widths are reduced until the model that is compared has so many parameters or fewer, 128 MiB in fp32; or, if that
-is impossible, so many, 512 MiB."""
+"""Bounds for the parameters of the small model, 128 and 512 MiB in fp32. Widths are reduced until it is within the
+first; if that is impossible, within the second."""
 APART = 1e-3
 """Largest difference of a logit of a document between other documents from the same alone. Sums have another order."""
 ROWS, LENGTH, DOCUMENT = 2, 3 * WINDOW, WINDOW + 2
@@ -53,57 +53,66 @@ class Verification:
 
 
 def verify(
-    build: Build, config: PreTrainedConfig, inputs: Inputs, layers: ModelLayers, *, predicted: str | None
+    build: Build,
+    config: PreTrainedConfig,
+    inputs: Inputs,
+    layers: ModelLayers,
+    *,
+    predicted: str | None,
+    bounds: Sequence[int] = MAX_PARAMETERS,
+    every_cut: bool = False,
 ) -> Verification:
     """Compare a small model with the flags of `config`, run layer by layer, with the same model run as a whole.
 
-    layers: derived from `config`; predicted: input whose next token the logits predict. Raises LayersError that names
-    the batch, the tensor and the difference; or if the logits depend on the tokens to predict; or if there is no small
-    model.
+    layers: derived from `config`; predicted: input whose next token the logits predict; every_cut: compare every
+    division into two stages, not one. Raises LayersError that names the batch, the tensor and the difference; or if the
+    logits depend on the tokens to predict; or if there is no small model.
     """
-    small, small_layers = _small_model(build, config, inputs, layers)
-    whole = fill_with_random(build(small))
-    batches = make_batches(whole, inputs)
+    stages = _small_stages(build, config, inputs, layers, bounds)
+    batches = make_batches(stages.whole, inputs)
     if predicted is not None:
-        _check_causal(whole, small_layers, batches["plain"], predicted)
+        _check_causal(stages, batches["plain"], predicted)
     if predicted is not None and len(inputs) == 1:
         packed = pack(batches["plain"])
-        if keeps_apart(whole, small_layers, packed):
+        if keeps_apart(stages, packed):
             batches["packed"] = packed
-    stages = Stages(whole, build(small), small_layers)
-    count = len(small_layers.layers)
-    differences = {
-        name: compare(stages, batch, [range(count), (0, count // 2)], f"a {name} batch")
-        for name, batch in batches.items()
-    }
+    count = len(stages.layers.layers)
+    cuts = range(1, count) if every_cut else (count // 2,)
+    splits = [range(count), *((0, cut) for cut in cuts)]
+    differences = {name: compare(stages, batch, splits, f"a {name} batch") for name, batch in batches.items()}
     return Verification(
         batches=tuple(differences),
         difference=max(differences.values()),
-        blocks=len(small_layers.blocks),
-        parameters=whole.num_parameters(),
+        blocks=len(stages.layers.blocks),
+        parameters=stages.whole.num_parameters(),
         version=transformers.__version__,
     )
 
 
-def _small_model(
-    build: Build, config: PreTrainedConfig, inputs: Inputs, layers: ModelLayers
-) -> tuple[PreTrainedConfig, ModelLayers]:
-    """Return the config and the layers of a small model that has every kind of layer of the model."""
+def _small_stages(
+    build: Build, config: PreTrainedConfig, inputs: Inputs, layers: ModelLayers, bounds: Sequence[int]
+) -> Stages:
+    """Return a small model that has every kind of layer of the model, with the first number of parameters possible."""
     kinds = {_kind(layer) for layer in layers.layers}
     configs = list(small_configs(config, build(config)))
-    reason = f"each has more than {max(MAX_PARAMETERS):,} parameters"
-    for bound, small in itertools.product(MAX_PARAMETERS, configs):
+    reason = f"each has more than {max(bounds):,} parameters"
+    for bound, small in itertools.product(bounds, configs):
         try:
-            if build(small).num_parameters() > bound:
+            skeleton = build(small)
+            if skeleton.num_parameters() > bound:
                 continue
             with _without_log():
                 small_layers = derive(lambda: build(small), inputs)  # noqa: B023  called at once
+            if {_kind(layer) for layer in small_layers.layers} != kinds:
+                reason = "it has other kinds of layers"
+                continue
+            stages = Stages(fill_with_random(build(small)), skeleton, small_layers)
+            with torch.no_grad():
+                stages.run_whole(make_batches(stages.whole, inputs)["plain"])
         except Exception as error:  # raised in transformers' code, by sizes that do not go together
             reason = " ".join(f"{error}".split())
             continue
-        if {_kind(layer) for layer in small_layers.layers} == kinds:
-            return small, small_layers
-        reason = "it has other kinds of layers"
+        return stages
     raise LayersError(f"{type(config).__name__}: no small model to compare could be built: {reason}")
 
 
@@ -124,14 +133,15 @@ def _kind(layer: LayerSpec) -> Hashable:
     return frozenset(layer.inputs), replicated, frozenset(layer.origins.items()), layer.outputs, layer.returns
 
 
-def _check_causal(model: PreTrainedModel, layers: ModelLayers, batch: Batch, predicted: str) -> None:
+def _check_causal(stages: Stages, batch: Batch, predicted: str) -> None:
     """Raise LayersError if the logits of a token depend on later tokens of the input that is predicted."""
     changed = batch[predicted].clone()
     changed[:, -1] = changed[:, 0]
     with torch.no_grad():
-        before = run_whole(model, layers, batch)
-        after = run_whole(model, layers, batch | {predicted: changed})
+        before = stages.run_whole(batch)
+        after = stages.run_whole(batch | {predicted: changed})
     if not torch.allclose(before[:, :-1], after[:, :-1], rtol=TOLERANCE, atol=TOLERANCE):
+        model = stages.whole
         is_encoder = getattr(model.config, "is_decoder", None) is False
         remedy = 'set "is_decoder": true in config.json' if is_encoder else "train it for another task"
         raise LayersError(
@@ -146,15 +156,15 @@ def pack(batch: Batch) -> Batch:
     return batch | {DOCUMENTS: (torch.arange(ids.shape[1]) >= lengths).long()}
 
 
-def keeps_apart(model: PreTrainedModel, layers: ModelLayers, packed: Batch) -> bool:
+def keeps_apart(stages: Stages, packed: Batch) -> bool:
     """Whether the logits of documents are those of each document alone."""
     (name,) = packed.keys() - {DOCUMENTS}
     with torch.no_grad():
-        together = run_whole(model, layers, packed)
+        together = stages.run_whole(packed)
         for row, documents in enumerate(packed[DOCUMENTS]):
             for document in documents.unique():
                 within = documents == document
-                alone = run_whole(model, layers, {name: packed[name][row : row + 1, within]})
+                alone = stages.run_whole({name: packed[name][row : row + 1, within]})
                 if not torch.allclose(together[row : row + 1, within], alone, rtol=APART, atol=APART):
                     return False
     return True
