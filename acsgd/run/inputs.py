@@ -41,7 +41,7 @@ class Inputs:
     cache_plan: CachePlan | None
     """Size and place of the activation caches; None without delta."""
     document_tokens: str
-    """Sentence on the special tokens around documents."""
+    """Sentence on the special tokens around documents, and on padding."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -81,7 +81,8 @@ def open_inputs(job: Job) -> Inputs:
     fresh = not candidates.checkpoints and not candidates.rejected
     cache_plan = plan_activation_caches(job, sum(reader.sampler.sizes), run_id=identity.digest(), fresh=fresh)
     source = open_weight_source(job) if fresh else None
-    return Inputs(reader, held, identity, candidates, source, cache_plan, special.describe(job.tokenizer))
+    tokens = special.describe(job.tokenizer, job.model.config.vocab_size)
+    return Inputs(reader, held, identity, candidates, source, cache_plan, tokens)
 
 
 def open_data(job: Job) -> BatchReader:

@@ -61,10 +61,15 @@ class DocumentTokens(NamedTuple):
         """Ids before each document but the first: without a token that already ends the document before."""
         return [] if self.begin == [self.end] else self.begin
 
-    def describe(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Return a sentence on the tokens."""
+    def describe(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> str:
+        """Return a sentence on the tokens and on padding. vocabulary: number of ids of the model."""
         begin = f"begins with {name_tokens(tokenizer, self.begin)}" if self.begin else "begins with no token of its own"
-        return f"tokens: a document {begin} and ends with {name_tokens(tokenizer, [self.end])}"
+        sentence = (
+            f"tokens: a document {begin} and ends with {name_tokens(tokenizer, [self.end])}; no sequence is padded"
+        )
+        if unused := vocabulary - len(tokenizer):
+            sentence += f"; {unused} of the {vocabulary} ids of the model have no token"
+        return sentence
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> DocumentTokens:

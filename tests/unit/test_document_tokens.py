@@ -119,10 +119,18 @@ def test_other_types_begin_as_their_tokenizer_says(opt: Path) -> None:
     assert DocumentTokens.of(load_tokenizer(opt, config)) == ([], 2)
 
 
+def test_ids_without_a_token_are_stated(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Vocabularies are padded to a multiple of a power of two."""
+    stated = DocumentTokens.of(tokenizer).describe(tokenizer, 576)
+    assert stated.endswith("; no sequence is padded; 64 of the 576 ids of the model have no token")
+
+
 def test_a_run_states_the_tokens_and_keeps_them(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     model = shutil.copytree(tiny_model("gpt2", **SMALL), tmp_path / "model")
     config = small_run(model, tmp_path / "run", steps=1)
-    stated = "tokens: a document begins with no token of its own and ends with 0 ('<|endoftext|>')"
+    stated = (
+        "tokens: a document begins with no token of its own and ends with 0 ('<|endoftext|>'); no sequence is padded"
+    )
     assert stated in open_inputs(prepare(config, Launch())).notes
     checkpoints = train_alone(config)
     run = RunState.of(ShardDirectory(next(checkpoints.iterdir())))
