@@ -14,18 +14,23 @@ from pathlib import Path
 
 PREFIX, SUFFIX = ".acsgd-", ".partial"
 """Start and end of the name of the hidden directory of a build; a random text lies between them."""
+RESUMABLE = ".resumable"
+"""End of the name of the hidden directory of a build that can be continued; the name of the result lies before it."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a disk, a quota or a file size limit that has no room for a file."""
 
 
-def build_atomically(path: Path, build: Callable[[Path], None]) -> bool:
+def build_atomically(path: Path, build: Callable[[Path], None], *, resumable: bool = False) -> bool:
     """Build `path` and return True; return False, without a change, if another process has built it meanwhile.
 
     build: writes a file or directory at the path it is given, which has the name of `path` and is renamed to it at the
     end, when it is on disk. If it raises, everything it wrote is removed, new parent directories included. What a
     killed process left beside `path` is removed, too. A full disk is an OSError that names `path`.
+
+    resumable: what is written is kept if the process is killed or interrupted (by an exception that is no Exception),
+    and the next build of `path` gets it. Raises ValueError if another process is at it.
     """
-    with _parents_of(path), _partial_directory(path.parent) as partial:
+    with _parents_of(path), _partial_directory(path, resumable=resumable) as partial:
         try:
             build(partial / path.name)
             _fsync(partial / path.name)
@@ -84,32 +89,69 @@ def _rename(built: Path, path: Path) -> bool:
     return True
 
 
+def resumable_directory(path: Path) -> Path:
+    """Return the directory of a build of `path` that can be continued."""
+    return path.parent / f"{PREFIX}{path.name}{RESUMABLE}"
+
+
 @contextlib.contextmanager
-def _partial_directory(parent: Path) -> Iterator[Path]:
-    """Create a directory for a build in `parent`, and remove it at the end, and those of processes that were killed.
+def _partial_directory(path: Path, *, resumable: bool) -> Iterator[Path]:
+    """Create a directory for a build beside `path`, and remove it at the end, and those of processes that were killed.
 
     The file "lock" in it is locked while its process lives, and names it.
     """
-    for leftover in parent.glob(f"{PREFIX}*{SUFFIX}"):
+    for leftover in path.parent.glob(f"{PREFIX}*{SUFFIX}"):
         _remove_if_unlocked(leftover)
-    directory, lock = _locked_directory(parent)
+    directory, lock = _resumable_directory(path) if resumable else _new_directory(path.parent)
+    is_kept = False
     try:
         yield directory
+    except Exception:
+        raise
+    except BaseException:
+        is_kept = resumable
+        raise
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        if not is_kept:
+            shutil.rmtree(directory, ignore_errors=True)
         os.close(lock)
 
 
-def _locked_directory(parent: Path) -> tuple[Path, int]:
+def _new_directory(parent: Path) -> tuple[Path, int]:
     """Return a new directory and the descriptor of its lock."""
     while True:
         directory = Path(tempfile.mkdtemp(prefix=PREFIX, suffix=SUFFIX, dir=parent))
-        with contextlib.suppress(FileNotFoundError):  # removed before it was locked
-            lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            if _lock(lock) is not False and os.fstat(lock).st_nlink:
-                os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
-                return directory, lock
-            os.close(lock)
+        if (lock := _try_lock(directory)) is not None:
+            return directory, lock
+
+
+def _resumable_directory(path: Path) -> tuple[Path, int]:
+    """Return the directory of a build that can be continued, and the descriptor of its lock."""
+    directory = resumable_directory(path)
+    while True:
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        if directory.is_symlink():
+            raise ValueError(f"{directory} is a link; remove it")
+        if (lock := _try_lock(directory)) is not None:
+            return directory, lock
+        with contextlib.suppress(FileNotFoundError):  # completed meanwhile
+            holder = (directory / "lock").read_text()
+            raise ValueError(f"{path} is being written by {holder}; wait for it, or end it")
+
+
+def _try_lock(directory: Path) -> int | None:
+    """Lock a directory and return the descriptor; None if another process holds the lock or has removed it."""
+    try:
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except FileNotFoundError:
+        return None
+    if _lock(lock) is not False and os.fstat(lock).st_nlink:
+        os.truncate(lock, 0)
+        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        return lock
+    os.close(lock)
+    return None
 
 
 def _remove_if_unlocked(directory: Path) -> None:

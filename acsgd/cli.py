@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -19,14 +20,17 @@ from typing import Annotated, Literal
 import tyro
 
 from acsgd.__main__ import main as train
-from acsgd.atomic import build_atomically
+from acsgd.atomic import build_atomically, resumable_directory
 from acsgd.generation.options import GenerateOptions
 from acsgd.launch import Launch
+from acsgd.progress import progress_bar
 from acsgd.run.error_report import print_error, report_startup_error
 from acsgd.run.stdio import protect_streams
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command after it has removed unfinished files."""
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+"""Units of sizes, bytes."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,10 @@ class Train:
 
 @dataclass(frozen=True)
 class FromHF:
-    """Convert a Hugging Face model into layer shards, one safetensors file per layer."""
+    """Convert a Hugging Face model into layer shards, one safetensors file per layer.
+
+    An interrupted conversion continues when the same command is started again.
+    """
 
     source: tyro.conf.Positional[str]
     """Hugging Face id, or directory with config.json and *.safetensors or, without any, pytorch_model*.bin."""
@@ -54,7 +61,8 @@ class FromHF:
         from acsgd.shards.hub import find_model
 
         source = find_model(self.source, option="source")
-        _create(self.target, lambda directory: from_hf(source, directory, task=self.task))
+        with progress_bar() as report:
+            _create(self.target, lambda path: from_hf(source, path, task=self.task, report=report), resumable=True)
 
 
 @dataclass(frozen=True)
@@ -66,13 +74,20 @@ class ToHF:
     target: tyro.conf.Positional[Path]
     """Directory to create; must not exist."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type to cast tensors to. Default: no cast, bit for bit."""
+    """Type to cast parameters to. Default: no cast, bit for bit."""
+    shard_size: str = "5GB"
+    """Maximum size of a file: "500MB", "5GB"."""
 
     def run(self) -> None:
         """Run the conversion."""
-        from acsgd.shards.convert import to_hf
+        from acsgd.shards.export import to_hf
 
-        _create(self.target, lambda directory: to_hf(self.source, directory, dtype=self.dtype))
+        limit = _parse_size(self.shard_size)
+        with progress_bar() as report:
+            _create(
+                self.target,
+                lambda path: to_hf(self.source, path, dtype=self.dtype, shard_bytes=limit, report=report),
+            )
 
 
 @dataclass(frozen=True)
@@ -183,17 +198,28 @@ def run(argv: list[str]) -> None:
         command.run()
 
 
-def _create(target: Path, build: Callable[[Path], None]) -> None:
-    """Build a directory at `target`. Raises ValueError if the name is taken."""
+def _parse_size(text: str) -> int:
+    """Return a number of bytes. Raises ValueError."""
+    number, unit = re.fullmatch(r"([0-9.]*)(.*)", text.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
+    if unit not in UNITS or not re.fullmatch(r"\d+(\.\d+)?", number) or float(number) == 0:
+        raise ValueError(f'--shard-size {text} is not a size; give a number with a unit, such as "5GB" or "500MB"')
+    return int(float(number) * UNITS[unit])
+
+
+def _create(target: Path, build: Callable[[Path], None], *, resumable: bool = False) -> None:
+    """Build a directory at `target`. Raises ValueError if the name is taken. resumable: as in `build_atomically`."""
     if os.path.lexists(target):
         raise ValueError(f"{target} exists already; give a directory that does not, or remove it")
 
     def make(directory: Path) -> None:
-        directory.mkdir()
+        directory.mkdir(exist_ok=resumable)
         build(directory)
 
-    with _stop_signals():
-        is_new = build_atomically(target, make)
+    outcome = "nothing was written"
+    if resumable:
+        outcome = f"start the same command again to continue, or remove {resumable_directory(target)}"
+    with _stop_signals(outcome):
+        is_new = build_atomically(target, make, resumable=resumable)
     if not is_new:
         raise ValueError(f"{target} was created by another process meanwhile and is kept; nothing else was written")
 
@@ -207,8 +233,11 @@ class _Stopped(BaseException):
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[None]:
-    """Raise the first stop signal as an exception, ignore later ones, which would interrupt the clean-up, and exit."""
+def _stop_signals(outcome: str) -> Iterator[None]:
+    """Raise the first stop signal as an exception, ignore later ones, which would interrupt the clean-up, and exit.
+
+    outcome: what the user reads besides the name of the signal.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         for each in STOP_SIGNALS:
@@ -219,7 +248,7 @@ def _stop_signals() -> Iterator[None]:
     try:
         yield
     except _Stopped as stopped:
-        print_error(f"{stopped}; nothing was written")
+        print_error(f"{stopped}; {outcome}")
         sys.exit(stopped.exit_code)
     finally:
         for number, handler in former.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from acsgd.errors import NonFiniteError, RunError
-from acsgd.io.checkpoint.progress import Progress, RunIdentity, RunState, recorded_options
+from acsgd.io.checkpoint.progress import Progress, RunIdentity, RunState, origin_of, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint, newest_valid
 from acsgd.io.checkpoint.saver import Saver
 from acsgd.run.control import Votes
@@ -99,7 +99,9 @@ class Checkpointing:
         if self.newest is not None and not self.newest.is_dir():
             self._note(f"{self.newest} was removed during the run; step {progress.step} is saved now")
         job = self._session.job
-        run = RunState(progress, self._identity, recorded_options(job.config), job.topology.replicas, best)
+        run = RunState(
+            progress, self._identity, recorded_options(job.config), job.topology.replicas, best, origin_of(job.config)
+        )
         self._saver.snapshot(progress.step, layer_states(self._session), run.to_dict(), best=best)
         self._saved_at, self._has_copy = time.monotonic(), True
         return time.perf_counter() - started

@@ -1,61 +1,83 @@
-"""Lossless conversion between Hugging Face checkpoints and layer shards, with one layer in memory at a time."""
+"""Convert a Hugging Face directory to layer shards, with one layer in memory at a time."""
 
 from __future__ import annotations
 
-import json
+import copy
+import hashlib
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from acsgd.notes import print_note
+from acsgd.seeds import mix_seed
+from acsgd.shards.check import first_names
 from acsgd.shards.config import derive_layers
-from acsgd.shards.disk import Manifest, copy_model_files, write_layer
-from acsgd.shards.files import save_tensors
-from acsgd.shards.locate import open_hf, open_shards, stored_names, tensor_of
-from acsgd.shards.names import to_files
-from acsgd.shards.stored import INDEX
-from acsgd.tasks import TASKS
+from acsgd.shards.disk import VERSION, Manifest, copy_model_files, write_layer
+from acsgd.shards.journal import Journal
+from acsgd.shards.locate import HFModel, open_hf, stored_names
+from acsgd.shards.writer import bytes_of
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Report = Callable[[int, int], object]
+"""Called with the number of bytes written and that of all bytes to write."""
 
 
-def from_hf(source: Path, target: Path, *, task: str = "lm") -> None:
-    """Convert a Hugging Face directory to layer shards in `target`, an empty directory.
+def from_hf(source: Path, target: Path, *, task: str = "lm", report: Report = lambda done, total: None) -> None:
+    """Convert a Hugging Face directory to layer shards in `target`, a directory.
 
-    Tensors keep their dtype and bits. Raises as `open_hf`, and LayersError if the model has no layers.
+    It is empty, or was left by an interrupted conversion of the same source, which continues. Tensors keep their dtype
+    and bits. A head that the files lack is initialised, and named on stderr. Raises as `open_hf`, ValueError if a
+    parameter is not finite, LayersError if the model cannot be divided into layers.
     """
     opened = open_hf(source, task)
+    names_by_layer = stored_names(derive_layers(source, opened.config, task))
+    if opened.new:
+        print_note(f"{source} lacks {first_names(opened.new)}: a new head is initialised")
+    sizes = {key: sum(bytes_of(x.header) for x in at.sources.values()) for key, at in opened.tensors.items()}
+    done, total = 0, sum(sizes.values())
+    journal = Journal(target, _identity(source, task))
     layers = {}
-    for name, keys in stored_names(derive_layers(source, opened.config, task)).items():
-        layers[name] = write_layer(target, name, opened.read(keys))
+    for layer, names in names_by_layer.items():
+        entry = journal.find(layer)
+        if entry is None:
+            entry = write_layer(target, layer, _read(opened, names, source))
+            journal.add(layer, entry)
+        layers[layer] = entry
+        done += sum(sizes.get(name, 0) for name in names)
+        report(done, total)
+    journal.remove()
     Manifest(step=0, layers=layers, replicas={}, model_files=copy_model_files(source, target), run=None).write(target)
 
 
-def to_hf(source: Path, target: Path, *, dtype: str | None = None) -> None:
-    """Convert layer shards to a Hugging Face directory in `target`, an empty directory.
+def _identity(source: Path, task: str) -> str:
+    """Return a hash of everything that the files of the layers depend on, but of files only name, size and time."""
+    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.iterdir())
+    state = (str(source.resolve()), files, task, VERSION, transformers.__version__)
+    return hashlib.sha256(repr(state).encode()).hexdigest()
 
-    dtype: "float32", "bfloat16" or "float16" to cast to; None = keep each tensor's dtype and bits. Raises as
-    `open_shards`.
-    """
-    directory, config = open_shards(source)
-    model = TASKS["lm"].build(config)
-    shards = stored_names(derive_layers(source, config, "lm"))
-    weight_map: dict[str, str] = {}
-    total = 0
-    dtypes = set()
-    for number, (shard, keys) in enumerate(shards.items(), start=1):
-        tensors = directory.tensors(shard, {key: tensor_of(model, key) for key in keys})
-        if dtype is not None:
-            tensors = {key: tensor.to(DTYPES[dtype]) for key, tensor in tensors.items()}
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = to_files(model, tensors)
-        save_tensors({key: tensor.contiguous() for key, tensor in tensors.items()}, target / name)
-        weight_map |= dict.fromkeys(tensors, name)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-        dtypes |= {tensor.dtype for tensor in tensors.values()}
-    copy_model_files(source, target)
-    config.architectures = [type(model).__name__]
-    if len(dtypes) == 1:
-        config.dtype = dtypes.pop()
-    config.save_pretrained(target)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (target / INDEX).write_text(json.dumps(index, indent=2))
+
+def _read(opened: HFModel, names: Collection[str], source: Path) -> dict[str, Tensor]:
+    """Read the tensors of a layer, and draw those of a new head. Raises ValueError if a parameter is not finite."""
+    tensors = opened.read([name for name in names if name not in opened.new])
+    params = {name for name, _ in opened.model.named_parameters()}
+    for name in params & tensors.keys():
+        if tensors[name].numel() and not all(x.isfinite() for x in tensors[name].aminmax()):
+            path = next(iter(opened.tensors[name].sources.values())).path
+            raise ValueError(f"{path}: {name} has values that are not finite; give weights without NaN and infinities")
+    return tensors | _draw(opened.model, [name for name in names if name in opened.new])
+
+
+@torch.no_grad()
+def _draw(model: PreTrainedModel, names: Collection[str]) -> dict[str, Tensor]:
+    """Return new parameters, as transformers initialises them, the same in every conversion."""
+    drawn: dict[str, Tensor] = {}
+    for index, path in enumerate(dict.fromkeys(name.rpartition(".")[0] for name in names)):
+        module = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(mix_seed(0, index))
+            model._init_weights(module)
+        drawn |= {f"{path}.{leaf}": param.detach() for leaf, param in module.named_parameters(recurse=False)}
+    return {name: drawn[name] for name in names}

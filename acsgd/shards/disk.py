@@ -30,8 +30,9 @@ from acsgd.atomic import fsync_directory
 from acsgd.errors import CorruptFileError
 from acsgd.fields import Natural, from_json
 from acsgd.shards.check import FLOATING, check_tensors, expected_weights
-from acsgd.shards.files import check_file_name, open_tensors, save_tensors, unusable
+from acsgd.shards.files import check_file_name, open_tensors, unusable
 from acsgd.shards.weights import WeightState
+from acsgd.shards.writer import save_tensors
 
 MANIFEST = "manifest.json"
 FORMAT = "acsgd-shards"
@@ -131,9 +132,9 @@ def write_layer(
     """
     path = directory / f"{stem}.safetensors"
     state_tensors = {f"{name}/{key}": x for name, by_key in (state or {}).items() for key, x in by_key.items()}
-    on_host = {key: tensor.detach().cpu().contiguous() for key, tensor in {**tensors, **state_tensors}.items()}
-    save_tensors(on_host, path)
-    return _flushed(path)
+    sha256 = save_tensors({**tensors, **state_tensors}, path)
+    _flush(path)
+    return StoredFile(path.name, path.stat().st_size, sha256)
 
 
 def model_files(directory: Path) -> list[Path]:
@@ -224,10 +225,7 @@ class ShardDirectory:
         """Verify a file against its manifest entry, once, and return its path. Raises CorruptFileError."""
         path = self.path / entry.file
         if entry.file not in self._verified:
-            try:
-                _verify(path, entry)
-            except OSError as error:
-                raise CorruptFileError(path, f"cannot be read ({error.strerror})") from None
+            verify_file(path, entry)
             self._verified.add(entry.file)
         return path
 
@@ -248,8 +246,15 @@ class ShardDirectory:
         return state
 
 
+def verify_file(path: Path, entry: StoredFile) -> None:
+    """Raise CorruptFileError if a file differs from its manifest entry."""
+    try:
+        _verify(path, entry)
+    except OSError as error:
+        raise CorruptFileError(path, f"cannot be read ({error.strerror})") from None
+
+
 def _verify(path: Path, entry: StoredFile) -> None:
-    """Raise CorruptFileError if a file differs from its manifest entry, OSError if it cannot be read."""
     if not os.path.lexists(path):
         raise CorruptFileError(path, "is missing; copy the whole directory again")
     if (problem := unusable(path)) is not None:
@@ -313,9 +318,13 @@ def _keys(file: Any) -> list[str]:
 
 def _flushed(path: Path) -> StoredFile:
     """Wait until a file is on disk; return its manifest entry."""
+    _flush(path)
+    return StoredFile(path.name, path.stat().st_size, _sha256(path))
+
+
+def _flush(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return StoredFile(path.name, path.stat().st_size, _sha256(path))
 
 
 def _sha256(path: Path) -> str:

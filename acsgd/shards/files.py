@@ -7,15 +7,12 @@ import errno
 import json
 import math
 import os
-import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from acsgd.errors import CorruptFileError, kind_of_file
 
@@ -144,17 +141,6 @@ def open_tensors(path: Path) -> Iterator[Any]:
         raise CorruptFileError(
             path, f"is not a complete safetensors file ({_first_line(error)}); copy it or download it again"
         ) from None
-
-
-def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file. Raises OSError."""
-    try:
-        save_file(dict(tensors), path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        if number := re.search(r"\(os error (\d+)\)", str(error)):
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
-        raise
-    path.chmod(0o644)  # safetensors makes it readable for its owner only
 
 
 @contextlib.contextmanager

@@ -17,7 +17,8 @@ from acsgd.shards.config import CONFIG, MANY_BLOCKS, derive_layers, number_of_bl
 from acsgd.shards.disk import MANIFEST, ShardDirectory, model_files
 from acsgd.shards.files import tensor_headers
 from acsgd.shards.names import Conversion, conversions, names_in_files
-from acsgd.shards.stored import DTYPES, FLOATING, StoredTensor, read_tensors, stored_tensors
+from acsgd.shards.stored import FLOATING, StoredTensor, read_tensors, stored_tensors
+from acsgd.shards.writer import DTYPES
 from acsgd.tasks import TASKS
 
 
@@ -231,7 +232,7 @@ def _check_dtypes(found: Iterable[Conversion], stored: Mapping[str, StoredTensor
 def _check_dtype(stored: StoredTensor, tensor: Tensor) -> None:
     """Raise ValueError unless a stored tensor has a dtype that a parameter or buffer of the model can have."""
     path, name, header = stored
-    if header.dtype not in (FLOATING if tensor.is_floating_point() else DTYPES):
+    if header.dtype not in (FLOATING if tensor.is_floating_point() else DTYPES.values()):
         raise ValueError(
             f"{path}: {name} is of dtype {header.dtype}; acsgd trains weights of dtype {', '.join(FLOATING)}: give "
             "the model without quantization, or cast it"

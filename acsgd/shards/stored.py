@@ -21,25 +21,13 @@ from acsgd.fields import from_json
 from acsgd.shards.check import first_names
 from acsgd.shards.files import TensorHeader, check_file_name, open_tensors, read_json_object, tensor_headers, unusable
 from acsgd.shards.torch_files import read_torch_file
+from acsgd.shards.writer import DTYPES, torch_dtype
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
 PICKLED = "pytorch_model.bin"
 PICKLED_SUFFIX = ".bin"
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""torch dtypes by their names in safetensors; those of floating-point numbers first."""
-FLOATING = tuple(DTYPES)[:4]
+FLOATING = tuple(DTYPES.values())[:4]
 """safetensors names of the dtypes that weights may have."""
 
 
@@ -52,7 +40,7 @@ class StoredTensor(NamedTuple):
 
     def on_meta(self) -> Tensor:
         """Return a tensor of the same shape and dtype without memory."""
-        return torch.empty(self.header.shape, dtype=DTYPES[self.header.dtype], device="meta")
+        return torch.empty(self.header.shape, dtype=torch_dtype(self.header), device="meta")
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -93,9 +81,8 @@ def _headers(path: Path) -> dict[str, TensorHeader]:
     """Read the dtype and shape of each tensor in a file, by name."""
     if path.suffix != PICKLED_SUFFIX:
         return tensor_headers(path)
-    names = {dtype: name for name, dtype in DTYPES.items()}
     return {
-        name: TensorHeader(names.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+        name: TensorHeader(DTYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
         for name, tensor in _read_pickled(path).items()
     }
 

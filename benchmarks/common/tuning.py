@@ -34,7 +34,7 @@ from acsgd.config.options import (
 from acsgd.config.run_file import to_toml
 from acsgd.io.cache import open_cached
 from acsgd.io.sources.sources import parse_sources
-from acsgd.shards.convert import to_hf
+from acsgd.shards.export import to_hf
 from benchmarks.common.small_model import cut, digest, save_blank, with_dropout, written
 from benchmarks.replicas import ddp
 from tests.lib.forks import started

@@ -18,7 +18,8 @@ from acsgd.run.build import build_stages
 from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
 from acsgd.shards.config import read_config
-from acsgd.shards.convert import from_hf, to_hf
+from acsgd.shards.convert import from_hf
+from acsgd.shards.export import to_hf
 from acsgd.shards.layers import meta_model
 from acsgd.streams import Streams
 from acsgd.topology import Topology, connect

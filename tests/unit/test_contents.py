@@ -21,8 +21,9 @@ from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.launch import Launch
 from acsgd.run.job import Job, prepare
 from acsgd.run.state import check_files
-from acsgd.shards.convert import from_hf, to_hf
+from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import Manifest
+from acsgd.shards.export import to_hf
 
 TinyModel = Callable[..., Path]
 Change = Callable[[dict[str, Tensor]], None]

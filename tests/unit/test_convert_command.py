@@ -1,4 +1,4 @@
-"""`acsgd convert` writes a complete directory or nothing, and ends with one sentence."""
+"""`acsgd convert` writes a complete directory or nothing, continues if it was interrupted, and prints one sentence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import multiprocessing
 import os
 import resource
 import signal
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -14,61 +15,134 @@ from pathlib import Path
 import pytest
 from lib.commands import acsgd
 from lib.saved import SMALL
+from torch import Tensor
 
-from acsgd.shards import convert
+from acsgd.shards import convert, export
+from acsgd.shards.disk import StoredFile
 
 TinyModel = Callable[..., Path]
 FORK = multiprocessing.get_context("fork")
 
 
-def convert_and_wait(source: Path, target: Path, started: Event, outcome: Connection) -> None:
-    """Convert a model in a process that stops for a signal when its files are written, before the rename."""
-    from_hf = convert.from_hf
+def layers_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
 
-    def slowly(source: Path, directory: Path) -> None:
-        from_hf(source, directory)
-        started.set()
-        signal.pause()
 
-    convert.from_hf = slowly
+def convert_and_wait(source: Path, target: Path, layers: int, started: Event, outcome: Connection) -> None:
+    """Convert a model in a process that stops for a signal when some of its layers are written."""
+    write_layer, written = convert.write_layer, list[str]()
+
+    def write(directory: Path, layer: str, tensors: Mapping[str, Tensor]) -> StoredFile:
+        if len(written) == layers:
+            started.set()
+            signal.pause()
+        written.append(layer)
+        return write_layer(directory, layer, tensors)
+
+    convert.write_layer = write  # type: ignore[assignment]
     outcome.send(acsgd("convert", "from-hf", source, target))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_stop_signal_leaves_nothing(number: signal.Signals, tiny_model: TinyModel, tmp_path: Path) -> None:
+def interrupt(source: Path, target: Path, number: signal.Signals, layers: int = 2) -> tuple[int, str] | None:
+    """Interrupt a conversion; return its exit code and what it printed, None if it was killed."""
     started, (outcome, end) = FORK.Event(), FORK.Pipe(duplex=False)
-    arguments = (tiny_model("gpt2", **SMALL), tmp_path / "new" / "target", started, end)
-    process = FORK.Process(target=convert_and_wait, args=arguments)
+    process = FORK.Process(target=convert_and_wait, args=(source, target, layers, started, end))
     process.start()
+    end.close()
     assert started.wait(60)
-    assert os.listdir(tmp_path / "new"), "it works elsewhere"
     assert process.pid
     os.kill(process.pid, number)
-    assert outcome.poll(60)
-    code, printed = outcome.recv()
     process.join(60)
-    assert (code, printed) == (128 + number, f"error: stopped by {number.name}; nothing was written\n")
-    assert os.listdir(tmp_path) == []
+    try:
+        return tuple(outcome.recv())  # type: ignore[return-value]
+    except EOFError:
+        return None
 
 
-def test_of_two_converts_to_one_target_the_later_keeps_the_result_of_the_other(
+def continue_conversion(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Convert a model; return the layers that were written."""
+    write_layer, written = convert.write_layer, list[str]()
+
+    def write(directory: Path, layer: str, tensors: Mapping[str, Tensor]) -> StoredFile:
+        written.append(layer)
+        return write_layer(directory, layer, tensors)
+
+    monkeypatch.setattr(convert, "write_layer", write)
+    assert acsgd("convert", "from-hf", source, target) == (0, "")
+    monkeypatch.undo()
+    return written
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_an_interrupted_conversion_continues(
+    number: signal.Signals, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tiny_model("gpt2", **SMALL), tmp_path / "new" / "target"
+    kept = target.with_name(".acsgd-target.resumable")
+    outcome = interrupt(source, target, number)
+    assert os.listdir(target.parent) == [kept.name]
+    if number != signal.SIGKILL:
+        message = f"stopped by {number.name}; start the same command again to continue, or remove {kept}"
+        assert outcome == (128 + number, f"error: {message}\n")
+    assert continue_conversion(source, target, monkeypatch) == ["head"]
+    assert os.listdir(target.parent) == ["target"]
+    assert acsgd("convert", "from-hf", source, tmp_path / "other") == (0, "")
+    assert layers_of(target) == layers_of(tmp_path / "other")
+    assert acsgd("inspect", target)[0] == 0
+
+
+def test_what_is_left_of_an_interrupted_conversion_is_verified(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, target, from_hf = tiny_model("gpt2", **SMALL), tmp_path / "target", convert.from_hf
+    source, target = tiny_model("gpt2", **SMALL), tmp_path / "target"
+    interrupt(source, target, signal.SIGKILL)
+    partial = tmp_path / ".acsgd-target.resumable" / "target"
+    damaged = bytearray((partial / "embed.safetensors").read_bytes())
+    damaged[-1] ^= 1
+    (partial / "embed.safetensors").write_bytes(damaged)
+    with (partial / ".written.jsonl").open("a") as journal:
+        journal.write('{"layer": "he')  # the line that was being written
+    assert continue_conversion(source, target, monkeypatch) == ["embed", "head"]
+    assert acsgd("inspect", target)[0] == 0
 
-    def second(source: Path, directory: Path) -> None:
-        """Convert while another process does the whole of the same."""
-        monkeypatch.setattr(convert, "from_hf", from_hf)
-        assert acsgd("convert", "from-hf", source, target) == (0, "")
-        from_hf(source, directory)
 
-    monkeypatch.setattr(convert, "from_hf", second)
-    assert acsgd("convert", "from-hf", source, target) == (
-        2,
-        f"error: {target} was created by another process meanwhile and is kept; nothing else was written\n",
-    )
+def test_a_conversion_of_another_model_does_not_continue(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tiny_model("gpt2", **SMALL), tmp_path / "target"
+    interrupt(tiny_model("gpt2", **SMALL, tie_word_embeddings=False), target, signal.SIGKILL)
+    assert continue_conversion(source, target, monkeypatch) == ["embed", "block-00000", "head"]
+    assert os.listdir(tmp_path) == ["target"]
+
+
+def test_a_second_conversion_to_one_target_is_refused(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tiny_model("gpt2", **SMALL), tmp_path / "target"
+    write_layer, outcomes = convert.write_layer, list[tuple[int, str]]()
+
+    def write(directory: Path, layer: str, tensors: Mapping[str, Tensor]) -> StoredFile:
+        monkeypatch.setattr(convert, "write_layer", write_layer)
+        outcomes.append(acsgd("convert", "from-hf", source, target))
+        return write_layer(directory, layer, tensors)
+
+    monkeypatch.setattr(convert, "write_layer", write)
+    assert acsgd("convert", "from-hf", source, target) == (0, "")
+    holder = f"process {os.getpid()} on {socket.gethostname()}"
+    assert outcomes == [(2, f"error: {target} is being written by {holder}; wait for it, or end it\n")]
     assert os.listdir(tmp_path) == ["target"]
     assert acsgd("inspect", target)[0] == 0
+
+
+def test_a_stop_signal_during_an_export_leaves_nothing(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, shards = tiny_model("gpt2", **SMALL), tmp_path / "shards"
+    assert acsgd("convert", "from-hf", source, shards) == (0, "")
+    monkeypatch.setattr(export, "model_card", lambda *_: signal.raise_signal(signal.SIGTERM))
+    code, printed = acsgd("convert", "to-hf", shards, tmp_path / "target")
+    assert (code, printed) == (128 + signal.SIGTERM, "error: stopped by SIGTERM; nothing was written\n")
+    assert os.listdir(tmp_path) == ["shards"]
 
 
 @pytest.mark.parametrize("direction", ["from-hf", "to-hf"])

@@ -15,6 +15,7 @@ ORDER = """
     errors
     atomic
     notes
+    progress
     launch
     fields
     seeds
@@ -63,6 +64,7 @@ ORDER = """
     shards
     shards.files
     shards.torch_files
+    shards.writer
     shards.config
     shards.check
     shards.disk
@@ -70,8 +72,11 @@ ORDER = """
     shards.plan
     shards.stored
     shards.names
+    shards.journal
     shards.locate
     shards.convert
+    shards.model_card
+    shards.export
     shards.legacy.layouts
     shards.legacy.files
     shards.legacy.model

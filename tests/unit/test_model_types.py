@@ -11,7 +11,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from acsgd.shards.convert import from_hf, to_hf
+from acsgd.shards.convert import from_hf
+from acsgd.shards.export import to_hf
 from acsgd.tasks import TASKS
 
 SHAPE: dict[str, Any] = {

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from acsgd.errors import RunError
 from acsgd.shards import FAMILIES, load
 from acsgd.shards.config import read_config
-from acsgd.shards.convert import from_hf, to_hf
+from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import MANIFEST, Manifest, ShardDirectory
+from acsgd.shards.export import to_hf
 from acsgd.shards.layers import State, meta_model, stored_keys, tied_keys
 from acsgd.shards.load import RandomWeights, WeightSource, load_layer
 from acsgd.shards.weights import Weight

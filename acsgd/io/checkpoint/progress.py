@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from transformers import PreTrainedConfig
@@ -143,6 +145,8 @@ class RunState:
     """Number of replicas that saved it; None in checkpoints of older versions."""
     best: bool = False
     """Whether its evaluation loss was the lowest so far."""
+    origin: dict[str, str] = field(default_factory=dict)
+    """Names of the "model" and the "sources" of the run, without directories; for the model card."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -165,6 +169,15 @@ class RunState:
                 shards.path / MANIFEST, f"is invalid: run.{error}; restore it from a copy, or remove {shards.path}"
             ) from None
         return state
+
+
+def origin_of(config: Config) -> dict[str, str]:
+    """Return the names of a run's model and sources, without directories: "a/b.txt:0.3" becomes "b.txt:0.3"."""
+    model = Path(config.model.name)
+    return {
+        "model": model.resolve().name if model.exists() else config.model.name,
+        "sources": re.sub(r"[^,]*/", "", config.data.sources),
+    }
 
 
 def recorded_options(config: Config) -> dict[str, str | None]:

@@ -1,0 +1,127 @@
+"""Convert layer shards to a Hugging Face directory, with one layer in memory at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from acsgd.shards.config import derive_layers
+from acsgd.shards.convert import Report
+from acsgd.shards.disk import ShardDirectory, copy_model_files
+from acsgd.shards.files import TensorHeader, tensor_headers
+from acsgd.shards.locate import open_shards, stored_names, tensor_of
+from acsgd.shards.model_card import model_card
+from acsgd.shards.names import to_files
+from acsgd.shards.stored import INDEX, SINGLE
+from acsgd.shards.writer import TensorWriter, bytes_of, header_of, torch_dtype
+from acsgd.tasks import TASKS
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SHARD_BYTES = 5 * 10**9
+"""Default maximum size of a file, as of transformers."""
+
+
+def to_hf(
+    source: Path,
+    target: Path,
+    *,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    report: Report = lambda done, total: None,
+) -> None:
+    """Convert layer shards to a Hugging Face directory in `target`, an empty directory.
+
+    dtype: "float32", "bfloat16" or "float16" to cast parameters to; None = keep each tensor's dtype and bits.
+    shard_bytes: maximum size of a file with several tensors. Raises as `open_shards`.
+    """
+    directory, config = open_shards(source)
+    model = TASKS["lm"].build(config)
+    layers = stored_names(derive_layers(source, config, "lm"))
+    headers = {layer: _headers(directory, layer, names, model, dtype) for layer, names in layers.items()}
+    files = _Files(target, {name: header for each in headers.values() for name, header in each.items()}, shard_bytes)
+    for layer, names in layers.items():
+        tensors = directory.tensors(layer, {name: tensor_of(model, name) for name in names})
+        for name, tensor in to_files(model, _cast(tensors, model, dtype)).items():
+            files.write(name, tensor)
+            report(files.done, files.total)
+    files.write_index()
+    copy_model_files(source, target)
+    config.architectures = [type(model).__name__]
+    dtypes = {torch_dtype(header) for each in headers.values() for header in each.values()}
+    if len(floating := {each for each in dtypes if each.is_floating_point}) == 1:
+        config.dtype = floating.pop()
+    config.save_pretrained(target)
+    (target / "README.md").write_text(model_card(config, directory.manifest, "lm"))
+
+
+class _Files:
+    """The files of a model, of which those with tensors still to write are open."""
+
+    def __init__(self, directory: Path, headers: Mapping[str, TensorHeader], shard_bytes: int) -> None:
+        self._directory = directory
+        self._headers = headers
+        self.done = 0
+        """Number of bytes written."""
+        shards: list[list[str]] = [[]]
+        size = 0
+        for name, header in headers.items():
+            if shards[-1] and size + bytes_of(header) > shard_bytes:
+                shards.append([])
+                size = 0
+            shards[-1].append(name)
+            size += bytes_of(header)
+        self.total = sum(map(bytes_of, headers.values()))
+        """Number of bytes to write."""
+        self._shards = {
+            SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors": names
+            for number, names in enumerate(shards, start=1)
+        }
+        self._file_of = {name: file for file, names in self._shards.items() for name in names}
+        self._open: dict[str, tuple[TensorWriter, set[str]]] = {}
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor."""
+        file = self._file_of[name]
+        if file not in self._open:
+            names = self._shards[file]
+            writer = TensorWriter(self._directory / file, {each: self._headers[each] for each in names})
+            self._open[file] = writer, set(names)
+        writer, missing = self._open[file]
+        writer.write(name, tensor)
+        missing.remove(name)
+        self.done += bytes_of(self._headers[name])
+        if not missing:
+            writer.close()
+            del self._open[file]
+
+    def write_index(self) -> None:
+        """Write the index, if there are several files."""
+        if len(self._shards) > 1:
+            index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(self._file_of.items()))}
+            (self._directory / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _headers(
+    directory: ShardDirectory, layer: str, names: Sequence[str], model: PreTrainedModel, dtype: str | None
+) -> dict[str, TensorHeader]:
+    """Return the headers of the tensors that a layer becomes, from those in its file; reads no values."""
+    stored = tensor_headers(directory.path / directory.file_of(layer).file)
+    tensors = {
+        name: torch.empty(tensor.shape, dtype=torch_dtype(stored.get(name, header_of(tensor))), device="meta")
+        for name in names
+        for tensor in [tensor_of(model, name)]
+    }
+    return {name: header_of(tensor) for name, tensor in to_files(model, _cast(tensors, model, dtype)).items()}
+
+
+def _cast(tensors: Mapping[str, Tensor], model: PreTrainedModel, dtype: str | None) -> dict[str, Tensor]:
+    """Cast parameters, not buffers."""
+    if dtype is None:
+        return dict(tensors)
+    params = dict(model.named_parameters())
+    return {name: tensor.to(DTYPES[dtype]) if name in params else tensor for name, tensor in tensors.items()}
