@@ -23,8 +23,8 @@ from acsgd.shards.disk import MANIFEST, ShardDirectory, model_files
 from acsgd.shards.files import blame, read_json_object
 from acsgd.shards.hub import find_model
 from acsgd.shards.locate import HFModel, names_of, open_hf, tensor_of
-from acsgd.shards.stored import DTYPES
 from acsgd.shards.tokenizer import load_tokenizer
+from acsgd.shards.writer import DTYPES
 from acsgd.tasks import TASKS
 
 GENERATION_CONFIG = "generation_config.json"

@@ -18,10 +18,10 @@ from acsgd.shards.locate import open_shards, stored_names, tensor_of
 from acsgd.shards.model_card import model_card
 from acsgd.shards.names import to_files
 from acsgd.shards.stored import INDEX, SINGLE
-from acsgd.shards.writer import TensorWriter, bytes_of, header_of, torch_dtype
+from acsgd.shards.writer import DTYPES, TensorWriter, bytes_of, header_of
 from acsgd.tasks import TASKS
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CASTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_BYTES = 5 * 10**9
 """Default maximum size of a file, as of transformers."""
 
@@ -52,7 +52,7 @@ def to_hf(
     files.write_index()
     copy_model_files(source, target)
     config.architectures = [type(model).__name__]
-    dtypes = {torch_dtype(header) for each in headers.values() for header in each.values()}
+    dtypes = {DTYPES[header.dtype] for each in headers.values() for header in each.values()}
     if len(floating := {each for each in dtypes if each.is_floating_point}) == 1:
         config.dtype = floating.pop()
     config.save_pretrained(target)
@@ -112,7 +112,7 @@ def _headers(
     """Return the headers of the tensors that a layer becomes, from those in its file; reads no values."""
     stored = tensor_headers(directory.path / directory.file_of(layer).file)
     tensors = {
-        name: torch.empty(tensor.shape, dtype=torch_dtype(stored.get(name, header_of(tensor))), device="meta")
+        name: torch.empty(tensor.shape, dtype=DTYPES[stored.get(name, header_of(tensor)).dtype], device="meta")
         for name in names
         for tensor in [tensor_of(model, name)]
     }
@@ -124,4 +124,4 @@ def _cast(tensors: Mapping[str, Tensor], model: PreTrainedModel, dtype: str | No
     if dtype is None:
         return dict(tensors)
     params = dict(model.named_parameters())
-    return {name: tensor.to(DTYPES[dtype]) if name in params else tensor for name, tensor in tensors.items()}
+    return {name: tensor.to(CASTS[dtype]) if name in params else tensor for name, tensor in tensors.items()}

@@ -232,7 +232,7 @@ def _check_dtypes(found: Iterable[Conversion], stored: Mapping[str, StoredTensor
 def _check_dtype(stored: StoredTensor, tensor: Tensor) -> None:
     """Raise ValueError unless a stored tensor has a dtype that a parameter or buffer of the model can have."""
     path, name, header = stored
-    if header.dtype not in (FLOATING if tensor.is_floating_point() else DTYPES.values()):
+    if header.dtype not in (FLOATING if tensor.is_floating_point() else DTYPES):
         raise ValueError(
             f"{path}: {name} is of dtype {header.dtype}; acsgd trains weights of dtype {', '.join(FLOATING)}: give "
             "the model without quantization, or cast it"

@@ -21,13 +21,13 @@ from acsgd.fields import from_json
 from acsgd.shards.check import first_names
 from acsgd.shards.files import TensorHeader, check_file_name, open_tensors, read_json_object, tensor_headers, unusable
 from acsgd.shards.torch_files import read_torch_file
-from acsgd.shards.writer import DTYPES, torch_dtype
+from acsgd.shards.writer import DTYPES, NAMES
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
 PICKLED = "pytorch_model.bin"
 PICKLED_SUFFIX = ".bin"
-FLOATING = tuple(DTYPES.values())[:4]
+FLOATING = tuple(DTYPES)[:4]
 """safetensors names of the dtypes that weights may have."""
 
 
@@ -40,7 +40,7 @@ class StoredTensor(NamedTuple):
 
     def on_meta(self) -> Tensor:
         """Return a tensor of the same shape and dtype without memory."""
-        return torch.empty(self.header.shape, dtype=torch_dtype(self.header), device="meta")
+        return torch.empty(self.header.shape, dtype=DTYPES[self.header.dtype], device="meta")
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -82,7 +82,7 @@ def _headers(path: Path) -> dict[str, TensorHeader]:
     if path.suffix != PICKLED_SUFFIX:
         return tensor_headers(path)
     return {
-        name: TensorHeader(DTYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+        name: TensorHeader(NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
         for name, tensor in _read_pickled(path).items()
     }
 

@@ -19,33 +19,30 @@ from acsgd.shards.files import TensorHeader
 CHUNK = 2**20
 """Bytes written at a time: they fit into the cache of a core."""
 DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
-"""Names of torch dtypes in safetensors; those of floating-point numbers first."""
+"""torch dtypes by their names in safetensors; those of floating-point numbers first."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Names of torch dtypes in safetensors."""
 
 
 def header_of(tensor: Tensor) -> TensorHeader:
     """Return the entry of a tensor in the header of a file."""
-    return TensorHeader(DTYPES[tensor.dtype], tuple(tensor.shape))
-
-
-def torch_dtype(header: TensorHeader) -> torch.dtype:
-    """Return the dtype of a tensor in a file, one of DTYPES."""
-    return next(dtype for dtype, name in DTYPES.items() if name == header.dtype)
+    return TensorHeader(NAMES[tensor.dtype], tuple(tensor.shape))
 
 
 def bytes_of(header: TensorHeader) -> int:
     """Return the size of a tensor in a file, bytes."""
-    return math.prod(header.shape) * torch_dtype(header).itemsize
+    return math.prod(header.shape) * DTYPES[header.dtype].itemsize
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> str:
@@ -65,7 +62,7 @@ class TensorWriter:
     def __init__(self, path: Path, headers: Mapping[str, TensorHeader]) -> None:
         """Write the header. Raises OSError."""
         names = sorted(
-            headers, key=lambda name: (-torch_dtype(headers[name]).itemsize, name)
+            headers, key=lambda name: (-DTYPES[headers[name].dtype].itemsize, name)
         )  # each aligned to its dtype
         self.offsets: dict[str, int] = {}
         """Position of each tensor after the header, in ascending order."""
