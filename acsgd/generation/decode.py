@@ -103,14 +103,20 @@ class Generator:
         ids, mask = pad(prompts, self.prompts.padding, on_left=not self.prompts.is_encoder_decoder)
         model = self.loaded.model
         generate: Any = model.generate
-        return generate(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            pad_token_id=self.prompts.padding,
-            eos_token_id=self.prompts.ends or None,
-            num_return_sequences=1,
-            **options,
-        )
+        try:
+            return generate(
+                input_ids=ids.to(model.device),
+                attention_mask=mask.to(model.device),
+                pad_token_id=self.prompts.padding,
+                eos_token_id=self.prompts.ends or None,
+                num_return_sequences=1,
+                **options,
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"transformers cannot generate with {type(model).__name__} and its generation_config.json: "
+                f"{' '.join(str(error).split())}"
+            ) from None
 
 
 def pad(prompts: Sequence[Ids], padding: int, *, on_left: bool) -> tuple[Tensor, Tensor]:

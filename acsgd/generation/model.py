@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,7 @@ from acsgd.shards.hub import find_model
 from acsgd.shards.locate import HFModel, names_of, open_hf, tensor_of
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.shards.writer import DTYPES
-from acsgd.tasks import TASKS
+from acsgd.tasks import TASKS, Task
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -81,7 +83,7 @@ def _load(directory: Path, dtype: torch.dtype | None, device: torch.device) -> L
     config, read = _open(directory)
     config.dtype = dtype or config.dtype or torch.float32
     tokenizer = load_tokenizer(directory, config.get_text_config())
-    model = TASKS[_task(directory)].build(config)
+    model = _build(TASKS[_task(directory)], config)
     _fill(model, read(model), device)
     if not model.can_generate():
         raise ValueError(f"{directory} holds a {type(model).__name__}, which does not generate text")
@@ -110,19 +112,28 @@ def _task(directory: Path) -> str:
     return task
 
 
+def _build(task: Task, config: PreTrainedConfig) -> PreTrainedModel:
+    """Build a model in the dtype of `config`, its parameters on the meta device.
+
+    Its buffers are computed in fp32, as transformers' from_pretrained does: rotary tables of GPT-J in bf16 are wrong.
+    """
+    model = task.build(config)
+    if config.dtype != torch.float32:
+        exact = copy.deepcopy(config)
+        exact.dtype = torch.float32
+        for name, buffer in task.build(exact).named_buffers():
+            _set_buffer(model, name, buffer.to(tensor_of(model, name).dtype))
+    return model
+
+
 def _generation_config(directory: Path) -> GenerationConfig:
     """Read generation_config.json, or in old models the same fields of config.json."""
-    path = directory / GENERATION_CONFIG
-    has_own = os.path.lexists(path)
-    if has_own:
-        read_json_object(path)
-    with blame(path if has_own else directory / CONFIG, "has invalid options for generation", "correct or remove them"):
-        return GenerationConfig.from_pretrained(
-            directory,
-            config_file_name=GENERATION_CONFIG if has_own else CONFIG,
-            local_files_only=True,
-            _from_model_config=not has_own,
-        )
+    has_own = os.path.lexists(directory / GENERATION_CONFIG)
+    path = directory / (GENERATION_CONFIG if has_own else CONFIG)
+    options: dict[str, Any] = {} if has_own else {"_from_model_config": True}
+    read_json_object(path)
+    with blame(path, "has invalid options for generation", "correct or remove them"):
+        return GenerationConfig.from_pretrained(directory, path.name, local_files_only=True, **options)
 
 
 def _shard_tensors(shards: ShardDirectory, model: PreTrainedModel) -> NamedTensors:
@@ -158,9 +169,14 @@ def _fill(model: PreTrainedModel, tensors: NamedTensors, device: torch.device) -
         # a copy, because `tensor` lies in a memory-mapped file
         loaded = tensor.to(device=device, dtype=dtype, copy=True)
         if key in buffers:
-            path, _, leaf = key.rpartition(".")
-            model.get_submodule(path)._buffers[leaf] = loaded
+            _set_buffer(model, key, loaded)
         else:
             param = nn.Parameter(loaded, requires_grad=False)
             for name in names[key]:
                 set_parameter(model, name, param)
+
+
+def _set_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
+    """Replace one buffer of a model in place."""
+    path, _, leaf = name.rpartition(".")
+    model.get_submodule(path)._buffers[leaf] = buffer

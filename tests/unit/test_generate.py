@@ -17,20 +17,23 @@ import pytest
 import torch
 from lib.commands import acsgd
 from lib.models import blocks_of
-from lib.saved import rewrite_tensors
+from lib.saved import SMALL, rewrite_tensors, small_run, train_alone
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
     GPT2ForSequenceClassification,
+    GPTJConfig,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
     RwkvConfig,
-    RwkvForCausalLM,
 )
 
 from acsgd import cli
 from acsgd.generation.decode import Generator
+from acsgd.generation.model import load
+from acsgd.io.checkpoint.directory import CheckpointDirectory
 
 TinyModel = Callable[..., Path]
 FORK = multiprocessing.get_context("fork")
@@ -71,6 +74,33 @@ def generated_alone(model: Path, texts: Sequence[str], dtype: torch.dtype, **opt
     return found
 
 
+def save_model(config: PreTrainedConfig, directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write a model with new weights, and its tokenizer."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loaded_model_is_that_of_transformers(
+    dtype: torch.dtype, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """GPT-J has a table of rotary positions among its buffers."""
+    config = GPTJConfig(vocab_size=512, n_embd=32, n_layer=2, n_head=2, rotary_dim=8, n_positions=64, eos_token_id=0)
+    save_model(config, tmp_path / "model", tokenizer)
+    assert acsgd("convert", "from-hf", tmp_path / "model", tmp_path / "shards") == (0, "")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype)
+    expected = dict(whole.named_parameters(remove_duplicate=False)) | dict(whole.named_buffers())
+    for source in ("model", "shards"):
+        model = load(str(tmp_path / source), dtype=dtype, device=torch.device("cpu")).model
+        found = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name], tensor)
+        assert model.generation_config.to_dict() == whole.generation_config.to_dict()
+
+
 @pytest.mark.parametrize(("family", "dtype"), [("gpt2", "float32"), ("llama", "bfloat16"), ("qwen2", "float32")])
 def test_greedy_text_is_that_of_transformers(family: str, dtype: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     """From a Hugging Face directory and from layer shards, which hold a tied parameter once."""
@@ -99,9 +129,7 @@ def test_a_model_that_padding_changes_gets_one_prompt_at_a_time(
 ) -> None:
     """RWKV ignores the mask: padding enters its state."""
     config = RwkvConfig(vocab_size=512, hidden_size=32, num_hidden_layers=2, context_length=64, eos_token_id=0)
-    torch.manual_seed(0)
-    RwkvForCausalLM(config).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    save_model(config, tmp_path / "model", tokenizer)
     expected = generated_alone(tmp_path / "model", TEXTS, torch.float32)
     assert texts_of(generate_file(tmp_path / "model", tmp_path, "out", "--batch", 4)) == expected
     monkeypatch.setattr(Generator, "pads_exactly", lambda generator: True)
@@ -278,6 +306,21 @@ def test_a_run_directory_is_its_newest_valid_checkpoint(tiny_model: TinyModel, t
     assert "step-00000002: LlamaForCausalLM" in printed
     code, printed = acsgd("generate", checkpoints / "step-00000003", "--prompt", "The", *TOKENS)
     assert (code, "is corrupt" in printed) == (2, True)
+
+
+def test_a_checkpoint_generates_what_its_export_generates(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Its files hold fp32 weights and optimizer state; config.json gives the dtype."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model("gpt2", **SMALL), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    checkpoint = CheckpointDirectory(train_alone(small_run(model, tmp_path / "run"))).of(2)
+    assert acsgd("convert", "to-hf", checkpoint, tmp_path / "export") == (0, "")
+    code, printed = acsgd("generate", tmp_path / "run", "--prompt", "The")
+    assert (code, f"{checkpoint}: GPT2LMHeadModel, 0.0 M parameters, bfloat16 on cpu" in printed) == (0, True)
+    texts = texts_of(generate_file(tmp_path / "run", tmp_path, "out", "--batch", 1, texts=["The", "x ="]))
+    assert texts == generated_alone(tmp_path / "export", ["The", "x ="], torch.bfloat16)
+    assert texts != generated_alone(model, ["The", "x ="], torch.bfloat16), "it was trained"
 
 
 def message_of(model: Path) -> str:
