@@ -69,10 +69,7 @@ def open_hf(directory: Path, task: str = "lm") -> HFModel:
     _check_dtypes(found, stored, model)
     unexpected = [name for name in unknown if not _may_be_dropped(name, model, has_new_head=has_new_head)]
     if unexpected:
-        raise ValueError(
-            f"{directory} holds tensors that {type(model).__name__} does not have and that would be lost: "
-            f"{first_names(sorted(unexpected))}"
-        )
+        raise ValueError(_lost(directory, model, unexpected))
     located = _locate(found, stored, model, directory)
     names = names_of(model)
     missing = [key for key, aliases in names.items() if not any(name in located for name in aliases)]
@@ -185,13 +182,24 @@ def _convert_headers(
             problem = f"they are of several dtypes, {', '.join(sorted(dtypes))}"
     except Exception as error:  # conversions raise errors of many classes
         problem = str(error).partition("\n")[0]
-    expected = names_in_files(model, conversion.target)
-    prefix = f"{model.base_model_prefix}."
-    if missing := [name for name in expected if not {name, name.removeprefix(prefix)} & sources.keys()]:
-        raise ValueError(f"{directory} lacks parameters of the model: {first_names(missing)}")
-    for name, shape in expected.items():
-        _check_shape(sources[name if name in sources else name.removeprefix(prefix)], shape)
+    expected, prefix = names_in_files(model, conversion.target), f"{model.base_model_prefix}."
+    if not any(name in expected for name in sources):  # models saved without their head lack the prefix
+        expected = {name.removeprefix(prefix): shape for name, shape in expected.items()}
+    if expected.keys() & sources.keys():  # else they have names of old versions
+        if missing := [name for name in expected if name not in sources]:
+            raise ValueError(f"{directory} lacks parameters of the model: {first_names(missing)}")
+        if unexpected := [name for name in sources if name not in expected]:
+            raise ValueError(_lost(directory, model, unexpected))
+        for name, shape in expected.items():
+            _check_shape(sources[name], shape)
     raise ValueError(f"{directory}: {first_names(list(sources))} cannot become {conversion.target}: {problem}")
+
+
+def _lost(directory: Path, model: PreTrainedModel, names: Collection[str]) -> str:
+    return (
+        f"{directory} holds tensors that {type(model).__name__} does not have and that would be lost: "
+        f"{first_names(sorted(names))}"
+    )
 
 
 def _check_blocks(stored: Iterable[str], config: PreTrainedConfig, directory: Path) -> None:
