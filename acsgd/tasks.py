@@ -22,6 +22,7 @@ IGNORED = -100
 class Task:
     """What a model is trained for."""
 
+    name: str
     auto_class: Any
     """transformers' class that builds the model with its head."""
     inputs: Mapping[str, tuple[str, ...]]
@@ -59,6 +60,9 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 TASKS: Mapping[str, Task] = {
-    "lm": Task(AutoModelForCausalLM, {"input_ids": ("batch", "sequence")}, token_loss, predicted="input_ids"),
+    task.name: task
+    for task in (
+        Task("lm", AutoModelForCausalLM, {"input_ids": ("batch", "sequence")}, token_loss, predicted="input_ids"),
+    )
 }
 """Tasks by name."""

@@ -34,7 +34,6 @@ from acsgd.io import SOURCES
 from acsgd.io.telemetry.record import Record
 from acsgd.pp import SCHEDULES
 from acsgd.pp.wire.delta import Delta
-from acsgd.shards import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 
@@ -80,8 +79,6 @@ def plugins() -> str:
         *(_plugin(name, kind) for name, kind in SCHEDULES.items()),
         "## Sources\n\nNames in `data.sources` and `data.eval_sources`.\n",
         _table(("name", "content"), ((f"`{name}`", _docstring(kind)) for name, kind in SOURCES.items())),
-        "## Model families\n\n`model_type` in the model's `config.json`.\n",
-        _table(("`model_type`", "file"), ((f"`{name}`", f"`{_file(type(kind))}`") for name, kind in FAMILIES.items())),
     ]
     return "\n".join(parts)
 

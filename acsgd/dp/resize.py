@@ -101,26 +101,26 @@ def fold(table: Sequence[ReplicaState], saved: Sequence[WeightState], weights: S
 
 
 def add_tied_copy(
-    table: Collection[ReplicaState], saved: list[WeightState], original: Sequence[WeightState], key: str, copy_of: str
+    table: Collection[ReplicaState], saved: list[WeightState], original: Sequence[WeightState], key: str
 ) -> None:
-    """Add the state of a tied copy to saved states that lack it, in place.
+    """Add the state of a copy of a tied weight to saved states that lack it, in place.
 
-    original: the saved states of the layer of the original weight, `copy_of`.
+    original: the saved states of the layer with which the weight is stored.
     """
     _pad(saved, len(original))
     for each, first in zip(saved, original, strict=False):
         for state in table:
             by_key = first.get(state.name, {})
-            if state.tied == "equal" and copy_of in by_key:
-                each.setdefault(state.name, {}).setdefault(key, by_key[copy_of])
+            if state.tied == "equal" and key in by_key:
+                each.setdefault(state.name, {}).setdefault(key, by_key[key])
 
 
 def merge_tied_copy(
-    table: Collection[ReplicaState], saved: list[WeightState], copies: Sequence[WeightState], key: str, copy_of: str
+    table: Collection[ReplicaState], saved: list[WeightState], copies: Sequence[WeightState], key: str
 ) -> None:
-    """Add the state of a tied copy that no longer exists to that of the original weight, `copy_of`, in place.
+    """Add the state of a copy of a tied weight that no longer exists to that of another copy, in place.
 
-    copies: the saved states of the layer of the copy, `key`.
+    copies: the saved states of the layer of the former copy.
     """
     _pad(saved, len(copies))
     for each, copy in zip(saved, copies, strict=False):
@@ -128,7 +128,7 @@ def merge_tied_copy(
             part = copy.get(state.name, {}).get(key)
             if state.tied == "partial" and part is not None:
                 by_key = each.setdefault(state.name, {})
-                by_key[copy_of] = by_key[copy_of] + part if copy_of in by_key else part
+                by_key[key] = by_key[key] + part if key in by_key else part
 
 
 def _merge(state: ReplicaState, saved: Sequence[WeightState], key: str, replica: int, replicas: int) -> Tensor | None:

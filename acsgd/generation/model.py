@@ -17,16 +17,15 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
-from acsgd.layers.skeleton import set_parameter
+from acsgd.layers.skeleton import set_buffer, set_tied_parameter
 from acsgd.notes import print_note
-from acsgd.shards.check import check_tensors, expected_weights, first_names
 from acsgd.shards.config import CONFIG, read_config
 from acsgd.shards.disk import MANIFEST, ShardDirectory, model_files
 from acsgd.shards.files import blame, read_json_object
 from acsgd.shards.hub import find_model
+from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.locate import HFModel, names_of, open_hf, tensor_of
 from acsgd.shards.tokenizer import load_tokenizer
-from acsgd.shards.writer import DTYPES
 from acsgd.tasks import TASKS, Task
 
 GENERATION_CONFIG = "generation_config.json"
@@ -122,7 +121,7 @@ def _build(task: Task, config: PreTrainedConfig) -> PreTrainedModel:
         exact = copy.deepcopy(config)
         exact.dtype = torch.float32
         for name, buffer in task.build(exact).named_buffers():
-            _set_buffer(model, name, buffer.to(tensor_of(model, name).dtype))
+            set_buffer(model, name, buffer.to(tensor_of(model, name).dtype))
     return model
 
 
@@ -141,16 +140,9 @@ def _shard_tensors(shards: ShardDirectory, model: PreTrainedModel) -> NamedTenso
 
     Raises CorruptFileError if a file is corrupt, or if its tensors are not those of the model.
     """
-    expected = {name: tensor_of(model, name) for name in names_of(model)}
-    absent = set(expected)
-    for file in shards.manifest.layers.values():
-        stored = {key: tensor for key, tensor in shards.read(file).items() if "/" not in key}
-        of_file = expected_weights({key: expected[key] for key in stored if key in expected})
-        check_tensors(shards.path / file.file, stored, of_file, DTYPES.values(), is_complete=True)
-        yield from stored.items()
-        absent -= stored.keys()
-    if absent:
-        raise CorruptFileError(shards.path, f"lacks parameters of the model: {first_names(sorted(absent))}")
+    description = shards.manifest.model
+    for layer in description.layers:
+        yield from shards.tensors(layer.name, layer_tensors(model, description, layer.index)).items()
 
 
 def _hf_tensors(opened: HFModel, model: PreTrainedModel) -> NamedTensors:
@@ -169,14 +161,6 @@ def _fill(model: PreTrainedModel, tensors: NamedTensors, device: torch.device) -
         # a copy, because `tensor` lies in a memory-mapped file
         loaded = tensor.to(device=device, dtype=dtype, copy=True)
         if key in buffers:
-            _set_buffer(model, key, loaded)
+            set_buffer(model, key, loaded)
         else:
-            param = nn.Parameter(loaded, requires_grad=False)
-            for name in names[key]:
-                set_parameter(model, name, param)
-
-
-def _set_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
-    """Replace one buffer of a model in place."""
-    path, _, leaf = name.rpartition(".")
-    model.get_submodule(path)._buffers[leaf] = buffer
+            set_tied_parameter(model, names[key], nn.Parameter(loaded, requires_grad=False))

@@ -23,8 +23,8 @@ from acsgd.layers.description import (
 )
 from acsgd.layers.limits import check_config
 from acsgd.layers.relative_bias import relative_bias
-from acsgd.layers.skeleton import aliases
-from acsgd.layers.trace import Trace, trace
+from acsgd.layers.skeleton import parameter_names
+from acsgd.layers.trace import Trace, on_fake_tensors, trace
 
 PROBES: tuple[Mapping[str, int], ...] = (
     {"batch": 2, "sequence": 16, "target": 8},
@@ -40,9 +40,10 @@ def derive(build: Callable[[], PreTrainedModel], inputs: Mapping[str, Sequence[s
     names of its sizes, of those in PROBES: {"input_ids": ("batch", "sequence")}. Raises LayersError with the reason if
     the model cannot be divided into layers.
     """
-    models = [build() for _ in PROBES]
-    check_config(models[0].config)
-    layers = _describe(*(trace(model, inputs, sizes) for model, sizes in zip(models, PROBES, strict=True)))
+    model = build()
+    check_config(model.config)
+    with on_fake_tensors(model):
+        layers = _describe(*(trace(model, inputs, sizes) for sizes in PROBES))
     _check_batch_axes(layers)
     return layers
 
@@ -95,10 +96,13 @@ def _describe(first: Trace, second: Trace) -> ModelLayers:
                 returns=_container(first.returned[index - 1]) if is_block else None,
             )
         )
-    used = {key for layer in layers for key in layer.parameters}
+    blocks = tuple(f"{path}." for path in first.blocks)
+    trained = {key for segment in first.segments for key in segment.trained}
     return ModelLayers(
         layers=tuple(layers),
-        unused=tuple(name for name, _ in first.model.named_parameters() if name not in used),
+        frozen=tuple(
+            name for name, _ in first.model.named_parameters() if name not in trained and not name.startswith(blocks)
+        ),
         context_inputs=tuple(sorted(first.context_inputs)),
         version=transformers.__version__,
     )
@@ -136,7 +140,7 @@ def _is_passed_on(trace: Trace, index: int, name: str) -> bool:
 def _own_parameters(trace: Trace) -> dict[str, list[str]]:
     """Return the parameters inside each block, by its path. Blocks may share some."""
     own: dict[str, list[str]] = {path: [] for path in trace.blocks}
-    for name, all_names in aliases(trace.model).items():
+    for name, all_names in parameter_names(trace.model).items():
         modules = (".".join(parts[:end]) for parts in (x.split(".") for x in all_names) for end in range(len(parts)))
         for path in dict.fromkeys(module for module in modules if module in own):
             own[path].append(name)

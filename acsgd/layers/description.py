@@ -120,8 +120,9 @@ class ModelLayers:
     """All layers of a model."""
 
     layers: tuple[LayerSpec, ...]
-    unused: tuple[str, ...]
-    """Parameters that forward does not use; stored with the last layer."""
+    frozen: tuple[str, ...]
+    """Parameters without gradients: used without autograd, such as tables of sinusoids, or not used at all. Those that
+    no layer uses are stored with the last one."""
     context_inputs: tuple[str, ...]
     """Inputs of the model whose values, not only shapes, determine masks, positions and other arguments of blocks."""
     version: str
@@ -132,6 +133,10 @@ class ModelLayers:
         """Module paths of all blocks, in the order of the calls."""
         return [layer.block for layer in self.layers if layer.block is not None]
 
+    def index(self, name: str) -> int:
+        """Return the position of a layer."""
+        return next(layer.index for layer in self.layers if layer.name == name)
+
     def holders(self) -> dict[str, list[int]]:
         """Return, by parameter, the indices of the layers that use it, first to last."""
         holders: dict[str, list[int]] = {}
@@ -139,6 +144,26 @@ class ModelLayers:
             for key in layer.parameters:
                 holders.setdefault(key, []).append(layer.index)
         return holders
+
+    def first_holder(self, key: str) -> LayerSpec:
+        """Return the layer with which a parameter is stored."""
+        return next(layer for layer in self.layers if key in layer.parameters)
+
+    def tied(self) -> dict[str, list[int]]:
+        """Return the trained parameters that several layers use, with the indices of these layers."""
+        return {key: holders for key, holders in self.holders().items() if len(holders) > 1 and key not in self.frozen}
+
+    def own_parameters(self, index: int) -> list[str]:
+        """Return the parameters stored with a layer: those that no earlier layer uses; unused ones with the last."""
+        earlier = {key for layer in self.layers[:index] for key in layer.parameters}
+        keys = list(self.layers[index].parameters)
+        if index == len(self.layers) - 1:
+            keys += [key for key in self.frozen if key not in keys]
+        return [key for key in keys if key not in earlier]
+
+    def stored(self) -> dict[str, list[str]]:
+        """Return the names of the tensors in the file of each layer, first layer first."""
+        return {layer.name: [*self.own_parameters(layer.index), *layer.buffers] for layer in self.layers}
 
     def boundary(self, cut: int) -> Mapping[str, TensorShape]:
         """Return the tensors that travel between two stages of which the second starts with layer `cut`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -41,10 +41,15 @@ class _WithoutMemory(TorchFunctionMode):
     """Allocates no memory for weights: constructors make them with torch.empty, some with torch.zeros or torch.ones.
 
     No buffer is made with torch.empty. Large zeros and ones are expanded from one number; writing them is an error.
+    Skips random initialization on the meta device, which takes milliseconds per tensor.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _INITIALIZERS:
+            tensor: torch.Tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
         if func not in (torch.empty, torch.zeros, torch.ones):
             return func(*args, **kwargs)
         on_meta = func(*args, **kwargs | {"device": "meta"})
@@ -55,34 +60,63 @@ class _WithoutMemory(TorchFunctionMode):
         return func((), **kwargs).expand(on_meta.shape)
 
 
-def aliases(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Return all names of each parameter, by the first."""
-    first: dict[int, str] = {}
-    names: dict[str, list[str]] = {}
+_INITIALIZERS = {
+    torch.Tensor.normal_,
+    torch.Tensor.uniform_,
+    nn.init.normal_,
+    nn.init.uniform_,
+    nn.init.trunc_normal_,
+    nn.init.kaiming_normal_,
+    nn.init.kaiming_uniform_,
+}
+
+
+def parameter_names(model: nn.Module) -> dict[str, list[str]]:
+    """Return all names of each parameter, several of a tied one, by the first of them."""
+    names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(first.setdefault(id(param), name), []).append(name)
-    return names
+        names.setdefault(id(param), []).append(name)
+    return {each[0]: each for each in names.values()}
 
 
 def set_parameter(model: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Replace one parameter of a model in place."""
+    """Replace one parameter of a model in place, under one of its names."""
     path, _, leaf = name.rpartition(".")
     model.get_submodule(path)._parameters[leaf] = param
 
 
-def fill_with_stand_ins(model: PreTrainedModel, blocks: Collection[str], device: torch.device) -> None:
+def set_tied_parameter(model: nn.Module, names: Iterable[str], param: nn.Parameter) -> None:
+    """Replace one parameter of a model in place, under all its names."""
+    for name in names:
+        set_parameter(model, name, param)
+
+
+def set_buffer(model: nn.Module, name: str, buffer: torch.Tensor) -> None:
+    """Replace one buffer of a model in place."""
+    path, _, leaf = name.rpartition(".")
+    model.get_submodule(path)._buffers[leaf] = buffer
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move all buffers of a model to a device, in place."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+
+
+def fill_with_stand_ins(
+    model: PreTrainedModel, blocks: Collection[str], device: torch.device, dtype: torch.dtype
+) -> None:
     """Replace each parameter on the meta device outside `blocks` by NaN of its shape, without memory, in place.
 
     A layer that needs a parameter of another rank thus returns NaN, not a plausible number. blocks: module paths.
     """
     inside = tuple(f"{path}." for path in blocks)
-    stand_ins: dict[int, nn.Parameter] = {}
-    for name, param in list(model.named_parameters(remove_duplicate=False)):
+    for name, names in parameter_names(model).items():
+        param = model.get_parameter(name)
         if param.device.type == "meta" and not name.startswith(inside):
-            if id(param) not in stand_ins:
-                nan = torch.full((), float("nan"), dtype=param.dtype, device=device).expand(param.shape)
-                stand_ins[id(param)] = nn.Parameter(nan, requires_grad=False)
-            set_parameter(model, name, stand_ins[id(param)])
+            nan = torch.full((), float("nan"), dtype=dtype, device=device).expand(param.shape)
+            set_tied_parameter(model, names, nn.Parameter(nan, requires_grad=False))
 
 
 @contextlib.contextmanager

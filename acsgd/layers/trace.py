@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from transformers import Cache, PreTrainedModel
 from acsgd.layers.capture import BlockCall, find_blocks, parent_of, stubbed
 from acsgd.layers.description import HIDDEN, LayersError, Origin
 from acsgd.layers.recorders import RandomOps, Uses
-from acsgd.layers.skeleton import experts_without_values
+from acsgd.layers.skeleton import experts_without_values, parameter_names, set_tied_parameter
 
 
 class Segment(NamedTuple):
@@ -32,6 +33,8 @@ class Segment(NamedTuple):
     origins: dict[str, Origin]
     parameters: list[str]
     """Parameters outside of blocks that the segment uses."""
+    trained: list[str]
+    """Those of them that get a gradient from the segment."""
     parameters_of: dict[str, list[str]]
     """Parameters outside of blocks that one input of the call depends on, by the name of the input."""
 
@@ -53,36 +56,40 @@ class Trace(NamedTuple):
     """Layers that draw random numbers."""
 
 
+@contextlib.contextmanager
+def on_fake_tensors(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which operations run on fake tensors; replaces parameters and buffers of a model by such, in place."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _fill_with_fakes(model)
+        yield
+
+
 def trace(
     model: PreTrainedModel,
     inputs: Mapping[str, Sequence[str]],
     sizes: Mapping[str, int],
     paths: Sequence[str] | None = None,
 ) -> Trace:
-    """Run forward. paths: of the blocks; by default, those of all lists that forward enters.
+    """Run forward, within `on_fake_tensors`. paths: of the blocks; by default, those of all lists that forward enters.
 
     A list that it does not enter, as that of a vision tower without images, is left to the last layer as unused.
     """
     if paths is None:
         paths = find_blocks(model)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        _fill_with_fakes(model)
-        batch: dict[str, Any] = {
-            name: torch.ones([sizes[dim] for dim in dims], dtype=torch.long) for name, dims in inputs.items()
-        }
-        tracer = _Tracer(model, paths, batch)
-        try:
-            with stubbed(tracer.blocks, tracer.stub), experts_without_values(model), tracer.uses, tracer.random:
-                logits = model(**batch, use_cache=False).logits
-        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-            raise LayersError(
-                f"{type(model).__name__}: forward depends on the values of tensors ({error.func})"
-            ) from None
-        entered = {parent_of(paths[index]) for index in tracer.order}
-        in_entered = [path for path in paths if parent_of(path) in entered]
-        if 0 < len(in_entered) < len(paths):
-            return trace(model, inputs, sizes, in_entered)
-        tracer.finish(logits)
+    batch: dict[str, Any] = {
+        name: torch.ones([sizes[dim] for dim in dims], dtype=torch.long) for name, dims in inputs.items()
+    }
+    tracer = _Tracer(model, paths, batch)
+    try:
+        with stubbed(tracer.blocks, tracer.stub), experts_without_values(model), tracer.uses, tracer.random:
+            logits = model(**batch, use_cache=False).logits
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        raise LayersError(f"{type(model).__name__}: forward depends on the values of tensors ({error.func})") from None
+    entered = {parent_of(paths[index]) for index in tracer.order}
+    in_entered = [path for path in paths if parent_of(path) in entered]
+    if 0 < len(in_entered) < len(paths):
+        return trace(model, inputs, sizes, in_entered)
+    tracer.finish(logits)
     return Trace(
         model=model,
         sizes=sizes,
@@ -120,7 +127,8 @@ class _Tracer:
         self.random = RandomOps()
         inside = tuple(f"{path}." for path in paths)
         self._model = model
-        self._params = {name: p for name, p in model.named_parameters() if not name.startswith(inside)}
+        self._names = {name: names for name, names in parameter_names(model).items() if not name.startswith(inside)}
+        self._params = {name: model.get_parameter(name) for name in self._names}
         self._results: dict[str, _BlockResult] = {}
         self._stale: list[tuple[str, Tensor]] = []
         """Tensors that forward must not use any more, with their descriptions."""
@@ -134,10 +142,10 @@ class _Tracer:
         if len(self.order) != len(self.blocks):
             raise LayersError(f"forward calls {len(self.order)} of {len(self.blocks)} blocks")
         hidden = tree_flatten(self.returned[-1])[0][0]
-        parameters = self._parameters_of([logits])
+        parameters, trained = self._parameters_of([logits])
         if torch.autograd.grad(logits.sum(), [hidden], allow_unused=True)[0] is None:
             raise LayersError("the head does not use the output of the last block")
-        self.segments.append(Segment(None, {HIDDEN: hidden}, {HIDDEN: Origin("output")}, parameters, {}))
+        self.segments.append(Segment(None, {HIDDEN: hidden}, {HIDDEN: Origin("output")}, parameters, trained, {}))
 
     def _enter(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if index in self.order:
@@ -148,7 +156,7 @@ class _Tracer:
         origins = {name: self._origin(name, x) for name, x in inputs.items()}
         made = {name: inputs[name] for name, origin in origins.items() if origin.kind == "forward"}
         reached = {name: self._made_of(x) for name, x in made.items() if name != HIDDEN}
-        self.segments.append(Segment(call, inputs, origins, self._parameters_of([*made.values()]), reached))
+        self.segments.append(Segment(call, inputs, origins, *self._parameters_of([*made.values()]), reached))
         self.context_inputs |= {
             name for key, x in call.tensors().items() if key not in inputs for name in self.uses.inputs_of(x)
         }
@@ -196,13 +204,13 @@ class _Tracer:
                 return Origin("input")
         return Origin("forward")
 
-    def _parameters_of(self, tensors: Sequence[Tensor]) -> list[str]:
-        """Return the parameters outside of blocks that the current segment uses to compute `tensors`.
+    def _parameters_of(self, tensors: Sequence[Tensor]) -> tuple[list[str], list[str]]:
+        """Return the parameters outside of blocks that the current segment uses, and those with gradients of `tensors`.
 
-        Includes those that it uses without gradients, for whatever purpose. Raises LayersError for stale tensors.
+        The first includes those that it uses for whatever purpose. Raises LayersError for stale tensors.
         """
         reached = self._reached(tensors)
-        return [name for name, p in self._params.items() if name in reached or self.uses.is_used(p)]
+        return [name for name, p in self._params.items() if name in reached or self.uses.is_used(p)], reached
 
     def _made_of(self, x: Tensor) -> list[str]:
         """Return the parameters outside of blocks that a tensor of the current segment depends on."""
@@ -211,10 +219,11 @@ class _Tracer:
 
     def _reached(self, tensors: Sequence[Tensor]) -> list[str]:
         """Return the parameters outside of blocks that `tensors` depend on through autograd."""
+        sources = [x.sum() for x in tensors if x.requires_grad]
+        if not sources:
+            return []
         targets = [*self._params.values(), *(x for _, x in self._stale)]
-        grads: Sequence[Tensor | None] = [None] * len(targets)
-        if sources := [x for x in tensors if x.requires_grad]:
-            grads = torch.autograd.grad([x.sum() for x in sources], targets, allow_unused=True, retain_graph=True)
+        grads = torch.autograd.grad(sources, targets, allow_unused=True, retain_graph=True)
         for (description, _), grad in zip(self._stale, grads[len(self._params) :], strict=True):
             if grad is not None:
                 raise LayersError(f"forward uses {description} again after a later block")
@@ -229,12 +238,9 @@ class _Tracer:
                 for x in tree_flatten(self.returned[-1])[0]
                 if isinstance(x, Tensor) and x.requires_grad
             ]
-        new = {id(p): nn.Parameter(p.detach()) for p in self._params.values()}
-        for module in self._model.modules():
-            for leaf, p in module._parameters.items():
-                if p is not None and id(p) in new:
-                    module._parameters[leaf] = new[id(p)]
-        self._params = {name: new[id(p)] for name, p in self._params.items()}
+        self._params = {name: nn.Parameter(p.detach()) for name, p in self._params.items()}
+        for name, p in self._params.items():
+            set_tied_parameter(self._model, self._names[name], p)
         if call.hidden.grad_fn is not None and not call.hidden._is_view():
             call.hidden.detach_()  # code that uses it again after the block uses an input of that block's layer
 

@@ -18,7 +18,7 @@ from acsgd.layers.compare import TOLERANCE, Batch, Stages, compare
 from acsgd.layers.derive import derive
 from acsgd.layers.description import LayersError, LayerSpec, ModelLayers
 from acsgd.layers.documents import DOCUMENTS
-from acsgd.layers.skeleton import aliases, set_parameter
+from acsgd.layers.skeleton import parameter_names, set_parameter
 from acsgd.layers.small_config import WINDOW, small_configs
 
 MAX_PARAMETERS = (2**25, 2**27)
@@ -173,7 +173,7 @@ def keeps_apart(stages: Stages, packed: Batch) -> bool:
 def fill_with_random(model: PreTrainedModel) -> PreTrainedModel:
     """Replace the parameters and add noise to the stored buffers, in place, so that no two values are equal."""
     generator = torch.Generator().manual_seed(0)
-    names = aliases(model)
+    names = parameter_names(model)
     for name, param in list(model.named_parameters()):
         value = torch.randn(param.shape, generator=generator, dtype=param.dtype)
         if param.dim() >= 2:

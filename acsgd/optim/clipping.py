@@ -12,7 +12,7 @@ from acsgd.shards.weights import Weight
 
 def squared_norm(weights: Sequence[Weight]) -> float:
     """Return the squared norm of the masters' gradients; tied copies are not counted again. Waits for the device."""
-    grads = [w.master.grad for w in weights if w.master.grad is not None and w.copy_of is None]
+    grads = [w.master.grad for w in weights if w.master.grad is not None and not w.is_copy]
     if not grads:
         return 0.0
     norms = torch.stack(torch._foreach_norm(grads))

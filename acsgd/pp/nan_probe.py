@@ -78,11 +78,9 @@ class NaNProbe:
         self._current = None
 
     def _register_hooks(self, stage: Stage) -> None:
-        for shard in stage.shards:
-            for path in shard.modules:
-                for name, module in stage.model.get_submodule(path).named_modules(prefix=path):
-                    self._hooks.append(module.register_forward_pre_hook(self._input_hook(name)))
-                    self._hooks.append(module.register_forward_hook(self._output_hook(name)))
+        for name, module in stage.modules().items():
+            self._hooks.append(module.register_forward_pre_hook(self._input_hook(name)))
+            self._hooks.append(module.register_forward_hook(self._output_hook(name)))
         for weight in stage.weights:
             # before accumulation and reduction, so that it belongs to one micro-batch of one replica
             self._hooks.append(weight.param.register_hook(self._gradient_hook(f"gradient of {weight.key}")))
@@ -106,8 +104,8 @@ class NaNProbe:
         return hook
 
     def _is_forward(self) -> bool:
-        """Whether a forward is running, rather than a backward that recomputes it."""
-        return self._current is not None and self._current[0] == "forward"
+        """Whether a layer runs forward, rather than a backward that recomputes it or forward's code on stand-ins."""
+        return self._current is not None and self._current[0] == "forward" and torch.is_grad_enabled()
 
     def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
         return lambda grad: self.check(name, grad)

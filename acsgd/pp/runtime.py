@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from acsgd.errors import RunError
+from acsgd.layers.composed import Inputs, State
 from acsgd.pp.nan_probe import NaNProbe
 from acsgd.pp.nonfinite import NonFiniteTensor
 from acsgd.pp.schedules.actions import ACTIVATION, GRADIENT, OPERATIONS, Action, Op, Route
 from acsgd.pp.stage import MicroBatch, Stage
-from acsgd.pp.tied_weights import TiedPair
+from acsgd.pp.tied_weights import TiedGroup, sum_tied_gradients
 from acsgd.pp.wire.coder import TransferInfo
 from acsgd.pp.wire.link import Link
-from acsgd.shards.layers import State
 
 Handler = Callable[[Action], None]
 Handlers = Mapping[Op, Handler]
@@ -28,13 +28,13 @@ class Batch(Protocol):
     """Data of one step for this rank's replica: M micro-batches of B sequences of T tokens."""
 
     @property
-    def tokens(self) -> Tensor | None:
-        """[M, B, T], on the first stage's rank."""
+    def inputs(self) -> Inputs | None:
+        """Inputs of the model by name, [M, B, ...], on ranks that need their values."""
         ...
 
     @property
     def labels(self) -> Tensor | None:
-        """[M, B, T], on the last stage's rank; -100 = ignored."""
+        """[M, B, ...], on the last stage's rank; -100 = ignored."""
         ...
 
     @property
@@ -60,7 +60,8 @@ class Pipeline:
         train_actions, eval_actions: this rank's actions in the lowered programs of a training step and of an evaluation
         stages: the stages this rank holds, by index
         links: this rank's end of each boundary that it shares with another rank, by the stage before the boundary
-        tied: the tied weight whose other copy another rank holds, if there is one
+        tied: the tied weights of which other ranks hold copies
+        placeholders: inputs of the model of the shapes of a micro-batch, for ranks that do not need their values
         exact_steps: number of initial steps that send without the links' codecs
         exact_eval: whether evaluations send without the links' codecs
     """
@@ -71,7 +72,8 @@ class Pipeline:
         eval_actions: Sequence[Action],
         stages: Mapping[int, Stage],
         links: Mapping[int, Link],
-        tied: TiedPair | None,
+        tied: Sequence[TiedGroup],
+        placeholders: Inputs,
         *,
         exact_steps: int = 0,
         exact_eval: bool = True,
@@ -83,6 +85,7 @@ class Pipeline:
         self._stages = stages
         self._links = links
         self._tied = tied
+        self._placeholders = placeholders
         self._last_backward = {action.stage: action for action in train_actions if action.operation.completes}
         self._training = self._handlers({Op.F: self._forward, Op.B: self._backward})
         self._evaluation = self._handlers({Op.F: self._evaluate})
@@ -147,8 +150,8 @@ class Pipeline:
         """End the links' threads, and wait until activation caches on disk are saved."""
         for link in self._links.values():
             link.close()
-        if self._tied is not None:
-            self._tied.close()
+        for group in self._tied:
+            group.close()
 
     def _train(self, batch: Batch, step: int, scale: float, handlers: Handlers) -> Tensor:
         self._scale = scale
@@ -189,18 +192,18 @@ class Pipeline:
     def _evaluate(self, action: Action) -> None:
         self._store_output(action, self._stages[action.stage].evaluate(*self._inputs(action)))
 
-    def _inputs(self, action: Action) -> tuple[MicroBatch, State, Tensor | None]:
-        """Return the arguments of a stage's forward: micro-batch, inputs, and labels for the last stage."""
+    def _inputs(self, action: Action) -> tuple[MicroBatch, Inputs, State, Tensor | None]:
+        """Return the arguments of a stage's forward."""
         stage, micro = self._stages[action.stage], action.micro
         sample_ids = tuple(self._batch.sample_ids[micro].tolist())
         micro_batch = MicroBatch(self._step, micro, self._batch.micro_ids[micro], sample_ids)
-        if stage.is_first:
-            assert self._batch.tokens is not None
-            inputs = {"tokens": self._batch.tokens[micro]}
+        if self._batch.inputs is None:
+            inputs = self._placeholders
         else:
-            inputs = self._take_input(action, ACTIVATION)
+            inputs = {name: tensor[micro] for name, tensor in self._batch.inputs.items()}
+        state = {} if stage.is_first else self._take_input(action, ACTIVATION)
         labels = self._batch.labels[micro] if stage.is_last and self._batch.labels is not None else None
-        return micro_batch, inputs, labels
+        return micro_batch, inputs, state, labels
 
     def _store_output(self, action: Action, outputs: State) -> None:
         if self._stages[action.stage].is_last:
@@ -242,9 +245,9 @@ class Pipeline:
             with self._naming(Action(Op.R, index)):
                 self._drain()
                 stage.sync.wait()
-        if self._tied is not None:
+        if self._tied:
             with self._naming(Action(Op.R, min(self._stages))):
-                self._tied.sum_gradients(self._step)
+                sum_tied_gradients(self._tied, self._step)
 
     def _drain(self) -> None:
         for link in self._links.values():

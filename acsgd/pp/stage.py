@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from acsgd.dp.sync import GradSync
+from acsgd.layers.composed import ComposedModel, Context, Inputs, State
+from acsgd.layers.description import LOGITS, LayerSpec
 from acsgd.seeds import mix_seed
-from acsgd.shards.layers import LayerShard, ModelFamily, State
+from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import Weight
 from acsgd.streams import seed_generators
 
-_NOT_BUILT: Any = object()
-"""Marks a context that is not built yet; None is a valid context."""
-_OTHER_HEADS = ("summary_", "classifier_")
-"""Prefixes of config options that do not concern language models: GPT-2's summary_first_dropout is 0.1."""
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Function of logits and labels that returns the loss summed over the labels."""
 
 
 class MicroBatch(NamedTuple):
@@ -39,7 +38,9 @@ class Stage:
     """The layers of one stage on one rank.
 
     Args:
-        layers: the layers of the stage, loaded into `model`, each with its weights
+        composed: runs single layers
+        loss: loss of the last layer's logits
+        layers: the layers of the stage, loaded into the model
         sync: gradient sync of these weights over the replicas
         targets: divisor of the summed loss
         recompute: activation checkpointing per layer (Chen et al. 2016, arXiv:1604.06174): keep only the input of each
@@ -52,9 +53,9 @@ class Stage:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        family: ModelFamily,
-        layers: Mapping[LayerShard, Sequence[Weight]],
+        composed: ComposedModel,
+        loss: Loss,
+        layers: Sequence[LoadedLayer],
         sync: GradSync,
         *,
         targets: int,
@@ -63,15 +64,15 @@ class Stage:
         mask_per_sample: bool = False,
     ) -> None:
         self.layers = layers
-        self.shards = tuple(layers)
-        self.weights = tuple(weight for weights in layers.values() for weight in weights)
+        self.weights = tuple(weight for layer in layers for weight in layer.weights)
         self.sync = sync
-        self.model = model
-        self._family = family
+        self.composed = composed
+        self.loss = loss
+        self._range = range(layers[0].spec.index, layers[-1].spec.index + 1)
         self._targets = targets
-        self._seed = seed
+        self._seed_number = seed
         self._recompute = recompute
-        self._random = has_dropout(model)
+        self._random = any(layer.random for layer in composed.layers)
         self._per_sequence = self._random and mask_per_sample
         self._in_flight: dict[int, list[_Pass]] = {}  # by local index of the micro-batch
         self._last_backward = False
@@ -80,22 +81,33 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage starts with the embedding."""
-        return self.shards[0].kind == "embed"
+        """Whether the stage starts with the first layer."""
+        return self._range.start == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage ends with the head and computes the loss."""
-        return self.shards[-1].kind == "head"
+        """Whether the stage ends with the last layer and computes the loss."""
+        return self._range.stop == len(self.composed.layers)
 
-    def forward(self, micro: MicroBatch, inputs: State, labels: Tensor | None = None) -> State:
+    def modules(self) -> dict[str, nn.Module]:
+        """Return the modules with parameters of the stage, and all modules of its blocks, by path."""
+        found: dict[str, nn.Module] = {}
+        for layer in self.layers:
+            if (block := layer.spec.block) is not None:
+                found |= dict(self.composed.model.get_submodule(block).named_modules(prefix=block))
+            for key in layer.spec.parameters:
+                path = key.rpartition(".")[0]
+                found.setdefault(path, self.composed.model.get_submodule(path))
+        return found
+
+    def forward(self, micro: MicroBatch, inputs: Inputs, state: State, labels: Tensor | None = None) -> State:
         """Run the layers on one micro-batch and keep what its backward needs.
 
-        inputs: {"tokens": [B, T]} for the first stage, else the outputs of the previous stage in separate tensors.
-        Returns the inputs of the next stage; the last stage returns {"loss": scalar}, the loss summed over `labels`
-        [B, T] and divided by `targets`.
+        inputs: inputs of the model, such as {"input_ids": [B, T]}. state: outputs of the previous stage in separate
+        tensors; empty for the first stage. Returns the inputs of the next stage; the last stage returns {"loss":
+        scalar}, the loss summed over `labels` and divided by `targets`.
         """
-        passes = [self._run_pass(part, rows, inputs, labels) for part, rows in self._parts(micro)]
+        passes = [self._run_pass(part, rows, inputs, state, labels) for part, rows in self._parts(micro)]
         self._in_flight[micro.local_index] = passes
         return {name: tensor.detach() for name, tensor in _join([each.outputs for each in passes]).items()}
 
@@ -108,31 +120,32 @@ class Stage:
         passes = self._in_flight.pop(micro)
         for each in passes:
             self._last_backward = last and each is passes[-1]
+            differentiable = {name: x for name, x in each.outputs.items() if x.requires_grad}
             output_grads = [
                 torch.full_like(output, scale) if grads is None else grads[name][each.rows]
-                for name, output in each.outputs.items()
+                for name, output in differentiable.items()
             ]
-            torch.autograd.backward(list(each.outputs.values()), output_grads)
+            torch.autograd.backward(list(differentiable.values()), output_grads)
         self._last_backward = False
-        return _join([{name: x.grad for name, x in each.inputs.items() if x.grad is not None} for each in passes])
+        return _join([_gradients(each.state) for each in passes])
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Context in which dropout is off, for `evaluate`."""
-        was_training = self.model.training
-        self.model.eval()
+        was_training = self.composed.model.training
+        self.composed.model.eval()
         try:
             yield
         finally:
-            self.model.train(was_training)
+            self.composed.model.train(was_training)
 
     @torch.no_grad()  # not inference_mode: buffers of links that training uses, too, may be created here
-    def evaluate(self, micro: MicroBatch, inputs: State, labels: Tensor | None = None) -> State:
+    def evaluate(self, micro: MicroBatch, inputs: Inputs, state: State, labels: Tensor | None = None) -> State:
         """Run the layers on one micro-batch without a backward.
 
         Arguments and result as in `forward`, but the loss is not divided by `targets`.
         """
-        return self._run_layers(micro, inputs, labels)
+        return self._run_layers(micro, inputs, state, labels)
 
     def _parts(self, micro: MicroBatch) -> list[tuple[MicroBatch, slice]]:
         """Split a micro-batch into the parts that run together, each with its rows in the tensors."""
@@ -140,51 +153,54 @@ class Stage:
             return [(micro, slice(None))]
         return [(micro._replace(sample_ids=(id_,)), slice(row, row + 1)) for row, id_ in enumerate(micro.sample_ids)]
 
-    def _run_pass(self, micro: MicroBatch, rows: slice, inputs: State, labels: Tensor | None) -> _Pass:
-        """Run the layers on some rows of `inputs` and `labels`."""
+    def _run_pass(self, micro: MicroBatch, rows: slice, inputs: Inputs, state: State, labels: Tensor | None) -> _Pass:
+        """Run the layers on some rows of `inputs`, `state` and `labels`."""
         inputs = {name: tensor[rows] for name, tensor in inputs.items()}
-        for tensor in inputs.values():
+        state = {name: tensor[rows] for name, tensor in state.items()}
+        for tensor in state.values():
             tensor.requires_grad_(tensor.is_floating_point())
         if labels is None:
-            return _Pass(rows, inputs, self._run_layers(micro, inputs, None))
-        loss = self._run_layers(micro, inputs, labels[rows])["loss"]
-        return _Pass(rows, inputs, {"loss": loss / self._targets})
+            return _Pass(rows, state, self._run_layers(micro, inputs, state, None))
+        loss = self._run_layers(micro, inputs, state, labels[rows])["loss"]
+        return _Pass(rows, state, {"loss": loss / self._targets})
 
-    def _run_layers(self, micro: MicroBatch, state: State, labels: Tensor | None) -> State:
-        context = _NOT_BUILT
-        for shard in self.shards:
-            if shard.kind == "block" and context is _NOT_BUILT:
-                context = self._family.context(self.model, state)
-            layer = self._layer(shard, micro, context, labels)
+    def _run_layers(self, micro: MicroBatch, inputs: Inputs, state: State, labels: Tensor | None) -> State:
+        self._seed(micro, 0)  # the context may take random numbers of the first layer
+        context = self.composed.context(inputs, self._range)
+        for layer in self.layers:
+            run = self._layer(layer.spec, micro, inputs, context, labels)
             if self._recompute:
-                state = checkpoint(layer, state, use_reentrant=False, preserve_rng_state=False)
+                state = checkpoint(run, state, use_reentrant=False, preserve_rng_state=False)
             else:
-                state = layer(state)
+                state = run(state)
         return state
 
     def _layer(
-        self, shard: LayerShard, micro: MicroBatch, context: Any, labels: Tensor | None
+        self, layer: LayerSpec, micro: MicroBatch, inputs: Inputs, context: Context, labels: Tensor | None
     ) -> Callable[[State], State]:
-        """Return a layer as a function of its inputs alone, as recomputation needs; the head includes the loss.
+        """Return a layer as a function of its inputs alone, as recomputation needs; the last one includes the loss.
 
         So recomputation does not keep the logits: [B, T, V] in fp32 is larger than many blocks.
         """
 
         def run(state: State) -> State:
-            if self._random and self.model.training:
-                seed_generators(self._seed_of(micro, shard))
-            outputs = self._family.call(self.model, shard, state, context)
-            if shard.kind == "head" and labels is not None:
-                return {"loss": self._family.loss(outputs["logits"], labels)}
+            self._seed(micro, layer.index)
+            outputs = self.composed.call(layer.index, state, inputs, context)
+            if LOGITS in outputs and labels is not None:
+                return {"loss": self.loss(outputs[LOGITS], labels)}
             return outputs
 
         return run
 
-    def _seed_of(self, micro: MicroBatch, shard: LayerShard) -> int:
+    def _seed(self, micro: MicroBatch, layer: int) -> None:
+        """Seed torch's generators for one layer, if the model draws random numbers."""
+        if not (self._random and self.composed.model.training):
+            return
         if self._per_sequence:  # three numbers, so never the seed of another four
             (sample_id,) = micro.sample_ids
-            return mix_seed(self._seed, sample_id, shard.index)
-        return mix_seed(self._seed, micro.step, micro.global_index, shard.index)
+            seed_generators(mix_seed(self._seed_number, sample_id, layer))
+        else:
+            seed_generators(mix_seed(self._seed_number, micro.step, micro.global_index, layer))
 
     def _hook(self, weight: Weight) -> Callable[[nn.Parameter], None]:
         def grad_ready(param: nn.Parameter) -> None:
@@ -195,20 +211,21 @@ class Stage:
         return grad_ready
 
 
-def has_dropout(model: PreTrainedModel) -> bool:
-    """Whether any dropout probability of the model's config is above zero."""
-    options = {key: value for key, value in model.config.to_dict().items() if not key.startswith(_OTHER_HEADS)}
-    return any(value for key, value in options.items() if "drop" in key and isinstance(value, float))
-
-
 class _Pass(NamedTuple):
     """Tensors that the backward of a part of a micro-batch needs."""
 
     rows: slice
     """Rows of the part in the micro-batch."""
-    inputs: State
-    """Autograd leaves that receive gradients."""
+    state: State
+    """Inputs from the previous stage: autograd leaves that receive gradients."""
     outputs: State
+
+
+def _gradients(state: State) -> State:
+    """Return the gradients of the floating-point tensors; zeros where a tensor had no effect."""
+    return {
+        name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in state.items() if x.is_floating_point()
+    }
 
 
 def _join(parts: Sequence[State]) -> State:

@@ -1,34 +1,68 @@
-"""Gradient sync of a weight with copies on two ranks: the embedding on the first stage, the tied head on the last."""
+"""Gradient sync of a weight with copies on several ranks, as of an embedding and a head tied to it."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
 
 from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.link import LinkFactory
 from acsgd.shards.weights import Weight
 
 
-class TiedPair:
-    """One copy of a tied weight, and the links to the rank with the other copy.
+class TiedGroup:
+    """One copy of a tied weight, and the links to the ranks with the other copies.
 
-    Both ranks sum the two gradients after the reduction over replicas. Addition is commutative, so both get the same
-    bits and the copies stay equal.
+    After the reduction over replicas, each rank sends its gradient to all others and adds up all gradients in the order
+    of the ranks. So all get the same bits, and the copies stay equal.
+
+    number: position of the group among those of the model. ranks: global ranks with a copy, in the order of the layers.
     """
 
-    def __init__(self, weight: Weight, factory: LinkFactory, *, boundary: int, peer: int) -> None:
-        self._weight = weight
+    def __init__(self, weight: Weight, factory: LinkFactory, *, number: int, ranks: Sequence[int], rank: int) -> None:
+        self.weight = weight
         spec = TensorSpec(tuple(weight.master.shape), weight.master.dtype)
-        self._outbox, self._inbox = factory.open_tie(boundary, spec, peer=peer)
+        self._ranks = ranks
+        self._rank = rank
+        self._links = {peer: factory.open_tie(number, spec, peer=peer) for peer in ranks if peer != rank}
 
-    def sum_gradients(self, step: int) -> None:
-        """Add the gradient of the other copy to that of this copy, in place."""
-        grad = self._weight.master.grad
-        assert grad is not None, f"{self._weight.key} took no part in the loss"
-        self._inbox.post()
-        self._outbox.send(TransferInfo(step, 0), {"gradient": grad})
-        self._outbox.flush(wait=True)
-        grad += self._inbox.receive(TransferInfo(step, 0))["gradient"]
-        self._outbox.drain()
+    def send(self, step: int) -> None:
+        """Send the gradient of this copy to the other ranks."""
+        for outbox, inbox in self._links.values():
+            inbox.post()
+            outbox.send(TransferInfo(step, 0), {"gradient": self._grad})
+        for outbox, _ in self._links.values():
+            outbox.flush(wait=True)
+
+    def receive(self, step: int) -> None:
+        """Set the gradient of this copy to the sum of those of all copies, in place."""
+        grads = {rank: inbox.receive(TransferInfo(step, 0))["gradient"] for rank, (_, inbox) in self._links.items()}
+        if len(grads) == 1:  # the order of two does not matter
+            self._grad.add_(*grads.values())
+        else:
+            grads[self._rank] = self._grad
+            self._grad.copy_(functools.reduce(torch.add, (grads[rank] for rank in self._ranks)))
+        for outbox, _ in self._links.values():
+            outbox.drain()
 
     def close(self) -> None:
-        """End the thread of the exchange."""
-        self._outbox.close()
+        """End the threads of the exchange."""
+        for outbox, _ in self._links.values():
+            outbox.close()
+
+    @property
+    def _grad(self) -> Tensor:
+        grad = self.weight.master.grad
+        assert grad is not None, f"{self.weight.key} took no part in the loss"
+        return grad
+
+
+def sum_tied_gradients(groups: Sequence[TiedGroup], step: int) -> None:
+    """Sum the gradients of the copies of each tied weight, in place. Sends all before it waits for any."""
+    for group in groups:
+        group.send(step)
+    for group in groups:
+        group.receive(step)

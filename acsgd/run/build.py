@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from collections.abc import Sequence
+
+import torch
 
 from acsgd.codecs.identity import DTYPES
 from acsgd.dp.exchange.peers import Peers
+from acsgd.layers.composed import ComposedModel, Inputs
+from acsgd.layers.skeleton import fill_with_stand_ins
 from acsgd.meter import Meter
 from acsgd.optim.loss_scale import max_targets
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.stage import Stage
-from acsgd.pp.tied_weights import TiedPair
+from acsgd.pp.tied_weights import TiedGroup
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.run.job import Job
 from acsgd.run.session import Session
-from acsgd.shards.layers import meta_model, tied_keys
-from acsgd.shards.load import WeightSource, load_layer
+from acsgd.shards.load import LayerLoader, WeightSource
+from acsgd.shards.weights import Weight
 from acsgd.topology import Groups
 
 
@@ -25,20 +29,19 @@ def build_session(job: Job, source: WeightSource, groups: Groups, cache_plan: Ca
 
     cache_plan: size and place of the activation caches; needed if pp.forward is delta.
     """
-    forward_meter, backward_meter = Meter(), Meter()
-    model = meta_model(job.model.config).train()
-    stages = build_stages(job, model, source, groups)
-    meters = forward_meter, backward_meter
+    model = job.model.task.build(job.model.config)
+    composed = ComposedModel(model, job.model.description)
+    stages = build_stages(job, composed, source, groups)
+    meters = Meter(), Meter()
+    plugins = job.plugins
     factory = LinkFactory(
-        groups.pp, job.streams, job.boundary, job.plugins.forward, job.plugins.backward, *meters, cache_plan
+        groups.pp, job.streams, job.boundaries, plugins.forward, plugins.backward, *meters, cache_plan
     )
     links = _open_links(job, factory)
-    tied = _pair_tied(job, model, stages, factory)
     weights = [weight for stage in stages.values() for weight in stage.weights]
     return Session(
         job=job,
         groups=groups,
-        model=model,
         stages=stages,
         weights=weights,
         pipeline=Pipeline(
@@ -46,41 +49,46 @@ def build_session(job: Job, source: WeightSource, groups: Groups, cache_plan: Ca
             job.eval_actions,
             stages,
             links,
-            tied,
+            _open_tied_groups(job, weights, factory),
+            _placeholders(job),
             exact_steps=job.config.pp.exact_steps,
             exact_eval=job.config.pp.exact_eval,
         ),
         optimizer=job.plugins.optimizer.open(weights, job.config.optim),
-        forward_meter=forward_meter,
-        backward_meter=backward_meter,
+        forward_meter=meters[0],
+        backward_meter=meters[1],
     )
 
 
-def build_stages(job: Job, model: PreTrainedModel, source: WeightSource, groups: Groups) -> dict[int, Stage]:
-    """Load the layers of this rank's stages into `model`, one at a time; all others stay on the meta device."""
-    config, device = job.config, job.streams.device
-    job.model.family.rebuild_buffers(model, device)
+def build_stages(job: Job, composed: ComposedModel, source: WeightSource, groups: Groups) -> dict[int, Stage]:
+    """Load the layers of this rank's stages into the model, one at a time; all others stay on the meta device."""
+    config, device, model = job.config, job.streams.device, composed.model
+    dtype = DTYPES[config.model.dtype]
+    loader = LayerLoader(model, job.model.description, source, device=device, dtype=dtype)
     stages, peers = {}, Peers(groups.dp)
     for index in job.stages:
-        shards = job.model.layers[slice(*job.specs[index])]
-        held = {
-            shard: load_layer(
-                model, shard, source, device=device, dtype=DTYPES[config.model.dtype], embedding=job.model.layers[0]
-            )
-            for shard in shards
-        }
-        weights = [weight for layer in held.values() for weight in layer]
+        layers = [loader.load(layer) for layer in range(*job.specs[index])]
+        weights = [weight for layer in layers for weight in layer.weights]
         stages[index] = Stage(
-            model,
-            job.model.family,
-            held,
+            composed,
+            job.model.task.loss,
+            layers,
             job.plugins.mode.open(weights, peers),
             targets=max_targets(config),
             seed=config.data.seed,
             recompute=config.model.recompute == "layers",
             mask_per_sample=config.model.dropout_mask == "sample",
         )
+    fill_with_stand_ins(model, job.model.description.blocks, device, dtype)
     return stages
+
+
+def _placeholders(job: Job) -> Inputs:
+    """Return inputs of the model of the shapes of a micro-batch, for stages that do not depend on their values."""
+    return {
+        name: torch.zeros([job.sizes[size] for size in sizes], dtype=torch.long, device=job.streams.device)
+        for name, sizes in job.model.task.inputs.items()
+    }
 
 
 def _open_links(job: Job, factory: LinkFactory) -> dict[int, Link]:
@@ -95,20 +103,12 @@ def _open_links(job: Job, factory: LinkFactory) -> dict[int, Link]:
     return links
 
 
-def _pair_tied(job: Job, model: PreTrainedModel, stages: dict[int, Stage], factory: LinkFactory) -> TiedPair | None:
-    """Connect the two copies of a tied weight, if this rank holds one and another rank the other."""
-    first, last = 0, len(job.specs) - 1
-    originals = tied_keys(model).values()
-    weight = next(
-        (
-            weight
-            for index, stage in stages.items()
-            for weight in stage.weights
-            if weight.copy_of is not None or (index == first and weight.key in originals)
-        ),
-        None,
-    )
-    if weight is None or job.rank_of(first) == job.rank_of(last):
-        return None
-    peer = job.rank_of(last if weight.copy_of is None else first)
-    return TiedPair(weight, factory, boundary=last, peer=peer)
+def _open_tied_groups(job: Job, weights: Sequence[Weight], factory: LinkFactory) -> list[TiedGroup]:
+    """Connect the copies of each tied weight that this rank and others hold, in the order of the weights."""
+    by_key = {weight.key: weight for weight in weights}
+    groups = []
+    for number, (key, holders) in enumerate(job.model.description.tied().items()):
+        ranks = list(dict.fromkeys(job.rank_of_layer(layer) for layer in holders))
+        if key in by_key and len(ranks) > 1:
+            groups.append(TiedGroup(by_key[key], factory, number=number, ranks=ranks, rank=job.topology.rank))
+    return groups

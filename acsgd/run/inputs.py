@@ -105,7 +105,7 @@ def open_data(job: Job) -> BatchReader:
         sequence=config.data.sequence,
         micro=config.pp.micro,
         micros=job.micro_ids,
-        wants_tokens=0 in job.stages,
+        wants_inputs=job.wants_inputs,
         wants_labels=len(job.specs) - 1 in job.stages,
         notes=tuple(skipped for _, skipped in corpora if skipped),
     )
@@ -122,7 +122,7 @@ def open_held_out(job: Job) -> HeldOut | None:
         micro=config.pp.micro,
         replicas=topology.replicas,
         replica=topology.replica,
-        wants_tokens=0 in job.stages,
+        wants_inputs=job.wants_inputs,
         wants_labels=len(job.specs) - 1 in job.stages,
     )
 
@@ -130,7 +130,7 @@ def open_held_out(job: Job) -> HeldOut | None:
 def open_weight_source(job: Job) -> WeightSource:
     """Return the initial weights. Converts a Hugging Face directory into the cache if it is not there yet."""
     if job.config.model.init == "scratch":
-        return RandomWeights(job.model.config, job.model.layers, seed=job.config.data.seed)
+        return RandomWeights(job.model.task, job.model.config, job.model.description, seed=job.config.data.seed)
     if (job.model.directory / MANIFEST).is_file():
         return ShardDirectory(job.model.directory)
     files = sorted(
@@ -185,10 +185,10 @@ def plan_activation_caches(job: Job, samples: int, *, run_id: str, fresh: bool) 
     try:
         return plan_caches(
             delta,
-            list(job.boundary.values()),
+            [boundary.values() for boundary in job.boundaries],
             samples=samples,
             per_step=len(job.micro_ids) * job.config.pp.micro,
-            ends=sum((stage > 0) + (stage < len(job.specs) - 1) for stage in job.stages),
+            ends=[cut for stage in job.stages for cut in (stage - 1, stage) if 0 <= cut < len(job.specs) - 1],
             processes=job.local_world_size,
             directory=Path(job.config.log.dir) / "activation-cache",
             replica=job.topology.replica,

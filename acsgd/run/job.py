@@ -25,6 +25,7 @@ from acsgd.io.sampling.sampler import deal
 from acsgd.io.sources.sources import WeightedSource, parse_sources
 from acsgd.io.telemetry.wandb_log import check_installed
 from acsgd.launch import Launch
+from acsgd.layers.description import LayerSpec, ModelLayers
 from acsgd.notes import print_note, report_if_slow
 from acsgd.pp.schedules.actions import Action, Program, forwards
 from acsgd.pp.schedules.lowering import lower
@@ -35,13 +36,12 @@ from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.limits import check_computes, check_directories, check_memory, check_reading, check_sequence
 from acsgd.run.plugins import Plugins, check_capabilities, parse_plugins
-from acsgd.shards import family_of
-from acsgd.shards.config import parameter_count
+from acsgd.shards.config import longest_sequence, parameter_count
 from acsgd.shards.hub import open_model
-from acsgd.shards.layers import LayerShard, ModelFamily
 from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams, open_streams
+from acsgd.tasks import TASKS, Task
 from acsgd.topology import Topology
 
 
@@ -53,9 +53,13 @@ class RunModel(NamedTuple):
     config: PreTrainedConfig
     num_parameters: int
     """Number of parameters of the whole model."""
-    family: ModelFamily
-    layers: tuple[LayerShard, ...]
-    """All layers of the model, first to last."""
+    task: Task
+    description: ModelLayers
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """All layers of the model, first to last."""
+        return self.description.layers
 
     def describe_size(self) -> str:
         """Return the size in words, for messages."""
@@ -131,11 +135,26 @@ class Job:
         form = to_spec(codec.first_codec, codecs.CODECS) if isinstance(codec, Delta) else pp.forward
         return ", sent exactly" if pp.exact_eval or form == "none" else f", sent as {form}"
 
+    def rank_of_layer(self, layer: int) -> int:
+        """Return the global rank that holds a layer of this rank's pipeline."""
+        return self.rank_of(next(stage for stage, spec in enumerate(self.specs) if spec.first <= layer < spec.last))
+
     @property
-    def boundary(self) -> dict[str, TensorSpec]:
-        """Shapes and dtypes of the tensors that a stage sends to the next, per micro-batch, by name."""
-        shapes = self.model.family.boundary(self.model.config, self.config.pp.micro, self.config.data.sequence)
-        return {name: TensorSpec(shape, DTYPES[self.config.model.dtype]) for name, shape in shapes.items()}
+    def sizes(self) -> dict[str, int]:
+        """Sizes of a micro-batch, by the symbols of shapes."""
+        return _sizes(self.config)
+
+    @property
+    def boundaries(self) -> list[dict[str, TensorSpec]]:
+        """By boundary, shapes and dtypes of the tensors that a stage sends to the next, per micro-batch, by name."""
+        sizes, dtype = self.sizes, DTYPES[self.config.model.dtype]
+        cuts = [self.model.description.boundary(spec.first) for spec in self.specs[1:]]
+        return [{name: TensorSpec(*shape.resolve(sizes, dtype)) for name, shape in cut.items()} for cut in cuts]
+
+    @property
+    def wants_inputs(self) -> bool:
+        """Whether this rank needs the values of the model's inputs, not only their shapes."""
+        return 0 in self.stages or bool(self.model.description.context_inputs)
 
     @property
     def cache_dir(self) -> Path:
@@ -198,14 +217,18 @@ def prepare(config: Config, launch: Launch) -> Job:
 def _open_model(config: Config, launch: Launch, streams: Streams) -> RunModel:
     """Find the model. Raises ValueError if it is invalid, or does not fit the sequence length or the memory."""
     directory, model_config = open_model(config.model)
-    family = family_of(model_config.model_type)
-    check_sequence(config.data.sequence, family.longest(model_config))
+    task = TASKS["lm"]
+    check_sequence(config.data.sequence, longest_sequence(model_config))
     num_parameters = parameter_count(model_config)
     check_memory(num_parameters, config.pp.stages, launch.local_world_size, streams)
-    return RunModel(directory, model_config, num_parameters, family, tuple(family.layers(model_config)))
+    return RunModel(directory, model_config, num_parameters, task, task.layers(model_config))
 
 
-def _span(shards: Sequence[LayerShard]) -> str:
+def _sizes(config: Config) -> dict[str, int]:
+    return {"batch": config.pp.micro, "sequence": config.data.sequence}
+
+
+def _span(shards: Sequence[LayerSpec]) -> str:
     """Return the names of the first and last layer of a stage: "embed .. block-00002"."""
     return shards[0].name if len(shards) == 1 else f"{shards[0].name} .. {shards[-1].name}"
 
@@ -243,5 +266,5 @@ def _plan(config: Config, model: RunModel, stages: int, streams: Streams) -> lis
         return plan_blocks(config.pp.layers, num_layers - 2, stages)
     if stages == 1:
         return [StageSpec(0, num_layers)]
-    costs = layer_costs(model.family, model.config, sequence=config.data.sequence, device=streams.device.type)
-    return plan(costs, stages)
+    device = streams.device.type
+    return plan(layer_costs(model.task, model.config, model.description, _sizes(config), device=device), stages)

@@ -46,9 +46,9 @@ def check_reading(config: Config, micros: int, processes: int) -> None:
         )
 
 
-def check_sequence(sequence: int, longest: int) -> None:
-    """Raise ValueError if sequences are longer than the model's maximum length."""
-    if sequence > longest:
+def check_sequence(sequence: int, longest: int | None) -> None:
+    """Raise ValueError if sequences are longer than the model's maximum length, if it has one."""
+    if longest is not None and sequence > longest:
         raise ValueError(
             f"data.sequence={sequence} exceeds the model's maximum length; use data.sequence={longest} or less"
         )

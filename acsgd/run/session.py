@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
@@ -72,8 +71,6 @@ class Session:
 
     job: Job
     groups: Groups
-    model: PreTrainedModel
-    """The layers of this rank; all others are on the meta device."""
     stages: dict[int, Stage]
     weights: list[Weight]
     """Weights of all stages of this rank."""

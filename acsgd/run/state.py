@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from acsgd.run.inputs import Inputs
 from acsgd.run.job import Job
 from acsgd.run.session import Session
 from acsgd.shards.disk import ShardDirectory
-from acsgd.shards.layers import LayerShard, stored_weights, tied_keys
+from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import Weight, WeightState
 from acsgd.topology import Groups
 
@@ -72,16 +73,17 @@ def layer_states(session: Session) -> list[LayerState]:
 
 def _stage_states(stage: Stage, optimizer: Optimizer) -> Iterator[LayerState]:
     global_weights, replica_state = stage.sync.global_weights(), stage.sync.state_dict()
-    for shard, weights in stage.layers.items():
-        originals = [weight for weight in weights if weight.copy_of is None]
-        replica = _of_keys(replica_state, {weight.key for weight in weights})
+    for layer in stage.layers:
+        originals = [weight for weight in layer.weights if not weight.is_copy]
+        replica = _of_keys(replica_state, {weight.key for weight in layer.weights})
+        name, index = layer.spec.name, layer.spec.index
         if global_weights is None:
             masters = {weight.key: weight.master for weight in originals}
-            yield LayerState(shard.name, shard.index, masters, optimizer.state_of(originals), replica)
+            yield LayerState(name, index, masters | layer.constants, optimizer.state_of(originals), replica)
         else:  # each replica has its own optimizer state
             model = {weight.key: global_weights[weight.key] for weight in originals}
-            local = {LOCAL_OPTIMIZER + name: by_key for name, by_key in optimizer.state_of(weights).items()}
-            yield LayerState(shard.name, shard.index, model, {}, replica | local)
+            local = {LOCAL_OPTIMIZER + name: by_key for name, by_key in optimizer.state_of(layer.weights).items()}
+            yield LayerState(name, index, model | layer.constants, {}, replica | local)
 
 
 @torch.no_grad()
@@ -92,10 +94,10 @@ def restore(session: Session, checkpoint: Checkpoint) -> Progress:
     """
     for stage in session.stages.values():
         replicas: list[WeightState] = []
-        for shard, weights in stage.layers.items():
-            _restore_layer(session, checkpoint.shards, shard, weights)
-            states = _replica_states(session, checkpoint.shards, shard, stage)
-            _restore_local_optimizer(session, weights, states)
+        for layer in stage.layers:
+            _restore_layer(session, checkpoint.shards, layer)
+            states = _replica_states(session, checkpoint.shards, layer)
+            _restore_local_optimizer(session, layer.weights, states)
             _merge_layer(replicas, states)
         stage.sync.load_state_dict(replicas)
     progress = checkpoint.run.progress
@@ -107,44 +109,49 @@ def check_files(job: Job, checkpoint: Checkpoint) -> None:
 
     Raises CorruptFileError for the first that is corrupt or holds tensors that do not fit.
     """
-    layers = {shard for index in job.stages for shard in job.model.layers[slice(*job.specs[index])]}
-    if len(job.specs) - 1 in job.stages:
-        layers.add(job.model.layers[0])  # a tied head is restored from the embedding
     contents = Contents.of(checkpoint.shards, job.model.config)
-    for layer in sorted(layers, key=lambda layer: layer.index):
+    for layer in sorted(_layers_read(job)):
         contents.check(layer)
     if job.topology.rank == 0:
         for file in checkpoint.shards.manifest.model_files:
             checkpoint.shards.verify(file)
 
 
-def _restore_layer(session: Session, checkpoint: ShardDirectory, shard: LayerShard, weights: Sequence[Weight]) -> None:
-    tensors = checkpoint.tensors(shard.name, stored_weights(session.model, shard))
-    state = checkpoint.state(shard.name)
-    embedding = session.job.model.layers[0].name
-    for weight in weights:
-        if weight.copy_of is None:
-            weight.master.copy_(tensors[weight.key])
-            session.optimizer.load_state_of(weight, state, weight.key)
-        else:
-            weight.master.copy_(checkpoint.tensor(embedding, weight.copy_of))
-            session.optimizer.load_state_of(weight, checkpoint.state(embedding), weight.copy_of)
+def _layers_read(job: Job) -> set[int]:
+    """Return the layers whose files this rank reads: its own, those of tied weights, and that of the outer buffers."""
+    description = job.model.description
+    own = {layer for index in job.stages for layer in range(*job.specs[index])}
+    tied = {holders[0] for holders in description.tied().values() if own & {*holders}}
+    return own | tied | ({len(description.layers) - 1} if description.layers[-1].buffers else set())
+
+
+def _restore_layer(session: Session, checkpoint: ShardDirectory, layer: LoadedLayer) -> None:
+    description = session.job.model.description
+    read = functools.cache(lambda name: (checkpoint.read(checkpoint.file_of(name)), checkpoint.state(name)))
+    for weight in layer.weights:
+        tensors, state = read(description.first_holder(weight.key).name)
+        weight.master.copy_(tensors[weight.key])
+        session.optimizer.load_state_of(weight, state, weight.key)
         if weight.param is not weight.master:
             weight.param.copy_(weight.master)
 
 
-def _replica_states(session: Session, checkpoint: ShardDirectory, shard: LayerShard, stage: Stage) -> list[WeightState]:
-    """Return the saved state of each replica for one layer, adapted to the tied copies that this run has."""
-    saved, embedding = checkpoint.replica_states(shard.name), session.job.model.layers[0]
-    for weight in stage.layers[shard]:
-        if weight.copy_of is not None:
-            original = checkpoint.replica_states(embedding.name)
-            table = [*session.job.plugins.mode.states, *_local_states(session.job.plugins.optimizer)]
-            add_tied_copy(table, saved, original, weight.key, weight.copy_of)
-    if shard == embedding and session.job.topology.stages == 1:
-        copies = checkpoint.replica_states(session.job.model.layers[-1].name)
-        for key, copy_of in tied_keys(session.model).items():
-            merge_tied_copy(session.job.plugins.mode.states, saved, copies, key, copy_of)
+def _replica_states(session: Session, checkpoint: ShardDirectory, layer: LoadedLayer) -> list[WeightState]:
+    """Return the saved state of each replica for one layer, adapted to the copies of tied weights that this run has."""
+    job = session.job
+    saved = checkpoint.replica_states(layer.spec.name)
+    table = [*job.plugins.mode.states, *_local_states(job.plugins.optimizer)]
+    for weight in layer.weights:
+        if not weight.is_tied:
+            continue
+        holders = job.model.description.tied()[weight.key]
+        here = [index for index in holders if job.rank_of_layer(index) == job.topology.rank]
+        if weight.is_copy:
+            first = checkpoint.replica_states(job.model.layers[holders[0]].name)
+            add_tied_copy(table, saved, first, weight.key)
+        for index in here[1:]:
+            copies = checkpoint.replica_states(job.model.layers[index].name)
+            merge_tied_copy(job.plugins.mode.states, saved, copies, weight.key)
     return saved
 
 

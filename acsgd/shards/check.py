@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from acsgd.errors import CorruptFileError
+from acsgd.shards.layer_tensors import LayerTensors
 
 FLOATING = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 """Dtypes of the weights of a converted model; those of a checkpoint are fp32."""
@@ -21,6 +22,8 @@ class Expected(NamedTuple):
     shape: tuple[int, ...] | None
     """None = any."""
     required: bool = True
+    is_trained: bool = True
+    """Whether its dtype and its values matter: constants of a model may be integers or infinite."""
     non_negative: bool = False
     may_be_nan: bool = False
 
@@ -29,9 +32,10 @@ ANY = Expected(None, required=False, may_be_nan=True)
 """A tensor that nothing is known of."""
 
 
-def expected_weights(weights: Mapping[str, Tensor]) -> dict[str, Expected]:
-    """Return what the tensors of some weights must be. weights: by key, on any device."""
-    return {key: Expected(tuple(weight.shape)) for key, weight in weights.items()}
+def expected_tensors(stored: LayerTensors) -> dict[str, Expected]:
+    """Return what the tensors of a layer must be."""
+    weights = {key: Expected(tuple(weight.shape)) for key, weight in stored.weights.items()}
+    return weights | {key: Expected(tuple(x.shape), is_trained=False) for key, x in stored.constants.items()}
 
 
 def check_tensors(
@@ -56,6 +60,8 @@ def _problem(tensor: Tensor, expected: Expected, dtypes: Collection[torch.dtype]
     """Return what is wrong with a tensor, None if nothing is."""
     if expected.shape is not None and tensor.shape != expected.shape:
         return f"has shape {list(tensor.shape)}, expected {list(expected.shape)}"
+    if not expected.is_trained:
+        return None
     if tensor.dtype not in dtypes:
         return f"has dtype {_name(tensor.dtype)}, expected {' or '.join(sorted(map(_name, dtypes)))}"
     if not tensor.numel():

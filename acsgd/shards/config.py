@@ -14,7 +14,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from acsgd.layers.description import LayersError, ModelLayers
-from acsgd.layers.trace import trace
+from acsgd.layers.trace import on_fake_tensors, trace
 from acsgd.shards.files import blame, read_json_object
 from acsgd.tasks import TASKS, Task
 
@@ -76,6 +76,12 @@ def derive_layers(directory: Path, config: PreTrainedConfig, task: str) -> Model
         except LayersError as error:
             reason = str(error)
     raise LayersError(f"{path} describes a model that cannot be divided into layers: {reason}; give another model")
+
+
+def longest_sequence(config: PreTrainedConfig) -> int | None:
+    """Return the maximum sequence length of a model, tokens; None if it has none."""
+    longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return longest
 
 
 def parameter_count(config: PreTrainedConfig, task: str = "lm") -> int:
@@ -153,7 +159,9 @@ def _run_one_block(config: PreTrainedConfig, task: Task) -> None:
 
 def _run(config: PreTrainedConfig, task: Task) -> None:
     with contextlib.suppress(LayersError), _no_logs():  # raised again, with the reason, where the layers are derived
-        trace(task.build(config), task.inputs, PROBE)
+        model = task.build(config)
+        with on_fake_tensors(model):
+            trace(model, task.inputs, PROBE)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from acsgd.shards.check import first_names
 from acsgd.shards.config import derive_layers
 from acsgd.shards.disk import VERSION, Manifest, copy_model_files, write_layer
 from acsgd.shards.journal import Journal
-from acsgd.shards.locate import HFModel, open_hf, stored_names
+from acsgd.shards.locate import HFModel, open_hf
 from acsgd.shards.writer import bytes_of
 
 Report = Callable[[int, int], object]
@@ -33,23 +33,24 @@ def from_hf(source: Path, target: Path, *, task: str = "lm", report: Report = la
     parameter is not finite, LayersError if the model cannot be divided into layers.
     """
     opened = open_hf(source, task)
-    names_by_layer = stored_names(derive_layers(source, opened.config, task))
+    model = derive_layers(source, opened.config, task)
     if opened.new:
         print_note(f"{source} lacks {first_names(opened.new)}: a new head is initialised")
     sizes = {key: sum(bytes_of(x.header) for x in at.sources.values()) for key, at in opened.tensors.items()}
     done, total = 0, sum(sizes.values())
     journal = Journal(target, _identity(source, task))
-    layers = {}
-    for layer, names in names_by_layer.items():
+    files = {}
+    for layer, names in model.stored().items():
         entry = journal.find(layer)
         if entry is None:
             entry = write_layer(target, layer, _read(opened, names, source))
             journal.add(layer, entry)
-        layers[layer] = entry
+        files[layer] = entry
         done += sum(sizes.get(name, 0) for name in names)
         report(done, total)
     journal.remove()
-    Manifest(step=0, layers=layers, replicas={}, model_files=copy_model_files(source, target), run=None).write(target)
+    copied = copy_model_files(source, target)
+    Manifest(0, task, model, files, replicas={}, model_files=copied, run=None).write(target)
 
 
 def _identity(source: Path, task: str) -> str:

@@ -29,14 +29,16 @@ from torch import Tensor
 from acsgd.atomic import fsync_directory
 from acsgd.errors import CorruptFileError
 from acsgd.fields import Natural, from_json
-from acsgd.shards.check import FLOATING, check_tensors, expected_weights
+from acsgd.layers.description import ModelLayers
+from acsgd.shards.check import FLOATING, check_tensors, expected_tensors
 from acsgd.shards.files import check_file_name, open_tensors, unusable
+from acsgd.shards.layer_tensors import LayerTensors
 from acsgd.shards.weights import WeightState
 from acsgd.shards.writer import save_tensors
 
 MANIFEST = "manifest.json"
 FORMAT = "acsgd-shards"
-VERSION = 3
+VERSION = 4
 
 MODEL_FILES = (
     "config.json",
@@ -73,6 +75,10 @@ class Manifest:
 
     step: Natural
     """Number of optimizer steps trained."""
+    task: str
+    """Task of the model, which determines its head."""
+    model: ModelLayers
+    """Layers of the model, as derived when it was converted."""
     layers: dict[str, StoredFile]
     """File of each layer, first layer first."""
     replicas: dict[str, list[StoredFile]]
@@ -179,15 +185,15 @@ class ShardDirectory:
         self.step = self.manifest.step
         self._verified: set[str] = set()
 
-    def tensors(self, layer: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Read all parameters of one layer; the tensors lie in the memory-mapped file.
+    def tensors(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
+        """Read all tensors of one layer of the model; they lie in the memory-mapped file.
 
-        weights: the parameters of the layer, by key, for their shapes. Raises CorruptFileError if the file is corrupt,
+        stored: their names and shapes. Raises CorruptFileError if the file is corrupt,
         or if its parameters are others, are not floating-point numbers, or are not finite.
         """
         entry = self.file_of(layer)
         tensors = {key: tensor for key, tensor in self.read(entry).items() if "/" not in key}
-        check_tensors(self.path / entry.file, tensors, expected_weights(weights), FLOATING, is_complete=True)
+        check_tensors(self.path / entry.file, tensors, expected_tensors(stored), FLOATING, is_complete=True)
         return tensors
 
     def tensor(self, layer: str, key: str) -> Tensor:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from acsgd.shards.config import derive_layers
 from acsgd.shards.convert import Report
 from acsgd.shards.disk import ShardDirectory, copy_model_files
 from acsgd.shards.files import TensorHeader, tensor_headers
-from acsgd.shards.locate import open_shards, stored_names, tensor_of
+from acsgd.shards.layer_tensors import layer_tensors
+from acsgd.shards.locate import open_shards, tensor_of
 from acsgd.shards.model_card import model_card
 from acsgd.shards.names import to_files
 from acsgd.shards.stored import INDEX, SINGLE
@@ -40,12 +40,12 @@ def to_hf(
     shard_bytes: maximum size of a file with several tensors. Raises as `open_shards`.
     """
     directory, config = open_shards(source)
-    model = TASKS["lm"].build(config)
-    layers = stored_names(derive_layers(source, config, "lm"))
-    headers = {layer: _headers(directory, layer, names, model, dtype) for layer, names in layers.items()}
+    task, layers = directory.manifest.task, directory.manifest.model
+    model = TASKS[task].build(config)
+    headers = {layer: _headers(directory, layer, names, model, dtype) for layer, names in layers.stored().items()}
     files = _Files(target, {name: header for each in headers.values() for name, header in each.items()}, shard_bytes)
-    for layer, names in layers.items():
-        tensors = directory.tensors(layer, {name: tensor_of(model, name) for name in names})
+    for layer in layers.layers:
+        tensors = directory.tensors(layer.name, layer_tensors(model, layers, layer.index))
         for name, tensor in to_files(model, _cast(tensors, model, dtype)).items():
             files.write(name, tensor)
             report(files.done, files.total)
@@ -56,7 +56,7 @@ def to_hf(
     if len(floating := {each for each in dtypes if each.is_floating_point}) == 1:
         config.dtype = floating.pop()
     config.save_pretrained(target)
-    (target / "README.md").write_text(model_card(config, directory.manifest, "lm"))
+    (target / "README.md").write_text(model_card(config, directory.manifest, task))
 
 
 class _Files:

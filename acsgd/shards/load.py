@@ -1,31 +1,101 @@
-"""Load single layers of a meta-device model onto a device, from layer shards or with random weights."""
+"""Load single layers of a model whose parameters are on the meta device, from layer shards or with random weights."""
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from acsgd.layers.description import LayerSpec, ModelLayers
+from acsgd.layers.skeleton import move_buffers, parameter_names, set_buffer, set_tied_parameter
 from acsgd.seeds import mix_seed
-from acsgd.shards.layers import LayerShard, meta_model, parameter_keys, stored_weights, tied_keys
+from acsgd.shards.layer_tensors import LayerTensors, layer_tensors
 from acsgd.shards.weights import Weight
+from acsgd.tasks import Task
 
 
 class WeightSource(Protocol):
-    """Source of the weights of layers."""
+    """Source of the tensors of layers."""
 
-    def tensors(self, layer: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return all tensors of one layer, of the shapes of its parameters. weights: these, by key."""
+    def tensors(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
+        """Return all tensors of one layer. stored: their names and shapes."""
         ...
 
     def tensor(self, layer: str, key: str) -> Tensor:
         """Return one tensor of one layer."""
         ...
+
+
+class LoadedLayer(NamedTuple):
+    """The tensors of a layer on this rank."""
+
+    spec: LayerSpec
+    weights: list[Weight]
+    """Without tied parameters that an earlier layer on this rank has."""
+    constants: dict[str, Tensor]
+    """Tensors stored with the layer that are not trained, by name."""
+
+
+class LayerLoader:
+    """Loads layers of one model, one at a time.
+
+    model: its parameters are on the meta device; changed in place. dtype: of the parameters; master weights are fp32.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: ModelLayers,
+        source: WeightSource,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._model = model
+        self._layers = layers
+        self._source = source
+        self._device = device
+        self._dtype = dtype
+        self._names = parameter_names(model)
+        self._holders = layers.holders()
+        move_buffers(model, device)
+        self._load_outer_buffers()
+
+    def load(self, index: int) -> LoadedLayer:
+        """Load the tensors of a layer. A tied parameter is one object in all layers on this rank."""
+        layer, stored = self._layers.layers[index], layer_tensors(self._model, self._layers, index)
+        tensors = self._source.tensors(layer.name, stored)
+        absent = [key for key in layer.parameters if self._model.get_parameter(key).device.type == "meta"]
+        weights = []
+        for key in absent:
+            first = self._holders[key][0]
+            tensor = tensors[key] if first == index else self._source.tensor(self._layers.layers[first].name, key)
+            param = nn.Parameter(_copy(tensor, self._device, self._dtype), requires_grad=key not in self._layers.frozen)
+            set_tied_parameter(self._model, self._names[key], param)
+            if param.requires_grad:
+                weights.append(self._weight(key, param, tensor, is_copy=first != index))
+        for key in layer.buffers:
+            set_buffer(self._model, key, tensors[key].to(self._device))
+        return LoadedLayer(layer, weights, {key: tensors[key] for key in stored.constants})
+
+    def _weight(self, key: str, param: nn.Parameter, tensor: Tensor, *, is_copy: bool) -> Weight:
+        master = param if self._dtype == torch.float32 else nn.Parameter(_copy(tensor, self._device, torch.float32))
+        return Weight(key, param, master, is_copy=is_copy, is_tied=len(self._holders[key]) > 1)
+
+    def _load_outer_buffers(self) -> None:
+        """Load the stored buffers outside of blocks, which any layer may use, from the file of the last layer."""
+        last = self._layers.layers[-1]
+        for key in last.buffers:
+            set_buffer(self._model, key, self._source.tensor(last.name, key).to(self._device))
+
+
+def _copy(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a copy; the tensor lies in a memory-mapped file."""
+    return tensor.to(device=device, dtype=dtype, copy=True)
 
 
 class RandomWeights:
@@ -34,61 +104,47 @@ class RandomWeights:
     Reseeds torch's global generators.
     """
 
-    def __init__(self, config: PreTrainedConfig, shards: Sequence[LayerShard], *, seed: int) -> None:
+    def __init__(self, task: Task, config: PreTrainedConfig, layers: ModelLayers, *, seed: int) -> None:
+        self._task = task
         self._config = config
-        self._shards = {shard.name: shard for shard in shards}
+        self._layers = layers
         self._seed = seed
 
     @functools.cached_property
     def _model(self) -> PreTrainedModel:
-        return meta_model(self._config)
+        return self._task.build(self._config)
 
-    @torch.no_grad()
-    def tensors(self, layer: str, weights: Collection[str]) -> dict[str, Tensor]:
-        shard = self._shards[layer]
-        torch.manual_seed(mix_seed(self._seed, shard.index))
-        drawn: dict[str, Tensor] = {}
-        for path in shard.modules:
-            module = copy.deepcopy(self._model.get_submodule(path)).to_empty(device="cpu")
-            module.apply(self._model._init_weights)
-            drawn |= {f"{path}.{name}": param.detach().float() for name, param in module.named_parameters()}
-        return {key: drawn[key] for key in weights}
+    def tensors(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
+        drawn = self._draw(layer)
+        return {key: drawn[key] for key in (*stored.weights, *stored.constants)}
 
     def tensor(self, layer: str, key: str) -> Tensor:
-        return self.tensors(layer, [key])[key]
+        return self._draw(layer)[key]
+
+    @torch.no_grad()
+    def _draw(self, layer: str) -> dict[str, Tensor]:
+        """Return the tensors that are stored with a layer; leaves the model as it was."""
+        index, model, names = self._layers.index(layer), self._model, parameter_names(self._model)
+        keys = self._layers.own_parameters(index)
+        on_meta = {key: model.get_parameter(key) for key in keys}
+        try:
+            for key, param in on_meta.items():
+                set_tied_parameter(model, names[key], nn.Parameter(torch.empty_like(param, device="cpu")))
+            torch.manual_seed(mix_seed(self._seed, index))
+            if (block := self._layers.layers[index].block) is not None:
+                model.get_submodule(block).apply(model._init_weights)
+            else:
+                _apply_outside(model, {model.get_submodule(path) for path in self._layers.blocks}, model._init_weights)
+            params = {key: model.get_parameter(key).detach().float() for key in keys}
+            return params | {key: model.get_buffer(key) for key in self._layers.layers[index].buffers}
+        finally:
+            for key, param in on_meta.items():
+                set_tied_parameter(model, names[key], param)
 
 
-def load_layer(
-    model: PreTrainedModel,
-    shard: LayerShard,
-    source: WeightSource,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    embedding: LayerShard,
-) -> list[Weight]:
-    """Replace the meta parameters of one layer of `model`, in place, by loaded ones; return its weights.
-
-    embedding: the layer that holds the originals of tied parameters. A tied parameter becomes the same object as its
-    original if that is loaded on this rank, else a copy with `copy_of` set.
-    """
-    weights = []
-    stored = source.tensors(shard.name, stored_weights(model, shard))
-    tied = tied_keys(model)
-    for key in parameter_keys(model, shard):
-        original = tied.get(key)
-        if original is not None and model.get_parameter(original).device.type != "meta":
-            _set_parameter(model, key, model.get_parameter(original))
-            continue
-        tensor = stored[key] if original is None else source.tensor(embedding.name, original)
-        # copies, because `tensor` lies in a memory-mapped file
-        master = nn.Parameter(tensor.to(device=device, dtype=torch.float32, copy=True))
-        param = master if dtype == torch.float32 else nn.Parameter(tensor.to(device=device, dtype=dtype, copy=True))
-        _set_parameter(model, key, param)
-        weights.append(Weight(key, param, master, original, is_tied=original is not None or key in tied.values()))
-    return weights
-
-
-def _set_parameter(model: PreTrainedModel, key: str, param: nn.Parameter) -> None:
-    path, _, name = key.rpartition(".")
-    setattr(model.get_submodule(path), name, param)
+def _apply_outside(module: nn.Module, blocks: set[nn.Module], function: Callable[[nn.Module], object]) -> None:
+    """Apply a function to all modules but blocks, as `nn.Module.apply` does: to children first."""
+    for child in module.children():
+        if child not in blocks:
+            _apply_outside(child, blocks, function)
+    function(module)

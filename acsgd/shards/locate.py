@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from acsgd.layers.description import ModelLayers
 from acsgd.shards.check import first_names
-from acsgd.shards.config import CONFIG, MANY_BLOCKS, derive_layers, number_of_blocks, read_config
+from acsgd.shards.config import CONFIG, MANY_BLOCKS, number_of_blocks, read_config
 from acsgd.shards.disk import MANIFEST, ShardDirectory, model_files
 from acsgd.shards.files import tensor_headers
 from acsgd.shards.names import Conversion, conversions, names_in_files
@@ -88,16 +87,16 @@ def open_shards(directory: Path) -> tuple[ShardDirectory, PreTrainedConfig]:
     """
     shards = ShardDirectory(directory)
     shards.verify_model_files()
-    config = read_config(directory)
+    config = read_config(directory, shards.manifest.task)
     model_files(directory)
-    layers = stored_names(derive_layers(directory, config, "lm"))
+    layers = shards.manifest.model.stored()
     if [*shards.manifest.layers] != [*layers]:
         first, *_, last = layers
         raise ValueError(
             f"{directory / MANIFEST} lists {len(shards.manifest.layers)} layers, config.json describes {len(layers)} "
             f"({first} .. {last}); restore the directory from a copy"
         )
-    model = TASKS["lm"].build(config)
+    model = TASKS[shards.manifest.task].build(config)
     for layer, names in layers.items():
         path = directory / shards.file_of(layer).file
         headers = tensor_headers(path)
@@ -107,17 +106,6 @@ def open_shards(directory: Path) -> tuple[ShardDirectory, PreTrainedConfig]:
                 _check_dtype(stored, tensor)
                 _check_shape(stored, tensor.shape)
     return shards, config
-
-
-def stored_names(layers: ModelLayers) -> dict[str, list[str]]:
-    """Return the names of the tensors in the file of each layer, first layer first."""
-    holders, last = layers.holders(), layers.layers[-1]
-    return {
-        layer.name: [key for key in layer.parameters if holders[key][0] == layer.index]
-        + list(layers.unused if layer is last else ())
-        + list(layer.buffers)
-        for layer in layers.layers
-    }
 
 
 def tensor_of(model: PreTrainedModel, name: str) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedConfig
 
-from acsgd.shards.layers import LayerShard, ModelFamily, meta_model
+from acsgd.layers.composed import ComposedModel, State
+from acsgd.layers.description import LOGITS, ModelLayers
+from acsgd.layers.skeleton import experts_without_values
+from acsgd.layers.trace import on_fake_tensors
+from acsgd.tasks import Task
 
 FLOPS_PER_BYTE = {"cpu": 8.0, "cuda": 200.0}
 """Arithmetic operations in the time that a device takes to write one byte of output. CPU: from timings of single blocks
@@ -67,45 +71,50 @@ def plan_blocks(blocks: Sequence[int], num_blocks: int, stages: int) -> list[Sta
     return [StageSpec(first, last) for first, last in itertools.pairwise(cuts)]
 
 
-def layer_costs(family: ModelFamily, config: PreTrainedConfig, *, sequence: int, device: str) -> list[float]:
-    """Estimate the cost of forward and backward of each layer on one sequence, in arithmetic operations.
+def layer_costs(
+    task: Task, config: PreTrainedConfig, layers: ModelLayers, sizes: Mapping[str, int], *, device: str
+) -> list[float]:
+    """Estimate the cost of forward and backward of each layer on one micro-batch, in arithmetic operations.
 
-    Runs the layers on the meta device, which needs no memory: cost = operations of the matrix products + bytes of all
-    outputs * FLOPS_PER_BYTE[device]. Of layers with equal modules only one is run. device: "cpu" or "cuda".
+    Runs the layers on fake tensors, which need no memory: cost = operations of the matrix products + bytes of all
+    outputs * FLOPS_PER_BYTE[device]. Of equal blocks only one is run. sizes: of the micro-batch. device: "cpu" or
+    "cuda".
     """
-    model = meta_model(config)
-    family.rebuild_buffers(model, torch.device("meta"))
-    state = {"tokens": torch.empty(1, sequence, dtype=torch.long, device="meta")}
-    context: Any = None
-    cost_by_modules: dict[str, float] = {}
-    costs = []
-    for shard in family.layers(config):
-        modules = repr([model.get_submodule(path) for path in shard.modules])
-        if modules in cost_by_modules:
-            costs.append(cost_by_modules[modules])  # its output has the shape of `state`
-            continue
-        with FlopCounterMode(display=False) as flops, _OutputBytes() as outputs:
-            if shard.kind == "block" and context is None:
-                context = family.context(model, state)
-            out = family.call(model, shard, _detached(state), context)
-            total = sum(_scalar(family, shard, tensor) for tensor in out.values())
-            assert isinstance(total, Tensor)
-            total.backward()
-        cost_by_modules[modules] = flops.get_total_flops() + FLOPS_PER_BYTE[device] * outputs.bytes
-        costs.append(cost_by_modules[modules])
-        state = out
+    model = task.build(config)
+    with on_fake_tensors(model), experts_without_values(model):
+        inputs = {
+            name: torch.ones([sizes[dim] for dim in dims], dtype=torch.long) for name, dims in task.inputs.items()
+        }
+        composed = ComposedModel(model, layers)
+        with torch.no_grad():  # each layer has a backward of its own
+            context = composed.context(inputs, range(len(layers.layers)))
+        state: State = {}
+        known: dict[str, tuple[float, State]] = {}
+        costs = []
+        for layer in layers.layers:
+            kind = repr(model.get_submodule(layer.block)) if layer.block and not layer.runs_forward else layer.name
+            key = repr((kind, {name: x.shape for name, x in state.items()}))
+            if key not in known:
+                with FlopCounterMode(display=False) as flops, _OutputBytes() as outputs:
+                    out = composed.call(layer.index, _detached(state), inputs, context)
+                    _backward(task, out)
+                known[key] = flops.get_total_flops() + FLOPS_PER_BYTE[device] * outputs.bytes, _detached(out)
+            cost, state = known[key]
+            costs.append(cost)
     return costs
 
 
-def _detached(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _detached(state: State) -> State:
     return {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in state.items()}
 
 
-def _scalar(family: ModelFamily, shard: LayerShard, out: Tensor) -> Tensor:
-    """Reduce a layer's output to a scalar for backward."""
-    if shard.kind == "head":
-        return family.loss(out, torch.empty(out.shape[:-1], dtype=torch.long, device="meta"))
-    return out.sum()
+def _backward(task: Task, out: State) -> None:
+    """Run the backward of a layer, of the last one from the loss."""
+    if LOGITS in out:
+        logits = out[LOGITS]
+        task.loss(logits, torch.zeros(logits.shape[:-1], dtype=torch.long)).backward()
+    else:
+        torch.stack([x.float().sum() for x in out.values() if x.requires_grad]).sum().backward()
 
 
 class _OutputBytes(TorchDispatchMode):

@@ -12,15 +12,15 @@ class Weight(NamedTuple):
     """A parameter of a layer on this rank."""
 
     key: str
-    """Hugging Face name."""
+    """Name in the Hugging Face model; of a tied parameter, the first."""
     param: nn.Parameter
     """Used in forward and backward, in the dtype of the run."""
     master: nn.Parameter
     """fp32 master weight with the gradient; updated by the optimizer. The same object as `param` in an fp32 run."""
-    copy_of: str | None = None
-    """Key of the tied original, if this is a copy because the original is on another rank."""
+    is_copy: bool = False
+    """Whether this is a copy of a tied parameter because the first layer that uses it is on another rank."""
     is_tied: bool = False
-    """Whether the parameter is tied to another one, as original or copy."""
+    """Whether several layers use the parameter."""
 
 
 def weight_shape(weight: Tensor) -> tuple[int, ...]:

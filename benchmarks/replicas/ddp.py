@@ -34,7 +34,7 @@ from acsgd.launch import Launch
 from acsgd.optim.schedule import learning_rate
 from acsgd.run.inputs import open_data, open_held_out, open_weight_source
 from acsgd.run.job import Job, prepare
-from acsgd.shards.layers import meta_model, stored_weights
+from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.topology import connect
 from tests.lib.forks import PRELOAD
 
@@ -154,10 +154,10 @@ def run_rank(rank: int, world_size: int, config: Config, store: str) -> None:
 
 def make_model(job: Job) -> PreTrainedModel:
     """Return the whole model with acsgd's initial weights."""
-    source, meta = open_weight_source(job), meta_model(job.model.config)
+    source, meta = open_weight_source(job), job.model.task.build(job.model.config)
     weights: dict[str, Tensor] = {}
-    for shard in job.model.layers:
-        weights |= source.tensors(shard.name, stored_weights(meta, shard))
+    for layer in job.model.layers:
+        weights |= source.tensors(layer.name, layer_tensors(meta, job.model.description, layer.index))
     model: PreTrainedModel = AutoModelForCausalLM.from_config(job.model.config, dtype=torch.float32)
     loaded = model.load_state_dict(weights, strict=False)  # tied weights are stored once
     assert not loaded.unexpected_keys, loaded
@@ -186,11 +186,11 @@ def make_step(
     model: DistributedDataParallel, optimizer: Optimizer, batch: Batch, step: int, optim: OptimConfig
 ) -> float:
     """Run one optimizer step; return this replica's loss, the mean over its target tokens."""
-    assert batch.tokens is not None
+    assert batch.inputs is not None
     assert batch.labels is not None
     loss = 0.0
-    for index, (tokens, labels) in enumerate(zip(batch.tokens, batch.labels, strict=True)):
-        with nullcontext() if index == len(batch.tokens) - 1 else model.no_sync():
+    for index, (tokens, labels) in enumerate(zip(batch.inputs["input_ids"], batch.labels, strict=True)):
+        with nullcontext() if index == len(batch.labels) - 1 else model.no_sync():
             share = summed_loss(model(tokens, use_cache=False).logits, labels) / batch.labels.numel()
             share.backward()
         loss += share.item()
@@ -227,9 +227,9 @@ def evaluate(model: DistributedDataParallel, batches: Iterable[Batch]) -> float:
     loss, targets = 0.0, 0
     model.eval()
     for batch in batches:
-        assert batch.tokens is not None
+        assert batch.inputs is not None
         assert batch.labels is not None
-        for tokens, labels in zip(batch.tokens, batch.labels, strict=True):
+        for tokens, labels in zip(batch.inputs["input_ids"], batch.labels, strict=True):
             loss += float(summed_loss(model.module(tokens, use_cache=False).logits, labels))
             targets += int((labels != -100).sum())
     model.train()

@@ -41,8 +41,7 @@ from acsgd.dp.modes.cocktail_grad import CocktailGrad
 from acsgd.dp.modes.diloco import DiLoCo
 from acsgd.dp.modes.quantized import Quantized
 from acsgd.dp.modes.sparseloco import SparseLoCo
-from acsgd.shards.config import read_config
-from acsgd.shards.layers import meta_model
+from acsgd.shards.config import parameter_count, read_config
 from benchmarks.common.tuning import Outcome, Setting, Tuning, Variant
 from benchmarks.pipeline.convergence import texts
 from benchmarks.replicas.ddp import is_torch
@@ -276,7 +275,7 @@ def measure(tuning: Tuning, options: argparse.Namespace) -> None:
     }
     about |= {"task": options.task, "replicas": options.replicas, "seeds": options.seeds}
     about |= {"texts": [options.pretrain, options.finetune]}
-    parameters = sum(parameter.numel() for parameter in meta_model(read_config(tuning.model)).parameters())
+    parameters = parameter_count(read_config(tuning.model))
     about["fp16_ring_bytes"] = exact_bytes = 2 * (options.replicas - 1) / options.replicas * 2 * parameters
     path = Path(options.json.format(task=options.task, replicas=options.replicas))
     rows = [exact := sweep.row(EXACT, None)]

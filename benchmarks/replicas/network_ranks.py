@@ -208,11 +208,11 @@ def ddp(job: Job, batch: Batch, groups: Groups, *, fp16: bool) -> Step:
     sent_bytes = 2 * (replicas - 1) / replicas * num_params * (2 if fp16 else 4)  # gloo's ring all-reduce
 
     def step(number: int) -> StepCost:
-        loss, tokens, labels = torch.zeros(()), batch.tokens, batch.labels
-        assert tokens is not None
+        loss, labels = torch.zeros(()), batch.labels
+        assert batch.inputs is not None
         assert labels is not None
-        for index, (micro, targets) in enumerate(zip(tokens, labels, strict=True)):
-            with nullcontext() if index == len(tokens) - 1 else model.no_sync():
+        for index, (micro, targets) in enumerate(zip(batch.inputs["input_ids"], labels, strict=True)):
+            with nullcontext() if index == len(labels) - 1 else model.no_sync():
                 logits = model(micro, use_cache=False).logits
                 part = summed_loss(logits, targets) / labels.numel()
                 part.backward()

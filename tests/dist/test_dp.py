@@ -254,7 +254,7 @@ def clip(rank: int, world_size: int, store: Path) -> tuple[float, float]:
     with connect(Topology(rank, world_size, world_size), timeout=TIMEOUT, store=file_store) as groups:
         weights = make_weights()
         if rank == 1:
-            weights[1] = Weight("copy", weights[1].param, weights[1].master, copy_of="w1")
+            weights[1] = Weight("copy", weights[1].param, weights[1].master, is_copy=True)
         for index, weight in enumerate(weights):
             weight.master.grad = gradient(0 if index == 1 else rank, 0, index)
         squared = torch.tensor([squared_norm(weights)], dtype=torch.float64)

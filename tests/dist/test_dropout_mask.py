@@ -20,7 +20,7 @@ from lib.direct import (
     make_config,
     session_of,
 )
-from lib.models import DROPOUT, TINY, blocks_of, dropout_of, tiny_config
+from lib.models import DROPOUT, TINY, blocks_of, dropout_of, first_modules, tiny_config
 from lib.ranks import on_ranks
 from lib.resume import checkpoint_of, losses_of, stopped_half_way, train_ranks
 from lib.resume import make_config as make_long_config
@@ -32,7 +32,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from acsgd.config.options import Config, LogConfig, PipelineConfig
 from acsgd.pp.stage import MicroBatch
 from acsgd.seeds import mix_seed
-from acsgd.shards import family_of
 from acsgd.shards.disk import Manifest
 
 TinyModel = Callable[..., Path]
@@ -131,13 +130,15 @@ def oracle_gradients(config: Config) -> dict[str, Tensor]:
     """Return the gradients of the first step, computed by the Hugging Face model one sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32).train()
     batch, sample = draw_batch(config, 0), 0
-    for shard in family_of(model.config.model_type).layers(model.config):
+    for index, module in enumerate(first_modules(model)):
 
-        def reseed(*_: object, layer: int = shard.index) -> None:
+        def reseed(*_: object, layer: int = index) -> None:
             torch.manual_seed(mix_seed(config.data.seed, sample, layer))
 
-        model.get_submodule(shard.modules[0]).register_forward_pre_hook(reseed)
-    sequences = zip(batch.tokens.flatten(0, 1), batch.labels.flatten(0, 1), batch.sample_ids.flatten(), strict=True)
+        module.register_forward_pre_hook(reseed)
+    sequences = zip(
+        batch.inputs["input_ids"].flatten(0, 1), batch.labels.flatten(0, 1), batch.sample_ids.flatten(), strict=True
+    )
     for tokens, labels, sample_id in sequences:
         sample = sample_id.item()
         logits = model(tokens[None], use_cache=False).logits[0]
@@ -246,9 +247,10 @@ def _activation(
     mask_per_sample: bool = True,
 ) -> Tensor:
     """Return the output of the last stage, [B, T, D]."""
-    state = {"tokens": _tokens(micro.sample_ids) if tokens is None else tokens}
+    inputs = {"input_ids": _tokens(micro.sample_ids) if tokens is None else tokens}
+    state: dict[str, Tensor] = {}
     for stage in build_stages(config, cuts, mask_per_sample=mask_per_sample):
-        state = stage.forward(micro, state)
+        state = stage.forward(micro, inputs, state)
     return state["hidden"]
 
 
@@ -256,6 +258,6 @@ def _calls(config: PreTrainedConfig) -> int:
     """Return the number of times a block runs in the forward of a micro-batch of three sequences."""
     (stage,) = build_stages(config, [range(2)], mask_per_sample=True)
     calls = []
-    stage.model.get_submodule(stage.shards[1].modules[0]).register_forward_hook(lambda *_: calls.append(1))
-    stage.forward(MicroBatch(0, 0, 0, (1, 2, 3)), {"tokens": _tokens([1, 2, 3])})
+    first_modules(stage.composed.model)[1].register_forward_hook(lambda *_: calls.append(1))
+    stage.forward(MicroBatch(0, 0, 0, (1, 2, 3)), {"input_ids": _tokens([1, 2, 3])}, {})
     return len(calls)

@@ -36,7 +36,7 @@ def oracle_losses(config: Config) -> list[float]:
     for seed in range(2):
         batch = draw_batch(config, seed)
         with torch.no_grad():
-            logits = model(batch.tokens.flatten(0, 1), use_cache=False).logits.double()
+            logits = model(batch.inputs["input_ids"].flatten(0, 1), use_cache=False).logits.double()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
         losses.append(loss.item())
     return losses

@@ -34,7 +34,7 @@ def open_link(
 ) -> tuple[Link, Meter, Meter]:
     tensors = {name: TensorSpec(shape, torch.float32) for name, shape in shapes.items()}
     meters = Meter(), Meter()
-    factory = LinkFactory(groups.pp, CPU, tensors, codecs.parse(forward), codecs.parse(BACKWARD), *meters)
+    factory = LinkFactory(groups.pp, CPU, [tensors], codecs.parse(forward), codecs.parse(BACKWARD), *meters)
     return factory.open(0, peer=1 - rank, downstream=rank == 0), *meters
 
 
@@ -226,12 +226,12 @@ def close_links(rank: int, world_size: int, store: Path, directory: Path) -> lis
         factory = LinkFactory(
             group=groups.pp,
             streams=PendingStreams(torch.device("cpu")),
-            tensors={"hidden": TensorSpec((2, 64), torch.float32)},
+            boundaries=[{"hidden": TensorSpec((2, 64), torch.float32)}],
             forward=delta,
             backward=codecs.parse(BACKWARD),
             forward_meter=Meter(),
             backward_meter=Meter(),
-            cache_plan=CachePlan(4, directory, ["block-00001"], "test", fresh=True),
+            cache_plan=CachePlan([4], directory, ["block-00001"], "test", fresh=True),
         )
         link = factory.open(0, peer=1 - rank, downstream=rank == 0)
         outbox, inbox = factory.open_tie(0, TensorSpec((3,), torch.float32), peer=1 - rank)

@@ -14,14 +14,15 @@ from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.options import Config
 from acsgd.launch import Launch
+from acsgd.layers.composed import ComposedModel
 from acsgd.run.build import build_stages
 from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
 from acsgd.shards.config import read_config
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
-from acsgd.shards.layers import meta_model
 from acsgd.streams import Streams
+from acsgd.tasks import TASKS
 from acsgd.topology import Topology, connect
 
 SLACK = 24 * 2**20
@@ -42,13 +43,14 @@ def load_on_rank(rank: int, world_size: int, store: Path, config: Config) -> dic
     source = open_weight_source(job)
     # the groups play no part in loading; one process alone stands for its rank
     with connect(Topology(0, 1, 1), timeout=TIMEOUT, store=dist.HashStore()) as groups:
+        composed = ComposedModel(job.model.task.build(job.model.config), job.model.description)
         before = job.streams.peak_memory_bytes()
-        stages = build_stages(job, meta_model(job.model.config), source, groups).values()
+        stages = build_stages(job, composed, source, groups).values()
         return {
             "grown": job.streams.peak_memory_bytes() - before,
             "own": sum(weight.param.nbytes for stage in stages for weight in stage.weights),
-            "largest": max(sum(w.param.nbytes for w in layer) for stage in stages for layer in stage.layers.values()),
-            "meta": sum(p.device.type == "meta" for stage in stages for p in stage.model.parameters()),
+            "largest": max(sum(w.param.nbytes for w in layer.weights) for stage in stages for layer in stage.layers),
+            "meta": sum(p.device.type == "meta" for stage in stages for p in stage.composed.model.parameters()),
         }
 
 
@@ -64,7 +66,7 @@ def test_a_stage_takes_the_memory_of_its_own_layers(large_model: Path, tmp_path:
 
 def convert_both_ways(rank: int, world_size: int, model: Path, shards: Path, back: Path) -> list[int]:
     """Convert a model to shards and back; return by how much the peak of this process grew in each."""
-    meta_model(read_config(model))  # what transformers imports and keeps is no layer
+    TASKS["lm"].layers(read_config(model))  # what transformers imports and keeps is no layer
     streams, grown = Streams(torch.device("cpu")), []
     for convert, source, target in ((from_hf, model, shards), (to_hf, shards, back)):
         target.mkdir()

@@ -135,7 +135,7 @@ def search_on_rank(rank: int, world_size: int, store: Path, config: Config, scal
         assert session.pipeline.find_non_finite(batch, 0, scale) is None
         assert digest(gradients(session)) == grads
         for stage in session.stages.values():
-            assert not any(m._forward_hooks or m._forward_pre_hooks for m in stage.model.modules())
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in stage.composed.model.modules())
             assert not any(weight.param._backward_hooks for weight in stage.weights)
         assert session.pipeline.run(batch, 0, scale) == loss
         assert digest(gradients(session)) == grads
@@ -163,17 +163,17 @@ def _plant(plant: Plant, session: Session, patch: pytest.MonkeyPatch, cleanup: c
     patch, cleanup: undo it.
     """
     for stage in session.stages.values():
-        paths = [path for shard in stage.shards for path in shard.modules]
-        if not any(f"{plant.where}.".startswith(f"{path}.") for path in paths):
+        keys = {weight.key for weight in stage.weights}
+        if not any(key.startswith(plant.where) for key in keys) and plant.where not in stage.modules():
             continue
         spoil = _spoiler(plant, stage, session.job.micro_ids, patch)
         weights = {weight.key: weight.param for weight in stage.weights}
         if plant.kind in ("output", "gradient"):
             of_gradient = plant.kind == "gradient"
-            module = stage.model.get_submodule(plant.where)
+            module = stage.composed.model.get_submodule(plant.where)
             cleanup.callback(module.register_forward_hook(_hook(spoil, of_gradient=of_gradient)).remove)
         elif plant.kind == "loss":
-            patch.setattr(session.job.model.family, "loss", _then(session.job.model.family.loss, spoil))
+            patch.setattr(stage, "loss", _then(stage.loss, spoil))
         elif plant.kind == "weight's gradient":
             cleanup.callback(weights[plant.where].register_hook(spoil).remove)
         elif session.job.topology.replica == 0:

@@ -90,7 +90,7 @@ def oracle_losses(config: Config) -> tuple[list[float], list[float]]:
     for _ in range(STEPS):
         model.zero_grad()
         with _Results() as results:
-            logits = model(batch.tokens.flatten(0, 1), use_cache=False).logits
+            logits = model(batch.inputs["input_ids"].flatten(0, 1), use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
             loss = loss / (SEQUENCES * SEQUENCE)
         loss.backward()
@@ -168,7 +168,9 @@ def test_gradients_of_micro_batches_are_summed_in_fp32() -> None:
 def _forward_and_backward(stage: Stage, micro: int, scale: float) -> None:
     generator = torch.Generator().manual_seed(micro)
     tokens = torch.randint(VOCABULARY, (2, SEQUENCE), generator=generator)
-    stage.forward(MicroBatch(0, micro, micro, (2 * micro, 2 * micro + 1)), {"tokens": tokens}, tokens.roll(-1, -1))
+    stage.forward(
+        MicroBatch(0, micro, micro, (2 * micro, 2 * micro + 1)), {"input_ids": tokens}, {}, tokens.roll(-1, -1)
+    )
     stage.backward(micro, None, last=False, scale=scale)
 
 

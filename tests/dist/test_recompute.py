@@ -27,7 +27,6 @@ from transformers import PreTrainedConfig
 
 from acsgd.config.options import Config
 from acsgd.pp.stage import MicroBatch, Stage
-from acsgd.shards import FAMILIES
 
 TinyModel = Callable[..., Path]
 MICRO = MicroBatch(0, 0, 0, (0, 1))
@@ -70,12 +69,12 @@ def test_a_stage_keeps_the_inputs_of_its_layers(family: str, dropout: bool) -> N
     by_recompute = [build_stages(config, cuts, recompute=recompute) for recompute in (False, True)]
     for usual, sparing in zip(*by_recompute, strict=True):
         # the output of a layer is the input of the next one or of the boundary; a loss is kept as sum and mean, in fp32
-        num_layers = len(sparing.shards)
+        num_layers = len(sparing.layers)
         given = (num_layers - 1) * hidden_bytes + 2 * 4 if sparing.is_last else num_layers * hidden_bytes
         assert _kept_by_forward(sparing, config) <= given + _context_bytes(sparing, config)
         # without recomputation each matrix product keeps its input: in a block the outputs of both norms, of the
         # attention and of the MLP's activation, each at least as large as the input of the block
-        num_blocks = sum(shard.kind == "block" for shard in usual.shards)
+        num_blocks = sum(layer.spec.block is not None for layer in usual.layers)
         assert _kept_by_forward(usual, config) >= given + 4 * num_blocks * hidden_bytes
 
 
@@ -91,10 +90,10 @@ def _hidden_bytes(config: PreTrainedConfig) -> int:
     return SEQUENCES * SEQUENCE * int(config.hidden_size) * 4
 
 
-def _inputs(stage: Stage, config: PreTrainedConfig) -> tuple[dict[str, Tensor], Tensor | None]:
+def _inputs(stage: Stage, config: PreTrainedConfig) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
     tokens = torch.zeros(SEQUENCES, SEQUENCE, dtype=torch.int64)
     hidden = torch.ones(SEQUENCES, SEQUENCE, config.hidden_size)
-    return {"tokens": tokens} if stage.is_first else {"hidden": hidden}, tokens if stage.is_last else None
+    return {"input_ids": tokens}, {} if stage.is_first else {"hidden": hidden}, tokens if stage.is_last else None
 
 
 def _kept_by_forward(stage: Stage, config: PreTrainedConfig) -> int:
@@ -102,8 +101,9 @@ def _kept_by_forward(stage: Stage, config: PreTrainedConfig) -> int:
 
 
 def _context_bytes(stage: Stage, config: PreTrainedConfig) -> int:
-    hidden = {"hidden": torch.ones(SEQUENCES, SEQUENCE, config.hidden_size)}
-    return _alive_after(FAMILIES[config.model_type].context, stage.model, hidden)
+    tokens = torch.zeros(SEQUENCES, SEQUENCE, dtype=torch.int64)
+    layers = range(stage.layers[0].spec.index, stage.layers[-1].spec.index + 1)
+    return _alive_after(stage.composed.context, {"input_ids": tokens}, layers)
 
 
 def _alive_after(make: Callable[..., Any], *args: Any) -> int:

@@ -24,7 +24,6 @@ from acsgd.errors import CorruptFileError
 from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.inspect import inspect
-from acsgd.shards import family_of
 from acsgd.shards.config import read_config
 from acsgd.shards.disk import Manifest, ShardDirectory
 
@@ -69,9 +68,10 @@ def contents_of(checkpoint: Path) -> Contents:
 
 def error_of(contents: Contents, checkpoint: Path, layer: str) -> str:
     """Return the error of the check of one layer, empty if it is valid. contents: what the checkpoint must hold."""
-    shards = {shard.name: shard for shard in family_of(contents.model.config.model_type).layers(contents.model.config)}
     try:
-        dataclasses.replace(contents, shards=ShardDirectory(checkpoint)).check(shards[layer])
+        dataclasses.replace(contents, shards=ShardDirectory(checkpoint)).check(
+            contents.shards.manifest.model.index(layer)
+        )
     except CorruptFileError as error:
         return str(error)
     return ""

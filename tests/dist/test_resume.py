@@ -35,7 +35,8 @@ def weights_of(config: Config) -> dict[str, torch.Tensor]:
     return {
         key: tensor
         for layer in shards.manifest.layers
-        for key, tensor in shards.tensors(layer, shards.state(layer)["exp_avg"]).items()
+        for key, tensor in shards.read(shards.file_of(layer)).items()
+        if "/" not in key
     }
 
 

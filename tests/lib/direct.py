@@ -17,15 +17,16 @@ from transformers import PreTrainedConfig
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 from acsgd.dp.exchange.single_replica import SingleReplicaSync
 from acsgd.launch import Launch
+from acsgd.layers.composed import ComposedModel
+from acsgd.layers.skeleton import fill_with_stand_ins
 from acsgd.pp.stage import Stage
 from acsgd.run.build import build_session
 from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
 from acsgd.run.session import Session
-from acsgd.shards import family_of
-from acsgd.shards.layers import meta_model
-from acsgd.shards.load import RandomWeights, load_layer
+from acsgd.shards.load import LayerLoader, RandomWeights
 from acsgd.shards.weights import Weight
+from acsgd.tasks import TASKS
 from acsgd.topology import connect
 from lib.models import share_cache
 from lib.training import TIMEOUT
@@ -39,7 +40,7 @@ RATE = 0.1
 class DrawnBatch:
     """Micro-batches of one replica."""
 
-    tokens: Tensor
+    inputs: dict[str, Tensor]
     labels: Tensor
     micro_ids: range
     sample_ids: Tensor
@@ -69,7 +70,7 @@ def draw_batch(config: Config, step: int, micros: range | None = None) -> DrawnB
     sample_ids = torch.arange(step * SEQUENCES, (step + 1) * SEQUENCES).view(shape[:2])
     micros = range(len(tokens)) if micros is None else micros
     mine = slice(micros.start, micros.stop)
-    return DrawnBatch(tokens[mine], labels[mine], micros, sample_ids[mine], sample_ids[mine] + SEQUENCES)
+    return DrawnBatch({"input_ids": tokens[mine]}, labels[mine], micros, sample_ids[mine], sample_ids[mine] + SEQUENCES)
 
 
 @contextlib.contextmanager
@@ -112,18 +113,17 @@ def build_stages(
 
     options: of Stage.
     """
-    family = family_of(config.model_type)
-    layers = family.layers(config)
-    source = RandomWeights(config, layers, seed=0)
+    task = TASKS["lm"]
+    description = task.layers(config)
+    source = RandomWeights(task, config, description, seed=0)
     cpu = torch.device("cpu")
     stages = []
     for cut in cuts:
-        model = meta_model(config).train()
-        family.rebuild_buffers(model, cpu)
-        held = {
-            layers[index]: load_layer(model, layers[index], source, device=cpu, dtype=dtype, embedding=layers[0])
-            for index in cut
-        }
-        sync = SingleReplicaSync([weight for weights in held.values() for weight in weights])
-        stages.append(Stage(model, family, held, sync, seed=0, **{"targets": SEQUENCE} | options))
+        model = task.build(config)
+        loader = LayerLoader(model, description, source, device=cpu, dtype=dtype)
+        layers = [loader.load(index) for index in cut]
+        fill_with_stand_ins(model, description.blocks, cpu, dtype)
+        sync = SingleReplicaSync([weight for layer in layers for weight in layer.weights])
+        composed = ComposedModel(model, description)
+        stages.append(Stage(composed, task.loss, layers, sync, seed=0, **{"targets": SEQUENCE} | options))
     return stages

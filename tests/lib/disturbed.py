@@ -167,7 +167,7 @@ def _planting_nan(at_step: int, module: str) -> Callable[..., Any]:
         now = micro.step
         if id(stage) not in hooked:  # at the first step, so that it runs before the hooks of a diagnosis
             hooked.add(id(stage))
-            stage.model.get_submodule(module).register_forward_hook(hook)
+            stage.composed.model.get_submodule(module).register_forward_hook(hook)
         return forward(stage, micro, *args, **options)
 
     return planted

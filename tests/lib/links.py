@@ -122,8 +122,8 @@ def _run(rank: int, groups: Groups, scenario: Scenario, directory: Path) -> Reco
             session.edit(rank, directory)
         groups.all_gather_text(f"{directory} {number}", "", timeout_s=30.0)
         meter = Meter()
-        plan = CachePlan(session.capacity, directory, [session.layer], "test", session.fresh)
-        factory = LinkFactory(*(groups.pp, CPU, {"hidden": SPEC}, scenario.delta, Identity(), meter, Meter(), plan))
+        plan = CachePlan([session.capacity], directory, [session.layer], "test", session.fresh)
+        factory = LinkFactory(*(groups.pp, CPU, [{"hidden": SPEC}], scenario.delta, Identity(), meter, Meter(), plan))
         link = factory.open(0, peer=1 - rank, downstream=rank == 0)
         records.append([])
         for index, micros in enumerate(session.steps):

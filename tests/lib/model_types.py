@@ -103,6 +103,8 @@ def task_of(model_type: str) -> Task:
     if model_type in CAUSAL:
         return TASKS["lm"]
     if model_type in CLASSIFIERS:
-        return Task(AutoModelForSequenceClassification, {"input_ids": ("batch", "sequence")}, token_loss)
+        return Task(
+            "classification", AutoModelForSequenceClassification, {"input_ids": ("batch", "sequence")}, token_loss
+        )
     inputs = {"input_ids": ("batch", "sequence"), "decoder_input_ids": ("batch", "target")}
-    return Task(AutoModelForSeq2SeqLM, inputs, token_loss, predicted="decoder_input_ids")
+    return Task("seq2seq", AutoModelForSeq2SeqLM, inputs, token_loss, predicted="decoder_input_ids")

@@ -1,4 +1,4 @@
-"""Configurations of small models, one per family in acsgd.shards.FAMILIES."""
+"""Configurations of small models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from acsgd.layers.description import ModelLayers
+from acsgd.tasks import TASKS
 
 LLAMA_SHAPE = {
     "hidden_size": 32,
@@ -31,10 +34,22 @@ TINY: dict[str, dict[str, Any]] = {
     "mistral": LLAMA_SHAPE | {"sliding_window": 8},
     "qwen2": LLAMA_SHAPE | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
 }
-"""Per family in acsgd.shards.FAMILIES, the options of a config with six blocks."""
+"""By model type, the options of a config with six blocks."""
+
+NO_LAYERS = ModelLayers((), (), (), "")
+"""Description of no model, for manifests of files that belong to none."""
 
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 """Options of a GPT-2 with dropout."""
+
+
+def first_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Return the module of each layer of a language model that runs first."""
+    description = TASKS["lm"].layers(model.config)
+    paths = [
+        layer.block or description.own_parameters(layer.index)[0].rpartition(".")[0] for layer in description.layers
+    ]
+    return [model.get_submodule(path) for path in paths]
 
 
 def blocks_of(family: str, count: int) -> dict[str, int]:

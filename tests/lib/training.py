@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 from acsgd.io.checkpoint.progress import Progress
@@ -24,10 +24,9 @@ from acsgd.run.inputs import open_data, open_weight_source
 from acsgd.run.job import Job, prepare
 from acsgd.run.session import Session
 from acsgd.seeds import mix_seed
-from acsgd.shards import family_of
 from acsgd.topology import connect
 from acsgd.train import train_step
-from lib.models import share_cache
+from lib.models import first_modules, share_cache
 from lib.ranks import on_ranks
 
 TIMEOUT = timedelta(seconds=120)
@@ -124,11 +123,11 @@ def oracle_losses(config: Config, *, masked: bool = False, wires: Mapping[int, W
     losses = []
     for step, batch in enumerate(whole_batches(config)):
         batch = mask(batch) if masked else batch
-        assert batch.tokens is not None
+        assert batch.inputs is not None
         assert batch.labels is not None
         targets = int((batch.labels != -100).sum())
         total = 0.0
-        for index, (tokens, labels) in enumerate(zip(batch.tokens, batch.labels, strict=True)):
+        for index, (tokens, labels) in enumerate(zip(batch.inputs["input_ids"], batch.labels, strict=True)):
             samples[:] = batch.sample_ids[index].tolist()
             place[:] = [step, index] if config.model.dropout_mask == "step" else samples
             logits = model(tokens, use_cache=False).logits
@@ -159,27 +158,25 @@ def whole_batches(config: Config) -> list[Batch]:
     return list(batches_of(prepare(alone, Launch())))
 
 
-def _cut(model: torch.nn.Module, blocks: int, wire: Wire, samples: Sequence[int]) -> None:
+def _cut(model: PreTrainedModel, blocks: int, wire: Wire, samples: Sequence[int]) -> None:
     """Apply a wire to the output of the first `blocks` blocks; its gradient is the identity."""
 
     def through_wire(module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
         return output + (wire(output.detach(), samples) - output).detach()
 
-    block = family_of(model.config.model_type).layers(model.config)[blocks]  # layer 0 is the embedding
-    model.get_submodule(block.modules[0]).register_forward_hook(through_wire)
+    first_modules(model)[blocks].register_forward_hook(through_wire)  # layer 0 is the embedding
 
 
-def _seed_dropout(model: torch.nn.Module, config: Config) -> list[int]:
+def _seed_dropout(model: PreTrainedModel, config: Config) -> list[int]:
     """Reseed before each layer of a Hugging Face model as acsgd does.
 
     Returns the list to set before each forward: [step, micro-batch], or [sample].
     """
     place = [0, 0]
-    layers = family_of(model.config.model_type).layers(model.config)
-    for shard in layers:
+    for index, module in enumerate(first_modules(model)):
 
-        def reseed(*_: object, index: int = shard.index) -> None:
+        def reseed(*_: object, index: int = index) -> None:
             torch.manual_seed(mix_seed(config.data.seed, *place, index))
 
-        model.get_submodule(shard.modules[0]).register_forward_pre_hook(reseed)
+        module.register_forward_pre_hook(reseed)
     return place

@@ -145,7 +145,7 @@ class _Transfer:
         delta = isinstance(self._codec, Delta)
         plan = _RecordedCaches(100, Path("caches"), ["block-00001"], "run", fresh=True) if delta else None
         backward = CODECS["none"]() if delta else self._codec
-        factory = LinkFactory(group, CPU, {"hidden": self.spec}, self._codec, backward, Meter(), Meter(), plan)
+        factory = LinkFactory(group, CPU, [{"hidden": self.spec}], self._codec, backward, Meter(), Meter(), plan)
         generator = torch.Generator().manual_seed(self._seed)
         torch.manual_seed(self._seed)  # of stochastic rounding
         with contextlib.ExitStack() as stack:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lib.models import NO_LAYERS
 
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.shards.disk import MANIFEST, Manifest, ShardDirectory, StoredFile, copy_model_files
@@ -27,7 +28,9 @@ def write(directory: CheckpointDirectory, step: int, content: str = "") -> None:
     (source / "config.json").write_text(f"{step} {content}")
     layers: dict[str, StoredFile] = {}
     model_files = copy_model_files(source, partial)
-    Manifest(step=step, layers=layers, replicas={}, model_files=model_files, run=None).write(partial)
+    Manifest(
+        step=step, task="lm", model=NO_LAYERS, layers=layers, replicas={}, model_files=model_files, run=None
+    ).write(partial)
 
 
 def save(directory: CheckpointDirectory, *steps: int, content: str = "") -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lib.models import NO_LAYERS
 from lib.saved import SMALL, small_run, train_alone
 
 from acsgd.errors import CorruptFileError
@@ -17,6 +18,7 @@ from acsgd.io.checkpoint.inspect import inspect
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.shards import disk
 from acsgd.shards.disk import MANIFEST, Manifest, ShardDirectory
+from acsgd.shards.layer_tensors import LayerTensors
 
 TinyModel = Callable[..., Path]
 FLIPS, TRUNCATIONS, ADDITIONS = 1000, 100, 30
@@ -73,7 +75,7 @@ def test_every_flip_of_a_bit_is_detected_and_named(checkpoint: Path) -> None:
 
 def test_every_flip_of_a_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
     """Exhaustive, on a short manifest."""
-    Manifest(step=2, layers={}, replicas={}, model_files=[], run=None).write(tmp_path)
+    Manifest(step=2, task="lm", model=NO_LAYERS, layers={}, replicas={}, model_files=[], run=None).write(tmp_path)
     path = tmp_path / MANIFEST
     content = path.read_bytes()
     Manifest.read(tmp_path)
@@ -184,7 +186,7 @@ def test_a_manifest_in_another_encoding_is_corrupt(encoding: str, checkpoint: Pa
     assert_named(path)
 
 
-@pytest.mark.parametrize("value", ["[]", "1", "null", '"text"', '{"format": "acsgd-shards", "version": 3}'])
+@pytest.mark.parametrize("value", ["[]", "1", "null", '"text"', '{"format": "acsgd-shards", "version": 4}'])
 def test_json_that_is_no_manifest_is_corrupt(value: str, checkpoint: Path) -> None:
     (checkpoint / MANIFEST).write_text(value)
     assert_named(checkpoint / MANIFEST)
@@ -199,7 +201,7 @@ def test_files_are_verified_before_a_run_reads_them(checkpoint: Path) -> None:
     path.write_bytes(content)
     reads: list[Callable[[], Any]] = [
         lambda: shards.state("block-00000"),
-        lambda: shards.tensors("block-00000", {}),
+        lambda: shards.tensors("block-00000", LayerTensors({}, {})),
         lambda: shards.tensor("block-00000", "transformer.h.0.ln_1.weight"),
     ]
     for read in reads:

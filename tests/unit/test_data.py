@@ -18,6 +18,7 @@ import pytest
 import torch
 import zstandard
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from acsgd import notes as notes_module
@@ -285,7 +286,7 @@ def test_damaged_tokens_are_found_and_tokenized_again(
         size = num_sequences(corpora[0].tokens, 16)
         sampler = Sampler(seed=0, batch=size, counts=(1,), sizes=(size,))
         batches = Dataset(BatchReader([corpora[0].tokens], sampler, 16, 1, range(size)), range(1))
-        return [batch.tokens for batch in batches if batch.tokens is not None]
+        return [batch.inputs["input_ids"] for batch in batches if batch.inputs is not None]
 
     [intact] = read_all(opened())
     [entry] = (tmp_path / "cache").iterdir()
@@ -423,10 +424,10 @@ def test_every_token_but_the_first_is_a_target_once() -> None:
 
 def test_labels_are_the_inputs_shifted_by_one() -> None:
     batch = reader(range(6)).batch(3)
-    assert batch.tokens is not None
+    assert batch.inputs is not None
     assert batch.labels is not None
-    assert batch.tokens.dtype == batch.labels.dtype == torch.int64
-    assert torch.equal(batch.labels, batch.tokens + 1)  # CORPORA count upwards
+    assert batch.inputs["input_ids"].dtype == batch.labels.dtype == torch.int64
+    assert torch.equal(batch.labels, batch.inputs["input_ids"] + 1)  # CORPORA count upwards
 
 
 # ---- sampler
@@ -545,13 +546,20 @@ def test_micro_batches_are_dealt_in_order_and_evenly() -> None:
         assert max(map(len, parts)) - min(map(len, parts)) <= 1, (micros, replicas)
 
 
+def tensors_of(batch: Batch) -> list[Tensor]:
+    """Return the tensors of a batch with inputs and labels."""
+    assert batch.inputs is not None
+    assert batch.labels is not None
+    return [batch.inputs["input_ids"], batch.labels, batch.sample_ids]
+
+
 def test_a_step_is_the_same_for_any_number_of_replicas() -> None:
     whole = reader(range(6)).batch(5)
     for replicas in range(1, 7):
         parts = [reader(deal(6, replicas, replica)).batch(5) for replica in range(replicas)]
         assert list(itertools.chain(*(part.micro_ids for part in parts))) == list(whole.micro_ids), replicas
-        for field in ("tokens", "labels", "sample_ids"):
-            assert torch.equal(torch.cat([getattr(part, field) for part in parts]), getattr(whole, field)), replicas
+        for tensors in zip(tensors_of(whole), *map(tensors_of, parts), strict=True):
+            assert torch.equal(torch.cat(tensors[1:]), tensors[0]), replicas
     assert sorted(whole.sample_ids.flatten().tolist()) == sorted(MIXTURE.samples(5).ids.tolist())
 
 
@@ -575,19 +583,20 @@ def test_a_sequence_mostly_returns_to_its_replica(replicas: int, batch: int) -> 
     assert 0.8 * expected < moved < 1.1 * expected
 
 
-@pytest.mark.parametrize(("wants_tokens", "wants_labels"), list(itertools.product([False, True], repeat=2)))
-def test_a_stage_reads_only_what_it_needs(wants_tokens: bool, wants_labels: bool) -> None:
-    batch = reader(range(2, 4), wants_tokens=wants_tokens, wants_labels=wants_labels).batch(0)
-    assert (batch.tokens is not None) == wants_tokens
+@pytest.mark.parametrize(("wants_inputs", "wants_labels"), list(itertools.product([False, True], repeat=2)))
+def test_a_stage_reads_only_what_it_needs(wants_inputs: bool, wants_labels: bool) -> None:
+    batch = reader(range(2, 4), wants_inputs=wants_inputs, wants_labels=wants_labels).batch(0)
+    assert (batch.inputs is not None) == wants_inputs
     assert (batch.labels is not None) == wants_labels
     assert batch.sample_ids.shape == (2, 2)
-    assert all(x is None or (x.shape == (2, 2, 5) and x.is_contiguous()) for x in (batch.tokens, batch.labels))
+    tokens = None if batch.inputs is None else batch.inputs["input_ids"]
+    assert all(x is None or (x.shape == (2, 2, 5) and x.is_contiguous()) for x in (tokens, batch.labels))
 
 
 def test_a_batch_moves_to_a_device() -> None:
     batch = reader(range(3), wants_labels=False).batch(0).to(torch.device("meta"))
-    assert batch.tokens is not None
-    assert batch.tokens.is_meta
+    assert batch.inputs is not None
+    assert batch.inputs["input_ids"].is_meta
     assert batch.labels is None
     assert not batch.sample_ids.is_meta
 
@@ -597,7 +606,7 @@ def test_a_batch_moves_to_a_device() -> None:
 
 def same(a: Batch, b: Batch) -> bool:
     """Return whether two batches are equal."""
-    return all(torch.equal(getattr(a, x), getattr(b, x)) for x in ("tokens", "labels", "sample_ids"))
+    return all(map(torch.equal, tensors_of(a), tensors_of(b)))
 
 
 def test_starting_at_a_later_step_gives_the_same_batches() -> None:

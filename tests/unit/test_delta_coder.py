@@ -99,20 +99,20 @@ def test_cache_too_small_for_a_step_is_refused_and_the_advised_size_is_enough(pe
 def test_caches_larger_than_the_free_space_are_refused_and_the_advised_size_fits(tmp_path: Path) -> None:
     for cache, place in (("ram", "this host"), ("disk", str(tmp_path))):
         delta = Delta(cache=cache)  # type: ignore[arg-type]
-        check_space(delta, tmp_path / "cache", 2**20, ends=2, processes=2)
-        with pytest.raises(ValueError, match="ends of links need 1e") as error:
-            check_space(delta, tmp_path / "cache", 10**6 * 2**30, ends=2, processes=2)
+        check_space(delta, tmp_path / "cache", [2**20] * 2, processes=2)
+        with pytest.raises(ValueError, match="ends of links need 2e") as error:
+            check_space(delta, tmp_path / "cache", [10**6 * 2**30] * 2, processes=2)
         for text in (place, "for 2 processes", "fewer cache_bits"):
             assert text in str(error.value), cache
         assert ("or cache=disk" in str(error.value)) is (cache == "ram")
         advised = re.search(r"give cache_gib=([^,]+),", str(error.value))
         assert advised
-        check_space(delta, tmp_path / "cache", int(0.9 * float(advised[1]) * 2**30), ends=2, processes=2)
+        check_space(delta, tmp_path / "cache", [int(0.9 * float(advised[1]) * 2**30)] * 2, processes=2)
 
 
 def test_a_cache_file_is_reused_only_for_equal_encodings(tmp_path: Path) -> None:
     """Encodings of a sample that differ, whether in size or not, do not read each other's files."""
-    plan = CachePlan(9, tmp_path, ["block-00001"], "a", fresh=False)
+    plan = CachePlan([9], tmp_path, ["block-00001"], "a", fresh=False)
     encodings = [
         (Delta(cache="disk", cache_bits=bits), TensorSpec(shape, dtype))  # type: ignore[arg-type]
         for bits in (8, 16)

@@ -58,10 +58,8 @@ ORDER = """
     layers.verify
     tasks
     shards.weights
-    shards.layers
-    shards.gpt2
-    shards.llama
     shards
+    shards.layer_tensors
     shards.files
     shards.torch_files
     shards.writer

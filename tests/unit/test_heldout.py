@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.run_file import parse
@@ -47,9 +46,9 @@ def targets(batches: Iterator[Batch]) -> list[list[int]]:
     """Return the targets of every sequence that has targets, after checking that each follows its input."""
     found = []
     for batch in batches:
-        assert batch.tokens is not None
+        assert batch.inputs is not None
         assert batch.labels is not None
-        for tokens, labels in zip(batch.tokens.flatten(0, 1), batch.labels.flatten(0, 1), strict=True):
+        for tokens, labels in zip(batch.inputs["input_ids"].flatten(0, 1), batch.labels.flatten(0, 1), strict=True):
             assert torch.equal(labels, tokens + 1) or bool((labels == -100).all())
             if labels[0] != -100:
                 found.append(labels.tolist())
@@ -75,7 +74,8 @@ def test_every_sequence_is_read_once_by_one_replica(replicas: int) -> None:
         shares = [targets(iter(batches)) for batches in all_batches]
         assert list(itertools.chain(*shares)) == windows(corpora), case
         for batches, share in zip(all_batches, shares, strict=True):
-            assert all(batch.tokens is not None and batch.tokens.shape == (micros, micro, T) for batch in batches), case
+            shapes = [batch.inputs["input_ids"].shape for batch in batches if batch.inputs is not None]
+            assert shapes == [(micros, micro, T)] * len(batches), case
             assert len(batches) == -(-len(share) // (micro * micros)), f"{case}: a batch is only padding"
         assert max(map(len, shares)) - min(map(len, shares)) < 2 * micro, case
 
@@ -103,13 +103,18 @@ def test_sample_ids_are_indices_in_the_held_out_set() -> None:
     assert ids == list(range(len(parts[0])))
 
 
-@pytest.mark.parametrize(("wants_tokens", "wants_labels"), list(itertools.product([False, True], repeat=2)))
-def test_a_stage_reads_only_what_it_needs(wants_tokens: bool, wants_labels: bool) -> None:
-    held = HeldOut([CORPORA[1].tokens], [range(4, 7)], T, 2, 1, 0, wants_tokens, wants_labels)
+@pytest.mark.parametrize(("wants_inputs", "wants_labels"), list(itertools.product([False, True], repeat=2)))
+def test_a_stage_reads_only_what_it_needs(wants_inputs: bool, wants_labels: bool) -> None:
+    held = HeldOut([CORPORA[1].tokens], [range(4, 7)], T, 2, 1, 0, wants_inputs, wants_labels)
     [batch] = (batch.to(torch.device("cpu")) for batch in held.batches(3))
     whole = next(HeldOut([CORPORA[1].tokens], [range(4, 7)], T, 2, 1, 0).batches(3))
-    for given, wanted, field in ((batch.tokens, wants_tokens, "tokens"), (batch.labels, wants_labels, "labels")):
-        expected: Tensor = getattr(whole, field)
+    tokens = None if batch.inputs is None else batch.inputs["input_ids"]
+    assert whole.inputs is not None
+    assert whole.labels is not None
+    for given, wanted, expected in (
+        (tokens, wants_inputs, whole.inputs["input_ids"]),
+        (batch.labels, wants_labels, whole.labels),
+    ):
         assert (given is not None) == wanted
         assert given is None or (torch.equal(given, expected) and given.dtype == torch.int64 and given.is_contiguous())
     assert batch.sample_ids.shape == (3, 2)
@@ -225,7 +230,7 @@ def test_options_of_a_run_select_its_held_out_data(tiny_model: Callable[..., Pat
         reader, held = opened(rank, "--data.eval_fraction 0.25")
         assert held is not None
         assert reader.sampler.sizes == (held.ranges[0].start,) == (size - round(size / 4),)
-        assert (held.replicas, held.micro, held.wants_tokens, held.wants_labels) == (2, 2, rank % 2 == 0, rank % 2 == 1)
+        assert (held.replicas, held.micro, held.wants_inputs, held.wants_labels) == (2, 2, rank % 2 == 0, rank % 2 == 1)
         assert held.replica == rank // 2
     reader, held = opened(0, "--data.eval_sources demo")
     assert held is not None

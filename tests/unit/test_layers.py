@@ -192,7 +192,7 @@ def test_the_blocks_of_a_vision_tower_are_no_layers() -> None:
     task = TASKS["lm"]
     layers = task.layers(config)
     assert [path.rpartition(".")[0] for path in layers.blocks] == ["model.language_model.layers"] * 3
-    assert any("vision_tower" in name for name in layers.unused)
+    assert any("vision_tower" in name for name in layers.frozen)
     task.verify(config, layers)
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
 import pytest
 import torch
+from lib.models import TINY
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
-from acsgd.shards import FAMILIES
-from acsgd.shards.layers import meta_model
 from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
+from acsgd.tasks import TASKS, Task
+
+
+def costs_of(config: PreTrainedConfig, sequence: int, task: Task = TASKS["lm"]) -> list[float]:
+    return layer_costs(task, config, task.layers(config), {"batch": 1, "sequence": sequence}, device="cpu")
 
 
 def slowest(costs: list[float], specs: list[StageSpec]) -> float:
@@ -48,11 +53,11 @@ def test_pp_layers_counts_blocks() -> None:
         plan_blocks([3, 0, 2], 5, 3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY)
 def test_the_head_of_a_small_model_with_a_large_vocabulary_costs_many_blocks(family: str) -> None:
     shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "vocab_size": 32000}
     config = AutoConfig.for_model(family, num_attention_heads=4, num_key_value_heads=4, **shape)
-    costs = layer_costs(FAMILIES[family], config, sequence=64, device="cpu")
+    costs = costs_of(config, 64)
     embed, *blocks, head = costs
     assert max(blocks) == min(blocks)
     # a block multiplies by about 12 D^2 weights, the head by D V: 21 times as many
@@ -66,22 +71,22 @@ def test_costs_count_the_operations_of_matrix_products() -> None:
     """At width 1024 they are nearly all operations: 6 per weight and token, plus attention."""
     config = AutoConfig.for_model("gpt2", n_embd=1024, n_layer=1, n_head=16, vocab_size=1000)
     tokens, hidden = 128, 1024
-    _, block, _ = layer_costs(FAMILIES["gpt2"], config, sequence=tokens, device="cpu")
+    _, block, _ = costs_of(config, tokens)
     products = 6 * 12 * hidden**2 * tokens
     assert products < block < 1.5 * products
 
 
-def test_a_block_unlike_the_others_gets_its_own_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_unlike_the_others_gets_its_own_cost() -> None:
     config = AutoConfig.for_model("gpt2", n_embd=64, n_layer=4, n_head=2, vocab_size=100)
-    alike = layer_costs(FAMILIES["gpt2"], config, sequence=16, device="cpu")
+    alike = costs_of(config, 16)
 
-    def with_a_wide_block(config: PreTrainedConfig) -> PreTrainedModel:
-        model = meta_model(config)
-        with torch.device("meta"):
-            model.transformer.h[1].mlp = GPT2MLP(16 * config.n_embd, config)
-        return model
+    class WithAWideBlock(Task):
+        def build(self, config: PreTrainedConfig) -> PreTrainedModel:
+            model = super().build(config)
+            with torch.device("meta"):
+                model.transformer.h[1].mlp = GPT2MLP(16 * config.n_embd, config)
+            return model
 
-    monkeypatch.setattr("acsgd.shards.plan.meta_model", with_a_wide_block)
-    other = layer_costs(FAMILIES["gpt2"], config, sequence=16, device="cpu")
+    other = costs_of(config, 16, WithAWideBlock(*dataclasses.astuple(TASKS["lm"])))
     assert other[2] > 2 * alike[2]
     assert other[:2] + other[3:] == alike[:2] + alike[3:]

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lib.models import TINY
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from acsgd.errors import RunError
-from acsgd.shards import FAMILIES, load
+from acsgd.layers.composed import ComposedModel, State
 from acsgd.shards.config import read_config
 from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import MANIFEST, Manifest, ShardDirectory
 from acsgd.shards.export import to_hf
-from acsgd.shards.layers import State, meta_model, stored_keys, tied_keys
-from acsgd.shards.load import RandomWeights, WeightSource, load_layer
+from acsgd.shards.layer_tensors import layer_tensors
+from acsgd.shards.load import LayerLoader, RandomWeights, WeightSource
 from acsgd.shards.weights import Weight
+from acsgd.tasks import TASKS, Task
 
 TinyModel = Callable[..., Path]
 Convert = Callable[[Path], Path]
 CPU = torch.device("cpu")
 CASES: list[tuple[str, dict[str, Any]]] = [
-    *((family, {}) for family in FAMILIES),
-    *((family, {"tie_word_embeddings": family != "gpt2"}) for family in FAMILIES),
+    *((family, {}) for family in TINY),
+    *((family, {"tie_word_embeddings": family != "gpt2"}) for family in TINY),
 ]
 
 
@@ -44,19 +47,17 @@ def convert(tmp_path: Path) -> Convert:
 
 def logits(directory: Path, source: WeightSource) -> tuple[Tensor, list[Weight]]:
     """Return the logits of a model run layer by layer, as stages do, and its weights."""
-    config = read_config(directory)
-    family, model = FAMILIES[config.model_type], meta_model(config).eval()
-    family.rebuild_buffers(model, CPU)
-    shards = family.layers(config)
-    weights: list[Weight] = []
-    state: State = {"tokens": tokens()}
-    context = None
-    for shard in shards:
-        weights += load_layer(model, shard, source, device=CPU, dtype=torch.float32, embedding=shards[0])
-        if shard.kind == "block" and context is None:
-            context = family.context(model, state)
-        with torch.no_grad():
-            state = family.call(model, shard, state, context)
+    config, task = read_config(directory), TASKS["lm"]
+    model, description = task.build(config).eval(), task.layers(config)
+    composed = ComposedModel(model, description)
+    loader = LayerLoader(model, description, source, device=CPU, dtype=torch.float32)
+    inputs, layers = {"input_ids": tokens()}, range(len(description.layers))
+    weights = [weight for index in layers for weight in loader.load(index).weights]
+    with torch.no_grad():
+        state: State = {}
+        context = composed.context(inputs, layers)
+        for index in layers:
+            state = composed.call(index, state, inputs, context)
     return state["logits"], weights
 
 
@@ -167,11 +168,11 @@ def test_loaded_weights_keep_no_file_mapped(dtype: torch.dtype, tiny_model: Tiny
     """A master weight in a mapped file would occupy memory twice, and change if the file is replaced."""
     directory = convert(tiny_model())
     config = read_config(directory)
-    model, shards = meta_model(config), FAMILIES[config.model_type].layers(config)
-    source = ShardDirectory(directory)
-    held = [load_layer(model, shard, source, device=CPU, dtype=dtype, embedding=shards[0]) for shard in shards]
+    model, description = TASKS["lm"].build(config), TASKS["lm"].layers(config)
+    loader = LayerLoader(model, description, ShardDirectory(directory), device=CPU, dtype=dtype)
+    held = [loader.load(index) for index in range(len(description.layers))]
     assert str(directory) not in Path("/proc/self/maps").read_text()
-    for weight in (weight for layer in held for weight in layer):
+    for weight in (weight for layer in held for weight in layer.weights):
         assert torch.equal(weight.param, weight.master.to(dtype))
 
 
@@ -186,49 +187,55 @@ def test_a_directory_without_shards_is_refused(
     with pytest.raises(ValueError, match=r"manifest\.json is not the manifest of a layer-shard directory$"):
         ShardDirectory(tmp_path)
     (tmp_path / MANIFEST).write_text('{"format": "acsgd-shards", "version": 1}')
-    with pytest.raises(ValueError, match=r"written in version 1 of the format, .* version 3; convert the model again"):
+    with pytest.raises(ValueError, match=r"written in version 1 of the format, .* version 4; convert the model again"):
         ShardDirectory(tmp_path)
     shards = convert(tiny_model())
     manifest = Manifest.read(shards)
-    monkeypatch.setattr("acsgd.shards.disk.VERSION", 4)
+    monkeypatch.setattr("acsgd.shards.disk.VERSION", 5)
     manifest.write(shards)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"written in version 4 of the format, .* version 3; upgrade acsgd$"):
+    with pytest.raises(ValueError, match=r"written in version 5 of the format, .* version 4; upgrade acsgd$"):
         ShardDirectory(shards)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY)
 def test_new_weights_depend_on_seed_and_layer_alone_and_are_drawn_as_transformers_does(
     family: str, tiny_model: TinyModel
 ) -> None:
-    config = read_config(tiny_model(family))
-    model, shards = meta_model(config), FAMILIES[family].layers(config)
+    config, task = read_config(tiny_model(family)), TASKS["lm"]
+    model, description = task.build(config), task.layers(config)
+
+    def draw(seed: int, index: int) -> dict[str, Tensor]:
+        source = RandomWeights(task, config, description, seed=seed)
+        return source.tensors(description.layers[index].name, layer_tensors(model, description, index))
+
     drawn: dict[str, Tensor] = {}
-    for shard in reversed(shards):  # in any order
-        drawn |= RandomWeights(config, shards, seed=1).tensors(shard.name, stored_keys(model, shard))
-    again = RandomWeights(config, shards, seed=1).tensors("block-00003", stored_keys(model, shards[4]))
-    assert all(torch.equal(drawn[key], tensor) for key, tensor in again.items())
-    theirs = AutoModelForCausalLM.from_config(config).state_dict()
-    assert drawn.keys() == theirs.keys() - tied_keys(model).keys()
+    for index in reversed(range(len(description.layers))):  # in any order
+        drawn |= draw(1, index)
+    assert all(torch.equal(drawn[key], tensor) for key, tensor in draw(1, 4).items())
+    theirs = dict(AutoModelForCausalLM.from_config(config).named_parameters())
+    assert drawn.keys() == theirs.keys()
     for key, tensor in drawn.items():
         # standard errors: of a deviation std / sqrt(2n), of a mean std / sqrt(n); five of them
         n, std = tensor.numel(), float(theirs[key].std()) if theirs[key].numel() > 1 else 0.0
         assert abs(float(tensor.std()) - std) <= 5 * 2 * std / (2 * n) ** 0.5, key
         assert abs(float(tensor.mean() - theirs[key].mean())) <= 5 * 2 * std / n**0.5 + 1e-7, key
-    other = RandomWeights(config, shards, seed=2).tensors("block-00003", stored_keys(model, shards[4]))
-    assert any(not torch.equal(drawn[key], tensor) for key, tensor in other.items())
+    assert any(not torch.equal(drawn[key], tensor) for key, tensor in draw(2, 4).items())
 
 
-def test_new_weights_of_all_layers_build_the_structure_of_the_model_once(
-    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_weights_of_all_layers_build_the_structure_of_the_model_once(tiny_model: TinyModel) -> None:
     """Once per layer, a model of 5000 blocks would take hours."""
-    config = read_config(tiny_model())
-    model, shards = meta_model(config), FAMILIES["gpt2"].layers(config)
     built: list[PreTrainedModel] = []
-    monkeypatch.setattr(load, "meta_model", lambda config: built.append(meta_model(config)) or built[-1])
-    source = RandomWeights(config, shards, seed=1)
-    for shard in shards:
-        source.tensors(shard.name, stored_keys(model, shard))
+
+    class Counted(Task):
+        def build(self, config: PreTrainedConfig) -> PreTrainedModel:
+            built.append(super().build(config))
+            return built[-1]
+
+    config, lm = read_config(tiny_model()), TASKS["lm"]
+    model, description = lm.build(config), lm.layers(config)
+    source = RandomWeights(Counted(*dataclasses.astuple(lm)), config, description, seed=1)
+    for layer in description.layers:
+        source.tensors(layer.name, layer_tensors(model, description, layer.index))
     assert len(built) == 1
     assert all(param.is_meta for param in built[0].parameters()), "it keeps weights"

@@ -21,12 +21,13 @@ from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import Mode
 from acsgd.errors import CorruptFileError
 from acsgd.io.checkpoint.progress import RunState
+from acsgd.layers.description import LayerSpec
 from acsgd.optim import OPTIMIZERS
-from acsgd.shards import family_of
-from acsgd.shards.check import FLOATING, Expected, check_tensors, expected_weights, first_names
+from acsgd.shards.check import FLOATING, Expected, check_tensors, expected_tensors, first_names
 from acsgd.shards.disk import MANIFEST, ShardDirectory
-from acsgd.shards.layers import LayerShard, meta_model, parameter_keys, stored_weights
+from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.weights import StateTensor
+from acsgd.tasks import TASKS
 
 LOCAL_OPTIMIZER = "optimizer."
 """Prefix of the names of optimizer state that is saved per replica, since replicas have local weights."""
@@ -41,7 +42,7 @@ class Contents:
 
     shards: ShardDirectory
     model: PreTrainedModel
-    """On the meta device."""
+    """Its parameters are on the meta device."""
     run: RunState | None
     """State of the run; None for a converted model, which has weights only."""
     optimizer: Sequence[StateTensor] | None
@@ -55,31 +56,34 @@ class Contents:
 
         Raises CorruptFileError if its manifest does not list exactly the layers of the model.
         """
-        layers = {layer.name for layer in family_of(config.model_type).layers(config)}
+        layers = {layer.name for layer in shards.manifest.model.layers}
         if differing := sorted(layers ^ shards.manifest.layers.keys()):
             raise CorruptFileError(
                 shards.path / MANIFEST, f"is invalid: its layers are not those of the model ({first_names(differing)})"
             )
+        model = TASKS[shards.manifest.task].build(config)
         run = RunState.of(shards)
         if run is None:
-            return cls(shards, meta_model(config), None, (), ())
-        return cls(shards, meta_model(config), run, _optimizer_states(run), _mode_states(run))
+            return cls(shards, model, None, (), ())
+        return cls(shards, model, run, _optimizer_states(run), _mode_states(run))
 
-    def check(self, layer: LayerShard) -> None:
+    def check(self, index: int) -> None:
         """Verify the files of a layer, and check key, shape, dtype and values of each tensor in them.
 
         Raises CorruptFileError that names the file and the first tensor that is wrong.
         """
         manifest, path = self.shards.manifest, self.shards.path
+        layer = manifest.model.layers[index]
         entry, entries = manifest.layers[layer.name], manifest.replicas.get(layer.name, [])
         self._check_count(layer, len(entries))
         tensors = self.shards.read(entry)
         replicas = {path / each.file: self.shards.read(each) for each in entries}
 
-        weights = {key: self.model.get_parameter(key) for key in parameter_keys(self.model, layer)}
-        originals = stored_weights(self.model, layer)
+        weights = {key: self.model.get_parameter(key) for key in layer.parameters if key not in manifest.model.frozen}
+        stored = layer_tensors(self.model, manifest.model, index)
+        originals = stored.weights
         is_local = any(key.startswith(LOCAL_OPTIMIZER) for each in replicas.values() for key in each)
-        expected = expected_weights(originals)
+        expected = expected_tensors(stored)
         if not is_local:
             expected |= self._expected_optimizer(originals, originals)
         dtypes = FLOATING if self.run is None else {torch.float32}
@@ -93,7 +97,7 @@ class Contents:
             check_tensors(file, of_replica, expected, {torch.float32}, is_complete=is_complete)
         _check_equal_keys(replicas)
 
-    def _check_count(self, layer: LayerShard, count: int) -> None:
+    def _check_count(self, layer: LayerSpec, count: int) -> None:
         """Check the number of replicas whose state is listed."""
         replicas = self.run.replicas if self.run else None
         if replicas is None or count == replicas:

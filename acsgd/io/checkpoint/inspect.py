@@ -16,7 +16,6 @@ from acsgd.errors import CorruptFileError
 from acsgd.io.checkpoint.contents import Contents
 from acsgd.io.checkpoint.directory import CheckpointDirectory, step_of
 from acsgd.io.checkpoint.progress import RunState
-from acsgd.shards import family_of
 from acsgd.shards.config import read_config
 from acsgd.shards.disk import MANIFEST, ShardDirectory
 from acsgd.shards.files import tensor_headers
@@ -122,9 +121,9 @@ def _errors(shards: ShardDirectory) -> dict[str, str]:
         return {"config.json": str(error)}
     except CorruptFileError as error:
         return {error.path.name: str(error)}
-    for layer in family_of(config.model_type).layers(config):
+    for index in range(len(shards.manifest.model.layers)):
         try:
-            contents.check(layer)
+            contents.check(index)
         except CorruptFileError as error:
             errors.setdefault(error.path.name, str(error))
     return errors

@@ -24,6 +24,7 @@ from torch import Tensor
 from acsgd.config.options import CheckpointConfig
 from acsgd.errors import NonFiniteError, RunError, explain
 from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.layers.description import ModelLayers
 from acsgd.shards.disk import Manifest, StoredFile, copy_model_files, write_layer
 from acsgd.shards.weights import WeightState
 from acsgd.streams import Event, Streams
@@ -38,8 +39,9 @@ class LayerState(NamedTuple):
     layer: str
     position: int
     """Index of the layer in the model, 0 = first."""
-    weights: Mapping[str, Tensor]
-    """fp32 master weights by their Hugging Face names. A tied weight belongs to one layer only."""
+    weights: Mapping[str, Tensor] | None
+    """fp32 master weights and constants by their names. A tied weight belongs to one layer only. None on ranks that do
+    not write the layer."""
     optimizer: WeightState
     """State of the optimizer."""
     replica: WeightState
@@ -62,9 +64,9 @@ class Saver:
 
     A context manager: leaving it waits for the save in progress, unless an exception was raised on this rank alone.
 
-    model_dir: directory from which config.json and the tokenizer are copied; layers: names of all layers of the model,
-    first to last; timeout_s: maximum time to wait for the other ranks to finish writing, seconds; verify: raises
-    RunError if another run owns the directory, called on rank 0 before it publishes a checkpoint.
+    model_dir: directory from which config.json and the tokenizer are copied; task, model: for the manifest; timeout_s:
+    maximum time to wait for the other ranks to finish writing, seconds; verify: raises RunError if another run owns the
+    directory, called on rank 0 before it publishes a checkpoint.
     """
 
     def __init__(
@@ -73,7 +75,8 @@ class Saver:
         config: CheckpointConfig,
         *,
         model_dir: Path,
-        layers: Sequence[str],
+        task: str,
+        model: ModelLayers,
         topology: Topology,
         groups: Groups,
         streams: Streams,
@@ -83,7 +86,8 @@ class Saver:
         self._directory = directory
         self._config = config
         self._model_dir = model_dir
-        self._layers = layers
+        self._task = task
+        self._model = model
         self._topology = topology
         self._groups = groups
         self._streams = streams
@@ -151,7 +155,8 @@ class Saver:
         layer = state.layer
         replica = self._copies(f"{layer} replica", state.replica)
         if state.position % self._topology.replicas != self._topology.replica:
-            return LayerState(layer, state.position, {}, {}, replica)
+            return LayerState(layer, state.position, None, {}, replica)
+        assert state.weights is not None
         weights = self._copies(layer, {"": state.weights})[""]
         return LayerState(layer, state.position, weights, self._copies(layer, state.optimizer), replica)
 
@@ -206,7 +211,7 @@ class Saver:
         event.synchronize()
         partial.mkdir(parents=True, exist_ok=True)
         for copy in copies:
-            if copy.weights:
+            if copy.weights is not None:
                 file = write_layer(partial, copy.layer, copy.weights, copy.optimizer)
                 yield _WrittenFile(copy.layer, None, asdict(file))
             if copy.replica:
@@ -222,7 +227,9 @@ class Saver:
         parts = sorted((file for file in written if file.replica is not None), key=lambda file: file.replica or 0)
         Manifest(
             step=step,
-            layers={layer: layers[layer] for layer in self._layers},
+            task=self._task,
+            model=self._model,
+            layers={layer.name: layers[layer.name] for layer in self._model.layers},
             replicas={
                 layer: [StoredFile(**file.entry) for file in parts if file.layer == layer]
                 for layer in sorted({file.layer for file in parts})

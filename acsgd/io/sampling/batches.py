@@ -6,7 +6,7 @@ Shapes: M micro-batches of the replica, B sequences per micro-batch, T tokens pe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -28,10 +28,10 @@ AHEAD = 3
 class Batch:
     """One replica's part of the global batch of a step. Created on the host."""
 
-    tokens: Tensor | None
-    """int64 [M, B, T]; None on stages that do not need it."""
+    inputs: Mapping[str, Tensor] | None
+    """Inputs of the model by name: {"input_ids": int64 [M, B, T]}; None on stages that do not need them."""
     labels: Tensor | None
-    """Next token of each of `tokens`, int64 [M, B, T]; None on stages that do not need it."""
+    """Next token of each of the "input_ids", int64 [M, B, T]; None on stages that do not need it."""
     sample_ids: Tensor
     """Sample ids, int64 [M, B], always on the host. A sequence has the same id in every epoch."""
     micro_ids: range
@@ -40,10 +40,10 @@ class Batch:
     """Sample ids of the replica's next batch, int64 [M, B], on the host; used to prefetch cache entries."""
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch with tokens and labels on `device`."""
-        tokens = None if self.tokens is None else self.tokens.to(device)
+        """Return the batch with inputs and labels on `device`."""
+        inputs = None if self.inputs is None else {name: x.to(device) for name, x in self.inputs.items()}
         labels = None if self.labels is None else self.labels.to(device)
-        return replace(self, tokens=tokens, labels=labels)
+        return replace(self, inputs=inputs, labels=labels)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class BatchReader:
     """B."""
     micros: range
     """Micro-batches of the global batch that the replica trains on: `deal`."""
-    wants_tokens: bool = True
+    wants_inputs: bool = True
     wants_labels: bool = True
     notes: tuple[str, ...] = ()
     """Sentences for the user, one for each source with skipped lines."""
@@ -72,13 +72,13 @@ class BatchReader:
         """Return the batch of a step, counted from 0, as new tensors."""
         mine = slice(self.micros.start * self.micro, self.micros.stop * self.micro)
         sources, indices, ids = (field[mine] for field in self.sampler.samples(step).dealt())
-        tokens = labels = None
-        if self.wants_tokens or self.wants_labels:
+        inputs = labels = None
+        if self.wants_inputs or self.wants_labels:
             windows = read_windows(self.corpora, self.sequence, sources, indices)
-            tokens = to_micro_batches(windows[:, :-1], self.micro) if self.wants_tokens else None
+            inputs = {"input_ids": to_micro_batches(windows[:, :-1], self.micro)} if self.wants_inputs else None
             labels = to_micro_batches(windows[:, 1:], self.micro) if self.wants_labels else None
         upcoming = self.sampler.samples(step + 1).dealt().ids[mine]
-        return Batch(tokens, labels, self._in_micros(ids), self.micros, self._in_micros(upcoming))
+        return Batch(inputs, labels, self._in_micros(ids), self.micros, self._in_micros(upcoming))
 
     def _in_micros(self, ids: Ints) -> Tensor:
         return torch.from_numpy(ids.copy()).view(len(self.micros), self.micro)

@@ -73,7 +73,7 @@ def held_out(
     micro: int,
     replicas: int,
     replica: int,
-    wants_tokens: bool = True,
+    wants_inputs: bool = True,
     wants_labels: bool = True,
 ) -> HeldOut | None:
     """Return the held-out data of one replica, None if nothing is held out.
@@ -93,7 +93,7 @@ def held_out(
         micro=micro,
         replicas=replicas,
         replica=replica,
-        wants_tokens=wants_tokens,
+        wants_inputs=wants_inputs,
         wants_labels=wants_labels,
         # lines skipped from the training sources are in BatchReader.notes
         notes=tuple(corpus.skipped for corpus in separate if corpus.skipped),
@@ -115,7 +115,7 @@ class HeldOut:
     replicas: int
     replica: int
     """Index of this replica."""
-    wants_tokens: bool = True
+    wants_inputs: bool = True
     wants_labels: bool = True
     notes: tuple[str, ...] = ()
     """Sentences for the user, one for each source of data.eval_sources with skipped lines."""
@@ -143,14 +143,14 @@ class HeldOut:
         positions = np.arange(micro_ids.start * self.micro, micro_ids.stop * self.micro)
         padding = positions >= end
         positions = np.minimum(positions, end - 1)
-        tokens = labels = None
-        if self.wants_tokens or self.wants_labels:
+        inputs = labels = None
+        if self.wants_inputs or self.wants_labels:
             windows = read_windows(self.corpora, self.sequence, *self._locate(positions))
-            tokens = to_micro_batches(windows[:, :-1], self.micro) if self.wants_tokens else None
+            inputs = {"input_ids": to_micro_batches(windows[:, :-1], self.micro)} if self.wants_inputs else None
             targets = np.where(padding[:, None], IGNORE_INDEX, windows[:, 1:])
             labels = to_micro_batches(targets, self.micro) if self.wants_labels else None
         sample_ids = torch.from_numpy(positions).view(len(micro_ids), self.micro)
-        return Batch(tokens, labels, sample_ids, micro_ids)
+        return Batch(inputs, labels, sample_ids, micro_ids)
 
     def _locate(self, positions: Ints) -> tuple[Ints, Ints]:
         """Return the source of each position in the held-out set, and the index of the sequence in that source."""

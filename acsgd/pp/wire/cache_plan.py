@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from acsgd.streams import Streams, available_memory_bytes
 class CachePlan:
     """What the caches of one replica's links have in common."""
 
-    capacity: int
-    """Number of samples per cache."""
+    capacities: Sequence[int]
+    """By boundary, the number of samples per cache."""
     directory: Path
     """Directory of this replica's cache files, for cache=disk."""
     first_layers: Sequence[str]
@@ -38,10 +39,10 @@ class CachePlan:
         """
         nbytes = delta.entry_bytes(spec)
         if delta.cache == "ram":
-            return ActivationCache(self.capacity, HostMemoryStore(nbytes, streams))
+            return ActivationCache(self.capacities[boundary], HostMemoryStore(nbytes, streams))
         identity = {"run": self.run_id, "tensor": repr(spec), "cache_bits": delta.cache_bits}
         path = self.directory / f"{self.first_layers[boundary]}.{name}"
-        return ActivationCache(self.capacity, DiskStore(path, nbytes, identity, streams, fresh=self.fresh))
+        return ActivationCache(self.capacities[boundary], DiskStore(path, nbytes, identity, streams, fresh=self.fresh))
 
 
 def plan_capacity(delta: Delta, entry_bytes: int, *, samples: int, per_step: int) -> int:
@@ -62,21 +63,22 @@ def plan_capacity(delta: Delta, entry_bytes: int, *, samples: int, per_step: int
     return min(capacity, samples)
 
 
-def check_space(delta: Delta, directory: Path, nbytes: int, *, ends: int, processes: int) -> None:
+def check_space(delta: Delta, directory: Path, nbytes: Sequence[int], *, processes: int) -> None:
     """Raise ValueError if the caches of a rank do not fit into the free memory or disk of its host.
 
-    directory: of the cache files of all replicas, whose present size counts as free; nbytes: of one end of a link;
-    ends: of links on this rank; processes: ranks on this host.
+    directory: of the cache files of all replicas, whose present size counts as free; nbytes: of each end of a link on
+    this rank; processes: ranks on this host.
     """
+    ends = len(nbytes)
     if delta.cache == "ram":
         available, place = available_memory_bytes(), "this host"
     else:
         existing = next(parent for parent in directory.absolute().parents if parent.exists())
         reused = sum(path.stat().st_blocks * 512 for path in directory.rglob("*"))
         available, place = shutil.disk_usage(existing).free + reused, str(existing)
-    if available is not None and ends * nbytes > available / processes:
+    if available is not None and sum(nbytes) > available / processes:
         raise ValueError(
-            f"the activation caches of {ends} ends of links need {nbytes / 2**30:.3g} GiB each, but {place} has "
+            f"the activation caches of {ends} ends of links need {sum(nbytes) / 2**30:.3g} GiB, but {place} has "
             f"{available / 2**30:.3g} GiB free for {processes} processes; give "
             f"cache_gib={0.9 * available / processes / ends / 2**30:.2g}, fewer cache_bits"
             + (", or cache=disk" if delta.cache == "ram" else "")
@@ -85,11 +87,11 @@ def check_space(delta: Delta, directory: Path, nbytes: int, *, ends: int, proces
 
 def plan_caches(
     delta: Delta,
-    specs: Sequence[TensorSpec],
+    boundaries: Sequence[Iterable[TensorSpec]],
     *,
     samples: int,
     per_step: int,
-    ends: int,
+    ends: Sequence[int],
     processes: int,
     directory: Path,
     replica: int,
@@ -99,17 +101,20 @@ def plan_caches(
 ) -> CachePlan:
     """Plan the caches of one rank.
 
-    specs: of the tensors of a boundary; samples, per_step: as of `plan_capacity`; ends, processes, directory: as of
-    `check_space`; first_layers, run_id, fresh: as of `CachePlan`. Raises ValueError if there is no room for them.
+    boundaries: by boundary, the tensors that cross it; samples, per_step: as of `plan_capacity`; ends: boundaries of
+    which this rank has an end; processes, directory: as of `check_space`; first_layers, run_id, fresh: as of
+    `CachePlan`. Raises ValueError if there is no room for them.
     """
-    entry_bytes = sum(map(delta.entry_bytes, specs))
-    capacity = plan_capacity(delta, entry_bytes, samples=samples, per_step=per_step)
-    nbytes = capacity * entry_bytes
-    check_space(delta, directory, nbytes, ends=ends, processes=processes)
+    entry_bytes = [
+        sum(delta.entry_bytes(spec) for spec in specs if spec.dtype.is_floating_point) for specs in boundaries
+    ]
+    capacities = [plan_capacity(delta, nbytes, samples=samples, per_step=per_step) for nbytes in entry_bytes]
+    check_space(delta, directory, [capacities[each] * entry_bytes[each] for each in ends], processes=processes)
     place = "host memory" if delta.cache == "ram" else str(directory)
-    rest = "" if capacity == samples else " (the others are always cache misses)"
+    fewest, most = min(capacities), max(map(operator.mul, capacities, entry_bytes))
+    rest = "" if fewest == samples else " (the others are always cache misses)"
     note = (
-        f"activation cache at each end of a link: {capacity} of {samples} samples{rest}, {nbytes / 2**20:,.1f} MiB in "
+        f"activation cache at each end of a link: {fewest} of {samples} samples{rest}, {most / 2**20:,.1f} MiB in "
         f"{place}"
     )
-    return CachePlan(capacity, directory / f"replica-{replica:05d}", first_layers, run_id, fresh, note)
+    return CachePlan(capacities, directory / f"replica-{replica:05d}", first_layers, run_id, fresh, note)

@@ -16,6 +16,7 @@ from torch import Tensor
 from acsgd.codecs.base import Codec, NotFiniteError, pack, unpack, wire_bytes
 from acsgd.codecs.entropy import compress_, decompress
 from acsgd.errors import RunError
+from acsgd.layers.composed import State
 from acsgd.meter import Meter, Work
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.pp.wire.cache_sync import CacheSync
@@ -23,7 +24,6 @@ from acsgd.pp.wire.channel import NOT_FINITE, Channel, check_header, handshake
 from acsgd.pp.wire.coder import EXACT, Coder, StatelessCoder, TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta, DeltaCoder
 from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
-from acsgd.shards.layers import State
 from acsgd.streams import Event, Streams
 
 MAX_SENDS_IN_FLIGHT = 16
@@ -242,8 +242,8 @@ class LinkFactory:
 
     group: dist.ProcessGroup
     streams: Streams
-    tensors: Mapping[str, TensorSpec]
-    """The named tensors that cross a boundary, of one micro-batch."""
+    boundaries: Sequence[Mapping[str, TensorSpec]]
+    """By boundary, the named tensors that cross it, of one micro-batch. The first axis is that of the sequences."""
     forward: Codec | Delta
     """Codec of activations."""
     backward: Codec
@@ -262,7 +262,11 @@ class LinkFactory:
         activations = self._open_channel(
             Kind.ACTIVATION, boundary, peer, self.forward, activation_coders, self.forward_meter
         )
-        gradient_coders = {name: StatelessCoder(self.backward, spec) for name, spec in self.tensors.items()}
+        gradient_coders = {
+            name: StatelessCoder(self.backward, spec)
+            for name, spec in self.boundaries[boundary].items()
+            if spec.dtype.is_floating_point
+        }
         gradients = self._open_channel(
             Kind.GRADIENT, boundary, peer, self.backward, gradient_coders, self.backward_meter
         )
@@ -282,14 +286,17 @@ class LinkFactory:
 
     def _activation_coders(self, boundary: int, side: str) -> Mapping[str, Coder]:
         """Return this end's coders of activations; side: "sender" or "receiver"."""
+        return {name: self._activation_coder(boundary, name, side) for name in self.boundaries[boundary]}
+
+    def _activation_coder(self, boundary: int, name: str, side: str) -> Coder:
+        spec = self.boundaries[boundary][name]
+        if not spec.dtype.is_floating_point:
+            return StatelessCoder(EXACT, spec)
         if not isinstance(self.forward, Delta):
-            return {name: StatelessCoder(self.forward, spec) for name, spec in self.tensors.items()}
+            return StatelessCoder(self.forward, spec)
         assert self.cache_plan is not None, "delta needs a cache plan"
-        coders = {}
-        for name, spec in self.tensors.items():
-            cache = self.cache_plan.open(boundary, f"{side}.{name}", self.forward, spec, self.streams)
-            coders[name] = DeltaCoder(self.forward, spec, cache, self.streams)
-        return coders
+        cache = self.cache_plan.open(boundary, f"{side}.{name}", self.forward, spec, self.streams)
+        return DeltaCoder(self.forward, spec, cache, self.streams)
 
     def _open_channel(
         self, kind: Kind, boundary: int, peer: int, codec: Codec | Delta, coders: Mapping[str, Coder], meter: Meter

@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 from acsgd.shards.config import CONFIG, derive_layers
 from acsgd.shards.disk import Manifest, copy_model_files, list_model_files, write_layer
 from acsgd.shards.files import read_json_object
+from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.legacy.layouts import BLOCK, HEAD, Layout
 from acsgd.shards.legacy.model import layout_of, open_legacy, untie
-from acsgd.shards.locate import names_of, open_shards, stored_names, tensor_of
+from acsgd.shards.locate import names_of, open_shards
 from acsgd.tasks import TASKS
 
 
@@ -25,12 +26,13 @@ def from_legacy(source: Path, target: Path, *, config: Path | None = None) -> No
     None = `source`. Raises as `open_legacy`.
     """
     legacy = open_legacy(source, config or source)
-    layers = stored_names(derive_layers(config or source, legacy.config, legacy.layout.task))
-    files = {name: write_layer(target, name, legacy.read(keys)) for name, keys in layers.items()}
+    task = legacy.layout.task
+    model = derive_layers(config or source, legacy.config, task)
+    files = {name: write_layer(target, name, legacy.read(keys)) for name, keys in model.stored().items()}
     copy_model_files(config or source, target)
     if HEAD in legacy.layout.files:
         _write_untied(target / CONFIG)
-    Manifest(step=0, layers=files, replicas={}, model_files=list_model_files(target), run=None).write(target)
+    Manifest(0, task, model, files, replicas={}, model_files=list_model_files(target), run=None).write(target)
 
 
 def to_legacy(source: Path, target: Path) -> None:
@@ -43,13 +45,14 @@ def to_legacy(source: Path, target: Path) -> None:
     layout = layout_of(source)
     task = TASKS[layout.task]
     model, untied = task.build(config), task.build(untie(config))
-    layers = stored_names(derive_layers(source, config, layout.task))
-    layer_of = {key: layer for layer, keys in layers.items() for key in keys}
+    description = directory.manifest.model
+    layer_of = {key: description.index(layer) for layer, keys in description.stored().items() for key in keys}
     stored_as = {name: names[0] for names in names_of(model).values() for name in names}
     for part, names in layout.names(untied).items():
         tensors = _buffers(layout, untied, part)
         for layer in dict.fromkeys(layer_of[stored_as[key]] for key in names.values()):
-            stored = directory.tensors(layer, {key: tensor_of(model, key) for key in layers[layer]})
+            name = description.layers[layer].name
+            stored = directory.tensors(name, layer_tensors(model, description, layer))
             # copies, because each has the whole file as its storage
             tensors |= {name: stored[x].clone() for name, key in names.items() if (x := stored_as[key]) in stored}
         torch.save(tensors, target / f"pytorch_{part}.pt")
