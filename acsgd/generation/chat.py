@@ -38,15 +38,16 @@ class Chat:
 
     def _reply(self, line: str) -> None:
         """Print the reply to a line. Raises ValueError if the line alone is too long."""
-        generator, messages = self._generator, self._messages
-        if generator.prompts.has_chat_template:
+        prompts, messages = self._generator.prompts, self._messages
+        if prompts.has_chat_template:
             messages, ids = self._newest([*messages, {"role": "user", "content": line}])
         else:
-            ids = generator.prompts.encode(line)
+            ids = prompts.encode(line)
         with _interrupts() as is_interrupted:
-            text = generator.stream(ids, index=self._turn, is_stopped=is_interrupted)
+            text = self._generator.stream(ids, index=self._turn, is_stopped=is_interrupted)
         self._turn += 1
-        self._messages = [*messages, {"role": "assistant", "content": text}]
+        if prompts.has_chat_template:
+            self._messages = [*messages, {"role": "assistant", "content": text}]
 
     def _newest(self, messages: Messages) -> tuple[Messages, Ids]:
         """Return the newest messages that leave room for a reply, and their ids."""
