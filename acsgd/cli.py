@@ -92,7 +92,10 @@ class ToHF:
 
 @dataclass(frozen=True)
 class FromLegacy:
-    """Convert a model or training checkpoint of AC-SGD, CocktailSGD or OpenChatKit into layer shards."""
+    """Convert a model or training checkpoint of AC-SGD, CocktailSGD or OpenChatKit into layer shards.
+
+    An interrupted conversion continues when the same command is started again.
+    """
 
     source: tyro.conf.Positional[Path]
     """Directory with pytorch_*.pt files (a model) or prank_*_checkpoint.pt files (a training checkpoint)."""
@@ -105,7 +108,12 @@ class FromLegacy:
         """Run the conversion."""
         from acsgd.shards.legacy.convert import from_legacy
 
-        _create(self.target, lambda directory: from_legacy(self.source, directory, config=self.config))
+        with progress_bar() as report:
+            _create(
+                self.target,
+                lambda path: from_legacy(self.source, path, config=self.config, report=report),
+                resumable=True,
+            )
 
 
 @dataclass(frozen=True)

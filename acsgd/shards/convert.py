@@ -1,28 +1,55 @@
-"""Convert a Hugging Face directory to layer shards, with one layer in memory at a time."""
+"""Convert models in files of other formats to layer shards, with one layer in memory at a time."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from acsgd.layers.description import ModelLayers
 from acsgd.notes import print_note
 from acsgd.seeds import mix_seed
 from acsgd.shards.check import first_names
 from acsgd.shards.config import derive_layers
-from acsgd.shards.disk import VERSION, Manifest, copy_model_files, write_layer
+from acsgd.shards.disk import VERSION, Manifest, StoredFile, copy_model_files, write_layer
 from acsgd.shards.journal import Journal
-from acsgd.shards.locate import HFModel, open_hf
-from acsgd.shards.writer import bytes_of
+from acsgd.shards.locate import open_hf
 
 Report = Callable[[int, int], object]
 """Called with the number of bytes written and that of all bytes to write."""
+
+
+class OpenedModel(Protocol):
+    """A model in the files of a directory, in any format, whose names and shapes are checked."""
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model, its parameters on the meta device."""
+        ...
+
+    @property
+    def new(self) -> Collection[str]:
+        """Parameters of a new head, which the files lack."""
+        ...
+
+    def read(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Read tensors of the model. names: without new ones."""
+        ...
+
+    def path_of(self, name: str) -> Path:
+        """Return the file with a tensor."""
+        ...
+
+    def bytes_of(self, name: str) -> int:
+        """Return the number of bytes of a tensor in the files, 0 if they lack it."""
+        ...
 
 
 def from_hf(source: Path, target: Path, *, task: str = "lm", report: Report = lambda done, total: None) -> None:
@@ -34,39 +61,53 @@ def from_hf(source: Path, target: Path, *, task: str = "lm", report: Report = la
     """
     opened = open_hf(source, task)
     model = derive_layers(source, opened.config, task)
-    if opened.new:
-        print_note(f"{source} lacks {first_names(opened.new)}: a new head is initialised")
-    sizes = {key: sum(bytes_of(x.header) for x in at.sources.values()) for key, at in opened.tensors.items()}
-    done, total = 0, sum(sizes.values())
-    journal = Journal(target, _identity(source, task))
-    files = {}
-    for layer, names in model.stored().items():
-        entry = journal.find(layer)
-        if entry is None:
-            entry = write_layer(target, layer, _read(opened, names, source))
-            journal.add(layer, entry)
-        files[layer] = entry
-        done += sum(sizes.get(name, 0) for name in names)
-        report(done, total)
-    journal.remove()
+    files = write_layers(opened, model, target, sources=[source], report=report)
     copied = copy_model_files(source, target)
     Manifest(0, task, model, files, replicas={}, model_files=copied, run=None).write(target)
 
 
-def _identity(source: Path, task: str) -> str:
+def write_layers(
+    opened: OpenedModel, layers: ModelLayers, target: Path, *, sources: Sequence[Path], report: Report
+) -> dict[str, StoredFile]:
+    """Write the file of each layer, or continue a conversion; return their manifest entries.
+
+    sources: directories that are converted. Raises ValueError if a parameter is not finite.
+    """
+    if opened.new:
+        print_note(f"{sources[0]} lacks {first_names([*opened.new])}: a new head is initialised")
+    sizes = {layer: sum(map(opened.bytes_of, names)) for layer, names in layers.stored().items()}
+    done, total = 0, sum(sizes.values())
+    journal = Journal(target, _identity(sources, layers))
+    files = {}
+    for layer, names in layers.stored().items():
+        entry = journal.find(layer)
+        if entry is None:
+            entry = write_layer(target, layer, _read(opened, names))
+            journal.add(layer, entry)
+        files[layer] = entry
+        done += sizes[layer]
+        report(done, total)
+    journal.remove()
+    return files
+
+
+def _identity(sources: Sequence[Path], layers: ModelLayers) -> str:
     """Return a hash of everything that the files of the layers depend on, but of files only name, size and time."""
-    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.iterdir())
-    state = (str(source.resolve()), files, task, VERSION, transformers.__version__)
-    return hashlib.sha256(repr(state).encode()).hexdigest()
+    files = [
+        (str(source.resolve()), sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths))
+        for source in sources
+        for paths in [source.iterdir()]
+    ]
+    return hashlib.sha256(repr((files, layers, VERSION, transformers.__version__)).encode()).hexdigest()
 
 
-def _read(opened: HFModel, names: Collection[str], source: Path) -> dict[str, Tensor]:
+def _read(opened: OpenedModel, names: Collection[str]) -> dict[str, Tensor]:
     """Read the tensors of a layer, and draw those of a new head. Raises ValueError if a parameter is not finite."""
     tensors = opened.read([name for name in names if name not in opened.new])
     params = {name for name, _ in opened.model.named_parameters()}
     for name in params & tensors.keys():
         if tensors[name].numel() and not all(x.isfinite() for x in tensors[name].aminmax()):
-            path = next(iter(opened.tensors[name].sources.values())).path
+            path = opened.path_of(name)
             raise ValueError(f"{path}: {name} has values that are not finite; give weights without NaN and infinities")
     return tensors | _draw(opened.model, [name for name in names if name in opened.new])
 

@@ -17,7 +17,7 @@ from acsgd.shards.disk import MANIFEST, ShardDirectory, model_files
 from acsgd.shards.files import tensor_headers
 from acsgd.shards.names import Conversion, conversions, names_in_files
 from acsgd.shards.stored import FLOATING, StoredTensor, read_tensors, stored_tensors
-from acsgd.shards.writer import DTYPES
+from acsgd.shards.writer import DTYPES, bytes_of
 from acsgd.tasks import TASKS
 
 
@@ -50,6 +50,16 @@ class HFModel(NamedTuple):
         """
         found = _read({name: self.tensors[name] for name in names if name in self.tensors}, self.model)
         return {name: found[name] if name in found else self.model.get_buffer(name) for name in names}
+
+    def path_of(self, name: str) -> Path:
+        """Return the file with a tensor, of a converted one the first."""
+        return next(iter(self.tensors[name].sources.values())).path
+
+    def bytes_of(self, name: str) -> int:
+        """Return the number of bytes of a tensor in the files, 0 if they lack it."""
+        if name not in self.tensors:
+            return 0
+        return sum(bytes_of(stored.header) for stored in self.tensors[name].sources.values())
 
 
 def open_hf(directory: Path, task: str = "lm") -> HFModel:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 SHAPE = {"vocab_size": 96, "hidden_size": 16, "num_attention_heads": 2}
 OLD: dict[str, dict[str, Any]] = {
@@ -40,6 +40,41 @@ def old_model(model_type: str, *, dtype: torch.dtype = torch.float32, **options:
     for param in model.parameters():  # new biases are zeros, norms ones
         param.data = torch.randn(param.shape).mul_(0.3).to(dtype)  # buffers keep their precision
     return model.eval()
+
+
+def old_deberta() -> PreTrainedModel:
+    """Return a small DeBERTa as AC-SGD trained it, with relative embeddings, their norm and a convolution."""
+    config = AutoConfig.for_model(
+        "deberta-v2",
+        **SHAPE,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        relative_attention=True,
+        pos_att_type=["c2p", "p2c"],
+        norm_rel_ebd="layer_norm",
+        conv_kernel_size=3,
+        max_position_embeddings=32,
+        position_buckets=8,
+        share_att_key=True,
+        type_vocab_size=0,
+        position_biased_input=False,
+    )
+    torch.manual_seed(0)
+    return AutoModelForSequenceClassification.from_config(config).eval()
+
+
+def save_deberta(model: PreTrainedModel, directory: Path) -> None:
+    """Write the body of a DeBERTa as AC-SGD's converter did; the head was never saved."""
+    directory.mkdir(parents=True, exist_ok=True)
+    body = model.deberta
+    position_ids = {"position_ids": torch.arange(32)[None]}
+    torch.save(dict(body.embeddings.state_dict()) | position_ids, directory / "pytorch_embs.pt")
+    for index, block in enumerate(body.encoder.layer):
+        torch.save(block.state_dict(), directory / f"pytorch_{index}.pt")
+    torch.save(body.encoder.rel_embeddings.state_dict(), directory / "pytorch_rel_embs.pt")
+    torch.save(body.encoder.LayerNorm.state_dict(), directory / "pytorch_ln.pt")
+    torch.save(body.encoder.conv.state_dict(), directory / "pytorch_conv.pt")
+    model.config.save_pretrained(directory)
 
 
 def old_stage(model: PreTrainedModel) -> nn.Sequential:

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from lib.commands import acsgd
-from lib.legacy import OLD, old_model, save_layers, save_stages
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from lib.legacy import OLD, old_deberta, old_model, save_deberta, save_layers, save_stages
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from acsgd.tasks import TASKS, Task, token_loss
 
 TYPES = sorted(OLD)
 BUFFERS = ("attn.bias", "attention.bias", "masked_bias", "inv_freq")
@@ -182,7 +184,8 @@ LAYERS: dict[str, tuple[Change, str]] = {
     ),
     "NaN": (
         change("pytorch_3.pt", lambda tensors: tensors["ln_1.bias"].fill_(float("nan"))),
-        "{old}/pytorch_3.pt is invalid: transformer.h.3.ln_1.bias has values that are not finite",
+        "{old}/pytorch_3.pt: transformer.h.3.ln_1.bias has values that are not finite; give weights without NaN and "
+        "infinities",
     ),
     "another mask": (
         change("pytorch_3.pt", lambda tensors: tensors["attn.bias"].fill_(1)),
@@ -320,3 +323,43 @@ def test_a_type_without_a_layout_is_refused_on_the_way_back(tiny_model: Callable
     assert code == 2
     assert "is of a model of type 'mistral', which the replaced systems did not have" in printed
     assert os.listdir(tmp_path) == ["shards"]
+
+
+@pytest.fixture
+def classification(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = {"input_ids": ("batch", "sequence"), "attention_mask": ("batch", "sequence")}
+    task = Task("classification", AutoModelForSequenceClassification, inputs, token_loss, has_new_head=True)
+    monkeypatch.setitem(TASKS, "classification", task)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("classification")
+def test_a_deberta_is_imported_bit_for_bit_with_a_new_head(tmp_path: Path) -> None:
+    model = old_deberta()
+    save_deberta(model, tmp_path / "old")
+    stated = "a new head is initialised"
+    for target in ("shards", "again"):
+        code, printed = acsgd("convert", "from-legacy", tmp_path / "old", tmp_path / target)
+        assert code == 0
+        assert f"lacks pooler.dense.weight, pooler.dense.bias, classifier.weight and 1 more: {stated}" in printed
+    first, second = (tmp_path / each / "head.safetensors" for each in ("shards", "again"))
+    assert first.read_bytes() == second.read_bytes(), "a new head is the same in each conversion"
+    assert acsgd("convert", "to-hf", tmp_path / "shards", tmp_path / "hf") == (0, "")
+    found = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
+    model.load_state_dict({key: x for key, x in found.state_dict().items() if "deberta" not in key}, strict=False)
+    assert_equal(found, model)
+
+    assert acsgd("convert", "to-legacy", tmp_path / "shards", tmp_path / "new") == (0, "")
+    for path in (tmp_path / "old").glob("*.pt"):
+        old, new = load(path), load(tmp_path / "new" / path.name)
+        assert old.keys() == new.keys()
+        assert all(torch.equal(old[key], new[key]) for key in old)
+    assert acsgd("convert", "from-legacy", tmp_path / "new", tmp_path / "third") == (0, "")
+    assert first.read_bytes() == (tmp_path / "third" / "head.safetensors").read_bytes(), "the head is kept"
+
+
+@pytest.mark.usefixtures("classification")
+@pytest.mark.parametrize("name", ["pytorch_rel_embs.pt", "pytorch_ln.pt", "pytorch_conv.pt"])
+def test_a_deberta_without_one_of_its_files_is_refused(name: str, tmp_path: Path) -> None:
+    save_deberta(old_deberta(), tmp_path / "old")
+    (tmp_path / "old" / name).unlink()
+    assert_refused(tmp_path / "old", f"{{old}} lacks layers of the model in config.json: {name}; copy them", tmp_path)

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from acsgd.shards.config import CONFIG, derive_layers
-from acsgd.shards.disk import Manifest, copy_model_files, list_model_files, write_layer
+from acsgd.shards.convert import Report, write_layers
+from acsgd.shards.disk import Manifest, copy_model_files, list_model_files
 from acsgd.shards.files import read_json_object
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.legacy.layouts import BLOCK, HEAD, Layout
@@ -19,20 +20,24 @@ from acsgd.shards.locate import names_of, open_shards
 from acsgd.tasks import TASKS
 
 
-def from_legacy(source: Path, target: Path, *, config: Path | None = None) -> None:
-    """Convert a model or training checkpoint of a replaced system to layer shards in `target`, an empty directory.
+def from_legacy(
+    source: Path, target: Path, *, config: Path | None = None, report: Report = lambda done, total: None
+) -> None:
+    """Convert a model or training checkpoint of a replaced system to layer shards in `target`, a directory.
 
-    Tensors keep their dtype and bits, and the head its own weights. config: directory with config.json and tokenizer;
-    None = `source`. Raises as `open_legacy`.
+    It is empty, or was left by an interrupted conversion of the same source, which continues. Tensors keep their dtype
+    and bits, and the head its own weights. config: directory with config.json and tokenizer; None = `source`. Raises as
+    `open_legacy`, ValueError if a parameter is not finite, LayersError if the model cannot be divided into layers.
     """
-    legacy = open_legacy(source, config or source)
-    task = legacy.layout.task
-    model = derive_layers(config or source, legacy.config, task)
-    files = {name: write_layer(target, name, legacy.read(keys)) for name, keys in model.stored().items()}
-    copy_model_files(config or source, target)
+    model_directory = config or source
+    legacy = open_legacy(source, model_directory)
+    model = derive_layers(model_directory, legacy.config, legacy.layout.task)
+    files = write_layers(legacy, model, target, sources=[source, model_directory], report=report)
+    copy_model_files(model_directory, target)
     if HEAD in legacy.layout.files:
         _write_untied(target / CONFIG)
-    Manifest(0, task, model, files, replicas={}, model_files=list_model_files(target), run=None).write(target)
+    copied = list_model_files(target)
+    Manifest(0, legacy.layout.task, model, files, replicas={}, model_files=copied, run=None).write(target)
 
 
 def to_legacy(source: Path, target: Path) -> None:

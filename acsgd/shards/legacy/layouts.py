@@ -44,12 +44,11 @@ class Layout:
     """Module paths by file and by name in the file, for modules that not all configs have, too."""
     buffers: Mapping[str, Buffer] = field(default_factory=dict)
     """Buffers by file and name in it: "block.attn.bias"."""
+    new_head: str | None = None
+    """File of a head that the replaced systems initialized and never saved; read and written if there is one."""
 
     def names(self, model: PreTrainedModel) -> dict[str, dict[str, str]]:
-        """Return by file, first to last, the names in it and those in the model. `model` has no tied parameters.
-
-        Parameters that no file holds, such as those of a new head, are left out.
-        """
+        """Return by file, first to last, the names in it and those in the model. `model` has no tied parameters."""
         files: dict[str, dict[str, str]] = {}
         for key, _ in model.named_parameters():
             if (place := self._place(key)) is not None:
@@ -86,6 +85,10 @@ def _gpt_neo_mask(model: PreTrainedModel, block: int, positions: int) -> Tensor:
 
 def _lowest(model: PreTrainedModel, block: int, positions: int) -> Tensor:
     return torch.tensor(-1e9)
+
+
+def _position_ids(model: PreTrainedModel, block: int, positions: int) -> Tensor:
+    return torch.arange(positions)[None]
 
 
 def _rotary(path: str) -> Buffer:
@@ -143,6 +146,19 @@ LAYOUTS: Mapping[str, Layout] = {
         "model.layers",
         {EMBEDDING: _in("model", "embed_tokens"), HEAD: _in("model", "norm") | {"lm_head": "lm_head"}},
         {f"{BLOCK}.self_attn.rotary_emb.inv_freq": _rotary("model.rotary_emb")},
+    ),
+    "deberta-v2": Layout(
+        "classification",
+        "deberta.encoder.layer",
+        {
+            EMBEDDING: {WHOLE: "deberta.embeddings"},
+            "rel_embs": {WHOLE: "deberta.encoder.rel_embeddings"},
+            "ln": {WHOLE: "deberta.encoder.LayerNorm"},
+            "conv": {WHOLE: "deberta.encoder.conv"},
+            "cls_head": {"pooler": "pooler", "classifier": "classifier"},
+        },
+        {f"{EMBEDDING}.position_ids": Buffer(_position_ids)},
+        new_head="cls_head",
     ),
 }
 """Layouts by model type."""

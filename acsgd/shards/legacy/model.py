@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -13,14 +12,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from acsgd.shards.check import FLOATING, Expected, check_tensors, first_names
+from acsgd.shards.check import FLOATING, first_names
 from acsgd.shards.config import CONFIG, MANY_BLOCKS, number_of_blocks, read_config
 from acsgd.shards.files import read_json_object
 from acsgd.shards.legacy.files import Part, find_parts
 from acsgd.shards.legacy.layouts import BLOCK, LAYOUTS, Layout
 from acsgd.tasks import TASKS
 
-FINITE = Expected(None)
 RTOL, ATOL = 5e-3, 1e-7
 """Tolerances of buffers, which may have been rounded to bf16 or fp16."""
 
@@ -36,29 +34,35 @@ class LegacyModel(NamedTuple):
     """Where each layer of the old layout is stored."""
     names: dict[str, dict[str, str]]
     """By layer of the old layout, the names in its file and those in the model."""
+    new: tuple[str, ...]
+    """Parameters of a new head, which the files lack."""
+    sizes: dict[str, int]
+    """Number of bytes of each parameter in the files."""
 
-    def read(self, keys: Collection[str]) -> dict[str, Tensor]:
-        """Read parameters of the model by name; they lie in memory-mapped files."""
-        places = {key: (part, name) for part, names in self.names.items() for name, key in names.items()}
-        by_part = defaultdict(list)
-        for key in keys:
-            part, name = places[key]
-            by_part[part].append((key, name))
+    def read(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Read parameters of the model; they lie in memory-mapped files. names: without new ones."""
         found: dict[str, Tensor] = {}
-        for part, pairs in by_part.items():
-            tensors = self.parts[part].read()
-            wanted = {key: tensors[name] for key, name in pairs}
-            check_tensors(self.parts[part].path, wanted, dict.fromkeys(wanted, FINITE), FLOATING, is_complete=False)
-            found |= wanted
+        for layer, keys in self.names.items():
+            if wanted := {key: name for key, name in keys.items() if name in names}:
+                tensors = self.parts[layer].read()
+                found |= {name: tensors[key] for key, name in wanted.items()}
         return found
+
+    def path_of(self, name: str) -> Path:
+        """Return the file with a parameter."""
+        return next(self.parts[layer].path for layer, keys in self.names.items() if name in keys.values())
+
+    def bytes_of(self, name: str) -> int:
+        """Return the number of bytes of a parameter in the files, 0 if they lack it."""
+        return self.sizes.get(name, 0)
 
 
 def open_legacy(directory: Path, config_directory: Path) -> LegacyModel:
     """Open a model of a replaced system, and verify its files.
 
     config_directory: with its config.json. Raises ValueError if the type of the model has no old layout, if layers or
-    parameters are missing, are others than in config.json, or are not finite floating-point numbers; CorruptFileError
-    if a file is not complete.
+    parameters are missing, are others than in config.json, or are not floating-point numbers; CorruptFileError if a
+    file is not complete.
     """
     layout = layout_of(config_directory)
     config = untie(read_config(config_directory, layout.task))
@@ -68,10 +72,12 @@ def open_legacy(directory: Path, config_directory: Path) -> LegacyModel:
             "systems had; give config and weights of the same model"
         )
     model = TASKS[layout.task].build(config)
-    names = layout.names(model)
-    legacy = LegacyModel(config, model, layout, find_parts(directory, names), names)
-    for part in names:
-        _check(legacy, part)
+    names, new = layout.names(model), dict[str, str]()
+    if layout.new_head is not None and not os.path.lexists(directory / f"pytorch_{layout.new_head}.pt"):
+        new = names.pop(layout.new_head)
+    legacy = LegacyModel(config, model, layout, find_parts(directory, names), names, tuple(new.values()), {})
+    for layer in names:
+        legacy.sizes.update(_check(legacy, layer))
     return legacy
 
 
@@ -88,16 +94,20 @@ def layout_of(config_directory: Path) -> Layout:
     if not os.path.lexists(path):
         raise ValueError(f"{config_directory} has no {CONFIG}; give the directory of the model's with --config")
     model_type = read_json_object(path).get("model_type")
-    if not isinstance(model_type, str) or model_type not in LAYOUTS:
+    layouts = {name: layout for name, layout in LAYOUTS.items() if layout.task in TASKS}
+    if not isinstance(model_type, str) or model_type not in layouts:
         raise ValueError(
             f"{path} is of a model of type {model_type!r}, which the replaced systems did not have; they had "
-            f"{', '.join(LAYOUTS)}"
+            f"{', '.join(layouts)}"
         )
-    return LAYOUTS[model_type]
+    return layouts[model_type]
 
 
-def _check(legacy: LegacyModel, name: str) -> None:
-    """Raise ValueError if the tensors of a layer are not those of the model in config.json. Reads no parameter."""
+def _check(legacy: LegacyModel, name: str) -> dict[str, int]:
+    """Return the number of bytes of each parameter in a layer of the old layout, without reading their values.
+
+    Raises ValueError if the tensors are not those of the model in config.json.
+    """
     part, names = legacy.parts[name], legacy.names[name]
     tensors = part.read()
     if missing := [part.prefix + key for key in names if key not in tensors]:
@@ -113,6 +123,7 @@ def _check(legacy: LegacyModel, name: str) -> None:
             f"{part.path} holds tensors that {type(legacy.model).__name__} does not have and that would be lost: "
             f"{first_names(extra)}; give the config of the model"
         )
+    return {names[key]: tensor.nbytes for key, tensor in tensors.items() if key in names}
 
 
 def _check_parameter(part: Part, key: str, tensor: Tensor, param: Tensor) -> None:
