@@ -34,10 +34,13 @@ class OutputFile:
         self._descriptor = descriptor
 
     def append(self, record: Record, generated: str) -> None:
-        """Append a record with its generated text."""
+        """Append a record with its generated text. Raises OSError, after which the last line may be incomplete."""
         line = record.output_line(generated).encode()
-        while line:
-            line = line[os.write(self._descriptor, line) :]
+        try:
+            while line:
+                line = line[os.write(self._descriptor, line) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
         self.finished += 1
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -189,6 +190,21 @@ def test_a_killed_process_leaves_a_file_that_is_resumed(tiny_model: TinyModel, t
     assert whole.startswith(out.read_bytes())
     assert out.read_bytes() != whole
     assert generate_file(model, tmp_path, "out", "--batch", 2, texts=texts).read_bytes() == whole
+
+
+def test_a_full_disk_is_named_and_the_file_is_resumed(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """The limit of the size of files stands for the disk."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    whole = generate_file(model, tmp_path, "whole").read_bytes()
+    out, (soft, hard) = tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) - 20, hard))
+    try:
+        code, printed = acsgd("generate", model, "--file", tmp_path / "in.jsonl", "--out", out, *TOKENS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (code, f"error: {out}: File too large; raise the limit" in printed) == (2, True)
+    assert out.read_bytes() == whole[:-20]
+    assert generate_file(model, tmp_path, "out").read_bytes() == whole
 
 
 def test_sampling_depends_on_the_seed(tiny_model: TinyModel, tmp_path: Path) -> None:
