@@ -1,0 +1,171 @@
+"""Throughput of conversion to layer shards and back against `cp`, and its peak memory for a model of 20 B parameters:
+
+    .venv/bin/python -m benchmarks.models.convert [--rounds 5] [--json runs/benchmarks/convert.json]
+
+The throughput is that of a GPT-NeoX of 1.1 GB with random weights; copies and conversions alternate. The model of 20 B
+parameters has the shapes of GPT-NeoX-20B and zeros as weights: its files are sparse and take no space on disk, nor do
+those that the conversions write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from acsgd.layers.skeleton import weights_on_meta
+from acsgd.shards import writer
+from acsgd.shards.convert import from_hf
+from acsgd.shards.export import to_hf
+from acsgd.shards.writer import TensorWriter, header_of
+
+LIMIT_GIB = 4.0
+"""Acceptable peak memory of the conversion of 20 B parameters."""
+SMALL = GPTNeoXConfig(hidden_size=2048, num_hidden_layers=7, num_attention_heads=16, intermediate_size=8192)
+LARGE = GPTNeoXConfig(num_hidden_layers=44, hidden_size=6144, num_attention_heads=64, intermediate_size=24576)
+DIRECTIONS: dict[str, Callable[[Path, Path], None]] = {"from-hf": from_hf, "to-hf": to_hf}
+
+
+def timed(run: Callable[..., object], *arguments: object) -> float:
+    started = time.perf_counter()
+    run(*arguments)
+    return time.perf_counter() - started
+
+
+def copy(source: Path, target: Path) -> None:
+    subprocess.run(["cp", "-r", source, target], check=True)
+
+
+def convert(direction: str, source: Path, target: Path) -> None:
+    target.mkdir()
+    DIRECTIONS[direction](source, target)
+
+
+def throughput(scratch: Path, rounds: int) -> dict[str, Any]:
+    """Return the seconds of copies and conversions, by direction, of a model that is in the page cache."""
+    torch.manual_seed(0)
+    model = GPTNeoXForCausalLM(SMALL).half()
+    model.save_pretrained(scratch / "hf")
+    nbytes = sum(param.nbytes for param in model.parameters())
+    del model
+    convert("from-hf", scratch / "hf", scratch / "shards")  # also imports what transformers imports late
+    convert("to-hf", scratch / "shards", scratch / "again")
+    shutil.rmtree(scratch / "again")
+    sources = {"from-hf": scratch / "hf", "to-hf": scratch / "shards"}
+    seconds: dict[str, dict[str, list[float]]] = {each: {"cp": [], "convert": []} for each in sources}
+    for _ in range(rounds):
+        for direction, source in sources.items():
+            for kind in ("cp", "convert"):
+                target = scratch / "target"
+                if kind == "cp":
+                    seconds[direction][kind].append(timed(copy, source, target))
+                else:
+                    seconds[direction][kind].append(timed(convert, direction, source, target))
+                shutil.rmtree(target)
+    return {"bytes": nbytes, "seconds": seconds}
+
+
+def save_sparse(directory: Path) -> None:
+    """Save the large model with zeros as weights, in files with holes."""
+    with weights_on_meta():
+        model = GPTNeoXForCausalLM(LARGE)
+    LARGE.architectures, LARGE.dtype = [type(model).__name__], torch.float16
+    LARGE.save_pretrained(directory)
+    tensors = {name: param.half() for name, param in model.named_parameters()}
+    weight_map = {}
+    for number, start in enumerate(range(0, len(tensors), 50)):
+        name = f"model-{number:05d}.safetensors"
+        part = dict(list(tensors.items())[start : start + 50])
+        with TensorWriter(directory / name, {key: header_of(tensor) for key, tensor in part.items()}) as file:
+            size = len(file.header) + sum(tensor.nbytes for tensor in part.values())
+        os.truncate(directory / name, size)
+        weight_map |= dict.fromkeys(part, name)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def convert_sparse(direction: str, source: Path, target: Path) -> None:
+    """Convert the large model, without writing zeros, and print the peak memory of this process in bytes."""
+
+    class SparseWriter(TensorWriter):
+        def write(self, name: str, tensor: torch.Tensor, use: Callable[[memoryview], object] = bool) -> None:
+            with open(os.devnull, "wb") as nowhere:
+                file, self._file = self._file, nowhere
+                super().write(name, tensor, use)
+                self._file = file
+            end = len(self.header) + self.offsets[name] + tensor.nbytes
+            os.truncate(self._file.fileno(), max(end, os.fstat(self._file.fileno()).st_size))
+
+    writer.TensorWriter = SparseWriter  # type: ignore[misc]
+    sys.modules["acsgd.shards.export"].__dict__["TensorWriter"] = SparseWriter
+    seconds = timed(convert, direction, source, target)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"seconds": seconds, "peak_bytes": peak}))
+
+
+def peaks(scratch: Path) -> dict[str, Any]:
+    """Return time and peak memory of both conversions of the large model, each in a process of its own."""
+    save_sparse(scratch / "hf")
+    results = {}
+    for direction, source, target in (("from-hf", "hf", "shards"), ("to-hf", "shards", "back")):
+        command = [sys.executable, "-m", __spec__.name, "--only", direction, scratch / source, scratch / target]
+        printed = subprocess.run([*map(str, command)], check=True, capture_output=True, text=True).stdout
+        results[direction] = json.loads(printed.splitlines()[-1])
+    return results
+
+
+def show(results: dict[str, Any]) -> None:
+    table = Table("direction", "GB/s", "of cp", "20 B: GiB", "20 B: minutes")
+    for direction in DIRECTIONS:
+        seconds = results["throughput"]["seconds"][direction]
+        ratios = [cp / own for cp, own in zip(seconds["cp"], seconds["convert"], strict=True)]
+        large = results["large"][direction]
+        table.add_row(
+            direction,
+            f"{results['throughput']['bytes'] / statistics.median(seconds['convert']) / 1e9:.2f}",
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            f"{large['peak_bytes'] / 2**30:.2f}",
+            f"{large['seconds'] / 60:.1f}",
+        )
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="number of copies and conversions in each direction")
+    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/convert.json"))
+    parser.add_argument("--only", nargs=3, metavar=("DIRECTION", "SOURCE", "TARGET"), help="one conversion of 20 B")
+    arguments = parser.parse_args()
+    if arguments.only:
+        direction, source, target = arguments.only
+        convert_sparse(direction, Path(source), Path(target))
+        return
+    with tempfile.TemporaryDirectory() as small:
+        results: dict[str, Any] = {"throughput": throughput(Path(small), arguments.rounds)}
+    with tempfile.TemporaryDirectory() as large:
+        results["large"] = peaks(Path(large))
+    results["machine"] = {"cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(results, indent=2))
+    show(results)
+    if any(each["peak_bytes"] > LIMIT_GIB * 2**30 for each in results["large"].values()):
+        sys.exit(f"a conversion took more than {LIMIT_GIB} GiB")
+
+
+if __name__ == "__main__":
+    main()
