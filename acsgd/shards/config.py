@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
+from acsgd.config.spec import suggest
 from acsgd.layers.description import LayersError, ModelLayers
 from acsgd.layers.trace import on_fake_tensors, trace
 from acsgd.shards.files import blame, read_json_object
@@ -101,6 +102,8 @@ def number_of_blocks(config: PreTrainedConfig) -> int:
 
 def _check_type(fields: dict[str, Any], path: Path, task: str) -> None:
     """Raise ValueError unless transformers has the type of model for a task."""
+    if task not in TASKS:
+        raise ValueError(f'there is no task "{task}"{suggest(task, TASKS)}')
     model_type = fields.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f'{path} has no "model_type" that is a text; download it again')

@@ -38,6 +38,8 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "llama": SHAPE,
     "opt": WITHOUT_KEY_VALUE_HEADS | {"ffn_dim": 48, "word_embed_proj_dim": 16},
     "gptj": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
+    "gpt_neo": {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+    | {"window_size": 8, "max_position_embeddings": 64},
     "gpt_neox": WITHOUT_KEY_VALUE_HEADS,
     "bloom": {"hidden_size": 32, "n_layer": 3, "n_head": 4},
     "gemma2": SHAPE | {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},

@@ -1,0 +1,210 @@
+"""Conversion to layer shards and back of all types of models of the installed transformers, compared bit for bit:
+
+    .venv/bin/python -m benchmarks.models.roundtrip [--types mixtral t5] [--json runs/benchmarks/roundtrip.json]
+
+For each type, a small model of its default config is saved by transformers, with random values in all tensors. It is
+converted to shards and back; names, dtypes and values must be those that transformers saved, and transformers must
+load them with no missing and no unexpected key. Results are kept in the JSON file after every type, so the command can
+be interrupted and repeated. Types that cannot be divided into layers are listed with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from safetensors import safe_open
+from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from acsgd.layers.description import LayersError
+from acsgd.layers.small_config import small_configs
+from acsgd.shards.convert import from_hf
+from acsgd.shards.export import to_hf
+from acsgd.tasks import TASKS, Task, token_loss
+
+ONE, TWO = {"input_ids": ("batch", "sequence")}, {"decoder_input_ids": ("batch", "target")}
+ALL: dict[str, Task] = {
+    "classification": Task("classification", AutoModelForSequenceClassification, ONE, token_loss),
+    "seq2seq": Task("seq2seq", AutoModelForSeq2SeqLM, ONE | TWO, token_loss),
+    **TASKS,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dots1": {"n_routed_experts": 16, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
+}
+"""Options without which the default config of a type is invalid."""
+MAX_PARAMETERS = 2**25
+LIMIT_S = 120.0
+
+
+def small_model(model_type: str, task: Task) -> PreTrainedModel:
+    """Return a small model of a type, all of its tensors with random values."""
+    config = CONFIG_MAPPING[model_type](**OPTIONS.get(model_type, {}))
+    if task is ALL["lm"] and hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    small = next(each for each in small_configs(config, task.build(config)) if _is_small(each, task))
+    torch.manual_seed(0)
+    model: PreTrainedModel = task.auto_class.from_config(small)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape))
+    return model
+
+
+def _is_small(config: PreTrainedConfig, task: Task) -> bool:
+    try:
+        return task.build(config).num_parameters() <= MAX_PARAMETERS
+    except Exception:  # raised in transformers' code, by sizes that do not go together
+        return False
+
+
+def stored(directory: Path) -> dict[str, Tensor]:
+    """Return all tensors in the files of a directory."""
+    tensors = {}
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
+    return tensors
+
+
+def round_trip(model_type: str, task: str) -> dict[str, Any]:
+    """Convert a model of a type and compare; return what becomes a row of the table."""
+    try:
+        model = small_model(model_type, ALL[task])
+    except Exception as error:  # raised in transformers' code
+        return {"status": "not built", "reason": one_line(error)}
+    with tempfile.TemporaryDirectory() as directory:
+        source, shards, back = (Path(directory) / name for name in ("source", "shards", "back"))
+        try:
+            model.save_pretrained(source)
+        except Exception as error:  # raised in transformers' code
+            return {"status": "not built", "reason": one_line(error)}
+        shards.mkdir()
+        back.mkdir()
+        try:
+            from_hf(source, shards, task=task)
+            to_hf(shards, back)
+        except LayersError as error:
+            return {"status": "refused", "reason": one_line(error).partition("into layers: ")[2]}
+        except Exception as error:  # whatever is wrong becomes a row
+            return {"status": "differs", "reason": one_line(error)}
+        return compare(model, stored(source), stored(back), back)
+
+
+def compare(model: PreTrainedModel, first: dict[str, Tensor], again: dict[str, Tensor], back: Path) -> dict[str, Any]:
+    """Compare the tensors before and after, and let transformers load the latter."""
+    differing = sorted(first.keys() ^ again.keys()) or [
+        name for name, tensor in first.items() if not same(tensor, again[name])
+    ]
+    renamed = len(first.keys() - model.state_dict().keys())
+    if differing:
+        return {"status": "differs", "reason": f"{len(differing)} tensors: {', '.join(differing[:3])}"}
+    _, info = type(model).from_pretrained(back, output_loading_info=True)
+    if wrong := {key: sorted(map(str, value))[:3] for key, value in info.items() if value}:
+        return {"status": "differs", "reason": f"loading: {wrong}"}
+    return {"status": "equal", "tensors": len(first), "renamed": renamed}
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    return first.dtype == second.dtype and torch.equal(first, second)
+
+
+def one_line(error: Exception) -> str:
+    line = " ".join(f"{type(error).__name__}: {error}".split())
+    return line if len(line) <= 300 else line[:297] + "..."
+
+
+def in_process(model_type: str, task: str) -> dict[str, Any]:
+    """Return the result of a type, computed in a process that is ended after LIMIT_S."""
+    context = get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+
+    def body(connection: Connection) -> None:
+        os.nice(10)
+        warnings.simplefilter("ignore")
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until the process ends
+        connection.send(round_trip(model_type, task))
+
+    process = context.Process(target=body, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        result = ours.recv() if ours.poll(LIMIT_S) else {"status": "not built", "reason": f"takes over {LIMIT_S:.0f} s"}
+    except EOFError:
+        result = {"status": "not built", "reason": f"the process ended with {process.exitcode}"}
+    process.kill()
+    process.join()
+    return dict(result)
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    console = Console(soft_wrap=True)
+    table = Table("type", "task", "tensors", "renamed or converted", "not equal because")
+    for result in results:
+        if result["status"] != "equal":
+            table.add_row(result["type"], result["task"], "", "", f"{result['status']}: {result['reason']}")
+        elif result["renamed"]:
+            table.add_row(result["type"], result["task"], str(result["tensors"]), str(result["renamed"]), "")
+    console.print(table)
+    for task in ALL:
+        counts = Counter(result["status"] for result in results if result["task"] == task)
+        console.print(f"{task}: " + ", ".join(f"{count} {status}" for status, count in sorted(counts.items())))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", nargs="+", help="default: all")
+    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/roundtrip.json"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    TASKS.update(ALL)  # type: ignore[attr-defined]
+    rows = [
+        (model_type, task)
+        for task in ("lm", "seq2seq", "classification")
+        for model_type in ALL[task].auto_class._model_mapping._model_mapping
+        if model_type in (arguments.types or [model_type])
+    ]
+    results = json.loads(arguments.json.read_text()) if arguments.json.exists() else []
+    done = {(result["type"], result["task"]) for result in results}
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    for model_type, task in rows:
+        if (model_type, task) not in done:
+            started = time.perf_counter()
+            result = {"type": model_type, "task": task, **in_process(model_type, task)}
+            results.append(result | {"seconds": round(time.perf_counter() - started, 1)})
+            arguments.json.write_text(json.dumps(results, indent=1))
+    show(results)
+    if any(result["status"] == "differs" for result in results):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
