@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -44,11 +45,16 @@ def to_hf(
     model = TASKS[task].build(config)
     headers = {layer: _headers(directory, layer, names, model, dtype) for layer, names in layers.stored().items()}
     files = _Files(target, {name: header for each in headers.values() for name, header in each.items()}, shard_bytes)
-    for layer in layers.layers:
-        tensors = directory.tensors(layer.name, layer_tensors(model, layers, layer.index))
-        for name, tensor in to_files(model, _cast(tensors, model, dtype)).items():
-            files.write(name, tensor)
-            report(files.done, files.total)
+    entries = [directory.file_of(layer.name) for layer in layers.layers]
+    with ThreadPoolExecutor(1) as verifier:  # verifies the next layer while one is written
+        verified = verifier.submit(directory.verify, entries[0])
+        for layer, following in zip(layers.layers, [*entries[1:], entries[0]], strict=True):
+            verified.result()
+            verified = verifier.submit(directory.verify, following)
+            tensors = directory.tensors(layer.name, layer_tensors(model, layers, layer.index))
+            for name, tensor in to_files(model, _cast(tensors, model, dtype)).items():
+                files.write(name, tensor)
+                report(files.done, files.total)
     files.write_index()
     copy_model_files(source, target)
     config.architectures = [type(model).__name__]

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import shutil
 import statistics
 import subprocess
@@ -114,7 +113,8 @@ def convert_sparse(direction: str, source: Path, target: Path) -> None:
     writer.TensorWriter = SparseWriter  # type: ignore[misc]
     sys.modules["acsgd.shards.export"].__dict__["TensorWriter"] = SparseWriter
     seconds = timed(convert, direction, source, target)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    peak = int(status["VmHWM"].split()[0]) * 1024  # unlike getrusage, without that of the parent
     print(json.dumps({"seconds": seconds, "peak_bytes": peak}))
 
 
