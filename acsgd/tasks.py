@@ -11,11 +11,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from acsgd.layers.derive import derive
 from acsgd.layers.description import ModelLayers
-from acsgd.layers.skeleton import weights_on_meta
+from acsgd.layers.skeleton import set_parameter, weights_on_meta
 from acsgd.layers.verify import Verification, verify
 
 IGNORED = -100
 """Label of positions without a loss."""
+UNTIED = "untied_weights"
+"""Field of a config with the names of parameters that the model's class ties, but whose values differ in the files of
+the model: T5 1.1 and FLAN-T5 have a head of their own, and transformers ties the head of every T5."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Task:
         """Build the model, in training mode, with parameters on the meta device, which need no memory."""
         with weights_on_meta():
             model: PreTrainedModel = self.auto_class.from_config(config)
+        for name in getattr(config, UNTIED, ()):
+            set_parameter(model, name, nn.Parameter(model.get_parameter(name).detach()))
         return model.train()
 
     def layers(self, config: PreTrainedConfig) -> ModelLayers:

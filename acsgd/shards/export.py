@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from acsgd.shards.config import CONFIG
 from acsgd.shards.convert import Report
 from acsgd.shards.disk import ShardDirectory, copy_model_files
 from acsgd.shards.files import TensorHeader, tensor_headers
 from acsgd.shards.layer_tensors import layer_tensors
-from acsgd.shards.locate import open_shards, tensor_of
+from acsgd.shards.locate import TIE, open_shards, tensor_of
 from acsgd.shards.model_card import model_card
 from acsgd.shards.names import to_files
 from acsgd.shards.stored import INDEX, SINGLE
 from acsgd.shards.writer import DTYPES, TensorWriter, bytes_of, header_of
-from acsgd.tasks import TASKS
+from acsgd.tasks import TASKS, UNTIED
 
 CASTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_BYTES = 5 * 10**9
@@ -62,6 +63,8 @@ def to_hf(
     if len(floating := {each for each in dtypes if each.is_floating_point}) == 1:
         config.dtype = floating.pop()
     config.save_pretrained(target)
+    if hasattr(config, UNTIED):
+        _set_untied(target / CONFIG)
     (target / "README.md").write_text(model_card(config, directory.manifest, task))
 
 
@@ -110,6 +113,13 @@ class _Files:
         if len(self._shards) > 1:
             index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(self._file_of.items()))}
             (self._directory / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _set_untied(path: Path) -> None:
+    """Write that embedding and head are not tied, where the model's class always ties them."""
+    fields = json.loads(path.read_text())
+    del fields[UNTIED]
+    path.write_text(json.dumps(fields | {TIE: False}, indent=2) + "\n")
 
 
 def _headers(

@@ -14,11 +14,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from acsgd.shards.check import first_names
 from acsgd.shards.config import CONFIG, MANY_BLOCKS, number_of_blocks, read_config
 from acsgd.shards.disk import MANIFEST, ShardDirectory, model_files
-from acsgd.shards.files import tensor_headers
+from acsgd.shards.files import read_json_object, tensor_headers
 from acsgd.shards.names import Conversion, conversions, names_in_files
 from acsgd.shards.stored import FLOATING, StoredTensor, read_tensors, stored_tensors
 from acsgd.shards.writer import DTYPES, bytes_of
-from acsgd.tasks import TASKS
+from acsgd.tasks import TASKS, UNTIED
+
+TIE = "tie_word_embeddings"
+"""Field of config.json that ties embedding and head."""
 
 
 class LocatedTensor(NamedTuple):
@@ -85,7 +88,10 @@ def open_hf(directory: Path, task: str = "lm") -> HFModel:
     new = [key for key in missing if has_new_head and not key.startswith(f"{model.base_model_prefix}.")]
     if lost := [key for key in missing if key not in new and not _may_be_missing(key, model)]:
         raise ValueError(f"{directory} lacks parameters of the model: {first_names(lost)}")
-    _check_ties(located, names, model, directory)
+    if untied := _untied(located, names, model, directory):
+        setattr(config, UNTIED, untied)
+        model = TASKS[task].build(config)
+        names = names_of(model)
     tensors = {key: located[name] for key, aliases in names.items() for name in aliases[::-1] if name in located}
     return HFModel(config, model, tensors, tuple(new))
 
@@ -106,15 +112,19 @@ def open_shards(directory: Path) -> tuple[ShardDirectory, PreTrainedConfig]:
             f"{directory / MANIFEST} lists {len(shards.manifest.layers)} layers, config.json describes {len(layers)} "
             f"({first} .. {last}); restore the directory from a copy"
         )
+    stored = {name for names in layers.values() for name in names}
     model = TASKS[shards.manifest.task].build(config)
+    if untied := [name for aliases in names_of(model).values() for name in aliases[1:] if name in stored]:
+        setattr(config, UNTIED, untied)
+        model = TASKS[shards.manifest.task].build(config)
     for layer, names in layers.items():
         path = directory / shards.file_of(layer).file
         headers = tensor_headers(path)
         for name in names:
             if name in headers:  # reading the layer finds those missing
-                stored, tensor = StoredTensor(path, name, headers[name]), tensor_of(model, name)
-                _check_dtype(stored, tensor)
-                _check_shape(stored, tensor.shape)
+                at, tensor = StoredTensor(path, name, headers[name]), tensor_of(model, name)
+                _check_dtype(at, tensor)
+                _check_shape(at, tensor.shape)
     return shards, config
 
 
@@ -254,16 +264,24 @@ def _check_shape(stored: StoredTensor, expected: torch.Size) -> None:
         )
 
 
-def _check_ties(
+def _untied(
     located: Mapping[str, LocatedTensor], names: Mapping[str, list[str]], model: PreTrainedModel, directory: Path
-) -> None:
-    """Raise ValueError if a parameter that config.json ties to another was saved with other values."""
+) -> list[str]:
+    """Return the parameters that the model's class ties to others though config.json does not, if their values differ.
+
+    Raises ValueError for parameters that config.json ties.
+    """
+    untied = []
     for aliases in names.values():
         first, *others = [name for name in aliases if name in located] or aliases[:1]
         for name in others:
             tensors = _read({each: located[each] for each in (first, name)}, model)
             if not torch.equal(tensors[first], tensors[name]):
-                raise ValueError(
-                    f"{directory}: config.json ties {name} to {first}, but their values differ; "
-                    'set "tie_word_embeddings": false in config.json to keep both'
-                )
+                untied.append(name)
+    if untied and read_json_object(directory / CONFIG).get(TIE) is not False:
+        first = next(aliases[0] for aliases in names.values() if untied[0] in aliases)
+        raise ValueError(
+            f"{directory}: config.json ties {untied[0]} to {first}, but their values differ; "
+            f'set "{TIE}": false in config.json to keep both'
+        )
+    return untied

@@ -22,6 +22,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from acsgd.tasks import UNTIED
+
 
 class Conversion(NamedTuple):
     """Tensors in files, and how they become tensors of the model."""
@@ -76,7 +78,8 @@ def to_files(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str,
 
     All tensors of a block must be given at once. A tied parameter, stored once, gets the name that transformers keeps.
     """
-    tied = model.all_tied_weights_keys
+    untied = getattr(model.config, UNTIED, ())
+    tied = {name: original for name, original in model.all_tied_weights_keys.items() if name not in untied}
     return dict(revert_weight_conversion(model, {_original(name, tied): each for name, each in tensors.items()}))
 
 
