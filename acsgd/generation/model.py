@@ -19,6 +19,7 @@ from acsgd.errors import CorruptFileError, RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.layers.skeleton import set_buffer, set_tied_parameter
 from acsgd.notes import print_note
+from acsgd.shards.check import first_names
 from acsgd.shards.config import CONFIG, read_config
 from acsgd.shards.disk import MANIFEST, ShardDirectory, model_files
 from acsgd.shards.files import blame, read_json_object
@@ -79,36 +80,34 @@ def _load_newest(paths: list[Path], dtype: torch.dtype | None, device: torch.dev
 
 
 def _load(directory: Path, dtype: torch.dtype | None, device: torch.device) -> LoadedModel:
-    config, read = _open(directory)
+    task, config, read = _open(directory)
     config.dtype = dtype or config.dtype or torch.float32
     tokenizer = load_tokenizer(directory, config.get_text_config())
-    model = _build(TASKS[_task(directory)], config)
-    _fill(model, read(model), device)
+    model = _build(task, config)
     if not model.can_generate():
         raise ValueError(f"{directory} holds a {type(model).__name__}, which does not generate text")
+    _fill(model, read(model), device)
+    if missing := [name for name, param in model.named_parameters() if param.is_meta]:
+        raise ValueError(f"{directory} lacks parameters of the model: {first_names(missing)}")
     model.generation_config = _generation_config(directory)
     module: nn.Module = model  # the type of PreTrainedModel.to is that of a decorator
     module.to(device).eval()
     return LoadedModel(directory, model, tokenizer)
 
 
-def _open(directory: Path) -> tuple[PreTrainedConfig, Callable[[PreTrainedModel], NamedTensors]]:
-    """Open a model directory; return its config, and a function that yields the tensors of the model."""
+def _open(directory: Path) -> tuple[Task, PreTrainedConfig, Callable[[PreTrainedModel], NamedTensors]]:
+    """Open a model directory; return task and config, and a function that yields the tensors of the model."""
     if os.path.lexists(directory / MANIFEST):
         shards = ShardDirectory(directory)
         shards.verify_model_files()
         model_files(directory)
-        return read_config(directory, _task(directory)), functools.partial(_shard_tensors, shards)
-    opened = open_hf(directory, _task(directory))
-    return opened.config, functools.partial(_hf_tensors, opened)
-
-
-def _task(directory: Path) -> str:
-    """Return the task of a model that generates text."""
+        task = shards.manifest.task
+        return TASKS[task], read_config(directory, task), functools.partial(_shard_tensors, shards)
     task = "seq2seq" if read_json_object(directory / CONFIG).get("is_encoder_decoder") else "lm"
     if task not in TASKS:
         raise ValueError(f"{directory} holds an encoder-decoder; give a causal language model")
-    return task
+    opened = open_hf(directory, task)
+    return TASKS[task], opened.config, functools.partial(_hf_tensors, opened)
 
 
 def _build(task: Task, config: PreTrainedConfig) -> PreTrainedModel:
