@@ -14,7 +14,7 @@ from acsgd.layers.capture import stubbed
 from acsgd.layers.composed import ComposedModel, State
 from acsgd.layers.description import LOGITS, LayersError, ModelLayers
 from acsgd.layers.documents import apart
-from acsgd.layers.skeleton import fill_with_stand_ins, parameter_names, set_parameter
+from acsgd.layers.skeleton import fill_with_stand_ins, parameter_names, set_buffer, set_parameter, set_tied_parameter
 
 TOLERANCE = 1e-5
 """Largest difference of an output or a gradient, relative to its largest absolute value, or to 1."""
@@ -31,7 +31,7 @@ class Stages:
         self.layers = layers
         self.composed = ComposedModel(skeleton, layers)
         self._skeleton = skeleton
-        self._aliases = parameter_names(skeleton)
+        self._names = parameter_names(skeleton)
         self._absent = dict(skeleton.named_parameters(remove_duplicate=False))
         self._initial = {name: skeleton.get_buffer(name).clone() for spec in layers.layers for name in spec.buffers}
 
@@ -58,12 +58,12 @@ class Stages:
             set_parameter(self._skeleton, name, param)
         own = {name: nn.Parameter(values[name].detach()) for spec in specs for name in spec.parameters}
         for name, param in own.items():
-            for alias in self._aliases[name]:
-                set_parameter(self._skeleton, alias, param)
+            set_tied_parameter(self._skeleton, self._names[name], param)
         fill_with_stand_ins(self._skeleton, self.layers.blocks, torch.device("cpu"), self._skeleton.dtype)
         stored = {name for spec in specs for name in spec.buffers}
         for name, initial in self._initial.items():
-            self._skeleton.get_buffer(name).copy_(self.whole.get_buffer(name) if name in stored else initial)
+            buffer = self.whole.get_buffer(name) if name in stored else initial
+            set_buffer(self._skeleton, name, buffer.clone())  # backward of earlier stages may need theirs
         return own
 
 

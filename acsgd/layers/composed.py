@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
 from acsgd.layers.capture import BlockCall, Reached, stubbed, unknown_like
-from acsgd.layers.description import HIDDEN, LOGITS, ModelLayers
+from acsgd.layers.description import HIDDEN, LOGITS, ModelLayers, Replicated
 from acsgd.layers.documents import apart
 from acsgd.layers.relative_bias import compute_relative_bias
 
@@ -60,16 +60,20 @@ class ComposedModel:
         with torch.set_grad_enabled(needs_grad), stubbed(self._blocks, stub), contextlib.suppress(Reached):
             self._forward(inputs)
         with torch.set_grad_enabled(needs_grad):
-            return {index: self._complete(index, call) for index, call in calls.items()}
+            return self._complete(calls)
 
-    def _complete(self, index: int, call: BlockCall) -> BlockCall:
-        """Return the call with the replicated tensors that blocks of other stages would have computed."""
-        computed = {
-            name: compute_relative_bias(self.model, how, call)
-            for name, how in self.layers[index + 1].replicated.items()
-            if how.kind != "forward"
-        }
-        return call.replace(computed) if computed else call
+    def _complete(self, calls: Context) -> Context:
+        """Return the calls with the replicated tensors that blocks of other stages would have computed."""
+        computed: dict[Replicated, Tensor | None] = {}
+        complete = {}
+        for index, call in calls.items():
+            replicated = self.layers[index + 1].replicated
+            made = {name: how for name, how in replicated.items() if how.kind != "forward"}
+            for how in made.values():
+                if how not in computed:  # blocks that share a table have hidden states of one length
+                    computed[how] = compute_relative_bias(self.model, how, call)
+            complete[index] = call.replace({name: computed[how] for name, how in made.items()}) if made else call
+        return complete
 
     def call(self, index: int, state: State, inputs: Inputs, context: Context) -> State:
         """Run layer `index`: return the inputs of the next layer, or {"logits"} for the last layer."""

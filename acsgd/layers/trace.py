@@ -85,6 +85,10 @@ def trace(
             logits = model(**batch, use_cache=False).logits
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
         raise LayersError(f"{type(model).__name__}: forward depends on the values of tensors ({error.func})") from None
+    except LayersError:
+        raise
+    except Exception as error:  # raised in transformers' code
+        raise LayersError(f"{type(model).__name__}: forward fails with {', '.join(inputs)} alone: {error}") from error
     entered = {parent_of(paths[index]) for index in tracer.order}
     in_entered = [path for path in paths if parent_of(path) in entered]
     if 0 < len(in_entered) < len(paths):
@@ -143,7 +147,7 @@ class _Tracer:
             raise LayersError(f"forward calls {len(self.order)} of {len(self.blocks)} blocks")
         hidden = tree_flatten(self.returned[-1])[0][0]
         parameters, trained = self._parameters_of([logits])
-        if torch.autograd.grad(logits.sum(), [hidden], allow_unused=True)[0] is None:
+        if not logits.requires_grad or torch.autograd.grad(logits.sum(), [hidden], allow_unused=True)[0] is None:
             raise LayersError("the head does not use the output of the last block")
         self.segments.append(Segment(None, {HIDDEN: hidden}, {HIDDEN: Origin("output")}, parameters, trained, {}))
 

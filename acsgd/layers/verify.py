@@ -18,7 +18,7 @@ from acsgd.layers.compare import TOLERANCE, Batch, Stages, compare
 from acsgd.layers.derive import derive
 from acsgd.layers.description import LayersError, LayerSpec, ModelLayers
 from acsgd.layers.documents import DOCUMENTS
-from acsgd.layers.skeleton import parameter_names, set_parameter
+from acsgd.layers.skeleton import parameter_names, set_tied_parameter
 from acsgd.layers.small_config import WINDOW, small_configs
 
 MAX_PARAMETERS = (2**25, 2**27)
@@ -181,8 +181,7 @@ def fill_with_random(model: PreTrainedModel) -> PreTrainedModel:
         else:
             value = 0.1 * value + ("bias" not in name)
         new = nn.Parameter(value, requires_grad=param.requires_grad)
-        for alias in names[name]:
-            set_parameter(model, alias, new)
+        set_tied_parameter(model, names[name], new)
     stored = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         if name in stored and buffer.is_floating_point():

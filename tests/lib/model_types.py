@@ -100,13 +100,20 @@ def small_config(model_type: str, **options: Any) -> PreTrainedConfig:
     return config
 
 
+CLASSIFICATION = Task(
+    "classification", AutoModelForSequenceClassification, {"input_ids": ("batch", "sequence")}, token_loss
+)
+SEQ2SEQ_TASK = Task(
+    "seq2seq",
+    AutoModelForSeq2SeqLM,
+    {"input_ids": ("batch", "sequence"), "decoder_input_ids": ("batch", "target")},
+    token_loss,
+    predicted="decoder_input_ids",
+)
+
+
 def task_of(model_type: str) -> Task:
     """Return what a type of TYPES is trained for."""
     if model_type in CAUSAL:
         return TASKS["lm"]
-    if model_type in CLASSIFIERS:
-        return Task(
-            "classification", AutoModelForSequenceClassification, {"input_ids": ("batch", "sequence")}, token_loss
-        )
-    inputs = {"input_ids": ("batch", "sequence"), "decoder_input_ids": ("batch", "target")}
-    return Task("seq2seq", AutoModelForSeq2SeqLM, inputs, token_loss, predicted="decoder_input_ids")
+    return CLASSIFICATION if model_type in CLASSIFIERS else SEQ2SEQ_TASK

@@ -1,0 +1,150 @@
+"""One stage that runs a model layer by layer, against the model's own forward and backward, for six types:
+
+    .venv/bin/python -m benchmarks.models.stage [--types gpt2 t5] [--json runs/benchmarks/stage.json]
+
+Both sides run the same weights and batch in one process, alternately (common/compare.py). Also measured: the fraction
+of a step in which the arguments of the blocks are computed (the context), and the time to derive the layers of a model
+of 671 billion parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoConfig
+
+from acsgd.layers.composed import ComposedModel, State
+from acsgd.layers.description import LOGITS
+from acsgd.layers.verify import fill_with_random
+from acsgd.tasks import TASKS
+from benchmarks.common.compare import Comparison, alternate, summarise
+from tests.lib.model_types import CLASSIFICATION, SEQ2SEQ_TASK
+
+SHAPE = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+TYPES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 512, "n_layer": 4, "n_head": 8},
+    "llama": SHAPE | {"intermediate_size": 1536},
+    "gpt_neox": SHAPE | {"intermediate_size": 2048},
+    "mixtral": SHAPE | {"intermediate_size": 1024, "num_key_value_heads": 4, "num_local_experts": 4},
+    "deberta-v2": SHAPE
+    | {
+        "num_hidden_layers": 12,
+        "intermediate_size": 2048,
+        "relative_attention": True,
+        "position_buckets": 256,
+        "pos_att_type": ["p2c", "c2p"],
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "conv_kernel_size": 3,
+        "position_biased_input": False,
+        "type_vocab_size": 0,
+        "pooler_hidden_size": 512,
+    },
+    "t5": {"d_model": 512, "d_ff": 2048, "num_layers": 3, "num_heads": 8},
+}
+"""Options by type, with widths of 512 and few blocks, so that the cost besides the blocks counts more than in use.
+DeBERTa has as many as its smallest model but one: its convolution after the first block runs once more per stage."""
+VOCABULARY = 4096
+TASK_OF = {"deberta-v2": CLASSIFICATION, "t5": SEQ2SEQ_TASK}
+
+
+class Sides(NamedTuple):
+    """What is timed."""
+
+    ours: Callable[[int], float]
+    theirs: Callable[[int], float]
+    context: Callable[[], object]
+
+
+def sides_of(model_type: str, *, rows: int, length: int) -> Sides:
+    """Return a training step of both sides, without an optimizer."""
+    config = AutoConfig.for_model(model_type, **TYPES[model_type], vocab_size=VOCABULARY, pad_token_id=0)
+    config.bos_token_id = config.eos_token_id = None
+    for name, value in vars(config).items():
+        if isinstance(value, float) and "drop" in name:
+            setattr(config, name, 0.0)
+    task = TASK_OF.get(model_type, TASKS["lm"])
+    model = fill_with_random(task.build(config))
+    composed = ComposedModel(model, task.layers(config))
+    layers = range(len(composed.layers))
+    generator = torch.Generator().manual_seed(0)
+    batch = {name: torch.randint(1, VOCABULARY, (rows, length), generator=generator) for name in task.inputs}
+    labels = torch.randint(2, (rows,), generator=generator) if task is CLASSIFICATION else batch["input_ids"]
+
+    def finish(logits: Tensor) -> float:
+        model.zero_grad()
+        loss = task.loss(logits, labels) / labels.numel()
+        loss.backward()
+        return loss.item()
+
+    def ours(step: int) -> float:
+        context = composed.context(batch, layers)
+        state: State = {}
+        for index in layers:
+            state = composed.call(index, state, batch, context)
+        return finish(state[LOGITS])
+
+    def theirs(step: int) -> float:
+        return finish(model(**batch, use_cache=False).logits)
+
+    return Sides(ours, theirs, lambda: composed.context(batch, layers))
+
+
+def median_s(work: Callable[[], object], times: int) -> float:
+    """Return the median time of `work`."""
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def derive_s() -> float:
+    """Return the time to derive the layers of DeepSeek-V3, whose default config has 671 billion parameters."""
+    config = AutoConfig.for_model("deepseek_v3")
+    return median_s(lambda: TASKS["lm"].layers(config), 3)
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/stage.json"), help="path of the results")
+    parser.add_argument("--types", nargs="+", default=list(TYPES), choices=list(TYPES), help="types to measure")
+    parser.add_argument("--rounds", type=int, default=20, help="number of rounds, each with a block of every side")
+    parser.add_argument("--rows", type=int, default=2, help="sequences per batch")
+    parser.add_argument("--length", type=int, default=256, help="tokens per sequence")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    title = f"forward and backward, {options.rows} x {options.length} tokens"
+    table = Table("type", "stage / model", "quartiles", "CPU", "context / step", title=title, title_justify="left")
+    results: dict[str, Any] = {}
+    for name in options.types:
+        sides = sides_of(name, rows=options.rows, length=options.length)
+        rounds = alternate(sides.ours, sides.theirs, warmup=2, rounds=options.rounds, steps=1, barrier=lambda: None)
+        found: Comparison = summarise([rounds], steps=1)
+        share = median_s(sides.context, 20) / found.theirs_s
+        low, high = found.quartiles
+        table.add_row(name, f"{found.median:.3f}", f"{low:.3f} - {high:.3f}", f"{found.cpu:.3f}", f"{share:.2%}")
+        results[name] = found._asdict() | {"context": share}
+    deriving_s = derive_s()
+    console = Console()
+    console.print(table)
+    console.print(f"deriving the layers of a model of 671 billion parameters: {deriving_s:.1f} s")
+    about = {"torch": torch.__version__, "rows": options.rows, "length": options.length, "derive_s": deriving_s}
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"about": about, "types": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
