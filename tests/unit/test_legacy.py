@@ -12,6 +12,7 @@ import pytest
 import torch
 from lib.commands import acsgd
 from lib.legacy import OLD, old_deberta, old_model, save_deberta, save_layers, save_stages
+from lib.saved import SMALL
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from acsgd.tasks import TASKS, Task, token_loss
@@ -212,7 +213,7 @@ LAYERS: dict[str, tuple[Change, str]] = {
     ),
     "a type without a layout": (
         configure(model_type="mistral"),
-        "{old}/config.json is of a model of type 'mistral', which the replaced systems did not have; they had gpt2, "
+        "{old}/config.json is of a model of type 'mistral', for which there is no old layout; there is one for gpt2, "
         "gpt_neo, gptj, gpt_neox, opt, llama",
     ),
     "both layouts": (
@@ -321,8 +322,18 @@ def test_a_type_without_a_layout_is_refused_on_the_way_back(tiny_model: Callable
     assert acsgd("convert", "from-hf", tiny_model("mistral", num_hidden_layers=1), shards) == (0, "")
     code, printed = acsgd("convert", "to-legacy", shards, tmp_path / "old")
     assert code == 2
-    assert "is of a model of type 'mistral', which the replaced systems did not have" in printed
+    assert "is of a model of type 'mistral', for which there is no old layout" in printed
     assert os.listdir(tmp_path) == ["shards"]
+
+
+@pytest.mark.usefixtures("classification")
+def test_a_model_for_another_task_is_refused_on_the_way_back(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """The old layout has no place for its head."""
+    arguments = (tiny_model("gpt2", **SMALL, pad_token_id=0), tmp_path / "shards", "--task", "classification")
+    assert acsgd("convert", "from-hf", *arguments)[0] == 0
+    code, printed = acsgd("convert", "to-legacy", tmp_path / "shards", tmp_path / "old")
+    assert code == 2
+    assert "is a model for the task classification; the old layout of gpt2 is of the task lm" in printed
 
 
 @pytest.fixture

@@ -47,10 +47,14 @@ def to_legacy(source: Path, target: Path) -> None:
     has no old layout, otherwise as `open_shards`.
     """
     directory, config = open_shards(source)
-    layout = layout_of(source)
+    layout, description = layout_of(source), directory.manifest.model
+    if directory.manifest.task != layout.task:
+        raise ValueError(
+            f"{source} is a model for the task {directory.manifest.task}; the old layout of {config.model_type} is of "
+            f"the task {layout.task}"
+        )
     task = TASKS[layout.task]
     model, untied = task.build(config), task.build(untie(config))
-    description = directory.manifest.model
     layer_of = {key: description.index(layer) for layer, keys in description.stored().items() for key in keys}
     stored_as = {name: names[0] for names in names_of(model).values() for name in names}
     for part, names in layout.names(untied).items():

@@ -1,4 +1,4 @@
-"""Find the parts of a model in a directory of a replaced system and check them: nothing missing, nothing too much."""
+"""Find the parts of a model in a directory of a replaced system and check that none is missing or unexpected."""
 
 from __future__ import annotations
 

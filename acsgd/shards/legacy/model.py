@@ -97,7 +97,7 @@ def layout_of(config_directory: Path) -> Layout:
     layouts = {name: layout for name, layout in LAYOUTS.items() if layout.task in TASKS}
     if not isinstance(model_type, str) or model_type not in layouts:
         raise ValueError(
-            f"{path} is of a model of type {model_type!r}, which the replaced systems did not have; they had "
+            f"{path} is of a model of type {model_type!r}, for which there is no old layout; there is one for "
             f"{', '.join(layouts)}"
         )
     return layouts[model_type]
