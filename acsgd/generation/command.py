@@ -100,14 +100,15 @@ def _check_prompts(generator: Generator, file: Path, records: Sequence[Record]) 
 
     Raises ValueError with the line of the first prompt that the model cannot take.
     """
-    limits, digest = [], xxh3_64()
-    for record in records:
-        try:
-            ids = generator.prompts.encode(record.prompt)
-        except ValueError as error:
-            raise ValueError(f"{file}, line {record.line}: {error}") from None
-        limits.append(generator.limit(ids))
-        digest.update(repr(ids).encode())
+    limits, digest = list[int](), xxh3_64()
+    with report_if_slow(print_note, lambda: f"checked {len(limits)} of {len(records)} prompts"):
+        for record in records:
+            try:
+                ids = generator.prompts.encode(record.prompt)
+            except ValueError as error:
+                raise ValueError(f"{file}, line {record.line}: {error}") from None
+            limits.append(generator.limit(ids))
+            digest.update(repr(ids).encode())
     return limits, digest.hexdigest()
 
 
