@@ -52,8 +52,8 @@ class FromHF:
     """Hugging Face id, or directory with config.json and *.safetensors or, without any, pytorch_model*.bin."""
     target: tyro.conf.Positional[Path]
     """Directory to create; must not exist."""
-    task: str = "lm"
-    """What the model is trained for, which determines its head: as in the options of a run."""
+    task: Literal["lm", "classification", "regression", "seq2seq"] = "lm"
+    """What the model is trained for, which determines its head, as model.task of a run."""
 
     def run(self) -> None:
         """Run the conversion."""
@@ -62,7 +62,11 @@ class FromHF:
 
         source = find_model(self.source, option="source")
         with progress_bar() as report:
-            _create(self.target, lambda path: from_hf(source, path, task=self.task, report=report), resumable=True)
+            _create(
+                self.target,
+                lambda path: from_hf(source, path, task=self.task, verify=True, report=report),
+                resumable=True,
+            )
 
 
 @dataclass(frozen=True)

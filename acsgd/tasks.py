@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from acsgd.layers.derive import derive
 from acsgd.layers.description import ModelLayers
@@ -20,6 +26,10 @@ UNTIED = "untied_weights"
 """Field of a config with the names of parameters that the model's class ties, but whose values differ in the files of
 the model: T5 1.1 and FLAN-T5 have a head of their own, and transformers ties the head of every T5."""
 
+Loss = Callable[[Tensor, Tensor, float], Tensor]
+"""Function of logits, labels and label smoothing (Szegedy et al. 2015, arXiv:1512.00567, section 7) that returns the
+loss summed over the labels, fp32."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -30,8 +40,9 @@ class Task:
     """transformers' class that builds the model with its head."""
     inputs: Mapping[str, tuple[str, ...]]
     """Integer inputs of forward by name, each with the names of its sizes: "batch", "sequence" or "target"."""
-    loss: Callable[[Tensor, Tensor], Tensor]
-    """Returns the loss summed over the labels, from the logits and the labels."""
+    labels: tuple[str, ...]
+    """Names of the sizes of the labels."""
+    loss: Loss
     predicted: str | None = None
     """Input whose next token the logits predict; they must not depend on later tokens."""
     has_new_head: bool = False
@@ -57,17 +68,47 @@ class Task:
         return verify(self.build, config, self.inputs, layers, predicted=self.predicted)
 
 
-def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy summed over the target tokens, in fp32. logits: [B, T, V]; labels: [B, T]."""
+def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Return the cross-entropy summed over the labels. logits: [..., C]; labels: [...], classes or IGNORED."""
     return nn.functional.cross_entropy(
-        logits.view(-1, logits.shape[-1]).float(), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
+        logits.flatten(0, -2).float(),
+        labels.flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
+        label_smoothing=label_smoothing,
     )
 
+
+def squared_error(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Return the squared error summed over the labels. logits: [B, 1]; labels: [B], numbers. Nothing is smoothed."""
+    return nn.functional.mse_loss(logits.squeeze(-1).float(), labels.float(), reduction="sum")
+
+
+_TOKENS = {"input_ids": ("batch", "sequence")}
+_TEXT = {**_TOKENS, "attention_mask": ("batch", "sequence")}
+_PAIR = {**_TEXT, "decoder_input_ids": ("batch", "target")}
 
 TASKS: Mapping[str, Task] = {
     task.name: task
     for task in (
-        Task("lm", AutoModelForCausalLM, {"input_ids": ("batch", "sequence")}, token_loss, predicted="input_ids"),
+        Task("lm", AutoModelForCausalLM, _TOKENS, ("batch", "sequence"), cross_entropy, predicted="input_ids"),
+        Task(
+            "classification",
+            AutoModelForSequenceClassification,
+            _TEXT,
+            ("batch",),
+            cross_entropy,
+            has_new_head=True,
+        ),
+        Task("regression", AutoModelForSequenceClassification, _TEXT, ("batch",), squared_error, has_new_head=True),
+        Task(
+            "seq2seq",
+            AutoModelForSeq2SeqLM,
+            _PAIR,
+            ("batch", "target"),
+            cross_entropy,
+            predicted="decoder_input_ids",
+        ),
     )
 }
 """Tasks by name."""

@@ -106,7 +106,7 @@ def train_step(
     Raises RunError, the same on all ranks, if loss or gradients are not finite and optim.on_nan is "stop".
     """
     job, config, step = session.job, session.job.config, progress.step
-    scale = GradientScale.of(config, progress.loss_scale)
+    scale = GradientScale.of(job.max_targets, progress.loss_scale)
     batch = batch.to(job.streams.device)
 
     # Forward, backward and data-parallel reduce; then every rank reports its losses, norms and votes to all others.

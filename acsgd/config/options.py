@@ -28,6 +28,9 @@ class ModelConfig:
 
     name: str
     """Hugging Face id, Hugging Face model directory, or layer-shard directory."""
+    task: Literal["lm", "classification", "regression", "seq2seq"] = "lm"
+    """What the model is trained for, which determines its head: "lm" predicts the next token, "classification" and
+    "regression" a label of the sequence, "seq2seq" a target sequence."""
     init: Literal["pretrained", "scratch"] = "pretrained"
     """Initial weights: "pretrained" loads them; "scratch" initializes new ones and needs only config.json."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -121,6 +124,8 @@ class OptimConfig:
     """Decay rates of AdamW's first and second moments."""
     eps: Annotated[float, Range(0, 1, above=True)] = 1e-8
     """Term added to AdamW's denominator."""
+    label_smoothing: Annotated[float, Range(0, 1, below=True)] = 0.0
+    """Fraction of the target distribution that is spread evenly over all classes in training. 0 = none."""
     on_nan: Literal["stop", "skip"] = "stop"
     """What NaN or inf in the loss or the gradients does: "stop" ends the run and names its origin; "skip" skips the
     update."""

@@ -73,10 +73,11 @@ def _describe(first: Trace, second: Trace) -> ModelLayers:
         is_block = 0 < index < len(names) - 1
         block = first.blocks[index - 1] if is_block else None
         entering = replicated[index - 1] if index else {}
-        parameters = list(own.get(block or "", ()))
+        parameters, reads = list(own.get(block or "", ())), set[str]()
         if name != names[-2]:  # the model's code after the last block is the last layer
             segment = first.segments[min(index, len(first.segments) - 1)]
             parameters += segment.parameters
+            reads = segment.reads
         parameters += [key for _, keys in entering.values() for key in keys if key not in parameters]
         leaving = replicated[index] if is_block else {}
         layers.append(
@@ -87,6 +88,7 @@ def _describe(first: Trace, second: Trace) -> ModelLayers:
                 parameters=tuple(parameters),
                 buffers=buffers[index],
                 random=index in first.random,
+                reads=tuple(sorted(reads)),
                 inputs={key: x for key, x in shapes[index - 1].items() if key not in entering} if index else {},
                 replicated={key: how for key, (how, _) in entering.items()},
                 origins={k: o for k, o in first.segments[index].origins.items() if k not in leaving}

@@ -97,6 +97,8 @@ class LayerSpec:
     """Names of its buffers that are stored with the model."""
     random: bool
     """Whether it draws random numbers in training, as for dropout."""
+    reads: tuple[str, ...]
+    """Inputs of the model whose values, not only shapes, the model's code in the layer uses."""
     inputs: dict[str, TensorShape]
     """Tensors from the previous layer, by name; none for the first layer."""
     replicated: dict[str, Replicated]

@@ -35,6 +35,8 @@ class Segment(NamedTuple):
     """Parameters outside of blocks that the segment uses."""
     trained: list[str]
     """Those of them that get a gradient from the segment."""
+    reads: set[str]
+    """Inputs of the model whose values determine tensors that the segment makes."""
     parameters_of: dict[str, list[str]]
     """Parameters outside of blocks that one input of the call depends on, by the name of the input."""
 
@@ -149,7 +151,11 @@ class _Tracer:
         parameters, trained = self._parameters_of([logits])
         if not logits.requires_grad or torch.autograd.grad(logits.sum(), [hidden], allow_unused=True)[0] is None:
             raise LayersError("the head does not use the output of the last block")
-        self.segments.append(Segment(None, {HIDDEN: hidden}, {HIDDEN: Origin("output")}, parameters, trained, {}))
+        self.segments.append(
+            Segment(
+                None, {HIDDEN: hidden}, {HIDDEN: Origin("output")}, parameters, trained, self.uses.inputs_of(logits), {}
+            )
+        )
 
     def _enter(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if index in self.order:
@@ -160,7 +166,9 @@ class _Tracer:
         origins = {name: self._origin(name, x) for name, x in inputs.items()}
         made = {name: inputs[name] for name, origin in origins.items() if origin.kind == "forward"}
         reached = {name: self._made_of(x) for name, x in made.items() if name != HIDDEN}
-        self.segments.append(Segment(call, inputs, origins, *self._parameters_of([*made.values()]), reached))
+        reads = {name for x in made.values() for name in self.uses.inputs_of(x)}
+        parameters, trained = self._parameters_of([*made.values()])
+        self.segments.append(Segment(call, inputs, origins, parameters, trained, reads, reached))
         self.context_inputs |= {
             name for key, x in call.tensors().items() if key not in inputs for name in self.uses.inputs_of(x)
         }

@@ -52,20 +52,20 @@ class LossScale:
 
 @dataclass(frozen=True)
 class GradientScale:
-    """Conversion from the loss and gradients that backward leaves to those of the mean over target tokens.
+    """Conversion from the loss and gradients that backward leaves to those of the mean over labels, the targets.
 
-    The number of target tokens of the global batch is known only at the end of a step. So stages divide the summed
+    The number of labels of the global batch is known only at the end of a step. So stages divide the summed
     loss by `max_targets`, the number without any masked token, and backward starts from `loss_scale`.
     """
 
     loss_scale: float
     max_targets: int
-    """Tokens of the global batch."""
+    """Labels of the global batch, if none is ignored."""
 
     @classmethod
-    def of(cls, config: Config, loss_scale: LossScale) -> GradientScale:
+    def of(cls, max_targets: int, loss_scale: LossScale) -> GradientScale:
         """Return the scale of one step."""
-        return cls(loss_scale.value, max_targets(config))
+        return cls(loss_scale.value, max_targets)
 
     def mean_loss(self, loss: float, targets: float) -> float:
         """Return the mean over `targets` tokens of a loss that was divided by `max_targets`."""
@@ -79,8 +79,3 @@ class GradientScale:
         """
         counts = replica_targets if local else [targets] * len(replica_targets)
         return [self.max_targets / max(1.0, count) / self.loss_scale for count in counts]
-
-
-def max_targets(config: Config) -> int:
-    """Return the number of tokens of the global batch, by which stages divide the summed loss."""
-    return config.data.batch * config.data.sequence

@@ -17,9 +17,7 @@ from acsgd.seeds import mix_seed
 from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import Weight
 from acsgd.streams import seed_generators
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""Function of logits and labels that returns the loss summed over the labels."""
+from acsgd.tasks import Loss
 
 
 class MicroBatch(NamedTuple):
@@ -43,6 +41,7 @@ class Stage:
         layers: the layers of the stage, loaded into the model
         sync: gradient sync of these weights over the replicas
         targets: divisor of the summed loss
+        label_smoothing: fraction of the target distribution that training spreads evenly over all classes
         recompute: activation checkpointing per layer (Chen et al. 2016, arXiv:1604.06174): keep only the input of each
             layer and recompute the rest in the backward; gradients are the same, bit for bit
         mask_per_sample: draw dropout masks from (seed, sample, layer) instead of (seed, step, micro-batch, layer)
@@ -60,6 +59,7 @@ class Stage:
         *,
         targets: int,
         seed: int,
+        label_smoothing: float = 0.0,
         recompute: bool = False,
         mask_per_sample: bool = False,
     ) -> None:
@@ -71,6 +71,7 @@ class Stage:
         self._range = range(layers[0].spec.index, layers[-1].spec.index + 1)
         self._targets = targets
         self._seed_number = seed
+        self._label_smoothing = label_smoothing
         self._recompute = recompute
         self._random = any(layer.random for layer in composed.layers)
         self._per_sequence = self._random and mask_per_sample
@@ -187,7 +188,8 @@ class Stage:
             self._seed(micro, layer.index)
             outputs = self.composed.call(layer.index, state, inputs, context)
             if LOGITS in outputs and labels is not None:
-                return {"loss": self.loss(outputs[LOGITS], labels)}
+                smoothing = self._label_smoothing if self.composed.model.training else 0.0
+                return {"loss": self.loss(outputs[LOGITS], labels, smoothing)}
             return outputs
 
         return run

@@ -11,7 +11,6 @@ from acsgd.dp.exchange.peers import Peers
 from acsgd.layers.composed import ComposedModel, Inputs
 from acsgd.layers.skeleton import fill_with_stand_ins
 from acsgd.meter import Meter
-from acsgd.optim.loss_scale import max_targets
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.stage import Stage
 from acsgd.pp.tied_weights import TiedGroup
@@ -74,8 +73,9 @@ def build_stages(job: Job, composed: ComposedModel, source: WeightSource, groups
             job.model.task.loss,
             layers,
             job.plugins.mode.open(weights, peers),
-            targets=max_targets(config),
+            targets=job.max_targets,
             seed=config.data.seed,
+            label_smoothing=config.optim.label_smoothing,
             recompute=config.model.recompute == "layers",
             mask_per_sample=config.model.dropout_mask == "sample",
         )

@@ -21,6 +21,7 @@ from acsgd.io.sources.sources import WeightedSource
 from acsgd.pp.wire.cache_plan import CachePlan, plan_caches
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.job import Job
+from acsgd.run.verification import verify_layers
 from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import MANIFEST, VERSION, ShardDirectory, StoredFile
 from acsgd.shards.load import RandomWeights, WeightSource
@@ -61,6 +62,7 @@ def open_inputs(job: Job) -> Inputs:
 
     Writes nothing else. Raises ValueError if an input is missing or invalid, or if a checkpoint has another identity.
     """
+    verify_layers(job)
     reader, held = open_data(job), open_held_out(job)
     data, special = job.config.data, DocumentTokens.of(job.tokenizer)
     identity = RunIdentity.of(
@@ -91,6 +93,11 @@ def open_data(job: Job) -> BatchReader:
     Raises ValueError if a source cannot be read or is too short.
     """
     config = job.config
+    if job.model.task.name != "lm":
+        raise ValueError(
+            f'model.task="{job.model.task.name}" needs labelled examples, but data.sources are texts; use '
+            'model.task="lm"'
+        )
     corpora = _tokenized(job, job.sources)
     sizes = [num_sequences(tokens, config.data.sequence) for tokens, _ in corpora]
     sampler = Sampler(
@@ -139,11 +146,12 @@ def open_weight_source(job: Job) -> WeightSource:
         if path.suffix in (".safetensors", ".bin", ".json") and path.is_file()
     )
     state = repr([(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
-    name = f"{job.model.directory.name}-{VERSION}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+    task = job.model.task.name
+    name = f"{job.model.directory.name}-{task}-{VERSION}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
 
     def convert(target: Path) -> None:
         target.mkdir()
-        from_hf(job.model.directory, target)
+        from_hf(job.model.directory, target, task=task)
 
     return open_cached(job.cache_dir / "models" / name, convert, CachedModel, reports_wait=job.is_first_on_host)
 

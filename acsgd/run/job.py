@@ -5,6 +5,7 @@ Every error in them is found here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,9 +153,16 @@ class Job:
         return [{name: TensorSpec(*shape.resolve(sizes, dtype)) for name, shape in cut.items()} for cut in cuts]
 
     @property
+    def max_targets(self) -> int:
+        """Number of labels of the global batch, if none is ignored."""
+        sizes = {**self.sizes, "batch": self.config.data.batch}
+        return math.prod(sizes[size] for size in self.model.task.labels)
+
+    @property
     def wants_inputs(self) -> bool:
         """Whether this rank needs the values of the model's inputs, not only their shapes."""
-        return 0 in self.stages or bool(self.model.description.context_inputs)
+        own = (layer for stage in self.stages for layer in self.model.layers[slice(*self.specs[stage])])
+        return bool(self.model.description.context_inputs) or any(layer.reads for layer in own)
 
     @property
     def cache_dir(self) -> Path:
@@ -217,15 +225,15 @@ def prepare(config: Config, launch: Launch) -> Job:
 def _open_model(config: Config, launch: Launch, streams: Streams) -> RunModel:
     """Find the model. Raises ValueError if it is invalid, or does not fit the sequence length or the memory."""
     directory, model_config = open_model(config.model)
-    task = TASKS["lm"]
+    task = TASKS[config.model.task]
     check_sequence(config.data.sequence, longest_sequence(model_config))
-    num_parameters = parameter_count(model_config)
+    num_parameters = parameter_count(model_config, task.name)
     check_memory(num_parameters, config.pp.stages, launch.local_world_size, streams)
     return RunModel(directory, model_config, num_parameters, task, task.layers(model_config))
 
 
 def _sizes(config: Config) -> dict[str, int]:
-    return {"batch": config.pp.micro, "sequence": config.data.sequence}
+    return {"batch": config.pp.micro, "sequence": config.data.sequence, "target": config.data.sequence}
 
 
 def _span(shards: Sequence[LayerSpec]) -> str:

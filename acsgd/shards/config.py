@@ -63,6 +63,8 @@ def read_config(directory: Path, task: str = "lm") -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         text = config.get_text_config()
     _check_sizes(text, path)
+    if task == "regression" and config.num_labels != 1:
+        raise ValueError(f'{path}: a regression has one output, not {config.num_labels}; set "num_labels": 1')
     with blame(path, "describes a model that cannot be built", REMEDY):
         _run_one_block(config, TASKS[task])
     return config

@@ -21,6 +21,7 @@ from acsgd.shards.config import derive_layers
 from acsgd.shards.disk import VERSION, Manifest, StoredFile, copy_model_files, write_layer
 from acsgd.shards.journal import Journal
 from acsgd.shards.locate import open_hf
+from acsgd.tasks import TASKS
 
 Report = Callable[[int, int], object]
 """Called with the number of bytes written and that of all bytes to write."""
@@ -52,18 +53,27 @@ class OpenedModel(Protocol):
         ...
 
 
-def from_hf(source: Path, target: Path, *, task: str = "lm", report: Report = lambda done, total: None) -> None:
+def from_hf(
+    source: Path,
+    target: Path,
+    *,
+    task: str = "lm",
+    verify: bool = False,
+    report: Report = lambda done, total: None,
+) -> None:
     """Convert a Hugging Face directory to layer shards in `target`, a directory.
 
     It is empty, or was left by an interrupted conversion of the same source, which continues. Tensors keep their dtype
-    and bits. A head that the files lack is initialised, and named on stderr. Raises as `open_hf`, ValueError if a
+    and bits. A head that the files lack is initialised, and named on stderr. verify: whether to compare the layers with
+    the whole model, so that a run need not. Raises as `open_hf`, ValueError if a
     parameter is not finite, LayersError if the model cannot be divided into layers.
     """
     opened = open_hf(source, task)
     model = derive_layers(source, opened.config, task)
+    verification = TASKS[task].verify(opened.config, model) if verify else None
     files = write_layers(opened, model, target, sources=[source], report=report)
     copied = copy_model_files(source, target)
-    Manifest(0, task, model, files, replicas={}, model_files=copied, run=None).write(target)
+    Manifest(0, task, model, files, replicas={}, model_files=copied, run=None, verification=verification).write(target)
 
 
 def write_layers(

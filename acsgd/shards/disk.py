@@ -30,6 +30,7 @@ from acsgd.atomic import fsync_directory
 from acsgd.errors import CorruptFileError
 from acsgd.fields import Natural, from_json
 from acsgd.layers.description import ModelLayers
+from acsgd.layers.verify import Verification
 from acsgd.shards.check import FLOATING, check_tensors, expected_tensors
 from acsgd.shards.files import check_file_name, open_tensors, unusable
 from acsgd.shards.layer_tensors import LayerTensors
@@ -87,6 +88,8 @@ class Manifest:
     """config.json and the tokenizer files."""
     run: dict[str, Any] | None
     """State of the run besides its tensors, needed to resume; None for a converted model."""
+    verification: Verification | None = None
+    """Comparison of the layers with the whole model, if it was made when the model was converted."""
 
     @property
     def files(self) -> list[StoredFile]:

@@ -27,11 +27,17 @@ def open_model(model: ModelConfig) -> tuple[Path, PreTrainedConfig]:
     """
     directory = find_model(model.name, option="model.name", weights=model.init == "pretrained")
     if os.path.lexists(directory / MANIFEST):
-        return directory, open_shards(directory)[1]
+        shards, config = open_shards(directory)
+        if shards.manifest.task != model.task:
+            raise ValueError(
+                f"{directory} was converted for the task {shards.manifest.task}, but model.task={model.task}; convert "
+                f"the model with --task {model.task}, or use model.task={shards.manifest.task}"
+            )
+        return directory, config
     if model.init == "pretrained":
-        return directory, open_hf(directory).config
+        return directory, open_hf(directory, model.task).config
     model_files(directory)
-    return directory, read_config(directory)
+    return directory, read_config(directory, model.task)
 
 
 def find_model(name: str, *, option: str, weights: bool = True) -> Path:

@@ -112,7 +112,7 @@ def _backward(task: Task, out: State) -> None:
     """Run the backward of a layer, of the last one from the loss."""
     if LOGITS in out:
         logits = out[LOGITS]
-        task.loss(logits, torch.zeros(logits.shape[:-1], dtype=torch.long)).backward()
+        task.loss(logits, torch.zeros(logits.shape[:-1], dtype=torch.long), 0.0).backward()
     else:
         torch.stack([x.float().sum() for x in out.values() if x.requires_grad]).sum().backward()
 

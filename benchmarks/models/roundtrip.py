@@ -31,8 +31,6 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -41,14 +39,8 @@ from acsgd.layers.description import LayersError
 from acsgd.layers.small_config import small_configs
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
-from acsgd.tasks import TASKS, Task, token_loss
+from acsgd.tasks import TASKS, Task
 
-ONE, TWO = {"input_ids": ("batch", "sequence")}, {"decoder_input_ids": ("batch", "target")}
-ALL: dict[str, Task] = {
-    "classification": Task("classification", AutoModelForSequenceClassification, ONE, token_loss),
-    "seq2seq": Task("seq2seq", AutoModelForSeq2SeqLM, ONE | TWO, token_loss),
-    **TASKS,
-}
 OPTIONS: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 16, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "hunyuan_v1_dense": {"head_dim": 128},
@@ -66,9 +58,9 @@ LIMIT_S = 120.0
 def small_model(model_type: str, task: Task) -> PreTrainedModel:
     """Return a small model of a type, all of its tensors with random values."""
     config = CONFIG_MAPPING[model_type](**OPTIONS.get(model_type, {}))
-    if task is ALL["lm"] and hasattr(config, "is_decoder"):
+    if task is TASKS["lm"] and hasattr(config, "is_decoder"):
         config.is_decoder = True
-    if task is ALL["classification"]:  # classifiers of several sequences need them
+    if task is TASKS["classification"]:  # classifiers of several sequences need them
         text = config.get_text_config()
         config.pad_token_id = text.pad_token_id = getattr(text, "pad_token_id", None) or 0
         config.decoder_start_token_id = getattr(config, "decoder_start_token_id", None) or 0
@@ -101,7 +93,7 @@ def stored(directory: Path) -> dict[str, Tensor]:
 def round_trip(model_type: str, task: str) -> dict[str, Any]:
     """Convert a model of a type and compare; return what becomes a row of the table."""
     try:
-        model = small_model(model_type, ALL[task])
+        model = small_model(model_type, TASKS[task])
     except Exception as error:  # raised in transformers' code
         return {"status": "not built", "reason": one_line(error)}
     with tempfile.TemporaryDirectory() as directory:
@@ -177,7 +169,7 @@ def show(results: list[dict[str, Any]]) -> None:
         elif result["renamed"]:
             table.add_row(result["type"], result["task"], str(result["tensors"]), str(result["renamed"]), "")
     console.print(table)
-    for task in ALL:
+    for task in TASKS:
         counts = Counter(result["status"] for result in results if result["task"] == task)
         console.print(f"{task}: " + ", ".join(f"{count} {status}" for status, count in sorted(counts.items())))
 
@@ -189,11 +181,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    TASKS.update(ALL)  # type: ignore[attr-defined]
+    TASKS.update(TASKS)  # type: ignore[attr-defined]
     rows = [
         (model_type, task)
         for task in ("lm", "seq2seq", "classification")
-        for model_type in ALL[task].auto_class._model_mapping._model_mapping
+        for model_type in TASKS[task].auto_class._model_mapping._model_mapping
         if model_type in (arguments.types or [model_type])
     ]
     results = json.loads(arguments.json.read_text()) if arguments.json.exists() else []

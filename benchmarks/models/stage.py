@@ -28,7 +28,6 @@ from acsgd.layers.description import LOGITS
 from acsgd.layers.verify import fill_with_random
 from acsgd.tasks import TASKS
 from benchmarks.common.compare import Comparison, alternate, summarise
-from tests.lib.model_types import CLASSIFICATION, SEQ2SEQ_TASK
 
 SHAPE = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
 TYPES: dict[str, dict[str, Any]] = {
@@ -55,7 +54,7 @@ TYPES: dict[str, dict[str, Any]] = {
 """Options by type, with widths of 512 and few blocks, so that the cost besides the blocks counts more than in use.
 DeBERTa has as many as its smallest model but one: its convolution after the first block runs once more per stage."""
 VOCABULARY = 4096
-TASK_OF = {"deberta-v2": CLASSIFICATION, "t5": SEQ2SEQ_TASK}
+TASK_OF = {"deberta-v2": TASKS["classification"], "t5": TASKS["seq2seq"]}
 
 
 class Sides(NamedTuple):
@@ -79,7 +78,7 @@ def sides_of(model_type: str, *, rows: int, length: int) -> Sides:
     layers = range(len(composed.layers))
     generator = torch.Generator().manual_seed(0)
     batch = {name: torch.randint(1, VOCABULARY, (rows, length), generator=generator) for name in task.inputs}
-    labels = torch.randint(2, (rows,), generator=generator) if task is CLASSIFICATION else batch["input_ids"]
+    labels = torch.randint(2, (rows,), generator=generator) if task.name == "classification" else batch["input_ids"]
 
     def finish(logits: Tensor) -> float:
         model.zero_grad()

@@ -30,7 +30,6 @@ from transformers.models.auto import modeling_auto
 from acsgd.layers.description import HIDDEN, LayersError, ModelLayers
 from acsgd.layers.verify import verify
 from acsgd.tasks import TASKS, Task
-from tests.lib.model_types import CLASSIFICATION, SEQ2SEQ_TASK
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
@@ -45,8 +44,8 @@ ENCODERS = [
 """Types of classifiers besides decoders, whose layers are those of the task "lm"."""
 TYPES: Mapping[str, tuple[Task, Collection[str]]] = {
     "lm": (TASKS["lm"], CAUSAL),
-    "classification": (CLASSIFICATION, ENCODERS),
-    "seq2seq": (SEQ2SEQ_TASK, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    "classification": (TASKS["classification"], ENCODERS),
+    "seq2seq": (TASKS["seq2seq"], modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
 }
 """By task, the types that transformers has a class for."""
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -6,12 +6,10 @@ from typing import Any
 
 from transformers import (
     AutoConfig,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
     PreTrainedConfig,
 )
 
-from acsgd.tasks import TASKS, Task, token_loss
+from acsgd.tasks import TASKS, Task
 
 VOCABULARY = 96
 SHAPE = {
@@ -100,20 +98,7 @@ def small_config(model_type: str, **options: Any) -> PreTrainedConfig:
     return config
 
 
-CLASSIFICATION = Task(
-    "classification", AutoModelForSequenceClassification, {"input_ids": ("batch", "sequence")}, token_loss
-)
-SEQ2SEQ_TASK = Task(
-    "seq2seq",
-    AutoModelForSeq2SeqLM,
-    {"input_ids": ("batch", "sequence"), "decoder_input_ids": ("batch", "target")},
-    token_loss,
-    predicted="decoder_input_ids",
-)
-
-
 def task_of(model_type: str) -> Task:
     """Return what a type of TYPES is trained for."""
-    if model_type in CAUSAL:
-        return TASKS["lm"]
-    return CLASSIFICATION if model_type in CLASSIFIERS else SEQ2SEQ_TASK
+    groups = {"lm": CAUSAL, "classification": CLASSIFIERS, "seq2seq": SEQ2SEQ}
+    return next(TASKS[task] for task, types in groups.items() if model_type in types)

@@ -174,6 +174,7 @@ ORDER = """
     run.limits
     run.plugins
     run.job
+    run.verification
     run.lock
     run.inputs
     run.session

@@ -10,7 +10,7 @@ import pytest
 
 from acsgd.config.options import Config, DataConfig, ModelConfig, OptimConfig
 from acsgd.errors import RunError
-from acsgd.optim.loss_scale import GROWTH_STEPS, LARGEST_SCALE, SMALLEST_SCALE, GradientScale, LossScale, max_targets
+from acsgd.optim.loss_scale import GROWTH_STEPS, LARGEST_SCALE, SMALLEST_SCALE, GradientScale, LossScale
 
 
 def config(dtype: Literal["fp32", "bf16", "fp16"], loss_scale: float = 65536.0) -> Config:
@@ -86,9 +86,7 @@ def test_an_fp16_run_resumes_with_its_scale_and_starts_anew_from_another_dtype()
 
 def test_gradients_are_of_the_mean_over_the_targets_they_were_summed_over() -> None:
     """Stages divide by all tokens of the batch, here 16, and backward starts from the loss scale, here 4."""
-    run = dataclasses.replace(config("fp16"), data=DataConfig("demo", sequence=8, batch=2))
-    assert max_targets(run) == 16
-    scale = GradientScale.of(run, LossScale(4.0, dynamic=True))
+    scale = GradientScale.of(16, LossScale(4.0, dynamic=True))
     assert scale.mean_loss(3.0 / 16, 12.0) == 3.0 / 12
     assert scale.factors(12.0, [8.0, 4.0], local=False) == [16 / 12 / 4] * 2
     assert scale.factors(12.0, [8.0, 4.0], local=True) == [16 / 8 / 4, 16 / 4 / 4]
