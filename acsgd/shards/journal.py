@@ -33,8 +33,9 @@ class Journal:
         if first == identity:
             self._entries = dict(filter(None, map(_parse, lines)))
             return
-        for path in directory.iterdir():
-            path.unlink()
+        if first:  # of another conversion
+            for path in directory.iterdir():
+                path.unlink()
         self._path.write_text(f"{identity}\n")
 
     def find(self, layer: str) -> StoredFile | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -104,3 +105,52 @@ def test_a_head_that_the_class_of_a_model_ties_keeps_its_own_values(
     assert json.loads((back / "config.json").read_text())["tie_word_embeddings"] is False
     loaded = type(model).from_pretrained(back)
     assert torch.equal(loaded.state_dict()["lm_head.weight"], head)
+
+
+@pytest.fixture
+def classification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add a task with a new head."""
+    task = dataclasses.replace(task_of("deberta-v2"), name="task", has_new_head=True)
+    monkeypatch.setitem(TASKS, "task", task)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "deberta-v2"])
+def test_a_head_that_the_files_lack_is_new(
+    model_type: str, classification: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, shards, again = (tmp_path / name for name in ("source", "shards", "again"))
+    if model_type == "gpt2":  # with a head for another task, which is left out
+        save(source, model_type, tie=False)
+        new = {"score.weight"}
+    else:  # the body alone
+        model = save(source, model_type, tie=None)
+        new = {"pooler.dense.weight", "pooler.dense.bias", "classifier.weight", "classifier.bias"}
+        body = {name: x for name, x in model.state_dict().items() if name not in new}
+        save_file(body, source / "model.safetensors", metadata={"format": "pt"})
+    before = torch.random.get_rng_state()
+    for target in (shards, again):
+        target.mkdir()
+        from_hf(source, target, task="task")
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert capsys.readouterr().err.count(": a new head is initialised\n") == 2
+    first, second, in_files = stored(shards), stored(again), stored(source)
+    assert first.keys() - in_files.keys() == new
+    assert in_files.keys() - first.keys() == ({"lm_head.weight"} if model_type == "gpt2" else set())
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+        assert name in new or torch.equal(tensor, in_files[name]), name
+    head = first["score.weight" if model_type == "gpt2" else "classifier.weight"]
+    assert 0.01 < float(head.std()) < 0.04, "initializer_range of both is 0.02"
+
+
+def test_a_new_head_does_not_excuse_a_missing_body(classification: None, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save(source, "deberta-v2", tie=None)
+    tensors = stored(source)
+    name = "deberta.encoder.layer.1.output.dense.weight"
+    save_file({key: x for key, x in tensors.items() if key != name}, source / "model.safetensors")
+    with pytest.raises(ValueError, match=f"lacks parameters of the model: {name}"):
+        from_hf(source, tmp_path, task="task")
+    save_file(tensors | {name.replace(".1.", ".9."): tensors[name].clone()}, source / "model.safetensors")
+    with pytest.raises(ValueError, match=r"would be lost: deberta\.encoder\.layer\.9"):
+        from_hf(source, tmp_path, task="task")
