@@ -29,7 +29,8 @@ class Journal:
         self._directory = directory
         self._path = directory / NAME
         self._entries: dict[str, StoredFile] = {}
-        first, *lines = self._path.read_text().splitlines() if self._path.exists() else [""]
+        text = self._path.read_text(errors="replace") if self._path.exists() else ""
+        first, *lines = text.splitlines() or [""]
         if first == identity:
             self._entries = dict(filter(None, map(_parse, lines)))
             return
