@@ -70,7 +70,7 @@ def plugins() -> str:
     """Return every plug-in with its options."""
     parts = [
         "# Plug-ins\n\nA plug-in is chosen by a spec string, `name:key=value,key=value`. Options that are left out "
-        "have their default. To add one, see [Your own codec, mode, family or source](../howto/extend.md).\n",
+        "have their default. To add one, see [Your own codec, mode or source](../howto/extend.md).\n",
         "## Codecs\n\n`pp.forward` takes all of them, `pp.backward` all but `delta`.\n",
         *(_plugin(name, kind) for name, kind in {**CODECS, "delta": Delta}.items()),
         "## Data-parallel modes\n\nValues of `dp.mode`.\n",
