@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from transformers import PreTrainedModel
 
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
-from acsgd.tasks import TASKS
 
 CASES = [
     *((model_type, None) for model_type in TYPES),
@@ -56,15 +54,12 @@ def stored_once(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("model_type", "tie"), CASES)
-def test_conversion_to_shards_and_back_is_lossless(
-    model_type: str, tie: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(TASKS, "task", task_of(model_type))  # type: ignore[arg-type]
+def test_conversion_to_shards_and_back_is_lossless(model_type: str, tie: bool | None, tmp_path: Path) -> None:
     source, shards, back = (tmp_path / name for name in ("source", "shards", "back"))
     model = save(source, model_type, tie)
     shards.mkdir()
     back.mkdir()
-    from_hf(source, shards, task="task")
+    from_hf(source, shards, task=task_of(model_type).name)
     to_hf(shards, back)
     first, again = stored(source), stored(back)
     assert again.keys() == first.keys()
@@ -79,11 +74,8 @@ def test_conversion_to_shards_and_back_is_lossless(
     assert all(torch.equal(in_shards[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_head_that_the_class_of_a_model_ties_keeps_its_own_values(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_the_class_of_a_model_ties_keeps_its_own_values(tmp_path: Path) -> None:
     """The config of T5 1.1 says that its head is not tied; transformers' class ties it unless the values differ."""
-    monkeypatch.setitem(TASKS, "task", task_of("t5"))  # type: ignore[arg-type]
     source, shards, back = (tmp_path / name for name in ("source", "shards", "back"))
     model = save(source, "t5", tie=None)
     head = torch.randn(small_config("t5").vocab_size, small_config("t5").d_model)
@@ -93,10 +85,10 @@ def test_a_head_that_the_class_of_a_model_ties_keeps_its_own_values(
     with pytest.raises(
         ValueError, match=r"config\.json ties lm_head\.weight to shared\.weight, but their values differ"
     ):
-        from_hf(source, shards, task="task")
+        from_hf(source, shards, task="seq2seq")
     (source / "config.json").write_text(json.dumps(fields | {"tie_word_embeddings": False}))
     back.mkdir()
-    from_hf(source, shards, task="task")
+    from_hf(source, shards, task="seq2seq")
     to_hf(shards, back)
     first, again = stored(source), stored(back)
     assert again.keys() == first.keys()
@@ -107,17 +99,8 @@ def test_a_head_that_the_class_of_a_model_ties_keeps_its_own_values(
     assert torch.equal(loaded.state_dict()["lm_head.weight"], head)
 
 
-@pytest.fixture
-def classification(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add a task with a new head."""
-    task = dataclasses.replace(task_of("deberta-v2"), name="task", has_new_head=True)
-    monkeypatch.setitem(TASKS, "task", task)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("model_type", ["gpt2", "deberta-v2"])
-def test_a_head_that_the_files_lack_is_new(
-    model_type: str, classification: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_head_that_the_files_lack_is_new(model_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, shards, again = (tmp_path / name for name in ("source", "shards", "again"))
     if model_type == "gpt2":  # with a head for another task, which is left out
         save(source, model_type, tie=False)
@@ -130,7 +113,7 @@ def test_a_head_that_the_files_lack_is_new(
     before = torch.random.get_rng_state()
     for target in (shards, again):
         target.mkdir()
-        from_hf(source, target, task="task")
+        from_hf(source, target, task="classification")
     assert torch.equal(torch.random.get_rng_state(), before)
     assert capsys.readouterr().err.count(": a new head is initialised\n") == 2
     first, second, in_files = stored(shards), stored(again), stored(source)
@@ -143,14 +126,14 @@ def test_a_head_that_the_files_lack_is_new(
     assert 0.01 < float(head.std()) < 0.04, "initializer_range of both is 0.02"
 
 
-def test_a_new_head_does_not_excuse_a_missing_body(classification: None, tmp_path: Path) -> None:
+def test_a_new_head_does_not_excuse_a_missing_body(tmp_path: Path) -> None:
     source = tmp_path / "source"
     save(source, "deberta-v2", tie=None)
     tensors = stored(source)
     name = "deberta.encoder.layer.1.output.dense.weight"
     save_file({key: x for key, x in tensors.items() if key != name}, source / "model.safetensors")
     with pytest.raises(ValueError, match=f"lacks parameters of the model: {name}"):
-        from_hf(source, tmp_path, task="task")
+        from_hf(source, tmp_path, task="classification")
     save_file(tensors | {name.replace(".1.", ".9."): tensors[name].clone()}, source / "model.safetensors")
     with pytest.raises(ValueError, match=r"would be lost: deberta\.encoder\.layer\.9"):
-        from_hf(source, tmp_path, task="task")
+        from_hf(source, tmp_path, task="classification")
