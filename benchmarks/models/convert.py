@@ -2,7 +2,9 @@
 
     .venv/bin/python -m benchmarks.models.convert [--rounds 5] [--json runs/benchmarks/convert.json]
 
-The throughput is that of a GPT-NeoX of 1.1 GB with random weights; copies and conversions alternate. The model of 20 B
+The throughput is that of a GPT-NeoX of 1.1 GB with random weights in the page cache. Conversions alternate with copies,
+and with copies whose sha256 is computed, which conversions do, too. The processor time of a conversion is compared as
+well: it does not depend on what else runs on the machine. The model of 20 B
 parameters has the shapes of GPT-NeoX-20B and zeros as weights: its files are sparse and take no space on disk, nor do
 those that the conversions write.
 """
@@ -41,14 +43,20 @@ LARGE = GPTNeoXConfig(num_hidden_layers=44, hidden_size=6144, num_attention_head
 DIRECTIONS: dict[str, Callable[[Path, Path], None]] = {"from-hf": from_hf, "to-hf": to_hf}
 
 
-def timed(run: Callable[..., object], *arguments: object) -> float:
-    started = time.perf_counter()
+def timed(run: Callable[..., object], *arguments: object) -> tuple[float, float]:
+    """Return the seconds of a call, and those of processors, child processes included."""
+    started, before = time.perf_counter(), os.times()
     run(*arguments)
-    return time.perf_counter() - started
+    return time.perf_counter() - started, sum(os.times()[:4]) - sum(before[:4])
 
 
 def copy(source: Path, target: Path) -> None:
     subprocess.run(["cp", "-r", source, target], check=True)
+
+
+def copy_and_hash(source: Path, target: Path) -> None:
+    copy(source, target)
+    subprocess.run(["sha256sum", *target.iterdir()], check=True, stdout=subprocess.DEVNULL)
 
 
 def convert(direction: str, source: Path, target: Path) -> None:
@@ -67,15 +75,17 @@ def throughput(scratch: Path, rounds: int) -> dict[str, Any]:
     convert("to-hf", scratch / "shards", scratch / "again")
     shutil.rmtree(scratch / "again")
     sources = {"from-hf": scratch / "hf", "to-hf": scratch / "shards"}
-    seconds: dict[str, dict[str, list[float]]] = {each: {"cp": [], "convert": []} for each in sources}
+    target = scratch / "target"
+    runs: dict[str, Callable[[str], object]] = {
+        "cp": lambda direction: copy(sources[direction], target),
+        "cp and sha256sum": lambda direction: copy_and_hash(sources[direction], target),
+        "convert": lambda direction: convert(direction, sources[direction], target),
+    }
+    seconds: dict[str, dict[str, list[tuple[float, float]]]] = {each: {kind: [] for kind in runs} for each in sources}
     for _ in range(rounds):
-        for direction, source in sources.items():
-            for kind in ("cp", "convert"):
-                target = scratch / "target"
-                if kind == "cp":
-                    seconds[direction][kind].append(timed(copy, source, target))
-                else:
-                    seconds[direction][kind].append(timed(convert, direction, source, target))
+        for direction in sources:
+            for kind, run in runs.items():
+                seconds[direction][kind].append(timed(run, direction))
                 shutil.rmtree(target)
     return {"bytes": nbytes, "seconds": seconds}
 
@@ -130,19 +140,26 @@ def peaks(scratch: Path) -> dict[str, Any]:
 
 
 def show(results: dict[str, Any]) -> None:
-    table = Table("direction", "GB/s", "of cp", "20 B: GiB", "20 B: minutes")
+    table = Table("direction", "GB/s", "of cp", "of cp and sha256sum", "the same, processor time", "20 B: GiB")
     for direction in DIRECTIONS:
         seconds = results["throughput"]["seconds"][direction]
-        ratios = [cp / own for cp, own in zip(seconds["cp"], seconds["convert"], strict=True)]
-        large = results["large"][direction]
+        rate = results["throughput"]["bytes"] / statistics.median(wall for wall, _ in seconds["convert"]) / 1e9
         table.add_row(
             direction,
-            f"{results['throughput']['bytes'] / statistics.median(seconds['convert']) / 1e9:.2f}",
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-            f"{large['peak_bytes'] / 2**30:.2f}",
-            f"{large['seconds'] / 60:.1f}",
+            f"{rate:.2f}",
+            _ratio(seconds, "cp", 0),
+            _ratio(seconds, "cp and sha256sum", 0),
+            _ratio(seconds, "cp and sha256sum", 1),
+            f"{results['large'][direction]['peak_bytes'] / 2**30:.2f}",
         )
     Console().print(table)
+
+
+def _ratio(seconds: dict[str, list[tuple[float, float]]], reference: str, which: int) -> str:
+    """Return the median ratio of throughputs and its range. which: 0 = time, 1 = processor time."""
+    pairs = zip(seconds[reference], seconds["convert"], strict=True)
+    ratios = [other[which] / own[which] for other, own in pairs]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def main() -> None:
