@@ -104,8 +104,6 @@ def _open(directory: Path) -> tuple[Task, PreTrainedConfig, Callable[[PreTrained
         task = shards.manifest.task
         return TASKS[task], read_config(directory, task), functools.partial(_shard_tensors, shards)
     task = "seq2seq" if read_json_object(directory / CONFIG).get("is_encoder_decoder") else "lm"
-    if task not in TASKS:
-        raise ValueError(f"{directory} holds an encoder-decoder; give a causal language model")
     opened = open_hf(directory, task)
     return TASKS[task], opened.config, functools.partial(_hf_tensors, opened)
 

@@ -13,15 +13,18 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from lib.commands import acsgd
+from lib.model_types import small_config
 from lib.models import blocks_of
 from lib.saved import SMALL, rewrite_tensors, small_run, train_alone
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -75,10 +78,18 @@ def generated_alone(model: Path, texts: Sequence[str], dtype: torch.dtype, **opt
     return found
 
 
-def save_model(config: PreTrainedConfig, directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def save_model(
+    config: PreTrainedConfig,
+    directory: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    auto_class: Any = AutoModelForCausalLM,
+) -> None:
     """Write a model with new weights, and its tokenizer."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    model = auto_class.from_config(config)
+    for param in model.parameters():
+        param.data *= 1 if param.dim() < 2 else 4  # else all texts are alike
+    model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
@@ -135,6 +146,24 @@ def test_a_model_that_padding_changes_gets_one_prompt_at_a_time(
     assert texts_of(generate_file(tmp_path / "model", tmp_path, "out", "--batch", 4)) == expected
     monkeypatch.setattr(Generator, "pads_exactly", lambda generator: True)
     assert texts_of(generate_file(tmp_path / "model", tmp_path, "padded", "--batch", 4)) != expected
+
+
+@pytest.mark.parametrize("model_type", ["t5", "bart"])
+def test_an_encoder_decoder_generates_the_text_of_transformers(
+    model_type: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Relative positions, and learned ones, which count padding: prompts of a batch are padded on the right."""
+    ids = {"pad_token_id": 0, "eos_token_id": 0, "decoder_start_token_id": 0, "forced_eos_token_id": None}
+    config = small_config(model_type, vocab_size=512, **ids)
+    save_model(config, tmp_path / "model", tokenizer, AutoModelForSeq2SeqLM)
+    whole = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")
+    inputs = [tokenizer(text, return_tensors="pt") for text in TEXTS]
+    found = [whole.generate(**each, max_new_tokens=12, do_sample=False) for each in inputs]
+    expected = [tokenizer.decode(ids[0], skip_special_tokens=True) for ids in found]
+    assert acsgd("convert", "from-hf", tmp_path / "model", tmp_path / "shards", "--task", "seq2seq")[0] == 0
+    for source in ("model", "shards"):
+        assert texts_of(generate_file(tmp_path / source, tmp_path, source, "--batch", 4)) == expected
+    assert len(set(expected)) > 1, "a test that can fail"
 
 
 def test_beam_search_is_that_of_transformers(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -371,13 +400,18 @@ def test_a_hugging_face_directory_without_a_parameter_is_refused(
     tensors.pop("model.norm.weight")
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     assert message_of(model) == f"{model} lacks parameters of the model: model.norm.weight\n"
-    classifier = GPT2ForSequenceClassification(GPT2Config(vocab_size=512, n_embd=8, n_head=2, n_layer=1))
+    classifier = GPT2ForSequenceClassification(
+        GPT2Config(vocab_size=512, n_embd=8, n_head=2, n_layer=1, pad_token_id=0)
+    )
     classifier.save_pretrained(tmp_path / "classifier")
     tokenizer.save_pretrained(tmp_path / "classifier")
     assert message_of(tmp_path / "classifier") == (
         f"{tmp_path / 'classifier'} holds tensors that GPT2LMHeadModel does not have and that would be lost: "
         "score.weight\n"
     )
+    shards = tmp_path / "shards"
+    assert acsgd("convert", "from-hf", tmp_path / "classifier", shards, "--task", "classification")[0] == 0
+    assert message_of(shards) == f"{shards} holds a GPT2ForSequenceClassification, which does not generate text\n"
 
 
 def with_template(model: Path, directory: Path) -> Path:
