@@ -52,7 +52,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Options without which the default config of a type is invalid."""
 MAX_PARAMETERS = 2**25
-LIMIT_S = 120.0
+LIMIT_S = 600.0
 
 
 def small_model(model_type: str, task: Task) -> PreTrainedModel:

@@ -11,10 +11,12 @@ from lib.model_types import TYPES, small_config, task_of
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from acsgd.shards.config import number_of_blocks, parameter_count
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
+from acsgd.tasks import Task
 
 CASES = [
     *((model_type, None) for model_type in TYPES),
@@ -137,3 +139,22 @@ def test_a_new_head_does_not_excuse_a_missing_body(tmp_path: Path) -> None:
     save_file(tensors | {name.replace(".1.", ".9."): tensors[name].clone()}, source / "model.safetensors")
     with pytest.raises(ValueError, match=r"would be lost: deberta\.encoder\.layer\.9"):
         from_hf(source, tmp_path, task="classification")
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt", "gpt_neo", "qwen3", "t5"])
+def test_the_parameters_of_very_many_blocks_are_counted_from_few(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, task = small_config(model_type), task_of(model_type)
+    whole = sum(param.numel() for param in task.build(config).parameters())
+    assert parameter_count(config, task.name) == whole
+    monkeypatch.setattr("acsgd.shards.config.MANY_BLOCKS", 1)
+    built, build = list[int](), type(task).build
+
+    def count(task: Task, config: PreTrainedConfig) -> PreTrainedModel:
+        built.append(number_of_blocks(config))
+        return build(task, config)
+
+    monkeypatch.setattr(Task, "build", count)
+    assert parameter_count(config, task.name) == whole
+    assert built == [1, 2]
