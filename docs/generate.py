@@ -34,6 +34,7 @@ from acsgd.io import SOURCES
 from acsgd.io.telemetry.record import Record
 from acsgd.pp import SCHEDULES
 from acsgd.pp.wire.delta import Delta
+from acsgd.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 
@@ -117,7 +118,8 @@ def commands() -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace the markers of generated parts: <!-- generated: rooms -->, <!-- generated: methods PATH -->."""
+    """Replace the markers of generated parts: <!-- generated: rooms -->, <!-- generated: tasks -->,
+    <!-- generated: methods PATH -->."""
 
     def generated(marker: re.Match[str]) -> str:
         build, *arguments = marker[1].split()
@@ -162,9 +164,24 @@ def methods(path: str) -> str:
     return _table((f"`{path.rpartition('.')[2]}`", "meaning"), rows)
 
 
-def source(path: str) -> str:
-    """Return the source of a class."""
-    return f"```python\n{inspect.getsource(_named(path))}```\n"
+def tasks() -> str:
+    """Return the tasks of models as a table."""
+
+    def shape(name: str, sizes: Iterable[str]) -> str:
+        return f"`{name}` `[{', '.join(sizes)}]`"
+
+    rows = (
+        (
+            f"`{task.name}`",
+            f"`{task.auto_class.__name__}`",
+            ", ".join(shape(name, sizes) for name, sizes in task.inputs.items()),
+            shape("labels", task.labels),
+            f"{task.loss.__name__.replace('_', ' ')}, per label",
+            "initialised if the files lack it" if task.has_new_head else "that of the files",
+        )
+        for task in TASKS.values()
+    )
+    return _table(("`model.task`", "class of transformers", "inputs", "labels", "loss", "head"), rows)
 
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -175,7 +192,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/commands.md": commands,
 }
 """Path of each generated page inside docs/ -> its text."""
-PARTS: dict[str, Callable[..., str]] = {"rooms": rooms, "methods": methods, "source": source}
+PARTS: dict[str, Callable[..., str]] = {"rooms": rooms, "methods": methods, "tasks": tasks}
 """Name of each generated part of a page that is otherwise written by hand."""
 
 
