@@ -15,8 +15,8 @@ from acsgd.shards.locate import open_hf, open_shards
 
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.spm")
 """Patterns of the files of a repository besides its weights: config, indices and tokenizer."""
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-"""Patterns of files with weights, the preferred one first."""
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+"""Patterns of files with weights, the preferred one first. Other files hold the same weights in other forms."""
 
 
 def open_model(model: ModelConfig) -> tuple[Path, PreTrainedConfig]:

@@ -149,7 +149,8 @@ def test_safetensors_are_downloaded_if_there_are_any(
     in_old_form(repository)
     if has_safetensors:
         shutil.copy(model / "model.safetensors", repository)
-    (repository / "training_args.bin").write_bytes(b"")
+    for name in ("training_args.bin", "consolidated.safetensors"):
+        (repository / name).write_bytes(b"")
     code, printed = acsgd("convert", "from-hf", "owner/name", tmp_path / "target")
     assert code == 0, printed
     weights = [name for name in sent if name.endswith((".safetensors", ".bin"))]
