@@ -60,7 +60,8 @@ def to_hf(
     copy_model_files(source, target)
     config.architectures = [type(model).__name__]
     dtypes = {DTYPES[header.dtype] for each in headers.values() for header in each.values()}
-    if len(floating := {each for each in dtypes if each.is_floating_point}) == 1:
+    floating = {CASTS[dtype]} if dtype is not None else {each for each in dtypes if each.is_floating_point}
+    if len(floating) == 1:
         config.dtype = floating.pop()
     config.save_pretrained(target)
     if hasattr(config, UNTIED):

@@ -76,6 +76,23 @@ def test_conversion_to_shards_and_back_is_lossless(model_type: str, tie: bool | 
     assert all(torch.equal(in_shards[name], tensor) for name, tensor in expected.items())
 
 
+def test_a_cast_leaves_buffers_as_they_are(tmp_path: Path) -> None:
+    source, shards, back = (tmp_path / name for name in ("source", "shards", "back"))
+    save(source, "deepseek_v3", tie=None)
+    shards.mkdir()
+    back.mkdir()
+    from_hf(source, shards)
+    to_hf(shards, back, dtype="bfloat16")
+    first, again = stored(source), stored(back)
+    assert again.keys() == first.keys()
+    assert any(name.endswith("e_score_correction_bias") for name in first)
+    for name, tensor in first.items():
+        expected = tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()
+        assert again[name].dtype == expected.dtype, name
+        assert torch.equal(again[name], expected), name
+    assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 def test_a_head_that_the_class_of_a_model_ties_keeps_its_own_values(tmp_path: Path) -> None:
     """The config of T5 1.1 says that its head is not tied; transformers' class ties it unless the values differ."""
     source, shards, back = (tmp_path / name for name in ("source", "shards", "back"))
