@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from acsgd.dp.sync import GradSync
 from acsgd.layers.composed import ComposedModel, Context, Inputs, State
 from acsgd.layers.description import LOGITS, LayerSpec
+from acsgd.layers.skeleton import parameter_names
 from acsgd.seeds import mix_seed
 from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import Weight
@@ -92,13 +93,13 @@ class Stage:
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the modules with parameters of the stage, and all modules of its blocks, by path."""
+        model, names = self.composed.model, parameter_names(self.composed.model)
         found: dict[str, nn.Module] = {}
         for layer in self.layers:
             if (block := layer.spec.block) is not None:
-                found |= dict(self.composed.model.get_submodule(block).named_modules(prefix=block))
-            for key in layer.spec.parameters:
-                path = key.rpartition(".")[0]
-                found.setdefault(path, self.composed.model.get_submodule(path))
+                found |= dict(model.get_submodule(block).named_modules(prefix=block))
+            paths = [name.rpartition(".")[0] for key in layer.spec.parameters for name in names[key]]
+            found |= {path: model.get_submodule(path) for path in paths}
         return found
 
     def forward(self, micro: MicroBatch, inputs: Inputs, state: State, labels: Tensor | None = None) -> State:

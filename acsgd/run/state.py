@@ -139,7 +139,8 @@ def _restore_layer(session: Session, checkpoint: ShardDirectory, layer: LoadedLa
 def _replica_states(session: Session, checkpoint: ShardDirectory, layer: LoadedLayer) -> list[WeightState]:
     """Return the saved state of each replica for one layer, adapted to the copies of tied weights that this run has."""
     job = session.job
-    saved = checkpoint.replica_states(layer.spec.name)
+    own = {weight.key for weight in layer.weights}  # not that of copies which this run does not have
+    saved = [_of_keys(state, own) for state in checkpoint.replica_states(layer.spec.name)]
     table = [*job.plugins.mode.states, *_local_states(job.plugins.optimizer)]
     for weight in layer.weights:
         if not weight.is_tied:
