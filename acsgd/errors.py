@@ -32,6 +32,10 @@ REMEDIES = {
 """What to do about a system error, by its errno."""
 
 
+class InputError(ValueError):
+    """The user's input is wrong. The message says what to do. Its subclasses are told apart in the program alone."""
+
+
 class RunError(RuntimeError):
     """A failure outside this process (a lost peer, a corrupt file). The message says what to do.
 

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from acsgd.errors import InputError
+
 BATCH = "batch"
 """Symbol of an axis with one entry per sequence."""
 
@@ -23,7 +25,7 @@ LOGITS = "logits"
 """Name of the output of the last layer."""
 
 
-class LayersError(ValueError):
+class LayersError(InputError):
     """The model cannot be divided into layers. The message says why."""
 
 

@@ -90,7 +90,10 @@ def trace(
     except LayersError:
         raise
     except Exception as error:  # raised in transformers' code
-        raise LayersError(f"{type(model).__name__}: forward fails with {', '.join(inputs)} alone: {error}") from error
+        reason = f"{error}".rstrip(".")
+        if "padding token" in reason:  # of classifiers, which look for the last token of each sequence
+            reason += '; set "pad_token_id" in config.json'
+        raise LayersError(f"{type(model).__name__}: forward fails with {', '.join(inputs)} alone: {reason}") from error
     entered = {parent_of(paths[index]) for index in tracer.order}
     in_entered = [path for path in paths if parent_of(path) in entered]
     if 0 < len(in_entered) < len(paths):

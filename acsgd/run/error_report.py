@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from acsgd.errors import explain, printable
+from acsgd.errors import InputError, explain, printable
 from acsgd.launch import Launch
 
 
@@ -27,7 +27,8 @@ def message_of(error: BaseException, launch: Launch, run_dir: Path | None, *, ch
 
     run_dir: None if unknown; checks_input: whether a ValueError is due to the user's input.
     """
-    known = str(error) if checks_input and type(error) is ValueError else explain(error)
+    is_input_wrong = checks_input and (type(error) is ValueError or isinstance(error, InputError))
+    known = str(error) if is_input_wrong else explain(error)
     path = _save_traceback(error, launch.rank, run_dir, is_known=known is not None)
     if known is not None:
         return printable(known)

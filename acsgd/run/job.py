@@ -37,7 +37,7 @@ from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.limits import check_computes, check_directories, check_memory, check_reading, check_sequence
 from acsgd.run.plugins import Plugins, check_capabilities, parse_plugins
-from acsgd.shards.config import longest_sequence, parameter_count
+from acsgd.shards.config import derive_layers, longest_sequence, parameter_count
 from acsgd.shards.hub import open_model
 from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
 from acsgd.shards.tokenizer import load_tokenizer
@@ -229,7 +229,7 @@ def _open_model(config: Config, launch: Launch, streams: Streams) -> RunModel:
     check_sequence(config.data.sequence, longest_sequence(model_config))
     num_parameters = parameter_count(model_config, task.name)
     check_memory(num_parameters, config.pp.stages, launch.local_world_size, streams)
-    return RunModel(directory, model_config, num_parameters, task, task.layers(model_config))
+    return RunModel(directory, model_config, num_parameters, task, derive_layers(directory, model_config, task.name))
 
 
 def _sizes(config: Config) -> dict[str, int]:

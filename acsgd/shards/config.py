@@ -78,7 +78,7 @@ def derive_layers(directory: Path, config: PreTrainedConfig, task: str) -> Model
             return TASKS[task].layers(config)
         except LayersError as error:
             reason = str(error)
-    raise LayersError(f"{path} describes a model that cannot be divided into layers: {reason}; give another model")
+    raise LayersError(f"{path} describes a model that cannot be divided into layers: {reason}")
 
 
 def longest_sequence(config: PreTrainedConfig) -> int | None:

@@ -13,6 +13,7 @@ from lib.model_types import CAUSAL, SHAPE, TYPES, small_config, task_of
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
+from acsgd.launch import Launch
 from acsgd.layers import compare as comparison
 from acsgd.layers import verify as verification
 from acsgd.layers.compare import Stages, compare
@@ -20,6 +21,7 @@ from acsgd.layers.composed import ComposedModel, Context
 from acsgd.layers.description import HIDDEN, LayersError, LayerSpec, ModelLayers, Origin, Replicated
 from acsgd.layers.documents import positions
 from acsgd.layers.verify import fill_with_random, keeps_apart, make_batches, pack
+from acsgd.run.error_report import report_startup_error
 from acsgd.tasks import TASKS
 
 Change = Callable[[ModelLayers], ModelLayers]
@@ -210,12 +212,21 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_model_that_stages_cannot_train_is_refused(case: str) -> None:
+def test_a_model_that_stages_cannot_train_is_refused(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     model_type, options, message = REFUSED[case]
     config = small_config(model_type, **options) if model_type in TYPES else AutoConfig.for_model(model_type)
     task = task_of(model_type) if model_type in TYPES else TASKS["lm"]
-    with pytest.raises(LayersError, match=re.escape(message)):
+    with pytest.raises(SystemExit), report_startup_error(Launch()):
         task.layers(config)
+    printed = capsys.readouterr().err
+    assert re.search(rf"\nerror: .*{re.escape(message)}.*\n\Z", printed)
+    assert "bug" not in printed
+
+
+def test_a_classifier_without_a_padding_token_is_refused() -> None:
+    config = small_config("gpt2", pad_token_id=None)
+    with pytest.raises(LayersError, match=r'padding token is defined; set "pad_token_id" in config\.json$'):
+        TASKS["classification"].layers(config)
 
 
 @pytest.mark.parametrize("is_decoder", [False, True])
