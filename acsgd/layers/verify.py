@@ -193,13 +193,14 @@ def make_batches(model: PreTrainedModel, inputs: Inputs) -> dict[str, Batch]:
     """Return the batches that the model's forward takes, by name. All are longer than the sliding windows."""
     accepted = inspect.signature(model.forward).parameters
     sizes = {"batch": ROWS, "sequence": LENGTH, "target": LENGTH - WINDOW // 2}
-    plain = {name: _random_ids(model, [sizes[dim] for dim in dims]) for name, dims in inputs.items()}
-    found = {"plain": plain}
-    masks = {name: name.replace("input_ids", "attention_mask") for name in inputs}
-    if all(mask in accepted for mask in masks.values()):
-        found["padded"] = plain | dict(
-            pair for name in inputs for pair in _padded(model, name, masks[name], plain[name])
-        )
+    shapes = {name: [sizes[dim] for dim in dims] for name, dims in inputs.items()}
+    tokens = {name: _random_ids(model, shape) for name, shape in shapes.items() if name.endswith("input_ids")}
+    masks = {name: torch.ones(shape, dtype=torch.long) for name, shape in shapes.items() if name not in tokens}
+    found = {"plain": tokens | masks}
+    mask_names = {name: name.replace("input_ids", "attention_mask") for name in tokens}
+    if accepted.keys() >= {*mask_names.values()}:
+        padded = [pair for name, ids in tokens.items() for pair in _padded(model, name, mask_names[name], ids)]
+        found["padded"] = tokens | masks | dict(padded)
     return found
 
 

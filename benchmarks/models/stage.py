@@ -78,6 +78,7 @@ def sides_of(model_type: str, *, rows: int, length: int) -> Sides:
     layers = range(len(composed.layers))
     generator = torch.Generator().manual_seed(0)
     batch = {name: torch.randint(1, VOCABULARY, (rows, length), generator=generator) for name in task.inputs}
+    batch |= {name: torch.ones_like(ids) for name, ids in batch.items() if name.endswith("mask")}
     labels = torch.randint(2, (rows,), generator=generator) if task.name == "classification" else batch["input_ids"]
 
     def finish(logits: Tensor) -> float:
