@@ -84,7 +84,7 @@ def derive_layers(directory: Path, config: PreTrainedConfig, task: str) -> Model
 def longest_sequence(config: PreTrainedConfig) -> int | None:
     """Return the maximum sequence length of a model, tokens; None if it has none."""
     longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return longest
+    return None if longest == -1 else longest  # XLNet's has this value
 
 
 def parameter_count(config: PreTrainedConfig, task: str = "lm") -> int:
