@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from lib.saved import SMALL, small_run, train_alone
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from acsgd.config.options import Config
 from acsgd.config.run_file import parse
@@ -19,6 +19,7 @@ from acsgd.launch import Launch
 from acsgd.run import limits
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
+from acsgd.shards.config import longest_sequence
 from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import MANIFEST, VERSION, Manifest
 
@@ -417,3 +418,8 @@ def test_a_model_that_takes_long_to_build_is_reported(
     train_alone(small_run(tiny_model("gpt2", **SMALL), tmp_path / "runs" / "run", steps=1))
     printed = capsys.readouterr().err
     assert re.search(r"^loading a model of [\d,]+ parameters in 3 layers$", printed, re.MULTILINE)
+
+
+def test_a_model_may_have_no_maximum_length() -> None:
+    assert longest_sequence(AutoConfig.for_model("gpt2")) == 1024
+    assert longest_sequence(AutoConfig.for_model("xlnet")) is None
