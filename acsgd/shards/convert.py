@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from acsgd.layers.description import ModelLayers
 from acsgd.notes import print_note
-from acsgd.seeds import mix_seed
 from acsgd.shards.check import first_names
 from acsgd.shards.config import derive_layers
 from acsgd.shards.disk import VERSION, Manifest, StoredFile, copy_model_files, write_layer
+from acsgd.shards.initial import draw
 from acsgd.shards.journal import Journal
 from acsgd.shards.locate import open_hf
 from acsgd.tasks import TASKS
@@ -119,17 +117,4 @@ def _read(opened: OpenedModel, names: Collection[str]) -> dict[str, Tensor]:
         if tensors[name].numel() and not all(x.isfinite() for x in tensors[name].aminmax()):
             path = opened.path_of(name)
             raise ValueError(f"{path}: {name} has values that are not finite; give weights without NaN and infinities")
-    return tensors | _draw(opened.model, [name for name in names if name in opened.new])
-
-
-@torch.no_grad()
-def _draw(model: PreTrainedModel, names: Collection[str]) -> dict[str, Tensor]:
-    """Return new parameters, as transformers initialises them, the same in every conversion."""
-    drawn: dict[str, Tensor] = {}
-    for index, path in enumerate(dict.fromkeys(name.rpartition(".")[0] for name in names)):
-        module = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
-        with torch.random.fork_rng(devices=()):
-            torch.manual_seed(mix_seed(0, index))
-            model._init_weights(module)
-        drawn |= {f"{path}.{leaf}": param.detach() for leaf, param in module.named_parameters(recurse=False)}
-    return {name: drawn[name] for name in names}
+    return tensors | draw(opened.model, [name for name in names if name in opened.new])

@@ -15,6 +15,7 @@ from acsgd.shards.check import first_names
 from acsgd.shards.config import CONFIG, MANY_BLOCKS, number_of_blocks, read_config
 from acsgd.shards.disk import MANIFEST, ShardDirectory, model_files
 from acsgd.shards.files import read_json_object, tensor_headers
+from acsgd.shards.initial import draw
 from acsgd.shards.names import Conversion, conversions, names_in_files
 from acsgd.shards.stored import FLOATING, StoredTensor, read_tensors, stored_tensors
 from acsgd.shards.writer import DTYPES, bytes_of
@@ -49,10 +50,13 @@ class HFModel(NamedTuple):
     def read(self, names: Collection[str]) -> dict[str, Tensor]:
         """Read tensors of the model. Those that are not converted lie in memory-mapped files. names: without new ones.
 
-        A buffer that the files may lack has the value that the model's constructor gives it.
+        What the files may lack has the value that the model's class gives it.
         """
         found = _read({name: self.tensors[name] for name in names if name in self.tensors}, self.model)
-        return {name: found[name] if name in found else self.model.get_buffer(name) for name in names}
+        absent = [name for name in names if name not in found]
+        params = dict(self.model.named_parameters())
+        found |= draw(self.model, [name for name in absent if name in params])
+        return found | {name: self.model.get_buffer(name) for name in absent if name not in params}
 
     def path_of(self, name: str) -> Path:
         """Return the file with a tensor, of a converted one the first."""
@@ -233,7 +237,9 @@ def _may_be_dropped(name: str, model: PreTrainedModel, *, has_new_head: bool) ->
 
 
 def _may_be_missing(name: str, model: PreTrainedModel) -> bool:
-    """Whether a tensor is a buffer that transformers does not expect in files."""
+    """Whether a tensor is a parameter that transformers computes instead of saving it, or a buffer it need not find."""
+    if name in (model._keys_to_ignore_on_save or ()):
+        return True
     patterns = model._keys_to_ignore_on_load_missing or []
     is_buffer = name not in dict(model.named_parameters())
     return is_buffer and any(re.search(pattern, name) for pattern in patterns)

@@ -76,11 +76,17 @@ def conversions(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[Conv
 def to_files(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of a model under the names and in the forms in which transformers stores them.
 
-    All tensors of a block must be given at once. A tied parameter, stored once, gets the name that transformers keeps.
+    All tensors of a block must be given at once. A tied parameter, stored once, gets the name that transformers keeps;
+    what transformers computes instead of saving it is left out.
     """
+    computed = model._keys_to_ignore_on_save or ()
     untied = getattr(model.config, UNTIED, ())
     tied = {name: original for name, original in model.all_tied_weights_keys.items() if name not in untied}
-    return dict(revert_weight_conversion(model, {_original(name, tied): each for name, each in tensors.items()}))
+    return dict(
+        revert_weight_conversion(
+            model, {_original(name, tied): each for name, each in tensors.items() if name not in computed}
+        )
+    )
 
 
 def names_in_files(model: PreTrainedModel, target: str) -> dict[str, torch.Size]:

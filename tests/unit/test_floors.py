@@ -71,6 +71,7 @@ ORDER = """
     shards.stored
     shards.names
     shards.journal
+    shards.initial
     shards.locate
     shards.convert
     shards.model_card

@@ -11,7 +11,7 @@ from lib.model_types import TYPES, small_config, task_of
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 from acsgd.shards.config import number_of_blocks, parameter_count
 from acsgd.shards.convert import from_hf
@@ -74,6 +74,25 @@ def test_conversion_to_shards_and_back_is_lossless(model_type: str, tie: bool | 
     in_shards, expected = stored(shards), stored_once(model)
     assert in_shards.keys() == expected.keys()
     assert all(torch.equal(in_shards[name], tensor) for name, tensor in expected.items())
+
+
+def test_what_transformers_computes_instead_of_saving_it_is_computed(tmp_path: Path) -> None:
+    """Marian's tables of sinusoids are parameters, and in no file."""
+    source, shards, back = (tmp_path / name for name in ("source", "shards", "back"))
+    sizes = TYPES["bart"]
+    config = AutoConfig.for_model("marian", vocab_size=96, pad_token_id=0, decoder_start_token_id=0, **sizes)
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    model.save_pretrained(source)
+    shards.mkdir()
+    back.mkdir()
+    from_hf(source, shards, task="seq2seq")
+    to_hf(shards, back)
+    first, again = stored(source), stored(back)
+    assert again.keys() == first.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
+    for name in ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"):
+        assert name not in first
+        assert torch.equal(stored(shards)[name], model.state_dict()[name])
 
 
 def test_a_cast_leaves_buffers_as_they_are(tmp_path: Path) -> None:
