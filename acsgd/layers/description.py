@@ -104,8 +104,8 @@ class LayerSpec:
     inputs: dict[str, TensorShape]
     """Tensors from the previous layer, by name; none for the first layer."""
     replicated: dict[str, Replicated]
-    """Further tensors that enter the block and depend on parameters, by name. They have no batch axis: stages process
-    some sequences at a time, and codecs cache tensors per sequence."""
+    """Further tensors that enter the block and depend on parameters, by name: those that forward makes before the first
+    block, and those without a batch axis, since codecs cache tensors per sequence."""
     origins: dict[str, Origin]
     """Origin of each output of a block's layer, by name; empty for the first and the last layer."""
     outputs: tuple[Any, ...] | None = None
