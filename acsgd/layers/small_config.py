@@ -18,6 +18,8 @@ VOCABULARY = 512
 WINDOW = 8
 """Sliding windows and attention chunks become this short, so that short sequences are longer than they are."""
 EXPERTS = 16
+POSITIONS = 64
+"""Maximum length of sequences, if that of the config is less: the compared sequences have fewer tokens."""
 FACTORS = (1, 2, 4, 8, 16, 32, 64)
 """Divisors of the widths."""
 
@@ -26,6 +28,7 @@ _IS_DEPTH = re.compile(r"layer|depth|num_blocks")
 _IS_VOCABULARY = re.compile(r"(?<!type_)vocab_size|^n_words$")
 _IS_TOKEN = re.compile(r"_token_id$|_token_index$|^(pad|bos|eos|sep|cls|mask|unk)_(idx|index)$")
 _IS_WINDOW = re.compile(r"window|attention_chunk_size|local_attention|index_topk$")
+_IS_MAXIMUM = re.compile(r"^max_position_embeddings$|^n_positions$|^n_ctx$|^max_seq_len$|^max_sequence_length$")
 _IS_EXPERTS = re.compile(r"experts$")
 _IS_SELECTION = re.compile(r"per_tok|shared|top|zero|null|group")
 _IS_HEADS = re.compile(r"heads$|n_head$")
@@ -90,6 +93,8 @@ def _shortened(name: str, value: Any, depths: Mapping[int, int]) -> Any:
         return depths.get(value, value)
     if _IS_VOCABULARY.search(name):
         return min(value, VOCABULARY)
+    if _IS_MAXIMUM.search(name):
+        return max(value, POSITIONS)
     if _IS_WINDOW.search(name):
         return min(value, WINDOW)
     if _IS_EXPERTS.search(name) and not _IS_SELECTION.search(name):

@@ -184,6 +184,11 @@ def test_a_large_model_is_verified_with_few_blocks_of_every_kind() -> None:
     assert result.difference <= comparison.TOLERANCE
 
 
+def test_a_model_for_short_sequences_is_verified_with_longer_ones() -> None:
+    task, config = TASKS["lm"], small_config("gpt2", n_positions=16)
+    assert task.verify(config, task.layers(config)).difference == 0
+
+
 def test_the_blocks_of_a_vision_tower_are_no_layers() -> None:
     """Text without images does not enter them."""
     text = SHAPE | {"head_dim": 8, "vocab_size": 96, "sliding_window": 8}
