@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from acsgd.layers.compare import TOLERANCE, Batch, Stages, compare
+from acsgd.layers.compare import Batch, Stages, compare
 from acsgd.layers.derive import derive
 from acsgd.layers.description import LayersError, LayerSpec, ModelLayers
 from acsgd.layers.documents import DOCUMENTS
@@ -25,7 +25,7 @@ MAX_PARAMETERS = (2**25, 2**27)
 """Bounds for the parameters of the small model, 128 and 512 MiB in fp32. Widths are reduced until it is within the
 first; if that is impossible, within the second."""
 APART = 1e-3
-"""Largest difference of a logit of a document between other documents from the same alone. Sums have another order."""
+"""Largest difference of logits that must not depend on other documents or later tokens. Sums have another order."""
 ROWS, LENGTH, DOCUMENT = 2, 3 * WINDOW, WINDOW + 2
 """Sizes of the batches: number of sequences, their length, and the length of a first document where packed."""
 
@@ -140,7 +140,7 @@ def _check_causal(stages: Stages, batch: Batch, predicted: str) -> None:
     with torch.no_grad():
         before = stages.run_whole(batch)
         after = stages.run_whole(batch | {predicted: changed})
-    if not torch.allclose(before[:, :-1], after[:, :-1], rtol=TOLERANCE, atol=TOLERANCE):
+    if not torch.allclose(before[:, :-1], after[:, :-1], rtol=APART, atol=APART):
         model = stages.whole
         is_encoder = getattr(model.config, "is_decoder", None) is False
         remedy = 'set "is_decoder": true in config.json' if is_encoder else "train it for another task"
@@ -171,7 +171,7 @@ def keeps_apart(stages: Stages, packed: Batch) -> bool:
 
 
 def fill_with_random(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace the parameters and add noise to the stored buffers, in place, so that no two values are equal."""
+    """Replace the parameters and add noise to the stored buffers, in place."""
     generator = torch.Generator().manual_seed(0)
     names = parameter_names(model)
     for name, param in list(model.named_parameters()):
@@ -185,7 +185,8 @@ def fill_with_random(model: PreTrainedModel) -> PreTrainedModel:
     stored = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         if name in stored and buffer.is_floating_point():
-            buffer += 0.1 * torch.rand(buffer.shape, generator=generator, dtype=buffer.dtype)
+            noise = 0.1 * torch.rand(buffer.shape, generator=generator, dtype=buffer.dtype)
+            buffer.copy_(buffer * (1 + noise) if buffer.any() else noise)  # the zeros of a mask stay zeros
     return model
 
 
