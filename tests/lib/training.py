@@ -111,9 +111,35 @@ def oracle_losses(config: Config, *, masked: bool = False, wires: Mapping[int, W
     samples: list[int] = []
     for blocks, wire in (wires or {}).items():
         _cut(model, blocks, wire, samples)
+
+    def before(step: int, index: int, batch: Batch) -> None:
+        samples[:] = batch.sample_ids[index].tolist()
+        place[:] = [step, index] if config.model.dropout_mask == "step" else samples
+
+    batches = whole_batches(config)
+    return train_whole(model, config.optim, map(mask, batches) if masked else batches, before=before)
+
+
+def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy summed over the labels that are not -100."""
+    return torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+
+
+def train_whole(
+    model: PreTrainedModel,
+    optim: OptimConfig,
+    batches: Iterable[Batch],
+    *,
+    loss: Callable[[Tensor, Tensor], Tensor] = summed_cross_entropy,
+    before: Callable[[int, int, Batch], None] = lambda *_: None,
+) -> list[float]:
+    """Train a whole model with torch's AdamW and clip_grad_norm_, a step per batch; return the losses.
+
+    loss: of logits and labels, summed over the labels. before: called with step, micro-batch and batch before each
+    forward.
+    """
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
-    optim = config.optim
     adamw = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}],
         lr=optim.lr,
@@ -121,19 +147,17 @@ def oracle_losses(config: Config, *, masked: bool = False, wires: Mapping[int, W
         eps=optim.eps,
     )
     losses = []
-    for step, batch in enumerate(whole_batches(config)):
-        batch = mask(batch) if masked else batch
+    for step, batch in enumerate(batches):
         assert batch.inputs is not None
         assert batch.labels is not None
         targets = int((batch.labels != -100).sum())
         total = 0.0
-        for index, (tokens, labels) in enumerate(zip(batch.inputs["input_ids"], batch.labels, strict=True)):
-            samples[:] = batch.sample_ids[index].tolist()
-            place[:] = [step, index] if config.model.dropout_mask == "step" else samples
-            logits = model(tokens, use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / targets
-            loss.backward()
-            total += loss.item()
+        for index, labels in enumerate(batch.labels):
+            before(step, index, batch)
+            logits = model(**{name: tensor[index] for name, tensor in batch.inputs.items()}, use_cache=False).logits
+            part = loss(logits, labels) / targets
+            part.backward()
+            total += part.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
         for group in adamw.param_groups:
             group["lr"] = learning_rate(step, optim)

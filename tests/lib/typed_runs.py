@@ -1,0 +1,165 @@
+"""Runs of models of many types under torchrun, on batches drawn at random.
+
+    torchrun --nproc-per-node 2 -m tests.lib.typed_runs RUN.toml ...
+
+trains each run to its last step, one after the other. Besides its usual files, a run directory gets WEIGHTS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from acsgd import train
+from acsgd.config.options import Config
+from acsgd.config.run_file import parse
+from acsgd.io.checkpoint.progress import Progress, RunIdentity
+from acsgd.io.checkpoint.resume import find
+from acsgd.io.sampling.batches import Batch
+from acsgd.launch import Launch
+from acsgd.run.inputs import Inputs, open_weight_source, plan_activation_caches
+from acsgd.run.job import Job, prepare
+from acsgd.run.lock import RunLock
+from acsgd.run.session import Session
+from acsgd.topology import connect, open_store
+from tests.lib.model_types import VOCABULARY
+
+SEQUENCE, BATCH = 12, 6
+SAMPLES = 2 * BATCH
+"""Number of training samples: every second step has the same ones, as delta needs."""
+START = torch.tensor([1])
+"""First token that enters a decoder."""
+TIMEOUT = timedelta(seconds=120)
+WEIGHTS = "weights-{step}-{rank}.json"
+"""File with the hash of each weight on a rank by its key, at the first step of a start and after the last one."""
+
+
+class Drawn:
+    """Batches drawn at random for one replica, in place of a data set. Sequences are padded where the task allows it.
+
+    micros: of the global batch. wants_inputs, wants_labels: as in `BatchReader`.
+    """
+
+    notes = ()
+
+    def __init__(self, config: Config, micros: range, *, wants_inputs: bool = True, wants_labels: bool = True) -> None:
+        self._config = config
+        self._micros = micros
+        self._wants_inputs = wants_inputs
+        self._wants_labels = wants_labels
+
+    @classmethod
+    def of(cls, job: Job) -> Drawn:
+        """Return those of a rank."""
+        has_last = len(job.specs) - 1 in job.stages
+        return cls(job.config, job.micro_ids, wants_inputs=job.wants_inputs, wants_labels=has_last)
+
+    @classmethod
+    def whole(cls, config: Config) -> Drawn:
+        """Return the global batches of a run."""
+        return cls(config, range(config.data.batch // config.pp.micro))
+
+    def fingerprint(self) -> str:
+        return "drawn"
+
+    def __len__(self) -> int:
+        """Return the number of samples for evaluation."""
+        return self._config.data.batch
+
+    def batch(self, step: int) -> Batch:
+        """Return the batch of a step."""
+        return self._draw(step % 2 * BATCH, (step + 1) % 2 * BATCH)
+
+    def batches(self, micros: int) -> Iterator[Batch]:
+        """Yield the batches for evaluation."""
+        yield self._draw(SAMPLES, SAMPLES)
+
+    def _draw(self, first: int, upcoming: int) -> Batch:
+        micro = self._config.pp.micro
+        offsets = torch.arange(self._micros.start * micro, self._micros.stop * micro)
+        samples = [self._sample(first + int(offset)) for offset in offsets]
+        tensors = {name: self._in_micros(torch.stack([sample[name] for sample in samples])) for name in samples[0]}
+        labels = tensors.pop("labels")
+        return Batch(
+            inputs=tensors if self._wants_inputs else None,
+            labels=labels if self._wants_labels else None,
+            sample_ids=self._in_micros(first + offsets),
+            micro_ids=self._micros,
+            upcoming_ids=self._in_micros(upcoming + offsets),
+        )
+
+    def _in_micros(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (len(self._micros), -1))
+
+    def _sample(self, index: int) -> dict[str, Tensor]:
+        """Return the inputs and the labels of one sequence."""
+        generator = torch.Generator().manual_seed(index)
+        tokens, target = torch.randint(3, VOCABULARY, (2, SEQUENCE), generator=generator)
+        length, target_length = torch.randint(SEQUENCE // 2, SEQUENCE + 1, (2,), generator=generator)
+        place = torch.arange(SEQUENCE)
+        task = self._config.model.task
+        if task == "lm":
+            return {"input_ids": tokens, "labels": tokens.roll(-1).where(place < length - 1, -100)}
+        padded = {"input_ids": tokens.where(place < length, 0), "attention_mask": (place < length).long()}
+        if task == "seq2seq":
+            labels = target.where(place < target_length, -100)
+            return {**padded, "decoder_input_ids": torch.cat([START, labels[:-1].clamp(min=0)]), "labels": labels}
+        return {**padded, "labels": torch.tensor(index % 3 if task == "classification" else index / SAMPLES)}
+
+
+def train_run(config: Config, launch: Launch, store: dist.Store) -> None:
+    """Train a run to its last step. store: of this run alone."""
+    job = prepare(config, launch)
+    drawn: Any = Drawn.of(job)
+    identity = RunIdentity.of(job.model.config, tokenizer="", texts=drawn.fingerprint(), data={})
+    with connect(job.topology, timeout=TIMEOUT, store=store) as groups:
+        candidates = find(job.checkpoints, "auto", identity)
+        fresh = not candidates.checkpoints
+        source = open_weight_source(job) if fresh else None
+        caches = plan_activation_caches(job, SAMPLES, run_id=identity.digest(), fresh=fresh)
+        train.train(job, Inputs(drawn, drawn, identity, candidates, source, caches, ""), groups, RunLock([]))
+
+
+def _record_weights(run_steps: Callable[..., None]) -> Callable[..., None]:
+    """Return `run_steps` that writes WEIGHTS before and after."""
+
+    def write(session: Session, step: int) -> None:
+        job = session.job
+        hashes = {weight.key: digest(weight.master) for weight in session.weights}
+        path = Path(job.config.log.dir) / WEIGHTS.format(step=step, rank=job.topology.rank)
+        path.write_text(json.dumps(hashes))
+
+    def recorded(session: Session, progress: Progress, *args: Any) -> None:
+        write(session, progress.step)
+        run_steps(session, progress, *args)
+        write(session, session.job.config.optim.steps)
+
+    return recorded
+
+
+def digest(tensor: Tensor) -> str:
+    """Return a hash that differs if any bit does."""
+    return hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()
+
+
+def main(paths: list[str]) -> None:
+    """Train each run."""
+    launch = Launch.from_env()
+    torch.set_num_threads(1)
+    train.run_steps = _record_weights(train.run_steps)
+    store = open_store(launch)
+    for path in paths:
+        train_run(parse([path]), launch, dist.PrefixStore(path, store))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
