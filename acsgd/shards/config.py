@@ -99,7 +99,7 @@ def parameter_count(config: PreTrainedConfig, task: str = "lm") -> int:
 def number_of_blocks(config: PreTrainedConfig) -> int:
     """Return the number of blocks of the deepest stack of a model, 0 if it is not known from the config."""
     text = config.get_text_config()
-    return max(0, *(value for name in _depths(text) if isinstance(value := getattr(text, name), int)))
+    return max([0, *(value for name in _depths(text) if isinstance(value := getattr(text, name), int))])
 
 
 def _check_type(fields: dict[str, Any], path: Path, task: str) -> None:

@@ -220,7 +220,7 @@ def _check_blocks(stored: Iterable[str], config: PreTrainedConfig, directory: Pa
     if (blocks := number_of_blocks(config)) > max(MANY_BLOCKS, *numbers, 0):
         raise ValueError(
             f"{directory / CONFIG} says that the model has {blocks} blocks, but the files have tensors of at most "
-            f"{max(*numbers, 0) + 1}; give config and weights of the same model"
+            f"{max([*numbers, 0]) + 1}; give config and weights of the same model"
         )
 
 
