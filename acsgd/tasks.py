@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -17,7 +19,7 @@ from transformers import (
 
 from acsgd.layers.derive import derive
 from acsgd.layers.description import ModelLayers
-from acsgd.layers.skeleton import set_parameter, weights_on_meta
+from acsgd.layers.skeleton import set_buffer, set_parameter, weights_on_meta
 from acsgd.layers.verify import Verification, verify
 
 IGNORED = -100
@@ -55,6 +57,22 @@ class Task:
         for name in getattr(config, UNTIED, ()):
             set_parameter(model, name, nn.Parameter(model.get_parameter(name).detach()))
         return model.train()
+
+    def build_in(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+        """Build the model as `build` does, in a dtype; its buffers are computed in fp32, as from_pretrained does.
+
+        Computed in bf16, the rotary tables of GPT-J are wrong.
+        """
+        config = copy.deepcopy(config)
+        config.dtype = torch.float32
+        exact = self.build(config)
+        if dtype == torch.float32:
+            return exact
+        config.dtype = dtype
+        model = self.build(config)
+        for name, buffer in exact.named_buffers():
+            set_buffer(model, name, buffer.to(model.get_buffer(name).dtype))
+        return model
 
     def layers(self, config: PreTrainedConfig) -> ModelLayers:
         """Derive the layers of the model. Raises LayersError with the reason if it cannot be divided into layers."""

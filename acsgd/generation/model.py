@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import re
@@ -81,9 +80,9 @@ def _load_newest(paths: list[Path], dtype: torch.dtype | None, device: torch.dev
 
 def _load(directory: Path, dtype: torch.dtype | None, device: torch.device) -> LoadedModel:
     task, config, read = _open(directory)
-    config.dtype = dtype or config.dtype or torch.float32
     tokenizer = load_tokenizer(directory, config.get_text_config())
-    model = _build(task, config)
+    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    model = task.build_in(config, dtype or own)
     if not model.can_generate():
         raise ValueError(f"{directory} holds a {type(model).__name__}, which does not generate text")
     _fill(model, read(model), device)
@@ -106,20 +105,6 @@ def _open(directory: Path) -> tuple[Task, PreTrainedConfig, Callable[[PreTrained
     task = "seq2seq" if read_json_object(directory / CONFIG).get("is_encoder_decoder") else "lm"
     opened = open_hf(directory, task)
     return TASKS[task], opened.config, functools.partial(_hf_tensors, opened)
-
-
-def _build(task: Task, config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model in the dtype of `config`, its parameters on the meta device.
-
-    Its buffers are computed in fp32, as transformers' from_pretrained does: rotary tables of GPT-J in bf16 are wrong.
-    """
-    model = task.build(config)
-    if config.dtype != torch.float32:
-        exact = copy.deepcopy(config)
-        exact.dtype = torch.float32
-        for name, buffer in task.build(exact).named_buffers():
-            set_buffer(model, name, buffer.to(tensor_of(model, name).dtype))
-    return model
 
 
 def _generation_config(directory: Path) -> GenerationConfig:

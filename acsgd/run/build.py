@@ -28,7 +28,7 @@ def build_session(job: Job, source: WeightSource, groups: Groups, cache_plan: Ca
 
     cache_plan: size and place of the activation caches; needed if pp.forward is delta.
     """
-    model = job.model.task.build(job.model.config)
+    model = job.model.task.build_in(job.model.config, DTYPES[job.config.model.dtype])
     composed = ComposedModel(model, job.model.description)
     stages = build_stages(job, composed, source, groups)
     meters = Meter(), Meter()

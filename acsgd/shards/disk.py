@@ -36,6 +36,7 @@ from acsgd.shards.files import check_file_name, open_tensors, unusable
 from acsgd.shards.layer_tensors import LayerTensors
 from acsgd.shards.weights import WeightState
 from acsgd.shards.writer import save_tensors
+from acsgd.tasks import TASKS
 
 MANIFEST = "manifest.json"
 FORMAT = "acsgd-shards"
@@ -54,6 +55,11 @@ MODEL_FILES = (
     "*.spm",
 )
 """Patterns of the files that a Hugging Face model needs besides its weights."""
+
+
+def _check_task(name: str) -> None:
+    if name not in TASKS:
+        raise ValueError(f"{name[:70]!r} is not one of {', '.join(TASKS)}")
 
 
 def _check_sha256(text: str) -> None:
@@ -76,7 +82,7 @@ class Manifest:
 
     step: Natural
     """Number of optimizer steps trained."""
-    task: str
+    task: Annotated[str, _check_task]
     """Task of the model, which determines its head."""
     model: ModelLayers
     """Layers of the model, as derived when it was converted."""

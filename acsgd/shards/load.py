@@ -79,7 +79,7 @@ class LayerLoader:
             if param.requires_grad:
                 weights.append(self._weight(key, param, tensor, is_copy=first != index))
         for key in layer.buffers:
-            set_buffer(self._model, key, tensors[key].to(self._device))
+            self._set_buffer(key, tensors[key])
         return LoadedLayer(layer, weights, {key: tensors[key] for key in stored.constants})
 
     def _weight(self, key: str, param: nn.Parameter, tensor: Tensor, *, is_copy: bool) -> Weight:
@@ -90,7 +90,10 @@ class LayerLoader:
         """Load the stored buffers outside of blocks, which any layer may use, from the file of the last layer."""
         last = self._layers.layers[-1]
         for key in last.buffers:
-            set_buffer(self._model, key, self._source.tensor(last.name, key).to(self._device))
+            self._set_buffer(key, self._source.tensor(last.name, key))
+
+    def _set_buffer(self, key: str, tensor: Tensor) -> None:
+        set_buffer(self._model, key, tensor.to(self._device, self._model.get_buffer(key).dtype, copy=True))
 
 
 def _copy(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
