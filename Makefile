@@ -35,7 +35,7 @@ demo: setup
 test: lint types docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
 		--no-loadscope-reorder --ignore tests/run --durations=10
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/run --numprocesses 3 --dist loadgroup --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/run --numprocesses 3 --dist loadfile --durations=10
 
 # Not part of `make test`, which runs a few cases: see docs/howto/soak.md.
 soak: setup

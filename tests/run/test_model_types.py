@@ -33,7 +33,6 @@ from acsgd.tasks import TASKS
 from tests.lib.launched import TORCHRUN, running
 from tests.lib.typed_runs import BATCH, SEQUENCE, WEIGHTS, Drawn, digest
 
-pytestmark = pytest.mark.xdist_group("model types")  # all tests on one worker, which trains the runs once
 LIMIT_S = 300.0
 HALF = STEPS // 2
 SMALL, SCALE = 0.05, 4.0
