@@ -21,7 +21,6 @@ from acsgd.io.sources.sources import WeightedSource
 from acsgd.pp.wire.cache_plan import CachePlan, plan_caches
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.job import Job
-from acsgd.run.verification import verify_layers
 from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import MANIFEST, VERSION, ShardDirectory, StoredFile
 from acsgd.shards.load import RandomWeights, WeightSource
@@ -62,7 +61,8 @@ def open_inputs(job: Job) -> Inputs:
 
     Writes nothing else. Raises ValueError if an input is missing or invalid, or if a checkpoint has another identity.
     """
-    verify_layers(job)
+    if not job.model.is_verified:
+        job.layers_cache.verify(job.model.config, job.model.description, reports_wait=job.is_first_on_host)
     reader, held = open_data(job), open_held_out(job)
     data, special = job.config.data, DocumentTokens.of(job.tokenizer)
     identity = RunIdentity.of(

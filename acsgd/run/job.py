@@ -35,9 +35,11 @@ from acsgd.pp.schedules.schedules import Schedule
 from acsgd.pp.schedules.validation import validate
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
+from acsgd.run.layers_cache import LayersCache
 from acsgd.run.limits import check_computes, check_directories, check_memory, check_reading, check_sequence
 from acsgd.run.plugins import Plugins, check_capabilities, parse_plugins
 from acsgd.shards.config import derive_layers, longest_sequence, parameter_count
+from acsgd.shards.disk import MANIFEST, ShardDirectory
 from acsgd.shards.hub import open_model
 from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
 from acsgd.shards.tokenizer import load_tokenizer
@@ -56,6 +58,8 @@ class RunModel(NamedTuple):
     """Number of parameters of the whole model."""
     task: Task
     description: ModelLayers
+    is_verified: bool
+    """Whether the layers were compared with the whole model when it was converted."""
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -170,6 +174,11 @@ class Job:
         return Path(self.config.log.dir).parent / "cache"
 
     @property
+    def layers_cache(self) -> LayersCache:
+        """Layers of models that were compared with the whole model."""
+        return _layers_cache(self.config)
+
+    @property
     def is_first_on_host(self) -> bool:
         """Whether this is the process of the run and host that reports what all of them wait for."""
         return self.topology.rank % self.local_world_size == 0
@@ -224,12 +233,18 @@ def prepare(config: Config, launch: Launch) -> Job:
 
 def _open_model(config: Config, launch: Launch, streams: Streams) -> RunModel:
     """Find the model. Raises ValueError if it is invalid, or does not fit the sequence length or the memory."""
-    directory, model_config = open_model(config.model)
-    task = TASKS[config.model.task]
+    task, cache = TASKS[config.model.task], _layers_cache(config)
+    directory, model_config = open_model(config.model, is_valid=lambda config: cache.find(config) is not None)
     check_sequence(config.data.sequence, longest_sequence(model_config))
     num_parameters = parameter_count(model_config, task.name)
     check_memory(num_parameters, config.pp.stages, launch.local_world_size, streams)
-    return RunModel(directory, model_config, num_parameters, task, derive_layers(directory, model_config, task.name))
+    kept = ShardDirectory(directory).verified_layers if (directory / MANIFEST).is_file() else None
+    description = kept or cache.find(model_config) or derive_layers(directory, model_config, task.name)
+    return RunModel(directory, model_config, num_parameters, task, description, is_verified=kept is not None)
+
+
+def _layers_cache(config: Config) -> LayersCache:
+    return LayersCache(Path(config.log.dir).parent / "cache" / "layers", TASKS[config.model.task])
 
 
 def _sizes(config: Config) -> dict[str, int]:

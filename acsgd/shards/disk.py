@@ -24,6 +24,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any
 
+import transformers
 from torch import Tensor
 
 from acsgd.atomic import fsync_directory
@@ -193,6 +194,12 @@ class ShardDirectory:
         self.manifest = Manifest.read(path)
         self.step = self.manifest.step
         self._verified: set[str] = set()
+
+    @property
+    def verified_layers(self) -> ModelLayers | None:
+        """Layers of the model, if they were verified when it was converted, with the installed transformers."""
+        verification = self.manifest.verification
+        return self.manifest.model if verification and verification.version == transformers.__version__ else None
 
     def tensors(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
         """Read all tensors of one layer of the model; they lie in the memory-mapped file.

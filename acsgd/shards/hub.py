@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -19,9 +20,12 @@ WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 """Patterns of files with weights, the preferred one first. Other files hold the same weights in other forms."""
 
 
-def open_model(model: ModelConfig) -> tuple[Path, PreTrainedConfig]:
+def open_model(
+    model: ModelConfig, *, is_valid: Callable[[PreTrainedConfig], bool] = lambda config: False
+) -> tuple[Path, PreTrainedConfig]:
     """Return a model's local directory and its config; download the model if its name is a Hugging Face id.
 
+    is_valid: as of `read_config`.
     Checks all that headers show. Raises ValueError if the model cannot be found or read, or if it is pretrained and its
     weights are not those of its config; CorruptFileError if a file is not as it was written.
     """
@@ -35,9 +39,9 @@ def open_model(model: ModelConfig) -> tuple[Path, PreTrainedConfig]:
             )
         return directory, config
     if model.init == "pretrained":
-        return directory, open_hf(directory, model.task).config
+        return directory, open_hf(directory, model.task, is_valid=is_valid).config
     model_files(directory)
-    return directory, read_config(directory, model.task)
+    return directory, read_config(directory, model.task, is_valid=is_valid)
 
 
 def find_model(name: str, *, option: str, weights: bool = True) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,14 +69,16 @@ class HFModel(NamedTuple):
         return sum(bytes_of(stored.header) for stored in self.tensors[name].sources.values())
 
 
-def open_hf(directory: Path, task: str = "lm") -> HFModel:
-    """Open a Hugging Face directory.
+def open_hf(
+    directory: Path, task: str = "lm", *, is_valid: Callable[[PreTrainedConfig], bool] = lambda config: False
+) -> HFModel:
+    """Open a Hugging Face directory. is_valid: as of `read_config`.
 
     Reads only headers, and the values of tied parameters that are stored several times. Raises ValueError if tensors
     are missing, have another shape than in config.json, or are not floating-point numbers, if tied ones differ, or if
     the directory holds tensors that the model does not have; CorruptFileError if a file is not complete.
     """
-    config = read_config(directory, task)
+    config = read_config(directory, task, is_valid=is_valid)
     model_files(directory)
     stored = stored_tensors(directory)
     _check_blocks(stored, config, directory)
@@ -107,7 +109,8 @@ def open_shards(directory: Path) -> tuple[ShardDirectory, PreTrainedConfig]:
     """
     shards = ShardDirectory(directory)
     shards.verify_model_files()
-    config = read_config(directory, shards.manifest.task)
+    is_verified = shards.verified_layers is not None
+    config = read_config(directory, shards.manifest.task, is_valid=lambda config: is_verified)
     model_files(directory)
     layers = shards.manifest.model.stored()
     if [*shards.manifest.layers] != [*layers]:

@@ -174,8 +174,8 @@ ORDER = """
     run.control
     run.limits
     run.plugins
+    run.layers_cache
     run.job
-    run.verification
     run.lock
     run.inputs
     run.session

@@ -115,7 +115,7 @@ def _errors(shards: ShardDirectory) -> dict[str, str]:
     if errors := {corrupt.path.name: str(corrupt) for corrupt in shards.corrupt_files()}:
         return errors
     try:
-        config = read_config(shards.path)
+        config = read_config(shards.path, shards.manifest.task)
         contents = Contents.of(shards, config)
     except ValueError as error:
         return {"config.json": str(error)}
