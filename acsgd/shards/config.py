@@ -151,6 +151,9 @@ def _check_sizes(config: PreTrainedConfig, path: Path) -> None:
             raise ValueError(
                 f"{path}: {names.get(name, name)}={value!r} must be a whole number from 1 to {highest}; {REMEDY}"
             )
+    for name, value in vars(config).items():  # attention does not check it on fake tensors
+        if "dropout" in name and isinstance(value, int | float) and not 0 <= value <= 1:
+            raise ValueError(f"{path}: {name}={value!r} must be a number from 0 to 1; {REMEDY}")
 
 
 def _run_one_block(config: PreTrainedConfig, task: Task) -> None:

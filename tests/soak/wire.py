@@ -143,7 +143,7 @@ class _Transfer:
     ) -> Iterator[tuple[Tensor | Outcome, list[ActivationCache]]]:
         """Send all micro-batches, the last one changed; yield what was received last, and the caches of both ends."""
         delta = isinstance(self._codec, Delta)
-        plan = _RecordedCaches(100, Path("caches"), ["block-00001"], "run", fresh=True) if delta else None
+        plan = _RecordedCaches([100], Path("caches"), ["block-00001"], "run", fresh=True) if delta else None
         backward = CODECS["none"]() if delta else self._codec
         factory = LinkFactory(group, CPU, [{"hidden": self.spec}], self._codec, backward, Meter(), Meter(), plan)
         generator = torch.Generator().manual_seed(self._seed)
