@@ -287,7 +287,7 @@ def test_a_rank_ends_with_torchrun_whichever_process_adopts_it(above: str, when:
         (tmp_path / "torch.py").write_text(SLOW_TORCH)
     sign = {"late": "imported", "late later": "imported", "importing": "importing"}.get(when, "started")
     with running([sys.executable, "chain.py", above, *when.split()], tmp_path) as run:
-        run.wait_until(lambda: sign in run.stdout, 60)
+        run.wait_until(lambda: sign in run.stdout or run.errors, 60)  # raced: it may end before it has started
         with contextlib.suppress(ProcessLookupError):  # raced
             os.kill(next(pid_of("torchrun", run.stdout)), signal.SIGKILL)
         if above == "torchrun":
