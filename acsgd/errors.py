@@ -33,7 +33,7 @@ REMEDIES = {
 
 
 class InputError(ValueError):
-    """The user's input is wrong. The message says what to do. Its subclasses are told apart in the program alone."""
+    """Base class of errors in the user's input. The message says what to do."""
 
 
 class RunError(RuntimeError):

@@ -69,7 +69,7 @@ def _device(name: str) -> torch.device:
 
 
 def _generate_file(generator: Generator, file: Path, out: Path, records: Sequence[Record], field: str) -> None:
-    """Write each record with the text after its prompt to `out`; resume if that has been begun."""
+    """Write each record with the text after its prompt to `out`; resume if the file exists."""
     limits, digest = _check_prompts(generator, file, records)
     if generator.decoding.batch > 1 and not generator.pads_exactly():
         print_note("padding changes the results of this model: prompts are run one at a time, as with --batch 1")

@@ -20,11 +20,12 @@ from acsgd.layers.skeleton import set_buffer, set_tied_parameter
 from acsgd.notes import print_note
 from acsgd.shards.check import first_names
 from acsgd.shards.config import CONFIG, read_config
-from acsgd.shards.disk import MANIFEST, ShardDirectory, model_files
+from acsgd.shards.disk import ShardDirectory, model_files
 from acsgd.shards.files import blame, read_json_object
 from acsgd.shards.hub import find_model
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.locate import HFModel, names_of, open_hf, tensor_of
+from acsgd.shards.manifest import MANIFEST
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.tasks import TASKS, Task
 

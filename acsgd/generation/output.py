@@ -48,7 +48,7 @@ class OutputFile:
 def open_output(path: Path, records: Sequence[Record], options: Options) -> Iterator[OutputFile]:
     """Open the output file of some records, new or from an interrupted start, whose last line may be incomplete.
 
-    Raises ValueError if the file holds anything else, was begun with other options, or is in use.
+    Raises ValueError if the file holds anything else, was written with other options, or is in use.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -96,7 +96,7 @@ def _write_options(path: Path, options: Options) -> None:
 
 
 def _check_options(path: Path, options: Options) -> None:
-    """Raise ValueError unless the file was begun with the same options."""
+    """Raise ValueError unless the file was written with the same options."""
     target = _options_path(path)
     remedy = f"remove {path} to start again, or give another --out"
     try:
@@ -110,7 +110,7 @@ def _check_options(path: Path, options: Options) -> None:
     for name, value in options.items():
         if former[name] != value:
             difference = CHECKSUMS.get(name, f"{name}={json.dumps(former[name])}, now {json.dumps(value)}")
-            raise ValueError(f"{path} was begun with {difference}; use the same to resume it, or {remedy}")
+            raise ValueError(f"{path} was written with {difference}; use the same to resume it, or {remedy}")
 
 
 def _finished(path: Path, descriptor: int, records: Sequence[Record]) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 import transformers
@@ -60,54 +61,66 @@ def _check_batch_axes(layers: ModelLayers) -> None:
                 )
 
 
+class _Parts(NamedTuple):
+    """Properties of layers, by layer or by block."""
+
+    own: dict[str, list[str]]
+    """Parameters inside each block, by its path."""
+    shapes: list[dict[str, TensorShape]]
+    """Shapes of the inputs of each block, and of the last layer."""
+    buffers: list[tuple[str, ...]]
+    """Buffers stored with each layer."""
+    replicated: list[dict[str, tuple[Replicated, list[str]]]]
+    """Inputs of each block, and of the last layer, that are not sent, with the parameters that each takes."""
+
+
 def _describe(first: Trace, second: Trace) -> ModelLayers:
     """Combine two traces with different sizes of the batch."""
-    names = layer_names(len(first.blocks))
-    weights = next(first.model.parameters()).dtype
-    own = _own_parameters(first)
-    shapes = _shapes(first, second, weights)
-    buffers = _stored_buffers(first)
+    shapes = _shapes(first, second, weights=next(first.model.parameters()).dtype)
     replicated = [_replicated(first, index, shapes) for index in range(len(first.segments))]
-    layers = []
-    for index, name in enumerate(names):
-        is_block = 0 < index < len(names) - 1
-        block = first.blocks[index - 1] if is_block else None
-        entering = replicated[index - 1] if index else {}
-        parameters, reads = list(own.get(block or "", ())), set[str]()
-        if name != names[-2]:  # the model's code after the last block is the last layer
-            segment = first.segments[min(index, len(first.segments) - 1)]
-            parameters += segment.parameters
-            reads = segment.reads
-        parameters += [key for _, keys in entering.values() for key in keys if key not in parameters]
-        leaving = replicated[index] if is_block else {}
-        layers.append(
-            LayerSpec(
-                name=name,
-                index=index,
-                block=block,
-                parameters=tuple(parameters),
-                buffers=buffers[index],
-                random=index in first.random,
-                reads=tuple(sorted(reads)),
-                inputs={key: x for key, x in shapes[index - 1].items() if key not in entering} if index else {},
-                replicated={key: how for key, (how, _) in entering.items()},
-                origins={k: o for k, o in first.segments[index].origins.items() if k not in leaving}
-                if is_block
-                else {},
-                outputs=_form(first.returned[index - 1]) if is_block else None,
-                returns=_container(first.returned[index - 1]) if is_block else None,
-            )
-        )
-    blocks = tuple(f"{path}." for path in first.blocks)
-    trained = {key for segment in first.segments for key in segment.trained}
+    parts = _Parts(_own_parameters(first), shapes, _stored_buffers(first), replicated)
+    names = layer_names(len(first.blocks))
     return ModelLayers(
-        layers=tuple(layers),
-        frozen=tuple(
-            name for name, _ in first.model.named_parameters() if name not in trained and not name.startswith(blocks)
-        ),
+        layers=tuple(_describe_layer(first, parts, index, name) for index, name in enumerate(names)),
+        frozen=_frozen_parameters(first),
         context_inputs=tuple(sorted(first.context_inputs)),
         version=transformers.__version__,
     )
+
+
+def _describe_layer(trace: Trace, parts: _Parts, index: int, name: str) -> LayerSpec:
+    count = len(trace.blocks)
+    entering = parts.replicated[index - 1] if index else {}
+    block = trace.blocks[index - 1] if 0 < index <= count else None
+    # the model's code after the last block is the last layer
+    code = None if index == count else trace.segments[min(index, count)]
+    used = [*parts.own.get(block or "", ()), *(code.parameters if code else ())]
+    used += [key for _, keys in entering.values() for key in keys if key not in used]
+    spec = LayerSpec(
+        name=name,
+        index=index,
+        block=block,
+        parameters=tuple(used),
+        buffers=parts.buffers[index],
+        random=index in trace.random,
+        reads=tuple(sorted(code.reads if code else ())),
+        inputs={key: x for key, x in parts.shapes[index - 1].items() if key not in entering} if index else {},
+        replicated={key: how for key, (how, _) in entering.items()},
+        origins={},
+    )
+    if block is None:
+        return spec
+    returned = trace.returned[index - 1]
+    sent = {k: origin for k, origin in trace.segments[index].origins.items() if k not in parts.replicated[index]}
+    return replace(spec, origins=sent, outputs=_form(returned), returns=_container(returned))
+
+
+def _frozen_parameters(trace: Trace) -> tuple[str, ...]:
+    """Return the parameters outside of blocks that get no gradient."""
+    blocks = tuple(f"{path}." for path in trace.blocks)
+    trained = {key for segment in trace.segments for key in segment.trained}
+    names = (name for name, _ in trace.model.named_parameters())
+    return tuple(name for name in names if name not in trained and not name.startswith(blocks))
 
 
 def _replicated(

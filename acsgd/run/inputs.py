@@ -22,8 +22,9 @@ from acsgd.pp.wire.cache_plan import CachePlan, plan_caches
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.job import Job
 from acsgd.shards.convert import from_hf
-from acsgd.shards.disk import MANIFEST, VERSION, ShardDirectory, StoredFile
+from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.load import RandomWeights, WeightSource
+from acsgd.shards.manifest import MANIFEST, VERSION, StoredFile
 from acsgd.shards.tokenizer import DocumentTokens
 
 

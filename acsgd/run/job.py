@@ -39,8 +39,9 @@ from acsgd.run.layers_cache import LayersCache
 from acsgd.run.limits import check_computes, check_directories, check_memory, check_reading, check_sequence
 from acsgd.run.plugins import Plugins, check_capabilities, parse_plugins
 from acsgd.shards.config import derive_layers, longest_sequence, parameter_count
-from acsgd.shards.disk import MANIFEST, ShardDirectory
+from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.hub import open_model
+from acsgd.shards.manifest import MANIFEST
 from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams, open_streams

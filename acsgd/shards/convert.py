@@ -15,10 +15,11 @@ from acsgd.layers.description import ModelLayers
 from acsgd.notes import print_note
 from acsgd.shards.check import first_names
 from acsgd.shards.config import derive_layers
-from acsgd.shards.disk import VERSION, Manifest, StoredFile, copy_model_files, write_layer
+from acsgd.shards.disk import copy_model_files, write_layer
 from acsgd.shards.initial import draw
 from acsgd.shards.journal import Journal
 from acsgd.shards.locate import open_hf
+from acsgd.shards.manifest import VERSION, Manifest, StoredFile
 from acsgd.tasks import TASKS
 
 Report = Callable[[int, int], object]

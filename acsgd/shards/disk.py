@@ -14,34 +14,24 @@ byte: the manifest has those of all files, and its last field is its own.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import transformers
 from torch import Tensor
 
-from acsgd.atomic import fsync_directory
 from acsgd.errors import CorruptFileError
-from acsgd.fields import Natural, from_json
 from acsgd.layers.description import ModelLayers
-from acsgd.layers.verify import Verification
 from acsgd.shards.check import FLOATING, check_tensors, expected_tensors
 from acsgd.shards.files import check_file_name, open_tensors, unusable
 from acsgd.shards.layer_tensors import LayerTensors
+from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 from acsgd.shards.weights import WeightState
 from acsgd.shards.writer import save_tensors
-from acsgd.tasks import TASKS
-
-MANIFEST = "manifest.json"
-FORMAT = "acsgd-shards"
-VERSION = 4
 
 MODEL_FILES = (
     "config.json",
@@ -56,87 +46,6 @@ MODEL_FILES = (
     "*.spm",
 )
 """Patterns of the files that a Hugging Face model needs besides its weights."""
-
-
-def _check_task(name: str) -> None:
-    if name not in TASKS:
-        raise ValueError(f"{name[:70]!r} is not one of {', '.join(TASKS)}")
-
-
-def _check_sha256(text: str) -> None:
-    if not re.fullmatch("[0-9a-f]{64}", text):
-        raise ValueError(f"{text[:70]!r} is not a sha256")
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """Manifest entry of one file."""
-
-    file: Annotated[str, check_file_name]
-    bytes: Natural
-    sha256: Annotated[str, _check_sha256]
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """Contents of a complete shard directory."""
-
-    step: Natural
-    """Number of optimizer steps trained."""
-    task: Annotated[str, _check_task]
-    """Task of the model, which determines its head."""
-    model: ModelLayers
-    """Layers of the model, as derived when it was converted."""
-    layers: dict[str, StoredFile]
-    """File of each layer, first layer first."""
-    replicas: dict[str, list[StoredFile]]
-    """For each layer, one file per replica with the state of a stateful data-parallel mode."""
-    model_files: list[StoredFile]
-    """config.json and the tokenizer files."""
-    run: dict[str, Any] | None
-    """State of the run besides its tensors, needed to resume; None for a converted model."""
-    verification: Verification | None = None
-    """Comparison of the layers with the whole model, if it was made when the model was converted."""
-
-    @property
-    def files(self) -> list[StoredFile]:
-        """All files except the manifest."""
-        return [*self.layers.values(), *(file for files in self.replicas.values() for file in files), *self.model_files]
-
-    def write(self, directory: Path) -> None:
-        """Write the manifest, which completes a shard directory, and wait until it is on disk."""
-        path = directory / MANIFEST
-        with path.open("wb") as file:
-            file.write(_with_checksum({"format": FORMAT, "version": VERSION, **asdict(self)}))
-            file.flush()
-            os.fsync(file.fileno())
-        fsync_directory(directory)
-
-    @classmethod
-    def read(cls, directory: Path) -> Manifest:
-        """Read the manifest of a complete shard directory.
-
-        Raises ValueError if `directory` is not one or has another version, CorruptFileError if the manifest is corrupt.
-        """
-        path = directory / MANIFEST
-        if not os.path.lexists(path):
-            raise ValueError(f"{directory} is not a checkpoint or layer-shard directory: it has no {MANIFEST}")
-        if (problem := unusable(path)) is not None:
-            raise CorruptFileError(path, problem)
-        try:
-            fields = _verified_fields(path.read_bytes(), path)
-        except OSError as error:
-            raise CorruptFileError(path, f"cannot be read ({error.strerror})") from None
-        _check_version(directory, fields)
-        content = {key: value for key, value in fields.items() if key not in ("format", "version")}
-        try:
-            manifest = from_json(cls, content)
-            _check_distinct([file.file for file in manifest.files] + [MANIFEST])
-        except ValueError as error:
-            raise CorruptFileError(
-                path, f"is invalid: {error}; restore it from a copy, or remove {directory}"
-            ) from None
-        return manifest
 
 
 def write_layer(
@@ -285,52 +194,6 @@ def _verify(path: Path, entry: StoredFile) -> None:
         raise CorruptFileError(path, f"is corrupt: it has {size} bytes, the manifest says {entry.bytes}")
     if _sha256(path) != entry.sha256:
         raise CorruptFileError(path, "is corrupt: its content differs from the manifest's sha256")
-
-
-def _check_distinct(names: list[str]) -> None:
-    if len(set(names)) < len(names):
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is listed twice")
-
-
-def _with_checksum(fields: dict[str, Any]) -> bytes:
-    """Serialise a manifest canonically, with the sha256 of the other fields as its last field."""
-    digest = hashlib.sha256(_canonical(fields)).hexdigest()
-    return _canonical({**fields, "sha256": digest})
-
-
-def _verified_fields(raw: bytes, path: Path) -> dict[str, Any]:
-    """Parse and verify a manifest. Raises CorruptFileError if any byte differs from what was written.
-
-    A manifest of another program or of version 1, which had no checksum, is returned unverified.
-    """
-    try:
-        fields: dict[str, Any] = json.loads(raw)
-        if "sha256" not in fields and (fields.get("format"), fields.get("version")) != (FORMAT, VERSION):
-            return fields
-        fields.pop("sha256", None)
-        is_valid = _with_checksum(fields) == raw
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        raise CorruptFileError(path, "is corrupt: it is not a JSON object") from None
-    if not is_valid:
-        raise CorruptFileError(path, "is corrupt: its content differs from its checksum")
-    return fields
-
-
-def _check_version(directory: Path, fields: dict[str, Any]) -> None:
-    """Raise ValueError if a manifest has another format or version."""
-    if fields.get("format") != FORMAT:
-        raise ValueError(f"{directory / MANIFEST} is not the manifest of a layer-shard directory")
-    version = fields.get("version")
-    if version != VERSION:
-        is_older = isinstance(version, int) and version < VERSION
-        advice = "convert the model again, or use the acsgd that wrote it" if is_older else "upgrade acsgd"
-        raise ValueError(
-            f"{directory} was written in version {version} of the format, this acsgd reads version {VERSION}; {advice}"
-        )
-
-
-def _canonical(fields: dict[str, Any]) -> bytes:
-    return (json.dumps(fields, indent=1) + "\n").encode()
 
 
 def _keys(file: Any) -> list[str]:

@@ -11,8 +11,9 @@ from transformers import PreTrainedConfig
 
 from acsgd.config.options import ModelConfig
 from acsgd.shards.config import CONFIG, read_config
-from acsgd.shards.disk import MANIFEST, model_files
+from acsgd.shards.disk import model_files
 from acsgd.shards.locate import open_hf, open_shards
+from acsgd.shards.manifest import MANIFEST
 
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.spm")
 """Patterns of the files of a repository besides its weights: config, indices and tokenizer."""

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from acsgd.errors import CorruptFileError
 from acsgd.fields import from_json
-from acsgd.shards.disk import StoredFile, verify_file
+from acsgd.shards.disk import verify_file
+from acsgd.shards.manifest import StoredFile
 
 NAME = ".written.jsonl"
 

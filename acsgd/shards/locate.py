@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from acsgd.layers.skeleton import parameter_names
 from acsgd.shards.check import first_names
 from acsgd.shards.config import CONFIG, MANY_BLOCKS, number_of_blocks, read_config
-from acsgd.shards.disk import MANIFEST, ShardDirectory, model_files
+from acsgd.shards.disk import ShardDirectory, model_files
 from acsgd.shards.files import read_json_object, tensor_headers
 from acsgd.shards.initial import draw
+from acsgd.shards.manifest import MANIFEST
 from acsgd.shards.names import Conversion, conversions, names_in_files
 from acsgd.shards.stored import FLOATING, StoredTensor, read_tensors, stored_tensors
 from acsgd.shards.writer import DTYPES, bytes_of
@@ -144,11 +146,9 @@ def tensor_of(model: PreTrainedModel, name: str) -> Tensor:
 
 def names_of(model: PreTrainedModel) -> dict[str, list[str]]:
     """Return the names of each parameter and stored buffer, several of a tied one, by the first of them."""
-    stored, names = model.state_dict().keys(), dict[int, list[str]]()
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
+    stored = model.state_dict().keys()
     buffers = {name: [name] for name, _ in model.named_buffers(remove_duplicate=False) if name in stored}
-    return {each[0]: each for each in names.values()} | buffers
+    return parameter_names(model) | buffers
 
 
 def _read(tensors: Mapping[str, LocatedTensor], model: PreTrainedModel) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from acsgd.shards.disk import Manifest
+from acsgd.shards.manifest import Manifest
 
 
 def model_card(config: PreTrainedConfig, manifest: Manifest, task: str) -> str:

@@ -27,7 +27,6 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
-from safetensors import safe_open
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
@@ -40,17 +39,9 @@ from acsgd.layers.small_config import small_configs
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
 from acsgd.tasks import TASKS, Task
+from benchmarks.models.sweep import OPTIONS
+from tests.lib.model_types import tensors_in
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "dots1": {"n_routed_experts": 16, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "hunyuan_v1_dense": {"head_dim": 128},
-    "hunyuan_v1_moe": {"head_dim": 128},
-    "ministral": {"head_dim": 128},
-    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
-    "reformer": {"is_decoder": True, "axial_pos_embds": False},
-    "xmod": {"default_language": "en_XX"},
-}
-"""Options without which the default config of a type is invalid."""
 MAX_PARAMETERS = 2**25
 LIMIT_S = 600.0
 
@@ -81,15 +72,6 @@ def _is_small(config: PreTrainedConfig, task: Task) -> bool:
         return False
 
 
-def stored(directory: Path) -> dict[str, Tensor]:
-    """Return all tensors in the files of a directory."""
-    tensors = {}
-    for path in directory.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
-    return tensors
-
-
 def round_trip(model_type: str, task: str) -> dict[str, Any]:
     """Convert a model of a type and compare; return what becomes a row of the table."""
     try:
@@ -111,7 +93,7 @@ def round_trip(model_type: str, task: str) -> dict[str, Any]:
             return {"status": "refused", "reason": one_line(error).partition("into layers: ")[2]}
         except Exception as error:  # whatever is wrong becomes a row
             return {"status": "failed", "reason": one_line(error)}
-        return compare(model, stored(source), stored(back), back)
+        return compare(model, tensors_in(source), tensors_in(back), back)
 
 
 def compare(model: PreTrainedModel, first: dict[str, Tensor], again: dict[str, Tensor], back: Path) -> dict[str, Any]:

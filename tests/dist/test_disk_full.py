@@ -27,7 +27,8 @@ from acsgd.io.sampling.batches import Batch
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.run.checkpointing import Checkpointing
 from acsgd.run.session import Session, StepResult
-from acsgd.shards.disk import Manifest, ShardDirectory, StoredFile
+from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.manifest import Manifest, StoredFile
 from tests.lib.forks import Result, checkpoints_of, finish, make_config, result_of, save_model, started
 
 STEPS, EVERY = 8, 2

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from acsgd.config.options import Config, LogConfig, PipelineConfig
 from acsgd.pp.stage import MicroBatch
 from acsgd.seeds import mix_seed
-from acsgd.shards.disk import Manifest
+from acsgd.shards.manifest import Manifest
 
 TinyModel = Callable[..., Path]
 STEPS = 2

@@ -21,7 +21,8 @@ from acsgd.run.build import build_session
 from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
 from acsgd.run.state import restore
-from acsgd.shards.disk import Manifest, ShardDirectory
+from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.manifest import Manifest
 from acsgd.shards.weights import WeightState
 from acsgd.topology import connect
 

@@ -22,7 +22,8 @@ from acsgd.launch import Launch
 from acsgd.run.build import build_session
 from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
-from acsgd.shards.disk import Manifest, ShardDirectory
+from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.manifest import Manifest
 from acsgd.topology import connect
 
 MODES = {

@@ -25,7 +25,8 @@ from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.shards.config import read_config
-from acsgd.shards.disk import Manifest, ShardDirectory
+from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.manifest import Manifest
 
 SPECS = [
     "allreduce",

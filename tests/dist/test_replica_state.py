@@ -27,7 +27,8 @@ from acsgd.optim.base import Capability
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.run.lock import RunLock
-from acsgd.shards.disk import Manifest, ShardDirectory
+from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.manifest import Manifest
 from acsgd.shards.weights import Weight, WeightState
 from acsgd.topology import connect
 

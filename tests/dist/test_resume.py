@@ -22,7 +22,8 @@ from lib.resume import (
 from lib.training import RELATIVE
 
 from acsgd.config.options import Config
-from acsgd.shards.disk import Manifest, ShardDirectory
+from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.manifest import Manifest
 
 ROUNDED = 2.0**-8
 """A sum in another order may change the rounding of a bf16 weight, by half of 2**-8; of fp16, 2**-11."""

@@ -39,7 +39,8 @@ from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.run.lock import RunLock
 from acsgd.run.session import Session, StepResult
-from acsgd.shards.disk import Manifest, ShardDirectory, StoredFile
+from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.manifest import Manifest, StoredFile
 from acsgd.topology import connect
 from lib.models import share_cache
 from lib.saved import rewrite_tensors

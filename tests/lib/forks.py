@@ -42,7 +42,7 @@ from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
 from acsgd.run.failures import report_failure
 from acsgd.run.session import Session
-from acsgd.shards.disk import Manifest, StoredFile
+from acsgd.shards.manifest import Manifest, StoredFile
 from acsgd.topology import clone_store
 
 PRELOAD = ["tests.lib.forks", "transformers.models.gpt2.modeling_gpt2", "rich.progress"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import (
     AutoConfig,
     PreTrainedConfig,
@@ -102,3 +105,11 @@ def task_of(model_type: str) -> Task:
     """Return what a type of TYPES is trained for."""
     groups = {"lm": CAUSAL, "classification": CLASSIFIERS, "seq2seq": SEQ2SEQ}
     return next(TASKS[task] for task, types in groups.items() if model_type in types)
+
+
+def tensors_in(directory: Path) -> dict[str, Tensor]:
+    """Return all tensors in the safetensors files of a directory."""
+    tensors: dict[str, Tensor] = {}
+    for path in directory.glob("*.safetensors"):
+        tensors |= load_file(path)
+    return tensors

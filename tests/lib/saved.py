@@ -27,7 +27,7 @@ from acsgd.launch import Launch
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.run.lock import RunLock
-from acsgd.shards.disk import Manifest, StoredFile
+from acsgd.shards.manifest import Manifest, StoredFile
 from acsgd.topology import connect
 
 SMALL = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 32}

@@ -28,7 +28,7 @@ from acsgd.config.options import (
 from acsgd.config.run_file import to_toml
 from acsgd.io.sampling.batches import Batch
 from acsgd.seeds import mix_seed
-from acsgd.shards.disk import Manifest
+from acsgd.shards.manifest import Manifest
 from acsgd.tasks import TASKS
 from tests.lib.launched import TORCHRUN, running
 from tests.lib.typed_runs import BATCH, SEQUENCE, WEIGHTS, Drawn, digest

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from acsgd.config.run_file import parse
 from acsgd.shards import disk
-from acsgd.shards.disk import MANIFEST
+from acsgd.shards.manifest import MANIFEST, _with_checksum
 from tests.lib.forks import finish
 from tests.soak.area import ACCEPTED, Case, Outcome
 from tests.soak.configs import replaced
@@ -303,7 +303,7 @@ def _manifest(draw: random.Random, checkpoint: Path) -> Change:
         law = "any"
     if not isinstance(fields, dict):
         fields = {"format": fields}
-    path.write_bytes(disk._with_checksum(fields))
+    path.write_bytes(_with_checksum(fields))
     return Change(f"{path.name}: {text}", law)
 
 
@@ -338,4 +338,4 @@ def _repair(checkpoint: Path, path: Path) -> None:
     for entry in entries:
         if entry["file"] == path.name:
             entry |= {"bytes": path.stat().st_size, "sha256": disk._sha256(path)}
-    manifest.write_bytes(disk._with_checksum(fields))
+    manifest.write_bytes(_with_checksum(fields))

@@ -12,7 +12,7 @@ from typing import Any
 from acsgd import __main__ as program
 from acsgd import cli
 from acsgd.io.checkpoint.directory import CheckpointDirectory
-from acsgd.shards.disk import Manifest
+from acsgd.shards.manifest import Manifest
 from tests.lib.forks import save_model
 from tests.soak.mutate import read_tensors
 from tests.soak.oracle import Ended, in_child

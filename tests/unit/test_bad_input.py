@@ -21,7 +21,7 @@ from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.shards.config import longest_sequence
 from acsgd.shards.convert import from_hf
-from acsgd.shards.disk import MANIFEST, VERSION, Manifest
+from acsgd.shards.manifest import MANIFEST, VERSION, Manifest
 
 TinyModel = Callable[..., Path]
 
@@ -310,7 +310,7 @@ def test_a_checkpoint_of_another_version_is_refused(
     newest = Path("runs/run/checkpoints/step-00000002")
     manifest = Manifest.read(newest)
     with monkeypatch.context() as patch:
-        patch.setattr("acsgd.shards.disk.VERSION", version)
+        patch.setattr("acsgd.shards.manifest.VERSION", version)
         manifest.write(newest)
     if version == 1:  # which had no checksum
         fields = json.loads((newest / MANIFEST).read_text())

@@ -13,7 +13,8 @@ import pytest
 from lib.models import NO_LAYERS
 
 from acsgd.io.checkpoint.directory import CheckpointDirectory
-from acsgd.shards.disk import MANIFEST, Manifest, ShardDirectory, StoredFile, copy_model_files
+from acsgd.shards.disk import ShardDirectory, copy_model_files
+from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 
 
 class Killed(BaseException):

@@ -22,8 +22,8 @@ from acsgd.launch import Launch
 from acsgd.run.job import Job, prepare
 from acsgd.run.state import check_files
 from acsgd.shards.convert import from_hf
-from acsgd.shards.disk import Manifest
 from acsgd.shards.export import to_hf
+from acsgd.shards.manifest import Manifest
 
 TinyModel = Callable[..., Path]
 Change = Callable[[dict[str, Tensor]], None]

@@ -18,7 +18,7 @@ from lib.saved import SMALL
 from torch import Tensor
 
 from acsgd.shards import convert, export
-from acsgd.shards.disk import StoredFile
+from acsgd.shards.manifest import StoredFile
 
 TinyModel = Callable[..., Path]
 FORK = multiprocessing.get_context("fork")

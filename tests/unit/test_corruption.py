@@ -17,8 +17,9 @@ from acsgd.errors import CorruptFileError
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.shards import disk
-from acsgd.shards.disk import MANIFEST, Manifest, ShardDirectory
+from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.layer_tensors import LayerTensors
+from acsgd.shards.manifest import MANIFEST, Manifest
 
 TinyModel = Callable[..., Path]
 FLIPS, TRUNCATIONS, ADDITIONS = 1000, 100, 30

@@ -65,6 +65,7 @@ ORDER = """
     shards.writer
     shards.config
     shards.check
+    shards.manifest
     shards.disk
     shards.load
     shards.plan

@@ -248,10 +248,10 @@ def test_sampling_depends_on_the_seed(tiny_model: TinyModel, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "difference"),
     [
-        (("--max-new-tokens", 13), "was begun with max_new_tokens=12, now 13"),
-        (("--temperature", 1), "was begun with temperature=0.0, now 1.0"),
-        (("--batch", 2), "was begun with batch=8, now 2"),
-        (("--dtype", "bfloat16"), 'was begun with dtype="float32", now "bfloat16"'),
+        (("--max-new-tokens", 13), "was written with max_new_tokens=12, now 13"),
+        (("--temperature", 1), "was written with temperature=0.0, now 1.0"),
+        (("--batch", 2), "was written with batch=8, now 2"),
+        (("--dtype", "bfloat16"), 'was written with dtype="float32", now "bfloat16"'),
     ],
 )
 def test_a_file_is_resumed_with_the_same_options_only(
@@ -271,10 +271,10 @@ def test_a_file_is_resumed_with_the_same_model_and_prompts_only(tiny_model: Tiny
     command = ("generate", tiny_model("llama", rms_norm_eps=1e-5), "--file", source, "--out", out, *TOKENS)
     assert acsgd(*command)[0] == 0, "the weights are the same"
     code, printed = acsgd("generate", tiny_model("qwen2"), *command[2:])
-    assert (code, "was begun with other weights;" in printed) == (2, True)
+    assert (code, "was written with other weights;" in printed) == (2, True)
     write_records(source, [*TEXTS[:-1], "other"])
     code, printed = acsgd(*command)
-    assert (code, "was begun with other prompts" in printed) == (2, True)
+    assert (code, "was written with other prompts" in printed) == (2, True)
     source.write_text(write_records(source).read_text().replace("1.50", "1.5"))
     code, printed = acsgd(*command)
     assert (code, f"{out}, line 1 is not record 1 of the input" in printed) == (2, True)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from acsgd import cli
 from acsgd.shards.convert import from_hf
-from acsgd.shards.disk import MANIFEST
+from acsgd.shards.manifest import MANIFEST
 
 TinyModel = Callable[..., Path]
 Inspect = Callable[..., tuple[int, str]]

@@ -40,6 +40,25 @@ def test_layers_equal_the_whole_model(model_type: str) -> None:
         compare(stages, batch, [range(count), *cuts], name)
 
 
+@pytest.mark.parametrize(("model_type", "task"), [("gpt2", "lm"), ("llama", "classification"), ("bart", "seq2seq")])
+def test_the_values_of_inputs_matter_to_the_layers_that_read_them_alone(model_type: str, task: str) -> None:
+    """Ranks without such layers get inputs of zeros."""
+    config = small_config(model_type)
+    model, layers = fill_with_random(TASKS[task].build(config)).eval(), TASKS[task].layers(config)
+    inputs = make_batches(model, TASKS[task].inputs)["padded" if task != "lm" else "plain"]
+    zeros = {name: torch.zeros_like(x) for name, x in inputs.items()}
+    composed, state = ComposedModel(model, layers), dict[str, torch.Tensor]()
+    with torch.no_grad():
+        context = composed.context(inputs, range(len(layers.layers)))
+        for layer in layers.layers:
+            out = composed.call(layer.index, state, inputs, context)
+            without = composed.call(layer.index, state, zeros, context)
+            is_same = all(torch.equal(out[name], without[name]) for name in out)
+            assert is_same == (not layer.reads), layer.name
+            state = out
+    assert any(layer.reads for layer in layers.layers[1:]) == (task != "lm")
+
+
 @pytest.mark.parametrize("model_type", sorted(CAUSAL.keys() - {"roformer"}))
 def test_documents_in_one_sequence_are_kept_apart(model_type: str) -> None:
     """Documents have the logits that each has alone, and layers equal the whole model."""

@@ -19,8 +19,8 @@ from acsgd.config.options import ModelConfig
 from acsgd.errors import CorruptFileError
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.io.checkpoint.resume import Checkpoint
-from acsgd.shards.disk import MANIFEST, _with_checksum
 from acsgd.shards.hub import open_model
+from acsgd.shards.manifest import MANIFEST, _with_checksum
 
 TinyModel = Callable[..., Path]
 ENTRY: dict[str, list[Any]] = {

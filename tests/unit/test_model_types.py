@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lib.model_types import TYPES, small_config, task_of
-from safetensors import safe_open
+from lib.model_types import TYPES, small_config, task_of, tensors_in
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
@@ -40,15 +39,6 @@ def save(directory: Path, model_type: str, tie: bool | None) -> PreTrainedModel:
     return model
 
 
-def stored(directory: Path) -> dict[str, Tensor]:
-    """Return all tensors in the files of a directory."""
-    tensors = {}
-    for path in directory.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
-    return tensors
-
-
 def stored_once(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the parameters, tied ones once, and the stored buffers of a model."""
     keys = model.state_dict().keys()
@@ -63,7 +53,7 @@ def test_conversion_to_shards_and_back_is_lossless(model_type: str, tie: bool | 
     back.mkdir()
     from_hf(source, shards, task=task_of(model_type).name)
     to_hf(shards, back)
-    first, again = stored(source), stored(back)
+    first, again = tensors_in(source), tensors_in(back)
     assert again.keys() == first.keys()
     for name, tensor in first.items():
         assert again[name].dtype == tensor.dtype, name
@@ -71,7 +61,7 @@ def test_conversion_to_shards_and_back_is_lossless(model_type: str, tie: bool | 
     loaded, info = type(model).from_pretrained(back, output_loading_info=True)
     assert not any(info.values()), info
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
-    in_shards, expected = stored(shards), stored_once(model)
+    in_shards, expected = tensors_in(shards), stored_once(model)
     assert in_shards.keys() == expected.keys()
     assert all(torch.equal(in_shards[name], tensor) for name, tensor in expected.items())
 
@@ -87,12 +77,12 @@ def test_what_transformers_computes_instead_of_saving_it_is_computed(tmp_path: P
     back.mkdir()
     from_hf(source, shards, task="seq2seq")
     to_hf(shards, back)
-    first, again = stored(source), stored(back)
+    first, again = tensors_in(source), tensors_in(back)
     assert again.keys() == first.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
     for name in ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"):
         assert name not in first
-        assert torch.equal(stored(shards)[name], model.state_dict()[name])
+        assert torch.equal(tensors_in(shards)[name], model.state_dict()[name])
 
 
 def test_a_cast_leaves_buffers_as_they_are(tmp_path: Path) -> None:
@@ -102,7 +92,7 @@ def test_a_cast_leaves_buffers_as_they_are(tmp_path: Path) -> None:
     back.mkdir()
     from_hf(source, shards)
     to_hf(shards, back, dtype="bfloat16")
-    first, again = stored(source), stored(back)
+    first, again = tensors_in(source), tensors_in(back)
     assert again.keys() == first.keys()
     assert any(name.endswith("e_score_correction_bias") for name in first)
     for name, tensor in first.items():
@@ -117,7 +107,7 @@ def test_a_head_that_the_class_of_a_model_ties_keeps_its_own_values(tmp_path: Pa
     source, shards, back = (tmp_path / name for name in ("source", "shards", "back"))
     model = save(source, "t5", tie=None)
     head = torch.randn(small_config("t5").vocab_size, small_config("t5").d_model)
-    save_file(stored(source) | {"lm_head.weight": head}, source / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors_in(source) | {"lm_head.weight": head}, source / "model.safetensors", metadata={"format": "pt"})
     fields = json.loads((source / "config.json").read_text())
     shards.mkdir()
     with pytest.raises(
@@ -128,7 +118,7 @@ def test_a_head_that_the_class_of_a_model_ties_keeps_its_own_values(tmp_path: Pa
     back.mkdir()
     from_hf(source, shards, task="seq2seq")
     to_hf(shards, back)
-    first, again = stored(source), stored(back)
+    first, again = tensors_in(source), tensors_in(back)
     assert again.keys() == first.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
     assert not torch.equal(again["lm_head.weight"], again["shared.weight"])
@@ -154,7 +144,7 @@ def test_a_head_that_the_files_lack_is_new(model_type: str, tmp_path: Path, caps
         from_hf(source, target, task="classification")
     assert torch.equal(torch.random.get_rng_state(), before)
     assert capsys.readouterr().err.count(": a new head is initialised\n") == 2
-    first, second, in_files = stored(shards), stored(again), stored(source)
+    first, second, in_files = tensors_in(shards), tensors_in(again), tensors_in(source)
     assert first.keys() - in_files.keys() == new
     assert in_files.keys() - first.keys() == ({"lm_head.weight"} if model_type == "gpt2" else set())
     for name, tensor in first.items():
@@ -167,7 +157,7 @@ def test_a_head_that_the_files_lack_is_new(model_type: str, tmp_path: Path, caps
 def test_a_new_head_does_not_excuse_a_missing_body(tmp_path: Path) -> None:
     source = tmp_path / "source"
     save(source, "deberta-v2", tie=None)
-    tensors = stored(source)
+    tensors = tensors_in(source)
     name = "deberta.encoder.layer.1.output.dense.weight"
     save_file({key: x for key, x in tensors.items() if key != name}, source / "model.safetensors")
     with pytest.raises(ValueError, match=f"lacks parameters of the model: {name}"):

@@ -14,7 +14,7 @@ from lib.saved import SMALL, small_run, train_alone
 from acsgd.config.options import Config
 from acsgd.errors import RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
-from acsgd.shards.disk import MANIFEST, Manifest
+from acsgd.shards.manifest import MANIFEST, Manifest
 
 TinyModel = Callable[..., Path]
 Corrupt = Callable[[Path], None]

@@ -18,10 +18,11 @@ from acsgd.errors import RunError
 from acsgd.layers.composed import ComposedModel, State
 from acsgd.shards.config import read_config
 from acsgd.shards.convert import from_hf
-from acsgd.shards.disk import MANIFEST, Manifest, ShardDirectory
+from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.export import to_hf
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.load import LayerLoader, RandomWeights, WeightSource
+from acsgd.shards.manifest import MANIFEST, Manifest
 from acsgd.shards.weights import Weight
 from acsgd.tasks import TASKS, Task
 
@@ -191,7 +192,7 @@ def test_a_directory_without_shards_is_refused(
         ShardDirectory(tmp_path)
     shards = convert(tiny_model())
     manifest = Manifest.read(shards)
-    monkeypatch.setattr("acsgd.shards.disk.VERSION", 5)
+    monkeypatch.setattr("acsgd.shards.manifest.VERSION", 5)
     manifest.write(shards)
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"written in version 5 of the format, .* version 4; upgrade acsgd$"):

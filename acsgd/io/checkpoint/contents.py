@@ -24,8 +24,9 @@ from acsgd.io.checkpoint.progress import RunState
 from acsgd.layers.description import LayerSpec
 from acsgd.optim import OPTIMIZERS
 from acsgd.shards.check import FLOATING, Expected, check_tensors, expected_tensors, first_names
-from acsgd.shards.disk import MANIFEST, ShardDirectory
+from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.layer_tensors import layer_tensors
+from acsgd.shards.manifest import MANIFEST
 from acsgd.shards.weights import StateTensor
 from acsgd.tasks import TASKS
 

@@ -17,8 +17,9 @@ from acsgd.io.checkpoint.contents import Contents
 from acsgd.io.checkpoint.directory import CheckpointDirectory, step_of
 from acsgd.io.checkpoint.progress import RunState
 from acsgd.shards.config import read_config
-from acsgd.shards.disk import MANIFEST, ShardDirectory
+from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.files import tensor_headers
+from acsgd.shards.manifest import MANIFEST
 
 DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 """safetensors name of a dtype -> its name in model.dtype."""

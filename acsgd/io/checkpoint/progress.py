@@ -16,7 +16,8 @@ from acsgd.config.options import Config
 from acsgd.errors import CorruptFileError
 from acsgd.fields import Finite, Natural, from_json
 from acsgd.optim.loss_scale import LossScale
-from acsgd.shards.disk import MANIFEST, ShardDirectory
+from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.manifest import MANIFEST
 
 RECENT = 16
 """Number of losses whose mean a loss spike is measured against."""

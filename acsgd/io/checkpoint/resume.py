@@ -16,7 +16,8 @@ from typing import NamedTuple
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.progress import RunIdentity, RunState
-from acsgd.shards.disk import MANIFEST, ShardDirectory
+from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.manifest import MANIFEST
 from acsgd.topology import Groups
 
 

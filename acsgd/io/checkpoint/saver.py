@@ -25,7 +25,8 @@ from acsgd.config.options import CheckpointConfig
 from acsgd.errors import NonFiniteError, RunError, explain
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.layers.description import ModelLayers
-from acsgd.shards.disk import Manifest, StoredFile, copy_model_files, write_layer
+from acsgd.shards.disk import copy_model_files, write_layer
+from acsgd.shards.manifest import Manifest, StoredFile
 from acsgd.shards.weights import WeightState
 from acsgd.streams import Event, Streams
 from acsgd.topology import Groups, Topology
