@@ -27,7 +27,7 @@ from acsgd.run.error_report import report_startup_error
 from acsgd.run.failures import RunContext, report_failure
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
-from acsgd.run.lock import run_lock
+from acsgd.run.lock import RunLock, leases_of
 from acsgd.topology import clone_store, connect, open_store
 from acsgd.train import train
 
@@ -51,8 +51,9 @@ def run(config: Config, launch: Launch, store: dist.Store, context: RunContext, 
     job = prepare(config, launch)
     context.timeout_s = config.run.timeout
     groups = stack.enter_context(connect(job.topology, timeout=timedelta(seconds=config.run.timeout), store=store))
-    lock = stack.enter_context(run_lock(job, groups))
-    context.cleanup = lock.release
+    lock = stack.enter_context(RunLock(leases_of(job)))
+    context.cleanup = lock.release  # before the first lease is acquired: from then on, any rank may fail
+    lock.acquire(groups, config.run.timeout)
     inputs = open_inputs(job)
     groups.wait_for_all("opening the inputs", timeout_s=TIMEOUT_S)  # as long as another host may tokenize
     train(job, inputs, groups, lock, on_start=context.start_training)

@@ -29,7 +29,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -249,6 +249,17 @@ class RunLock:
                 raise
             self._verified_at = started
 
+    def acquire(self, groups: Groups, timeout_s: float) -> None:
+        """Acquire all leases, and start the thread that renews them.
+
+        A collective: every rank must call it, before it reads a checkpoint. timeout_s: of a communication.
+        Raises RunError on rank 0 if another run holds one of the directories.
+        """
+        for lease in self._leases:
+            lease.acquire(print_note)
+        groups.wait_for_all("acquiring the run lock", timeout_s=2 * (WAIT_S + STALE_S) + timeout_s)
+        self.start()
+
     def start(self) -> None:
         """Start the thread that renews the leases."""
         if self._leases:
@@ -261,7 +272,7 @@ class RunLock:
         self.release()
 
     def release(self) -> None:
-        """Release all leases."""
+        """Release all leases. May be called at any time by any thread; a lease that is not held is left alone."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -275,29 +286,15 @@ class RunLock:
                 self.verify()
 
 
-@contextlib.contextmanager
-def run_lock(job: Job, groups: Groups) -> Iterator[RunLock]:
-    """Hold the leases of a job while open. A collective: every rank must enter it, before it reads a checkpoint.
+def leases_of(job: Job) -> list[Lease]:
+    """Return the leases of a run, in one order for all runs, so that two runs never wait for each other.
 
-    Raises RunError on rank 0 if another run holds the run directory or the checkpoint directory.
+    Ranks other than 0 have none.
     """
-    leases: list[Lease] = []
-    with RunLock(leases) as lock:
-        timeout_s = 2 * (WAIT_S + STALE_S) + job.config.run.timeout
-        if job.topology.rank == 0:
-            _acquire_all(job, leases)
-        groups.wait_for_all("acquiring the run lock", timeout_s=timeout_s)
-        lock.start()
-        yield lock
-
-
-def _acquire_all(job: Job, leases: list[Lease]) -> None:
-    """Acquire the leases in one order for all runs, so that two runs never wait for each other."""
+    if job.topology.rank != 0:
+        return []
     directories = {job.checkpoints.path.resolve(): "checkpoint.dir", Path(job.config.log.dir).resolve(): "log.dir"}
-    for directory, option in sorted(directories.items()):
-        lease = Lease(directory, option, Process.current())
-        lease.acquire(print_note)
-        leases.append(lease)
+    return [Lease(directory, option, Process.current()) for directory, option in sorted(directories.items())]
 
 
 def _parse(text: str) -> Process | None:

@@ -141,6 +141,27 @@ def test_an_error_of_one_rank_before_training_ends_all_with_code_2_and_one_sente
             assert not list((tmp_path / "run").glob(".lock*")), function
 
 
+def fail_while_rank_0_acquires(rank: int) -> None:
+    """Patch this process: rank 0 is slow to return from acquiring the run lock; rank 1 has failed by then."""
+    fail_in_set_up(rank, case=1)
+    start = lock.RunLock.start
+
+    def slow(self: lock.RunLock) -> None:
+        start(self)
+        time.sleep(600)
+
+    if rank == 0:
+        lock.RunLock.start = slow  # type: ignore[method-assign]
+
+
+def test_a_rank_that_is_ended_while_it_acquires_the_run_lock_releases_it(tmp_path: Path) -> None:
+    config = config_of(tmp_path, processes=2, stages=2, timeout_s=600)
+    with started(config, 2, setup=fail_while_rank_0_acquires) as run:
+        assert run.join(timedelta(seconds=MARGIN_S)) == [2, 2]
+        assert len(run.errors) == 1
+    assert not list((tmp_path / "run").glob(".lock*"))
+
+
 def test_a_second_interrupt_ends_at_once_without_a_traceback(tmp_path: Path) -> None:
     config, notice = config_of(tmp_path, processes=1, stages=1), tmp_path / "fault"
     with started(config, 1, setup=partial(inject, at_rank=0, fault="sleep", notice=notice)) as run:
