@@ -33,6 +33,7 @@ from acsgd.config.options import (
 )
 from acsgd.config.run_file import to_toml
 from acsgd.io.cache import open_cached
+from acsgd.io.formats.formats import read_examples
 from acsgd.io.sources.sources import parse_sources
 from acsgd.shards.export import to_hf
 from benchmarks.common.small_model import cut, digest, save_blank, with_dropout, written
@@ -224,7 +225,7 @@ def pretrained(directory: Path, setting: Setting, text: str) -> Path:
 
 def read(sources: str) -> str:
     """Return the text of sources, named as in data.sources. Raises ValueError if one cannot be read."""
-    return "\n".join(piece.text for source, _ in parse_sources(sources) for piece in source.pieces())
+    return "\n".join(example.text for source, _ in parse_sources(sources) for example in read_examples(source))
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from acsgd import notes as notes_module
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.io import entry as entry_module
+from acsgd.io.formats.formats import read_examples
 from acsgd.io.sampling import tokens as tokens_module
 from acsgd.io.sampling.batches import Batch, BatchReader, Dataset, reading_bytes
 from acsgd.io.sampling.sampler import Sampler, Samples, block_counts, deal, shuffled
@@ -36,7 +37,7 @@ from acsgd.io.sampling.tokens import (
     tokenize_all,
     tokenizer_fingerprint,
 )
-from acsgd.io.sources.base import LineCounts, Piece, Source
+from acsgd.io.sources.base import BadRecord, Record, RecordCounts, Source
 from acsgd.io.sources.files import JsonLines
 from acsgd.io.sources.sources import WeightedSource, parse_sources
 
@@ -91,8 +92,8 @@ def test_the_tokens_do_not_depend_on_the_batching(
     monkeypatch.setattr(tokens_module, "BATCH_CHARS", chars)
     tokenize(source, tokenizer, tmp_path / "a.npy", vocab_size=512)
     oracle = [
-        [*tokenizer(piece.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        for piece in source.pieces()
+        [*tokenizer(example.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        for example in read_examples(source)
     ]
     assert np.load(tmp_path / "a.npy").tolist() == list(itertools.chain(*oracle))
 
@@ -143,11 +144,11 @@ def test_skipping_unreadable_lines_keeps_all_others_and_is_reported(
     [(tokens, skipped)] = tokenize_all(sources, tokenizer, 2, tmp_path / "cache", vocab_size=512)
     [(wanted, _)] = tokenize_all(parse_sources(str(mended)), tokenizer, 2, tmp_path / "cache", vocab_size=512)
     assert tokens[:].tolist() == wanted[:].tolist()
-    reason = "2, is not JSON (Expecting value at column 1): bad"
+    reason = f"{broken}, line 2, is not JSON (Expecting value at column 1): bad"
     if suffix == ".txt":
-        reason = r'5, is not UTF-8 (byte 0xff): {"text": "\xff"}'
+        reason = rf'{broken}, line 5, is not UTF-8 (byte 0xff): {{"text": "\xff"}}'
     count = len(bad) + 1
-    assert skipped == f"data.sources: {broken}: skipped {count} of 8 lines; the first, line {reason}"
+    assert skipped == f"data.sources: {broken}: skipped {count} of 8 records; the first, {reason}"
     monkeypatch.setattr(tokens_module, "tokenize", lambda *_, **__: pytest.fail("tokenized again"))
     assert tokenize_all(sources, tokenizer, 2, tmp_path / "cache", vocab_size=512)[0].skipped == skipped
 
@@ -175,7 +176,7 @@ def test_a_source_of_unreadable_lines_only_is_refused(
             vocab_size=512,
         )
     assert str(caught.value).startswith(f"data.eval_sources: {path} has no token with the tokenizer")
-    assert "skipped 4 of 4 lines; the first, line 1, is not" in str(caught.value)
+    assert f"skipped 4 of 4 records; the first, {path}, line 1, is not" in str(caught.value)
     assert not (tmp_path / "cache").exists()
 
 
@@ -341,8 +342,8 @@ def test_tokens_that_are_cut_off_under_a_run_are_an_error(tokenizer: PreTrainedT
 class GrowingFile(JsonLines):
     """A file to which another process appends while it is read."""
 
-    def pieces(self, counts: LineCounts | None = None) -> Iterator[Piece]:
-        yield from super().pieces(counts)
+    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+        yield from super().records(counts)
         with self.path.open("a") as file:
             file.write('{"text": "more"}\n')
 
@@ -384,9 +385,9 @@ class SlowFile(JsonLines):
 
     go_on = threading.Event()
 
-    def pieces(self, counts: LineCounts | None = None) -> Iterator[Piece]:
-        for piece in super().pieces(counts):
-            yield piece
+    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+        for record in super().records(counts):
+            yield record
             assert self.go_on.wait(60)
 
 

@@ -26,7 +26,7 @@ from acsgd.codecs.base import Field, pack, unpack, wire_bytes
 from acsgd.config.run_file import parse
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES, hooks
-from acsgd.io.sources.base import Piece
+from acsgd.io.sources.base import Record, RecordCounts
 from acsgd.pp import SCHEDULES, Action, Op, lower, validate
 from acsgd.pp.wire.delta import Delta
 
@@ -68,7 +68,7 @@ def example(name: str) -> Any:
         "Path": Path,
         "torch": torch,
         "Field": Field,
-        "Piece": Piece,
+        "Record": Record,
         "Action": Action,
         "Op": Op,
     }
@@ -96,7 +96,8 @@ def test_the_example_source_yields_documents(tmp_path: Path) -> None:
     (tmp_path / "b.md").write_text("two")
     source.check()
     assert source.fingerprint != before
-    assert list(source.pieces()) == [Piece("one", ends_document=True), Piece("two", ends_document=True)]
+    records = [Record({"text": text}, str(tmp_path / name)) for name, text in (("a.md", "one"), ("b.md", "two"))]
+    assert list(source.records(RecordCounts())) == records
 
 
 def test_the_example_schedule_is_valid() -> None:

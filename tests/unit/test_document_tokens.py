@@ -78,7 +78,7 @@ def test_a_token_that_ends_a_document_begins_the_next(tokenizer: PreTrainedToken
 def test_a_long_document_begins_once(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("acsgd.io.sources.files.PIECE_CHARS", 8)
+    monkeypatch.setattr("acsgd.io.sources.pieces.PIECE_CHARS", 8)
     assert tokenized(with_template(tokenizer, "<s> $A"), tmp_path).count("<s>") == len(TEXTS)
 
 

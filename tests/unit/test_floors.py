@@ -152,8 +152,12 @@ ORDER = """
     io.entry
     io.sources.text
     io.sources.base
+    io.sources.pieces
     io.sources.files
     io.sources.sources
+    io.formats.base
+    io.formats.text
+    io.formats.formats
     io
     io.sampling.sampler
     io.sampling.tokens

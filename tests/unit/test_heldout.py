@@ -205,7 +205,7 @@ def test_notes_report_lines_skipped_from_evaluation_sources(tokenizer: PreTraine
     held = held_out(trained, own, 0.0, **layout)
     assert held is not None
     assert held.notes == (own[0].skipped,)
-    assert held.notes[0].startswith(f"data.eval_sources: {tmp_path / 'a.jsonl'}: skipped 1 of 2 lines")
+    assert held.notes[0].startswith(f"data.eval_sources: {tmp_path / 'a.jsonl'}: skipped 1 of 2 records")
     shared = held_out(own + trained, [], 0.5, **layout)
     assert shared is not None
     assert shared.notes == ()  # they are in BatchReader.notes
@@ -225,7 +225,7 @@ def test_options_of_a_run_select_its_held_out_data(tiny_model: Callable[..., Pat
     reader, nothing = opened(0, "")
     assert nothing is None
     [size] = reader.sampler.sizes
-    assert "skipped 1 of 201 lines" in reader.notes[0]
+    assert "skipped 1 of 201 records" in reader.notes[0]
     for rank in range(4):
         reader, held = opened(rank, "--data.eval_fraction 0.25")
         assert held is not None

@@ -12,8 +12,10 @@ import pytest
 import zstandard
 
 from acsgd.io import SOURCES
-from acsgd.io.sources import files
-from acsgd.io.sources.base import LineCounts, OnError, Piece, Source
+from acsgd.io.formats.base import Example, Segment
+from acsgd.io.formats.formats import read_examples
+from acsgd.io.sources import files, pieces
+from acsgd.io.sources.base import OnError, RecordCounts, Source
 from acsgd.io.sources.sources import parse_sources
 
 LINES = '{"text": "one\\ntwo"}\n\n  \n{"meta": 1, "text": "zwölf"}\r\n{"text": ""}'
@@ -35,9 +37,9 @@ def only(spec: str, on_error: OnError = "stop") -> Source:
 
 def read(name: str) -> list[str]:
     """Return the documents of a source."""
-    pieces = list(only(name).pieces())
-    assert all(piece.ends_document for piece in pieces)
-    return [piece.text for piece in pieces]
+    examples = list(read_examples(only(name)))
+    assert all(example.ends_document for example in examples)
+    return [example.text for example in examples]
 
 
 @pytest.fixture
@@ -55,10 +57,10 @@ def sample(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.parametrize("pattern", SOURCES)
 def test_every_source_can_be_read_again_and_ends_its_last_document(sample: dict[str, str], pattern: str) -> None:
     source = only(sample[pattern])
-    pieces = list(source.pieces())
-    assert pieces == list(source.pieces())
-    assert pieces[-1].ends_document
-    assert any(piece.text for piece in pieces)
+    examples = list(read_examples(source))
+    assert examples == list(read_examples(source))
+    assert examples[-1].ends_document
+    assert any(example.text for example in examples)
     assert only(sample[pattern]).fingerprint == source.fingerprint
 
 
@@ -117,22 +119,22 @@ TEXTS = ["a\nb", "line\n" * 50, "x" * 1000, "x" * 16, "\n" * 40, "ab\ncdefghijkl
 def test_a_text_file_is_one_document_in_pieces_that_end_at_newlines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setattr(files, "PIECE_CHARS", 16)
-    pieces = list(only(write(tmp_path / "a.txt", text)).pieces())
-    assert "".join(piece.text for piece in pieces) == text
-    assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert all(len(piece.text) < 32 for piece in pieces)
-    assert all(len(piece.text) >= 16 for piece in pieces[:-1])
-    cut = "".join(piece.text + "|" for piece in pieces)
+    monkeypatch.setattr(pieces, "PIECE_CHARS", 16)
+    examples = list(read_examples(only(write(tmp_path / "a.txt", text))))
+    assert "".join(example.text for example in examples) == text
+    assert [example.ends_document for example in examples] == [False] * (len(examples) - 1) + [True]
+    assert all(len(example.text) < 32 for example in examples)
+    assert all(len(example.text) >= 16 for example in examples[:-1])
+    cut = "".join(example.text + "|" for example in examples)
     assert all(len(line.replace("|", "")) > 16 for line in cut.split("\n") if "|" in line[1:-1])
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_long_record_is_cut_where_a_text_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(files, "PIECE_CHARS", 16)
+    monkeypatch.setattr(pieces, "PIECE_CHARS", 16)
     record = json.dumps({"text": text}) + "\n"
-    expected = list(only(write(tmp_path / "a.txt", text)).pieces())
-    assert list(only(write(tmp_path / "a.jsonl", record * 2)).pieces()) == expected * 2
+    expected = list(read_examples(only(write(tmp_path / "a.txt", text))))
+    assert list(read_examples(only(write(tmp_path / "a.jsonl", record * 2)))) == expected * 2
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst"])
@@ -145,18 +147,20 @@ def test_a_record_above_the_limit_is_never_held(tmp_path: Path, monkeypatch: pyt
     save(path, [fits, b'{"text": "' + b"b" * nbytes, fits])
     tracemalloc.start()
     try:
-        counts = LineCounts()
-        pieces = list(only(str(path), on_error="skip").pieces(counts))
+        counts = RecordCounts()
+        examples = list(read_examples(only(str(path), on_error="skip"), counts))
         with pytest.raises(ValueError) as caught:
-            list(only(str(path)).pieces())
+            list(read_examples(only(str(path))))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert [len(piece.text) for piece in pieces] == [10**4 - 12] * 2
-    assert (counts.lines, counts.skipped, counts.first) == (3, 1, 2)
+    assert [len(example.text) for example in examples] == [10**4 - 12] * 2
+    assert (counts.records, counts.skipped) == (3, 1)
+    assert counts.first
+    assert counts.first.where == f"{path}, line 2"
     reason = 'line 2 has more than 10000 characters: {"text": "bbb'
     assert str(caught.value).startswith(f"data.sources: {path}, {reason}")
-    assert "; split the record or write its text to a *.txt file, or skip such lines" in str(caught.value)
+    assert "; split the record or write its text to a *.txt file, or skip such records" in str(caught.value)
     assert peak < 2**27, "ZST_BYTES of compressed text expand to at most 32 MiB, copied once"
 
 
@@ -250,7 +254,7 @@ def test_a_file_that_can_no_longer_be_read_is_named(tmp_path: Path, name: str) -
         spoil(path)
         message = f"^data.sources: {path} cannot be read \\({problem}\\); check the file and its disk$"
         with pytest.raises(ValueError, match=message):
-            list(source.pieces())
+            list(read_examples(source))
         with pytest.raises(ValueError, match=message):
             assert source.fingerprint
 
@@ -260,20 +264,19 @@ def test_errors_name_the_configuration_key(tmp_path: Path) -> None:
         parse_sources("none.txt", key="data.eval_sources")
     [part] = parse_sources(write(tmp_path / "a.jsonl", "bad"), key="data.eval_sources")
     with pytest.raises(ValueError, match=r"^data\.eval_sources: .*a\.jsonl, line 1 is not JSON"):
-        list(part.source.pieces())
+        list(read_examples(part.source))
 
 
 UNREADABLE_LINES: list[tuple[bytes, str]] = [
     (b"{", "is not JSON (Expecting property name enclosed in double quotes at column 2): {"),
     (b"plain words", "is not JSON (Expecting value at column 1): plain words"),
-    (b"[1]", 'has no string under "text": [1]'),
-    (b"{}", 'has no string under "text": {}'),
-    (b'{"txt": 1}', 'has no string under "text": {"txt": 1}'),
-    (b'{"text": null}', 'has no string under "text": {"text": null}'),
-    (b'{"text": ["a"]}', 'has no string under "text": {"text": ["a"]}'),
-    (b'{"text": "\\ud800"}', 'has a lone surrogate, which is not valid text: {"text": "\\ud800"}'),
-    (b'{"text": "\\udc80"}', 'has a lone surrogate, which is not valid text: {"text": "\\udc80"}'),
-    (b'{"body": "' + b"y" * 500 + b'"}', f'has no string under "text": {{"body": "{"y" * 67}...'),
+    (b"[1]", "is not a JSON object: [1]"),
+    (b"{}", 'has no string under "text"; its fields: none'),
+    (b'{"txt": 1, "n": 2}', 'has no string under "text"; its fields: "txt", "n"'),
+    (b'{"text": null}', 'has no string under "text"; its fields: "text"'),
+    (b'{"text": ["a"]}', 'has no string under "text"; its fields: "text"'),
+    (b'{"text": "\\ud800"}', "has a lone surrogate, which is not valid text"),
+    (b'{"text": "\\udc80"}', "has a lone surrogate, which is not valid text"),
     (b"\x00\x1b\xe2\x80\xa8!", r"is not JSON (Expecting value at column 1): \x00\x1b\xe2\x80\xa8!"),
     (b"[" * 10**5, f"exceeds the limits of the JSON parser: {'[' * 77}..."),
     (b'{"n": ' + b"9" * 5000 + b"}", f'exceeds the limits of the JSON parser: {{"n": {"9" * 71}...'),
@@ -310,10 +313,10 @@ def save(path: Path, lines: list[bytes]) -> str:
 def test_an_unreadable_line_is_named(tmp_path: Path, name: str, line: bytes, reason: str) -> None:
     path = save(tmp_path / name, [*GOOD[name], line, *GOOD[name], line])
     with pytest.raises(ValueError) as caught:
-        list(only(path).pieces())
+        list(read_examples(only(path)))
     message = str(caught.value)
     assert message.startswith(f"data.sources: {path}, line 6 {reason}; ")
-    assert message.endswith(", or skip such lines with --data.on_error skip")
+    assert message.endswith(", or skip such records with --data.on_error skip")
     assert message.isprintable()
     assert len(message) < len(path) + 300
 
@@ -322,34 +325,38 @@ def test_an_unreadable_line_is_named(tmp_path: Path, name: str, line: bytes, rea
 def test_skipping_equals_a_file_without_the_unreadable_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, line: bytes, reason: str
 ) -> None:
-    """The pieces are the same, so the tokens are, too."""
-    monkeypatch.setattr(files, "PIECE_CHARS", 16)
-    expected = list(only(save(tmp_path / name, GOOD[name])).pieces())
+    """The examples are the same, so the tokens are, too."""
+    monkeypatch.setattr(pieces, "PIECE_CHARS", 16)
+    expected = list(read_examples(only(save(tmp_path / name, GOOD[name]))))
     for places in ([0], [3], [5], [0, 1, 5], [2, 2, 4]):
         broken = list(GOOD[name])
         for place in sorted(places, reverse=True):
             broken.insert(place, line)
-        counts = LineCounts()
-        pieces = list(only(save(tmp_path / name, broken), on_error="skip").pieces(counts))
-        assert (counts.lines, counts.skipped, counts.first) == (len(broken), len(places), min(places) + 1)
+        counts = RecordCounts()
+        examples = list(read_examples(only(save(tmp_path / name, broken), on_error="skip"), counts))
+        assert (counts.records, counts.skipped) == (len(broken), len(places))
+        first = f"{tmp_path / name}, line {min(places) + 1}"
+        assert counts.first
+        assert counts.first.where == first
         if name != "a.txt" or len(line) < 16:  # the excerpt of a longer line of text starts at its unreadable part
-            summary = f"skipped {len(places)} of {len(broken)} lines; the first, line {min(places) + 1}, {reason}"
+            summary = f"skipped {len(places)} of {len(broken)} records; the first, {first}, {reason}"
             assert counts.summary() == summary
-        assert pieces == expected, places
+        assert examples == expected, places
 
 
 @pytest.mark.parametrize("name", GOOD)
 def test_skipping_changes_nothing_in_a_readable_file(tmp_path: Path, name: str) -> None:
     path = save(tmp_path / name, GOOD[name])
-    counts = LineCounts()
-    assert list(only(path, on_error="skip").pieces(counts)) == list(only(path).pieces())
-    assert counts == LineCounts(lines=5)
+    counts = RecordCounts()
+    assert list(read_examples(only(path, on_error="skip"), counts)) == list(read_examples(only(path)))
+    assert counts == RecordCounts(records=5)
     assert counts.summary() is None
     assert only(path, on_error="skip").fingerprint != only(path).fingerprint
 
 
 def test_the_last_line_may_be_unreadable_and_lack_a_newline(tmp_path: Path) -> None:
-    assert list(only(write(tmp_path / "a.txt", b"good\nbad\xff"), on_error="skip").pieces()) == [Piece("good\n", True)]
+    source = only(write(tmp_path / "a.txt", b"good\nbad\xff"), on_error="skip")
+    assert list(read_examples(source)) == [Example((Segment("good\n"),))]
 
 
 def test_a_file_that_is_not_zstd_is_named(tmp_path: Path) -> None:
@@ -366,7 +373,7 @@ def test_a_truncated_file_is_never_skipped(tmp_path: Path, on_error: OnError, lo
     assert len(frame) > lost
     for torn in (frame[:-lost], frame + frame[:-lost]):
         with pytest.raises(ValueError, match=r"a\.jsonl\.zst is not valid zstd \(the last frame is truncated\)"):
-            list(only(write(tmp_path / "a.jsonl.zst", torn), on_error=on_error).pieces())
+            list(read_examples(only(write(tmp_path / "a.jsonl.zst", torn), on_error=on_error)))
 
 
 @pytest.mark.parametrize("on_error", ["stop", "skip"])
@@ -374,7 +381,7 @@ def test_a_corrupt_zstd_stream_is_never_skipped(tmp_path: Path, on_error: OnErro
     frame = bytearray(zstandard.ZstdCompressor(write_checksum=True).compress(b'{"text": "a"}\n' * 1000))
     frame[-1] ^= 1
     with pytest.raises(ValueError, match=r"a\.jsonl\.zst is not valid zstd"):
-        list(only(write(tmp_path / "a.jsonl.zst", bytes(frame)), on_error=on_error).pieces())
+        list(read_examples(only(write(tmp_path / "a.jsonl.zst", bytes(frame)), on_error=on_error)))
 
 
 def test_frames_without_text_are_ignored(tmp_path: Path) -> None:
@@ -388,4 +395,4 @@ def test_real_zstd_files_are_read(tmp_path: Path) -> None:
     if not DATA.is_dir():
         pytest.skip(f"no {DATA}")
     for file in sorted((DATA / "pile-zst").glob("*.jsonl.zst")):
-        assert all(isinstance(piece, Piece) and piece.text for piece in only(str(file)).pieces())
+        assert all(example.text for example in read_examples(only(str(file))))

@@ -22,8 +22,10 @@ from torch import Tensor
 from acsgd.errors import CorruptFileError
 from acsgd.io.cache import open_cached
 from acsgd.io.entry import Entry, seal
+from acsgd.io.formats.base import Example
+from acsgd.io.formats.formats import read_examples
 from acsgd.io.sampling.sampler import Ints
-from acsgd.io.sources.base import LineCounts, Piece, Source
+from acsgd.io.sources.base import RecordCounts, Source
 from acsgd.io.sources.sources import WeightedSource
 from acsgd.notes import print_note, report_if_slow
 from acsgd.shards.tokenizer import DocumentTokens
@@ -97,7 +99,7 @@ class Corpus(NamedTuple):
 
     tokens: Tokens
     skipped: str | None
-    """Sentence that describes the lines skipped as unreadable; None if there are none."""
+    """Sentence that describes the records skipped as unreadable; None if there are none."""
 
 
 class TokenStats(NamedTuple):
@@ -106,7 +108,7 @@ class TokenStats(NamedTuple):
     largest: int
     """Largest token id."""
     skipped: str | None
-    """Clause that describes the skipped lines."""
+    """Clause that describes the skipped records."""
 
 
 def tokenize_all(
@@ -189,7 +191,7 @@ def tokenize(source: Source, tokenizer: PreTrainedTokenizerBase, path: Path, *, 
     """
     special = DocumentTokens.of(tokenizer)
     dtype = np.dtype("<u2" if max(tokenizer.get_vocab().values()) < 2**16 else "<u4")
-    counts, started = LineCounts(), time.monotonic()
+    counts, started = RecordCounts(), time.monotonic()
     num_tokens = num_of_text = largest = 0
     begin = special.begin
 
@@ -200,14 +202,14 @@ def tokenize(source: Source, tokenizer: PreTrainedTokenizerBase, path: Path, *, 
 
     with path.open("wb") as file, report_if_slow(print_note, progress):
         _write_header(file, dtype, 0)
-        for pieces in _in_batches(source.pieces(counts)):
-            texts = [piece.text for piece in pieces]
+        for examples in _in_batches(read_examples(source, counts)):
+            texts = [example.text for example in examples]
             # verbose=False: no warning if a document is longer than the model's maximum sequence
             encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
             rows: list[list[int]] = []
-            for piece, ids in zip(pieces, encoded["input_ids"], strict=True):
-                rows += [begin, ids, [special.end] if piece.ends_document else []]
-                begin = special.begin_next if piece.ends_document else []
+            for example, ids in zip(examples, encoded["input_ids"], strict=True):
+                rows += [begin, ids, [special.end] if example.ends_document else []]
+                begin = special.begin_next if example.ends_document else []
                 num_of_text += len(ids)
             flat = np.fromiter(chain.from_iterable(rows), dtype)
             largest = max(largest, int(flat.max(initial=0)))
@@ -240,13 +242,13 @@ def _write_header(file: BinaryIO, dtype: np.dtype[np.unsignedinteger], length: i
     np.lib.format.write_array_header_1_0(file, {"descr": dtype.str, "fortran_order": False, "shape": (length,)})
 
 
-def _in_batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Group pieces into lists of at least BATCH_CHARS characters."""
-    batch: list[Piece] = []
+def _in_batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
+    """Group examples into lists of at least BATCH_CHARS characters."""
+    batch: list[Example] = []
     chars = 0
-    for piece in pieces:
-        batch.append(piece)
-        chars += len(piece.text) + 1  # empty documents count too
+    for example in examples:
+        batch.append(example)
+        chars += len(example.text) + 1  # empty documents count too
         if chars >= BATCH_CHARS:
             yield batch
             batch, chars = [], 0

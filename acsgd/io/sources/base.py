@@ -1,51 +1,66 @@
-"""Interface of sources of text, and the documents that they yield."""
+"""Interface of sources, and the records that they yield."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 OnError = Literal["stop", "skip"]
-"""What an unreadable line does: end the run, or be skipped and counted (data.on_error)."""
+"""What an unreadable record does: end the run, or be skipped and counted (data.on_error)."""
+
+TEXT = "text"
+"""Field of a record that holds a plain text."""
 
 
-class Piece(NamedTuple):
-    """A document, or a part of a document that is too long to be tokenized at once."""
+class Record(NamedTuple):
+    """One record of a source: a line of JSON, a row of a table, or a piece of a text file."""
 
-    text: str
-    ends_document: bool
+    fields: Mapping[str, Any]
+    """Values by the names that they have in the source. A text file has one field, TEXT."""
+    where: str
+    """File and line, for messages."""
+    ends_document: bool = True
+    """False for a piece of a text file that is too long to be tokenized at once, unless it is the last one."""
+
+
+class BadRecord(NamedTuple):
+    """A record that cannot be read."""
+
+    where: str
+    reason: str
+    """Predicate of a sentence whose subject is the record: "is not JSON"."""
+    remedy: str
+    """Imperative: what to change in the file."""
 
 
 @dataclass
-class LineCounts:
-    """Number of lines read from a source and number of lines skipped as unreadable."""
+class RecordCounts:
+    """Number of records read from a source and number of records skipped as unreadable."""
 
-    lines: int = 0
-    """Lines read so far, including blank lines."""
+    records: int = 0
+    """Records read so far. In files of text or JSON lines every line counts, blank ones too."""
     skipped: int = 0
-    first: int = 0
-    """Number of the first skipped line, counted from 1."""
-    reason: str = ""
-    """Why the first skipped line cannot be read."""
+    first: BadRecord | None = None
+    """First skipped record."""
     fraction: Callable[[], float] | None = field(default=None, compare=False)
-    """Returns the fraction of the file that has been read; may be called by any thread. None = unknown."""
+    """Returns the fraction of the source that has been read; may be called by any thread. None = unknown."""
 
-    def skip(self, line: int, reason: str) -> None:
-        """Count a skipped line."""
-        if not self.skipped:
-            self.first, self.reason = line, reason
+    def skip(self, record: BadRecord) -> None:
+        """Count a skipped record."""
+        self.first = self.first or record
         self.skipped += 1
 
     def summary(self) -> str | None:
-        """Return a clause that describes the skipped lines, None if there are none."""
-        if not self.skipped:
+        """Return a clause that describes the skipped records, None if there are none."""
+        if not self.first:
             return None
-        return f"skipped {self.skipped} of {self.lines} lines; the first, line {self.first}, {self.reason}"
+        where, reason, _ = self.first
+        return f"skipped {self.skipped} of {self.records} records; the first, {where}, {reason}"
 
 
 class Source(Protocol):
-    """One source of text. Creating it reads nothing."""
+    """One source of records. Creating it reads nothing."""
 
     @property
     def name(self) -> str:
@@ -58,19 +73,24 @@ class Source(Protocol):
         ...
 
     @property
+    def on_error(self) -> OnError:
+        """What an unreadable record does."""
+        ...
+
+    @property
     def fingerprint(self) -> str:
-        """Cache key of the text: changes when the text, or the lines skipped from it, may have changed."""
+        """Cache key of the records: changes when they may have changed."""
         ...
 
     def check(self) -> None:
-        """Raise ValueError if the source cannot be opened. Does not read the text."""
+        """Raise ValueError if the source cannot be opened. Does not read the records."""
         ...
 
-    def pieces(self, counts: LineCounts | None = None) -> Iterator[Piece]:
-        """Yield the documents in order, in bounded memory.
+    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+        """Yield the records in order, in bounded memory, with a BadRecord in place of each that cannot be read.
 
-        counts: updated in place. Raises ValueError that names file and line if a line cannot be read and
-        data.on_error is "stop".
+        counts: `records` and `fraction` are updated in place. Raises ValueError that names the file if the rest of it
+        cannot be read.
         """
         ...
 

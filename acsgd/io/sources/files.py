@@ -1,4 +1,4 @@
-"""Files as sources of text: one JSON object per line, or plain text; read in bounded memory."""
+"""Files as sources: one JSON object per line, or plain text; read in bounded memory."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from acsgd.errors import kind_of_file
-from acsgd.io.sources.base import LineCounts, NamedSource, Piece
+from acsgd.io.sources.base import TEXT, BadRecord, NamedSource, Record, RecordCounts
+from acsgd.io.sources.pieces import joined, parts_of
 from acsgd.io.sources.text import LineError, excerpt, fraction_read, not_utf8, open_text, reading
-
-PIECE_CHARS = 2**17
-"""Minimum length of a piece of a long document, characters. A piece ends at a newline.
-
-A longer line is cut at multiples of this length."""
 
 MAX_RECORD_CHARS = 2**27
 """Maximum length of a line of JSON, characters. Such a line takes 4 to 12 bytes of memory per character."""
+SKIPPED_CHARS = 2**17
+"""Characters of a longer line that are read at a time."""
+REMEDY = 'write one JSON object per line, such as {"text": "..."}'
 
 WHOLE_BYTES = 2**20
 """Maximum size of a file whose fingerprint covers every byte, bytes."""
@@ -53,6 +52,10 @@ class _File(NamedSource):
             digest = _sampled_hash(file.fileno(), status.st_size)
         return f"{self.path.resolve()} {status.st_size} {status.st_mtime_ns} {self.on_error} {digest}"
 
+    def _line(self, number: int) -> str:
+        """Return file and line, for messages."""
+        return f"{self.name}, line {number}"
+
     def check(self) -> None:
         """Raise ValueError unless the path is a readable, non-empty file."""
         try:
@@ -79,55 +82,45 @@ class _File(NamedSource):
         if not status.st_size:
             raise ValueError(f"{self.name} is empty; give a file with text")
 
-    def _handle(self, error: LineError, line: int, counts: LineCounts) -> None:
-        """Count an unreadable line as skipped, or raise ValueError, as data.on_error says."""
-        if self.on_error == "stop":
-            raise ValueError(
-                f"{self.key}: {self.name}, line {line} {error.reason}; {error.remedy}, or skip such lines with "
-                "--data.on_error skip"
-            )
-        counts.skip(line, error.reason)
-
 
 class JsonLines(_File):
-    """One JSON object per line, whose "text" is a document. Blank lines are ignored."""
+    """One JSON object per line. Blank lines are ignored."""
 
-    def pieces(self, counts: LineCounts | None = None) -> Iterator[Piece]:
-        """Yield the text of each line, a long one in pieces of at least PIECE_CHARS characters."""
-        counts = counts or LineCounts()
+    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+        """Yield the object of each line."""
         with open_text(self.path, key=self.key) as file:
             counts.fraction = partial(fraction_read, file)
-            for number, line in enumerate(_records(file), start=1):
-                counts.lines = number
-                text = _text_of(line) if isinstance(line, str) else line
-                if isinstance(text, LineError):
-                    self._handle(text, number, counts)
-                elif text is not None:
-                    yield from _joined(_lines(text))
+            for number, line in enumerate(_lines(file), start=1):
+                counts.records = number
+                fields = _object(line) if isinstance(line, str) else line
+                if isinstance(fields, LineError):
+                    yield BadRecord(self._line(number), *fields)
+                elif fields is not None:
+                    yield Record(fields, self._line(number))
 
 
 class PlainText(_File):
     """A file that is one document. A line is unreadable if it is not UTF-8."""
 
-    def pieces(self, counts: LineCounts | None = None) -> Iterator[Piece]:
-        """Yield the text in pieces of at least PIECE_CHARS characters."""
+    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+        """Yield the unreadable lines, then the text without them in pieces of at least PIECE_CHARS characters."""
         # in a pass of its own, since a line may be longer than a piece and unreadable at its end
-        counts = counts or LineCounts()
-        unreadable = self._unreadable_lines(counts)
+        unreadable: set[int] = set()
         with open_text(self.path, key=self.key) as file:
             counts.fraction = partial(fraction_read, file)
-            yield from _joined(part for line, part in _parts(file) if line not in unreadable)
-
-    def _unreadable_lines(self, counts: LineCounts) -> set[int]:
-        found: set[int] = set()
+            for number, part in parts_of(file):
+                counts.records = number
+                if number not in unreadable and (error := not_utf8(part)):
+                    yield BadRecord(self._line(number), *error)
+                    unreadable.add(number)
         with open_text(self.path, key=self.key) as file:
             counts.fraction = partial(fraction_read, file)
-            for number, part in _parts(file):
-                counts.lines = number
-                if number not in found and (error := not_utf8(part)):
-                    self._handle(error, number, counts)
-                    found.add(number)
-        return found
+            pieces = joined(part for line, part in parts_of(file) if line not in unreadable)
+            piece = next(pieces, None)
+            while piece is not None:
+                following = next(pieces, None)
+                yield Record({TEXT: piece}, self.name, ends_document=following is None)
+                piece = following
 
 
 def _sampled_hash(file: int, size: int) -> str:
@@ -144,7 +137,7 @@ def _sampled_hash(file: int, size: int) -> str:
     return digest.hexdigest()
 
 
-def _records(file: TextIO) -> Iterator[str | LineError]:
+def _lines(file: TextIO) -> Iterator[str | LineError]:
     """Yield each line, or an error in place of a line of more than MAX_RECORD_CHARS characters."""
     while line := file.readline(MAX_RECORD_CHARS + 1):
         if len(line) <= MAX_RECORD_CHARS or line.endswith("\n"):
@@ -154,63 +147,22 @@ def _records(file: TextIO) -> Iterator[str | LineError]:
             f"has more than {MAX_RECORD_CHARS} characters: {excerpt(line)}",
             "split the record or write its text to a *.txt file",
         )
-        while (line := file.readline(PIECE_CHARS)) and not line.endswith("\n"):
+        while (line := file.readline(SKIPPED_CHARS)) and not line.endswith("\n"):
             pass
 
 
-def _text_of(line: str) -> str | LineError | None:
-    """Return "text" of a JSON object, or why there is none; None for a blank line."""
+def _object(line: str) -> Mapping[str, Any] | LineError | None:
+    """Return the JSON object in a line, or why there is none; None for a blank line."""
     if line.isspace():
         return None
     if error := not_utf8(line):
         return error
-    remedy = 'write {"text": "..."}'
     try:
-        record = json.loads(line.rstrip("\n"))
+        fields = json.loads(line.rstrip("\n"))
     except json.JSONDecodeError as invalid:
-        return LineError(f"is not JSON ({invalid.msg} at column {invalid.colno}): {excerpt(line)}", remedy)
+        return LineError(f"is not JSON ({invalid.msg} at column {invalid.colno}): {excerpt(line)}", REMEDY)
     except (ValueError, RecursionError):  # a number of 5000 digits, a thousand brackets
-        return LineError(f"exceeds the limits of the JSON parser: {excerpt(line)}", remedy)
-    text = record.get("text") if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        return LineError(f'has no string under "text": {excerpt(line)}', remedy)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return LineError(f"has a lone surrogate, which is not valid text: {excerpt(line)}", "write the whole pair")
-    return text
-
-
-def _parts(file: TextIO) -> Iterator[tuple[int, str]]:
-    """Yield (line number, part of the line), parts of at most PIECE_CHARS characters."""
-    line = 1
-    while part := file.readline(PIECE_CHARS):
-        yield line, part
-        line += part.endswith("\n")
-
-
-def _lines(text: str) -> Iterator[str]:
-    """Yield the lines of a text, in parts of at most PIECE_CHARS characters; a short text as a whole."""
-    if len(text) <= PIECE_CHARS:
-        yield text
-        return
-    start = 0
-    while start < len(text):
-        newline = text.find("\n", start, start + PIECE_CHARS)
-        end = newline + 1 if newline >= 0 else start + PIECE_CHARS
-        yield text[start:end]
-        start = end
-
-
-def _joined(parts: Iterable[str]) -> Iterator[Piece]:
-    """Join the parts of a document into pieces of at least PIECE_CHARS and less than 2 PIECE_CHARS characters."""
-    held: list[str] = []
-    chars = 0
-    for part in parts:
-        if chars >= PIECE_CHARS:
-            yield Piece("".join(held), ends_document=False)
-            held, chars = [], 0
-        held.append(part)
-        chars += len(part)
-    if held:
-        yield Piece("".join(held), ends_document=True)
+        return LineError(f"exceeds the limits of the JSON parser: {excerpt(line)}", REMEDY)
+    if not isinstance(fields, dict):
+        return LineError(f"is not a JSON object: {excerpt(line)}", REMEDY)
+    return fields

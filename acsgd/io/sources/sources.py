@@ -1,7 +1,7 @@
-"""Sources of text. To add one, write a class that satisfies `Source` and add one line to SOURCES.
+"""Sources of records. To add one, write a class that satisfies `Source` and add one line to SOURCES.
 
 data.sources lists sources with optional weights: "demo:0.3,path/a.jsonl:0.7". A weight is a fraction of the
-sequences, and so of the tokens. Parsing is cheap: it finds every error that can be found without reading the text.
+sequences, and so of the tokens. Parsing is cheap: it finds every error that can be found without reading the records.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from acsgd.config.spec import suggest
-from acsgd.io.sources.base import LineCounts, NamedSource, OnError, Piece, Source
+from acsgd.io.sources.base import TEXT, NamedSource, OnError, Record, RecordCounts, Source
 from acsgd.io.sources.files import JsonLines, PlainText
 
 
@@ -34,18 +34,18 @@ class Demo(NamedSource):
     @property
     def fingerprint(self) -> str:
         """Version of the interpreter and hash of the texts."""
-        texts = "\0".join(text for text, _ in self.pieces())
+        texts = "\0".join(record.fields[TEXT] for record in self.records(RecordCounts()))
         return f"demo {platform.python_version()} {hashlib.sha256(texts.encode()).hexdigest()}"
 
     def check(self) -> None:
         """Do nothing: the texts are part of Python."""
 
-    def pieces(self, counts: LineCounts | None = None) -> Iterator[Piece]:
-        """Yield one document per topic, in alphabetical order of the topics."""
+    def records(self, counts: RecordCounts) -> Iterator[Record]:
+        """Yield one record per topic, in alphabetical order of the topics."""
         from pydoc_data.topics import topics  # large; only this source needs it
 
-        for _, text in sorted(topics.items()):
-            yield Piece(text, ends_document=True)
+        for counts.records, (topic, text) in enumerate(sorted(topics.items()), start=1):
+            yield Record({TEXT: text}, f"demo, topic {topic}")
 
 
 SOURCES: dict[str, Callable[[str, str, OnError], Source]] = {
@@ -58,7 +58,7 @@ SOURCES: dict[str, Callable[[str, str, OnError], Source]] = {
 
 
 def parse_sources(spec: str, *, key: str = "data.sources", on_error: OnError = "stop") -> tuple[WeightedSource, ...]:
-    """Return the sources that a string lists, with weights that sum to 1. Checks that they exist; reads no text.
+    """Return the sources that a string lists, with weights that sum to 1. Checks that they exist; reads no record.
 
     spec: comma-separated "name" or "name:weight"; the default weight is 1. key: configuration key to name in errors.
     Raises ValueError.

@@ -1,0 +1,1 @@
+"""Formats: what the fields of a record mean."""
