@@ -13,10 +13,12 @@ from acsgd.errors import CorruptFileError
 from acsgd.io.cache import open_cached
 from acsgd.io.checkpoint.progress import RunIdentity
 from acsgd.io.checkpoint.resume import Candidates, find
+from acsgd.io.rows.base import RowReader
+from acsgd.io.rows.concat import ConcatRows
 from acsgd.io.sampling.batches import BatchReader
 from acsgd.io.sampling.held_out import HeldOut, held_out, split
 from acsgd.io.sampling.sampler import Sampler, block_counts
-from acsgd.io.sampling.tokens import Corpus, num_sequences, tokenize_all, tokenizer_fingerprint
+from acsgd.io.sampling.tokens import tokenize_all, tokenizer_fingerprint
 from acsgd.io.sources.sources import WeightedSource
 from acsgd.pp.wire.cache_plan import CachePlan, plan_caches
 from acsgd.pp.wire.delta import Delta
@@ -99,39 +101,25 @@ def open_data(job: Job) -> BatchReader:
             f'model.task="{job.model.task.name}" needs labelled examples, but data.sources are texts; use '
             'model.task="lm"'
         )
-    corpora = _tokenized(job, job.sources)
-    sizes = [num_sequences(tokens, config.data.sequence) for tokens, _ in corpora]
+    rows = _open_rows(job, job.sources)
     sampler = Sampler(
         seed=config.data.seed,
         batch=config.data.batch,
         counts=block_counts([weight for _, weight in job.sources]),
-        sizes=tuple(split(size, config.data.eval_fraction) for size in sizes),
+        sizes=tuple(split(len(each), config.data.eval_fraction) for each in rows.rows),
     )
-    return BatchReader(
-        [tokens for tokens, _ in corpora],
-        sampler,
-        sequence=config.data.sequence,
-        micro=config.pp.micro,
-        micros=job.micro_ids,
-        wants_inputs=job.wants_inputs,
-        wants_labels=len(job.specs) - 1 in job.stages,
-        notes=tuple(skipped for _, skipped in corpora if skipped),
-    )
+    notes = tuple(each.corpus.skipped for each in rows.rows if each.corpus.skipped)
+    return BatchReader(rows, sampler, job.micro_ids, notes)
 
 
 def open_held_out(job: Job) -> HeldOut | None:
     """Return this replica's held-out data, None if nothing is held out. Tokenizes like `open_data`."""
-    config, topology = job.config, job.topology
     return held_out(
-        _tokenized(job, job.sources),
-        _tokenized(job, job.eval_sources),
-        config.data.eval_fraction,
-        sequence=config.data.sequence,
-        micro=config.pp.micro,
-        replicas=topology.replicas,
-        replica=topology.replica,
-        wants_inputs=job.wants_inputs,
-        wants_labels=len(job.specs) - 1 in job.stages,
+        _open_rows(job, job.sources),
+        _open_rows(job, job.eval_sources),
+        job.config.data.eval_fraction,
+        replicas=job.topology.replicas,
+        replica=job.topology.replica,
     )
 
 
@@ -209,12 +197,18 @@ def plan_activation_caches(job: Job, samples: int, *, run_id: str, fresh: bool) 
         raise ValueError(f'pp.forward="{job.config.pp.forward}": {error}') from None
 
 
-def _tokenized(job: Job, sources: Sequence[WeightedSource]) -> list[Corpus]:
-    return tokenize_all(
+def _open_rows(job: Job, sources: Sequence[WeightedSource]) -> RowReader:
+    """Return the rows of sources. Tokenizes those that are not in the cache yet."""
+    corpora = tokenize_all(
         sources,
         job.tokenizer,
-        job.config.data.sequence,
         job.cache_dir / "tokens",
         vocab_size=job.model.config.vocab_size,
         reports_wait=job.is_first_on_host,
+    )
+    return RowReader(
+        [ConcatRows(corpus, job.config.data.sequence) for corpus in corpora],
+        job.config.pp.micro,
+        wants_inputs=job.wants_inputs,
+        wants_labels=len(job.specs) - 1 in job.stages,
     )

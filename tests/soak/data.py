@@ -111,7 +111,7 @@ class Data:
 
         def call() -> np.ndarray:
             sources = parse_sources(path.name, on_error=on_error)  # type: ignore[arg-type]
-            [corpus] = tokenize_all(sources, self._tokenizer, 1, Path("tokens"), vocab_size=self._vocab_size)
+            [corpus] = tokenize_all(sources, self._tokenizer, Path("tokens"), vocab_size=self._vocab_size)
             return corpus.tokens[:]
 
         return attempt_start(call, [path.name])

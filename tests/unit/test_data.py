@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import zstandard
+from lib.corpora import one_document, windows_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -25,14 +26,15 @@ from acsgd import notes as notes_module
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.io import entry as entry_module
 from acsgd.io.formats.formats import read_examples
+from acsgd.io.rows.concat import ConcatRows
 from acsgd.io.sampling import tokens as tokens_module
+from acsgd.io.sampling.arrays import ArrayFile
 from acsgd.io.sampling.batches import Batch, BatchReader, Dataset, reading_bytes
 from acsgd.io.sampling.sampler import Sampler, Samples, block_counts, deal, shuffled
 from acsgd.io.sampling.tokens import (
+    TOKENS,
     Corpus,
-    TokenFile,
     corpora_fingerprint,
-    num_sequences,
     tokenize,
     tokenize_all,
     tokenizer_fingerprint,
@@ -43,7 +45,10 @@ from acsgd.io.sources.sources import WeightedSource, parse_sources
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 MIXTURE = Sampler(seed=7, batch=12, counts=(3, 7), sizes=(11, 40))
-CORPORA = [np.arange(11 * 5 + 3, dtype="<u2"), np.arange(1000, 1000 + 40 * 5 + 1, dtype="<u4")]
+CORPORA = [
+    one_document(np.arange(11 * 5 + 3, dtype="<u2")),
+    one_document(np.arange(1000, 1000 + 40 * 5 + 1, dtype="<u4")),
+]
 
 
 def source_of(path: Path, text: str) -> Source:
@@ -54,7 +59,7 @@ def source_of(path: Path, text: str) -> Source:
 
 def reader(micros: range, **options: bool) -> BatchReader:
     """Read MIXTURE in sequences of 5 and micro-batches of 2."""
-    return BatchReader(CORPORA, MIXTURE, sequence=5, micro=2, micros=micros, **options)
+    return BatchReader(windows_of(CORPORA, 5, 2, **options), MIXTURE, micros)
 
 
 def keys(number: int, count: int) -> np.ndarray:
@@ -67,8 +72,8 @@ def keys(number: int, count: int) -> np.ndarray:
 
 def test_every_document_ends_with_the_eos_token(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     source = source_of(tmp_path / "a.jsonl", '{"text": "one two"}\n{"text": ""}\n{"text": "three"}')
-    tokenize(source, tokenizer, tmp_path / "a.npy", vocab_size=512)
-    tokens = np.load(tmp_path / "a.npy", mmap_mode="r")
+    tokenize(source, tokenizer, tmp_path, vocab_size=512)
+    tokens = np.load(tmp_path / TOKENS, mmap_mode="r")
     assert tokens.dtype == np.dtype("<u2")
     assert tokenizer.decode(tokens.tolist()) == "one two<|endoftext|><|endoftext|>three<|endoftext|>"
 
@@ -77,8 +82,8 @@ def test_a_vocabulary_above_65536_is_stored_as_uint32(tmp_path: Path) -> None:
     words = Tokenizer(models.WordLevel({"<end>": 0, "low": 1, "high": 2**16}, unk_token="<end>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     wide = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
-    tokenize(source_of(tmp_path / "a.txt", "high low"), wide, tmp_path / "a.npy", vocab_size=2**17)
-    tokens = np.load(tmp_path / "a.npy")
+    tokenize(source_of(tmp_path / "a.txt", "high low"), wide, tmp_path, vocab_size=2**17)
+    tokens = np.load(tmp_path / TOKENS)
     assert tokens.dtype == np.dtype("<u4")
     assert tokens.tolist() == [2**16, 1, 0]
 
@@ -90,12 +95,12 @@ def test_the_tokens_do_not_depend_on_the_batching(
     lines = [f'{{"text": "document {n} {"word " * n}"}}\n' for n in range(40)]
     source = source_of(tmp_path / "a.jsonl", "".join(lines))
     monkeypatch.setattr(tokens_module, "BATCH_CHARS", chars)
-    tokenize(source, tokenizer, tmp_path / "a.npy", vocab_size=512)
+    tokenize(source, tokenizer, tmp_path, vocab_size=512)
     oracle = [
         [*tokenizer(example.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         for example in read_examples(source)
     ]
-    assert np.load(tmp_path / "a.npy").tolist() == list(itertools.chain(*oracle))
+    assert np.load(tmp_path / TOKENS).tolist() == list(itertools.chain(*oracle))
 
 
 def test_long_documents_cause_no_warning(
@@ -106,11 +111,11 @@ def test_long_documents_cause_no_warning(
     )
     logging.getLogger("transformers").addHandler(caplog.handler)
     try:
-        tokenize(source_of(tmp_path / "a.txt", "word " * 100), short, tmp_path / "a.npy", vocab_size=512)
+        tokenize(source_of(tmp_path / "a.txt", "word " * 100), short, tmp_path, vocab_size=512)
     finally:
         logging.getLogger("transformers").removeHandler(caplog.handler)
     assert not caplog.records
-    assert len(np.load(tmp_path / "a.npy")) > 100
+    assert len(np.load(tmp_path / TOKENS)) > 100
 
 
 def test_a_source_is_tokenized_once_and_stays_on_disk(
@@ -118,13 +123,23 @@ def test_a_source_is_tokenized_once_and_stays_on_disk(
 ) -> None:
     (tmp_path / "a.txt").write_text("some words " * 30)
     sources = parse_sources(f"demo,{tmp_path / 'a.txt'},demo")
-    first = tokenize_all(sources, tokenizer, 16, tmp_path / "cache", vocab_size=512)
+    first = tokenize_all(sources, tokenizer, tmp_path / "cache", vocab_size=512)
     assert len(list((tmp_path / "cache").iterdir())) == 2
     monkeypatch.setattr(tokens_module, "tokenize", lambda *_, **__: pytest.fail("tokenized again"))
-    again = tokenize_all(sources, tokenizer, 32, tmp_path / "cache", vocab_size=512)
-    assert all(isinstance(tokens, TokenFile) for tokens, _ in again)
-    assert [tokens[:].tobytes() for tokens, _ in again] == [tokens[:].tobytes() for tokens, _ in first]
-    assert not any(skipped for _, skipped in first + again)
+    again = tokenize_all(sources, tokenizer, tmp_path / "cache", vocab_size=512)
+    assert all(isinstance(corpus.tokens, ArrayFile) for corpus in again)
+    assert [corpus.tokens[:].tobytes() for corpus in again] == [corpus.tokens[:].tobytes() for corpus in first]
+    assert not any(corpus.skipped for corpus in first + again)
+
+
+def test_the_offsets_are_those_of_the_documents(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    texts = ["one two", "", "three " * 50, "four"]
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    sources = parse_sources(str(tmp_path / "a.jsonl"))
+    [corpus] = tokenize_all(sources, tokenizer, tmp_path / "cache", vocab_size=512)
+    spans = itertools.pairwise(corpus.offsets[:].tolist())
+    documents = [tokenizer.decode(corpus.tokens[start:end].tolist()) for start, end in spans]
+    assert documents == [f"{text}<|endoftext|>" for text in texts]
 
 
 BAD = ["bad", '{"text": "lone \\udfff"}', "{}", '{"text": "\udcff"}']
@@ -141,24 +156,24 @@ def test_skipping_unreadable_lines_keeps_all_others_and_is_reported(
     broken.write_text("\n".join(lines), errors="surrogateescape")
     mended.write_text("".join(f"{line}\n" for line in lines if line not in bad))
     sources = parse_sources(str(broken), on_error="skip")
-    [(tokens, skipped)] = tokenize_all(sources, tokenizer, 2, tmp_path / "cache", vocab_size=512)
-    [(wanted, _)] = tokenize_all(parse_sources(str(mended)), tokenizer, 2, tmp_path / "cache", vocab_size=512)
-    assert tokens[:].tolist() == wanted[:].tolist()
+    [corpus] = tokenize_all(sources, tokenizer, tmp_path / "cache", vocab_size=512)
+    wanted = tokenize_all(parse_sources(str(mended)), tokenizer, tmp_path / "cache", vocab_size=512)[0].tokens
+    assert corpus.tokens[:].tolist() == wanted[:].tolist()
     reason = f"{broken}, line 2, is not JSON (Expecting value at column 1): bad"
     if suffix == ".txt":
         reason = rf'{broken}, line 5, is not UTF-8 (byte 0xff): {{"text": "\xff"}}'
     count = len(bad) + 1
-    assert skipped == f"data.sources: {broken}: skipped {count} of 8 records; the first, {reason}"
+    assert corpus.skipped == f"data.sources: {broken}: skipped {count} of 8 records; the first, {reason}"
     monkeypatch.setattr(tokens_module, "tokenize", lambda *_, **__: pytest.fail("tokenized again"))
-    assert tokenize_all(sources, tokenizer, 2, tmp_path / "cache", vocab_size=512)[0].skipped == skipped
+    assert tokenize_all(sources, tokenizer, tmp_path / "cache", vocab_size=512)[0].skipped == corpus.skipped
 
 
 def test_the_cache_key_depends_on_skipping(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one two three"}\nbad')
-    tokenize_all(parse_sources(str(path), on_error="skip"), tokenizer, 1, tmp_path / "cache", vocab_size=512)
+    tokenize_all(parse_sources(str(path), on_error="skip"), tokenizer, tmp_path / "cache", vocab_size=512)
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2 is not JSON"):
-        tokenize_all(parse_sources(str(path)), tokenizer, 1, tmp_path / "cache", vocab_size=512)
+        tokenize_all(parse_sources(str(path)), tokenizer, tmp_path / "cache", vocab_size=512)
 
 
 @pytest.mark.parametrize(("suffix", "lines"), [("jsonl", "\n".join(BAD)), ("txt", "\udcff\n" * 4)])
@@ -171,7 +186,6 @@ def test_a_source_of_unreadable_lines_only_is_refused(
         tokenize_all(
             parse_sources(str(path), on_error="skip", key="data.eval_sources"),
             tokenizer,
-            1,
             tmp_path / "cache",
             vocab_size=512,
         )
@@ -189,14 +203,14 @@ def test_text_and_tokenizer_change_the_cache_key(tokenizer: PreTrainedTokenizerF
     path = tmp_path / "a.txt"
     for text in ("some words", "other words now"):
         path.write_text(text)
-        tokenize_all(parse_sources(str(path)), tokenizer, 2, tmp_path / "cache", vocab_size=512)
+        tokenize_all(parse_sources(str(path)), tokenizer, tmp_path / "cache", vocab_size=512)
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
 def test_a_tokenizer_without_an_end_of_document_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     endless = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match=r'no eos_token .* set "eos_token" in its tokenizer_config\.json'):
-        tokenize_all(parse_sources("demo"), endless, 8, tmp_path / "cache", vocab_size=512)
+        tokenize_all(parse_sources("demo"), endless, tmp_path / "cache", vocab_size=512)
     assert not (tmp_path / "cache").exists()
 
 
@@ -216,26 +230,26 @@ def test_an_unusable_source_leaves_no_cache_entry(
 ) -> None:
     (tmp_path / "a.jsonl").write_text(lines)
     with pytest.raises(ValueError, match=message):
-        tokenize_all(parse_sources(str(tmp_path / "a.jsonl")), tokenizer, 8, tmp_path / "cache", vocab_size=512)
+        tokenize_all(parse_sources(str(tmp_path / "a.jsonl")), tokenizer, tmp_path / "cache", vocab_size=512)
     assert not (tmp_path / "cache").exists()
 
 
 def test_a_short_source_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("zq" * 5)
     sources = parse_sources(str(tmp_path / "a.txt"))
-    [(tokens, _)] = tokenize_all(sources, tokenizer, 1, tmp_path, vocab_size=512)
-    fits = len(tokens) - 1
-    tokenize_all(sources, tokenizer, fits, tmp_path, vocab_size=512)
-    message = f"data.sequence={fits + 1}: .*a.txt has {len(tokens)} tokens, .*use data.sequence={fits} or less"
+    [corpus] = tokenize_all(sources, tokenizer, tmp_path, vocab_size=512)
+    fits = len(corpus.tokens) - 1
+    assert len(ConcatRows(corpus, fits)) == 1
+    message = f"data.sequence={fits + 1}: .*a.txt has {fits + 1} tokens, .*use data.sequence={fits} or less"
     with pytest.raises(ValueError, match=message):
-        tokenize_all(sources, tokenizer, fits + 1, tmp_path, vocab_size=512)
+        ConcatRows(corpus, fits + 1)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"no {SHARED}")
 def test_real_text_is_decoded_exactly_from_its_tokens(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """1.3 MB are cut into ten pieces."""
     path = SHARED / "wikitext-2" / "test.txt"
-    [(tokens, _)] = tokenize_all(parse_sources(str(path)), tokenizer, 64, tmp_path, vocab_size=512)
+    tokens = tokenize_all(parse_sources(str(path)), tokenizer, tmp_path, vocab_size=512)[0].tokens
     assert tokenizer.decode(tokens[:].tolist()) == path.read_text() + "<|endoftext|>"
 
 
@@ -256,13 +270,13 @@ def test_a_token_that_the_model_has_not_is_named(tmp_path: Path) -> None:
     sources, wide = parse_sources(str(path)), sparse_tokenizer()
     for is_cached in (False, True):
         with pytest.raises(ValueError) as refused:
-            tokenize_all(sources, wide, 8, tmp_path / "cache", vocab_size=9)
+            tokenize_all(sources, wide, tmp_path / "cache", vocab_size=9)
         assert str(refused.value) == (
             f"data.sources: {path} has the token 'high' of id 9, but the model's vocab_size is 9; give the tokenizer "
             "that belongs to the model, or a model with a larger vocabulary"
         )
         assert (tmp_path / "cache").exists() == is_cached
-        [(tokens, _)] = tokenize_all(sources, wide, 8, tmp_path / "cache", vocab_size=10)
+        tokens = tokenize_all(sources, wide, tmp_path / "cache", vocab_size=10)[0].tokens
         assert max(tokens[:]) == 9
 
 
@@ -281,12 +295,13 @@ def test_damaged_tokens_are_found_and_tokenized_again(
     monkeypatch.setattr(entry_module, "BLOCK_BYTES", 64)  # so that the sample leaves most blocks unread
 
     def opened() -> list[Corpus]:
-        return tokenize_all(parse_sources(str(text)), tokenizer, 16, tmp_path / "cache", vocab_size=512)
+        return tokenize_all(parse_sources(str(text)), tokenizer, tmp_path / "cache", vocab_size=512)
 
     def read_all(corpora: list[Corpus]) -> list[torch.Tensor]:
-        size = num_sequences(corpora[0].tokens, 16)
+        rows = windows_of(corpora, 16, 1)
+        size = len(rows.rows[0])
         sampler = Sampler(seed=0, batch=size, counts=(1,), sizes=(size,))
-        batches = Dataset(BatchReader([corpora[0].tokens], sampler, 16, 1, range(size)), range(1))
+        batches = Dataset(BatchReader(rows, sampler, range(size)), range(1))
         return [batch.inputs["input_ids"] for batch in batches if batch.inputs is not None]
 
     [intact] = read_all(opened())
@@ -329,14 +344,14 @@ def test_tokens_that_are_cut_off_under_a_run_are_an_error(tokenizer: PreTrainedT
     """A memory-mapped file would end the process with SIGBUS."""
     path = tmp_path / "a.txt"
     path.write_text("some words " * 1000)
-    [(tokens, _)] = tokenize_all(parse_sources(str(path)), tokenizer, 16, tmp_path / "cache", vocab_size=512)
+    corpora = tokenize_all(parse_sources(str(path)), tokenizer, tmp_path / "cache", vocab_size=512)
     [entry] = (tmp_path / "cache").iterdir()
-    fingerprint = corpora_fingerprint([tokens])
+    fingerprint = corpora_fingerprint(corpora)
     os.truncate(entry / "tokens.npy", 1)
     with pytest.raises(CorruptFileError, match=r"tokens\.npy is corrupt: it was cut from \d+ to 1 bytes; start again"):
-        tokens[:16]
-    [(again, _)] = tokenize_all(parse_sources(str(path)), tokenizer, 16, tmp_path / "cache", vocab_size=512)
-    assert corpora_fingerprint([again]) == fingerprint
+        corpora[0].tokens[:16]
+    again = tokenize_all(parse_sources(str(path)), tokenizer, tmp_path / "cache", vocab_size=512)
+    assert corpora_fingerprint(again) == fingerprint
 
 
 class GrowingFile(JsonLines):
@@ -355,7 +370,7 @@ def test_a_file_that_changes_while_it_is_tokenized_is_refused(
     path.write_text('{"text": "one two three"}\n')
     sources = [WeightedSource(GrowingFile(str(path)), 1.0)]
     with pytest.raises(ValueError) as refused:
-        tokenize_all(sources, tokenizer, 1, tmp_path / "cache", vocab_size=512)
+        tokenize_all(sources, tokenizer, tmp_path / "cache", vocab_size=512)
     message = f"data.sources: {path} changed while it was tokenized; start again when it is complete"
     assert str(refused.value) == message
     assert not (tmp_path / "cache").exists()
@@ -367,7 +382,7 @@ def test_a_full_disk_is_one_sentence(tokenizer: PreTrainedTokenizerFast, tmp_pat
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
     try:
         with pytest.raises(RunError, match=r"/cache/demo-\w+: File too large; raise the limit"):
-            tokenize_all(parse_sources("demo"), tokenizer, 16, tmp_path / "cache", vocab_size=512)
+            tokenize_all(parse_sources("demo"), tokenizer, tmp_path / "cache", vocab_size=512)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert os.listdir(tmp_path) == []
@@ -376,7 +391,7 @@ def test_a_full_disk_is_one_sentence(tokenizer: PreTrainedTokenizerFast, tmp_pat
 def test_a_source_may_have_the_longest_name(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / ("ä" * 125 + "s.txt")
     path.write_text("some words")
-    [(tokens, _)] = tokenize_all(parse_sources(str(path)), tokenizer, 1, tmp_path / "cache", vocab_size=512)
+    tokens = tokenize_all(parse_sources(str(path)), tokenizer, tmp_path / "cache", vocab_size=512)[0].tokens
     assert len(tokens) > 2
 
 
@@ -403,7 +418,7 @@ def test_a_long_tokenization_reports_its_progress(
     slow.go_on.clear()
     monkeypatch.setattr(notes_module, "FIRST_REPORT_S", 0.01)
     monkeypatch.setattr(tokens_module, "print_note", lambda text: (notes.append(text), slow.go_on.set()))
-    tokenize_all([WeightedSource(slow, 1.0)], tokenizer, 1, tmp_path / "cache", vocab_size=512)
+    tokenize_all([WeightedSource(slow, 1.0)], tokenizer, tmp_path / "cache", vocab_size=512)
     assert re.fullmatch(rf"tokenizing: read \d+% of {path}, 0\.0 M tokens, 0\.\d\d M/s", notes[0])
 
 
@@ -412,14 +427,13 @@ def test_a_long_tokenization_reports_its_progress(
 
 def test_every_token_but_the_first_is_a_target_once() -> None:
     sequence = 5
-    for length in (0, 1, 5, 6, 10, 11, 23):
-        tokens = np.arange(length, dtype="<u2")
-        count = num_sequences(tokens, sequence)
-        if count:
-            sampler = Sampler(seed=0, batch=count, counts=(1,), sizes=(count,))
-            labels = BatchReader([tokens], sampler, sequence, 1, range(count)).batch(0).labels
-            assert labels is not None
-            assert sorted(labels.flatten().tolist()) == list(range(1, count * sequence + 1)), length
+    for length in (6, 10, 11, 23):
+        rows = windows_of([one_document(np.arange(length, dtype="<u2"))], sequence, 1)
+        count = len(rows.rows[0])
+        sampler = Sampler(seed=0, batch=count, counts=(1,), sizes=(count,))
+        labels = BatchReader(rows, sampler, range(count)).batch(0).labels
+        assert labels is not None
+        assert sorted(labels.flatten().tolist()) == list(range(1, count * sequence + 1)), length
         assert length - count * sequence <= sequence, "the dropped remainder is at most a sequence"
 
 
@@ -652,12 +666,12 @@ def test_reading_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_memory_for_reading_is_bounded() -> None:
     """The bound that a start compares with the memory of the host holds, and is not far above."""
     sequence, batch = 64, 2**14
-    corpus = np.zeros(batch * sequence + 1, dtype=np.uint16)
+    rows = windows_of([one_document(np.zeros(batch * sequence + 1, dtype=np.uint16))], sequence, 1)
     sampler = Sampler(seed=0, batch=batch, counts=(1,), sizes=(batch,))
     bound = reading_bytes(batch, batch // 2, sequence)
     tracemalloc.start()
     try:
-        for _ in Dataset(BatchReader([corpus], sampler, sequence, 1, range(batch // 2)), range(8)):
+        for _ in Dataset(BatchReader(rows, sampler, range(batch // 2)), range(8)):
             pass
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -666,7 +680,8 @@ def test_the_memory_for_reading_is_bounded() -> None:
 
 
 def test_an_error_of_the_thread_is_raised_by_the_iteration() -> None:
-    torn = BatchReader([CORPORA[0], CORPORA[1][:7]], MIXTURE, sequence=5, micro=2, micros=range(6))
-    with pytest.raises(ValueError, match="broadcast"):
-        list(Dataset(torn, range(9)))
+    torn = [CORPORA[0], one_document(CORPORA[1].tokens[:7])]
+    reader = BatchReader(windows_of(torn, 5, 2), MIXTURE, range(6))
+    with pytest.raises(ValueError, match="shape"):
+        list(Dataset(reader, range(9)))
     assert not read_ahead_threads()

@@ -160,7 +160,10 @@ ORDER = """
     io.formats.formats
     io
     io.sampling.sampler
+    io.sampling.arrays
     io.sampling.tokens
+    io.rows.base
+    io.rows.concat
     io.sampling.batches
     io.sampling.held_out
     io.checkpoint.progress

@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lib.corpora import one_document, windows_of
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.run_file import parse
 from acsgd.io.sampling.batches import Batch, BatchReader
 from acsgd.io.sampling.held_out import HeldOut, held_out, parse_eval, split
 from acsgd.io.sampling.sampler import Sampler
-from acsgd.io.sampling.tokens import Corpus, num_sequences, tokenize_all
+from acsgd.io.sampling.tokens import Corpus, tokenize_all
 from acsgd.io.sources.sources import parse_sources
 from acsgd.launch import Launch
 from acsgd.run.inputs import open_data, open_held_out
@@ -23,21 +24,22 @@ from acsgd.run.job import prepare
 
 T = 5
 LENGTHS = [T + 1, 7 * T + 3, 20 * T + 1, 3 * T + T]
-CORPORA = [Corpus(np.arange(1000 * i, 1000 * i + n, dtype="<u4"), None) for i, n in enumerate(LENGTHS)]
+CORPORA = [one_document(np.arange(1000 * i, 1000 * i + n, dtype="<u4")) for i, n in enumerate(LENGTHS)]
 """All tokens are distinct, so each identifies its position."""
 LONG = CORPORA[1:]
 
 
-def separate(corpora: list[Corpus], **options: int) -> HeldOut:
+def separate(corpora: list[Corpus], *, micro: int = 2, replicas: int = 1, replica: int = 0) -> HeldOut:
     """Hold out whole sources; by default for one replica in micro-batches of 2."""
-    made = held_out([], corpora, 0.0, sequence=T, **({"micro": 2, "replicas": 1, "replica": 0} | options))
+    rows = windows_of(corpora, T, micro)
+    made = held_out(windows_of([], T, micro), rows, 0.0, replicas=replicas, replica=replica)
     assert made is not None
     return made
 
 
-def ends(fraction: float, **options: int) -> HeldOut:
+def ends(fraction: float, *, replicas: int = 1, replica: int = 0) -> HeldOut:
     """Hold out a fraction of LONG."""
-    made = held_out(LONG, [], fraction, sequence=T, **({"micro": 2, "replicas": 1, "replica": 0} | options))
+    made = held_out(windows_of(LONG, T, 2), windows_of([], T, 2), fraction, replicas=replicas, replica=replica)
     assert made is not None
     return made
 
@@ -57,7 +59,7 @@ def targets(batches: Iterator[Batch]) -> list[list[int]]:
 
 def windows(corpora: list[Corpus]) -> list[list[int]]:
     """Return the targets of every sequence, computed from the tokens."""
-    return [tokens[i + 1 : i + 1 + T].tolist() for tokens, _ in corpora for i in range(0, len(tokens) - T, T)]
+    return [tokens[i + 1 : i + 1 + T].tolist() for _, tokens, *_ in corpora for i in range(0, len(tokens) - T, T)]
 
 
 # ---- each sequence once
@@ -105,9 +107,10 @@ def test_sample_ids_are_indices_in_the_held_out_set() -> None:
 
 @pytest.mark.parametrize(("wants_inputs", "wants_labels"), list(itertools.product([False, True], repeat=2)))
 def test_a_stage_reads_only_what_it_needs(wants_inputs: bool, wants_labels: bool) -> None:
-    held = HeldOut([CORPORA[1].tokens], [range(4, 7)], T, 2, 1, 0, wants_inputs, wants_labels)
+    rows = windows_of(CORPORA[1:2], T, 2, wants_inputs=wants_inputs, wants_labels=wants_labels)
+    held = HeldOut(rows, [range(4, 7)], 1, 0)
     [batch] = (batch.to(torch.device("cpu")) for batch in held.batches(3))
-    whole = next(HeldOut([CORPORA[1].tokens], [range(4, 7)], T, 2, 1, 0).batches(3))
+    whole = next(HeldOut(windows_of(CORPORA[1:2], T, 2), [range(4, 7)], 1, 0).batches(3))
     tokens = None if batch.inputs is None else batch.inputs["input_ids"]
     assert whole.inputs is not None
     assert whole.labels is not None
@@ -125,11 +128,12 @@ def test_a_stage_reads_only_what_it_needs(wants_inputs: bool, wants_labels: bool
 
 @pytest.mark.parametrize("fraction", [0.0, 1e-9, 0.05, 1 / 3, 0.5, 0.9, 1 - 1e-9])
 def test_trained_and_held_out_targets_are_disjoint_and_together_complete(fraction: float) -> None:
-    sizes = [num_sequences(tokens, T) for tokens, _ in LONG]
+    rows = windows_of(LONG, T, 1)
+    sizes = [len(each) for each in rows.rows]
     kept = tuple(split(size, fraction) for size in sizes)
     epoch = sum(kept)  # weights in proportion to the sizes make one epoch of each source in as many samples
     sampler = Sampler(seed=3, batch=epoch, counts=kept, sizes=kept)
-    batch = BatchReader([tokens for tokens, _ in LONG], sampler, T, 1, range(epoch)).batch(0)
+    batch = BatchReader(rows, sampler, range(epoch)).batch(0)
     trained = targets(iter([batch]))
     held = targets(ends(fraction).batches(4)) if fraction else []
     assert sorted(trained + held) == windows(LONG)
@@ -148,7 +152,7 @@ def test_a_fraction_is_met_to_half_a_sequence_with_at_least_one_on_each_side() -
 
 def test_fraction_0_holds_out_nothing() -> None:
     assert [split(sequences, 0.0) for sequences in (0, 1, 2, 10)] == [0, 1, 2, 10]
-    assert held_out(CORPORA, [], 0.0, sequence=T, micro=1, replicas=1, replica=0) is None
+    assert held_out(windows_of(CORPORA, T, 1), windows_of([], T, 1), 0.0, replicas=1, replica=0) is None
 
 
 # ---- errors
@@ -173,8 +177,9 @@ def test_a_fraction_together_with_sources_is_refused() -> None:
     message = r"^data\.eval_fraction=0\.1 and data\.eval_sources are both given; remove one of them$"
     with pytest.raises(ValueError, match=message):
         parse_eval("demo", 0.1)
+    rows = windows_of(CORPORA, T, 1)
     with pytest.raises(ValueError, match=message):
-        held_out(CORPORA, CORPORA, 0.1, sequence=T, micro=1, replicas=1, replica=0)
+        held_out(rows, rows, 0.1, replicas=1, replica=0)
 
 
 def test_evaluation_sources_are_checked_and_have_no_weights() -> None:
@@ -187,7 +192,7 @@ def test_evaluation_sources_are_checked_and_have_no_weights() -> None:
 
 
 def test_fingerprints_differ_with_texts_and_fractions() -> None:
-    other = [LONG[0], LONG[1], Corpus(LONG[2].tokens[:-1], None)]
+    other = [LONG[0], LONG[1], one_document(LONG[2].tokens[:-1])]
     prints = {separate(LONG).fingerprint(), separate(other).fingerprint(), ends(0.1).fingerprint()}
     assert len(prints) == 3
     assert ends(0.1, replicas=2, replica=1).fingerprint() == ends(0.1).fingerprint()
@@ -199,14 +204,13 @@ def test_fingerprints_differ_with_texts_and_fractions() -> None:
 def test_notes_report_lines_skipped_from_evaluation_sources(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one two three four five"}\nbad\n')
     sources = parse_eval(str(tmp_path / "a.jsonl"), 0.0, on_error="skip")
-    own = tokenize_all(sources, tokenizer, T, tmp_path / "cache", vocab_size=512)
-    trained = tokenize_all(parse_sources("demo"), tokenizer, T, tmp_path / "cache", vocab_size=512)
-    layout = {"sequence": T, "micro": 1, "replicas": 1, "replica": 0}
-    held = held_out(trained, own, 0.0, **layout)
+    own = tokenize_all(sources, tokenizer, tmp_path / "cache", vocab_size=512)
+    trained = tokenize_all(parse_sources("demo"), tokenizer, tmp_path / "cache", vocab_size=512)
+    held = held_out(windows_of(trained, T, 1), windows_of(own, T, 1), 0.0, replicas=1, replica=0)
     assert held is not None
     assert held.notes == (own[0].skipped,)
     assert held.notes[0].startswith(f"data.eval_sources: {tmp_path / 'a.jsonl'}: skipped 1 of 2 records")
-    shared = held_out(own + trained, [], 0.5, **layout)
+    shared = held_out(windows_of(own + trained, T, 1), windows_of([], T, 1), 0.5, replicas=1, replica=0)
     assert shared is not None
     assert shared.notes == ()  # they are in BatchReader.notes
 
@@ -230,9 +234,10 @@ def test_options_of_a_run_select_its_held_out_data(tiny_model: Callable[..., Pat
         reader, held = opened(rank, "--data.eval_fraction 0.25")
         assert held is not None
         assert reader.sampler.sizes == (held.ranges[0].start,) == (size - round(size / 4),)
-        assert (held.replicas, held.micro, held.wants_inputs, held.wants_labels) == (2, 2, rank % 2 == 0, rank % 2 == 1)
+        assert (held.rows.micro, held.rows.wants_inputs, held.rows.wants_labels) == (2, rank % 2 == 0, rank % 2 == 1)
+        assert held.replicas == 2
         assert held.replica == rank // 2
     reader, held = opened(0, "--data.eval_sources demo")
     assert held is not None
     assert reader.sampler.sizes == (size,)
-    assert len(held) == num_sequences(held.corpora[0], 16) > 1000
+    assert len(held) == len(held.rows.rows[0]) > 1000

@@ -6,7 +6,7 @@ Shapes: M micro-batches of the replica, B sequences per micro-batch, T tokens pe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -15,8 +15,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from acsgd.io.rows.base import RowReader
 from acsgd.io.sampling.sampler import Ints, Sampler
-from acsgd.io.sampling.tokens import Tokens, corpora_fingerprint, read_windows, to_micro_batches
 
 T = TypeVar("T")
 
@@ -50,38 +50,31 @@ class Batch:
 class BatchReader:
     """Reads one replica's batch of any step."""
 
-    corpora: Sequence[Tokens]
-    """Tokens of each source, in the order of the mixture."""
+    rows: RowReader
     sampler: Sampler
-    sequence: int
-    """T."""
-    micro: int
-    """B."""
     micros: range
     """Micro-batches of the global batch that the replica trains on: `deal`."""
-    wants_inputs: bool = True
-    wants_labels: bool = True
     notes: tuple[str, ...] = ()
     """Sentences for the user, one for each source with skipped lines."""
 
     def fingerprint(self) -> str:
         """Return a string that differs between hosts with different texts."""
-        return corpora_fingerprint(self.corpora)
+        return self.rows.fingerprint()
 
     def batch(self, step: int) -> Batch:
         """Return the batch of a step, counted from 0, as new tensors."""
-        mine = slice(self.micros.start * self.micro, self.micros.stop * self.micro)
-        sources, indices, ids = (field[mine] for field in self.sampler.samples(step).dealt())
-        inputs = labels = None
-        if self.wants_inputs or self.wants_labels:
-            windows = read_windows(self.corpora, self.sequence, sources, indices)
-            inputs = {"input_ids": to_micro_batches(windows[:, :-1], self.micro)} if self.wants_inputs else None
-            labels = to_micro_batches(windows[:, 1:], self.micro) if self.wants_labels else None
-        upcoming = self.sampler.samples(step + 1).dealt().ids[mine]
+        sources, indices, ids = (field[self._mine] for field in self.sampler.samples(step).dealt())
+        inputs, labels = self.rows.read(sources, indices)
+        upcoming = self.sampler.samples(step + 1).dealt().ids[self._mine]
         return Batch(inputs, labels, self._in_micros(ids), self.micros, self._in_micros(upcoming))
 
+    @property
+    def _mine(self) -> slice:
+        """Samples of this replica among those of the global batch."""
+        return slice(self.micros.start * self.rows.micro, self.micros.stop * self.rows.micro)
+
     def _in_micros(self, ids: Ints) -> Tensor:
-        return torch.from_numpy(ids.copy()).view(len(self.micros), self.micro)
+        return torch.from_numpy(ids.copy()).view(len(self.micros), self.rows.micro)
 
 
 class Dataset:

@@ -14,21 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from acsgd.io.rows.base import RowReader
 from acsgd.io.sampling.batches import Batch
 from acsgd.io.sampling.sampler import Ints, deal
-from acsgd.io.sampling.tokens import (
-    Corpus,
-    Tokens,
-    corpora_fingerprint,
-    num_sequences,
-    read_windows,
-    to_micro_batches,
-)
 from acsgd.io.sources.base import OnError
 from acsgd.io.sources.sources import WeightedSource, parse_sources
-
-IGNORE_INDEX = -100
-"""Label of tokens without a loss, as in torch.nn.functional.cross_entropy."""
+from acsgd.tasks import IGNORED
 
 
 def parse_eval(spec: str | None, fraction: float, *, on_error: OnError = "stop") -> tuple[WeightedSource, ...]:
@@ -65,38 +56,25 @@ def split(sequences: int, fraction: float) -> int:
 
 
 def held_out(
-    training: Sequence[Corpus],
-    separate: Sequence[Corpus],
-    fraction: float,
-    *,
-    sequence: int,
-    micro: int,
-    replicas: int,
-    replica: int,
-    wants_inputs: bool = True,
-    wants_labels: bool = True,
+    training: RowReader, separate: RowReader, fraction: float, *, replicas: int, replica: int
 ) -> HeldOut | None:
     """Return the held-out data of one replica, None if nothing is held out.
 
     training: data.sources; separate: data.eval_sources, may be empty; fraction: data.eval_fraction. Raises ValueError
     if both options are given or a source is too short.
     """
-    _check(fraction, separate=bool(separate))
-    if not separate and fraction == 0:
+    _check(fraction, separate=bool(separate.rows))
+    if not separate.rows and fraction == 0:
         return None
-    corpora = [corpus.tokens for corpus in separate or training]
-    sizes = [num_sequences(tokens, sequence) for tokens in corpora]
+    reader = separate if separate.rows else training
+    sizes = [len(rows) for rows in reader.rows]
     return HeldOut(
-        corpora,
-        [range(0 if separate else split(size, fraction), size) for size in sizes],
-        sequence=sequence,
-        micro=micro,
+        reader,
+        [range(0 if separate.rows else split(size, fraction), size) for size in sizes],
         replicas=replicas,
         replica=replica,
-        wants_inputs=wants_inputs,
-        wants_labels=wants_labels,
         # lines skipped from the training sources are in BatchReader.notes
-        notes=tuple(corpus.skipped for corpus in separate if corpus.skipped),
+        notes=tuple(rows.corpus.skipped for rows in separate.rows if rows.corpus.skipped),
     )
 
 
@@ -104,19 +82,12 @@ def held_out(
 class HeldOut:
     """Reads one replica's batches of the held-out sequences. They are the same in every evaluation."""
 
-    corpora: Sequence[Tokens]
-    """Tokens of each source."""
+    rows: RowReader
     ranges: Sequence[range]
-    """Held-out sequences of each source, contiguous."""
-    sequence: int
-    """T."""
-    micro: int
-    """B."""
+    """Held-out rows of each source, contiguous."""
     replicas: int
     replica: int
     """Index of this replica."""
-    wants_inputs: bool = True
-    wants_labels: bool = True
     notes: tuple[str, ...] = ()
     """Sentences for the user, one for each source of data.eval_sources with skipped lines."""
 
@@ -126,30 +97,26 @@ class HeldOut:
 
     def fingerprint(self) -> str:
         """Return a string that differs between hosts with different held-out data."""
-        return f"{list(self.ranges)} {corpora_fingerprint(self.corpora)}"
+        return f"{list(self.ranges)} {self.rows.fingerprint()}"
 
     def batches(self, micros: int) -> Iterator[Batch]:
         """Yield this replica's sequences in batches of M = `micros` micro-batches; may be empty.
 
-        The last batch is padded with copies of the last sequence whose labels are IGNORE_INDEX. Sample ids and micro
+        The last batch is padded with copies of the last sequence whose labels are IGNORED. Sample ids and micro
         ids are indices in the held-out set, not those of training samples.
         """
-        mine = deal(-(-len(self) // self.micro), self.replicas, self.replica)
+        micro = self.rows.micro
+        mine = deal(-(-len(self) // micro), self.replicas, self.replica)
         for first in range(mine.start, mine.stop, micros):
-            yield self._batch(range(first, first + micros), end=min(mine.stop * self.micro, len(self)))
+            yield self._batch(range(first, first + micros), end=min(mine.stop * micro, len(self)))
 
     def _batch(self, micro_ids: range, end: int) -> Batch:
         """Read micro-batches; positions from `end` on in the held-out set are padding."""
-        positions = np.arange(micro_ids.start * self.micro, micro_ids.stop * self.micro)
-        padding = positions >= end
-        positions = np.minimum(positions, end - 1)
-        inputs = labels = None
-        if self.wants_inputs or self.wants_labels:
-            windows = read_windows(self.corpora, self.sequence, *self._locate(positions))
-            inputs = {"input_ids": to_micro_batches(windows[:, :-1], self.micro)} if self.wants_inputs else None
-            targets = np.where(padding[:, None], IGNORE_INDEX, windows[:, 1:])
-            labels = to_micro_batches(targets, self.micro) if self.wants_labels else None
-        sample_ids = torch.from_numpy(positions).view(len(micro_ids), self.micro)
+        positions = np.arange(micro_ids.start * self.rows.micro, micro_ids.stop * self.rows.micro)
+        sample_ids = torch.from_numpy(np.minimum(positions, end - 1)).view(len(micro_ids), self.rows.micro)
+        inputs, labels = self.rows.read(*self._locate(sample_ids.flatten().numpy()))
+        if labels is not None:
+            labels.flatten(0, 1)[positions >= end] = IGNORED
         return Batch(inputs, labels, sample_ids, micro_ids)
 
     def _locate(self, positions: Ints) -> tuple[Ints, Ints]:

@@ -1,0 +1,77 @@
+"""Interface of rows, and the tensors of micro-batches read from them.
+
+Shapes: n rows, M micro-batches, B rows per micro-batch, T tokens per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from acsgd.io.sampling.sampler import Ints
+from acsgd.io.sampling.tokens import Corpus, corpora_fingerprint
+
+INPUT_IDS, LABELS = "input_ids", "labels"
+"""Names of the tokens and of the labels in a row."""
+
+Row = Mapping[str, NDArray[Any]]
+"""Inputs of the model, and LABELS, of one sample by name. An array has the same shape in every row."""
+
+
+class Rows(Protocol):
+    """Samples of one corpus."""
+
+    @property
+    def corpus(self) -> Corpus:
+        """The corpus that they are read from."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> Row:
+        """Read one row from disk."""
+        ...
+
+
+class RowTensors(NamedTuple):
+    """Tensors of the rows of a batch, [M, B, ...]."""
+
+    inputs: Mapping[str, Tensor] | None
+    """Inputs of the model by name; None if they are not wanted."""
+    labels: Tensor | None
+    """Labels; None if they are not wanted."""
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Reads rows of several sources as tensors of micro-batches."""
+
+    rows: Sequence[Rows]
+    """Rows of each source, in the order of the mixture."""
+    micro: int
+    """B."""
+    wants_inputs: bool = True
+    wants_labels: bool = True
+
+    def fingerprint(self) -> str:
+        """Return a string that differs between hosts with different texts."""
+        return corpora_fingerprint([rows.corpus for rows in self.rows])
+
+    def read(self, sources: Ints, indices: Ints) -> RowTensors:
+        """Read rows, given by source and index [n], from disk into new tensors. n: a multiple of B."""
+        if not (self.wants_inputs or self.wants_labels):
+            return RowTensors(None, None)
+        rows = [self.rows[source].read(int(index)) for source, index in zip(sources, indices, strict=True)]
+        names = [name for name in rows[0] if (self.wants_labels if name == LABELS else self.wants_inputs)]
+        tensors = {name: self._in_micros(np.stack([row[name] for row in rows])) for name in names}
+        labels = tensors.pop(LABELS, None)
+        return RowTensors(tensors if self.wants_inputs else None, labels)
+
+    def _in_micros(self, rows: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(rows).unflatten(0, (-1, self.micro))

@@ -1,0 +1,35 @@
+"""Rows cut from the concatenation of all documents (data.rows = "concat")."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from acsgd.io.rows.base import INPUT_IDS, LABELS, Row
+from acsgd.io.sampling.tokens import Corpus
+
+
+class ConcatRows:
+    """Windows of `sequence` + 1 tokens, each overlapping the next by one token.
+
+    So each token except the first is a target once per epoch. A remainder shorter than a row is dropped. Raises
+    ValueError if the corpus is shorter than one row.
+    """
+
+    def __init__(self, corpus: Corpus, sequence: int) -> None:
+        self.corpus = corpus
+        self._sequence = sequence
+        if not len(self):
+            tokens = len(corpus.tokens)
+            raise ValueError(
+                f"data.sequence={sequence}: {corpus.name} has {tokens} tokens, less than one sequence of "
+                f"{sequence} + 1; use data.sequence={tokens - 1} or less, or a longer text"
+            )
+
+    def __len__(self) -> int:
+        return max(0, len(self.corpus.tokens) - 1) // self._sequence
+
+    def read(self, index: int) -> Row:
+        """Read a row: row i has the tokens i T .. (i + 1) T inclusive, of which the first is no target."""
+        first = index * self._sequence
+        window = self.corpus.tokens[first : first + self._sequence + 1].astype(np.int64)
+        return {INPUT_IDS: window[:-1], LABELS: window[1:]}

@@ -1,0 +1,22 @@
+"""Corpora in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from acsgd.io.rows.base import RowReader
+from acsgd.io.rows.concat import ConcatRows
+from acsgd.io.sampling.tokens import Corpus
+
+
+def one_document(tokens: NDArray[Any], skipped: str | None = None) -> Corpus:
+    """Return a corpus of one document."""
+    return Corpus("memory", tokens, np.array([0, len(tokens)]), skipped)
+
+
+def windows_of(corpora: list[Corpus], sequence: int, micro: int, **wants: bool) -> RowReader:
+    """Return the reader of rows that are windows of the tokens."""
+    return RowReader([ConcatRows(corpus, sequence) for corpus in corpora], micro, **wants)
