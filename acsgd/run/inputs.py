@@ -60,12 +60,11 @@ class Inputs:
 
 
 def open_inputs(job: Job) -> Inputs:
-    """Find and check the inputs of a job. Tokenizes text and converts weights into the cache if they are not there yet.
+    """Find and check the inputs of a job. Verified layers, tokens and converted weights get into the cache if need be.
 
     Writes nothing else. Raises ValueError if an input is missing or invalid, or if a checkpoint has another identity.
     """
-    if not job.model.is_verified:
-        job.layers_cache.verify(job.model.config, job.model.description, reports_wait=job.is_first_on_host)
+    _keep_layers(job)
     reader, held = open_data(job), open_held_out(job)
     data, special = job.config.data, DocumentTokens.of(job.tokenizer)
     identity = RunIdentity.of(
@@ -88,6 +87,15 @@ def open_inputs(job: Job) -> Inputs:
     source = open_weight_source(job) if fresh else None
     tokens = special.describe(job.tokenizer, job.model.config.vocab_size)
     return Inputs(reader, held, identity, candidates, source, cache_plan, tokens)
+
+
+def _keep_layers(job: Job) -> None:
+    """Verify the layers of the model, unless they are, and keep them and their costs in the cache."""
+    model, cache = job.model, job.layers_cache
+    if not model.is_verified:
+        cache.verify(model.config, model.description, reports_wait=job.is_first_on_host)
+    if job.costs is not None:
+        cache.keep_costs(model.config, model.description, job.sizes, job.costs, device=job.streams.device.type)
 
 
 def open_data(job: Job) -> BatchReader:

@@ -42,7 +42,7 @@ from acsgd.shards.config import derive_layers, longest_sequence, parameter_count
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.hub import open_model
 from acsgd.shards.manifest import MANIFEST
-from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
+from acsgd.shards.plan import StageSpec, plan, plan_blocks
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams, open_streams
 from acsgd.tasks import TASKS, Task
@@ -84,6 +84,8 @@ class Job:
     model: RunModel
     specs: tuple[StageSpec, ...]
     """Range of layers of each stage."""
+    costs: tuple[float, ...] | None
+    """Estimated cost of each layer; None if it was not needed for `specs`."""
     train_actions: tuple[Action, ...]
     """Pipeline actions of this rank in a training step."""
     eval_actions: tuple[Action, ...]
@@ -213,7 +215,8 @@ def prepare(config: Config, launch: Launch) -> Job:
     streams = open_streams(config.run.device, launch.local_rank)
     model = _open_model(config, launch, streams)
     with report_if_slow(print_note, lambda: f"planning {model.describe_size()}", enabled=launch.rank == 0):
-        specs = _plan(config, model, num_stages, streams)
+        costs = _costs(config, model, num_stages, streams)
+        specs = _plan(config, model, num_stages, costs)
     program, evaluation = _programs(plugins.schedule, topology.stages, len(micro_ids))
     return Job(
         config=config,
@@ -222,6 +225,7 @@ def prepare(config: Config, launch: Launch) -> Job:
         streams=streams,
         model=model,
         specs=tuple(specs),
+        costs=costs,
         train_actions=tuple(program[topology.stage_rank]),
         eval_actions=tuple(evaluation[topology.stage_rank]),
         micro_ids=micro_ids,
@@ -278,7 +282,14 @@ def _programs(schedule: Schedule, stages: int, micros: int) -> tuple[Program, Pr
     return program, evaluation
 
 
-def _plan(config: Config, model: RunModel, stages: int, streams: Streams) -> list[StageSpec]:
+def _costs(config: Config, model: RunModel, stages: int, streams: Streams) -> tuple[float, ...] | None:
+    """Return the estimated cost of each layer; None if there is nothing to balance."""
+    if stages == 1 or stages > len(model.layers) or config.pp.layers is not None:
+        return None
+    return _layers_cache(config).costs(model.config, model.description, _sizes(config), device=streams.device.type)
+
+
+def _plan(config: Config, model: RunModel, stages: int, costs: Sequence[float] | None) -> list[StageSpec]:
     """Return the layers of each stage: those of pp.layers, or balanced by cost."""
     num_layers = len(model.layers)
     if stages > num_layers:
@@ -288,7 +299,4 @@ def _plan(config: Config, model: RunModel, stages: int, streams: Streams) -> lis
         )
     if config.pp.layers is not None:
         return plan_blocks(config.pp.layers, num_layers - 2, stages)
-    if stages == 1:
-        return [StageSpec(0, num_layers)]
-    device = streams.device.type
-    return plan(layer_costs(model.task, model.config, model.description, _sizes(config), device=device), stages)
+    return [StageSpec(0, num_layers)] if costs is None else plan(costs, stages)

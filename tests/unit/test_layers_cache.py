@@ -1,18 +1,27 @@
-"""Laws of the cache of verified layers: it returns what was verified, for the same config alone."""
+"""Laws of the cache of layers: it returns what was verified or estimated, for the same model alone."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from lib.model_types import small_config
+from lib.saved import SMALL, small_run
 
+from acsgd.config.options import PipelineConfig
+from acsgd.launch import Launch
 from acsgd.layers.description import LayersError
+from acsgd.run.inputs import open_inputs
+from acsgd.run.job import prepare
 from acsgd.run.layers_cache import LayersCache
+from acsgd.shards.plan import layer_costs
 from acsgd.tasks import TASKS
 
 LM = TASKS["lm"]
+SIZES = {"batch": 2, "sequence": 16}
 
 
 def test_verified_layers_are_found_for_the_same_config_and_task_alone(tmp_path: Path) -> None:
@@ -48,3 +57,52 @@ def test_layers_that_differ_from_the_model_are_not_kept(tmp_path: Path) -> None:
         cache.verify(config, changed, reports_wait=False)
     assert cache.find(config) is None
     assert not list(tmp_path.glob("*.json"))
+
+
+def test_costs_are_found_for_the_same_model_batch_and_device_alone(tmp_path: Path) -> None:
+    """The kept costs are no estimate, so that they are told from one."""
+    cache, config = LayersCache(tmp_path, LM), small_config("gpt2")
+    layers = LM.layers(config)
+    kept = tuple(range(1, len(layers.layers) + 1))
+    assert cache.costs(config, layers, SIZES, device="cpu") == (*layer_costs(LM, config, layers, SIZES, device="cpu"),)
+    assert not list(tmp_path.iterdir())
+    cache.keep_costs(config, layers, SIZES, kept, device="cpu")
+    assert cache.costs(config, layers, dict(reversed(SIZES.items())), device="cpu") == kept
+    wide, longer = small_config("gpt2", n_embd=64), SIZES | {"sequence": 32}
+    frozen = dataclasses.replace(layers, frozen=layers.layers[0].parameters)
+    others = [(wide, LM.layers(wide), SIZES, "cpu"), (config, frozen, SIZES, "cpu")]
+    others += [(config, layers, longer, "cpu"), (config, layers, SIZES, "cuda")]
+    for other, its_layers, sizes, device in others:
+        estimated = tuple(layer_costs(LM, other, its_layers, sizes, device=device))
+        assert cache.costs(other, its_layers, sizes, device=device) == estimated
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b'{"costs": [1.0]}', b'{"costs": [1, 1, 1, 1, NaN]}'])
+def test_damaged_costs_are_estimated_again(content: bytes, tmp_path: Path) -> None:
+    cache, config = LayersCache(tmp_path, LM), small_config("gpt2")
+    layers = LM.layers(config)
+    costs = cache.costs(config, layers, SIZES, device="cpu")
+    cache.keep_costs(config, layers, SIZES, costs, device="cpu")
+    (entry,) = tmp_path.iterdir()
+    kept = entry.read_bytes()
+    entry.write_bytes(content)
+    assert cache.costs(config, layers, SIZES, device="cpu") == costs
+    cache.keep_costs(config, layers, SIZES, costs, device="cpu")
+    assert entry.read_bytes() == kept
+
+
+def test_a_run_keeps_the_costs_of_its_layers_and_balances_stages_by_them(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It keeps them when it opens its inputs: a run that is refused before writes nothing."""
+    config = small_run(tiny_model("gpt2", **SMALL), tmp_path / "runs" / "a")
+    config = dataclasses.replace(config, pp=PipelineConfig(stages=2, micro=2))
+    launch = Launch(world_size=2, local_world_size=2)
+    job = prepare(config, launch)
+    assert not list(tmp_path.iterdir())
+    open_inputs(job)
+    (entry,) = (path for path in job.layers_cache.directory.iterdir() if b"costs" in path.read_bytes())
+    assert prepare(config, launch).costs == job.costs
+    for costs, specs in ([9, 1, 1], ((0, 1), (1, 3))), ([1, 1, 9], ((0, 2), (2, 3))):
+        entry.write_text(json.dumps({"costs": costs}))
+        assert prepare(config, launch).specs == specs
