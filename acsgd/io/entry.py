@@ -48,6 +48,10 @@ class Entry:
             raise CorruptFileError(path / CHECKSUMS, "is corrupt: its content differs from its checksum")
         self._files = {name: VerifiedFile(path / name, **fields) for name, fields in json.loads(raw).items()}
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the entry has a file."""
+        return name in self._files
+
     def file(self, name: str) -> VerifiedFile:
         """Return a file of the entry."""
         return self._files[name]

@@ -141,7 +141,7 @@ class Session:
                     sums[1] += (batch.labels != -100).sum()
         self.forward_meter.reset()  # the reported bytes of a step are those of training
         loss, targets = gather.rows(sums).sum(0).tolist()
-        return float(loss / targets)
+        return float(loss / max(1.0, targets))
 
     def close(self) -> None:
         """End the threads of the links, and wait until activation caches on disk are saved."""

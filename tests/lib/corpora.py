@@ -14,7 +14,7 @@ from acsgd.io.sampling.tokens import Corpus
 
 def one_document(tokens: NDArray[Any], skipped: str | None = None) -> Corpus:
     """Return a corpus of one document."""
-    return Corpus("memory", tokens, np.array([0, len(tokens)]), skipped)
+    return Corpus("memory", tokens, np.array([0, len(tokens)]), skipped=skipped)
 
 
 def windows_of(corpora: list[Corpus], sequence: int, micro: int, **wants: bool) -> RowReader:

@@ -34,7 +34,6 @@ from acsgd.io.sampling.sampler import Sampler, Samples, block_counts, deal, shuf
 from acsgd.io.sampling.tokens import (
     TOKENS,
     Corpus,
-    corpora_fingerprint,
     tokenize,
     tokenize_all,
     tokenizer_fingerprint,
@@ -346,12 +345,12 @@ def test_tokens_that_are_cut_off_under_a_run_are_an_error(tokenizer: PreTrainedT
     path.write_text("some words " * 1000)
     corpora = tokenize_all(parse_sources(str(path)), tokenizer, tmp_path / "cache", vocab_size=512)
     [entry] = (tmp_path / "cache").iterdir()
-    fingerprint = corpora_fingerprint(corpora)
+    fingerprint = [corpus.fingerprint() for corpus in corpora]
     os.truncate(entry / "tokens.npy", 1)
     with pytest.raises(CorruptFileError, match=r"tokens\.npy is corrupt: it was cut from \d+ to 1 bytes; start again"):
         corpora[0].tokens[:16]
     again = tokenize_all(parse_sources(str(path)), tokenizer, tmp_path / "cache", vocab_size=512)
-    assert corpora_fingerprint(again) == fingerprint
+    assert [corpus.fingerprint() for corpus in again] == fingerprint
 
 
 class GrowingFile(JsonLines):

@@ -161,6 +161,7 @@ ORDER = """
     io
     io.sampling.sampler
     io.sampling.arrays
+    io.sampling.encode
     io.sampling.tokens
     io.rows.base
     io.rows.concat

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from acsgd.io.sampling.sampler import Ints
-from acsgd.io.sampling.tokens import Corpus, corpora_fingerprint
+from acsgd.io.sampling.tokens import Corpus
+from acsgd.tasks import IGNORED
 
 INPUT_IDS, LABELS = "input_ids", "labels"
 """Names of the tokens and of the labels in a row."""
@@ -48,6 +49,15 @@ class RowTensors(NamedTuple):
     """Labels; None if they are not wanted."""
 
 
+def read_window(corpus: Corpus, start: int, stop: int) -> tuple[Ints, Ints]:
+    """Read inputs and labels: the tokens from `start` until `stop`, each with the next token, or IGNORED, as label."""
+    window = corpus.tokens[start : stop + 1].astype(np.int64)
+    labels = window[1:]
+    if corpus.targets is not None:
+        labels = np.where(corpus.targets[start + 1 : stop + 1], labels, IGNORED)
+    return window[:-1], labels
+
+
 @dataclass(frozen=True)
 class RowReader:
     """Reads rows of several sources as tensors of micro-batches."""
@@ -61,7 +71,7 @@ class RowReader:
 
     def fingerprint(self) -> str:
         """Return a string that differs between hosts with different texts."""
-        return corpora_fingerprint([rows.corpus for rows in self.rows])
+        return repr([rows.corpus.fingerprint() for rows in self.rows])
 
     def read(self, sources: Ints, indices: Ints) -> RowTensors:
         """Read rows, given by source and index [n], from disk into new tensors. n: a multiple of B."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from acsgd.io.rows.base import INPUT_IDS, LABELS, Row
+from acsgd.io.rows.base import INPUT_IDS, LABELS, Row, read_window
 from acsgd.io.sampling.tokens import Corpus
 
 
@@ -30,6 +28,5 @@ class ConcatRows:
 
     def read(self, index: int) -> Row:
         """Read a row: row i has the tokens i T .. (i + 1) T inclusive, of which the first is no target."""
-        first = index * self._sequence
-        window = self.corpus.tokens[first : first + self._sequence + 1].astype(np.int64)
-        return {INPUT_IDS: window[:-1], LABELS: window[1:]}
+        tokens, labels = read_window(self.corpus, index * self._sequence, (index + 1) * self._sequence)
+        return {INPUT_IDS: tokens, LABELS: labels}

@@ -6,7 +6,6 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +16,7 @@ from acsgd.io.entry import Entry, seal
 from acsgd.io.formats.base import Example
 from acsgd.io.formats.formats import read_examples
 from acsgd.io.sampling.arrays import Array, ArrayFile, ArrayWriter, sample
+from acsgd.io.sampling.encode import Encoder
 from acsgd.io.sources.base import RecordCounts, Source
 from acsgd.io.sources.sources import WeightedSource
 from acsgd.notes import print_note, report_if_slow
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-TOKENS, OFFSETS, ABOUT = "tokens.npy", "offsets.npy", "about.json"
-"""Files of a cache entry: the arrays of a Corpus, and the fields of TokenStats."""
+TOKENS, OFFSETS, TARGETS, ABOUT = "tokens.npy", "offsets.npy", "targets.npy", "about.json"
+"""Files of a cache entry: the arrays of a Corpus, and the fields of TokenStats. TARGETS is absent if all tokens are
+targets."""
 
-FORMAT = 5
+FORMAT = 6
 """Version of the format of a token cache entry; part of every cache key."""
 
 NAME_BYTES = 80
@@ -47,8 +48,15 @@ class Corpus(NamedTuple):
     tokens: Array
     offsets: Array
     """Position of the first token of each document, and the number of tokens."""
+    targets: Array | None = None
+    """Whether each token is a target, 1 or 0. None if all are."""
     skipped: str | None = None
     """Sentence that describes the records skipped as unreadable; None if there are none."""
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Return values that differ between hosts with different texts: lengths and samples."""
+        arrays = [self.tokens] if self.targets is None else [self.tokens, self.targets, self.offsets]
+        return tuple(part for array in arrays for part in (len(array), array[sample(array)].tolist()))
 
 
 class TokenStats(NamedTuple):
@@ -109,12 +117,13 @@ def _open(
     def open_built(path: Path) -> Corpus:
         entry = Entry(path)
         tokens, offsets = (ArrayFile(entry, name) for name in (TOKENS, OFFSETS))
+        targets = ArrayFile(entry, TARGETS) if TARGETS in entry else None
         tokens.verify_sample()
         about = entry.file(ABOUT)
         stats = TokenStats(**json.loads(about.read(0, about.size)))
         _check_token(stats.largest, source, tokenizer, vocab_size)
         skipped = stats.skipped and f"{source.key}: {source.name}: {stats.skipped}"
-        return Corpus(source.name, tokens, offsets, skipped)
+        return Corpus(source.name, tokens, offsets, targets, skipped)
 
     return open_cached(cache_dir / f"{name}-{key}", build, open_built, reports_wait=reports_wait)
 
@@ -126,47 +135,33 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def tokenize(source: Source, tokenizer: PreTrainedTokenizerBase, directory: Path, *, vocab_size: int) -> TokenStats:
-    """Write TOKENS, of uint16 or, for larger vocabularies, uint32, and OFFSETS of a source, in bounded memory.
+    """Write TOKENS, of uint16 or, for larger vocabularies, uint32, OFFSETS and TARGETS of a source, in bounded memory.
 
     Reports its progress on stderr if it takes long. Cutting a long document into pieces may change the tokens at the
     cuts, about one in ten thousand. Raises ValueError if the text cannot be read, has no token, or has a token of
     `vocab_size` or above.
     """
-    special = DocumentTokens.of(tokenizer)
-    dtype = np.dtype("<u2" if max(tokenizer.get_vocab().values()) < 2**16 else "<u4")
+    encoder = Encoder(tokenizer)
     counts, started = RecordCounts(), time.monotonic()
-    end = num_of_text = largest = 0
-    begin = special.begin
-
-    def progress() -> str:
-        fraction = f" {counts.fraction():.0%} of" if counts.fraction else ""
-        rate = end / (time.monotonic() - started)
-        return f"tokenizing: read{fraction} {source.name}, {end / 1e6:.1f} M tokens, {rate / 1e6:.2f} M/s"
-
+    num_of_text = num_targets = largest = 0
     with (
-        ArrayWriter(directory / TOKENS, dtype) as tokens,
+        ArrayWriter(directory / TOKENS, encoder.dtype) as tokens,
         ArrayWriter(directory / OFFSETS, np.dtype("<i8")) as offsets,
-        report_if_slow(print_note, progress),
+        ArrayWriter(directory / TARGETS, np.dtype("u1")) as targets,
+        report_if_slow(print_note, lambda: _progress(source, counts, tokens.length, time.monotonic() - started)),
     ):
         offsets.append(np.zeros(1))
         for examples in _in_batches(read_examples(source, counts)):
-            texts = [example.text for example in examples]
-            # verbose=False: no warning if a document is longer than the model's maximum sequence
-            encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-            parts: list[list[int]] = []
-            ends: list[int] = []
-            for example, ids in zip(examples, encoded["input_ids"], strict=True):
-                parts += [begin, ids, [special.end] if example.ends_document else []]
-                end += sum(map(len, parts[-3:]))
-                num_of_text += len(ids)
-                begin = special.begin_next if example.ends_document else []
-                if example.ends_document:
-                    ends.append(end)
-            flat = np.fromiter(chain.from_iterable(parts), dtype)
-            largest = max(largest, int(flat.max(initial=0)))
+            encoded = encoder.encode(examples)
+            largest = max(largest, int(encoded.tokens.max(initial=0)))
             _check_token(largest, source, tokenizer, vocab_size)
-            tokens.append(flat)
-            offsets.append(np.array(ends))
+            num_of_text += encoded.num_of_text
+            num_targets += int(encoded.targets.sum())
+            offsets.append(tokens.length + encoded.ends)
+            tokens.append(encoded.tokens)
+            targets.append(encoded.targets)
+    if num_targets == tokens.length:
+        (directory / TARGETS).unlink()
     if not num_of_text:
         skipped = f" ({counts.summary()})" if counts.skipped else ""
         raise ValueError(
@@ -174,6 +169,13 @@ def tokenize(source: Source, tokenizer: PreTrainedTokenizerBase, directory: Path
             f"{len(tokenizer)} tokens{skipped}; give a text that is not blank, or a model with all its tokenizer files"
         )
     return TokenStats(largest, counts.summary())
+
+
+def _progress(source: Source, counts: RecordCounts, tokens: int, seconds: float) -> str:
+    """Return a sentence on how far a source is tokenized."""
+    fraction = f" {counts.fraction():.0%} of" if counts.fraction else ""
+    rate = tokens / seconds
+    return f"tokenizing: read{fraction} {source.name}, {tokens / 1e6:.1f} M tokens, {rate / 1e6:.2f} M/s"
 
 
 def _check_token(token: int, source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
@@ -198,8 +200,3 @@ def _in_batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
             batch, chars = [], 0
     if batch:
         yield batch
-
-
-def corpora_fingerprint(corpora: Sequence[Corpus]) -> str:
-    """Return lengths and a sample of the tokens, to detect hosts with different texts."""
-    return repr([(len(tokens), tokens[sample(tokens)].tolist()) for _, tokens, *_ in corpora])

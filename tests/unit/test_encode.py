@@ -1,0 +1,133 @@
+"""Laws of the tokens of examples and of their loss masks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lib.corpora import windows_of
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from acsgd.io.formats.base import Example, Segment
+from acsgd.io.sampling import tokens as tokens_module
+from acsgd.io.sampling.batches import BatchReader
+from acsgd.io.sampling.encode import Encoder
+from acsgd.io.sampling.sampler import Sampler
+from acsgd.io.sampling.tokens import TARGETS, Corpus, tokenize_all
+from acsgd.io.sources.base import RecordCounts, Source
+from acsgd.io.sources.sources import parse_sources
+from acsgd.tasks import IGNORED
+
+PARTS = [
+    [("Question: one plus one?\n", False), ("two", True)],
+    [("all of it is learned", True)],
+    [("äß€😀 ", False), ("😀 ß\n\n  ", True), ("  then", False), (" more", True)],
+    [("only a prompt", False)],
+    [("", False), (" ", True), ("", True)],
+    [("cut in the mid", False), ("dle of words", True)],
+]
+EXAMPLES = [Example(tuple(Segment(*part) for part in parts)) for parts in PARTS]
+
+
+def tokenizers(like: PreTrainedTokenizerFast) -> Iterator[PreTrainedTokenizerFast]:
+    """Yield tokenizers that report characters in different ways."""
+    yield like
+    trimmed = PreTrainedTokenizerFast(tokenizer_object=like.backend_tokenizer, eos_token="<|endoftext|>")
+    trimmed.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    yield trimmed
+    metaspace = Tokenizer(models.Unigram([("<end>", 0.0), ("▁", -1.0), *((c, -9.0) for c in "abcdefghijklmnop\n")], 0))
+    metaspace.pre_tokenizer = pre_tokenizers.Metaspace()
+    yield PreTrainedTokenizerFast(tokenizer_object=metaspace, eos_token="<end>")
+
+
+def test_targets_are_the_tokens_with_a_character_of_an_answer(tokenizer: PreTrainedTokenizerFast) -> None:
+    for each in tokenizers(tokenizer):
+        eos = each.eos_token_id
+        for example in EXAMPLES:
+            found = Encoder(each).encode([example])
+            encoding = each(example.text, add_special_tokens=False)
+            assert found.tokens.tolist() == [*encoding["input_ids"], eos]
+            flags = [segment.is_target for segment in example.segments for _ in segment.text]
+            for index, is_target in enumerate(found.targets[:-1]):
+                start, end = encoding.token_to_chars(index) or (0, 0)
+                if each.decode(found.tokens[index : index + 1]).strip():
+                    assert is_target == any(flags[start:end])
+            assert found.targets[-1] == example.segments[-1].is_target
+
+
+def test_blanks_that_an_answer_consists_of_are_targets(tokenizer: PreTrainedTokenizerFast) -> None:
+    example = Example((Segment("one", False), Segment("\n\n")))
+    for each in [*tokenizers(tokenizer)][:2]:
+        found = Encoder(each).encode([example])
+        assert each.decode(found.tokens[found.targets].tolist()) == f"\n\n{each.eos_token}"
+
+
+def test_tokens_and_targets_do_not_depend_on_the_batching(tokenizer: PreTrainedTokenizerFast) -> None:
+    single = Encoder(tokenizer)
+    parts = [single.encode([example]) for example in EXAMPLES]
+    together = Encoder(tokenizer).encode(EXAMPLES)
+    assert together.tokens.tolist() == np.concatenate([part.tokens for part in parts]).tolist()
+    assert together.targets.tolist() == np.concatenate([part.targets for part in parts]).tolist()
+    assert together.ends.tolist() == np.cumsum([len(part.tokens) for part in parts]).tolist()
+
+
+def test_an_example_with_its_own_special_tokens_gets_no_others(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = "one<|endoftext|>"
+    found = Encoder(tokenizer).encode([Example((Segment(text),), has_special_tokens=True)])
+    assert tokenizer.decode(found.tokens.tolist()) == text
+
+
+def test_prompts_need_a_tokenizer_that_reports_characters(tokenizer: PreTrainedTokenizerFast) -> None:
+    class Slow(PreTrainedTokenizerFast):
+        is_fast = False
+
+    slow = Slow(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>", name_or_path="m")
+    with pytest.raises(ValueError, match=r"tokenizer m cannot tell prompts from answers.* tokenizer\.json"):
+        Encoder(slow).encode(EXAMPLES)
+    assert len(Encoder(slow).encode(EXAMPLES[1:2]).tokens)
+
+
+def corpus_of(
+    examples: list[Example], tokenizer: PreTrainedTokenizerFast, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> Corpus:
+    """Tokenize examples into a cache entry."""
+
+    def read(source: Source, counts: RecordCounts) -> Iterator[Example]:
+        return iter(examples)
+
+    monkeypatch.setattr(tokens_module, "read_examples", read)
+    (directory / "a.jsonl").write_text(json.dumps({"text": "unused"}))
+    [corpus] = tokenize_all(parse_sources(str(directory / "a.jsonl")), tokenizer, directory, vocab_size=512)
+    return corpus
+
+
+def test_prompts_have_no_labels_and_do_not_count(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = corpus_of(EXAMPLES, tokenizer, tmp_path, monkeypatch)
+    rows = windows_of([corpus], 7, 1)
+    count = len(rows.rows[0])
+    batch = BatchReader(rows, Sampler(seed=0, batch=count, counts=(1,), sizes=(count,)), range(count)).batch(0)
+    assert batch.inputs is not None
+    assert batch.labels is not None
+    found = {int(id_): labels for id_, labels in zip(batch.sample_ids.flatten(), batch.labels[:, 0], strict=True)}
+    labels = torch.cat([found[index] for index in range(count)])
+    expected = Encoder(tokenizer).encode(EXAMPLES)
+    tokens = torch.from_numpy(np.where(expected.targets, expected.tokens.astype(np.int64), IGNORED))
+    assert torch.equal(labels, tokens[1 : 1 + 7 * count])
+    assert 0 < (labels != IGNORED).sum() < len(labels)
+
+
+def test_a_mask_is_stored_only_where_there_are_prompts(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, examples in (("with", EXAMPLES), ("without", EXAMPLES[1:2])):
+        (tmp_path / name).mkdir()
+        corpus = corpus_of(examples, tokenizer, tmp_path / name, monkeypatch)
+        assert (corpus.targets is not None) == (name == "with")
+        assert bool(list((tmp_path / name).glob(f"*/{TARGETS}"))) == (name == "with")
