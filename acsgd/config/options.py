@@ -48,7 +48,8 @@ class DataConfig:
     """The sources and the size of a batch."""
 
     sources: str
-    """Sources with optional weights, "a.jsonl:0.3,b.txt:0.7": *.jsonl, *.jsonl.zst, *.txt, or "demo"."""
+    """Sources with optional weights, "a.jsonl:0.3,b/:0.7": files (*.jsonl, *.jsonl.zst, *.jsonl.gz, *.json, *.csv,
+    *.tsv, *.parquet, *.arrow, *.txt), directories and patterns of them, or "demo"."""
     sequence: Annotated[int, Range(1, 2**24)]
     """Sequence length, tokens."""
     batch: Annotated[int, Range(1, 2**24)]

@@ -39,7 +39,7 @@ from acsgd.io.sampling.tokens import (
     tokenizer_fingerprint,
 )
 from acsgd.io.sources.base import BadRecord, Record, RecordCounts, Source
-from acsgd.io.sources.files import JsonLines
+from acsgd.io.sources.files import Files
 from acsgd.io.sources.sources import WeightedSource, parse_sources
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
@@ -353,12 +353,12 @@ def test_tokens_that_are_cut_off_under_a_run_are_an_error(tokenizer: PreTrainedT
     assert [corpus.fingerprint() for corpus in again] == fingerprint
 
 
-class GrowingFile(JsonLines):
+class GrowingFile(Files):
     """A file to which another process appends while it is read."""
 
     def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
         yield from super().records(counts)
-        with self.path.open("a") as file:
+        with open(self.name, "a") as file:
             file.write('{"text": "more"}\n')
 
 
@@ -394,7 +394,7 @@ def test_a_source_may_have_the_longest_name(tokenizer: PreTrainedTokenizerFast, 
     assert len(tokens) > 2
 
 
-class SlowFile(JsonLines):
+class SlowFile(Files):
     """A file whose second half is read when `go_on` is set."""
 
     go_on = threading.Event()

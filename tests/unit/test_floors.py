@@ -153,6 +153,10 @@ ORDER = """
     io.sources.text
     io.sources.base
     io.sources.pieces
+    io.sources.fingerprint
+    io.sources.json_records
+    io.sources.plain_text
+    io.sources.tables
     io.sources.files
     io.sources.sources
     io.formats.base
@@ -243,7 +247,7 @@ TORCH_FREE = (
     "acsgd.pp.schedules.schedules",
     "acsgd.pp.schedules.simulate",
 )
-NEVER_AT_MODULE_LEVEL = ("cupy", "bitsandbytes", "wandb", "aim")
+NEVER_AT_MODULE_LEVEL = ("cupy", "bitsandbytes", "wandb", "aim", "datasets", "pandas", "pyarrow")
 
 
 def _files() -> dict[str, Path]:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import socket
 import tracemalloc
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from acsgd.config.spec import suggest
 from acsgd.io import SOURCES
 from acsgd.io.formats.base import Example, Segment
 from acsgd.io.formats.formats import read_examples
-from acsgd.io.sources import files, pieces
+from acsgd.io.sources import json_records, pieces
 from acsgd.io.sources.base import OnError, RecordCounts, Source
 from acsgd.io.sources.sources import parse_sources
 
 LINES = '{"text": "one\\ntwo"}\n\n  \n{"meta": 1, "text": "zwölf"}\r\n{"text": ""}'
+TABLE = ["one\ntwo", "zwölf", ""]
+"""Texts of LINES."""
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 
 
@@ -45,12 +51,24 @@ def read(name: str) -> list[str]:
 @pytest.fixture
 def sample(tmp_path: Path) -> dict[str, str]:
     """One readable source per entry of SOURCES."""
-    compressed = zstandard.compress(LINES.encode())
+    table = pa.table({"text": TABLE})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
+        stream.write_table(table)
+    (tmp_path / "dir").mkdir()
+    write(tmp_path / "dir" / "b.jsonl", LINES)
     return {
         "demo": "demo",
         "*.jsonl": write(tmp_path / "a.jsonl", LINES),
-        "*.jsonl.zst": write(tmp_path / "a.jsonl.zst", compressed),
+        "*.jsonl.zst": write(tmp_path / "a.jsonl.zst", zstandard.compress(LINES.encode())),
+        "*.jsonl.gz": write(tmp_path / "a.jsonl.gz", gzip.compress(LINES.encode())),
+        "*.json": write(tmp_path / "a.json", json.dumps([{"text": text} for text in TABLE], indent=1)),
+        "*.csv": write(tmp_path / "a.csv", 'n,text\n1,"one\ntwo"\n\n2,zwölf\n3,\n'),
+        "*.tsv": write(tmp_path / "a.tsv", "text\tn\none\\ntwo\t1\nzwölf\t2\n\t3\n"),
+        "*.parquet": str(tmp_path / "a.parquet"),
+        "*.arrow": str(tmp_path / "a.arrow"),
         "*.txt": write(tmp_path / "a.txt", LINES),
+        "*/": f"{tmp_path / 'dir'}/",
     }
 
 
@@ -89,8 +107,17 @@ def test_an_edit_that_keeps_size_and_time_changes_the_fingerprint(tmp_path: Path
 def test_a_changed_file_changes_its_fingerprint(sample: dict[str, str], pattern: str) -> None:
     source = only(sample[pattern])
     before = source.fingerprint
-    os.utime(sample[pattern], ns=(0, 1))
+    os.utime(f"{sample[pattern]}b.jsonl" if pattern == "*/" else sample[pattern], ns=(0, 1))
     assert source.fingerprint != before
+
+
+@pytest.mark.parametrize("pattern", [pattern for pattern in SOURCES if pattern not in ("demo", "*.txt", "*.tsv")])
+def test_the_same_texts_are_read_from_files_of_any_kind(sample: dict[str, str], pattern: str) -> None:
+    assert read(sample[pattern]) == TABLE
+
+
+def test_cells_of_tsv_are_not_quoted(sample: dict[str, str]) -> None:
+    assert read(sample["*.tsv"]) == ["one\\ntwo", *TABLE[1:]]
 
 
 def test_demo_is_english_text_of_python() -> None:
@@ -140,7 +167,7 @@ def test_a_long_record_is_cut_where_a_text_file_is(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst"])
 def test_a_record_above_the_limit_is_never_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The compressed one is a decompression bomb: 128 MiB in 12 KB."""
-    monkeypatch.setattr(files, "MAX_RECORD_CHARS", 10**4)
+    monkeypatch.setattr(json_records, "MAX_RECORD_CHARS", 10**4)
     fits = b'{"text": "' + b"a" * (10**4 - 12) + b'"}'
     path = tmp_path / name
     nbytes = 2**27 if path.suffix == ".zst" else 2**24
@@ -161,7 +188,7 @@ def test_a_record_above_the_limit_is_never_held(tmp_path: Path, monkeypatch: pyt
     reason = 'line 2 has more than 10000 characters: {"text": "bbb'
     assert str(caught.value).startswith(f"data.sources: {path}, {reason}")
     assert "; split the record or write its text to a *.txt file, or skip such records" in str(caught.value)
-    assert peak < 2**27, "ZST_BYTES of compressed text expand to at most 32 MiB, copied once"
+    assert peak < 2**27, "COMPRESSED_BYTES of compressed text expand to at most 32 MiB, copied once"
 
 
 def test_all_line_endings_are_read(tmp_path: Path) -> None:
@@ -188,7 +215,7 @@ def test_a_relative_path_starts_at_the_working_directory(
     assert only("a.jsonl").fingerprint == only(sample["*.jsonl"]).fingerprint
 
 
-KNOWN = '; use "demo", "*.jsonl", "*.jsonl.zst" or "*.txt"'
+KNOWN = suggest("", SOURCES)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +224,8 @@ KNOWN = '; use "demo", "*.jsonl", "*.jsonl.zst" or "*.txt"'
         ("", f'unknown source ""{KNOWN}'),
         ("demo,", f'unknown source ""{KNOWN}'),
         ("dmeo", f'unknown source "dmeo"{KNOWN} (did you mean "demo"?)'),
-        ("x/a.json", f'unknown source "x/a.json"{KNOWN} (did you mean "*.jsonl"?)'),
-        ("a.csv:0.5", f'unknown source "a.csv"{KNOWN}'),
+        ("x/a.jso", f'unknown source "x/a.jso"{KNOWN} (did you mean "*.json"?)'),
+        ("a.xml:0.5", f'unknown source "a.xml"{KNOWN}'),
         ("demo:0", 'weight "0" of demo is not a number greater than 0; write, for example, demo:0.5'),
         ("demo:-1", 'weight "-1" of demo is not a number greater than 0'),
         ("demo:nan", 'weight "nan" of demo is not a number greater than 0'),
@@ -206,7 +233,8 @@ KNOWN = '; use "demo", "*.jsonl", "*.jsonl.zst" or "*.txt"'
         ("demo:", 'weight "" of demo is not a number greater than 0'),
         ("demo:half", 'weight "half" of demo is not a number greater than 0'),
         ("none.txt", "none.txt does not exist in {cwd}; give the path of an existing file"),
-        ("demo,dir.txt:2", "dir.txt is not a file; give a file inside it, dir.txt/..."),
+        ("demo,dir.txt:2", "dir.txt is a directory without files that can be read, *.jsonl, *.jsonl.zst"),
+        ("none*.txt", "none*.txt matches no file in {cwd} that can be read, *.jsonl"),
         ("empty.jsonl", "empty.jsonl is empty; give a file with text"),
         ("fifo.txt", "fifo.txt is a named pipe; its text is read more than once: write it to a file"),
         ("socket.txt", "socket.txt is a socket; its text is read more than once: write it to a file"),
@@ -250,13 +278,12 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
 def test_a_file_that_can_no_longer_be_read_is_named(tmp_path: Path, name: str) -> None:
     path = save(tmp_path / name, GOOD[name])
     source = only(path)
-    for problem, spoil in (("No such file or directory", os.remove), ("Is a directory", os.mkdir)):
-        spoil(path)
-        message = f"^data.sources: {path} cannot be read \\({problem}\\); check the file and its disk$"
-        with pytest.raises(ValueError, match=message):
-            list(read_examples(source))
-        with pytest.raises(ValueError, match=message):
-            assert source.fingerprint
+    os.remove(path)
+    message = f"^data.sources: {path} cannot be read \\(No such file or directory\\); check the file and its disk$"
+    with pytest.raises(ValueError, match=message):
+        list(read_examples(source))
+    with pytest.raises(ValueError, match=message):
+        assert source.fingerprint
 
 
 def test_errors_name_the_configuration_key(tmp_path: Path) -> None:

@@ -6,18 +6,21 @@ sequences, and so of the tokens. Parsing is cheap: it finds every error that can
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
+import os
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from glob import has_magic
 from pathlib import Path
 from typing import NamedTuple
 
 from acsgd.config.spec import suggest
 from acsgd.io.sources.base import TEXT, NamedSource, OnError, Record, RecordCounts, Source
-from acsgd.io.sources.files import JsonLines, PlainText
+from acsgd.io.sources.files import READERS, Files
 
 
 class WeightedSource(NamedTuple):
@@ -50,9 +53,8 @@ class Demo(NamedSource):
 
 SOURCES: dict[str, Callable[[str, str, OnError], Source]] = {
     "demo": Demo,
-    "*.jsonl": JsonLines,
-    "*.jsonl.zst": JsonLines,
-    "*.txt": PlainText,
+    **{f"*{ending}": Files for ending in READERS},
+    "*/": Files,
 }
 """Pattern of a source name -> constructor, called with (name, configuration key, on_error)."""
 
@@ -73,7 +75,7 @@ def parse_sources(spec: str, *, key: str = "data.sources", on_error: OnError = "
 
 def _parse(part: str, key: str, on_error: OnError) -> WeightedSource:
     name, weight = part, "1"
-    if ":" in part and _kind(part) is None:
+    if ":" in part and (_kind(part) is None or _ends_with_weight(part)):
         name, _, weight = (text.strip() for text in part.rpartition(":"))
     kind = _kind(name)
     if kind is None:
@@ -85,7 +87,16 @@ def _parse(part: str, key: str, on_error: OnError) -> WeightedSource:
 
 
 def _kind(name: str) -> Callable[[str, str, OnError], Source] | None:
-    return next((kind for pattern, kind in SOURCES.items() if fnmatchcase(name, pattern)), None)
+    found = next((kind for pattern, kind in SOURCES.items() if fnmatchcase(name, pattern)), None)
+    return found or (Files if has_magic(name) or os.path.isdir(os.path.expanduser(name)) else None)
+
+
+def _ends_with_weight(part: str) -> bool:
+    """Whether a number follows the last colon, and it does not belong to the name of a file."""
+    with contextlib.suppress(ValueError):
+        float(part.rpartition(":")[2])
+        return not os.path.lexists(os.path.expanduser(part))
+    return False
 
 
 def _weight(text: str, name: str) -> float:

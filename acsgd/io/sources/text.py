@@ -1,21 +1,22 @@
-"""UTF-8 text files, plain or zstd-compressed, read in bounded memory. Invalid bytes are reported, never replaced."""
+"""UTF-8 text files, plain or compressed, read in bounded memory. Invalid bytes are reported, never replaced."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TextIO
 
 import zstandard
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-ZST_BYTES = 2**10
-"""Compressed bytes read at a time. 4 bytes may expand to a block of 128 KiB, so at most 32 MiB are held."""
+COMPRESSED_BYTES = 2**10
+"""Compressed bytes read at a time. 4 bytes of zstd may expand to a block of 128 KiB, so at most 32 MiB are held."""
 EXCERPT_CHARS = 80
 """Maximum length of the excerpt in the message about a line, characters."""
 
@@ -31,10 +32,11 @@ class LineError(NamedTuple):
 
 @contextlib.contextmanager
 def open_text(path: Path, *, key: str) -> Iterator[TextIO]:
-    """Open a text file for reading, decompressing *.zst. Bytes that are not UTF-8 become lone surrogates: `not_utf8`.
+    """Open a text file for reading, decompressing *.zst and *.gz.
 
-    key: configuration key to name in errors. Raises ValueError if the file cannot be read, or if a zstd stream is
-    corrupt or truncated: nothing after that can be read.
+    Bytes that are not UTF-8 become lone surrogates: `not_utf8`. key: configuration key to name in errors.
+    Raises ValueError if the file cannot be read, or if a compressed stream is corrupt or truncated: nothing after that
+    can be read.
     """
     try:
         with (
@@ -43,9 +45,10 @@ def open_text(path: Path, *, key: str) -> Iterator[TextIO]:
             io.TextIOWrapper(_decompressed(file, path), encoding="utf-8-sig", errors="surrogateescape") as text,
         ):
             yield text
-    except zstandard.ZstdError as error:
+    except (zstandard.ZstdError, zlib.error) as error:
+        kind = "gzip" if isinstance(error, zlib.error) else "zstd"
         raise ValueError(
-            f"{key}: {path} is not valid zstd ({error}); check it with zstd -t {path} and fetch it again"
+            f"{key}: {path} is not valid {kind} ({error}); check it with {kind} -t {path} and fetch it again"
         ) from None
 
 
@@ -92,21 +95,36 @@ def _escaped(char: str) -> str:
 
 
 def _decompressed(file: BinaryIO, path: Path) -> BinaryIO:
-    return io.BufferedReader(_Stream(_frames(file), file.fileno())) if path.suffix == ".zst" else file
+    if path.suffix not in (".zst", ".gz"):
+        return file
+    frames = (
+        _frames(file, _new_zstd, zstandard.ZstdError) if path.suffix == ".zst" else _frames(file, _new_gzip, zlib.error)
+    )
+    return io.BufferedReader(_Stream(frames, file.fileno()))
 
 
-def _frames(file: BinaryIO) -> Iterator[bytes]:
-    """Yield decompressed zstd frames. Unlike zstandard's stream reader, this detects a truncated last frame."""
-    decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)  # what zstd --long=31 needs
+def _new_zstd() -> Any:
+    return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()  # what zstd --long=31 needs
+
+
+def _new_gzip() -> Any:
+    return zlib.decompressobj(wbits=31)
+
+
+def _frames(file: BinaryIO, new: Callable[[], Any], error: type[Exception]) -> Iterator[bytes]:
+    """Yield decompressed frames. Unlike the stream readers of the libraries, this detects a truncated last frame.
+
+    new: creates the decompressor of a frame; error: class of its errors.
+    """
     frame, unread = None, b""
-    while unread or (unread := file.read(ZST_BYTES)):
-        frame = frame or decompressor.decompressobj()
+    while unread or (unread := file.read(COMPRESSED_BYTES)):
+        frame = frame or new()
         yield frame.decompress(unread)
         unread = frame.unused_data
         if frame.eof:
             frame = None
     if frame:
-        raise zstandard.ZstdError("the last frame is truncated")
+        raise error("the last frame is truncated")
 
 
 class _Stream(io.RawIOBase):

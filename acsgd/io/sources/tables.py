@@ -1,0 +1,122 @@
+"""Files of rows and columns: CSV, TSV, Parquet and Arrow. The names of the columns are the fields of the records."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+from acsgd.io.sources.base import BadRecord, Record, RecordCounts
+from acsgd.io.sources.text import excerpt, fraction_read, not_utf8, open_text, reading
+
+MAX_CELL_CHARS = 2**27
+"""Maximum length of a cell of CSV, characters."""
+BATCH_ROWS = 256
+"""Rows of Parquet that are read at a time."""
+
+
+def read_csv(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+    """Yield the rows of a file with a header. Cells may be quoted, and then contain newlines."""
+    yield from _read_delimited(path, name, key, counts, delimiter=",", quoting=csv.QUOTE_MINIMAL)
+
+
+def read_tsv(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+    """Yield the rows of a file with a header whose cells are separated by tabs. Quotes are characters as others."""
+    yield from _read_delimited(path, name, key, counts, delimiter="\t", quoting=csv.QUOTE_NONE)
+
+
+def read_parquet(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+    """Yield the rows of a Parquet file."""
+    import pyarrow.parquet as pq  # takes a third of a second
+
+    with _arrow_errors(name, key, "Parquet"), reading(path, key=key), pq.ParquetFile(path) as file:
+        total = max(1, file.metadata.num_rows)
+        counts.fraction = lambda: counts.records / total
+        yield from _rows(file.iter_batches(BATCH_ROWS), name, counts)
+
+
+def read_arrow(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+    """Yield the rows of an Arrow file or stream, as `datasets` writes it."""
+    import pyarrow as pa
+
+    with _arrow_errors(name, key, "Arrow"), reading(path, key=key), pa.memory_map(str(path)) as file:
+        is_file = file.read(6) == b"ARROW1"
+        file.seek(0)
+        counts.fraction = lambda: 0.0 if file.closed else file.tell() / max(1, file.size())
+        opened = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
+        batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else opened
+        yield from _rows((part for batch in batches for part in _sliced(batch)), name, counts)
+
+
+def _read_delimited(
+    path: Path, name: str, key: str, counts: RecordCounts, **dialect: Any
+) -> Iterator[Record | BadRecord]:
+    csv.field_size_limit(MAX_CELL_CHARS)
+    with open_text(path, key=key) as file:
+        counts.fraction = partial(fraction_read, file)
+        rows = _delimited_rows(file, dialect)
+        _, header = next(rows)
+        if not isinstance(header, list) or not all(header) or max(Counter(header).values()) > 1:
+            found = header if isinstance(header, str) else excerpt(", ".join(header)) or "nothing"
+            raise ValueError(
+                f"{key}: {name}, line 1 must name the columns, each once, but has: {found}; write a header"
+            )
+        for counts.records, (line, row) in enumerate(rows, start=1):
+            where = f"{name}, line {line}"
+            if isinstance(row, str):
+                yield BadRecord(where, f"is not valid CSV ({row})", "correct its quotes")
+            elif error := not_utf8(dialect["delimiter"].join(row)):
+                yield BadRecord(where, *error)
+            elif len(row) != len(header):
+                yield BadRecord(where, f"has {len(row)} columns, but the header has {len(header)}", "correct the row")
+            else:
+                yield Record(dict(zip(header, row, strict=True)), where)
+
+
+def _delimited_rows(file: TextIO, dialect: dict[str, Any]) -> Iterator[tuple[int, list[str] | str]]:
+    """Yield line number and cells of each row that is not blank, or the reason why it cannot be read."""
+    rows = csv.reader(file, strict=True, **dialect)
+    while True:
+        line = rows.line_num + 1
+        try:
+            if row := next(rows):
+                yield line, row
+        except csv.Error as error:
+            yield line, str(error)
+        except StopIteration:
+            return
+
+
+def _rows(batches: Iterable[Any], name: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+    """Yield the rows of Arrow record batches."""
+    for batch in batches:
+        for index in range(batch.num_rows):
+            counts.records += 1
+            where = f"{name}, row {counts.records}"
+            try:
+                [fields] = batch.slice(index, 1).to_pylist()
+            except UnicodeDecodeError as error:
+                yield BadRecord(where, f"is not UTF-8 ({error.reason})", "write its text as UTF-8")
+            else:
+                yield Record(fields, where)
+
+
+def _sliced(batch: Any) -> Iterator[Any]:
+    """Cut a record batch, which may have millions of rows, without a copy."""
+    yield from (batch.slice(start, BATCH_ROWS) for start in range(0, batch.num_rows, BATCH_ROWS))
+
+
+@contextlib.contextmanager
+def _arrow_errors(name: str, key: str, kind: str) -> Iterator[None]:
+    """Turn an error of Arrow about the content of a file into a ValueError that names the file."""
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except (ArrowException, OSError) as error:
+        problem = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(f"{key}: {name} is not valid {kind} ({problem}); write or download it again") from None

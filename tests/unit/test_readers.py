@@ -1,0 +1,181 @@
+"""Files of records: bad records of each kind, several files as one source, and directories with splits."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from acsgd.io.formats.formats import read_examples
+from acsgd.io.sources.base import OnError, RecordCounts, Source
+from acsgd.io.sources.sources import parse_sources
+
+
+def source_of(name: Path | str, on_error: OnError = "stop") -> Source:
+    """Return a source by its name."""
+    [part] = parse_sources(str(name), on_error=on_error)
+    return part.source
+
+
+def texts(source: Source) -> list[str]:
+    """Return the texts of a source."""
+    return [example.text for example in read_examples(source)]
+
+
+def write_bad_parquet(path: Path) -> None:
+    """Write three rows, the second of which is not UTF-8."""
+    column = pa.Array.from_buffers(
+        pa.string(), 3, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0"), pa.py_buffer(b"a\xffb")]
+    )
+    pq.write_table(pa.table({"text": column}), path)
+
+
+BAD: dict[str, tuple[bytes, str, str]] = {
+    "quote.csv": (b'text\na\n"x" y\nb\n', "line 3", "is not valid CSV (',' expected after '\"')"),
+    "wide.csv": (b"text\na\nx,y\nb\n", "line 3", "has 2 columns, but the header has 1"),
+    "latin.csv": (b"text\na\n\xff\nb\n", "line 3", r"is not UTF-8 (byte 0xff): \xff"),
+    "narrow.tsv": (b"text\tn\na\t1\nx\nb\t2\n", "line 3", "has 1 columns, but the header has 2"),
+    "number.json": (b'[{"text": "a"},\n 7,\n {"text": "b"}]', "line 2", "is not a JSON object: 7"),
+    "latin.json": (b'[{"text": "a"},\n{"text": "\xff"}, {"text": "b"}]', "line 2", r'is not UTF-8 (byte 0xff): {"text'),
+    "lines.json": (b'{"text": "a"}\n[]\n{"text": "b"}\n', "line 2", "is not a JSON object: []"),
+    "column.json": (
+        b'[{"text": "a"}, {"txt": "x"}, {"text": "b"}]',
+        "line 1",
+        'has no string under "text"; its fields: "txt"',
+    ),
+    "latin.parquet": (b"", "row 2", "is not UTF-8 (invalid start byte)"),
+}
+"""File name -> content, place of the bad record between "a" and "b", and the reason."""
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_record_is_named_or_skipped(tmp_path: Path, name: str) -> None:
+    content, place, reason = BAD[name]
+    path = tmp_path / name
+    path.write_bytes(content) if content else write_bad_parquet(path)
+    with pytest.raises(ValueError) as refused:
+        texts(source_of(path))
+    assert str(refused.value).startswith(f"data.sources: {path}, {place} {reason}")
+    counts = RecordCounts()
+    assert [example.text for example in read_examples(source_of(path, "skip"), counts)] == ["a", "b"]
+    assert (counts.records, counts.skipped) == (3, 1)
+
+
+UNREADABLE: dict[str, tuple[bytes, str]] = {
+    "a.json": (b'[{"text": "a"},\n{"text": oops}]', ", line 2 is not JSON (Expecting value): oops}]; correct the file"),
+    "b.json": (b'[{"text": "a"}\n{"text": "b"}]', ", line 2 is not JSON (Expecting ',' delimiter): {"),
+    "c.json": (b'{"data": [', ", line 1 is not JSON (Expecting value)"),
+    "d.json": (b"[" * 10**5, " is not JSON (it exceeds the limits of the parser)"),
+    "a.csv": (b"text,text\n1,2\n", ", line 1 must name the columns, each once, but has: text, text; write a header"),
+    "b.csv": (b",b\n1,2\n", ", line 1 must name the columns, each once"),
+    "a.parquet": (b"PAR1 nothing", " is not valid Parquet ("),
+    "a.arrow": (b"nothing at all", " is not valid Arrow ("),
+    "a.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 999)[:-9], " is not valid gzip (the last frame is truncated)"),
+    "b.jsonl.gz": (b'{"text": "a"}', " is not valid gzip ("),
+}
+"""File name -> content that cannot be read to its end, and the message."""
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_a_file_that_cannot_be_read_to_its_end_is_never_skipped(tmp_path: Path, name: str, on_error: OnError) -> None:
+    content, message = UNREADABLE[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError) as refused:
+        texts(source_of(tmp_path / name, on_error))
+    assert str(refused.value).startswith(f"data.sources: {tmp_path / name}")
+    assert message in str(refused.value)
+
+
+def test_a_truncated_parquet_file_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a" * n for n in range(1000)]}), tmp_path / "whole.parquet")
+    (tmp_path / "a.parquet").write_bytes((tmp_path / "whole.parquet").read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"a\.parquet is not valid Parquet \(.*\); write or download it again"):
+        texts(source_of(tmp_path / "a.parquet"))
+
+
+def test_an_object_with_one_list_of_objects_is_that_list(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"version": 1, "tags": ["x"], "data": [{"text": "a"}, {"text": "b"}]}, indent=2))
+    assert texts(source_of(path)) == ["a", "b"]
+    path.write_text(json.dumps({"text": "alone"}, indent=2))
+    assert texts(source_of(path)) == ["alone"]
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Path:
+    """A directory with files of three kinds, one of them in a directory of its own, and files that are not data."""
+    directory = tmp_path / "parts"
+    (directory / "more").mkdir(parents=True)
+    (directory / "more" / "c.csv").write_text("text\nc\n")
+    (directory / "a.jsonl").write_text('{"text": "a"}\n')
+    (directory / "b.txt").write_text("b")
+    (directory / ".hidden.txt").write_text("hidden")
+    (directory / "LICENSE").write_text("none")
+    return directory
+
+
+def test_several_files_are_one_source_in_the_order_of_their_names(parts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert texts(source_of(parts)) == ["a", "b", "c"]
+    assert texts(source_of(f"{parts}/*")) == ["a", "b"]
+    assert texts(source_of(f"{parts}/**/*.csv")) == ["c"]
+    [half, _] = parse_sources(f"{parts}/[ab].*:0.5,demo:0.5")
+    assert (texts(half.source), half.weight) == (["a", "b"], 0.5)
+    monkeypatch.chdir(parts)
+    assert texts(source_of("more")) == texts(source_of("more/")) == ["c"]
+
+
+def test_a_bad_record_among_several_files_is_named_with_its_file(parts: Path) -> None:
+    (parts / "b.txt").write_bytes(b"b\nx\xff\n")
+    with pytest.raises(ValueError, match=f"^data.sources: {parts / 'b.txt'}, line 2 is not UTF-8"):
+        texts(source_of(parts))
+    counts = RecordCounts()
+    seen = []
+    for example in read_examples(source_of(parts, "skip"), counts):
+        assert counts.fraction
+        seen.append((example.text, counts.records, counts.fraction()))
+    assert [text for text, *_ in seen] == ["a", "b\n", "c"]
+    assert [records for _, records, _ in seen] == [1, 3, 4]
+    assert [fraction for *_, fraction in seen] == sorted(fraction for *_, fraction in seen)
+    assert counts.fraction() == 1
+    assert counts.summary() == f"skipped 1 of 4 records; the first, {parts / 'b.txt'}, line 2, " + (
+        r"is not UTF-8 (byte 0xff): x\xff"
+    )
+
+
+def test_files_of_a_directory_change_its_fingerprint(parts: Path) -> None:
+    before = source_of(parts).fingerprint
+    assert source_of(parts).fingerprint == before
+    (parts / "d.txt").write_text("d")
+    assert source_of(parts).fingerprint != before
+
+
+def test_splits_are_not_read_together(parts: Path) -> None:
+    (parts / "train-00000-of-00001.txt").write_text("train")
+    assert "train" in texts(source_of(parts))
+    (parts / "test").mkdir()
+    with pytest.raises(ValueError, match=f"has the splits test, train; give one of them, such as {parts}/test"):
+        source_of(parts)
+
+
+def test_a_saved_dataset_is_read_as_datasets_reads_it(tmp_path: Path) -> None:
+    saved = datasets.Dataset.from_dict({"text": [f"text {n}" for n in range(700)], "n": range(700)})
+    saved.save_to_disk(tmp_path / "saved", num_shards=3)
+    (tmp_path / "saved" / "cache-of-a-map.arrow").write_bytes(b"not part of it")
+    assert texts(source_of(tmp_path / "saved")) == datasets.load_from_disk(str(tmp_path / "saved"))["text"][:]
+
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"no {SHARED}")
+def test_splits_of_real_data_are_found() -> None:
+    with pytest.raises(ValueError, match="has the splits test, train, val; give one of them"):
+        source_of(SHARED / "gsm8k-io")
+    with pytest.raises(ValueError, match="has the splits dev, train, val; give one of them"):
+        source_of(SHARED / "glue" / "CoLA")
