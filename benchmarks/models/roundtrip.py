@@ -11,6 +11,7 @@ be interrupted and repeated. Types that cannot be divided into layers are listed
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -28,60 +29,58 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import (
-    CONFIG_MAPPING,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from acsgd.layers.description import LayersError
 from acsgd.layers.small_config import small_configs
+from acsgd.layers.verify import make_batches
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
 from acsgd.tasks import TASKS, Task
-from benchmarks.models.sweep import OPTIONS
+from benchmarks.models.sweep import BOUNDS, TYPES, config_of
 from tests.lib.model_types import tensors_in
 
-MAX_PARAMETERS = 2**25
 LIMIT_S = 600.0
 
 
-def small_model(model_type: str, task: Task) -> PreTrainedModel:
-    """Return a small model of a type, all of its tensors with random values."""
-    config = CONFIG_MAPPING[model_type](**OPTIONS.get(model_type, {}))
-    if task is TASKS["lm"] and hasattr(config, "is_decoder"):
+def save_small_model(model_type: str, task_name: str, directory: Path) -> PreTrainedModel:
+    """Save a small model of a type, all of its tensors with random values: the first that transformers runs and loads.
+
+    Raises what transformers raises if there is none.
+    """
+    task, config = TASKS[task_name], config_of(model_type, task_name)
+    if task_name == "lm" and hasattr(config, "is_decoder"):
         config.is_decoder = True
-    if task is TASKS["classification"]:  # classifiers of several sequences need them
-        text = config.get_text_config()
-        config.pad_token_id = text.pad_token_id = getattr(text, "pad_token_id", None) or 0
-        config.decoder_start_token_id = getattr(config, "decoder_start_token_id", None) or 0
-    small = next(each for each in small_configs(config, task.build(config)) if _is_small(each, task))
+    error: Exception = ValueError(f"each small model has more than {max(BOUNDS):,} parameters")
+    small_ones = list(small_configs(config, task.build(config)))
+    for bound, small in itertools.product(BOUNDS, small_ones):
+        try:
+            if task.build(small).num_parameters() <= bound:
+                return _save_random(small, task, directory)
+        except Exception as raised:  # in transformers' code, by sizes that do not go together
+            error = raised
+    raise error
+
+
+def _save_random(config: PreTrainedConfig, task: Task, directory: Path) -> PreTrainedModel:
     torch.manual_seed(0)
-    model: PreTrainedModel = task.auto_class.from_config(small)
+    model: PreTrainedModel = task.auto_class.from_config(config)
     with torch.no_grad():
+        model(**make_batches(model, task.inputs)["plain"], use_cache=False)
         for tensor in model.state_dict().values():
             if tensor.is_floating_point():
                 tensor.copy_(torch.randn(tensor.shape))
+    model.save_pretrained(directory)
+    task.auto_class.from_pretrained(directory)
     return model
-
-
-def _is_small(config: PreTrainedConfig, task: Task) -> bool:
-    try:
-        return task.build(config).num_parameters() <= MAX_PARAMETERS
-    except Exception:  # raised in transformers' code, by sizes that do not go together
-        return False
 
 
 def round_trip(model_type: str, task: str) -> dict[str, Any]:
     """Convert a model of a type and compare; return what becomes a row of the table."""
-    try:
-        model = small_model(model_type, TASKS[task])
-    except Exception as error:  # raised in transformers' code
-        return {"status": "not built", "reason": one_line(error)}
     with tempfile.TemporaryDirectory() as directory:
         source, shards, back = (Path(directory) / name for name in ("source", "shards", "back"))
         try:
-            model.save_pretrained(source)
+            model = save_small_model(model_type, task, source)
         except Exception as error:  # raised in transformers' code
             return {"status": "not built", "reason": one_line(error)}
         shards.mkdir()
@@ -158,29 +157,23 @@ def show(results: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", nargs="+", help="default: all")
+    parser.add_argument("--types", nargs="+", help="types to try again; default: all without a result")
     parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/roundtrip.json"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    TASKS.update(TASKS)  # type: ignore[attr-defined]
-    rows = [
-        (model_type, task)
-        for task in ("lm", "seq2seq", "classification")
-        for model_type in TASKS[task].auto_class._model_mapping._model_mapping
-        if model_type in (arguments.types or [model_type])
-    ]
-    results = json.loads(arguments.json.read_text()) if arguments.json.exists() else []
-    done = {(result["type"], result["task"]) for result in results}
+    kept = json.loads(arguments.json.read_text()) if arguments.json.exists() else []
+    results = {(result["task"], result["type"]): result for result in kept}
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    for model_type, task in rows:
-        if (model_type, task) not in done:
-            started = time.perf_counter()
-            result = {"type": model_type, "task": task, **in_process(model_type, task)}
-            results.append(result | {"seconds": round(time.perf_counter() - started, 1)})
-            arguments.json.write_text(json.dumps(results, indent=1))
-    show(results)
-    if any(result["status"] in ("differs", "failed") for result in results):
+    for task, (_, types) in TYPES.items():
+        for model_type in types:
+            if model_type in arguments.types if arguments.types else (task, model_type) not in results:
+                started = time.perf_counter()
+                result = {"type": model_type, "task": task, **in_process(model_type, task)}
+                results[task, model_type] = result | {"seconds": round(time.perf_counter() - started, 1)}
+                arguments.json.write_text(json.dumps([*results.values()], indent=1))
+    show([*results.values()])
+    if any(result["status"] in ("differs", "failed") for result in results.values()):
         sys.exit(1)
 
 
