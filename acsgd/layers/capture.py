@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -81,9 +82,11 @@ def find_blocks(model: PreTrainedModel) -> list[str]:
     """Return the module paths of the blocks: members of the outermost lists of blocks, in the order of the modules.
 
     A list of blocks is a ModuleList of layers with gradient checkpointing, or of modules that must not be divided
-    (`_no_split_modules`); without any, one of equal modules as long as config.num_hidden_layers.
+    (`_no_split_modules`); without any, one of equal modules as long as config.num_hidden_layers; else any of equal
+    modules, which may be called several times.
     """
-    lists = _block_lists(model, _holds_blocks(model)) or _block_lists(model, _is_as_deep_as(model))
+    rules = (_holds_blocks(model), _is_as_deep_as(model), _is_of_one_type)
+    lists = next(filter(None, (_block_lists(model, rule) for rule in rules)), None)
     if not lists:
         raise LayersError(f"{type(model).__name__} has no list of blocks")
     return [f"{path}.{index}" for path, length in lists.items() for index in range(length)]
@@ -112,22 +115,33 @@ def _holds_blocks(model: PreTrainedModel) -> Callable[[nn.ModuleList], bool]:
 
 def _is_as_deep_as(model: PreTrainedModel) -> Callable[[nn.ModuleList], bool]:
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    return lambda modules: len(modules) == depth and len({type(module) for module in modules}) == 1
+    return lambda modules: len(modules) == depth and _is_of_one_type(modules)
+
+
+def _is_of_one_type(modules: nn.ModuleList) -> bool:
+    return len({type(module) for module in modules}) == 1
 
 
 @contextlib.contextmanager
 def stubbed(blocks: Sequence[nn.Module], stub: Stub) -> Iterator[None]:
-    """Context in which calls of `blocks` go to `stub`. Paths and types of the modules stay as they are."""
+    """Context for one run of forward, in which calls of `blocks` go to `stub`. Paths and types of the modules stay.
 
-    def forward_of(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: stub(index, forward, args, kwargs)
+    A block that is called several times is among `blocks` as often, or once; then all its calls have one index.
+    """
+    indices: dict[nn.Module, list[int]] = {}
+    for index, block in enumerate(blocks):
+        indices.setdefault(block, []).append(index)
+
+    def forward_of(block: nn.Module) -> Callable[..., Any]:
+        forward, calls = block.forward, itertools.cycle(indices[block])
+        return lambda *args, **kwargs: stub(next(calls), forward, args, kwargs)
 
     try:
-        for index, block in enumerate(blocks):
-            block.__dict__["forward"] = forward_of(index, block.forward)  # hides the method of the class
+        for block in indices:
+            block.__dict__["forward"] = forward_of(block)  # hides the method of the class
         yield
     finally:
-        for block in blocks:
+        for block in indices:
             block.__dict__.pop("forward", None)
 
 

@@ -163,10 +163,14 @@ def _own_parameters(trace: Trace) -> dict[str, list[str]]:
 
 
 def _stored_buffers(trace: Trace) -> list[tuple[str, ...]]:
-    """Return the buffers stored with each layer: those inside its block; all others with the last layer."""
+    """Return the buffers stored with each layer: those inside its block; all others with the last layer.
+
+    Those of a block that is called several times are among the latter, as ranks may need them that lack the first call.
+    """
     keys = trace.model.state_dict().keys()
     stored = [name for name, _ in trace.model.named_buffers() if name in keys]
-    by_block = [tuple(name for name in stored if name.startswith(f"{path}.")) for path in trace.blocks]
+    inside = [f"{path}." if trace.blocks.count(path) == 1 else None for path in trace.blocks]
+    by_block = [tuple(name for name in stored if path is not None and name.startswith(path)) for path in inside]
     rest = tuple(name for name in stored if not any(name in names for names in by_block))
     return [(), *by_block, rest]
 

@@ -92,7 +92,8 @@ class LayerSpec:
     index: int
     """Position in the model, 0 = first; part of every seed that concerns the layer."""
     block: str | None
-    """Module path of its block; None for the first and the last layer."""
+    """Module path of its block; None for the first and the last layer. Layers have the same if forward calls a block
+    several times."""
     parameters: tuple[str, ...]
     """Names of the parameters it uses, as in the Hugging Face model. One that several layers use is tied."""
     buffers: tuple[str, ...]

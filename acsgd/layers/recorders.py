@@ -13,17 +13,17 @@ from torch.utils._pytree import tree_flatten
 
 
 class RandomOps(TorchDispatchMode):
-    """Records the layers in which operations draw random numbers."""
+    """Records the segments of a forward in which operations draw random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = 0
-        """Layer that runs now."""
-        self.layers: set[int] = set()
+        self.segment = 0
+        """Number of blocks that were called before."""
+        self.segments: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and not _is_without_dropout(func, args, kwargs or {}):
-            self.layers.add(self.layer)
+            self.segments.add(self.segment)
         return func(*args, **(kwargs or {}))
 
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers import Cache, PreTrainedModel
 
-from acsgd.layers.capture import BlockCall, find_blocks, parent_of, stubbed
+from acsgd.layers.capture import BlockCall, find_blocks, stubbed
 from acsgd.layers.description import HIDDEN, LayersError, Origin
 from acsgd.layers.recorders import RandomOps, Uses
 from acsgd.layers.skeleton import experts_without_values, parameter_names, set_tied_parameter
@@ -47,7 +47,7 @@ class Trace(NamedTuple):
     model: PreTrainedModel
     sizes: Mapping[str, int]
     blocks: list[str]
-    """Module paths in the order of the calls."""
+    """Module paths in the order of the calls; of a block that is called several times, as often."""
     segments: list[Segment]
     returned: list[Any]
     """What each block returned."""
@@ -72,9 +72,9 @@ def trace(
     sizes: Mapping[str, int],
     paths: Sequence[str] | None = None,
 ) -> Trace:
-    """Run forward, within `on_fake_tensors`. paths: of the blocks; by default, those of all lists that forward enters.
+    """Run forward, within `on_fake_tensors`. paths: of the blocks; by default, of all that forward calls.
 
-    A list that it does not enter, as that of a vision tower without images, is left to the last layer as unused.
+    Those that it does not call, as of a vision tower without images, are left to the last layer as unused.
     """
     if paths is None:
         paths = find_blocks(model)
@@ -94,10 +94,9 @@ def trace(
         if "padding token" in reason:  # of classifiers, which look for the last token of each sequence
             reason += '; set "pad_token_id" in config.json'
         raise LayersError(f"{type(model).__name__}: forward fails with {', '.join(inputs)} alone: {reason}") from error
-    entered = {parent_of(paths[index]) for index in tracer.order}
-    in_entered = [path for path in paths if parent_of(path) in entered]
-    if 0 < len(in_entered) < len(paths):
-        return trace(model, inputs, sizes, in_entered)
+    called = [path for index, path in enumerate(paths) if index in tracer.order]
+    if 0 < len(called) < len(paths):
+        return trace(model, inputs, sizes, called)
     tracer.finish(logits)
     return Trace(
         model=model,
@@ -107,7 +106,7 @@ def trace(
         returned=tracer.returned,
         passed_on=tracer.passed_on,
         context_inputs=tracer.context_inputs,
-        random=tracer.random.layers,
+        random=tracer.random_layers(),
     )
 
 
@@ -134,6 +133,8 @@ class _Tracer:
         self.context_inputs: set[str] = set()
         self.uses = Uses(batch)
         self.random = RandomOps()
+        self._random_blocks: set[int] = set()
+        """Layers whose blocks draw random numbers."""
         inside = tuple(f"{path}." for path in paths)
         self._model = model
         self._names = {name: names for name, names in parameter_names(model).items() if not name.startswith(inside)}
@@ -147,9 +148,9 @@ class _Tracer:
             return self._enter(index, forward, args, kwargs)
 
     def finish(self, logits: Tensor) -> None:
-        """Close the last segment. Raises LayersError if forward did not call every block."""
-        if len(self.order) != len(self.blocks):
-            raise LayersError(f"forward calls {len(self.order)} of {len(self.blocks)} blocks")
+        """Close the last segment. Raises LayersError if forward called no block, or does not use their outputs."""
+        if not self.order:
+            raise LayersError(f"forward calls none of {len(self.blocks)} blocks")
         hidden = tree_flatten(self.returned[-1])[0][0]
         parameters, trained = self._parameters_of([logits])
         if not logits.requires_grad or torch.autograd.grad(logits.sum(), [hidden], allow_unused=True)[0] is None:
@@ -160,9 +161,12 @@ class _Tracer:
             )
         )
 
+    def random_layers(self) -> set[int]:
+        """Return the layers that draw random numbers. The code after the last block is a layer of its own."""
+        count = len(self.order)
+        return self._random_blocks | {i if i < count else count + 1 for i in self.random.segments}
+
     def _enter(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if index in self.order:
-            raise LayersError("forward calls a block more than once")
         call = BlockCall.of(self.blocks[index], args, kwargs)
         _check_arguments(call)
         inputs = {name: x for name, x in call.tensors().items() if self._is_computed(name, x)}
@@ -177,13 +181,11 @@ class _Tracer:
         }
         self._start_segment(call)
         self.order.append(index)
-        self.random.layer = len(self.order)
+        self.random.segment = len(self.order)
         result = self._run(self.blocks[index], call, lambda: forward(*args, **kwargs))
         if result.is_random:
-            self.random.layers.add(len(self.order))
+            self._random_blocks.add(len(self.order))
         self.passed_on.append(result.passed_on)
-        if len(self.order) == len(self.blocks):
-            self.random.layer += 1  # the code after the last block is the last layer
         self.returned.append(tree_unflatten([_new_leaf(x) for x in result.leaves], result.spec))
         return self.returned[-1]
 
@@ -197,7 +199,7 @@ class _Tracer:
             if not isinstance(leaves[0], Tensor) or leaves[0].shape != call.hidden.shape:
                 raise LayersError("a block does not return the hidden state first")
             passed_on = {i: name for i, x in enumerate(leaves) for name, y in call.tensors().items() if x is y}
-            self._results[key] = _BlockResult(leaves, spec, passed_on, bool(random.layers))
+            self._results[key] = _BlockResult(leaves, spec, passed_on, bool(random.segments))
         return self._results[key]
 
     def _is_computed(self, name: str, x: Tensor) -> bool:

@@ -5,13 +5,14 @@
 For each type, the layers are derived from its default config. A small model of the same kinds of layers, run layer by
 layer and at every cut into two stages, is compared with the whole model: outputs and all gradients, plain, padded, and
 several documents per sequence. Results are kept in the JSON file after every type, so the command can be interrupted
-and repeated. At the end the table in docs/models.md is written.
+and repeated. At the end the rows of all types with results are written to the table in docs/models.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 import warnings
 from collections.abc import Collection, Mapping
@@ -59,7 +60,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 """Options without which the default config of a type is invalid."""
-IS_DECODER = '"is_decoder": true'
+WITHOUT = {"gemma4": '"hidden_size_per_layer_input": 0', "gemma4_text": '"hidden_size_per_layer_input": 0'}
+"""Options of the larger models of types whose default config, that of a small one, is refused."""
+REMEDY = re.compile(r'set ("\w+": [^" ]+) in config\.json')
+"""Option in the reason of a refusal."""
 
 
 def config_of(model_type: str, task: str) -> PreTrainedConfig:
@@ -74,7 +78,7 @@ def config_of(model_type: str, task: str) -> PreTrainedConfig:
 
 
 def result_of(model_type: str, task_name: str) -> dict[str, Any]:
-    """Derive and compare; return what becomes a row of the table."""
+    """Derive and compare, if need be with the options that the refusal names; return a row of the table."""
     task = TYPES[task_name][0]
     started, result = time.perf_counter(), {"type": model_type, "task": task_name}
     try:
@@ -82,19 +86,29 @@ def result_of(model_type: str, task_name: str) -> dict[str, Any]:
         task.build(config)
     except Exception as error:  # raised in transformers' code
         return result | {"status": "not built", "reason": one_line(error)}
-    try:
+    options: list[str] = []
+    while True:
         try:
-            found = compared(task, config)
+            found = compared(task, config) | ({"with": ", ".join(options)} if options else {})
         except LayersError as error:
-            if IS_DECODER not in str(error):
-                raise
-            config.is_decoder = True
-            found = compared(task, config) | {"with": IS_DECODER}
-    except LayersError as error:
-        found = {"status": "refused", "reason": one_line(error)}
-    except Exception as error:  # raised in transformers' code
-        found = {"status": "not built", "reason": one_line(error)}
-    return result | found | {"seconds": round(time.perf_counter() - started, 1)}
+            found = {"status": "refused", "reason": one_line(error)}
+            remedy = REMEDY.search(str(error))
+            option = remedy.group(1) if remedy else WITHOUT.get(model_type)
+            if option is not None and option not in options:
+                options.append(option)
+                set_option(config, option)
+                continue
+        except Exception as error:  # raised in transformers' code
+            found = {"status": "not built", "reason": one_line(error)}
+        return result | found | {"seconds": round(time.perf_counter() - started, 1)}
+
+
+def set_option(config: PreTrainedConfig, option: str) -> None:
+    """Set an option, written as in config.json, in a config and in that of its text model."""
+    for name, value in json.loads(f"{{{option}}}").items():
+        for part in (config, config.get_text_config()):
+            if hasattr(part, name):
+                setattr(part, name, value)
 
 
 def compared(task: Task, config: PreTrainedConfig) -> dict[str, Any]:
@@ -150,8 +164,8 @@ def in_process(model_type: str, task: str, limit_s: float) -> dict[str, Any]:
     return {"type": model_type, "task": task, "status": "not built", "reason": reason}
 
 
-def markdown(results: list[dict[str, Any]]) -> str:
-    """Return the table of docs/models.md."""
+def markdown(results: list[dict[str, Any]], table: str) -> str:
+    """Return the table of docs/models.md. table: the present one, whose other types stay."""
     by_type: dict[str, dict[str, dict[str, Any]]] = {}
     for row in results:
         by_type.setdefault(row["type"], {})[row["task"]] = row
@@ -159,14 +173,15 @@ def markdown(results: list[dict[str, Any]]) -> str:
         "| type | `lm` | `classification` | `seq2seq` | documents kept apart | sent besides the hidden state |",
         "|---|---|---|---|---|---|",
     ]
-    for name, tasks in sorted(by_type.items()):
+    rows = {line.split("`")[1]: line for line in table.splitlines()[2:]}
+    for name, tasks in by_type.items():
         names = sorted({x for row in tasks.values() for x in row.get("sent", ())})
         packed = ""
         if tasks.get("lm", {}).get("status") == "works":
             packed = "yes" if "packed" in tasks["lm"]["batches"] else "no"
         cells = [cell(tasks.get(task)) for task in TYPES]
-        lines.append(f"| `{name}` | {' | '.join(cells)} | {packed} | {', '.join(f'`{x}`' for x in names)} |")
-    return "\n".join(lines)
+        rows[name] = f"| `{name}` | {' | '.join(cells)} | {packed} | {', '.join(f'`{x}`' for x in names)} |"
+    return "\n".join([*lines, *(rows[name] for name in sorted(rows))])
 
 
 def cell(row: dict[str, Any] | None) -> str:
@@ -209,8 +224,8 @@ def main() -> None:
                 options.json.write_text(json.dumps({"about": about, "results": list(results.values())}, indent=1))
     Console().print(summary(list(results.values())))
     before, rest = PAGE.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{markdown(list(results.values()))}\n{END}{after}")
+    table, after = rest.split(END)
+    PAGE.write_text(f"{before}{BEGIN}\n{markdown(list(results.values()), table.strip())}\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ CLASSIFIERS: dict[str, dict[str, Any]] = {
         "pooler_hidden_size": 32,
         "num_labels": 3,
     },
+    "albert": WITHOUT_KEY_VALUE_HEADS | {"embedding_size": 16, "num_hidden_groups": 1, "num_labels": 3},
 }
 SEQ2SEQ: dict[str, dict[str, Any]] = {
     "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "feed_forward_proj": "gated-gelu"},

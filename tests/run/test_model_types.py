@@ -41,7 +41,7 @@ whatever its mask. Those of t5 are larger."""
 
 
 DECODERS = ("opt", "gptj", "gpt_neox", "bloom", "gemma2", "qwen3", "mixtral")
-TYPES = (*DECODERS, "deberta-v2", "t5", "bart")
+TYPES = (*DECODERS, "deberta-v2", "albert", "t5", "bart")
 SMOOTHED = "bart"
 """Type that is trained with label smoothing."""
 DROPOUT = {

@@ -222,6 +222,17 @@ def test_the_blocks_of_a_vision_tower_are_no_layers() -> None:
     task.verify(config, layers)
 
 
+def test_blocks_that_text_does_not_enter_are_no_layers() -> None:
+    """Mllama has blocks for images among those for text."""
+    text = SHAPE | {"num_hidden_layers": 4, "cross_attention_layers": [1], "vocab_size": 96, "pad_token_id": 0}
+    config = AutoConfig.for_model("mllama", text_config=text)
+    task = TASKS["lm"]
+    layers = task.layers(config)
+    assert layers.blocks == [f"model.layers.{index}" for index in (0, 2, 3)]
+    assert {name for name in layers.frozen if name.startswith("model.layers.1.")}
+    task.verify(config, layers)
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "layer drop": ("opt", {"layerdrop": 0.1}, 'set "layerdrop": 0.0 in config.json'),
     "layer drop of a stack": ("bart", {"encoder_layerdrop": 0.1}, 'set "encoder_layerdrop": 0.0 in config.json'),
