@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, initialization
 
 LARGE = 2**24
 """Number of elements from which zeros and ones made by constructors take no memory."""
@@ -63,11 +63,11 @@ class _WithoutMemory(TorchFunctionMode):
 _INITIALIZERS = {
     torch.Tensor.normal_,
     torch.Tensor.uniform_,
-    nn.init.normal_,
-    nn.init.uniform_,
-    nn.init.trunc_normal_,
-    nn.init.kaiming_normal_,
-    nn.init.kaiming_uniform_,
+    *(
+        getattr(module, name)
+        for module in (nn.init, initialization)  # transformers replaces those of nn by its own while it initialises
+        for name in ("normal_", "uniform_", "trunc_normal_", "kaiming_normal_", "kaiming_uniform_")
+    ),
 }
 
 

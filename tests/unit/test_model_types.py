@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
+from acsgd.layers.recorders import RandomOps
 from acsgd.shards.config import number_of_blocks, parameter_count
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
@@ -165,6 +166,18 @@ def test_a_new_head_does_not_excuse_a_missing_body(tmp_path: Path) -> None:
     save_file(tensors | {name.replace(".1.", ".9."): tensors[name].clone()}, source / "model.safetensors")
     with pytest.raises(ValueError, match=r"would be lost: deberta\.encoder\.layer\.9"):
         from_hf(source, tmp_path, task="classification")
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "mixtral", "deberta-v2", "t5"])
+def test_a_model_without_weights_is_built_without_initialising_them(model_type: str) -> None:
+    """Random initialization on the meta device takes longer than all the rest of a build."""
+    task, config, random = task_of(model_type), small_config(model_type), RandomOps()
+    with random:
+        task.build(config)
+    assert not random.layers
+    with random:
+        task.auto_class.from_config(config)
+    assert random.layers
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "opt", "gpt_neo", "qwen3", "t5"])
