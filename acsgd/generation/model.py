@@ -102,7 +102,9 @@ def _open(directory: Path) -> tuple[Task, PreTrainedConfig, Callable[[PreTrained
         shards.verify_model_files()
         model_files(directory)
         task = shards.manifest.task
-        return TASKS[task], read_config(directory, task), functools.partial(_shard_tensors, shards)
+        is_verified = shards.verified_layers is not None
+        config = read_config(directory, task, is_valid=lambda config: is_verified)
+        return TASKS[task], config, functools.partial(_shard_tensors, shards)
     task = "seq2seq" if read_json_object(directory / CONFIG).get("is_encoder_decoder") else "lm"
     opened = open_hf(directory, task)
     return TASKS[task], opened.config, functools.partial(_hf_tensors, opened)

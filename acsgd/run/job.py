@@ -38,10 +38,8 @@ from acsgd.pp.wire.delta import Delta
 from acsgd.run.layers_cache import LayersCache
 from acsgd.run.limits import check_computes, check_directories, check_memory, check_reading, check_sequence
 from acsgd.run.plugins import Plugins, check_capabilities, parse_plugins
-from acsgd.shards.config import derive_layers, longest_sequence, parameter_count
-from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.config import derive_layers, longest_sequence
 from acsgd.shards.hub import open_model
-from acsgd.shards.manifest import MANIFEST
 from acsgd.shards.plan import StageSpec, plan, plan_blocks
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams, open_streams
@@ -239,13 +237,13 @@ def prepare(config: Config, launch: Launch) -> Job:
 def _open_model(config: Config, launch: Launch, streams: Streams) -> RunModel:
     """Find the model. Raises ValueError if it is invalid, or does not fit the sequence length or the memory."""
     task, cache = TASKS[config.model.task], _layers_cache(config)
-    directory, model_config = open_model(config.model, is_valid=lambda config: cache.find(config) is not None)
-    check_sequence(config.data.sequence, longest_sequence(model_config))
-    num_parameters = parameter_count(model_config, task.name)
-    check_memory(num_parameters, config.pp.stages, launch.local_world_size, streams)
-    kept = ShardDirectory(directory).verified_layers if (directory / MANIFEST).is_file() else None
-    description = kept or cache.find(model_config) or derive_layers(directory, model_config, task.name)
-    return RunModel(directory, model_config, num_parameters, task, description, is_verified=kept is not None)
+    found = open_model(config.model, is_valid=lambda config: cache.find(config) is not None)
+    check_sequence(config.data.sequence, longest_sequence(found.config))
+    check_memory(found.num_parameters, config.pp.stages, launch.local_world_size, streams)
+    description = found.layers or cache.find(found.config) or derive_layers(found.directory, found.config, task.name)
+    return RunModel(
+        found.directory, found.config, found.num_parameters, task, description, is_verified=found.layers is not None
+    )
 
 
 def _layers_cache(config: Config) -> LayersCache:

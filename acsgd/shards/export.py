@@ -21,7 +21,7 @@ from acsgd.shards.model_card import model_card
 from acsgd.shards.names import to_files
 from acsgd.shards.stored import INDEX, SINGLE
 from acsgd.shards.writer import DTYPES, TensorWriter, bytes_of, header_of
-from acsgd.tasks import TASKS, UNTIED
+from acsgd.tasks import UNTIED
 
 CASTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_BYTES = 5 * 10**9
@@ -41,9 +41,8 @@ def to_hf(
     dtype: "float32", "bfloat16" or "float16" to cast parameters to; None = keep each tensor's dtype and bits.
     shard_bytes: maximum size of a file with several tensors. Raises as `open_shards`.
     """
-    directory, config = open_shards(source)
+    directory, config, model = open_shards(source)
     task, layers = directory.manifest.task, directory.manifest.model
-    model = TASKS[task].build(config)
     headers = {layer: _headers(directory, layer, names, model, dtype) for layer, names in layers.stored().items()}
     files = _Files(target, {name: header for each in headers.values() for name, header in each.items()}, shard_bytes)
     entries = [directory.file_of(layer.name) for layer in layers.layers]

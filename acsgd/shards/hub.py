@@ -6,11 +6,13 @@ import os
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
 from acsgd.config.options import ModelConfig
-from acsgd.shards.config import CONFIG, read_config
+from acsgd.layers.description import ModelLayers
+from acsgd.shards.config import CONFIG, parameter_count, read_config
 from acsgd.shards.disk import model_files
 from acsgd.shards.locate import open_hf, open_shards
 from acsgd.shards.manifest import MANIFEST
@@ -21,28 +23,39 @@ WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 """Patterns of files with weights, the preferred one first. Other files hold the same weights in other forms."""
 
 
+class FoundModel(NamedTuple):
+    """A model in a local directory whose files were checked."""
+
+    directory: Path
+    config: PreTrainedConfig
+    num_parameters: int
+    layers: ModelLayers | None
+    """Its layers, if they were compared with the whole model when it was converted."""
+
+
 def open_model(
     model: ModelConfig, *, is_valid: Callable[[PreTrainedConfig], bool] = lambda config: False
-) -> tuple[Path, PreTrainedConfig]:
-    """Return a model's local directory and its config; download the model if its name is a Hugging Face id.
+) -> FoundModel:
+    """Find a model; download it if its name is a Hugging Face id. is_valid: as of `read_config`.
 
-    is_valid: as of `read_config`.
     Checks all that headers show. Raises ValueError if the model cannot be found or read, or if it is pretrained and its
     weights are not those of its config; CorruptFileError if a file is not as it was written.
     """
     directory = find_model(model.name, option="model.name", weights=model.init == "pretrained")
     if os.path.lexists(directory / MANIFEST):
-        shards, config = open_shards(directory)
+        shards, config, built = open_shards(directory)
         if shards.manifest.task != model.task:
             raise ValueError(
                 f"{directory} was converted for the task {shards.manifest.task}, but model.task={model.task}; convert "
                 f"the model with --task {model.task}, or use model.task={shards.manifest.task}"
             )
-        return directory, config
+        return FoundModel(directory, config, built.num_parameters(), shards.verified_layers)
     if model.init == "pretrained":
-        return directory, open_hf(directory, model.task, is_valid=is_valid).config
+        opened = open_hf(directory, model.task, is_valid=is_valid)
+        return FoundModel(directory, opened.config, opened.model.num_parameters(), None)
     model_files(directory)
-    return directory, read_config(directory, model.task, is_valid=is_valid)
+    config = read_config(directory, model.task, is_valid=is_valid)
+    return FoundModel(directory, config, parameter_count(config, model.task), None)
 
 
 def find_model(name: str, *, option: str, weights: bool = True) -> Path:

@@ -71,6 +71,15 @@ class HFModel(NamedTuple):
         return sum(bytes_of(stored.header) for stored in self.tensors[name].sources.values())
 
 
+class ShardModel(NamedTuple):
+    """A layer-shard directory whose files hold the tensors of the model that its config describes."""
+
+    directory: ShardDirectory
+    config: PreTrainedConfig
+    model: PreTrainedModel
+    """The model, its parameters on the meta device."""
+
+
 def open_hf(
     directory: Path, task: str = "lm", *, is_valid: Callable[[PreTrainedConfig], bool] = lambda config: False
 ) -> HFModel:
@@ -104,7 +113,7 @@ def open_hf(
     return HFModel(config, model, tensors, tuple(new))
 
 
-def open_shards(directory: Path) -> tuple[ShardDirectory, PreTrainedConfig]:
+def open_shards(directory: Path) -> ShardModel:
     """Open a layer-shard directory as a model. Verifies config.json and the tokenizer, and reads the other headers.
 
     Raises as `open_hf` and `ShardDirectory`.
@@ -134,7 +143,7 @@ def open_shards(directory: Path) -> tuple[ShardDirectory, PreTrainedConfig]:
                 at, tensor = StoredTensor(path, name, headers[name]), tensor_of(model, name)
                 _check_dtype(at, tensor)
                 _check_shape(at, tensor.shape)
-    return shards, config
+    return ShardModel(shards, config, model)
 
 
 def tensor_of(model: PreTrainedModel, name: str) -> Tensor:

@@ -62,7 +62,7 @@ def refused(model: Path, case: str = "", *, quick: bool = False) -> str:
 
 
 def accepted(model: Path) -> None:
-    load_tokenizer(*open_model(ModelConfig(str(model))))
+    load_tokenizer(*open_model(ModelConfig(str(model)))[:2])
     target = model.with_name("target")
     assert acsgd("convert", "from-hf", model, target) == (0, "")
     assert acsgd("inspect", target) == (0, "")
@@ -385,7 +385,7 @@ def test_a_tokenizer_of_another_form_is_refused(model: Path) -> None:
         for damaged in wrong if name == "tokenizer.json" else wrong[:4] + wrong[5:]:
             path.write_bytes(damaged)
             with pytest.raises(ValueError) as error:
-                load_tokenizer(*open_model(ModelConfig(str(model))))
+                load_tokenizer(*open_model(ModelConfig(str(model)))[:2])
             assert str(error.value).startswith(str(model)), damaged
             assert "\n" not in str(error.value), damaged
         path.write_bytes(content)
@@ -404,7 +404,7 @@ def test_numbers_of_a_tokenizer_that_no_library_can_use_are_refused(model: Path)
         before = (model / name).read_bytes()
         (model / name).write_text(json.dumps(content))
         with pytest.raises(ValueError, match=message):
-            load_tokenizer(*open_model(ModelConfig(str(model))))
+            load_tokenizer(*open_model(ModelConfig(str(model)))[:2])
         (model / name).write_bytes(before)
 
 

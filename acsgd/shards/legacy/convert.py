@@ -47,15 +47,14 @@ def to_legacy(source: Path, target: Path) -> None:
     Tensors keep their dtype and bits; of tied ones, each file gets a copy. Raises ValueError if the type of the model
     has no old layout, otherwise as `open_shards`.
     """
-    directory, config = open_shards(source)
+    directory, config, model = open_shards(source)
     layout, description = layout_of(source), directory.manifest.model
     if directory.manifest.task != layout.task:
         raise ValueError(
             f"{source} is a model for the task {directory.manifest.task}; the old layout of {config.model_type} is of "
             f"the task {layout.task}"
         )
-    task = TASKS[layout.task]
-    model, untied = task.build(config), task.build(untie(config))
+    untied = TASKS[layout.task].build(untie(config))
     layer_of = {key: description.index(layer) for layer, keys in description.stored().items() for key in keys}
     stored_as = {name: names[0] for names in names_of(model).values() for name in names}
     for part, names in layout.names(untied).items():
