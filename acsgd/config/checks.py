@@ -18,6 +18,7 @@ def check(config: Config) -> None:
     _check_ranges(config)
     _check_optim(config.optim)
     _check_batch(config.data, config.pp.micro)
+    _check_rows(config)
     _check_checkpoint(config.checkpoint)
     _check_evaluation(config)
     _check_log(config.log)
@@ -49,6 +50,14 @@ def _check_batch(data: DataConfig, micro: int) -> None:
         raise ValueError(
             f"pp.micro={micro} does not divide data.batch={data.batch}; "
             f"use pp.micro={' or '.join(str(n) for n in sorted(nearest))}, or another data.batch"
+        )
+
+
+def _check_rows(config: Config) -> None:
+    if config.data.long is not None and config.rows == "concat":
+        raise ValueError(
+            f"data.long={config.data.long} applies to whole documents, but data.rows=concat cuts them where a sequence "
+            "ends; give data.rows=pack or single, or remove data.long"
         )
 
 

@@ -54,6 +54,12 @@ class DataConfig:
     """Sequence length, tokens."""
     batch: Annotated[int, Range(1, 2**24)]
     """Global batch size, sequences per optimizer step over all replicas. Independent of the number of ranks."""
+    rows: Literal["concat", "pack", "single"] | None = None
+    """How documents are put into sequences: "concat" cuts the concatenation of all documents; "pack" puts whole
+    documents together so that little padding is left; "single" pads one document to a sequence. Default: "concat"."""
+    long: Literal["split", "truncate", "skip", "error"] | None = None
+    """What is done with a document that is longer than a sequence, unless documents are concatenated: "split" makes
+    several of it, "truncate" cuts its end off, "skip" leaves it out, "error" ends the run. Default: "split"."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Seed of the sample order, of dropout and of new weights."""
     on_error: Literal["stop", "skip"] = "stop"
@@ -205,3 +211,13 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def rows(self) -> Literal["concat", "pack", "single"]:
+        """How documents are put into sequences: data.rows or its default."""
+        return self.data.rows or "concat"
+
+    @property
+    def long(self) -> Literal["split", "truncate", "skip", "error"]:
+        """What is done with a document that is longer than a sequence: data.long or its default."""
+        return self.data.long or "split"

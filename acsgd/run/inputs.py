@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,21 +12,18 @@ from acsgd.errors import CorruptFileError
 from acsgd.io.cache import open_cached
 from acsgd.io.checkpoint.progress import RunIdentity
 from acsgd.io.checkpoint.resume import Candidates, find
-from acsgd.io.rows.base import RowReader
-from acsgd.io.rows.concat import ConcatRows
 from acsgd.io.sampling.batches import BatchReader
-from acsgd.io.sampling.held_out import HeldOut, held_out, split
-from acsgd.io.sampling.sampler import Sampler, block_counts
-from acsgd.io.sampling.tokens import tokenize_all, tokenizer_fingerprint
-from acsgd.io.sources.sources import WeightedSource
+from acsgd.io.sampling.held_out import HeldOut
+from acsgd.io.sampling.tokens import tokenizer_fingerprint
 from acsgd.pp.wire.cache_plan import CachePlan, plan_caches
 from acsgd.pp.wire.delta import Delta
+from acsgd.run.data import open_data, open_held_out
 from acsgd.run.job import Job
 from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.load import RandomWeights, WeightSource
 from acsgd.shards.manifest import MANIFEST, VERSION, StoredFile
-from acsgd.shards.tokenizer import DocumentTokens
+from acsgd.shards.tokenizer import DocumentTokens, padding_id
 
 
 @dataclass(frozen=True)
@@ -79,14 +75,23 @@ def open_inputs(job: Job) -> Inputs:
             "weights of data.sources": list(reader.sampler.counts),
             "tokens before a document": special.begin,
             "token after a document": special.end,
+            **_row_options(job),
         },
     )
     candidates = find(job.checkpoints, job.config.checkpoint.resume, identity)
     fresh = not candidates.checkpoints and not candidates.rejected
     cache_plan = plan_activation_caches(job, sum(reader.sampler.sizes), run_id=identity.digest(), fresh=fresh)
     source = open_weight_source(job) if fresh else None
-    tokens = special.describe(job.tokenizer, job.model.config.vocab_size)
+    padding = None if job.config.rows == "concat" else padding_id(job.tokenizer)
+    tokens = special.describe(job.tokenizer, job.model.config.vocab_size, padding)
     return Inputs(reader, held, identity, candidates, source, cache_plan, tokens)
+
+
+def _row_options(job: Job) -> dict[str, str]:
+    """Return the options on which the rows depend. Checkpoints of rows by concatenation do not record any."""
+    if job.config.rows == "concat":
+        return {}
+    return {"data.rows": job.config.rows, "data.long": job.config.long}
 
 
 def _keep_layers(job: Job) -> None:
@@ -96,39 +101,6 @@ def _keep_layers(job: Job) -> None:
         cache.verify(model.config, model.description, reports_wait=job.is_first_on_host)
     if job.costs is not None:
         cache.keep_costs(model.config, model.description, job.sizes, job.costs, device=job.streams.device.type)
-
-
-def open_data(job: Job) -> BatchReader:
-    """Return the reader of this replica's batches. Tokenizes text into the cache if it is not there yet.
-
-    Raises ValueError if a source cannot be read or is too short.
-    """
-    config = job.config
-    if job.model.task.name != "lm":
-        raise ValueError(
-            f'model.task="{job.model.task.name}" needs labelled examples, but data.sources are texts; use '
-            'model.task="lm"'
-        )
-    rows = _open_rows(job, job.sources)
-    sampler = Sampler(
-        seed=config.data.seed,
-        batch=config.data.batch,
-        counts=block_counts([weight for _, weight in job.sources]),
-        sizes=tuple(split(len(each), config.data.eval_fraction) for each in rows.rows),
-    )
-    notes = tuple(each.corpus.skipped for each in rows.rows if each.corpus.skipped)
-    return BatchReader(rows, sampler, job.micro_ids, notes)
-
-
-def open_held_out(job: Job) -> HeldOut | None:
-    """Return this replica's held-out data, None if nothing is held out. Tokenizes like `open_data`."""
-    return held_out(
-        _open_rows(job, job.sources),
-        _open_rows(job, job.eval_sources),
-        job.config.data.eval_fraction,
-        replicas=job.topology.replicas,
-        replica=job.topology.replica,
-    )
 
 
 def open_weight_source(job: Job) -> WeightSource:
@@ -203,20 +175,3 @@ def plan_activation_caches(job: Job, samples: int, *, run_id: str, fresh: bool) 
         )
     except ValueError as error:
         raise ValueError(f'pp.forward="{job.config.pp.forward}": {error}') from None
-
-
-def _open_rows(job: Job, sources: Sequence[WeightedSource]) -> RowReader:
-    """Return the rows of sources. Tokenizes those that are not in the cache yet."""
-    corpora = tokenize_all(
-        sources,
-        job.tokenizer,
-        job.cache_dir / "tokens",
-        vocab_size=job.model.config.vocab_size,
-        reports_wait=job.is_first_on_host,
-    )
-    return RowReader(
-        [ConcatRows(corpus, job.config.data.sequence) for corpus in corpora],
-        job.config.pp.micro,
-        wants_inputs=job.wants_inputs,
-        wants_labels=len(job.specs) - 1 in job.stages,
-    )

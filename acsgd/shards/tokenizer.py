@@ -61,12 +61,11 @@ class DocumentTokens(NamedTuple):
         """Ids before each document but the first: without a token that already ends the document before."""
         return [] if self.begin == [self.end] else self.begin
 
-    def describe(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> str:
+    def describe(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, padding: int | None = None) -> str:
         """Return a sentence on the tokens and on padding. vocabulary: number of ids of the model."""
         begin = f"begins with {name_tokens(tokenizer, self.begin)}" if self.begin else "begins with no token of its own"
-        sentence = (
-            f"tokens: a document {begin} and ends with {name_tokens(tokenizer, [self.end])}; no sequence is padded"
-        )
+        padded = "no sequence is padded" if padding is None else f"padding is {name_tokens(tokenizer, [padding])}"
+        sentence = f"tokens: a document {begin} and ends with {name_tokens(tokenizer, [self.end])}; {padded}"
         if unused := vocabulary - len(tokenizer):
             sentence += f"; {unused} of the {vocabulary} ids of the model have no token"
         return sentence
@@ -81,6 +80,12 @@ class DocumentTokens(NamedTuple):
                 'set "eos_token" in its tokenizer_config.json'
             )
         return cls(SpecialTokens.of(tokenizer).before, end)
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the token with which rows are padded: pad_token, or eos_token if there is none."""
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((id_ for id_ in ids if isinstance(id_, int)), 0)
 
 
 def name_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

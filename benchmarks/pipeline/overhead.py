@@ -34,7 +34,7 @@ from acsgd.config.options import Config
 from acsgd.config.run_file import parse
 from acsgd.io.sampling.batches import Batch
 from acsgd.launch import Launch
-from acsgd.run.inputs import open_data
+from acsgd.run.data import open_data
 from acsgd.run.job import prepare
 from benchmarks.common.compare import Comparison, RankRounds, alternate, on_ranks, summarise
 from benchmarks.pipeline.forms import UNCOMPRESSED, Training, open_trainings, with_form

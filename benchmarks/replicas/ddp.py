@@ -32,7 +32,8 @@ from acsgd.dp.hooks import CocktailState, cocktail_hook
 from acsgd.io.sampling.batches import Batch, Dataset
 from acsgd.launch import Launch
 from acsgd.optim.schedule import learning_rate
-from acsgd.run.inputs import open_data, open_held_out, open_weight_source
+from acsgd.run.data import open_data, open_held_out
+from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import Job, prepare
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.topology import connect

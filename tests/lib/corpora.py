@@ -14,7 +14,13 @@ from acsgd.io.sampling.tokens import Corpus
 
 def one_document(tokens: NDArray[Any], skipped: str | None = None) -> Corpus:
     """Return a corpus of one document."""
-    return Corpus("memory", tokens, np.array([0, len(tokens)]), skipped=skipped)
+    return Corpus("memory", "memory", tokens, np.array([0, len(tokens)]), skipped=skipped)
+
+
+def documents_of(lengths: list[int], *, targets: NDArray[Any] | None = None, overlap: int = 0) -> Corpus:
+    """Return a corpus of documents with these numbers of tokens. All tokens are distinct."""
+    offsets = np.cumsum([0, *lengths])
+    return Corpus("memory", "memory", np.arange(offsets[-1]), offsets, targets, overlap)
 
 
 def windows_of(corpora: list[Corpus], sequence: int, micro: int, **wants: bool) -> RowReader:

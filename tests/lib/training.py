@@ -20,7 +20,8 @@ from acsgd.launch import Launch
 from acsgd.optim.loss_scale import LossScale
 from acsgd.optim.schedule import learning_rate
 from acsgd.run.build import build_session
-from acsgd.run.inputs import open_data, open_weight_source
+from acsgd.run.data import open_data
+from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import Job, prepare
 from acsgd.run.session import Session
 from acsgd.seeds import mix_seed

@@ -79,8 +79,7 @@ def test_every_option_is_a_field_with_a_docstring() -> None:
         ("[modle]\nname = 'x'", 'unknown section [modle]; use "model"'),
         (
             "[data]\nbtach = 3",
-            'unknown key data.btach; use "sources", "sequence", "batch", "seed", "on_error", '
-            '"eval_sources" or "eval_fraction" (did you mean "batch"?)',
+            '"on_error", "eval_sources" or "eval_fraction" (did you mean "batch"?)',
         ),
         ("name = 'x'", "unknown section [name]"),
         ("[model", "is not TOML"),

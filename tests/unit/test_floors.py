@@ -169,6 +169,9 @@ ORDER = """
     io.sampling.tokens
     io.rows.base
     io.rows.concat
+    io.rows.best_fit
+    io.rows.layout
+    io.rows.documents
     io.sampling.batches
     io.sampling.held_out
     io.checkpoint.progress
@@ -190,6 +193,7 @@ ORDER = """
     run.layers_cache
     run.job
     run.lock
+    run.data
     run.inputs
     run.session
     run.nan_diagnosis

@@ -19,7 +19,7 @@ from acsgd.io.sampling.sampler import Sampler
 from acsgd.io.sampling.tokens import Corpus, tokenize_all
 from acsgd.io.sources.sources import parse_sources
 from acsgd.launch import Launch
-from acsgd.run.inputs import open_data, open_held_out
+from acsgd.run.data import open_data, open_held_out
 from acsgd.run.job import prepare
 
 T = 5
@@ -59,7 +59,7 @@ def targets(batches: Iterator[Batch]) -> list[list[int]]:
 
 def windows(corpora: list[Corpus]) -> list[list[int]]:
     """Return the targets of every sequence, computed from the tokens."""
-    return [tokens[i + 1 : i + 1 + T].tolist() for _, tokens, *_ in corpora for i in range(0, len(tokens) - T, T)]
+    return [tokens[i + 1 : i + 1 + T].tolist() for _, _, tokens, *_ in corpora for i in range(0, len(tokens) - T, T)]
 
 
 # ---- each sequence once

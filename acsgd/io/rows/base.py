@@ -29,8 +29,12 @@ class Rows(Protocol):
     """Samples of one corpus."""
 
     @property
-    def corpus(self) -> Corpus:
-        """The corpus that they are read from."""
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the user on what was skipped, and on padding."""
+        ...
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Return values that differ between hosts with different texts."""
         ...
 
     def __len__(self) -> int: ...
@@ -69,9 +73,14 @@ class RowReader:
     wants_inputs: bool = True
     wants_labels: bool = True
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the user on the rows of each source."""
+        return tuple(note for rows in self.rows for note in rows.notes)
+
     def fingerprint(self) -> str:
         """Return a string that differs between hosts with different texts."""
-        return repr([rows.corpus.fingerprint() for rows in self.rows])
+        return repr([rows.fingerprint() for rows in self.rows])
 
     def read(self, sources: Ints, indices: Ints) -> RowTensors:
         """Read rows, given by source and index [n], from disk into new tensors. n: a multiple of B."""

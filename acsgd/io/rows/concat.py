@@ -23,6 +23,15 @@ class ConcatRows:
                 f"{sequence} + 1; use data.sequence={tokens - 1} or less, or a longer text"
             )
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentence on what was skipped."""
+        return self.corpus.notes
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Return values that differ between hosts with different texts."""
+        return self.corpus.fingerprint()
+
     def __len__(self) -> int:
         return max(0, len(self.corpus.tokens) - 1) // self._sequence
 

@@ -54,8 +54,11 @@ class BatchReader:
     sampler: Sampler
     micros: range
     """Micro-batches of the global batch that the replica trains on: `deal`."""
-    notes: tuple[str, ...] = ()
-    """Sentences for the user, one for each source with skipped lines."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the user on the rows of each source."""
+        return self.rows.notes
 
     def fingerprint(self) -> str:
         """Return a string that differs between hosts with different texts."""

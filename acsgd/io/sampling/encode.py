@@ -35,6 +35,8 @@ class Encoder:
         self._tokenizer = tokenizer
         self._special = DocumentTokens.of(tokenizer)
         self._begin = self._special.begin
+        self.overlap = len(self._special.begin) - len(self._special.begin_next)
+        """Number of tokens that end a document and begin the next one. 0 after examples with special tokens."""
 
     def encode(self, examples: Sequence[Example]) -> Encoded:
         """Return the tokens of examples.
@@ -73,7 +75,7 @@ class Encoder:
         """Return the special tokens before and after the text of the next example."""
         begin, end = self._begin, [self._special.end] if example.ends_document else []
         if example.has_special_tokens:
-            begin, end = [], []
+            begin, end, self.overlap = [], [], 0
         self._begin = []
         if example.ends_document:
             self._begin = self._special.begin_next if end else self._special.begin

@@ -73,8 +73,7 @@ def held_out(
         [range(0 if separate.rows else split(size, fraction), size) for size in sizes],
         replicas=replicas,
         replica=replica,
-        # lines skipped from the training sources are in BatchReader.notes
-        notes=tuple(rows.corpus.skipped for rows in separate.rows if rows.corpus.skipped),
+        notes=separate.notes,  # those of the training sources are in BatchReader.notes
     )
 
 
@@ -89,7 +88,7 @@ class HeldOut:
     replica: int
     """Index of this replica."""
     notes: tuple[str, ...] = ()
-    """Sentences for the user, one for each source of data.eval_sources with skipped lines."""
+    """Sentences for the user on the rows of each source of data.eval_sources."""
 
     def __len__(self) -> int:
         """Return the number of sequences, over all replicas."""

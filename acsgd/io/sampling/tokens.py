@@ -17,6 +17,7 @@ from acsgd.io.formats.base import Example
 from acsgd.io.formats.formats import read_examples
 from acsgd.io.sampling.arrays import Array, ArrayFile, ArrayWriter, sample
 from acsgd.io.sampling.encode import Encoder
+from acsgd.io.sampling.sampler import Ints
 from acsgd.io.sources.base import RecordCounts, Source
 from acsgd.io.sources.sources import WeightedSource
 from acsgd.notes import print_note, report_if_slow
@@ -30,7 +31,7 @@ TOKENS, OFFSETS, TARGETS, ABOUT = "tokens.npy", "offsets.npy", "targets.npy", "a
 """Files of a cache entry: the arrays of a Corpus, and the fields of TokenStats. TARGETS is absent if all tokens are
 targets."""
 
-FORMAT = 6
+FORMAT = 7
 """Version of the format of a token cache entry; part of every cache key."""
 
 NAME_BYTES = 80
@@ -45,13 +46,29 @@ class Corpus(NamedTuple):
 
     name: str
     """Name of the source, for messages."""
+    key: str
+    """Name of the cache entry. Changes with the tokens."""
     tokens: Array
     offsets: Array
     """Position of the first token of each document, and the number of tokens."""
     targets: Array | None = None
     """Whether each token is a target, 1 or 0. None if all are."""
+    overlap: int = 0
+    """Number of tokens that end a document and begin the next one."""
     skipped: str | None = None
     """Sentence that describes the records skipped as unreadable; None if there are none."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentence on what was skipped, if anything was."""
+        return (self.skipped,) if self.skipped else ()
+
+    def spans(self) -> tuple[Ints, Ints]:
+        """Return the position of the first token of each document, and that after the last one."""
+        offsets: Ints = self.offsets[:]
+        starts = offsets[:-1].copy()
+        starts[1:] -= self.overlap
+        return starts, offsets[1:]
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return values that differ between hosts with different texts: lengths and samples."""
@@ -64,6 +81,8 @@ class TokenStats(NamedTuple):
 
     largest: int
     """Largest token id."""
+    overlap: int
+    """As of Corpus."""
     skipped: str | None
     """Clause that describes the skipped records."""
 
@@ -123,7 +142,7 @@ def _open(
         stats = TokenStats(**json.loads(about.read(0, about.size)))
         _check_token(stats.largest, source, tokenizer, vocab_size)
         skipped = stats.skipped and f"{source.key}: {source.name}: {stats.skipped}"
-        return Corpus(source.name, tokens, offsets, targets, skipped)
+        return Corpus(source.name, f"{name}-{key}", tokens, offsets, targets, stats.overlap, skipped)
 
     return open_cached(cache_dir / f"{name}-{key}", build, open_built, reports_wait=reports_wait)
 
@@ -168,7 +187,7 @@ def tokenize(source: Source, tokenizer: PreTrainedTokenizerBase, directory: Path
             f"{source.key}: {source.name} has no token with the tokenizer {tokenizer.name_or_path} of "
             f"{len(tokenizer)} tokens{skipped}; give a text that is not blank, or a model with all its tokenizer files"
         )
-    return TokenStats(largest, counts.summary())
+    return TokenStats(largest, encoder.overlap, counts.summary())
 
 
 def _progress(source: Source, counts: RecordCounts, tokens: int, seconds: float) -> str:

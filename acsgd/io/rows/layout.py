@@ -1,0 +1,137 @@
+"""Layouts: which part of which document lies in which row (data.rows = "pack" and "single").
+
+A layout is a cache entry, made once per host and read from disk, since a corpus may have many documents:
+
+    starts.npy     of each part, position of its first token in the corpus
+    lengths.npy    of each part, number of tokens
+    offsets.npy    of each row, its first part; and the number of parts
+    about.json     "note"
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from acsgd.io.cache import open_cached
+from acsgd.io.entry import Entry, seal
+from acsgd.io.rows.best_fit import best_fit
+from acsgd.io.sampling.arrays import Array, ArrayFile, ArrayWriter
+from acsgd.io.sampling.sampler import Ints, shuffled
+from acsgd.io.sampling.tokens import Corpus
+
+Kind = Literal["pack", "single"]
+Long = Literal["split", "truncate", "skip", "error"]
+
+FORMAT = 1
+"""Version of the layouts; part of every cache key."""
+ARRAYS = ("starts.npy", "lengths.npy", "offsets.npy")
+ABOUT = "about.json"
+
+
+class Layout(NamedTuple):
+    """Parts of documents in the order of the rows."""
+
+    starts: Array
+    """Position of the first token of each part in the corpus."""
+    lengths: Array
+    """Number of input tokens of each part; one more token follows as the last label."""
+    offsets: Array
+    """Index of the first part of each row, and the number of parts."""
+    note: str
+    """Sentence on the number of rows and on padding."""
+
+
+def open_layout(
+    corpus: Corpus, sequence: int, kind: Kind, long: Long, cache_dir: Path, *, reports_wait: bool = True
+) -> Layout:
+    """Return a layout on disk in `cache_dir`. Called by every process of a host; one of them makes it.
+
+    Arguments as of `make_layout`, which raises the same errors; reports_wait: as of `open_cached`.
+    """
+    key = hashlib.sha256(repr((FORMAT, corpus.key, sequence, kind, long)).encode()).hexdigest()[:16]
+
+    def build(unfinished: Path) -> None:
+        unfinished.mkdir()
+        layout = make_layout(corpus, sequence, kind, long)
+        for name, values in zip(ARRAYS, (layout.starts, layout.lengths, layout.offsets), strict=True):
+            with ArrayWriter(unfinished / name, np.dtype("<i8")) as file:
+                file.append(values[:])
+        (unfinished / ABOUT).write_text(json.dumps({"note": layout.note}))
+        seal(unfinished)
+
+    def open_built(path: Path) -> Layout:
+        entry = Entry(path)
+        starts, lengths, offsets = (ArrayFile(entry, name) for name in ARRAYS)
+        for array in (starts, lengths, offsets):
+            array.verify_sample()
+        about = entry.file(ABOUT)
+        return Layout(starts, lengths, offsets, **json.loads(about.read(0, about.size)))
+
+    return open_cached(cache_dir / f"{corpus.key}-{key}", build, open_built, reports_wait=reports_wait)
+
+
+def make_layout(corpus: Corpus, sequence: int, kind: Kind, long: Long) -> Layout:
+    """Divide the documents of a corpus among rows of at most `sequence` input tokens.
+
+    A document of n tokens has n - 1 inputs, each with the next token as label; one without any is left out. kind:
+    "pack" puts documents together, best-fit decreasing, and shuffles the rows, so that those at the end are not all of
+    one kind; "single" puts one document in a row, in order. long: what is done with a document that is longer than a
+    row. Raises ValueError if there is no row, or if `long` is "error" and a document is longer.
+    """
+    starts, stops = corpus.spans()
+    lengths = stops - starts - 1
+    is_long = lengths > sequence
+    if long == "error" and is_long.any():
+        first = int(np.argmax(is_long))
+        raise ValueError(
+            f"data.long=error: document {first + 1} of {corpus.name} has {stops[first] - starts[first]} tokens, but a "
+            f"row has data.sequence={sequence} + 1; use a longer data.sequence, or data.long=split, truncate or skip"
+        )
+    kept = lengths > 0
+    if long == "skip":
+        kept &= ~is_long
+    starts, lengths = starts[kept], lengths[kept]
+    if long == "truncate":
+        lengths = np.minimum(lengths, sequence)
+    elif long == "split":
+        starts, lengths = _split(starts, lengths, sequence)
+    if not len(starts):
+        raise ValueError(
+            f"data.rows={kind}: no document of {corpus.name} has at least 2 tokens and fits into a row of "
+            f"data.sequence={sequence}; use another source, or data.long=split"
+        )
+    offsets = np.arange(len(starts) + 1)
+    if kind == "pack":
+        rows = best_fit(lengths, sequence)
+        num_rows = int(rows.max()) + 1
+        rows = shuffled(rows, num_rows, np.zeros(len(rows), np.uint64))
+        order = np.argsort(rows, kind="stable")
+        starts, lengths = starts[order], lengths[order]
+        offsets = np.concatenate([[0], np.cumsum(np.bincount(rows))])
+    note = _describe(corpus, sequence, kind, long, lengths, len(offsets) - 1, int(is_long.sum()))
+    return Layout(starts, lengths, offsets, note)
+
+
+def _split(starts: Ints, lengths: Ints, sequence: int) -> tuple[Ints, Ints]:
+    """Cut documents into parts of at most `sequence` inputs. So every token but the first stays a label."""
+    counts = -(-lengths // sequence)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    before = (np.arange(len(first)) - first) * sequence
+    return np.repeat(starts, counts) + before, np.minimum(np.repeat(lengths, counts) - before, sequence)
+
+
+def _describe(
+    corpus: Corpus, sequence: int, kind: Kind, long: Long, lengths: Ints, num_rows: int, num_long: int
+) -> str:
+    done = {"split": "are split", "truncate": "are truncated", "skip": "are left out"}
+    padding = 1 - lengths.sum() / (num_rows * sequence)
+    cut = f"; {num_long:,} documents longer than a row {done[long]}" if num_long else ""
+    return (
+        f"rows: {corpus.name}: {len(corpus.offsets) - 1:,} documents in {num_rows:,} rows of {sequence} tokens "
+        f"(data.rows={kind}), {padding:.2%} padding{cut}"
+    )

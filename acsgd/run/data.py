@@ -1,0 +1,76 @@
+"""Training and evaluation data of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from acsgd.io.rows.base import RowReader, Rows
+from acsgd.io.rows.concat import ConcatRows
+from acsgd.io.rows.documents import DocumentRows
+from acsgd.io.rows.layout import open_layout
+from acsgd.io.sampling.batches import BatchReader
+from acsgd.io.sampling.held_out import HeldOut, held_out, split
+from acsgd.io.sampling.sampler import Sampler, block_counts
+from acsgd.io.sampling.tokens import Corpus, tokenize_all
+from acsgd.io.sources.sources import WeightedSource
+from acsgd.run.job import Job
+from acsgd.shards.tokenizer import padding_id
+
+
+def open_data(job: Job) -> BatchReader:
+    """Return the reader of this replica's batches. Tokenizes text into the cache if it is not there yet.
+
+    Raises ValueError if a source cannot be read or is too short.
+    """
+    config = job.config
+    if job.model.task.name != "lm":
+        raise ValueError(
+            f'model.task="{job.model.task.name}" needs labelled examples, but data.sources are texts; use '
+            'model.task="lm"'
+        )
+    rows = _open_rows(job, job.sources)
+    sampler = Sampler(
+        seed=config.data.seed,
+        batch=config.data.batch,
+        counts=block_counts([weight for _, weight in job.sources]),
+        sizes=tuple(split(len(each), config.data.eval_fraction) for each in rows.rows),
+    )
+    return BatchReader(rows, sampler, job.micro_ids)
+
+
+def open_held_out(job: Job) -> HeldOut | None:
+    """Return this replica's held-out data, None if nothing is held out. Tokenizes like `open_data`."""
+    return held_out(
+        _open_rows(job, job.sources),
+        _open_rows(job, job.eval_sources),
+        job.config.data.eval_fraction,
+        replicas=job.topology.replicas,
+        replica=job.topology.replica,
+    )
+
+
+def _open_rows(job: Job, sources: Sequence[WeightedSource]) -> RowReader:
+    """Return the rows of sources. Tokenizes those that are not in the cache yet."""
+    corpora = tokenize_all(
+        sources,
+        job.tokenizer,
+        job.cache_dir / "tokens",
+        vocab_size=job.model.config.vocab_size,
+        reports_wait=job.is_first_on_host,
+    )
+    return RowReader(
+        [_rows_of(job, corpus) for corpus in corpora],
+        job.config.pp.micro,
+        wants_inputs=job.wants_inputs,
+        wants_labels=len(job.specs) - 1 in job.stages,
+    )
+
+
+def _rows_of(job: Job, corpus: Corpus) -> Rows:
+    """Return the rows of a corpus that data.rows asks for."""
+    config, sequence = job.config, job.config.data.sequence
+    if config.rows == "concat":
+        return ConcatRows(corpus, sequence)
+    cache = job.cache_dir / "rows"
+    layout = open_layout(corpus, sequence, config.rows, config.long, cache, reports_wait=job.is_first_on_host)
+    return DocumentRows(corpus, layout, sequence, padding=padding_id(job.tokenizer))
