@@ -1,13 +1,21 @@
-"""The checksum of a message: XXH3, 64 bits.
+"""Checksums of messages and of files: XXH3.
 
+They find damage, not an attack: who can change a file can change its checksum as well. That of a message has 64 bits.
 A message takes less than a hundredth of the time of its encoding to 4 bits, at 60 GB/s. TCP's own 16-bit checksum
 misses one damaged segment in 65,536, and nothing else covers the memory of the hosts and what lies between them.
+
+That of a file has 128 bits. It takes a tenth of the time of writing the file from memory to memory; SHA-256, with the
+instructions that processors have for it, takes more than twice that time.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
+from pathlib import Path
+
 from torch import Tensor
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest, xxh3_128
 
 CHECKSUM_BYTES = 8
 REMEDY = (
@@ -20,3 +28,19 @@ REMEDY = (
 def checksum(header: bytes, payload: Tensor) -> int:
     """Return the checksum of a header and of the payload that follows it, uint8[n] in host memory. Releases the GIL."""
     return xxh3_64_intdigest(payload.numpy().data, seed=xxh3_64_intdigest(header))
+
+
+new_file_checksum = xxh3_128
+"""Constructor of a hash object as of hashlib, whose hexdigest is the checksum of a file."""
+
+
+def file_checksum(path: Path) -> str:
+    """Return the checksum of a file, hexadecimal. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, new_file_checksum).hexdigest()
+
+
+def check_file_checksum(text: str) -> None:
+    """Raise ValueError if a text is not the checksum of a file."""
+    if not re.fullmatch("[0-9a-f]{32}", text):
+        raise ValueError(f"{text[:70]!r} is not a checksum: 32 hexadecimal digits")

@@ -1,7 +1,8 @@
-"""Convert models in files of other formats to layer shards, with one layer in memory at a time."""
+"""Convert models in files of other formats to layer shards, with two layers in memory at a time."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from acsgd.layers.description import ModelLayers
 from acsgd.notes import print_note
+from acsgd.read_ahead import read_ahead
 from acsgd.shards.check import first_names
 from acsgd.shards.config import derive_layers
 from acsgd.shards.disk import copy_model_files, write_layer
@@ -84,20 +86,18 @@ def write_layers(
     """
     if opened.new:
         print_note(f"{sources[0]} lacks {first_names([*opened.new])}: a new head is initialised")
-    sizes = {layer: sum(map(opened.bytes_of, names)) for layer, names in layers.stored().items()}
-    done, total = 0, sum(sizes.values())
+    stored = layers.stored()
+    sizes = {layer: sum(map(opened.bytes_of, names)) for layer, names in stored.items()}
     journal = Journal(target, _identity(sources, layers))
-    files = {}
-    for layer, names in layers.stored().items():
-        entry = journal.find(layer)
-        if entry is None:
-            entry = write_layer(target, layer, _read(opened, names))
-            journal.add(layer, entry)
-        files[layer] = entry
-        done += sizes[layer]
-        report(done, total)
+    files = {layer: entry for layer in stored if (entry := journal.find(layer)) is not None}
+    missing = [layer for layer in stored if layer not in files]
+    with contextlib.closing(read_ahead(lambda layer: _read(opened, stored[layer]), missing, 1)) as tensors:
+        for layer, read in zip(missing, tensors, strict=True):
+            files[layer] = write_layer(target, layer, read)
+            journal.add(layer, files[layer])
+            report(sum(sizes[each] for each in files), sum(sizes.values()))
     journal.remove()
-    return files
+    return {layer: files[layer] for layer in stored}
 
 
 def _identity(sources: Sequence[Path], layers: ModelLayers) -> str:

@@ -1,6 +1,6 @@
 """Layer shards: a model on disk as one safetensors file per layer and a JSON manifest, written last.
 
-    manifest.json            format, version, step, state of the run; name, size in bytes and sha256 of every file
+    manifest.json            format, version, step, state of the run; name, size in bytes and checksum of every file
     embed.safetensors        parameters under their Hugging Face names, in their original dtype;
     block-00000.safetensors  in a checkpoint also optimizer state, as "name/parameter": "exp_avg/lm_head.weight"
     ...
@@ -13,7 +13,6 @@ byte: the manifest has those of all files, and its last field is its own.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from typing import Any
 import transformers
 from torch import Tensor
 
+from acsgd.checksum import file_checksum
 from acsgd.errors import CorruptFileError
 from acsgd.layers.description import ModelLayers
 from acsgd.shards.check import FLOATING, check_tensors, expected_tensors
@@ -51,15 +51,14 @@ MODEL_FILES = (
 def write_layer(
     directory: Path, stem: str, tensors: Mapping[str, Tensor], state: WeightState | None = None
 ) -> StoredFile:
-    """Write one layer's file into `directory`, wait until it is on disk, and return its manifest entry.
+    """Write one layer's file into `directory` and return its manifest entry. Does not wait until it is on disk.
 
     stem: file name without suffix; state: optimizer or mode state of the layer's parameters.
     """
     path = directory / f"{stem}.safetensors"
     state_tensors = {f"{name}/{key}": x for name, by_key in (state or {}).items() for key, x in by_key.items()}
-    sha256 = save_tensors({**tensors, **state_tensors}, path)
-    _flush(path)
-    return StoredFile(path.name, path.stat().st_size, sha256)
+    checksum = save_tensors({**tensors, **state_tensors}, path)
+    return StoredFile(path.name, path.stat().st_size, checksum)
 
 
 def model_files(directory: Path) -> list[Path]:
@@ -192,8 +191,8 @@ def _verify(path: Path, entry: StoredFile) -> None:
         raise CorruptFileError(path, problem)
     if (size := path.stat().st_size) != entry.bytes:
         raise CorruptFileError(path, f"is corrupt: it has {size} bytes, the manifest says {entry.bytes}")
-    if _sha256(path) != entry.sha256:
-        raise CorruptFileError(path, "is corrupt: its content differs from the manifest's sha256")
+    if file_checksum(path) != entry.checksum:
+        raise CorruptFileError(path, "is corrupt: its content differs from the manifest's checksum")
 
 
 def _keys(file: Any) -> list[str]:
@@ -203,15 +202,11 @@ def _keys(file: Any) -> list[str]:
 
 def _flushed(path: Path) -> StoredFile:
     """Wait until a file is on disk; return its manifest entry."""
-    _flush(path)
-    return StoredFile(path.name, path.stat().st_size, _sha256(path))
+    flush(path)
+    return StoredFile(path.name, path.stat().st_size, file_checksum(path))
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Wait until the content of a file is on disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

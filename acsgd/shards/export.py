@@ -1,16 +1,18 @@
-"""Convert layer shards to a Hugging Face directory, with one layer in memory at a time."""
+"""Convert layer shards to a Hugging Face directory, with two layers in memory at a time."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from acsgd.layers.description import LayerSpec
+from acsgd.read_ahead import read_ahead
 from acsgd.shards.config import CONFIG
 from acsgd.shards.convert import Report
 from acsgd.shards.disk import ShardDirectory, copy_model_files
@@ -45,13 +47,12 @@ def to_hf(
     task, layers = directory.manifest.task, directory.manifest.model
     headers = {layer: _headers(directory, layer, names, model, dtype) for layer, names in layers.stored().items()}
     files = _Files(target, {name: header for each in headers.values() for name, header in each.items()}, shard_bytes)
-    entries = [directory.file_of(layer.name) for layer in layers.layers]
-    with ThreadPoolExecutor(1) as verifier:  # verifies the next layer while one is written
-        verified = verifier.submit(directory.verify, entries[0])
-        for layer, following in zip(layers.layers, [*entries[1:], entries[0]], strict=True):
-            verified.result()
-            verified = verifier.submit(directory.verify, following)
-            tensors = directory.tensors(layer.name, layer_tensors(model, layers, layer.index))
+
+    def read(layer: LayerSpec) -> dict[str, Tensor]:
+        return directory.tensors(layer.name, layer_tensors(model, layers, layer.index))
+
+    with contextlib.closing(read_ahead(read, layers.layers, 1)) as layers_tensors:
+        for tensors in layers_tensors:
             for name, tensor in to_files(model, _cast(tensors, model, dtype)).items():
                 files.write(name, tensor)
                 report(files.done, files.total)

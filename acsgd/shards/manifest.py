@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from acsgd.atomic import fsync_directory
+from acsgd.checksum import check_file_checksum, new_file_checksum
 from acsgd.errors import CorruptFileError
 from acsgd.fields import Natural, from_json
 from acsgd.layers.description import ModelLayers
@@ -20,17 +19,12 @@ from acsgd.tasks import TASKS
 
 MANIFEST = "manifest.json"
 FORMAT = "acsgd-shards"
-VERSION = 4
+VERSION = 5
 
 
 def _check_task(name: str) -> None:
     if name not in TASKS:
         raise ValueError(f"{name[:70]!r} is not one of {', '.join(TASKS)}")
-
-
-def _check_sha256(text: str) -> None:
-    if not re.fullmatch("[0-9a-f]{64}", text):
-        raise ValueError(f"{text[:70]!r} is not a sha256")
 
 
 @dataclass(frozen=True)
@@ -39,7 +33,7 @@ class StoredFile:
 
     file: Annotated[str, check_file_name]
     bytes: Natural
-    sha256: Annotated[str, _check_sha256]
+    checksum: Annotated[str, check_file_checksum]
 
 
 @dataclass(frozen=True)
@@ -110,21 +104,21 @@ def _check_distinct(names: list[str]) -> None:
 
 
 def _with_checksum(fields: dict[str, Any]) -> bytes:
-    """Serialise a manifest canonically, with the sha256 of the other fields as its last field."""
-    digest = hashlib.sha256(_canonical(fields)).hexdigest()
-    return _canonical({**fields, "sha256": digest})
+    """Serialise a manifest canonically, with the checksum of the other fields as its last field."""
+    checksum = new_file_checksum(_canonical(fields)).hexdigest()
+    return _canonical({**fields, "checksum": checksum})
 
 
 def _verified_fields(raw: bytes, path: Path) -> dict[str, Any]:
     """Parse and verify a manifest. Raises CorruptFileError if any byte differs from what was written.
 
-    A manifest of another program or of version 1, which had no checksum, is returned unverified.
+    A manifest of another program or of an older version, which had no such checksum, is returned unverified.
     """
     try:
         fields: dict[str, Any] = json.loads(raw)
-        if "sha256" not in fields and (fields.get("format"), fields.get("version")) != (FORMAT, VERSION):
+        if "checksum" not in fields and (fields.get("format"), fields.get("version")) != (FORMAT, VERSION):
             return fields
-        fields.pop("sha256", None)
+        fields.pop("checksum", None)
         is_valid = _with_checksum(fields) == raw
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise CorruptFileError(path, "is corrupt: it is not a JSON object") from None

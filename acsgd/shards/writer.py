@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acsgd.checksum import new_file_checksum
 from acsgd.shards.files import TensorHeader
 
 CHUNK = 2**20
@@ -46,14 +45,14 @@ def bytes_of(header: TensorHeader) -> int:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> str:
-    """Write a safetensors file and return its sha256, which is computed meanwhile. Raises OSError."""
-    digest = hashlib.sha256()
+    """Write a safetensors file and return its checksum, which is computed meanwhile. Raises OSError."""
+    checksum = new_file_checksum()
     headers = {name: header_of(tensor) for name, tensor in tensors.items()}
-    with TensorWriter(path, headers) as file, ThreadPoolExecutor(1) as hasher:
-        hasher.submit(digest.update, file.header)
+    with TensorWriter(path, headers) as file:
+        checksum.update(file.header)
         for name in file.offsets:
-            file.write(name, tensors[name], lambda chunk: hasher.submit(digest.update, chunk))
-    return digest.hexdigest()
+            file.write(name, tensors[name], checksum.update)
+    return checksum.hexdigest()
 
 
 class TensorWriter:

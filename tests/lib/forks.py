@@ -57,7 +57,7 @@ class Result(NamedTuple):
     """Files of a finished run, in a form that two runs can be compared by."""
 
     layers: dict[str, StoredFile]
-    """Files of weights, moments and step counts, with their sha256."""
+    """Files of weights, moments and step counts, with their checksums."""
     run: dict[str, Any] | None
     losses: list[tuple[int, float, float | None]]
     """Step, loss and evaluation loss of every line of metrics.jsonl."""

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from acsgd.checksum import file_checksum
 from acsgd.config.run_file import parse
-from acsgd.shards import disk
 from acsgd.shards.manifest import MANIFEST, _with_checksum
 from tests.lib.forks import finish
 from tests.soak.area import ACCEPTED, Case, Outcome
@@ -291,7 +291,7 @@ def _manifest(draw: random.Random, checkpoint: Path) -> Change:
     """Change a field of the manifest, and its hash."""
     path = checkpoint / MANIFEST
     fields: dict[str, Any] = json.loads(path.read_text())
-    fields.pop("sha256")
+    fields.pop("checksum")
     if draw.random() < 0.2:
         names = draw.choice(["../secret.safetensors", "/etc/passwd", "", ".", "a/../head.safetensors", "x" * 300, "\0"])
         layer = draw.choice(sorted(fields["layers"]))
@@ -332,10 +332,10 @@ def _repair(checkpoint: Path, path: Path) -> None:
     """Write size and hash of a changed file into the manifest."""
     manifest = checkpoint / MANIFEST
     fields = json.loads(manifest.read_text())
-    fields.pop("sha256")
+    fields.pop("checksum")
     entries = [*fields["layers"].values(), *fields["model_files"]]
     entries += [entry for files in fields["replicas"].values() for entry in files]
     for entry in entries:
         if entry["file"] == path.name:
-            entry |= {"bytes": path.stat().st_size, "sha256": disk._sha256(path)}
+            entry |= {"bytes": path.stat().st_size, "checksum": file_checksum(path)}
     manifest.write_bytes(_with_checksum(fields))

@@ -64,9 +64,9 @@ def checkpoints(run: Path) -> CheckpointDirectory:
 
 
 def result(run: Path, step: int = STEPS) -> dict[str, str]:
-    """Return the sha256 of every layer file after a step."""
+    """Return the checksum of every layer file after a step."""
     manifest = Manifest.read(checkpoints(run).of(step))
-    return {layer: entry.sha256 for layer, entry in manifest.layers.items()}
+    return {layer: entry.checksum for layer, entry in manifest.layers.items()}
 
 
 def check_finite(run: Path, step: int = STEPS) -> None:

@@ -314,7 +314,7 @@ def test_a_checkpoint_of_another_version_is_refused(
         manifest.write(newest)
     if version == 1:  # which had no checksum
         fields = json.loads((newest / MANIFEST).read_text())
-        del fields["sha256"]
+        del fields["checksum"]
         (newest / MANIFEST).write_text(json.dumps(fields))
     message = refuse_to_resume(tmp_path, tiny_model("gpt2", **SMALL), f"--checkpoint.resume {resume}")
     assert (

@@ -131,14 +131,14 @@ def test_two_swapped_files_are_both_named(checkpoint: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed = disk._sha256
+    hashed = disk.file_checksum
 
     def failing(path: Path) -> str:
         if path.name == "head.safetensors":
             raise OSError(errno.EIO, "Input/output error")
         return hashed(path)
 
-    monkeypatch.setattr(disk, "_sha256", failing)
+    monkeypatch.setattr(disk, "file_checksum", failing)
     (report,) = inspect(checkpoint)
     assert report.errors == [f"{checkpoint / 'head.safetensors'} cannot be read (Input/output error)"]
 
@@ -162,7 +162,7 @@ SAME_MEANING: dict[str, Callable[[str], str]] = {
     "another order": lambda text: json.dumps(dict(reversed(json.loads(text).items())), indent=1) + "\n",
     "sorted keys": lambda text: json.dumps(json.loads(text), indent=1, sort_keys=True) + "\n",
     "a byte-order mark": lambda text: "\ufeff" + text,
-    "a checksum in capitals": lambda text: text[:-80] + text[-80:].upper().replace("SHA256", "sha256"),
+    "a checksum in capitals": lambda text: text[:-48] + text[-48:].upper().replace("CHECKSUM", "checksum"),
 }
 
 
@@ -187,7 +187,7 @@ def test_a_manifest_in_another_encoding_is_corrupt(encoding: str, checkpoint: Pa
     assert_named(path)
 
 
-@pytest.mark.parametrize("value", ["[]", "1", "null", '"text"', '{"format": "acsgd-shards", "version": 4}'])
+@pytest.mark.parametrize("value", ["[]", "1", "null", '"text"', '{"format": "acsgd-shards", "version": 5}'])
 def test_json_that_is_no_manifest_is_corrupt(value: str, checkpoint: Path) -> None:
     (checkpoint / MANIFEST).write_text(value)
     assert_named(checkpoint / MANIFEST)

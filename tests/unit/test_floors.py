@@ -21,6 +21,7 @@ ORDER = """
     seeds
     meter
     streams
+    read_ahead
     config.ranges
     checksum
     config.spec

@@ -26,7 +26,7 @@ TinyModel = Callable[..., Path]
 ENTRY: dict[str, list[Any]] = {
     "file": [None, 5, [], "", ".", "..", "../config.json", "/etc/passwd", "a/b", "a\\b", "a\0b", "\ud800", "x" * 300],
     "bytes": [None, True, -1, 1.5, "1", 2**63, [1]],
-    "sha256": [None, 5, "", "0" * 63, "0" * 65, "G" * 64, "A" * 64],
+    "checksum": [None, 5, "", "0" * 31, "0" * 33, "G" * 32, "A" * 32],
 }
 NATURAL = [None, True, -1, 1.5, "1", 10**30, []]
 NUMBER = [True, "1", [], {}]
@@ -84,7 +84,7 @@ def parent_of(fields: Any, path: str) -> tuple[Any, Any]:
 
 def read_fields(checkpoint: Path) -> dict[str, Any]:
     fields: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text())
-    del fields["sha256"]
+    del fields["checksum"]
     return fields
 
 

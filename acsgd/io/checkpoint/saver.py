@@ -25,7 +25,7 @@ from acsgd.config.options import CheckpointConfig
 from acsgd.errors import NonFiniteError, RunError, explain
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.layers.description import ModelLayers
-from acsgd.shards.disk import copy_model_files, write_layer
+from acsgd.shards.disk import copy_model_files, flush, write_layer
 from acsgd.shards.manifest import Manifest, StoredFile
 from acsgd.shards.weights import WeightState
 from acsgd.streams import Event, Streams
@@ -214,11 +214,11 @@ class Saver:
         for copy in copies:
             if copy.weights is not None:
                 file = write_layer(partial, copy.layer, copy.weights, copy.optimizer)
-                yield _WrittenFile(copy.layer, None, asdict(file))
+                yield _written(partial, copy.layer, None, file)
             if copy.replica:
                 replica = self._topology.replica
                 file = write_layer(partial, f"{copy.layer}.replica-{replica:05d}", {}, copy.replica)
-                yield _WrittenFile(copy.layer, replica, asdict(file))
+                yield _written(partial, copy.layer, replica, file)
 
     def _complete(self, step: int, written: Sequence[_WrittenFile], run: dict[str, Any], best: bool) -> None:
         """Write the manifest of a checkpoint whose layers are written, publish it, and remove old checkpoints."""
@@ -268,6 +268,12 @@ class _WrittenFile:
     layer: str
     replica: int | None
     entry: dict[str, Any]
+
+
+def _written(directory: Path, layer: str, replica: int | None, file: StoredFile) -> _WrittenFile:
+    """Wait until a file is on disk; return the report of it."""
+    flush(directory / file.file)
+    return _WrittenFile(layer, replica, asdict(file))
 
 
 def _message(error: Exception) -> str:

@@ -5,20 +5,16 @@ Shapes: M micro-batches of the replica, B sequences per micro-batch, T tokens pe
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from acsgd.io.rows.base import RowReader
 from acsgd.io.sampling.sampler import Ints, Sampler
-
-T = TypeVar("T")
+from acsgd.read_ahead import read_ahead
 
 AHEAD = 3
 """Maximum number of batches read ahead."""
@@ -91,7 +87,7 @@ class Dataset:
 
     def __init__(self, reader: BatchReader, steps: range, *, ahead: int = AHEAD) -> None:
         self.reader = reader
-        self._batches = _read_ahead(reader.batch, steps, ahead)
+        self._batches = read_ahead(reader.batch, steps, ahead)
 
     def __iter__(self) -> Iterator[Batch]:
         return self._batches
@@ -116,18 +112,3 @@ def reading_bytes(batch: int, replica_batch: int, sequence: int) -> int:
     labels of 8 bytes each: in the batches read ahead, the one in use and the next one, whose windows are held, too.
     """
     return 90 * batch + replica_batch * (sequence + 2) * 8 * (2 * (AHEAD + 2) + 1)
-
-
-def _read_ahead(make: Callable[[int], T], steps: Iterable[int], ahead: int) -> Generator[T, None, None]:
-    """Yield make(step) for each step, in order, computing up to `ahead` results in advance."""
-    pending: deque[Future[T]] = deque()
-    pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-    try:
-        for step in steps:
-            pending.append(pool.submit(make, step))
-            if len(pending) > ahead:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
