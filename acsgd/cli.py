@@ -59,6 +59,7 @@ class FromHF:
         """Run the conversion."""
         from acsgd.shards.convert import from_hf
         from acsgd.shards.hub import find_model
+        from acsgd.shards.written import describe_shards
 
         source = find_model(self.source, option="source")
         with progress_bar() as report:
@@ -67,6 +68,7 @@ class FromHF:
                 lambda path: from_hf(source, path, task=self.task, verify=True, report=report),
                 resumable=True,
             )
+        print(describe_shards(self.target))
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class ToHF:
     def run(self) -> None:
         """Run the conversion."""
         from acsgd.shards.export import to_hf
+        from acsgd.shards.written import describe_hf
 
         limit = _parse_size(self.shard_size)
         with progress_bar() as report:
@@ -92,6 +95,7 @@ class ToHF:
                 self.target,
                 lambda path: to_hf(self.source, path, dtype=self.dtype, shard_bytes=limit, report=report),
             )
+        print(describe_hf(self.source, self.target))
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class FromLegacy:
     def run(self) -> None:
         """Run the conversion."""
         from acsgd.shards.legacy.convert import from_legacy
+        from acsgd.shards.written import describe_shards
 
         with progress_bar() as report:
             _create(
@@ -118,6 +123,7 @@ class FromLegacy:
                 lambda path: from_legacy(self.source, path, config=self.config, report=report),
                 resumable=True,
             )
+        print(describe_shards(self.target))
 
 
 @dataclass(frozen=True)
@@ -132,8 +138,11 @@ class ToLegacy:
     def run(self) -> None:
         """Run the conversion."""
         from acsgd.shards.legacy.convert import to_legacy
+        from acsgd.shards.written import describe_legacy
 
-        _create(self.target, lambda directory: to_legacy(self.source, directory))
+        with progress_bar() as report:
+            _create(self.target, lambda path: to_legacy(self.source, path, report=report))
+        print(describe_legacy(self.source, self.target))
 
 
 Direction = (

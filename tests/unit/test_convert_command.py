@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
+import shlex
 import signal
 import socket
 from collections.abc import Callable, Mapping
@@ -16,8 +17,13 @@ import pytest
 from lib.commands import acsgd
 from lib.saved import SMALL
 from torch import Tensor
+from transformers import GPT2LMHeadModel
 
+from acsgd import cli
 from acsgd.shards import convert, export
+from acsgd.shards.convert import from_hf
+from acsgd.shards.export import to_hf
+from acsgd.shards.legacy.convert import from_legacy, to_legacy
 from acsgd.shards.manifest import StoredFile
 
 TinyModel = Callable[..., Path]
@@ -143,6 +149,53 @@ def test_a_stop_signal_during_an_export_leaves_nothing(
     code, printed = acsgd("convert", "to-hf", shards, tmp_path / "target")
     assert (code, printed) == (128 + signal.SIGTERM, "error: stopped by SIGTERM; nothing was written\n")
     assert os.listdir(tmp_path) == ["shards"]
+
+
+def test_each_direction_prints_what_was_written_and_what_to_type_next(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What to type loads the model, converts it back, or is an option of a run."""
+    source = tiny_model("gpt2", **SMALL, pad_token_id=0)  # which classifiers need
+    shards, old, again, hf = (tmp_path / x for x in ("a b", "old", "again", "hf"))
+    capsys.readouterr()
+
+    def convert_to(direction: str, source: Path, target: Path, *options: str) -> str:
+        cli.run(["convert", direction, str(source), str(target), *options])
+        sentence, following = capsys.readouterr().out.removesuffix("\n").split("; ")
+        size = sum(path.stat().st_size for path in target.iterdir()) / 1e6
+        task = options[-1] if options else "lm"
+        assert sentence == f"wrote {target}: 3 layers, {size:.1f} MB, task {task}"
+        return following
+
+    assert convert_to("from-hf", source, shards) == f"train it with --model.name '{shards}'"
+    assert convert_to("to-hf", shards, hf) == f"load it with AutoModelForCausalLM.from_pretrained('{hf}')"
+    back = convert_to("to-legacy", shards, old).removeprefix("convert it back with ")
+    assert shlex.split(back) == ["acsgd", "convert", "from-legacy", str(old), "SHARDS"]
+    assert convert_to("from-legacy", old, again) == f"train it with --model.name {again}"
+    following = convert_to("from-hf", hf, tmp_path / "c", "--task", "classification")
+    assert following == f"train it with --model.name {tmp_path / 'c'} --model.task classification"
+
+
+def test_each_direction_reports_its_progress(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """After each part, up to the bytes of all tensors; the old layout has a copy of those that are tied."""
+
+    def reports_of(build: Callable[..., None], source: Path, target: Path) -> list[tuple[int, int]]:
+        reports: list[tuple[int, int]] = []
+        target.mkdir()
+        build(source, target, report=lambda done, total: reports.append((done, total)))
+        return reports
+
+    shards, hf, old, again = (tmp_path / name for name in ("shards", "hf", "old", "again"))
+    once = [reports_of(from_hf, tiny_model("gpt2", **SMALL), shards), reports_of(to_hf, shards, hf)]
+    twice = [reports_of(to_legacy, shards, old), reports_of(from_legacy, old, again)]
+    model = GPT2LMHeadModel.from_pretrained(hf)
+    size, copy = 4 * model.num_parameters(), 4 * model.lm_head.weight.numel()
+    for reports, total in [*((each, size) for each in once), *((each, size + copy) for each in twice)]:
+        done = [done for done, _ in reports]
+        assert {total for _, total in reports} == {total}
+        assert done == sorted(set(done))
+        assert done[-1] == total
+        assert len(done) >= 3
 
 
 @pytest.mark.parametrize("direction", ["from-hf", "to-hf"])

@@ -83,6 +83,7 @@ ORDER = """
     shards.legacy.model
     shards.legacy.convert
     shards.legacy
+    shards.written
     shards.hub
     shards.tokenizer
     optim.base

@@ -11,13 +11,14 @@ from transformers import PreTrainedModel
 
 from acsgd.shards.config import CONFIG, derive_layers
 from acsgd.shards.convert import Report, write_layers
-from acsgd.shards.disk import copy_model_files, list_model_files
-from acsgd.shards.files import read_json_object
+from acsgd.shards.disk import ShardDirectory, copy_model_files, list_model_files
+from acsgd.shards.files import read_json_object, tensor_headers
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.legacy.layouts import BLOCK, HEAD, Layout
 from acsgd.shards.legacy.model import layout_of, open_legacy, untie
 from acsgd.shards.locate import names_of, open_shards
 from acsgd.shards.manifest import Manifest
+from acsgd.shards.writer import bytes_of
 from acsgd.tasks import TASKS
 
 
@@ -41,7 +42,7 @@ def from_legacy(
     Manifest(0, legacy.layout.task, model, files, replicas={}, model_files=copied, run=None).write(target)
 
 
-def to_legacy(source: Path, target: Path) -> None:
+def to_legacy(source: Path, target: Path, *, report: Report = lambda done, total: None) -> None:
     """Convert layer shards to a model of a replaced system, one file per layer, in `target`, an empty directory.
 
     Tensors keep their dtype and bits; of tied ones, each file gets a copy. Raises ValueError if the type of the model
@@ -57,7 +58,10 @@ def to_legacy(source: Path, target: Path) -> None:
     untied = TASKS[layout.task].build(untie(config))
     layer_of = {key: description.index(layer) for layer, keys in description.stored().items() for key in keys}
     stored_as = {name: names[0] for names in names_of(model).values() for name in names}
-    for part, names in layout.names(untied).items():
+    parts, stored_bytes = layout.names(untied), _stored_bytes(directory)
+    sizes = {part: sum(stored_bytes.get(stored_as[key], 0) for key in keys.values()) for part, keys in parts.items()}
+    done = 0
+    for part, names in parts.items():
         tensors = _buffers(layout, untied, part)
         for layer in dict.fromkeys(layer_of[stored_as[key]] for key in names.values()):
             name = description.layers[layer].name
@@ -65,7 +69,15 @@ def to_legacy(source: Path, target: Path) -> None:
             # copies, because each has the whole file as its storage
             tensors |= {name: stored[x].clone() for name, key in names.items() if (x := stored_as[key]) in stored}
         torch.save(tensors, target / f"pytorch_{part}.pt")
+        done += sizes[part]
+        report(done, sum(sizes.values()))
     copy_model_files(source, target)
+
+
+def _stored_bytes(directory: ShardDirectory) -> dict[str, int]:
+    """Return the number of bytes of each tensor in the files of the layers."""
+    headers = [tensor_headers(directory.path / entry.file) for entry in directory.manifest.layers.values()]
+    return {name: bytes_of(header) for each in headers for name, header in each.items()}
 
 
 def _buffers(layout: Layout, model: PreTrainedModel, part: str) -> dict[str, Tensor]:
