@@ -59,6 +59,8 @@ def _check_rows(config: Config) -> None:
             f"data.long={config.data.long} applies to whole documents, but data.rows=concat cuts them where a sequence "
             "ends; give data.rows=pack or single, or remove data.long"
         )
+    if config.data.isolate and config.rows != "pack":
+        raise ValueError(f"data.isolate needs data.rows=pack, but data.rows={config.rows}; add --data.rows pack")
 
 
 def _check_checkpoint(checkpoint: CheckpointConfig) -> None:

@@ -60,6 +60,8 @@ class DataConfig:
     long: Literal["split", "truncate", "skip", "error"] | None = None
     """What is done with a document that is longer than a sequence, unless documents are concatenated: "split" makes
     several of it, "truncate" cuts its end off, "skip" leaves it out, "error" ends the run. Default: "split"."""
+    isolate: bool = False
+    """Whether documents that are packed into one sequence attend only to themselves. Needs data.rows="pack"."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Seed of the sample order, of dropout and of new weights."""
     on_error: Literal["stop", "skip"] = "stop"

@@ -29,6 +29,9 @@ APART = 1e-3
 ROWS, LENGTH, DOCUMENT = 2, 3 * WINDOW, WINDOW + 2
 """Sizes of the batches: number of sequences, their length, and the length of a first document where packed."""
 
+PACKED = "packed"
+"""Name of the batch with several documents per sequence."""
+
 Build = Callable[[PreTrainedConfig], PreTrainedModel]
 """Returns a new model in training mode, built within `weights_on_meta`."""
 
@@ -75,7 +78,7 @@ def verify(
     if predicted is not None and len(inputs) == 1:
         packed = pack(batches["plain"])
         if keeps_apart(stages, packed):
-            batches["packed"] = packed
+            batches[PACKED] = packed
     count = len(stages.layers.layers)
     cuts = range(1, count) if every_cut else (count // 2,)
     splits = [range(count), *((0, cut) for cut in cuts)]

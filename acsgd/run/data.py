@@ -73,4 +73,5 @@ def _rows_of(job: Job, corpus: Corpus) -> Rows:
         return ConcatRows(corpus, sequence)
     cache = job.cache_dir / "rows"
     layout = open_layout(corpus, sequence, config.rows, config.long, cache, reports_wait=job.is_first_on_host)
-    return DocumentRows(corpus, layout, sequence, padding=padding_id(job.tokenizer))
+    padding = padding_id(job.tokenizer)
+    return DocumentRows(corpus, layout, sequence, padding=padding, isolate=config.data.isolate)

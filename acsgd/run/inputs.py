@@ -15,6 +15,7 @@ from acsgd.io.checkpoint.resume import Candidates, find
 from acsgd.io.sampling.batches import BatchReader
 from acsgd.io.sampling.held_out import HeldOut
 from acsgd.io.sampling.tokens import tokenizer_fingerprint
+from acsgd.layers.verify import PACKED
 from acsgd.pp.wire.cache_plan import CachePlan, plan_caches
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.data import open_data, open_held_out
@@ -87,18 +88,23 @@ def open_inputs(job: Job) -> Inputs:
     return Inputs(reader, held, identity, candidates, source, cache_plan, tokens)
 
 
-def _row_options(job: Job) -> dict[str, str]:
+def _row_options(job: Job) -> dict[str, object]:
     """Return the options on which the rows depend. Checkpoints of rows by concatenation do not record any."""
     if job.config.rows == "concat":
         return {}
-    return {"data.rows": job.config.rows, "data.long": job.config.long}
+    return {"data.rows": job.config.rows, "data.long": job.config.long, "data.isolate": job.config.data.isolate}
 
 
 def _keep_layers(job: Job) -> None:
     """Verify the layers of the model, unless they are, and keep them and their costs in the cache."""
     model, cache = job.model, job.layers_cache
-    if not model.is_verified:
-        cache.verify(model.config, model.description, reports_wait=job.is_first_on_host)
+    if not model.is_verified or job.config.data.isolate:
+        result = cache.verify(model.config, model.description, reports_wait=job.is_first_on_host)
+        if job.config.data.isolate and PACKED not in result.batches:
+            raise ValueError(
+                f"data.isolate: {model.config.model_type} does not keep the documents of a sequence apart; use "
+                "data.rows=single, or remove data.isolate"
+            )
     if job.costs is not None:
         cache.keep_costs(model.config, model.description, job.sizes, job.costs, device=job.streams.device.type)
 

@@ -167,7 +167,8 @@ class Job:
     def wants_inputs(self) -> bool:
         """Whether this rank needs the values of the model's inputs, not only their shapes."""
         own = (layer for stage in self.stages for layer in self.model.layers[slice(*self.specs[stage])])
-        return bool(self.model.description.context_inputs) or any(layer.reads for layer in own)
+        reads = bool(self.model.description.context_inputs) or any(layer.reads for layer in own)
+        return reads or self.config.data.isolate  # attention masks depend on the documents of a sequence
 
     @property
     def cache_dir(self) -> Path:

@@ -56,7 +56,7 @@ class LayersCache:
         except (OSError, CorruptFileError):
             return None
 
-    def verify(self, config: PreTrainedConfig, layers: ModelLayers, *, reports_wait: bool) -> None:
+    def verify(self, config: PreTrainedConfig, layers: ModelLayers, *, reports_wait: bool) -> Verification:
         """Compare the layers of a model with the whole model and keep them, unless they are in the cache.
 
         Called by every process of a host; one of them compares. Raises LayersError if they differ.
@@ -67,7 +67,7 @@ class LayersCache:
                 verified = VerifiedLayers(layers, self._task.verify(config, layers))
             target.write_text(json.dumps(asdict(verified)))
 
-        open_cached(self._path(config), compare, _read, reports_wait=reports_wait)
+        return open_cached(self._path(config), compare, _read, reports_wait=reports_wait).verification
 
     def costs(
         self, config: PreTrainedConfig, layers: ModelLayers, sizes: Mapping[str, int], *, device: str

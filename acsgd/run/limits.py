@@ -36,7 +36,7 @@ def check_computes(config: Config, stages: int, micros: int) -> None:
 def check_reading(config: Config, micros: int, processes: int) -> None:
     """Raise ValueError if reading batches takes more memory than this host has. processes: of the run on this host."""
     data = config.data
-    needed = reading_bytes(data.batch, micros * config.pp.micro, data.sequence)
+    needed = reading_bytes(data.batch, micros * config.pp.micro, data.sequence, isolate=data.isolate)
     available = available_memory_bytes()
     if available is not None and needed * processes > available:
         raise ValueError(

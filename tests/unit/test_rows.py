@@ -22,6 +22,7 @@ from acsgd.io.rows.layout import Kind, Long, make_layout, open_layout
 from acsgd.io.sampling.tokens import Corpus, tokenize_all
 from acsgd.io.sources.sources import parse_sources
 from acsgd.launch import Launch
+from acsgd.layers.documents import DOCUMENTS
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.tasks import IGNORED
@@ -161,6 +162,12 @@ def test_a_source_without_a_document_that_fits_is_refused() -> None:
             make_layout(documents_of(lengths), 8, "pack", "skip")
 
 
+def test_documents_and_padding_are_told_apart() -> None:
+    corpus = documents_of([3, 3, 4])
+    rows = DocumentRows(corpus, make_layout(corpus, 8, "pack", "split"), 8, padding=PAD, isolate=True)
+    assert rows.read(0)[DOCUMENTS].tolist() == [0, 0, 1, 1, 2, 2, 2, 3]
+
+
 # ---- layouts on disk
 
 
@@ -203,3 +210,5 @@ def test_options_for_whole_documents_need_such_rows() -> None:
     flags = "--model.name a --data.sources demo --data.sequence 8 --data.batch 2 --optim.lr 1 --optim.steps 2"
     with pytest.raises(ValueError, match=r"^data\.long=skip applies to whole documents.* data\.rows=pack or single"):
         check(parse([*flags.split(), "--data.long", "skip"]))
+    with pytest.raises(ValueError, match=r"^data\.isolate needs data\.rows=pack, but data\.rows=single"):
+        check(parse([*flags.split(), "--data.isolate", "--data.rows", "single"]))

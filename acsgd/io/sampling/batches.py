@@ -105,10 +105,11 @@ class Dataset:
         self._batches.close()
 
 
-def reading_bytes(batch: int, replica_batch: int, sequence: int) -> int:
+def reading_bytes(batch: int, replica_batch: int, sequence: int, *, isolate: bool = False) -> int:
     """Return how much host memory a `Dataset` takes at most, bytes.
 
     batch: sequences of the global batch, about 90 bytes each. replica_batch: sequences of the replica, with tokens and
-    labels of 8 bytes each: in the batches read ahead, the one in use and the next one, whose windows are held, too.
+    labels, and documents if `isolate`, of 8 bytes each: in the batches read ahead, the one in use and the next one,
+    whose rows are held, too.
     """
-    return 90 * batch + replica_batch * (sequence + 2) * 8 * (2 * (AHEAD + 2) + 1)
+    return 90 * batch + replica_batch * (sequence + 2) * 8 * (2 + isolate) * (AHEAD + 3)
