@@ -64,6 +64,18 @@ class DataConfig:
     """Whether documents that are packed into one sequence attend only to themselves. Needs data.rows="pack"."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Seed of the sample order, of dropout and of new weights."""
+    format: str = "auto"
+    """Format of the records: "text", "messages", "sharegpt", "prompt", "io", "alpaca", "dolly" or "oig". "auto" detects
+    it from the first record of each source."""
+    fields: str | None = None
+    """Names of fields that differ from those of the format, "text=content,..."; fields of objects in objects:
+    "text=meta.body". Default: none."""
+    targets: Literal["answers", "all"] = "answers"
+    """Which tokens are learned: "answers" masks prompts in the loss, "all" masks nothing."""
+    input_format: str = "__input__"
+    """Text of a prompt in the formats "prompt" and "io", such as "Question: __input__\\nAnswer: "."""
+    output_format: str = "__output__"
+    """Text of an answer in the formats "prompt" and "io"."""
     on_error: Literal["stop", "skip"] = "stop"
     """What an unreadable record does: "stop" ends the run and names it; "skip" leaves it out and reports the count."""
     eval_sources: str | None = None

@@ -45,7 +45,7 @@ class Inputs:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on special tokens, skipped text, held-out data and activation caches."""
+        """Sentences on special tokens, formats, skipped text, held-out data and activation caches."""
         held_out = self.held_out.notes if self.held_out else ()
         cache = (self.cache_plan.note,) if self.cache_plan else ()
         return (self.document_tokens, *self.reader.notes, *held_out, *cache)

@@ -21,6 +21,7 @@ from acsgd.config.run_file import to_toml
 from acsgd.config.spec import to_spec
 from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.formats.formats import read_options
 from acsgd.io.sampling.held_out import parse_eval
 from acsgd.io.sampling.sampler import deal
 from acsgd.io.sources.sources import WeightedSource, parse_sources
@@ -205,8 +206,9 @@ def prepare(config: Config, launch: Launch) -> Job:
     plugins = parse_plugins(config)
     if topology.replicas > 1:
         check_capabilities(config, plugins.mode.requires, plugins.optimizer.capabilities)
-    sources = parse_sources(config.data.sources, on_error=config.data.on_error)
-    eval_sources = parse_eval(config.data.eval_sources, config.data.eval_fraction, on_error=config.data.on_error)
+    options = read_options(config.data)
+    sources = parse_sources(config.data.sources, options=options)
+    eval_sources = parse_eval(config.data.eval_sources, config.data.eval_fraction, options=options)
     micro_ids = _deal(config, topology)
     num_stages = topology.stages * plugins.schedule.chunks
     check_computes(config, num_stages, len(micro_ids))

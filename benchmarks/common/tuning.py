@@ -33,7 +33,7 @@ from acsgd.config.options import (
 )
 from acsgd.config.run_file import to_toml
 from acsgd.io.cache import open_cached
-from acsgd.io.formats.formats import read_examples
+from acsgd.io.sources.base import TEXT, Record, RecordCounts
 from acsgd.io.sources.sources import parse_sources
 from acsgd.shards.export import to_hf
 from benchmarks.common.small_model import cut, digest, save_blank, with_dropout, written
@@ -225,7 +225,12 @@ def pretrained(directory: Path, setting: Setting, text: str) -> Path:
 
 def read(sources: str) -> str:
     """Return the text of sources, named as in data.sources. Raises ValueError if one cannot be read."""
-    return "\n".join(example.text for source, _ in parse_sources(sources) for example in read_examples(source))
+    return "\n".join(
+        record.fields[TEXT]
+        for source, _ in parse_sources(sources)
+        for record in source.records(RecordCounts())
+        if isinstance(record, Record)
+    )
 
 
 @contextlib.contextmanager

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from acsgd.io.formats.base import Example
+from acsgd.io.formats.formats import read_examples
 from acsgd.io.rows.base import RowReader
 from acsgd.io.rows.concat import ConcatRows
 from acsgd.io.sampling.tokens import Corpus
+from acsgd.io.sources.base import RecordCounts, Source
 
 
-def one_document(tokens: NDArray[Any], skipped: str | None = None) -> Corpus:
+def one_document(tokens: NDArray[Any], *notes: str) -> Corpus:
     """Return a corpus of one document."""
-    return Corpus("memory", "memory", tokens, np.array([0, len(tokens)]), skipped=skipped)
+    return Corpus("memory", "memory", tokens, np.array([0, len(tokens)]), notes=notes)
 
 
 def documents_of(lengths: list[int], *, targets: NDArray[Any] | None = None, overlap: int = 0) -> Corpus:
@@ -26,3 +30,8 @@ def documents_of(lengths: list[int], *, targets: NDArray[Any] | None = None, ove
 def windows_of(corpora: list[Corpus], sequence: int, micro: int, **wants: bool) -> RowReader:
     """Return the reader of rows that are windows of the tokens."""
     return RowReader([ConcatRows(corpus, sequence) for corpus in corpora], micro, **wants)
+
+
+def examples_of(source: Source, counts: RecordCounts | None = None, tokenizer: Any = None) -> Iterator[Example]:
+    """Return the examples of a source; only chats need a tokenizer."""
+    return read_examples(source, tokenizer, counts)

@@ -12,6 +12,7 @@ import numpy as np
 import zstandard
 
 from acsgd.io.sampling.tokens import tokenize_all
+from acsgd.io.sources.base import ReadOptions
 from acsgd.io.sources.sources import parse_sources
 from acsgd.shards.config import read_config
 from acsgd.shards.tokenizer import load_tokenizer
@@ -110,7 +111,7 @@ class Data:
         """Return the tokens of a file, or the sentence with which it is refused."""
 
         def call() -> np.ndarray:
-            sources = parse_sources(path.name, on_error=on_error)  # type: ignore[arg-type]
+            sources = parse_sources(path.name, options=ReadOptions(on_error=on_error))  # type: ignore[arg-type]
             [corpus] = tokenize_all(sources, self._tokenizer, Path("tokens"), vocab_size=self._vocab_size)
             return corpus.tokens[:]
 

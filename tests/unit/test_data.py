@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from lib.corpora import one_document, windows_of
+from lib.corpora import examples_of, one_document, windows_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -25,7 +25,6 @@ from transformers import PreTrainedTokenizerFast
 from acsgd import notes as notes_module
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.io import entry as entry_module
-from acsgd.io.formats.formats import read_examples
 from acsgd.io.rows.concat import ConcatRows
 from acsgd.io.sampling import tokens as tokens_module
 from acsgd.io.sampling.arrays import ArrayFile
@@ -38,7 +37,7 @@ from acsgd.io.sampling.tokens import (
     tokenize_all,
     tokenizer_fingerprint,
 )
-from acsgd.io.sources.base import BadRecord, Record, RecordCounts, Source
+from acsgd.io.sources.base import BadRecord, ReadOptions, Record, RecordCounts, Source
 from acsgd.io.sources.files import Files
 from acsgd.io.sources.sources import WeightedSource, parse_sources
 
@@ -97,7 +96,7 @@ def test_the_tokens_do_not_depend_on_the_batching(
     tokenize(source, tokenizer, tmp_path, vocab_size=512)
     oracle = [
         [*tokenizer(example.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        for example in read_examples(source)
+        for example in examples_of(source)
     ]
     assert np.load(tmp_path / TOKENS).tolist() == list(itertools.chain(*oracle))
 
@@ -128,7 +127,7 @@ def test_a_source_is_tokenized_once_and_stays_on_disk(
     again = tokenize_all(sources, tokenizer, tmp_path / "cache", vocab_size=512)
     assert all(isinstance(corpus.tokens, ArrayFile) for corpus in again)
     assert [corpus.tokens[:].tobytes() for corpus in again] == [corpus.tokens[:].tobytes() for corpus in first]
-    assert not any(corpus.skipped for corpus in first + again)
+    assert not any(corpus.notes for corpus in first + again)
 
 
 def test_the_offsets_are_those_of_the_documents(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -154,7 +153,7 @@ def test_skipping_unreadable_lines_keeps_all_others_and_is_reported(
     broken, mended = (tmp_path / f"{name}{suffix}" for name in ("broken", "mended"))
     broken.write_text("\n".join(lines), errors="surrogateescape")
     mended.write_text("".join(f"{line}\n" for line in lines if line not in bad))
-    sources = parse_sources(str(broken), on_error="skip")
+    sources = parse_sources(str(broken), options=ReadOptions(on_error="skip"))
     [corpus] = tokenize_all(sources, tokenizer, tmp_path / "cache", vocab_size=512)
     wanted = tokenize_all(parse_sources(str(mended)), tokenizer, tmp_path / "cache", vocab_size=512)[0].tokens
     assert corpus.tokens[:].tolist() == wanted[:].tolist()
@@ -162,15 +161,17 @@ def test_skipping_unreadable_lines_keeps_all_others_and_is_reported(
     if suffix == ".txt":
         reason = rf'{broken}, line 5, is not UTF-8 (byte 0xff): {{"text": "\xff"}}'
     count = len(bad) + 1
-    assert corpus.skipped == f"data.sources: {broken}: skipped {count} of 8 records; the first, {reason}"
+    assert corpus.notes == (f"data.sources: {broken}: skipped {count} of 8 records; the first, {reason}",)
     monkeypatch.setattr(tokens_module, "tokenize", lambda *_, **__: pytest.fail("tokenized again"))
-    assert tokenize_all(sources, tokenizer, tmp_path / "cache", vocab_size=512)[0].skipped == corpus.skipped
+    assert tokenize_all(sources, tokenizer, tmp_path / "cache", vocab_size=512)[0].notes == corpus.notes
 
 
 def test_the_cache_key_depends_on_skipping(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one two three"}\nbad')
-    tokenize_all(parse_sources(str(path), on_error="skip"), tokenizer, tmp_path / "cache", vocab_size=512)
+    tokenize_all(
+        parse_sources(str(path), options=ReadOptions(on_error="skip")), tokenizer, tmp_path / "cache", vocab_size=512
+    )
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2 is not JSON"):
         tokenize_all(parse_sources(str(path)), tokenizer, tmp_path / "cache", vocab_size=512)
 
@@ -183,7 +184,7 @@ def test_a_source_of_unreadable_lines_only_is_refused(
     path.write_text(lines, errors="surrogateescape")
     with pytest.raises(ValueError) as caught:
         tokenize_all(
-            parse_sources(str(path), on_error="skip", key="data.eval_sources"),
+            parse_sources(str(path), options=ReadOptions(on_error="skip"), key="data.eval_sources"),
             tokenizer,
             tmp_path / "cache",
             vocab_size=512,

@@ -26,7 +26,8 @@ from acsgd.codecs.base import Field, pack, unpack, wire_bytes
 from acsgd.config.run_file import parse
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES, hooks
-from acsgd.io.sources.base import Record, RecordCounts
+from acsgd.io.formats.base import Example, OptionsOfFormat, Segment
+from acsgd.io.sources.base import ReadOptions, Record, RecordCounts
 from acsgd.pp import SCHEDULES, Action, Op, lower, validate
 from acsgd.pp.wire.delta import Delta
 
@@ -69,6 +70,10 @@ def example(name: str) -> Any:
         "torch": torch,
         "Field": Field,
         "Record": Record,
+        "OptionsOfFormat": OptionsOfFormat,
+        "Example": Example,
+        "Segment": Segment,
+        "ReadOptions": ReadOptions,
         "Action": Action,
         "Op": Op,
     }
@@ -98,6 +103,13 @@ def test_the_example_source_yields_documents(tmp_path: Path) -> None:
     assert source.fingerprint != before
     records = [Record({"text": text}, str(tmp_path / name)) for name, text in (("a.md", "one"), ("b.md", "two"))]
     assert list(source.records(RecordCounts())) == records
+
+
+def test_the_example_format_makes_examples() -> None:
+    made = example("QuestionAnswer")(ReadOptions(), None)
+    record = Record({"question": "one", "answer": "two"}, "here")
+    assert made.detect(record.fields)
+    assert made.example(record).segments == (("Q: one\nA: ", False), ("two", True))
 
 
 def test_the_example_schedule_is_valid() -> None:

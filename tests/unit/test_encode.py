@@ -97,7 +97,7 @@ def corpus_of(
 ) -> Corpus:
     """Tokenize examples into a cache entry."""
 
-    def read(source: Source, counts: RecordCounts) -> Iterator[Example]:
+    def read(source: Source, tokenizer: PreTrainedTokenizerFast, counts: RecordCounts) -> Iterator[Example]:
         return iter(examples)
 
     monkeypatch.setattr(tokens_module, "read_examples", read)

@@ -163,6 +163,8 @@ ORDER = """
     io.sources.sources
     io.formats.base
     io.formats.text
+    io.formats.prompts
+    io.formats.chat
     io.formats.formats
     io
     io.sampling.sampler

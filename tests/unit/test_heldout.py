@@ -17,6 +17,7 @@ from acsgd.io.sampling.batches import Batch, BatchReader
 from acsgd.io.sampling.held_out import HeldOut, held_out, parse_eval, split
 from acsgd.io.sampling.sampler import Sampler
 from acsgd.io.sampling.tokens import Corpus, tokenize_all
+from acsgd.io.sources.base import ReadOptions
 from acsgd.io.sources.sources import parse_sources
 from acsgd.launch import Launch
 from acsgd.run.data import open_data, open_held_out
@@ -203,12 +204,12 @@ def test_fingerprints_differ_with_texts_and_fractions() -> None:
 
 def test_notes_report_lines_skipped_from_evaluation_sources(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one two three four five"}\nbad\n')
-    sources = parse_eval(str(tmp_path / "a.jsonl"), 0.0, on_error="skip")
+    sources = parse_eval(str(tmp_path / "a.jsonl"), 0.0, options=ReadOptions(on_error="skip"))
     own = tokenize_all(sources, tokenizer, tmp_path / "cache", vocab_size=512)
     trained = tokenize_all(parse_sources("demo"), tokenizer, tmp_path / "cache", vocab_size=512)
     held = held_out(windows_of(trained, T, 1), windows_of(own, T, 1), 0.0, replicas=1, replica=0)
     assert held is not None
-    assert held.notes == (own[0].skipped,)
+    assert held.notes == own[0].notes
     assert held.notes[0].startswith(f"data.eval_sources: {tmp_path / 'a.jsonl'}: skipped 1 of 2 records")
     shared = held_out(windows_of(own + trained, T, 1), windows_of([], T, 1), 0.5, replicas=1, replica=0)
     assert shared is not None

@@ -10,21 +10,21 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from lib.corpora import examples_of
 
-from acsgd.io.formats.formats import read_examples
-from acsgd.io.sources.base import OnError, RecordCounts, Source
+from acsgd.io.sources.base import OnError, ReadOptions, RecordCounts, Source
 from acsgd.io.sources.sources import parse_sources
 
 
 def source_of(name: Path | str, on_error: OnError = "stop") -> Source:
     """Return a source by its name."""
-    [part] = parse_sources(str(name), on_error=on_error)
+    [part] = parse_sources(str(name), options=ReadOptions(on_error=on_error))
     return part.source
 
 
 def texts(source: Source) -> list[str]:
     """Return the texts of a source."""
-    return [example.text for example in read_examples(source)]
+    return [example.text for example in examples_of(source)]
 
 
 def write_bad_parquet(path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_bad_record_is_named_or_skipped(tmp_path: Path, name: str) -> None:
         texts(source_of(path))
     assert str(refused.value).startswith(f"data.sources: {path}, {place} {reason}")
     counts = RecordCounts()
-    assert [example.text for example in read_examples(source_of(path, "skip"), counts)] == ["a", "b"]
+    assert [example.text for example in examples_of(source_of(path, "skip"), counts)] == ["a", "b"]
     assert (counts.records, counts.skipped) == (3, 1)
 
 
@@ -136,7 +136,7 @@ def test_a_bad_record_among_several_files_is_named_with_its_file(parts: Path) ->
         texts(source_of(parts))
     counts = RecordCounts()
     seen = []
-    for example in read_examples(source_of(parts, "skip"), counts):
+    for example in examples_of(source_of(parts, "skip"), counts):
         assert counts.fraction
         seen.append((example.text, counts.records, counts.fraction()))
     assert [text for text, *_ in seen] == ["a", "b\n", "c"]

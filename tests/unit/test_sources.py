@@ -13,13 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from lib.corpora import examples_of
 
 from acsgd.config.spec import suggest
 from acsgd.io import SOURCES
 from acsgd.io.formats.base import Example, Segment
-from acsgd.io.formats.formats import read_examples
 from acsgd.io.sources import json_records, pieces
-from acsgd.io.sources.base import OnError, RecordCounts, Source
+from acsgd.io.sources.base import OnError, ReadOptions, RecordCounts, Source
 from acsgd.io.sources.sources import parse_sources
 
 LINES = '{"text": "one\\ntwo"}\n\n  \n{"meta": 1, "text": "zwölf"}\r\n{"text": ""}'
@@ -36,14 +36,14 @@ def write(path: Path, data: str | bytes) -> str:
 
 def only(spec: str, on_error: OnError = "stop") -> Source:
     """Return the only source of a spec."""
-    [part] = parse_sources(spec, on_error=on_error)
+    [part] = parse_sources(spec, options=ReadOptions(on_error=on_error))
     assert part.weight == 1
     return part.source
 
 
 def read(name: str) -> list[str]:
     """Return the documents of a source."""
-    examples = list(read_examples(only(name)))
+    examples = list(examples_of(only(name)))
     assert all(example.ends_document for example in examples)
     return [example.text for example in examples]
 
@@ -75,8 +75,8 @@ def sample(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.parametrize("pattern", SOURCES)
 def test_every_source_can_be_read_again_and_ends_its_last_document(sample: dict[str, str], pattern: str) -> None:
     source = only(sample[pattern])
-    examples = list(read_examples(source))
-    assert examples == list(read_examples(source))
+    examples = list(examples_of(source))
+    assert examples == list(examples_of(source))
     assert examples[-1].ends_document
     assert any(example.text for example in examples)
     assert only(sample[pattern]).fingerprint == source.fingerprint
@@ -147,7 +147,7 @@ def test_a_text_file_is_one_document_in_pieces_that_end_at_newlines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setattr(pieces, "PIECE_CHARS", 16)
-    examples = list(read_examples(only(write(tmp_path / "a.txt", text))))
+    examples = list(examples_of(only(write(tmp_path / "a.txt", text))))
     assert "".join(example.text for example in examples) == text
     assert [example.ends_document for example in examples] == [False] * (len(examples) - 1) + [True]
     assert all(len(example.text) < 32 for example in examples)
@@ -160,8 +160,8 @@ def test_a_text_file_is_one_document_in_pieces_that_end_at_newlines(
 def test_a_long_record_is_cut_where_a_text_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(pieces, "PIECE_CHARS", 16)
     record = json.dumps({"text": text}) + "\n"
-    expected = list(read_examples(only(write(tmp_path / "a.txt", text))))
-    assert list(read_examples(only(write(tmp_path / "a.jsonl", record * 2)))) == expected * 2
+    expected = list(examples_of(only(write(tmp_path / "a.txt", text))))
+    assert list(examples_of(only(write(tmp_path / "a.jsonl", record * 2)))) == expected * 2
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst"])
@@ -175,9 +175,9 @@ def test_a_record_above_the_limit_is_never_held(tmp_path: Path, monkeypatch: pyt
     tracemalloc.start()
     try:
         counts = RecordCounts()
-        examples = list(read_examples(only(str(path), on_error="skip"), counts))
+        examples = list(examples_of(only(str(path), on_error="skip"), counts))
         with pytest.raises(ValueError) as caught:
-            list(read_examples(only(str(path))))
+            list(examples_of(only(str(path))))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -281,7 +281,7 @@ def test_a_file_that_can_no_longer_be_read_is_named(tmp_path: Path, name: str) -
     os.remove(path)
     message = f"^data.sources: {path} cannot be read \\(No such file or directory\\); check the file and its disk$"
     with pytest.raises(ValueError, match=message):
-        list(read_examples(source))
+        list(examples_of(source))
     with pytest.raises(ValueError, match=message):
         assert source.fingerprint
 
@@ -291,7 +291,7 @@ def test_errors_name_the_configuration_key(tmp_path: Path) -> None:
         parse_sources("none.txt", key="data.eval_sources")
     [part] = parse_sources(write(tmp_path / "a.jsonl", "bad"), key="data.eval_sources")
     with pytest.raises(ValueError, match=r"^data\.eval_sources: .*a\.jsonl, line 1 is not JSON"):
-        list(read_examples(part.source))
+        list(examples_of(part.source))
 
 
 UNREADABLE_LINES: list[tuple[bytes, str]] = [
@@ -340,7 +340,7 @@ def save(path: Path, lines: list[bytes]) -> str:
 def test_an_unreadable_line_is_named(tmp_path: Path, name: str, line: bytes, reason: str) -> None:
     path = save(tmp_path / name, [*GOOD[name], line, *GOOD[name], line])
     with pytest.raises(ValueError) as caught:
-        list(read_examples(only(path)))
+        list(examples_of(only(path)))
     message = str(caught.value)
     assert message.startswith(f"data.sources: {path}, line 6 {reason}; ")
     assert message.endswith(", or skip such records with --data.on_error skip")
@@ -354,13 +354,13 @@ def test_skipping_equals_a_file_without_the_unreadable_lines(
 ) -> None:
     """The examples are the same, so the tokens are, too."""
     monkeypatch.setattr(pieces, "PIECE_CHARS", 16)
-    expected = list(read_examples(only(save(tmp_path / name, GOOD[name]))))
+    expected = list(examples_of(only(save(tmp_path / name, GOOD[name]))))
     for places in ([0], [3], [5], [0, 1, 5], [2, 2, 4]):
         broken = list(GOOD[name])
         for place in sorted(places, reverse=True):
             broken.insert(place, line)
         counts = RecordCounts()
-        examples = list(read_examples(only(save(tmp_path / name, broken), on_error="skip"), counts))
+        examples = list(examples_of(only(save(tmp_path / name, broken), on_error="skip"), counts))
         assert (counts.records, counts.skipped) == (len(broken), len(places))
         first = f"{tmp_path / name}, line {min(places) + 1}"
         assert counts.first
@@ -375,15 +375,14 @@ def test_skipping_equals_a_file_without_the_unreadable_lines(
 def test_skipping_changes_nothing_in_a_readable_file(tmp_path: Path, name: str) -> None:
     path = save(tmp_path / name, GOOD[name])
     counts = RecordCounts()
-    assert list(read_examples(only(path, on_error="skip"), counts)) == list(read_examples(only(path)))
-    assert counts == RecordCounts(records=5)
+    assert list(examples_of(only(path, on_error="skip"), counts)) == list(examples_of(only(path)))
+    assert counts == RecordCounts(records=5, format="text")
     assert counts.summary() is None
-    assert only(path, on_error="skip").fingerprint != only(path).fingerprint
 
 
 def test_the_last_line_may_be_unreadable_and_lack_a_newline(tmp_path: Path) -> None:
     source = only(write(tmp_path / "a.txt", b"good\nbad\xff"), on_error="skip")
-    assert list(read_examples(source)) == [Example((Segment("good\n"),))]
+    assert list(examples_of(source)) == [Example((Segment("good\n"),))]
 
 
 def test_a_file_that_is_not_zstd_is_named(tmp_path: Path) -> None:
@@ -400,7 +399,7 @@ def test_a_truncated_file_is_never_skipped(tmp_path: Path, on_error: OnError, lo
     assert len(frame) > lost
     for torn in (frame[:-lost], frame + frame[:-lost]):
         with pytest.raises(ValueError, match=r"a\.jsonl\.zst is not valid zstd \(the last frame is truncated\)"):
-            list(read_examples(only(write(tmp_path / "a.jsonl.zst", torn), on_error=on_error)))
+            list(examples_of(only(write(tmp_path / "a.jsonl.zst", torn), on_error=on_error)))
 
 
 @pytest.mark.parametrize("on_error", ["stop", "skip"])
@@ -408,7 +407,7 @@ def test_a_corrupt_zstd_stream_is_never_skipped(tmp_path: Path, on_error: OnErro
     frame = bytearray(zstandard.ZstdCompressor(write_checksum=True).compress(b'{"text": "a"}\n' * 1000))
     frame[-1] ^= 1
     with pytest.raises(ValueError, match=r"a\.jsonl\.zst is not valid zstd"):
-        list(read_examples(only(write(tmp_path / "a.jsonl.zst", bytes(frame)), on_error=on_error)))
+        list(examples_of(only(write(tmp_path / "a.jsonl.zst", bytes(frame)), on_error=on_error)))
 
 
 def test_frames_without_text_are_ignored(tmp_path: Path) -> None:
@@ -422,4 +421,4 @@ def test_real_zstd_files_are_read(tmp_path: Path) -> None:
     if not DATA.is_dir():
         pytest.skip(f"no {DATA}")
     for file in sorted((DATA / "pile-zst").glob("*.jsonl.zst")):
-        assert all(example.text for example in read_examples(only(str(file))))
+        assert all(example.text for example in examples_of(only(str(file))))

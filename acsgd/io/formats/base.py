@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from acsgd.io.sources.base import Record
+from transformers import PreTrainedTokenizerBase
+
+from acsgd.io.sources.base import ReadOptions, Record
 from acsgd.io.sources.text import excerpt
 
 
@@ -37,7 +40,7 @@ class Example(NamedTuple):
 
 
 class FormatError(Exception):
-    """A record that does not have a format. The message is a predicate: "has no string under "text""."""
+    """A record that does not have a format. The message is a predicate: has no string under "text"."""
 
     def __init__(self, reason: str, remedy: str) -> None:
         super().__init__(reason)
@@ -47,21 +50,56 @@ class FormatError(Exception):
 
 
 class Format(Protocol):
-    """What the fields of a record mean."""
+    """What the fields of a record mean. Created with the options and the tokenizer of a run."""
 
     def detect(self, fields: Mapping[str, Any]) -> bool:
         """Return whether a record with these fields has this format."""
         ...
 
     def example(self, record: Record) -> Example:
-        """Make an example of a record. Raises FormatError."""
+        """Make an example of a record. Raises FormatError; ValueError if no record can have this format."""
         ...
 
 
-def string_of(fields: Mapping[str, Any], name: str) -> str:
-    """Return a string among the fields of a record. Raises FormatError, which lists the fields, if there is none."""
+@dataclass(frozen=True)
+class OptionsOfFormat:
+    """What every format is created with."""
+
+    options: ReadOptions
+    tokenizer: PreTrainedTokenizerBase
+
+
+def has_strings(fields: Mapping[str, Any], *names: str) -> bool:
+    """Return whether a record has strings under all names."""
+    return all(isinstance(fields.get(name), str) for name in names)
+
+
+def string_of(fields: Mapping[str, Any], name: str, default: str | None = None) -> str:
+    """Return a string among the fields of a record. Raises FormatError, which lists the fields, if there is none.
+
+    default: value of a field that is missing or null.
+    """
     value = fields.get(name)
+    if value is None and default is not None:
+        return default
     if not isinstance(value, str):
-        found = excerpt(", ".join(f'"{field}"' for field in fields) or "none")
-        raise FormatError(f'has no string under "{name}"; its fields: {found}', f'write {{"{name}": "..."}}')
+        raise FormatError(
+            f'has no string under "{name}"; its fields: {names_of(fields)}',
+            f'write {{"{name}": "..."}} or name another field, --data.fields "{name}=FIELD"',
+        )
+    return value
+
+
+def names_of(fields: Mapping[str, Any]) -> str:
+    """Return the names of the fields of a record for a message."""
+    return excerpt(", ".join(f'"{field}"' for field in fields) or "none")
+
+
+def field_of(fields: Mapping[str, Any], path: str) -> Any:
+    """Return a field by its name, or by the names of objects within objects: "meta.text". Raises FormatError."""
+    value: Any = fields
+    for name in [path] if path in fields else path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            raise FormatError(f'has no field "{path}"; its fields: {names_of(fields)}', "correct --data.fields")
+        value = value[name]
     return value

@@ -2,29 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from acsgd.io.formats.base import Example, Format, FormatError, Segment
+from transformers import PreTrainedTokenizerBase
+
+from acsgd.config.options import DataConfig
+from acsgd.config.spec import suggest
+from acsgd.io.formats.base import Example, Format, FormatError, Segment, field_of, names_of
+from acsgd.io.formats.chat import Messages, ShareGpt
+from acsgd.io.formats.prompts import Alpaca, Dolly, InputOutput, OigChat, PromptCompletion
 from acsgd.io.formats.text import Text
-from acsgd.io.sources.base import BadRecord, Record, RecordCounts, Source
+from acsgd.io.sources.base import TEXT, BadRecord, ReadOptions, Record, RecordCounts, Source
 from acsgd.io.sources.pieces import pieces_of
 
-FORMATS: Mapping[str, Format] = {"text": Text()}
-"""Formats by name."""
+FORMATS: Mapping[str, Callable[[ReadOptions, PreTrainedTokenizerBase], Format]] = {
+    "messages": Messages,
+    "sharegpt": ShareGpt,
+    "prompt": PromptCompletion,
+    "alpaca": Alpaca,
+    "dolly": Dolly,
+    "io": InputOutput,
+    "text": Text,
+    "oig": OigChat,
+}
+"""Formats by name, in the order in which they are tried. A text beside a prompt or a chat repeats it."""
 
 
-def read_examples(source: Source, counts: RecordCounts | None = None) -> Iterator[Example]:
+def read_options(data: DataConfig) -> ReadOptions:
+    """Return how records are read. Raises ValueError."""
+    known = {"auto": None, **FORMATS}
+    if data.format not in known:
+        raise ValueError(f'data.format="{data.format}": unknown format{suggest(data.format, known)}')
+    for name, option in (("input", data.input_format), ("output", data.output_format)):
+        if option.count(f"__{name}__") != 1:
+            raise ValueError(f'data.{name}_format="{option}" must contain __{name}__ once')
+    return ReadOptions(
+        data.on_error, data.format, _parse_fields(data.fields), data.targets, data.input_format, data.output_format
+    )
+
+
+def read_examples(
+    source: Source, tokenizer: PreTrainedTokenizerBase, counts: RecordCounts | None = None
+) -> Iterator[Example]:
     """Yield the examples of a source in order, in bounded memory. counts: updated in place.
 
     A long text is yielded in parts. Raises ValueError that names file and line if a record is unreadable and the
     source does not skip such records.
     """
     counts = counts or RecordCounts()
+    reader = _Reader(source.options, tokenizer)
     for record in source.records(counts):
-        example = record if isinstance(record, BadRecord) else _example(record, FORMATS["text"])
+        example = reader.example(record)
         if not isinstance(example, BadRecord):
+            counts.format = reader.format
             yield from _parts(example)
-        elif source.on_error == "skip":
+        elif source.options.on_error == "skip":
             counts.skip(example)
         else:
             where, reason, remedy = example
@@ -33,16 +66,54 @@ def read_examples(source: Source, counts: RecordCounts | None = None) -> Iterato
             )
 
 
-def _example(record: Record, form: Format) -> Example | BadRecord:
-    """Make an example of a record, or return why there is none."""
-    try:
-        example = form.example(record)
-        example.text.encode()
-    except FormatError as error:
-        return BadRecord(record.where, error.reason, error.remedy)
-    except UnicodeEncodeError:
-        return BadRecord(record.where, "has a lone surrogate, which is not valid text", "write the whole pair")
-    return example
+class _Reader:
+    """Makes examples of records, all in one format."""
+
+    def __init__(self, options: ReadOptions, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._options = options
+        self._formats = {name: make(options, tokenizer) for name, make in FORMATS.items()}
+        self.format = "" if options.format == "auto" else options.format
+        """Name of the format; empty until it is detected."""
+
+    def example(self, record: Record | BadRecord) -> Example | BadRecord:
+        """Return the example of a record, or why there is none."""
+        if isinstance(record, BadRecord):
+            return record
+        try:
+            record = record._replace(fields=self._renamed(record.fields))
+            self.format = self.format or self._detected(record.fields)
+            example = self._formats[self.format].example(record)
+            example.text.encode()
+        except FormatError as error:
+            return BadRecord(record.where, error.reason, error.remedy)
+        except UnicodeEncodeError:
+            return BadRecord(record.where, "has a lone surrogate, which is not valid text", "write the whole pair")
+        if self._options.targets == "all":
+            return example._replace(segments=(Segment(example.text),))
+        return example
+
+    def _renamed(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the fields of a record with those of data.fields under the names of the format."""
+        if not self._options.fields:
+            return fields
+        return {**fields, **{name: field_of(fields, path) for name, path in self._options.fields}}
+
+    def _detected(self, fields: Mapping[str, Any]) -> str:
+        for name, form in self._formats.items():
+            if form.detect(fields):
+                return name
+        raise FormatError(
+            f'has no string under "{TEXT}"; its fields: {names_of(fields)}',
+            'name the fields that a format needs, --data.fields "text=FIELD" or "input=FIELD,output=FIELD"',
+        )
+
+
+def _parse_fields(text: str | None) -> tuple[tuple[str, str], ...]:
+    """Parse data.fields. Raises ValueError."""
+    pairs = [tuple(part.strip() for part in pair.split("=")) for pair in text.split(",")] if text is not None else []
+    if not all(len(pair) == 2 and all(pair) for pair in pairs):
+        raise ValueError(f'data.fields="{text}" is not a list of fields; write, for example, "text=content"')
+    return tuple((pair[0], pair[1]) for pair in pairs)
 
 
 def _parts(example: Example) -> Iterator[Example]:

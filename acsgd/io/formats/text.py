@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from acsgd.io.formats.base import Example, Segment, string_of
+from acsgd.io.formats.base import Example, OptionsOfFormat, Segment, has_strings, string_of
 from acsgd.io.sources.base import TEXT, Record
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(OptionsOfFormat):
     """A document under "text", all of which is learned."""
 
     def detect(self, fields: Mapping[str, Any]) -> bool:
         """Return whether there is a text."""
-        return isinstance(fields.get(TEXT), str)
+        return has_strings(fields, TEXT)
 
     def example(self, record: Record) -> Example:
         """Return the text as one segment."""

@@ -17,19 +17,19 @@ import torch
 from acsgd.io.rows.base import RowReader
 from acsgd.io.sampling.batches import Batch
 from acsgd.io.sampling.sampler import Ints, deal
-from acsgd.io.sources.base import OnError
-from acsgd.io.sources.sources import WeightedSource, parse_sources
+from acsgd.io.sources.base import ReadOptions
+from acsgd.io.sources.sources import DEFAULTS, WeightedSource, parse_sources
 from acsgd.tasks import IGNORED
 
 
-def parse_eval(spec: str | None, fraction: float, *, on_error: OnError = "stop") -> tuple[WeightedSource, ...]:
+def parse_eval(spec: str | None, fraction: float, *, options: ReadOptions = DEFAULTS) -> tuple[WeightedSource, ...]:
     """Return the sources of data.eval_sources, an empty tuple if it is None. Reads no text.
 
     fraction: data.eval_fraction. Raises ValueError as `parse_sources` does, if `fraction` is not in [0, 1), if both
     options are given, or if the sources have weights.
     """
     _check(fraction, separate=spec is not None)
-    sources = () if spec is None else parse_sources(spec, key="data.eval_sources", on_error=on_error)
+    sources = () if spec is None else parse_sources(spec, key="data.eval_sources", options=options)
     if len({weight for _, weight in sources}) > 1:
         raise ValueError(
             f'data.eval_sources="{spec}": evaluation reads every sequence of every source; remove the weights'

@@ -18,7 +18,7 @@ from acsgd.io.formats.formats import read_examples
 from acsgd.io.sampling.arrays import Array, ArrayFile, ArrayWriter, sample
 from acsgd.io.sampling.encode import Encoder
 from acsgd.io.sampling.sampler import Ints
-from acsgd.io.sources.base import RecordCounts, Source
+from acsgd.io.sources.base import TEXT, RecordCounts, Source
 from acsgd.io.sources.sources import WeightedSource
 from acsgd.notes import print_note, report_if_slow
 from acsgd.shards.tokenizer import DocumentTokens
@@ -31,7 +31,7 @@ TOKENS, OFFSETS, TARGETS, ABOUT = "tokens.npy", "offsets.npy", "targets.npy", "a
 """Files of a cache entry: the arrays of a Corpus, and the fields of TokenStats. TARGETS is absent if all tokens are
 targets."""
 
-FORMAT = 7
+FORMAT = 8
 """Version of the format of a token cache entry; part of every cache key."""
 
 NAME_BYTES = 80
@@ -55,13 +55,8 @@ class Corpus(NamedTuple):
     """Whether each token is a target, 1 or 0. None if all are."""
     overlap: int = 0
     """Number of tokens that end a document and begin the next one."""
-    skipped: str | None = None
-    """Sentence that describes the records skipped as unreadable; None if there are none."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Sentence on what was skipped, if anything was."""
-        return (self.skipped,) if self.skipped else ()
+    notes: tuple[str, ...] = ()
+    """Sentences for the user: on the format of the records, and on those skipped as unreadable."""
 
     def spans(self) -> tuple[Ints, Ints]:
         """Return the position of the first token of each document, and that after the last one."""
@@ -85,6 +80,15 @@ class TokenStats(NamedTuple):
     """As of Corpus."""
     skipped: str | None
     """Clause that describes the skipped records."""
+    format: str
+    """Name of the format of the records."""
+
+    def notes(self, source: Source) -> tuple[str, ...]:
+        """Return sentences on a format that was detected, and on skipped records."""
+        is_detected = source.options.format == "auto" and self.format != TEXT
+        clauses = [f'format "{self.format}", detected from the first record'] if is_detected else []
+        clauses += [self.skipped] if self.skipped else []
+        return tuple(f"{source.key}: {source.name}: {clause}" for clause in clauses)
 
 
 def tokenize_all(
@@ -101,7 +105,8 @@ def tokenize_all(
     `open_cached`. Raises ValueError if the tokenizer has no end-of-document token, or a text cannot be read or has a
     token that the model has not.
     """
-    suffix = f"{FORMAT} {tokenizer_fingerprint(tokenizer)}"  # before use, which may change its state
+    rules = tokenizer_fingerprint(tokenizer)  # before use, which may change its state
+    suffix = f"{FORMAT} {rules} {tokenizer.chat_template}"
     DocumentTokens.of(tokenizer)
     return [
         _open(source, tokenizer, cache_dir, suffix, vocab_size=vocab_size, reports_wait=reports_wait)
@@ -119,7 +124,7 @@ def _open(
     reports_wait: bool,
 ) -> Corpus:
     fingerprint = source.fingerprint
-    key = hashlib.sha256(f"{fingerprint} {suffix}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{fingerprint} {source.options} {suffix}".encode()).hexdigest()[:16]
     name = Path(source.name).name.encode()[:NAME_BYTES].decode(errors="ignore")
 
     def build(unfinished: Path) -> None:
@@ -141,8 +146,7 @@ def _open(
         about = entry.file(ABOUT)
         stats = TokenStats(**json.loads(about.read(0, about.size)))
         _check_token(stats.largest, source, tokenizer, vocab_size)
-        skipped = stats.skipped and f"{source.key}: {source.name}: {stats.skipped}"
-        return Corpus(source.name, f"{name}-{key}", tokens, offsets, targets, stats.overlap, skipped)
+        return Corpus(source.name, f"{name}-{key}", tokens, offsets, targets, stats.overlap, stats.notes(source))
 
     return open_cached(cache_dir / f"{name}-{key}", build, open_built, reports_wait=reports_wait)
 
@@ -170,7 +174,7 @@ def tokenize(source: Source, tokenizer: PreTrainedTokenizerBase, directory: Path
         report_if_slow(print_note, lambda: _progress(source, counts, tokens.length, time.monotonic() - started)),
     ):
         offsets.append(np.zeros(1))
-        for examples in _in_batches(read_examples(source, counts)):
+        for examples in _in_batches(read_examples(source, tokenizer, counts)):
             encoded = encoder.encode(examples)
             largest = max(largest, int(encoded.tokens.max(initial=0)))
             _check_token(largest, source, tokenizer, vocab_size)
@@ -187,7 +191,7 @@ def tokenize(source: Source, tokenizer: PreTrainedTokenizerBase, directory: Path
             f"{source.key}: {source.name} has no token with the tokenizer {tokenizer.name_or_path} of "
             f"{len(tokenizer)} tokens{skipped}; give a text that is not blank, or a model with all its tokenizer files"
         )
-    return TokenStats(largest, encoder.overlap, counts.summary())
+    return TokenStats(largest, encoder.overlap, counts.summary(), counts.format)
 
 
 def _progress(source: Source, counts: RecordCounts, tokens: int, seconds: float) -> str:

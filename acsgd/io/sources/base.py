@@ -13,6 +13,21 @@ TEXT = "text"
 """Field of a record that holds a plain text."""
 
 
+@dataclass(frozen=True)
+class ReadOptions:
+    """How the records of sources are read."""
+
+    on_error: OnError = "stop"
+    format: str = "auto"
+    """Name of a format; "auto" detects it from the first record (data.format)."""
+    fields: tuple[tuple[str, str], ...] = ()
+    """Names of fields as the format has them, each with its name in the records (data.fields)."""
+    targets: Literal["answers", "all"] = "answers"
+    """Which tokens are learned (data.targets)."""
+    input_format: str = "__input__"
+    output_format: str = "__output__"
+
+
 class Record(NamedTuple):
     """One record of a source: a line of JSON, a row of a table, or a piece of a text file."""
 
@@ -43,6 +58,8 @@ class RecordCounts:
     skipped: int = 0
     first: BadRecord | None = None
     """First skipped record."""
+    format: str = ""
+    """Name of the format of the records, once it is known."""
     fraction: Callable[[], float] | None = field(default=None, compare=False)
     """Returns the fraction of the source that has been read; may be called by any thread. None = unknown."""
 
@@ -73,8 +90,8 @@ class Source(Protocol):
         ...
 
     @property
-    def on_error(self) -> OnError:
-        """What an unreadable record does."""
+    def options(self) -> ReadOptions:
+        """How the records are read."""
         ...
 
     @property
@@ -101,4 +118,4 @@ class NamedSource:
 
     name: str
     key: str = "data.sources"
-    on_error: OnError = "stop"
+    options: ReadOptions = ReadOptions()

@@ -56,16 +56,12 @@ class Files(NamedSource):
 
     @property
     def fingerprint(self) -> str:
-        """Path, size, modification time and samples of each file, and data.on_error.
-
-        Raises ValueError if a file cannot be read.
-        """
+        """Path, size, modification time and samples of each file. Raises ValueError if one cannot be read."""
         parts = []
         for name in self._names():
             with reading(Path(name), key=self.key):
                 parts.append(fingerprint_of(Path(name).expanduser()))
-        states = parts[0] if len(parts) == 1 else hashlib.sha256("\n".join(parts).encode()).hexdigest()
-        return f"{states} {self.on_error}"
+        return parts[0] if len(parts) == 1 else hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def check(self) -> None:
         """Raise ValueError unless there are files, and all are readable and not empty."""

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from acsgd.config.spec import suggest
-from acsgd.io.sources.base import TEXT, NamedSource, OnError, Record, RecordCounts, Source
+from acsgd.io.sources.base import TEXT, NamedSource, ReadOptions, Record, RecordCounts, Source
 from acsgd.io.sources.files import READERS, Files
+
+DEFAULTS = ReadOptions()
 
 
 class WeightedSource(NamedTuple):
@@ -51,29 +53,31 @@ class Demo(NamedSource):
             yield Record({TEXT: text}, f"demo, topic {topic}")
 
 
-SOURCES: dict[str, Callable[[str, str, OnError], Source]] = {
+SOURCES: dict[str, Callable[[str, str, ReadOptions], Source]] = {
     "demo": Demo,
     **{f"*{ending}": Files for ending in READERS},
     "*/": Files,
 }
-"""Pattern of a source name -> constructor, called with (name, configuration key, on_error)."""
+"""Pattern of a source name -> constructor, called with (name, configuration key, options)."""
 
 
-def parse_sources(spec: str, *, key: str = "data.sources", on_error: OnError = "stop") -> tuple[WeightedSource, ...]:
+def parse_sources(
+    spec: str, *, key: str = "data.sources", options: ReadOptions = DEFAULTS
+) -> tuple[WeightedSource, ...]:
     """Return the sources that a string lists, with weights that sum to 1. Checks that they exist; reads no record.
 
     spec: comma-separated "name" or "name:weight"; the default weight is 1. key: configuration key to name in errors.
     Raises ValueError.
     """
     try:
-        parts = [_parse(part.strip(), key, on_error) for part in spec.split(",")]
+        parts = [_parse(part.strip(), key, options) for part in spec.split(",")]
     except ValueError as error:
         raise ValueError(f'{key}="{spec}": {error}') from None
     total = math.fsum(part.weight for part in parts)
     return tuple(WeightedSource(part.source, part.weight / total) for part in parts)
 
 
-def _parse(part: str, key: str, on_error: OnError) -> WeightedSource:
+def _parse(part: str, key: str, options: ReadOptions) -> WeightedSource:
     name, weight = part, "1"
     if ":" in part and (_kind(part) is None or _ends_with_weight(part)):
         name, _, weight = (text.strip() for text in part.rpartition(":"))
@@ -81,12 +85,12 @@ def _parse(part: str, key: str, on_error: OnError) -> WeightedSource:
     if kind is None:
         ending = "*" + "".join(Path(name).suffixes) if "." in name else name
         raise ValueError(f'unknown source "{name}"{suggest(ending, SOURCES)}')
-    source = kind(name, key, on_error)
+    source = kind(name, key, options)
     source.check()
     return WeightedSource(source, _weight(weight, name))
 
 
-def _kind(name: str) -> Callable[[str, str, OnError], Source] | None:
+def _kind(name: str) -> Callable[[str, str, ReadOptions], Source] | None:
     found = next((kind for pattern, kind in SOURCES.items() if fnmatchcase(name, pattern)), None)
     return found or (Files if has_magic(name) or os.path.isdir(os.path.expanduser(name)) else None)
 

@@ -1,0 +1,335 @@
+"""Formats: what they detect, which text is a target, and the records that they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lib.corpora import examples_of
+from transformers import PreTrainedTokenizerFast
+
+from acsgd.config.options import DataConfig
+from acsgd.io.formats.base import Example, Segment
+from acsgd.io.formats.formats import FORMATS, read_options
+from acsgd.io.sampling.encode import Encoder
+from acsgd.io.sampling.tokens import tokenize_all
+from acsgd.io.sources.base import ReadOptions, RecordCounts
+from acsgd.io.sources.sources import parse_sources
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+
+
+def read(
+    directory: Path, *records: dict[str, Any], tokenizer: PreTrainedTokenizerFast | None = None, **options: str
+) -> list[Example]:
+    """Return the examples of records in a file, read with options of a run."""
+    (directory / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = DataConfig(sources=str(directory / "a.jsonl"), sequence=1, batch=1, **options)
+    [part] = parse_sources(data.sources, options=read_options(data))
+    return list(examples_of(part.source, tokenizer=tokenizer))
+
+
+def marked(example: Example) -> str:
+    """Return the text of an example with its targets in braces."""
+    return "".join(f"{{{text}}}" if is_target else text for text, is_target in example.segments)
+
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+ASK = "Below is an instruction that describes a task"
+RECORDS: dict[str, tuple[dict[str, Any], str]] = {
+    "text": ({"text": "all"}, "{all}"),
+    "messages": ({"messages": CHAT, "text": "x"}, "U:hi\nA:{hello}\n"),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
+        "U:hi\nA:{hello}\n",
+    ),
+    "prompt": ({"prompt": "one ", "completion": "two", "text": "one two"}, "one {two}"),
+    "io": ({"input": "one ", "output": "two", "id": 7}, "one {two}"),
+    "alpaca": (
+        {"instruction": "Add.", "input": "1 {x} 1", "output": "2"},
+        f"{ASK}, paired with an input that provides further context. Write a response that appropriately completes the "
+        "request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 {x} 1\n\n### Response:\n{2}",
+    ),
+    "dolly": (
+        {"instruction": "Add.", "context": "", "response": "2", "category": "open_qa"},
+        f"{ASK}. Write a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n"
+        "### Response:\n{2}",
+    ),
+    "oig": (
+        {"text": "Be kind.\n<human>: one <bot>: no turn\n<bot>: two\n\n<human>: three\n<bot>: four"},
+        "Be kind.\n<human>: one <bot>: no turn\n<bot>:{ two\n\n}<human>: three\n<bot>:{ four}",
+    ),
+}
+"""Format -> a record, and its text with the targets in braces."""
+TURNS = "{% for m in messages %}{{ m.role[0] | upper + ':' + m.content + '\\n' }}{% endfor %}"
+
+
+def with_template(tokenizer: PreTrainedTokenizerFast, template: str | None) -> PreTrainedTokenizerFast:
+    """Return a copy of a tokenizer with a chat template."""
+    copy = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, bos_token="<|endoftext|>", eos_token="<|endoftext|>"
+    )
+    copy.chat_template = template
+    return copy
+
+
+def test_the_table_has_all_formats() -> None:
+    assert RECORDS.keys() == FORMATS.keys()
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_format_is_detected_and_masks_the_prompt(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str, is_given: bool
+) -> None:
+    record, expected = RECORDS[name]
+    chat = with_template(tokenizer, TURNS + "{% if add_generation_prompt %}A:{% endif %}")
+    [example] = read(tmp_path, record, tokenizer=chat, format=name if is_given else "auto")
+    if name == "oig" and not is_given:
+        assert marked(example) == f"{{{record['text']}}}"
+    else:
+        assert marked(example) == expected
+    [whole] = read(tmp_path, record, tokenizer=chat, format=name if is_given else "auto", targets="all")
+    assert whole == example._replace(segments=(Segment(example.text),))
+
+
+def test_a_run_reports_the_format_and_gets_the_mask(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"input": "one two", "output": " three"}\n' * 3)
+    for options, notes in (
+        (ReadOptions(), (f'data.sources: {path}: format "io", detected from the first record',)),
+        (ReadOptions(format="io"), ()),
+        (ReadOptions(format="io", targets="all"), ()),
+    ):
+        sources = parse_sources(str(path), options=options)
+        [corpus] = tokenize_all(sources, tokenizer, tmp_path / "cache", vocab_size=512)
+        assert corpus.notes == notes
+        assert (corpus.targets is None) == (options.targets == "all")
+        if corpus.targets is not None:
+            targets = corpus.tokens[:][corpus.targets[:] == 1]
+            assert tokenizer.decode(targets.tolist()) == " three<|endoftext|>" * 3
+
+
+def test_input_and_output_are_put_into_formats(tmp_path: Path) -> None:
+    for record in (
+        {"input": "__output__?", "output": "__input__!"},
+        {"prompt": "__output__?", "completion": "__input__!"},
+    ):
+        [example] = read(tmp_path, record, input_format="Q: __input__\nA:", output_format=" __output__\n")
+        assert marked(example) == "Q: __output__?\nA:{ __input__!\n}"
+
+
+def test_fields_are_renamed_and_found_in_objects(tmp_path: Path) -> None:
+    record = {"meta": {"body": {"text": "deep"}}, "question": "q", "a.b": "dotted"}
+    assert [marked(each) for each in read(tmp_path, record, fields="text=meta.body.text")] == ["{deep}"]
+    assert [marked(each) for each in read(tmp_path, record, fields="text = a.b")] == ["{dotted}"]
+    assert [marked(each) for each in read(tmp_path, record, fields="input=question,output=a.b")] == ["q{dotted}"]
+
+
+def test_a_long_answer_is_cut_into_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("acsgd.io.sources.pieces.PIECE_CHARS", 8)
+    examples = read(tmp_path, {"prompt": "a b ", "completion": "c d e f g h i"}, {"prompt": "p", "completion": "q"})
+    assert [marked(example) for example in examples] == ["a b ", "{c d e f }", "{g h i}", "p{q}"]
+    assert [example.ends_document for example in examples] == [False, False, True, True]
+
+
+BAD: list[tuple[dict[str, Any], dict[str, str], str]] = [
+    (
+        {"txt": "a", "n": 1},
+        {},
+        'has no string under "text"; its fields: "txt", "n"; name the fields that a format needs',
+    ),
+    (
+        {"text": "a"},
+        {"fields": "text=body.text"},
+        'has no field "body.text"; its fields: "text"; correct --data.fields',
+    ),
+    (
+        {"text": "a"},
+        {"format": "io"},
+        'has no string under "input"; its fields: "text"; write {"input": "..."} or name',
+    ),
+    ({"input": "a", "output": " \n"}, {}, 'has an empty answer under "output"; write an answer, or remove the record'),
+    ({"prompt": "a", "completion": ""}, {}, 'has an empty answer under "completion"'),
+    (
+        {"instruction": "a", "input": 7, "output": "b"},
+        {},
+        'has no string under "input"; its fields: "instruction", "input"',
+    ),
+    ({"text": "<bot>: a\n<human>: b"}, {"format": "oig"}, "has roles out of order: turn 1 is of <bot>:"),
+    ({"text": "<human>: a\n<bot>:  \n<human>: b"}, {"format": "oig"}, "has an empty answer in turn 2"),
+    ({"text": "plain"}, {"format": "oig"}, 'has no answer: no line begins with "<bot>:"'),
+    ({"messages": []}, {"format": "messages"}, 'has no list of messages under "messages"; its fields: "messages"'),
+    (
+        {"messages": ["a"]},
+        {"format": "messages"},
+        'has no known "role" in message 1 (None); use one of "system", "user"',
+    ),
+    ({"messages": [{"role": "boss", "content": "a"}]}, {}, "has no known \"role\" in message 1 ('boss')"),
+    ({"messages": [{"role": "user"}]}, {}, 'has no string under "content" in message 1'),
+    ({"messages": CHAT[1:]}, {}, "has roles out of order: message 1 is of the assistant, and the first one; let user"),
+    ({"messages": [CHAT[0], *CHAT]}, {}, "has roles out of order: message 2 is of the user, after one of the user"),
+    ({"messages": CHAT[:1]}, {}, "has no message of the assistant"),
+    ({"messages": [CHAT[0], {"role": "assistant", "content": " "}]}, {}, "has an empty answer in message 2"),
+    (
+        {"messages": [{"role": "system", "content": "s"}, *CHAT]},
+        {},
+        "is refused by the chat template of the tokenizer (no system)",
+    ),
+]
+"""Record, options, and the message."""
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TURNS
+
+
+@pytest.mark.parametrize(("record", "options", "message"), BAD)
+def test_a_bad_record_is_named_or_skipped(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], options: dict[str, str], message: str
+) -> None:
+    chat = with_template(tokenizer, NO_SYSTEM)
+    with pytest.raises(ValueError) as refused:
+        read(tmp_path, record, tokenizer=chat, **options)
+    assert str(refused.value).startswith(f"data.sources: {tmp_path / 'a.jsonl'}, line 1 {message}")
+    assert read(tmp_path, record, tokenizer=chat, on_error="skip", **options) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "mesages"}, 'data.format="mesages": unknown format; use "auto", "messages", '),
+        ({"fields": "text"}, 'data.fields="text" is not a list of fields; write, for example, "text=content"'),
+        ({"fields": "text=,a=b"}, 'data.fields="text=,a=b" is not a list of fields'),
+        ({"input_format": "Q: "}, 'data.input_format="Q: " must contain __input__ once'),
+        ({"output_format": "__output____output__"}, "must contain __output__ once"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        read_options(DataConfig(sources="demo", sequence=1, batch=1, **options))
+    assert message in str(refused.value)
+
+
+def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match=r"has no chat template, .*; put one into .* as chat_template\.jinja"):
+        read(tmp_path, {"messages": CHAT}, tokenizer=with_template(tokenizer, None), on_error="skip")
+
+
+# ---- chat templates, as short as they can be
+
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content"
+    " | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+QWEN = (
+    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{% endif %}"
+    + CHATML
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role)"
+    " + '\\n' + m.content | trim + '<end_of_turn>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+)
+BOS = EOS = "<|endoftext|>"
+HEAD = "<|start_header_id|>"
+END = "<|end_header_id|>\n\n"
+TEMPLATES = {
+    "llama3": (
+        LLAMA3,
+        f"{BOS}{HEAD}user{END}one<|eot_id|>{HEAD}assistant{END}{{two<|eot_id|>}}"
+        f"{HEAD}user{END}three<|eot_id|>{HEAD}assistant{END}{{four<|eot_id|>}}",
+    ),
+    "chatml": (
+        CHATML,
+        "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n{two<|im_end|>}\n"
+        "<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n{four<|im_end|>}\n",
+    ),
+    "qwen": (
+        QWEN,
+        "<|im_start|>system\nYou are helpful.<|im_end|>\n"
+        "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n{two<|im_end|>}\n"
+        "<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n{four<|im_end|>}\n",
+    ),
+    "mistral": (MISTRAL, f"{BOS}[INST] one [/INST]{{ two{EOS}}}[INST] three [/INST]{{ four{EOS}}}"),
+    "gemma": (
+        GEMMA,
+        f"{BOS}<start_of_turn>user\none<end_of_turn>\n<start_of_turn>model\n{{two<end_of_turn>}}\n"
+        "<start_of_turn>user\nthree<end_of_turn>\n<start_of_turn>model\n{four<end_of_turn>}\n",
+    ),
+    "marked": (
+        MARKED,
+        "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n{two<|im_end|>}\n"
+        "<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n{four<|im_end|>}\n",
+    ),
+}
+"""Name -> chat template, and its text with the targets in braces."""
+WORDS = ["one", "two", "three", "four"]
+TWO_TURNS = [{"role": role, "content": word} for role, word in zip(["user", "assistant"] * 2, WORDS, strict=True)]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_targets_are_what_the_template_writes_for_the_assistant(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str
+) -> None:
+    template, expected = TEMPLATES[name]
+    chat = with_template(tokenizer, template)
+    specials = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", HEAD, END.strip(), "<start_of_turn>", "<end_of_turn>"]
+    [example] = read(tmp_path, {"messages": TWO_TURNS}, tokenizer=chat)
+    assert marked(example) == expected
+    assert example.text == chat.apply_chat_template(TWO_TURNS, tokenize=False)
+    for special in ([], specials):
+        chat.add_special_tokens({"additional_special_tokens": special})
+        assert read(tmp_path, {"messages": TWO_TURNS}, tokenizer=chat) == [example]
+        encoded = Encoder(chat).encode([example])
+        assert encoded.tokens.tolist() == chat.apply_chat_template(TWO_TURNS, return_dict=False)
+        targets = [text for text, is_target in example.segments if is_target]
+        assert chat.decode(encoded.tokens[encoded.targets].tolist()) == "".join(targets)
+
+
+def test_marks_agree_with_those_of_transformers(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = with_template(tokenizer, MARKED)
+    [example] = read(tmp_path, {"messages": TWO_TURNS}, tokenizer=chat)
+    oracle = chat.apply_chat_template(TWO_TURNS, return_dict=True, return_assistant_tokens_mask=True)
+    assert Encoder(chat).encode([example]).targets.tolist() == [bool(bit) for bit in oracle["assistant_masks"]]
+
+
+def test_a_template_that_rewrites_earlier_turns_needs_marks(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Templates of reasoning models leave the thoughts of earlier turns out."""
+    forgetful = "{% for m in messages %}{{ m.role + ':' + (m.content if loop.last else '...') + '\\n' }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"answer, message 2, that the chat template writes in another way "):
+        read(tmp_path, {"messages": TWO_TURNS}, tokenizer=with_template(tokenizer, forgetful))
+
+
+def test_an_answer_never_begins_within_a_token(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    glued = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    [whole] = tokenizer("hein", add_special_tokens=False)["input_ids"][-1:]
+    text = tokenizer.decode([whole])
+    for cut in range(1, len(text)):
+        chat = [{"role": "user", "content": text[:cut]}, {"role": "assistant", "content": text[cut:]}]
+        with pytest.raises(ValueError, match="has an answer that begins within a token"):
+            read(tmp_path, {"messages": chat}, tokenizer=with_template(tokenizer, glued))
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"no {SHARED}")
+def test_real_dialogues_are_masked() -> None:
+    options = read_options(DataConfig(sources="", sequence=1, batch=1, format="oig"))
+    counts = RecordCounts()
+    [part] = parse_sources(str(SHARED / "oig-chat" / "unified_sgd.jsonl"), options=options)
+    for example in examples_of(part.source, counts):
+        for before, segment in zip(example.segments, example.segments[1:], strict=False):
+            assert segment.is_target == (before.text == "<bot>:")
+    assert counts.records == 708
