@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import logging
 
 from acsgd.layers.derive import derive
 from acsgd.layers.description import ModelLayers
@@ -52,7 +54,7 @@ class Task:
 
     def build(self, config: PreTrainedConfig) -> PreTrainedModel:
         """Build the model, in training mode, with parameters on the meta device, which need no memory."""
-        with weights_on_meta():
+        with weights_on_meta(), _without_advice():
             model: PreTrainedModel = self.auto_class.from_config(config)
         for name in getattr(config, UNTIED, ()):
             set_parameter(model, name, nn.Parameter(model.get_parameter(name).detach()))
@@ -84,6 +86,21 @@ class Task:
         layers: derived from `config`.
         """
         return verify(self.build, config, self.inputs, layers, predicted=self.predicted)
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Context in which transformers logs only errors.
+
+    Constructors give advice in every build, on every rank. It is for other uses, or an error of acsgd gives it, too, as
+    to add is_decoder=True to a BERT.
+    """
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:

@@ -88,7 +88,7 @@ def find_blocks(model: PreTrainedModel) -> list[str]:
     rules = (_holds_blocks(model), _is_as_deep_as(model), _is_of_one_type)
     lists = next(filter(None, (_block_lists(model, rule) for rule in rules)), None)
     if not lists:
-        raise LayersError(f"{type(model).__name__} has no list of blocks")
+        raise LayersError(f"{type(model).__name__} has no list of blocks to assign to stages; give another model")
     return [f"{path}.{index}" for path, length in lists.items() for index in range(length)]
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from lib.model_types import small_config
+from lib.model_types import VOCABULARY, small_config
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from acsgd.layers.description import LayersError
 from acsgd.tasks import IGNORED, TASKS
 
 LM = TASKS["lm"]
@@ -27,6 +28,17 @@ def test_buffers_are_those_of_from_pretrained(model_type: str, dtype: torch.dtyp
     for name, buffer in ours.items():
         assert buffer.dtype == theirs[name].dtype, name
         assert torch.equal(buffer, theirs[name]), name
+
+
+def test_a_model_is_built_without_the_advice_of_transformers(caplog: pytest.LogCaptureFixture) -> None:
+    """It gives some for a BERT that attends to later tokens; an error says the same."""
+    size = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = AutoConfig.for_model("bert", vocab_size=VOCABULARY, **size)
+    with pytest.raises(LayersError, match='set "is_decoder": true'):
+        LM.verify(config, LM.layers(config))
+    assert not caplog.messages
+    AutoModelForCausalLM.from_config(config)
+    assert "is_decoder" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
