@@ -49,7 +49,8 @@ class DataConfig:
 
     sources: str
     """Sources with optional weights, "a.jsonl:0.3,b/:0.7": files (*.jsonl, *.jsonl.zst, *.jsonl.gz, *.json, *.csv,
-    *.tsv, *.parquet, *.arrow, *.txt), directories and patterns of them, or "demo"."""
+    *.tsv, *.parquet, *.arrow, *.txt), directories and patterns of them, http(s) addresses of them,
+    datasets of the Hugging Face Hub ("hf:NAME:CONFIG:SPLIT"), or "demo"."""
     sequence: Annotated[int, Range(1, 2**24)]
     """Sequence length, tokens."""
     batch: Annotated[int, Range(1, 2**24)]

@@ -160,6 +160,8 @@ ORDER = """
     io.sources.plain_text
     io.sources.tables
     io.sources.files
+    io.sources.url
+    io.sources.hub
     io.sources.sources
     io.formats.base
     io.formats.text

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import datasets
@@ -179,3 +183,111 @@ def test_splits_of_real_data_are_found() -> None:
         source_of(SHARED / "gsm8k-io")
     with pytest.raises(ValueError, match="has the splits dev, train, val; give one of them"):
         source_of(SHARED / "glue" / "CoLA")
+
+
+# ---- datasets of the Hub, and the web
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of a repository of a dataset, with two configs and two splits, and a cache of its own."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    directory = tmp_path / "hub"
+    configs = []
+    for config in ("red", "blue"):
+        for split in ("train", "test"):
+            (directory / config).mkdir(parents=True, exist_ok=True)
+            (directory / config / f"{split}.jsonl").write_text(json.dumps({"text": f"{config} {split}"}))
+        configs.append(f"- config_name: {config}\n  data_dir: {config}\n")
+    (directory / "README.md").write_text(f"---\nconfigs:\n{''.join(configs)}---\n")
+    return directory
+
+
+def test_a_copy_of_a_dataset_is_read_by_config_and_split(hub: Path) -> None:
+    assert texts(source_of(f"hf:{hub}:red")) == ["red train"]
+    assert texts(source_of(f"hf:{hub}:red:test")) == ["red test"]
+    [half, _] = parse_sources(f"hf:{hub}:blue:test:3,demo")
+    assert (texts(half.source), half.weight) == (["blue test"], 0.75)
+    assert source_of(f"hf:{hub}:red").fingerprint != source_of(f"hf:{hub}:blue").fingerprint
+
+
+def test_what_is_wrong_with_a_dataset_is_named(hub: Path) -> None:
+    for name, problem in (
+        (f"hf:{hub}", "Config name is missing"),
+        (f"hf:{hub}:green", "BuilderConfig 'green' not found. Available: ['red', 'blue']"),
+        (f"hf:{hub}:red:dev", 'Unknown split "dev". Should be one of'),
+    ):
+        for read in (texts, lambda source: source.fingerprint):
+            with pytest.raises(ValueError) as refused:
+                read(source_of(name))
+            assert str(refused.value).startswith(f"data.sources: {name} cannot be loaded: {problem}")
+            assert "without a network, hf:DIRECTORY with a copy (hf download NAME" in str(refused.value)
+
+
+def test_without_a_network_a_local_copy_is_suggested(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"hf:nobody/nothing cannot be loaded: .*; give .* hf:DIRECTORY with a copy"):
+        texts(source_of("hf:nobody/nothing"))
+
+
+def test_saved_splits_are_read_by_name(tmp_path: Path) -> None:
+    parts = {split: datasets.Dataset.from_dict({"text": [split]}) for split in ("train", "test")}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    assert texts(source_of(f"hf:{tmp_path / 'saved'}")) == ["train"]
+    assert texts(source_of(f"hf:{tmp_path / 'saved'}:test")) == ["test"]
+    assert texts(source_of(f"hf:{tmp_path / 'saved' / 'test'}")) == ["test"]
+    assert texts(source_of(tmp_path / "saved" / "test")) == ["test"]
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """Serves files without a line of log for each."""
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if not self.path.startswith("/torn"):
+            return super().do_GET()
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        self.wfile.write(b'{"text": "a"}\n')
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    """Address of a server of the files in tmp_path."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path))) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_file_on_the_web_is_read_as_a_local_one(server: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "b"}\n'))
+    pq.write_table(pa.table({"text": ["c"]}), tmp_path / "b.parquet")
+    [gz, table] = parse_sources(f"{server}/a.jsonl.gz?version=2:0.25,{server}/b.parquet:0.75")
+    assert (texts(gz.source), texts(table.source)) == (["a", "b"], ["c"])
+    assert (gz.weight, table.weight) == (0.25, 0.75)
+    before = table.source.fingerprint
+    pq.write_table(pa.table({"text": ["changed"]}), tmp_path / "b.parquet")
+    assert table.source.fingerprint != before
+    (tmp_path / "bad.jsonl").write_text("bad")
+    with pytest.raises(ValueError, match=f"^data.sources: {server}/bad.jsonl, line 1 is not JSON"):
+        texts(source_of(f"{server}/bad.jsonl"))
+
+
+def test_a_file_that_cannot_be_downloaded_is_named(server: str, tmp_path: Path) -> None:
+    (tmp_path / "torn.jsonl").touch()
+    with pytest.raises(ValueError, match=f"^data.sources: {server}/torn.jsonl was cut off after 14 of 1000 bytes"):
+        texts(source_of(f"{server}/torn.jsonl"))
+    message = r"none\.jsonl cannot be downloaded \(File not found\); check the address and the network, or download it"
+    with pytest.raises(ValueError, match=message):
+        texts(source_of(f"{server}/none.jsonl"))
+    with pytest.raises(ValueError, match=message):
+        assert source_of(f"{server}/none.jsonl").fingerprint

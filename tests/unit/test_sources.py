@@ -9,6 +9,7 @@ import socket
 import tracemalloc
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -48,17 +49,25 @@ def read(name: str) -> list[str]:
     return [example.text for example in examples]
 
 
+LOCAL = [pattern for pattern in SOURCES if not pattern.startswith("http")]
+"""Patterns of sources that need no network."""
+
+
 @pytest.fixture
-def sample(tmp_path: Path) -> dict[str, str]:
-    """One readable source per entry of SOURCES."""
+def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """One readable source per entry of SOURCES that needs no network."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     table = pa.table({"text": TABLE})
     pq.write_table(table, tmp_path / "a.parquet")
     with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
         stream.write_table(table)
     (tmp_path / "dir").mkdir()
     write(tmp_path / "dir" / "b.jsonl", LINES)
+    (tmp_path / "hub").mkdir()
+    pq.write_table(table, tmp_path / "hub" / "train.parquet")
     return {
         "demo": "demo",
+        "hf:*": f"hf:{tmp_path / 'hub'}",
         "*.jsonl": write(tmp_path / "a.jsonl", LINES),
         "*.jsonl.zst": write(tmp_path / "a.jsonl.zst", zstandard.compress(LINES.encode())),
         "*.jsonl.gz": write(tmp_path / "a.jsonl.gz", gzip.compress(LINES.encode())),
@@ -72,7 +81,7 @@ def sample(tmp_path: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("pattern", SOURCES)
+@pytest.mark.parametrize("pattern", LOCAL)
 def test_every_source_can_be_read_again_and_ends_its_last_document(sample: dict[str, str], pattern: str) -> None:
     source = only(sample[pattern])
     examples = list(examples_of(source))
@@ -103,7 +112,7 @@ def test_an_edit_that_keeps_size_and_time_changes_the_fingerprint(tmp_path: Path
         assert only(str(path)).fingerprint in fingerprints
 
 
-@pytest.mark.parametrize("pattern", [pattern for pattern in SOURCES if pattern != "demo"])
+@pytest.mark.parametrize("pattern", [pattern for pattern in LOCAL if pattern not in ("demo", "hf:*")])
 def test_a_changed_file_changes_its_fingerprint(sample: dict[str, str], pattern: str) -> None:
     source = only(sample[pattern])
     before = source.fingerprint
@@ -111,7 +120,7 @@ def test_a_changed_file_changes_its_fingerprint(sample: dict[str, str], pattern:
     assert source.fingerprint != before
 
 
-@pytest.mark.parametrize("pattern", [pattern for pattern in SOURCES if pattern not in ("demo", "*.txt", "*.tsv")])
+@pytest.mark.parametrize("pattern", [pattern for pattern in LOCAL if pattern not in ("demo", "*.txt", "*.tsv")])
 def test_the_same_texts_are_read_from_files_of_any_kind(sample: dict[str, str], pattern: str) -> None:
     assert read(sample[pattern]) == TABLE
 
@@ -235,6 +244,9 @@ KNOWN = suggest("", SOURCES)
         ("none.txt", "none.txt does not exist in {cwd}; give the path of an existing file"),
         ("demo,dir.txt:2", "dir.txt is a directory without files that can be read, *.jsonl, *.jsonl.zst"),
         ("none*.txt", "none*.txt matches no file in {cwd} that can be read, *.jsonl"),
+        ("hf:", "hf: is not the name of a dataset; write hf:NAME, hf:NAME:CONFIG:SPLIT"),
+        ("hf:a:b:c:d", "hf:a:b:c:d is not the name of a dataset"),
+        ("http://host/a.xml:0.5", "http://host/a.xml is not the address of a file that can be read, *.jsonl"),
         ("empty.jsonl", "empty.jsonl is empty; give a file with text"),
         ("fifo.txt", "fifo.txt is a named pipe; its text is read more than once: write it to a file"),
         ("socket.txt", "socket.txt is a socket; its text is read more than once: write it to a file"),

@@ -21,6 +21,8 @@ from typing import NamedTuple
 from acsgd.config.spec import suggest
 from acsgd.io.sources.base import TEXT, NamedSource, ReadOptions, Record, RecordCounts, Source
 from acsgd.io.sources.files import READERS, Files
+from acsgd.io.sources.hub import HubDataset
+from acsgd.io.sources.url import Url
 
 DEFAULTS = ReadOptions()
 
@@ -55,6 +57,9 @@ class Demo(NamedSource):
 
 SOURCES: dict[str, Callable[[str, str, ReadOptions], Source]] = {
     "demo": Demo,
+    "hf:*": HubDataset,
+    "http://*": Url,
+    "https://*": Url,
     **{f"*{ending}": Files for ending in READERS},
     "*/": Files,
 }

@@ -36,7 +36,7 @@ def read_parquet(path: Path, name: str, key: str, counts: RecordCounts) -> Itera
     with _arrow_errors(name, key, "Parquet"), reading(path, key=key), pq.ParquetFile(path) as file:
         total = max(1, file.metadata.num_rows)
         counts.fraction = lambda: counts.records / total
-        yield from _rows(file.iter_batches(BATCH_ROWS), name, counts)
+        yield from rows_of(file.iter_batches(BATCH_ROWS), name, counts)
 
 
 def read_arrow(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
@@ -49,7 +49,7 @@ def read_arrow(path: Path, name: str, key: str, counts: RecordCounts) -> Iterato
         counts.fraction = lambda: 0.0 if file.closed else file.tell() / max(1, file.size())
         opened = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
         batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else opened
-        yield from _rows((part for batch in batches for part in _sliced(batch)), name, counts)
+        yield from rows_of((part for batch in batches for part in _sliced(batch)), name, counts)
 
 
 def _read_delimited(
@@ -91,7 +91,7 @@ def _delimited_rows(file: TextIO, dialect: dict[str, Any]) -> Iterator[tuple[int
             return
 
 
-def _rows(batches: Iterable[Any], name: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+def rows_of(batches: Iterable[Any], name: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
     """Yield the rows of Arrow record batches."""
     for batch in batches:
         for index in range(batch.num_rows):

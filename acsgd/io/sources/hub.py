@@ -1,0 +1,80 @@
+"""Datasets of the Hugging Face Hub, and local copies of them, as `datasets` reads them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from acsgd.io.sources.base import BadRecord, NamedSource, Record, RecordCounts
+from acsgd.io.sources.files import SPLITS, STATE
+from acsgd.io.sources.tables import BATCH_ROWS, rows_of
+
+PREFIX = "hf:"
+SAVED = (STATE, "dataset_dict.json")
+"""Files of a directory that `save_to_disk` wrote: of one split, or of several."""
+
+
+class _Name(NamedTuple):
+    """Parts of hf:NAME[:CONFIG][:SPLIT]."""
+
+    path: str
+    config: str | None
+    split: str
+
+
+@dataclass(frozen=True)
+class HubDataset(NamedSource):
+    """A dataset by its Hub id or a local directory, "hf:NAME[:CONFIG][:SPLIT]". The default split is "train"."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the dataset. Raises ValueError if it cannot be loaded."""
+        return f"{self.name} {self._dataset()._fingerprint}"
+
+    def check(self) -> None:
+        """Raise ValueError unless the name has the parts that it must have. Does not need the network."""
+        _parse(self.name)
+
+    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+        """Yield the rows, as they are stored."""
+        dataset = self._dataset()
+        counts.fraction = lambda: counts.records / max(1, len(dataset))
+        tables = dataset.with_format("arrow").iter(BATCH_ROWS)
+        yield from rows_of((batch for table in tables for batch in table.to_batches()), self.name, counts)
+
+    def _dataset(self) -> Any:
+        try:
+            return _load(*_parse(self.name))
+        except Exception as error:  # datasets and the libraries of file formats raise errors of every class
+            problem = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
+            raise ValueError(
+                f"{self.key}: {self.name} cannot be loaded: {problem}; give {PREFIX}NAME:CONFIG:SPLIT or, without a "
+                f"network, {PREFIX}DIRECTORY with a copy (hf download NAME --repo-type dataset --local-dir DIRECTORY)"
+            ) from None
+
+
+def _parse(name: str) -> _Name:
+    """Return the parts of a name. Raises ValueError."""
+    path, *rest = name.removeprefix(PREFIX).split(":")
+    if not path or not all(rest) or len(rest) > 2:
+        raise ValueError(f"{name} is not the name of a dataset; write {PREFIX}NAME, {PREFIX}NAME:CONFIG:SPLIT")
+    if len(rest) == 2:
+        return _Name(path, rest[0], rest[1])
+    if rest and rest[0] in SPLITS:
+        return _Name(path, None, rest[0])
+    return _Name(path, rest[0] if rest else None, "train")
+
+
+@lru_cache(maxsize=8)
+def _load(path: str, config: str | None, split: str) -> Any:
+    """Load a split, in the cache of `datasets` or memory-mapped from a directory."""
+    import datasets  # takes most of a second
+
+    path = os.path.expanduser(path)
+    if not any(os.path.lexists(os.path.join(path, name)) for name in SAVED):
+        return datasets.load_dataset(path, config, split=split)
+    saved = datasets.load_from_disk(path)
+    return saved[split] if isinstance(saved, datasets.DatasetDict) else saved

@@ -1,0 +1,73 @@
+"""Files on the web: downloaded when they are tokenized."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from typing import BinaryIO
+from urllib.error import URLError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+from acsgd.io.sources.base import BadRecord, NamedSource, Record, RecordCounts
+from acsgd.io.sources.files import READERS, reader_of
+
+TIMEOUT_S = 60.0
+"""Maximum time without an answer of the server, seconds."""
+CHUNK_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Url(NamedSource):
+    """A file at an http or https address. The end of its path says what kind of file it is."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Address, and what the server says about the version of the file. Raises ValueError."""
+        with self._open("HEAD") as response:
+            version = [response.headers.get(name) for name in ("ETag", "Last-Modified", "Content-Length")]
+        return f"{self.name} {version}"
+
+    def check(self) -> None:
+        """Raise ValueError unless the path ends as that of a file that can be read."""
+        if reader_of(urlsplit(self.name).path) is None:
+            endings = ", ".join(f"*{ending}" for ending in READERS)
+            raise ValueError(f"{self.name} is not the address of a file that can be read, {endings}")
+
+    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+        """Download the file into a temporary directory, and yield its records."""
+        path = Path(urlsplit(self.name).path)
+        reader = reader_of(path.name)
+        assert reader
+        with tempfile.TemporaryDirectory(prefix="acsgd-") as directory:
+            target = Path(directory) / path.name
+            with target.open("wb") as file:
+                self._download(file)
+            yield from reader(target, self.name, self.key, counts)
+
+    def _download(self, file: BinaryIO) -> None:
+        with self._open("GET") as response:
+            while chunk := response.read(CHUNK_BYTES):
+                file.write(chunk)
+            expected = response.headers.get("Content-Length")
+        if expected is not None and file.tell() != int(expected):
+            raise ValueError(
+                f"{self.key}: {self.name} was cut off after {file.tell()} of {expected} bytes; start again"
+            )
+
+    @contextlib.contextmanager
+    def _open(self, method: str) -> Iterator[HTTPResponse]:
+        """Send a request. Raises ValueError if it fails."""
+        try:
+            with urlopen(Request(self.name, method=method), timeout=TIMEOUT_S) as response:
+                yield response
+        except (URLError, HTTPException, OSError) as error:
+            problem = getattr(error, "reason", None) or error
+            raise ValueError(
+                f"{self.key}: {self.name} cannot be downloaded ({problem}); check the address and the network, or "
+                "download it and give the file"
+            ) from None
