@@ -8,9 +8,12 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
+import torch
 from lib.models import save_tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and a process that is forked would wait for them
 
 
 @pytest.fixture(scope="session")
