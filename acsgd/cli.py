@@ -1,4 +1,4 @@
-"""The `acsgd` command: train, convert checkpoints, inspect checkpoints, generate text.
+"""The `acsgd` command: train, convert checkpoints, inspect checkpoints, generate text, check data.
 
 Each subcommand imports what it needs when it runs: --help does not load torch, which takes seconds.
 """
@@ -21,6 +21,7 @@ import tyro
 
 from acsgd.__main__ import main as train
 from acsgd.atomic import build_atomically, resumable_directory
+from acsgd.data.command import Data
 from acsgd.generation.options import GenerateOptions
 from acsgd.launch import Launch
 from acsgd.progress import progress_bar
@@ -213,7 +214,9 @@ def main() -> None:
 def run(argv: list[str]) -> None:
     """Run a subcommand other than train. Raises SystemExit if it fails."""
     command = tyro.extras.subcommand_cli_from_dict(
-        {"train": Train, "convert": Convert, "inspect": Inspect, "generate": Generate}, prog="acsgd", args=argv
+        {"train": Train, "convert": Convert, "inspect": Inspect, "generate": Generate, "data": Data},
+        prog="acsgd",
+        args=argv,
     )
     with report_startup_error(Launch()):
         command.run()

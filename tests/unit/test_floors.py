@@ -218,6 +218,10 @@ ORDER = """
     generation.output
     generation.chat
     generation.command
+    data.opened
+    data.show
+    data.check
+    data.command
     cli
 """
 POSITION = {f"acsgd.{name}": position for position, name in enumerate(ORDER.split())}
@@ -249,6 +253,7 @@ TORCH_FREE = (
     "acsgd.config.checks",
     "acsgd.config.run_file",
     "acsgd.generation.options",
+    "acsgd.data.command",
     "acsgd.pp.schedules.placement",
     "acsgd.pp.schedules.actions",
     "acsgd.pp.schedules.dependencies",

@@ -118,7 +118,8 @@ def parts(tmp_path: Path) -> Path:
     (directory / "more").mkdir(parents=True)
     (directory / "more" / "c.csv").write_text("text\nc\n")
     (directory / "a.jsonl").write_text('{"text": "a"}\n')
-    (directory / "b.txt").write_text("b")
+    (directory / "b.json").write_text('[{"text": "b"}]')
+    (directory / "license.txt").write_text("not data beside other files")
     (directory / ".hidden.txt").write_text("hidden")
     (directory / "LICENSE").write_text("none")
     return directory
@@ -126,7 +127,7 @@ def parts(tmp_path: Path) -> Path:
 
 def test_several_files_are_one_source_in_the_order_of_their_names(parts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert texts(source_of(parts)) == ["a", "b", "c"]
-    assert texts(source_of(f"{parts}/*")) == ["a", "b"]
+    assert texts(source_of(f"{parts}/*")) == ["a", "b", "not data beside other files"]
     assert texts(source_of(f"{parts}/**/*.csv")) == ["c"]
     [half, _] = parse_sources(f"{parts}/[ab].*:0.5,demo:0.5")
     assert (texts(half.source), half.weight) == (["a", "b"], 0.5)
@@ -135,19 +136,19 @@ def test_several_files_are_one_source_in_the_order_of_their_names(parts: Path, m
 
 
 def test_a_bad_record_among_several_files_is_named_with_its_file(parts: Path) -> None:
-    (parts / "b.txt").write_bytes(b"b\nx\xff\n")
-    with pytest.raises(ValueError, match=f"^data.sources: {parts / 'b.txt'}, line 2 is not UTF-8"):
+    (parts / "b.json").write_bytes(b'{"text": "b"}\nx\xff\n')
+    with pytest.raises(ValueError, match=f"^data.sources: {parts / 'b.json'}, line 2 is not UTF-8"):
         texts(source_of(parts))
     counts = RecordCounts()
     seen = []
     for example in examples_of(source_of(parts, "skip"), counts):
         assert counts.fraction
         seen.append((example.text, counts.records, counts.fraction()))
-    assert [text for text, *_ in seen] == ["a", "b\n", "c"]
-    assert [records for _, records, _ in seen] == [1, 3, 4]
+    assert [text for text, *_ in seen] == ["a", "b", "c"]
+    assert [records for _, records, _ in seen] == [1, 2, 4]
     assert [fraction for *_, fraction in seen] == sorted(fraction for *_, fraction in seen)
     assert counts.fraction() == 1
-    assert counts.summary() == f"skipped 1 of 4 records; the first, {parts / 'b.txt'}, line 2, " + (
+    assert counts.summary() == f"skipped 1 of 4 records; the first, {parts / 'b.json'}, line 2, " + (
         r"is not UTF-8 (byte 0xff): x\xff"
     )
 
@@ -155,12 +156,12 @@ def test_a_bad_record_among_several_files_is_named_with_its_file(parts: Path) ->
 def test_files_of_a_directory_change_its_fingerprint(parts: Path) -> None:
     before = source_of(parts).fingerprint
     assert source_of(parts).fingerprint == before
-    (parts / "d.txt").write_text("d")
+    (parts / "d.jsonl").write_text('{"text": "d"}')
     assert source_of(parts).fingerprint != before
 
 
 def test_splits_are_not_read_together(parts: Path) -> None:
-    (parts / "train-00000-of-00001.txt").write_text("train")
+    (parts / "train-00000-of-00001.csv").write_text("text\ntrain\n")
     assert "train" in texts(source_of(parts))
     (parts / "test").mkdir()
     with pytest.raises(ValueError, match=f"has the splits test, train; give one of them, such as {parts}/test"):

@@ -51,12 +51,9 @@ def read_examples(
     source does not skip such records.
     """
     counts = counts or RecordCounts()
-    reader = _Reader(source.options, tokenizer)
-    for record in source.records(counts):
-        example = reader.example(record)
+    for _, example in read_each(source, tokenizer, counts):
         if not isinstance(example, BadRecord):
-            counts.format = reader.format
-            yield from _parts(example)
+            yield from parts_of(example)
         elif source.options.on_error == "skip":
             counts.skip(example)
         else:
@@ -64,6 +61,17 @@ def read_examples(
             raise ValueError(
                 f"{source.key}: {where} {reason}; {remedy}, or skip such records with --data.on_error skip"
             )
+
+
+def read_each(
+    source: Source, tokenizer: PreTrainedTokenizerBase, counts: RecordCounts
+) -> Iterator[tuple[str, Example | BadRecord]]:
+    """Yield place and example of each record, or why there is none. counts: updated in place, but for `skipped`."""
+    reader = _Reader(source.options, tokenizer)
+    for record in source.records(counts):
+        example = reader.example(record)
+        counts.format = reader.format
+        yield record.where, example
 
 
 class _Reader:
@@ -116,7 +124,7 @@ def _parse_fields(text: str | None) -> tuple[tuple[str, str], ...]:
     return tuple((pair[0], pair[1]) for pair in pairs)
 
 
-def _parts(example: Example) -> Iterator[Example]:
+def parts_of(example: Example) -> Iterator[Example]:
     """Cut a long example into parts that are tokenized one at a time."""
     parts = [Segment(piece, is_target) for text, is_target in example.segments for piece in pieces_of(text)]
     if len(parts) == len(example.segments):

@@ -105,6 +105,7 @@ def _names_in(name: str, directory: Path) -> list[str]:
     if len(found) > 1:
         raise ValueError(f"{name} has the splits {', '.join(found)}; give one of them, such as {directory / found[0]}")
     paths = [path for path in sorted(directory.rglob("[!.]*")) if reader_of(path.name) and path.is_file()]
+    paths = [path for path in paths if path.suffix != ".txt"] or paths  # beside records, texts are licenses and notes
     if not paths:
         raise ValueError(f"{name} is a directory without files that can be read, {_endings()}")
     return [str(path) for path in paths]

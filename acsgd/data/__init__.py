@@ -1,0 +1,1 @@
+"""Commands that show and check data before a run."""

@@ -1,0 +1,88 @@
+"""The commands `acsgd data show` and `acsgd data check`. Imports no torch, which takes seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from acsgd.config.options import DataConfig
+from acsgd.config.ranges import COUNT, Range, out_of_range
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """The data, and how it is read."""
+
+    source: tyro.conf.Positional[str]
+    """Sources, as data.sources of a run."""
+    model: str
+    """Model whose tokenizer is used, as model.name of a run."""
+    format: str = "auto"
+    """Format of the records, as data.format of a run."""
+    fields: str | None = None
+    """Names of fields, as data.fields of a run."""
+    targets: Literal["answers", "all"] = "answers"
+    """Which tokens are learned, as data.targets of a run."""
+    input_format: str = "__input__"
+    """Text of a prompt, as data.input_format of a run."""
+    output_format: str = "__output__"
+    """Text of an answer, as data.output_format of a run."""
+
+    def config(self) -> DataConfig:
+        """Return the options as those of a run. Raises ValueError for the first number that is out of range."""
+        for error in out_of_range(self):
+            raise ValueError(f"--{error}")
+        shared = {field.name for field in dataclasses.fields(DataConfig)} & {
+            field.name for field in dataclasses.fields(DataOptions)
+        }
+        values = {name: getattr(self, name) for name in shared}
+        return DataConfig(sources=self.source, sequence=1, batch=1, **values)
+
+
+@dataclass(frozen=True)
+class Show(DataOptions):
+    """Show records as the model sees them: decoded from their tokens, with masked tokens dimmed."""
+
+    n: Annotated[int, COUNT, tyro.conf.arg(aliases=["-n"])] = 3
+    """Number of records."""
+
+    def run(self) -> None:
+        """Print the records."""
+        from acsgd.data.show import show
+
+        show(self.config(), self.model, self.n)
+
+
+@dataclass(frozen=True)
+class Check(DataOptions):
+    """Check all records: tokens, lengths, and the records that are malformed, empty, repeated or too long.
+
+    Exits with 1 if records are malformed or empty.
+    """
+
+    sequence: Annotated[int, Range(1, 2**24)] | None = None
+    """Length above which a record is too long, tokens. Default: none."""
+
+    def run(self) -> None:
+        """Print the report."""
+        from acsgd.data.check import check
+
+        if not check(self.config(), self.model, self.sequence):
+            sys.exit(1)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Show or check data before a run."""
+
+    action: tyro.conf.OmitSubcommandPrefixes[
+        Annotated[Show, tyro.conf.subcommand("show")] | Annotated[Check, tyro.conf.subcommand("check")]
+    ]
+
+    def run(self) -> None:
+        """Run the subcommand."""
+        self.action.run()

@@ -1,0 +1,25 @@
+"""Sources and a tokenizer, opened without a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from acsgd.config.options import DataConfig
+from acsgd.io.formats.formats import read_options
+from acsgd.io.sources.base import Source
+from acsgd.io.sources.sources import parse_sources
+from acsgd.shards.config import read_config
+from acsgd.shards.hub import find_model
+from acsgd.shards.tokenizer import load_tokenizer
+
+
+def open_sources(data: DataConfig, model: str) -> tuple[Sequence[Source], PreTrainedTokenizerBase]:
+    """Return the sources, and the tokenizer of a model, which is downloaded if it is a Hugging Face id.
+
+    Raises ValueError.
+    """
+    sources = [source for source, _ in parse_sources(data.sources, key="source", options=read_options(data))]
+    directory = find_model(model, option="--model", weights=False)
+    return sources, load_tokenizer(directory, read_config(directory, "lm"))

@@ -1,0 +1,121 @@
+"""The commands `acsgd data show` and `acsgd data check`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from acsgd import cli
+from acsgd.data import check as check_module
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command of `acsgd data` with a small model; return exit code, output and errors."""
+    model = tiny_model("gpt2")
+
+    def call(action: str, source: Path | str, *options: str) -> tuple[int, str, str]:
+        code: Any = 0
+        try:
+            cli.run(["data", action, str(source), "--model", str(model), *options])
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def write(path: Path, *records: object) -> Path:
+    """Write JSON lines; a string is written as it is."""
+    path.write_text("".join(f"{each if isinstance(each, str) else json.dumps(each)}\n" for each in records))
+    return path
+
+
+def test_show_prints_what_the_model_sees(run: Run, tmp_path: Path) -> None:
+    records = [{"input": f"one {number}", "output": " two"} for number in range(5)]
+    path = write(tmp_path / "a.jsonl", *records)
+    code, out, _ = run("show", path, "-n", "2", "--input-format", "Q: __input__ A:")
+    assert code == 0
+    blocks = out.split("\n\n")
+    assert blocks[0] == 'format "io"; masked tokens are in ⟦⟧'
+    for number, block in enumerate(blocks[1:]):
+        assert re.match(rf"{path}, line {number + 1}: \d+ tokens, \d of them learned\n", block)
+        assert block.strip().endswith(f"\n⟦Q: one {number} A:⟧ two<|endoftext|>")
+    assert len(blocks) == 3
+    _, out, _ = run("show", path, "-n", "1", "--targets", "all")
+    assert out.strip().endswith("\none 0 two<|endoftext|>")
+
+
+def test_show_names_bad_records_and_goes_on(run: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "bad", {"text": "good"})
+    code, out, _ = run("show", path)
+    assert code == 0
+    assert f"{path}, line 1 is not JSON" in out
+    assert "\ngood<|endoftext|>" in out
+
+
+@pytest.mark.parametrize("chars", [1, 2**20])
+def test_check_counts_everything(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chars: int) -> None:
+    monkeypatch.setattr(check_module, "BATCH_CHARS", chars)
+    monkeypatch.setattr("acsgd.io.sources.pieces.PIECE_CHARS", 64)
+    path = write(
+        tmp_path / "a.jsonl",
+        {"text": "one"},
+        "bad",
+        {"text": " "},
+        {"text": "one"},
+        {"txt": 1},
+        {"text": "x y z\n" * 100},
+    )
+    code, out, _ = run("check", path, "--sequence", "100")
+    assert code == 1
+    *head, findings = out.split("malformed: ")
+    assert findings == (
+        f"2\n  {path}, line 2 is not JSON (Expecting value at column 1): bad\n"
+        f'  {path}, line 5 has no string under "text"; its fields: "txt"\n'
+        f"empty: 1\n  {path}, line 3\nrepeated: 1\n  {path}, line 4 repeats {path}, line 1\n"
+        f"too long: 1\n  {path}, line 6: {re.search('([0-9]+) tokens', findings)[1]} tokens\n"
+    )
+    assert head[0].startswith(f'{path}: format "text"\n6 records, 4 documents, ')
+    [total] = re.findall(r"documents, ([0-9,]+) tokens, \1 of them learned", head[0])
+    [longest] = re.findall("line 6: ([0-9]+) tokens", findings)
+    documents = [int(count) for count in re.findall(r"to [0-9,]+ +([0-9]+) ", head[0])]
+    assert sum(documents) == 4
+    assert int(longest) < int(total.replace(",", "")) < int(longest) + 20
+
+
+def test_check_of_valid_data_succeeds_and_counts_masked_tokens(run: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": "a b c d e", "completion": " f"}, {"prompt": "g", "completion": " h"})
+    code, out, _ = run("check", path)
+    assert code == 0
+    assert 'format "prompt"\n2 records, 2 documents' in out
+    assert "4 of them learned" in out  # each answer and the token that ends it
+
+
+def test_check_of_a_text_in_pieces_is_one_document(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("acsgd.io.sources.pieces.PIECE_CHARS", 16)
+    (tmp_path / "a.txt").write_text("some words\n" * 20)
+    code, out, _ = run("check", f"{tmp_path / 'a.txt'}")
+    assert code == 0
+    assert "20 records, 1 documents" in out
+
+
+@pytest.mark.parametrize("action", ["show", "check"])
+def test_bad_options_are_one_sentence(run: Run, tmp_path: Path, action: str) -> None:
+    path = write(tmp_path / "a.jsonl", {"text": "one"})
+    for source, options, message in (
+        ("none.jsonl", (), 'source="none.jsonl": none.jsonl does not exist'),
+        (path, ("--format", "txt"), 'unknown format; use "auto"'),
+        (path, ("--model", "./nothing"), "--model=./nothing is not a directory"),
+    ):
+        code, out, err = run(action, source, *options)
+        assert (code, out) == (2, "")
+        assert message in err
+    assert "--n=0 must be" in run("show", path, "-n", "0")[2]
