@@ -12,12 +12,18 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from acsgd.errors import InputError
+
 PREFIX, SUFFIX = ".acsgd-", ".partial"
 """Start and end of the name of the hidden directory of a build; a random text lies between them."""
 RESUMABLE = ".resumable"
 """End of the name of the hidden directory of a build that can be continued; the name of the result lies before it."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a disk, a quota or a file size limit that has no room for a file."""
+
+
+class BuildInProgressError(InputError):
+    """Another process continues the same resumable build."""
 
 
 def build_atomically(path: Path, build: Callable[[Path], None], *, resumable: bool = False) -> bool:
@@ -28,7 +34,7 @@ def build_atomically(path: Path, build: Callable[[Path], None], *, resumable: bo
     killed process left beside `path` is removed, too. A full disk is an OSError that names `path`.
 
     resumable: what is written is kept if the process is killed or interrupted (by an exception that is no Exception),
-    and the next build of `path` gets it. Raises ValueError if another process is at it.
+    and the next build of `path` gets it. Raises BuildInProgressError if another process is at it.
     """
     with _parents_of(path), _partial_directory(path, resumable=resumable) as partial:
         try:
@@ -45,7 +51,7 @@ def build_atomically(path: Path, build: Callable[[Path], None], *, resumable: bo
 
 def describe_build(path: Path) -> str | None:
     """Return which process builds `path` and what it has written, None if none does."""
-    for directory in path.parent.glob(f"{PREFIX}*{SUFFIX}"):
+    for directory in (resumable_directory(path), *path.parent.glob(f"{PREFIX}*{SUFFIX}")):
         with contextlib.suppress(OSError):  # completed or removed meanwhile
             if os.path.lexists(directory / path.name):
                 written = sum(file.lstat().st_size for file in _tree(directory / path.name))
@@ -102,6 +108,7 @@ def _partial_directory(path: Path, *, resumable: bool) -> Iterator[Path]:
     """
     for leftover in path.parent.glob(f"{PREFIX}*{SUFFIX}"):
         _remove_if_unlocked(leftover)
+    resumable = resumable and _has_locks(path.parent)  # without, two processes would write the same directory
     directory, lock = _resumable_directory(path) if resumable else _new_directory(path.parent)
     is_kept = False
     try:
@@ -137,7 +144,7 @@ def _resumable_directory(path: Path) -> tuple[Path, int]:
             return directory, lock
         with contextlib.suppress(FileNotFoundError):  # completed meanwhile
             holder = (directory / "lock").read_text()
-            raise ValueError(f"{path} is being written by {holder}; wait for it, or end it")
+            raise BuildInProgressError(f"{path} is being written by {holder}; wait for it, or end it")
 
 
 def _try_lock(directory: Path) -> int | None:
@@ -162,6 +169,12 @@ def _remove_if_unlocked(directory: Path) -> None:
         if _lock(lock):
             shutil.rmtree(directory, ignore_errors=True)
         os.close(lock)
+
+
+def _has_locks(directory: Path) -> bool:
+    """Whether the file system of a directory has locks."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        return _lock(file.fileno()) is not None
 
 
 def _lock(descriptor: int) -> bool | None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from filelock import FileLock, Timeout
 
-from acsgd.atomic import build_atomically, describe_build
+from acsgd.atomic import BuildInProgressError, build_atomically, describe_build
 from acsgd.errors import CorruptFileError, RunError, explain
 from acsgd.notes import print_note, report_if_slow
 
@@ -28,6 +28,7 @@ def open_cached(
     build: Callable[[Path], None],
     open_built: Callable[[Path], T],
     *,
+    resumable: bool = False,
     note: Callable[[str], None] = print_note,
     reports_wait: bool = True,
     timeout_s: float = TIMEOUT_S,
@@ -35,7 +36,7 @@ def open_cached(
     """Build `path` if it does not exist or is corrupt, and return open_built(path).
 
     All processes of a host may call this at the same time: one of them builds, the others wait.
-    build: as of `build_atomically`. open_built: raises CorruptFileError if what was built is no longer valid.
+    build, resumable: as of `build_atomically`. open_built: raises CorruptFileError if what was built is not valid now.
     note: called with a sentence if a corrupt path is built again and, from a thread, during a long wait unless
     `reports_wait` is False: one process of a run and host should report it.
     Raises RunError if the files cannot be written, or if another process has not finished after `timeout_s` seconds.
@@ -53,7 +54,10 @@ def open_cached(
                 except CorruptFileError as error:
                     note(f"{error}; {path} is built again now")
                     _remove(path)
-            build_atomically(path, build)  # another host may build on the same network file system
+            try:
+                build_atomically(path, build, resumable=resumable)
+            except BuildInProgressError:  # another host builds on the same network file system; the first one wins
+                build_atomically(path, build)
             return open_built(path)
     except Timeout:
         raise RunError(

@@ -125,10 +125,11 @@ def open_weight_source(job: Job) -> WeightSource:
     name = f"{job.model.directory.name}-{task}-{VERSION}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
 
     def convert(target: Path) -> None:
-        target.mkdir()
-        from_hf(job.model.directory, target, task=task)
+        target.mkdir(exist_ok=True)
+        from_hf(job.model.directory, target, task=task, layers=job.model.description)
 
-    return open_cached(job.cache_dir / "models" / name, convert, CachedModel, reports_wait=job.is_first_on_host)
+    path = job.cache_dir / "models" / name
+    return open_cached(path, convert, CachedModel, resumable=True, reports_wait=job.is_first_on_host)
 
 
 class CachedModel(ShardDirectory):

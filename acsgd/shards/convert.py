@@ -59,19 +59,21 @@ def from_hf(
     target: Path,
     *,
     task: str = "lm",
+    layers: ModelLayers | None = None,
     verify: bool = False,
     report: Report = lambda done, total: None,
 ) -> None:
     """Convert a Hugging Face directory to layer shards in `target`, a directory.
 
     It is empty, or was left by an interrupted conversion of the same source, which continues. Tensors keep their dtype
-    and bits. A head that the files lack is initialised, and named on stderr. verify: whether to compare the layers with
-    the whole model, so that a run need not. Raises as `open_hf`, ValueError if a
-    parameter is not finite, LayersError if the model cannot be divided into layers.
+    and bits. A head that the files lack is initialised, and named on stderr. layers: of the model, if they are known;
+    verify: whether to compare the layers with the whole model, so that a run need not. Raises as `open_hf` and
+    `HFModel.verify`, ValueError if a parameter is not finite, LayersError if the model cannot be divided into layers.
     """
-    opened = open_hf(source, task)
-    model = derive_layers(source, opened.config, task)
+    opened = open_hf(source, task, is_valid=lambda config: layers is not None)
+    model = layers or derive_layers(source, opened.config, task)
     verification = TASKS[task].verify(opened.config, model) if verify else None
+    opened.verify()
     files = write_layers(opened, model, target, sources=[source], report=report)
     copied = copy_model_files(source, target)
     Manifest(0, task, model, files, replicas={}, model_files=copied, run=None, verification=verification).write(target)

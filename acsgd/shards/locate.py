@@ -19,7 +19,8 @@ from acsgd.shards.files import read_json_object, tensor_headers
 from acsgd.shards.initial import draw
 from acsgd.shards.manifest import MANIFEST
 from acsgd.shards.names import Conversion, conversions, names_in_files
-from acsgd.shards.stored import FLOATING, StoredTensor, read_tensors, stored_tensors
+from acsgd.shards.stored import FLOATING, PICKLED_SUFFIX, StoredTensor, read_tensors, stored_tensors
+from acsgd.shards.torch_files import verify_torch_file
 from acsgd.shards.writer import DTYPES, bytes_of
 from acsgd.tasks import TASKS, UNTIED
 
@@ -59,6 +60,13 @@ class HFModel(NamedTuple):
         params = dict(self.model.named_parameters())
         found |= draw(self.model, [name for name in absent if name in params])
         return found | {name: self.model.get_buffer(name) for name in absent if name not in params}
+
+    def verify(self) -> None:
+        """Verify the checksums of files that torch.save wrote; safetensors have none. Raises CorruptFileError."""
+        paths = dict.fromkeys(stored.path for x in self.tensors.values() for stored in x.sources.values())
+        for path in paths:
+            if path.suffix == PICKLED_SUFFIX:
+                verify_torch_file(path)
 
     def path_of(self, name: str) -> Path:
         """Return the file with a tensor, of a converted one the first."""

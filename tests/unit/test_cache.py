@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import time
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
 from acsgd import notes as notes_module
-from acsgd.atomic import describe_build
+from acsgd.atomic import build_atomically, describe_build
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.io.cache import _lock_file, open_cached
 
@@ -70,6 +72,43 @@ def test_a_failed_build_leaves_nothing_and_can_be_repeated(tmp_path: Path, kind:
         open_cached(path, build, Path)
     assert os.listdir(tmp_path) == []
     assert open_cached(path, lambda target: target.write_text("complete") and None, Path).read_text() == "complete"
+
+
+def build_half_and_wait(path: Path, started: Event) -> None:
+    def build(target: Path) -> None:
+        target.mkdir()
+        (target / "first").write_text("complete")
+        started.set()
+        signal.pause()
+
+    build_atomically(path, build, resumable=True)
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_build_continues_what_a_killed_one_wrote_but_not_what_another_host_writes(
+    is_killed: bool, tmp_path: Path
+) -> None:
+    """Another host is a process without the lock of this host."""
+    path, started = tmp_path / "cache" / "a", FORK.Event()
+    process = FORK.Process(target=build_half_and_wait, args=(path, started))
+    process.start()
+    assert started.wait(60)
+    found: list[list[str]] = []
+
+    def build(target: Path) -> None:
+        target.mkdir(exist_ok=True)
+        found.append(os.listdir(target))
+        (target / "second").write_text("complete")
+
+    if is_killed:
+        process.kill()
+        process.join(60)
+    assert open_cached(path, build, Path, resumable=True) == path
+    assert found == [["first"] if is_killed else []]
+    process.kill()
+    process.join(60)
+    assert sorted(os.listdir(path)) == (["first", "second"] if is_killed else ["second"])
+    assert sorted(os.listdir(path.parent)) == [*([] if is_killed else [".acsgd-a.resumable"]), "a"]
 
 
 def test_a_failed_build_keeps_directories_in_use(tmp_path: Path) -> None:

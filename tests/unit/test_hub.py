@@ -92,6 +92,20 @@ def test_a_truncated_file_of_torch_save_is_refused(model: Path, tmp_path: Path) 
     assert not (tmp_path / "target").exists()
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_flipped_bit_in_a_file_of_torch_save_is_found(shards: int, model: Path, tmp_path: Path) -> None:
+    in_old_form(model, shards=shards)
+    path = max(model.glob("*.bin"))
+    tensor = max(torch.load(path, weights_only=True).values(), key=torch.Tensor.numel)
+    content = bytearray(path.read_bytes())
+    content[content.index(tensor.numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    code, printed = acsgd("convert", "from-hf", model, tmp_path / "target")
+    assert (code, printed.count("\n")) == (2, 1)
+    assert printed.startswith(f"error: {path} is corrupt: the checksum of ")
+    assert os.listdir(tmp_path) == ["model"]
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, list[str]]]:
     """Serve a directory as the repository owner/name; return it with the names of the files that were sent."""
