@@ -76,8 +76,9 @@ class Uses(TorchFunctionMode):
             self._kept += params
             if not torch.is_grad_enabled():
                 sources |= {id(x) for x in params}
-        origins = set().union(*(self.inputs_of(x) for x in tensors)) if not _reads_shape_only(name) else set()
-        for x in tree_flatten(out)[0]:
+        origins = set().union(*(self.inputs_of(x) for x in tensors)) if not reads_shape_only(name) else set()
+        written = args[:1] if name == "__setitem__" else ()  # which returns nothing
+        for x in (*tree_flatten(out)[0], *written):
             if isinstance(x, Tensor) and (sources or origins):
                 self._kept.append(x)
                 if sources:
@@ -87,5 +88,6 @@ class Uses(TorchFunctionMode):
         return out
 
 
-def _reads_shape_only(function: str) -> bool:
+def reads_shape_only(function: str) -> bool:
+    """Whether a function of torch makes a tensor of another's shape alone."""
     return function.endswith("_like") or function.startswith("new_")

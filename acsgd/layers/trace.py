@@ -13,12 +13,14 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedOperatorException,
+    unset_fake_temporarily,
 )
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers import Cache, PreTrainedModel
 
 from acsgd.layers.capture import BlockCall, find_blocks, stubbed
 from acsgd.layers.description import HIDDEN, LayersError, Origin
+from acsgd.layers.known_values import KnownValues
 from acsgd.layers.recorders import RandomOps, Uses
 from acsgd.layers.skeleton import experts_without_values, parameter_names, set_tied_parameter
 
@@ -78,12 +80,11 @@ def trace(
     """
     if paths is None:
         paths = find_blocks(model)
-    batch: dict[str, Any] = {
-        name: torch.ones([sizes[dim] for dim in dims], dtype=torch.long) for name, dims in inputs.items()
-    }
-    tracer = _Tracer(model, paths, batch)
+    known = KnownValues()
+    batch = probe_batch(model, inputs, sizes, known)
+    tracer = _Tracer(model, paths, batch, known)
     try:
-        with stubbed(tracer.blocks, tracer.stub), experts_without_values(model), tracer.uses, tracer.random:
+        with stubbed(tracer.blocks, tracer.stub), experts_without_values(model), known, tracer.uses, tracer.random:
             logits = model(**batch, use_cache=False).logits
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
         raise LayersError(f"{type(model).__name__}: forward depends on the values of tensors ({error.func})") from None
@@ -110,6 +111,21 @@ def trace(
     )
 
 
+def probe_batch(
+    model: PreTrainedModel, inputs: Mapping[str, Sequence[str]], sizes: Mapping[str, int], known: KnownValues
+) -> dict[str, Tensor]:
+    """Return a batch of fake tensors with known values: ones, and ends of sequences, which classifiers look for."""
+    end = getattr(model.config.get_text_config(), "eos_token_id", None)
+    batch = {}
+    for name, dims in inputs.items():
+        with unset_fake_temporarily():
+            value = torch.ones([sizes[dim] for dim in dims], dtype=torch.long)
+            if name.endswith("input_ids") and isinstance(end, int):
+                value[:, -1] = end
+        batch[name] = known.add(name, value)
+    return batch
+
+
 class _BlockResult(NamedTuple):
     """What a block returned, flattened."""
 
@@ -124,7 +140,9 @@ class _BlockResult(NamedTuple):
 class _Tracer:
     """Follows one run of forward from block to block."""
 
-    def __init__(self, model: PreTrainedModel, paths: Sequence[str], batch: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, paths: Sequence[str], batch: Mapping[str, Tensor], known: KnownValues
+    ) -> None:
         self.blocks = [model.get_submodule(path) for path in paths]
         self.order: list[int] = []
         self.segments: list[Segment] = []
@@ -132,6 +150,7 @@ class _Tracer:
         self.passed_on: list[dict[int, str]] = []
         self.context_inputs: set[str] = set()
         self.uses = Uses(batch)
+        self._known = known
         self.random = RandomOps()
         self._random_blocks: set[int] = set()
         """Layers whose blocks draw random numbers."""
@@ -155,10 +174,9 @@ class _Tracer:
         parameters, trained = self._parameters_of([logits])
         if not logits.requires_grad or torch.autograd.grad(logits.sum(), [hidden], allow_unused=True)[0] is None:
             raise LayersError("the head does not use the output of the last block")
+        reads = self.uses.inputs_of(logits) | self._known.take_read()
         self.segments.append(
-            Segment(
-                None, {HIDDEN: hidden}, {HIDDEN: Origin("output")}, parameters, trained, self.uses.inputs_of(logits), {}
-            )
+            Segment(None, {HIDDEN: hidden}, {HIDDEN: Origin("output")}, parameters, trained, reads, {})
         )
 
     def random_layers(self) -> set[int]:
@@ -185,6 +203,7 @@ class _Tracer:
         result = self._run(self.blocks[index], call, lambda: forward(*args, **kwargs))
         if result.is_random:
             self._random_blocks.add(len(self.order))
+        self.context_inputs |= self._known.take_read()  # forward depends on them on its way to this block
         self.passed_on.append(result.passed_on)
         self.returned.append(tree_unflatten([_new_leaf(x) for x in result.leaves], result.spec))
         return self.returned[-1]

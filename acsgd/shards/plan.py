@@ -15,8 +15,9 @@ from transformers import PreTrainedConfig
 
 from acsgd.layers.composed import ComposedModel, State
 from acsgd.layers.description import LOGITS, ModelLayers
+from acsgd.layers.known_values import KnownValues
 from acsgd.layers.skeleton import experts_without_values
-from acsgd.layers.trace import on_fake_tensors
+from acsgd.layers.trace import on_fake_tensors, probe_batch
 from acsgd.tasks import Task
 
 FLOPS_PER_BYTE = {"cpu": 8.0, "cuda": 200.0}
@@ -81,25 +82,23 @@ def layer_costs(
     "cuda".
     """
     model = task.build(config)
-    with on_fake_tensors(model), experts_without_values(model):
-        inputs = {
-            name: torch.ones([sizes[dim] for dim in dims], dtype=torch.long) for name, dims in task.inputs.items()
-        }
+    with on_fake_tensors(model), experts_without_values(model), KnownValues() as known:
+        inputs = probe_batch(model, task.inputs, sizes, known)
         composed = ComposedModel(model, layers)
         with torch.no_grad():  # each layer has a backward of its own
             context = composed.context(inputs, range(len(layers.layers)))
         state: State = {}
-        known: dict[str, tuple[float, State]] = {}
+        found: dict[str, tuple[float, State]] = {}
         costs = []
         for layer in layers.layers:
             kind = repr(model.get_submodule(layer.block)) if layer.block and not layer.runs_forward else layer.name
             key = repr((kind, {name: x.shape for name, x in state.items()}))
-            if key not in known:
+            if key not in found:
                 with FlopCounterMode(display=False) as flops, _OutputBytes() as outputs:
                     out = composed.call(layer.index, _detached(state), inputs, context)
                     _backward(task, out)
-                known[key] = flops.get_total_flops() + FLOPS_PER_BYTE[device] * outputs.bytes, _detached(out)
-            cost, state = known[key]
+                found[key] = flops.get_total_flops() + FLOPS_PER_BYTE[device] * outputs.bytes, _detached(out)
+            cost, state = found[key]
             costs.append(cost)
     return costs
 

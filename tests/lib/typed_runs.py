@@ -38,6 +38,8 @@ SAMPLES = 2 * BATCH
 """Number of training samples: every second step has the same ones, as delta needs."""
 START = torch.tensor([1])
 """First token that enters a decoder."""
+END = 2
+"""Last token of a sequence to classify."""
 TIMEOUT = timedelta(seconds=120)
 WEIGHTS = "weights-{step}-{rank}.json"
 """File with the hash of each weight on a rank by its key, at the first step of a start and after the last one."""
@@ -113,6 +115,7 @@ class Drawn:
         if task == "seq2seq":
             labels = target.where(place < target_length, -100)
             return {**padded, "decoder_input_ids": torch.cat([START, labels[:-1].clamp(min=0)]), "labels": labels}
+        padded["input_ids"][length - 1] = END  # some classifiers look for it
         return {**padded, "labels": torch.tensor(index % 3 if task == "classification" else index / SAMPLES)}
 
 

@@ -167,6 +167,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         for split in DROPOUT_SPLITS.get(model_type, ("2 stages", "4 stages")):
             runs.add(model_type, split, "dropout", **options)
     runs.add("deberta-v2", "2 stages", "regression", **{"model.task": "regression", "num_labels": 1})
+    runs.add("bart", "4 stages", "classifier", **{"model.task": "classification", "num_labels": 3})
     runs.add("bart", "2 stages", "fixpoint", **{"pp.forward": "fixpoint:bits=8", "pp.backward": "fixpoint:bits=8"})
     runs.add("bart", "2 stages", "delta", **{"pp.forward": "delta:bits=8"})
     runs.add("mixtral", "2 stages", "bf16", **{"model.dtype": "bf16"})
@@ -208,6 +209,12 @@ def test_dropout_does_not_depend_on_the_stages(model_type: str, runs: Runs) -> N
 
 def test_losses_of_a_regression_are_those_of_one_process(runs: Runs) -> None:
     config = runs.configs["deberta-v2, 2 stages, regression"]
+    assert_equal(config, oracle(config))
+
+
+def test_losses_of_a_classifier_with_a_decoder_are_those_of_one_process(runs: Runs) -> None:
+    """Its head reads the tokens, which the first stage reads, too."""
+    config = runs.configs["bart, 4 stages, classifier"]
     assert_equal(config, oracle(config))
 
 

@@ -49,6 +49,7 @@ ORDER = """
     layers.skeleton
     layers.relative_bias
     layers.recorders
+    layers.known_values
     layers.trace
     layers.limits
     layers.derive
