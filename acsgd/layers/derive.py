@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -29,9 +30,10 @@ from acsgd.layers.trace import Trace, on_fake_tensors, trace
 
 PROBES: tuple[Mapping[str, int], ...] = (
     {"batch": 2, "sequence": 16, "target": 8},
-    {"batch": 3, "sequence": 32, "target": 12},
+    {"batch": 3, "sequence": 33, "target": 13},
 )
-"""Sizes of the batches with which forward is run. An axis with the same size in both does not depend on the batch."""
+"""Sizes of the batches with which forward is run. An axis with the same size in both does not depend on the batch. The
+second ones are odd, so that an axis that is padded to a multiple shows it."""
 
 
 def derive(build: Callable[[], PreTrainedModel], inputs: Mapping[str, Sequence[str]]) -> ModelLayers:
@@ -44,9 +46,29 @@ def derive(build: Callable[[], PreTrainedModel], inputs: Mapping[str, Sequence[s
     model = build()
     check_config(model.config)
     with on_fake_tensors(model):
-        layers = _describe(*(trace(model, inputs, sizes) for sizes in PROBES))
+        first, second = (trace(model, inputs, sizes) for sizes in PROBES)
+        if (length := _constant_length(first, second)) is not None:
+            first, second = (trace(model, inputs, sizes) for sizes in _probes_around(length))
+        layers = _describe(first, second)
     _check_batch_axes(layers)
     return layers
+
+
+def _constant_length(first: Trace, second: Trace) -> int | None:
+    """Return the length of a hidden state that is the same for both batches: sequences may be padded to windows."""
+    pairs = [
+        (a.inputs[HIDDEN].shape, b.inputs[HIDDEN].shape) for a, b in zip(first.segments, second.segments, strict=True)
+    ]
+    return next((int(a[1]) for a, b in pairs if len(a) == len(b) == 3 and a[1] == b[1]), None)
+
+
+def _probes_around(length: int) -> tuple[Mapping[str, int], ...]:
+    """Return sizes of batches of which one has longer sequences than a length."""
+    target = length // 4
+    return (
+        {"batch": 2, "sequence": length // 2, "target": target},
+        {"batch": 3, "sequence": length + 1, "target": target + 5},
+    )
 
 
 def _check_batch_axes(layers: ModelLayers) -> None:
@@ -201,11 +223,15 @@ def _shape(
     (x, sizes_x), (y, sizes_y) = first, second
     dims: list[Dim] = []
     for a, b in zip(x.shape, y.shape, strict=True):
-        symbols = [symbol for symbol in sizes_x if b - a == sizes_y[symbol] - sizes_x[symbol]]
+        shifted = (Dim(symbol, int(a) - sizes_x[symbol]) for symbol in sizes_x)
+        rounded = (Dim(symbol, 0, multiple) for symbol in sizes_x for multiple in range(2, int(a) + 1))
+        fitting = (
+            dim for dim in itertools.chain(shifted, rounded) if (dim.resolve(sizes_x), dim.resolve(sizes_y)) == (a, b)
+        )
         if a == b:
             dims.append(Dim(None, int(a)))
-        elif symbols:
-            dims.append(Dim(symbols[0], int(a) - sizes_x[symbols[0]]))
+        elif dim := next(fitting, None):
+            dims.append(dim)
         else:
             raise LayersError(
                 f"{name} enters a block in shape {tuple(x.shape)} for a batch of {dict(sizes_x)} and in shape "

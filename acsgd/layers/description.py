@@ -31,16 +31,19 @@ class LayersError(InputError):
 
 @dataclass(frozen=True)
 class Dim:
-    """Size of an axis: a size of the batch plus a number."""
+    """Size of an axis: a size of the batch, rounded up to a multiple, plus a number."""
 
     symbol: str | None
     """Size of the batch: "batch", "sequence" or "target". None = 0."""
     offset: int
     """Number to add, such as 32 in a model that prepends 32 embeddings."""
+    multiple: int = 1
+    """Number to whose multiple the size is rounded up, such as 512 in a model that pads sequences to whole windows."""
 
     def resolve(self, sizes: Mapping[str, int]) -> int:
         """Return the size for given sizes of the batch."""
-        return (0 if self.symbol is None else sizes[self.symbol]) + self.offset
+        size = 0 if self.symbol is None else sizes[self.symbol]
+        return -(-size // self.multiple) * self.multiple + self.offset
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 
 from acsgd.layers.recorders import reads_shape_only
 
-LARGEST = 2**20
+LARGEST = 2**22
 """Number of elements of a tensor from which its values are not computed."""
 
 

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedConfig
 
 from acsgd.layers.composed import ComposedModel, State
-from acsgd.layers.description import LOGITS, ModelLayers
+from acsgd.layers.description import BATCH, LOGITS, ModelLayers
 from acsgd.layers.known_values import KnownValues
 from acsgd.layers.skeleton import experts_without_values
 from acsgd.layers.trace import on_fake_tensors, probe_batch
@@ -79,8 +80,22 @@ def layer_costs(
 
     Runs the layers on fake tensors, which need no memory: cost = operations of the matrix products + bytes of all
     outputs * FLOPS_PER_BYTE[device]. Of equal blocks only one is run. sizes: of the micro-batch. device: "cpu" or
-    "cuda".
+    "cuda". If forward reads values of tensors that are too large for `KnownValues`, the costs are those of shorter
+    sequences, whose ratio is about the same.
     """
+    while True:
+        try:
+            return _layer_costs(task, config, layers, sizes, device)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            shorter = {name: size if name == BATCH else max(size // 2, 1) for name, size in sizes.items()}
+            if shorter == sizes:
+                raise
+            sizes = shorter
+
+
+def _layer_costs(
+    task: Task, config: PreTrainedConfig, layers: ModelLayers, sizes: Mapping[str, int], device: str
+) -> list[float]:
     model = task.build(config)
     with on_fake_tensors(model), experts_without_values(model), KnownValues() as known:
         inputs = probe_batch(model, task.inputs, sizes, known)

@@ -91,6 +91,26 @@ def test_positions_start_at_each_document() -> None:
     assert positions(documents).tolist() == [[0, 1, 0, 1, 2], [0, 0, 1, 0, 1]]
 
 
+@pytest.mark.parametrize("window", [4, 48])
+def test_sequences_may_be_padded_to_whole_windows(window: int) -> None:
+    """Boundaries have the shapes that layers return, for lengths below, between and of multiples of the window."""
+    sizes = SHAPE | {"attention_window": [window] * 3, "vocab_size": 96}
+    task, config = TASKS["classification"], AutoConfig.for_model("longformer", **sizes)
+    layers = task.layers(config)
+    composed = ComposedModel(fill_with_random(task.build(config)).eval(), layers)
+    for length in (7, window, window + 2, 3 * window):
+        inputs = {name: torch.ones(2, length, dtype=torch.long) for name in task.inputs}
+        context = composed.context(inputs, range(len(layers.layers)))
+        state: dict[str, torch.Tensor] = {}
+        for cut in range(1, len(layers.layers)):
+            state = composed.call(cut - 1, state, inputs, context)
+            shapes = {
+                name: shape.resolve({"batch": 2, "sequence": length}, torch.float32)[0]
+                for name, shape in layers.boundary(cut).items()
+            }
+            assert {name: x.shape for name, x in state.items()} == shapes
+
+
 def in_layer(index: int, change: Callable[[LayerSpec], dict[str, Any]]) -> Change:
     """Return what changes the fields of one layer of a description."""
 

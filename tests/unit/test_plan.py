@@ -12,6 +12,7 @@ from lib.models import TINY
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
+from acsgd.layers import known_values
 from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
 from acsgd.tasks import TASKS, Task
 
@@ -39,6 +40,20 @@ def test_no_other_split_has_a_faster_slowest_stage(seed: int) -> None:
             for cut in every_cut
         )
         assert slowest(costs, specs) == pytest.approx(best, rel=1e-12)
+
+
+def test_costs_are_those_of_shorter_sequences_if_values_of_large_masks_are_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = AutoConfig.for_model("longformer", num_hidden_layers=3, attention_window=[8] * 3, **sizes)
+    task = TASKS["classification"]
+    layers = task.layers(config)
+    short, long = ({"batch": 1, "sequence": length} for length in (32, 64))
+    expected = layer_costs(task, config, layers, short, device="cpu")
+    assert layer_costs(task, config, layers, long, device="cpu") > expected
+    monkeypatch.setattr(known_values, "LARGEST", 32 * 32)
+    assert layer_costs(task, config, layers, long, device="cpu") == expected
 
 
 def test_more_stages_than_layers_is_refused() -> None:
