@@ -50,7 +50,8 @@ class DataConfig:
     sources: str
     """Sources with optional weights, "a.jsonl:0.3,b/:0.7": files (*.jsonl, *.jsonl.zst, *.jsonl.gz, *.json, *.csv,
     *.tsv, *.parquet, *.arrow, *.txt), directories and patterns of them, http(s) addresses of them,
-    datasets of the Hugging Face Hub ("hf:NAME:CONFIG:SPLIT"), or "demo"."""
+    datasets of the Hugging Face Hub ("hf:NAME:CONFIG:SPLIT"), sets in their own layout ("wikitext:FILE", "cot:FILE",
+    "natural_instructions:DIRECTORY", "glue:TASK:FILE"), or "demo"."""
     sequence: Annotated[int, Range(1, 2**24)]
     """Sequence length, tokens."""
     batch: Annotated[int, Range(1, 2**24)]
@@ -66,17 +67,17 @@ class DataConfig:
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Seed of the sample order, of dropout and of new weights."""
     format: str = "auto"
-    """Format of the records: "text", "messages", "sharegpt", "prompt", "io", "alpaca", "dolly" or "oig". "auto" detects
-    it from the first record of each source."""
+    """Format of the records: "text", "messages", "sharegpt", "prompt", "p3", "io", "alpaca", "dolly" or "oig". "auto"
+    detects it from the first record of each source."""
     fields: str | None = None
     """Names of fields that differ from those of the format, "text=content,..."; fields of objects in objects:
     "text=meta.body". Default: none."""
     targets: Literal["answers", "all"] = "answers"
     """Which tokens are learned: "answers" masks prompts in the loss, "all" masks nothing."""
     input_format: str = "__input__"
-    """Text of a prompt in the formats "prompt" and "io", such as "Question: __input__\\nAnswer: "."""
+    """Text of a prompt in the formats "prompt", "p3" and "io", such as "Question: __input__\\nAnswer: "."""
     output_format: str = "__output__"
-    """Text of an answer in the formats "prompt" and "io"."""
+    """Text of an answer in the formats "prompt", "p3" and "io"."""
     on_error: Literal["stop", "skip"] = "stop"
     """What an unreadable record does: "stop" ends the run and names it; "skip" leaves it out and reports the count."""
     eval_sources: str | None = None

@@ -163,6 +163,10 @@ ORDER = """
     io.sources.files
     io.sources.url
     io.sources.hub
+    io.sources.sets
+    io.sources.wikitext
+    io.sources.natural_instructions
+    io.sources.glue
     io.sources.sources
     io.formats.base
     io.formats.text

@@ -46,6 +46,7 @@ RECORDS: dict[str, tuple[dict[str, Any], str]] = {
         "U:hi\nA:{hello}\n",
     ),
     "prompt": ({"prompt": "one ", "completion": "two", "text": "one two"}, "one {two}"),
+    "p3": ({"inputs": "one ", "targets": "two"}, "one {two}"),
     "io": ({"input": "one ", "output": "two", "id": 7}, "one {two}"),
     "alpaca": (
         {"instruction": "Add.", "input": "1 {x} 1", "output": "2"},
@@ -116,6 +117,7 @@ def test_input_and_output_are_put_into_formats(tmp_path: Path) -> None:
     for record in (
         {"input": "__output__?", "output": "__input__!"},
         {"prompt": "__output__?", "completion": "__input__!"},
+        {"inputs": "__output__?", "targets": "__input__!"},
     ):
         [example] = read(tmp_path, record, input_format="Q: __input__\nA:", output_format=" __output__\n")
         assert marked(example) == "Q: __output__?\nA:{ __input__!\n}"

@@ -41,9 +41,9 @@ def write_bad_parquet(path: Path) -> None:
 
 BAD: dict[str, tuple[bytes, str, str]] = {
     "quote.csv": (b'text\na\n"x" y\nb\n', "line 3", "is not valid CSV (',' expected after '\"')"),
-    "wide.csv": (b"text\na\nx,y\nb\n", "line 3", "has 2 columns, but the header has 1"),
+    "wide.csv": (b"text\na\nx,y\nb\n", "line 3", "has 2 columns, not 1"),
     "latin.csv": (b"text\na\n\xff\nb\n", "line 3", r"is not UTF-8 (byte 0xff): \xff"),
-    "narrow.tsv": (b"text\tn\na\t1\nx\nb\t2\n", "line 3", "has 1 columns, but the header has 2"),
+    "narrow.tsv": (b"text\tn\na\t1\nx\nb\t2\n", "line 3", "has 1 columns, not 2"),
     "number.json": (b'[{"text": "a"},\n 7,\n {"text": "b"}]', "line 2", "is not a JSON object: 7"),
     "latin.json": (b'[{"text": "a"},\n{"text": "\xff"}, {"text": "b"}]', "line 2", r'is not UTF-8 (byte 0xff): {"text'),
     "lines.json": (b'{"text": "a"}\n[]\n{"text": "b"}\n', "line 2", "is not a JSON object: []"),
@@ -77,6 +77,7 @@ UNREADABLE: dict[str, tuple[bytes, str]] = {
     "d.json": (b"[" * 10**5, " is not JSON (it exceeds the limits of the parser)"),
     "a.csv": (b"text,text\n1,2\n", ", line 1 must name the columns, each once, but has: text, text; write a header"),
     "b.csv": (b",b\n1,2\n", ", line 1 must name the columns, each once"),
+    "blank.csv": (b"\n\n", ", line 1 must name the columns, each once, but has: nothing"),
     "a.parquet": (b"PAR1 nothing", " is not valid Parquet ("),
     "a.arrow": (b"nothing at all", " is not valid Arrow ("),
     "a.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 999)[:-9], " is not valid gzip (the last frame is truncated)"),

@@ -65,9 +65,18 @@ def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     write(tmp_path / "dir" / "b.jsonl", LINES)
     (tmp_path / "hub").mkdir()
     pq.write_table(table, tmp_path / "hub" / "train.parquet")
+    (tmp_path / "ni" / "tasks").mkdir(parents=True)
+    (tmp_path / "ni" / "splits" / "default").mkdir(parents=True)
+    write(tmp_path / "ni" / "splits" / "default" / "train_tasks.txt", "task1\n")
+    task = {"Definition": ["Do it."], "Instances": [{"id": "1", "input": "in", "output": ["out"]}]}
+    write(tmp_path / "ni" / "tasks" / "task1.json", json.dumps(task))
     return {
         "demo": "demo",
         "hf:*": f"hf:{tmp_path / 'hub'}",
+        "wikitext:*": f"wikitext:{write(tmp_path / 'wiki.txt', LINES)}",
+        "cot:*": f"cot:{write(tmp_path / 'cot.json', json.dumps({'algebra': 'text'}))}",
+        "natural_instructions:*": f"natural_instructions:{tmp_path / 'ni'}",
+        "glue:*": "glue:cola:" + write(tmp_path / "cola", "gj04\t1\t\tA sentence.\n"),
         "*.jsonl": write(tmp_path / "a.jsonl", LINES),
         "*.jsonl.zst": write(tmp_path / "a.jsonl.zst", zstandard.compress(LINES.encode())),
         "*.jsonl.gz": write(tmp_path / "a.jsonl.gz", gzip.compress(LINES.encode())),
@@ -83,7 +92,8 @@ def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 @pytest.mark.parametrize("pattern", LOCAL)
 def test_every_source_can_be_read_again_and_ends_its_last_document(sample: dict[str, str], pattern: str) -> None:
-    source = only(sample[pattern])
+    options = ReadOptions(fields=(("text", "sentence"),) if pattern == "glue:*" else ())
+    [(source, _)] = parse_sources(sample[pattern], options=options)
     examples = list(examples_of(source))
     assert examples == list(examples_of(source))
     assert examples[-1].ends_document
@@ -112,7 +122,7 @@ def test_an_edit_that_keeps_size_and_time_changes_the_fingerprint(tmp_path: Path
         assert only(str(path)).fingerprint in fingerprints
 
 
-@pytest.mark.parametrize("pattern", [pattern for pattern in LOCAL if pattern not in ("demo", "hf:*")])
+@pytest.mark.parametrize("pattern", [pattern for pattern in LOCAL if ":" not in pattern and pattern != "demo"])
 def test_a_changed_file_changes_its_fingerprint(sample: dict[str, str], pattern: str) -> None:
     source = only(sample[pattern])
     before = source.fingerprint
@@ -120,7 +130,9 @@ def test_a_changed_file_changes_its_fingerprint(sample: dict[str, str], pattern:
     assert source.fingerprint != before
 
 
-@pytest.mark.parametrize("pattern", [pattern for pattern in LOCAL if pattern not in ("demo", "*.txt", "*.tsv")])
+@pytest.mark.parametrize(
+    "pattern", [*(pattern for pattern in LOCAL if pattern[0] == "*" and pattern not in ("*.txt", "*.tsv")), "hf:*"]
+)
 def test_the_same_texts_are_read_from_files_of_any_kind(sample: dict[str, str], pattern: str) -> None:
     assert read(sample[pattern]) == TABLE
 

@@ -11,7 +11,7 @@ from acsgd.config.options import DataConfig
 from acsgd.config.spec import suggest
 from acsgd.io.formats.base import Example, Format, FormatError, Segment, field_of, names_of
 from acsgd.io.formats.chat import Messages, ShareGpt
-from acsgd.io.formats.prompts import Alpaca, Dolly, InputOutput, OigChat, PromptCompletion
+from acsgd.io.formats.prompts import P3, Alpaca, Dolly, InputOutput, OigChat, PromptCompletion
 from acsgd.io.formats.text import Text
 from acsgd.io.sources.base import TEXT, BadRecord, ReadOptions, Record, RecordCounts, Source
 from acsgd.io.sources.pieces import pieces_of
@@ -20,6 +20,7 @@ FORMATS: Mapping[str, Callable[[ReadOptions, PreTrainedTokenizerBase], Format]] 
     "messages": Messages,
     "sharegpt": ShareGpt,
     "prompt": PromptCompletion,
+    "p3": P3,
     "alpaca": Alpaca,
     "dolly": Dolly,
     "io": InputOutput,

@@ -50,6 +50,12 @@ class PromptCompletion(_Pair):
     prompt, answer = "prompt", "completion"
 
 
+class P3(_Pair):
+    """ "inputs" and "targets", as in the Public Pool of Prompts (Sanh et al. 2022)."""
+
+    prompt, answer = "inputs", "targets"
+
+
 class InputOutput(_Pair):
     """An "input" and its "output"."""
 

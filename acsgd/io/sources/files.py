@@ -66,7 +66,7 @@ class Files(NamedSource):
     def check(self) -> None:
         """Raise ValueError unless there are files, and all are readable and not empty."""
         for name in self._names():
-            _check(name)
+            check_file(name)
 
     def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
         """Yield the records of each file, in the order of their names."""
@@ -132,7 +132,7 @@ def _fraction(sizes: Sequence[int], number: int, part: RecordCounts) -> float:
     return (sum(sizes[:number]) + within * sizes[number]) / max(1, sum(sizes))
 
 
-def _check(name: str) -> None:
+def check_file(name: str) -> None:
     """Raise ValueError unless a path is a readable, non-empty file."""
     try:
         name.encode()

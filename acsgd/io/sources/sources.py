@@ -21,8 +21,12 @@ from typing import NamedTuple
 from acsgd.config.spec import suggest
 from acsgd.io.sources.base import TEXT, NamedSource, ReadOptions, Record, RecordCounts, Source
 from acsgd.io.sources.files import READERS, Files
+from acsgd.io.sources.glue import Glue
 from acsgd.io.sources.hub import HubDataset
+from acsgd.io.sources.natural_instructions import NaturalInstructions
+from acsgd.io.sources.sets import ChainOfThought
 from acsgd.io.sources.url import Url
+from acsgd.io.sources.wikitext import WikiText
 
 DEFAULTS = ReadOptions()
 
@@ -58,6 +62,10 @@ class Demo(NamedSource):
 SOURCES: dict[str, Callable[[str, str, ReadOptions], Source]] = {
     "demo": Demo,
     "hf:*": HubDataset,
+    "wikitext:*": WikiText,
+    "cot:*": ChainOfThought,
+    "natural_instructions:*": NaturalInstructions,
+    "glue:*": Glue,
     "http://*": Url,
     "https://*": Url,
     **{f"*{ending}": Files for ending in READERS},

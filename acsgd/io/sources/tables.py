@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,6 +27,13 @@ def read_csv(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[
 def read_tsv(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
     """Yield the rows of a file with a header whose cells are separated by tabs. Quotes are characters as others."""
     yield from _read_delimited(path, name, key, counts, delimiter="\t", quoting=csv.QUOTE_NONE)
+
+
+def read_columns(
+    path: Path, name: str, key: str, counts: RecordCounts, columns: Sequence[str]
+) -> Iterator[Record | BadRecord]:
+    """Yield the rows of a file like `read_tsv`'s, but without a header. columns: names of its columns."""
+    yield from _read_delimited(path, name, key, counts, columns, delimiter="\t", quoting=csv.QUOTE_NONE)
 
 
 def read_parquet(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
@@ -53,18 +60,13 @@ def read_arrow(path: Path, name: str, key: str, counts: RecordCounts) -> Iterato
 
 
 def _read_delimited(
-    path: Path, name: str, key: str, counts: RecordCounts, **dialect: Any
+    path: Path, name: str, key: str, counts: RecordCounts, columns: Sequence[str] = (), **dialect: Any
 ) -> Iterator[Record | BadRecord]:
     csv.field_size_limit(MAX_CELL_CHARS)
     with open_text(path, key=key) as file:
         counts.fraction = partial(fraction_read, file)
         rows = _delimited_rows(file, dialect)
-        _, header = next(rows)
-        if not isinstance(header, list) or not all(header) or max(Counter(header).values()) > 1:
-            found = header if isinstance(header, str) else excerpt(", ".join(header)) or "nothing"
-            raise ValueError(
-                f"{key}: {name}, line 1 must name the columns, each once, but has: {found}; write a header"
-            )
+        header = columns or _header(rows, name, key)
         for counts.records, (line, row) in enumerate(rows, start=1):
             where = f"{name}, line {line}"
             if isinstance(row, str):
@@ -72,9 +74,18 @@ def _read_delimited(
             elif error := not_utf8(dialect["delimiter"].join(row)):
                 yield BadRecord(where, *error)
             elif len(row) != len(header):
-                yield BadRecord(where, f"has {len(row)} columns, but the header has {len(header)}", "correct the row")
+                yield BadRecord(where, f"has {len(row)} columns, not {len(header)}", "correct the row")
             else:
                 yield Record(dict(zip(header, row, strict=True)), where)
+
+
+def _header(rows: Iterator[tuple[int, list[str] | str]], name: str, key: str) -> list[str]:
+    """Return the first row. Raises ValueError unless it names the columns, each once."""
+    _, header = next(rows, (1, []))
+    if isinstance(header, str) or not header or not all(header) or max(Counter(header).values()) > 1:
+        found = header if isinstance(header, str) else excerpt(", ".join(header)) or "nothing"
+        raise ValueError(f"{key}: {name}, line 1 must name the columns, each once, but has: {found}; write a header")
+    return header
 
 
 def _delimited_rows(file: TextIO, dialect: dict[str, Any]) -> Iterator[tuple[int, list[str] | str]]:

@@ -1,0 +1,147 @@
+"""Sets in their own layouts: real files against what their layouts say, and files that are not of a set."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from acsgd.io.sources.base import BadRecord, Record, RecordCounts
+from acsgd.io.sources.glue import GLUE
+from acsgd.io.sources.natural_instructions import STYLES
+from acsgd.io.sources.sources import parse_sources
+from acsgd.io.sources.wikitext import detokenized
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+has_data = pytest.mark.skipif(not SHARED.is_dir(), reason=f"no {SHARED}")
+
+
+def read(name: str) -> list[Record | BadRecord]:
+    """Return the records of a set."""
+    [part] = parse_sources(name)
+    return list(part.source.records(RecordCounts()))
+
+
+@has_data
+@pytest.mark.parametrize("name", ["mmlu-cot", "bbh-cot"])
+def test_chains_of_thought_are_a_document_for_each_subject(name: str) -> None:
+    path = SHARED / "mmlu-cot" / f"{name}.json"
+    assert {record.fields["subject"]: record.fields["text"] for record in read(f"cot:{path}")} == json.loads(
+        path.read_text()
+    )
+
+
+ARTICLES = """ \n = First = \n \n It 's the 1 @,@ 000 th " one " , isn 't it ? \n \n = = Part = = \n \n A @-@ b ( c )
+ = Second @-@ best = \n \n A [ b ] don 't = 2 . \n = = = Deep = = = \n"""
+
+
+def test_articles_of_wikitext_are_running_text(tmp_path: Path) -> None:
+    (tmp_path / "wiki").write_text(ARTICLES)
+    first, second = read(f"wikitext:{tmp_path / 'wiki'}")
+    assert first.fields["text"] == ("\n= First =\n\nIt's the 1,000 th \"one\", isn't it?\n\n== Part ==\n\nA-b (c)\n")
+    assert second.fields["text"] == "= Second-best =\n\nA [b] don't = 2.\n=== Deep ===\n"
+    assert [first.where, second.where] == [f"{tmp_path / 'wiki'}, line {line}" for line in (1, 9)]
+
+
+@has_data
+def test_real_articles_keep_every_word() -> None:
+    path = SHARED / "wikitext-2" / "test.txt"
+    records = read(f"wikitext:{path}")
+    assert len(records) == len(re.findall(r"(?m)^ = [^=\n]*[^=\n ] = $", path.read_text()))
+    squeezed = re.sub(r"\s|@(?=[-,.]@)|(?<=[-,.])@", "", path.read_text())
+    assert re.sub(r"\s", "", "".join(record.fields["text"] for record in records)) == squeezed
+    assert all(re.match(r"\s*= \S.* =\n", record.fields["text"]) for record in records)
+
+
+def test_a_text_without_added_spaces_is_kept() -> None:
+    text = '= Title =\n\nIt\'s "one", the well-known (so-called) 1,000. "Yes!" \'No\', he said: x = y\n'
+    assert detokenized(text) == text
+
+
+@has_data
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_natural_instructions_has_every_instance_of_the_split(split: str) -> None:
+    root = SHARED / "natural-instructions"
+    tasks = (root / "splits" / "default" / f"{split}_tasks.txt").read_text().split()
+    expected: list[tuple[dict[str, Any], str]] = []
+    for task in tasks:
+        content = json.loads((root / "tasks" / f"{task}.json").read_text())
+        expected += [(instance, content["Definition"][0]) for instance in content["Instances"]]
+    records = read(f"natural_instructions:{root}:{split}")
+    assert len(records) == len(expected)
+    seen: Counter[str] = Counter()
+    for record, (instance, definition) in zip(records, expected, strict=True):
+        prompt, completion = record.fields["prompt"], record.fields["completion"]
+        before, after = next(style for style in STYLES if prompt.endswith(style[1]))
+        assert completion == (f" {instance['output'][0]}" if after else instance["output"][0])
+        assert f"{before}{instance['input']}\n" in prompt
+        seen["definition"] += prompt.startswith(definition)
+        seen["labels"] += "Possible labels: " in prompt
+        seen[before] += 1
+    assert abs(seen["definition"] / len(records) - 2 / 3) < 0.05
+    assert 0 < seen["labels"] < 0.55 * len(records)
+    assert all(abs(seen[before] / len(records) - 1 / len(STYLES)) < 0.05 for before, _ in STYLES)
+    assert records == read(f"natural_instructions:{root}:{split}")
+
+
+@has_data
+@pytest.mark.parametrize(
+    ("task", "file", "fields", "labels", "count"),
+    [
+        ("cola", "CoLA/train", "sentence", {"acceptable", "unacceptable"}, 7250),
+        ("qnli", "QNLI/dev", "question sentence", {"entailment", "not_entailment"}, 5463),
+        ("rte", "RTE/train", "sentence1 sentence2", {"entailment", "not_entailment"}, 2127),
+        ("sst2-sentences", "SST-2-sentences/dev", "sentence", {"positive", "negative"}, 1821),
+    ],
+)
+def test_files_of_glue_have_the_fields_of_the_hub(
+    task: str, file: str, fields: str, labels: set[str], count: int
+) -> None:
+    records = read(f"glue:{task}:{SHARED / 'glue' / file}.tsv")
+    assert len(records) == count
+    assert all(isinstance(record, Record) for record in records)
+    assert all(set(record.fields) == {*fields.split(), "label"} for record in records)
+    assert all(record.fields[field] for record in records for field in fields.split())
+    assert {record.fields["label"] for record in records} == labels
+
+
+def test_columns_of_other_tasks_are_renamed(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_text('Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tone " quote\ttwo\n2\t7\t8\ta\tb\n')
+    good, bad = read(f"glue:mrpc:{path}")
+    assert good.fields == {"sentence1": 'one " quote', "sentence2": "two", "label": "equivalent"}
+    assert bad == BadRecord(f"{path}, line 3", 'has the label "2"', "use a number below 2")
+    [wrong, _] = read(f"glue:qqp:{path}")
+    assert wrong.reason.startswith('has no column "question1"; its columns: Quality, #1 ID')
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cot:none.json", 'data.sources="cot:none.json": none.json does not exist in '),
+        ("glue:cloa:a.tsv", f"is not a task of GLUE; write glue:TASK:FILE, with one of {', '.join(GLUE)}"),
+        ("glue:cola", "is not a task of GLUE"),
+        ("natural_instructions:dir:val", "val_tasks.txt does not exist; give a split of dir/splits/default (train)"),
+        ("natural_instructions:dir", "dir/tasks/lost.json does not exist in"),
+        ("cot:list.json", "data.sources: list.json is not one JSON object; give the file as it is distributed"),
+        ("cot:bad.json", "bad.json is not JSON: Expecting value: line 1 column 1 (char 0); download it again"),
+        ("natural_instructions:dir:bad", "task.json is not a task of Super-NaturalInstructions: KeyError 'Instances'"),
+    ],
+)
+def test_what_is_not_a_set_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("dir/splits/default").mkdir(parents=True)
+    Path("dir/tasks").mkdir()
+    Path("dir/splits/default/train_tasks.txt").write_text("lost\n")
+    Path("list.json").write_text("[1]")
+    Path("bad.json").write_text("bad")
+    if name.endswith(":bad"):
+        Path("dir/splits/default/bad_tasks.txt").write_text("task")
+        Path("dir/tasks/task.json").write_text('{"Definition": ["a"]}')
+    with pytest.raises(ValueError) as refused:
+        read(name)
+    assert message in str(refused.value)
