@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lib.models import share_cache
+from lib.cache import share_cache
 from lib.ranks import on_ranks
 from lib.resume import TinyModel, train_ranks
 from lib.saved import SMALL, rewrite_tensors, small_run

@@ -28,7 +28,7 @@ from acsgd.shards.load import LayerLoader, RandomWeights
 from acsgd.shards.weights import Weight
 from acsgd.tasks import TASKS
 from acsgd.topology import connect
-from lib.models import share_cache
+from lib.cache import with_shared_cache
 from lib.training import TIMEOUT
 
 VOCABULARY = 512
@@ -51,13 +51,14 @@ def make_config(
     model: Path, run_dir: Path, *, dtype: Any = "fp32", recompute: Any = "none", dropout_mask: Any = "step", **pp: Any
 ) -> Config:
     """Return a run of 6 sequences per step: in micro-batches of 2 they are three, uneven for two replicas."""
-    share_cache(model, run_dir / "run")
-    return Config(
-        model=ModelConfig(name=str(model), dtype=dtype, recompute=recompute, dropout_mask=dropout_mask),
-        data=DataConfig(sources="demo", sequence=SEQUENCE, batch=SEQUENCES, seed=3),
-        optim=OptimConfig(lr=RATE, steps=1),
-        pp=PipelineConfig(**pp),
-        log=LogConfig(dir=str(run_dir / "run")),
+    return with_shared_cache(
+        Config(
+            model=ModelConfig(name=str(model), dtype=dtype, recompute=recompute, dropout_mask=dropout_mask),
+            data=DataConfig(sources="demo", sequence=SEQUENCE, batch=SEQUENCES, seed=3),
+            optim=OptimConfig(lr=RATE, steps=1),
+            pp=PipelineConfig(**pp),
+            log=LogConfig(dir=str(run_dir / "run")),
+        )
     )
 
 

@@ -42,7 +42,7 @@ from acsgd.run.session import Session, StepResult
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import Manifest, StoredFile
 from acsgd.topology import connect
-from lib.models import share_cache
+from lib.cache import with_shared_cache
 from lib.saved import rewrite_tensors
 
 TIMEOUT = timedelta(seconds=120)
@@ -216,14 +216,15 @@ def make_config(
     model: Path, run_dir: Path, *, stages: int = 1, dtype: Any = "fp32", every: str = "10", **optim: Any
 ) -> Config:
     """Return a run of STEPS steps; optim: overrides options of [optim]."""
-    share_cache(model, run_dir)
-    return Config(
-        model=ModelConfig(str(model), dtype=dtype),
-        data=DataConfig(sources="demo", sequence=32, batch=4, seed=3),
-        optim=OptimConfig(**{"lr": 3e-2, "steps": STEPS, "clip": 0.5} | optim),
-        pp=PipelineConfig(stages=stages, micro=2),
-        checkpoint=CheckpointConfig(every=every),
-        log=LogConfig(dir=str(run_dir), to="jsonl"),
+    return with_shared_cache(
+        Config(
+            model=ModelConfig(str(model), dtype=dtype),
+            data=DataConfig(sources="demo", sequence=32, batch=4, seed=3),
+            optim=OptimConfig(**{"lr": 3e-2, "steps": STEPS, "clip": 0.5} | optim),
+            pp=PipelineConfig(stages=stages, micro=2),
+            checkpoint=CheckpointConfig(every=every),
+            log=LogConfig(dir=str(run_dir), to="jsonl"),
+        )
     )
 
 

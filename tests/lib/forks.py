@@ -44,8 +44,8 @@ from acsgd.run.failures import report_failure
 from acsgd.run.session import Session
 from acsgd.shards.manifest import Manifest, StoredFile
 from acsgd.topology import clone_store
+from tests.lib.ranks import PRELOAD
 
-PRELOAD = ["tests.lib.forks", "transformers.models.gpt2.modeling_gpt2", "rich.progress"]
 TIMEOUT = timedelta(seconds=60)
 POLL_S = 0.002
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +56,6 @@ def blocks_of(family: str, count: int) -> dict[str, int]:
     if family == "gpt2":
         return {"n_layer": count}
     return {"num_hidden_layers": count} | ({"max_window_layers": count // 2} if family == "qwen2" else {})
-
-
-def share_cache(model: Path, run_dir: Path) -> None:
-    """Let the runs beside `run_dir` use one cache of tokens and converted models with those of other tests."""
-    cache, link = model.parent.parent / "cache", run_dir.parent / "cache"
-    cache.mkdir(exist_ok=True)
-    link.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        link.symlink_to(cache)
 
 
 def dropout_of(family: str) -> dict[str, float]:

@@ -11,20 +11,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 
-PRELOAD = [
-    "pytest",
-    "torch",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
-    "acsgd.train",
-]
+PRELOAD = ["tests.lib.preload"]
 
 
 def on_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
     """Call body(rank, world_size, *args) in `world_size` processes and return the results by rank.
 
     body: a module-level function. Its exceptions are raised here, with the traceback of its process. The processes are
-    forked from a server that has imported torch but started none of its threads.
+    forked from a server that has imported PRELOAD but started no threads.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)

@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from acsgd.config.options import Config, ReplicaConfig
-from lib.models import share_cache
+from lib.cache import share_cache, with_shared_cache
 from lib.resume import HALF, checkpoint_of, make_config
 
 
 def make_replica_config(model: Path, run_dir: Path, mode: str, dtype: Any = "fp32", *, stages: int = 2) -> Config:
     """Return a run of lib.resume whose batch of 8 sequences is divisible by 2 replicas."""
     config = make_config(model, run_dir, dtype, "none")
-    return dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, batch=8),
-        dp=ReplicaConfig(mode),
-        pp=dataclasses.replace(config.pp, stages=stages),
+    return with_shared_cache(
+        dataclasses.replace(
+            config,
+            data=dataclasses.replace(config.data, batch=8),
+            dp=ReplicaConfig(mode),
+            pp=dataclasses.replace(config.pp, stages=stages),
+        )
     )
 
 

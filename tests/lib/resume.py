@@ -32,7 +32,7 @@ from acsgd.run.job import prepare
 from acsgd.run.lock import RunLock
 from acsgd.run.session import Session, StepResult
 from acsgd.topology import connect
-from lib.models import share_cache
+from lib.cache import share_cache, with_shared_cache
 
 STEPS, HALF = 8, 5
 TIMEOUT = timedelta(seconds=120)
@@ -45,14 +45,15 @@ def make_config(
     model: Path, run_dir: Path, dtype: Literal["fp32", "bf16", "fp16"], recompute: Literal["none", "layers"]
 ) -> Config:
     """Return a run of STEPS steps with checkpoints after HALF of them and at the end."""
-    share_cache(model, run_dir)
-    return Config(
-        model=ModelConfig(str(model), dtype=dtype, recompute=recompute),
-        data=DataConfig(sources="demo", sequence=32, batch=6, seed=3, eval_fraction=0.001),
-        optim=OptimConfig(lr=1e-3, steps=STEPS, warmup=3, clip=0.5, weight_decay=0.1, loss_scale=2.0**15),
-        pp=PipelineConfig(micro=2),
-        checkpoint=CheckpointConfig(every=str(HALF)),
-        log=LogConfig(dir=str(run_dir), to="jsonl"),
+    return with_shared_cache(
+        Config(
+            model=ModelConfig(str(model), dtype=dtype, recompute=recompute),
+            data=DataConfig(sources="demo", sequence=32, batch=6, seed=3, eval_fraction=0.001),
+            optim=OptimConfig(lr=1e-3, steps=STEPS, warmup=3, clip=0.5, weight_decay=0.1, loss_scale=2.0**15),
+            pp=PipelineConfig(micro=2),
+            checkpoint=CheckpointConfig(every=str(HALF)),
+            log=LogConfig(dir=str(run_dir), to="jsonl"),
+        )
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lib.models import share_cache
+from lib.cache import share_cache
 from lib.saved import SMALL, rewrite_tensors, small_run, train_alone
 from torch import Tensor
 

@@ -1,0 +1,36 @@
+"""One cache of tokens, verified layers and converted models for the runs of many tests."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+
+from acsgd.config.options import CheckpointConfig, Config
+from acsgd.launch import Launch
+from acsgd.run.inputs import open_inputs
+from acsgd.run.job import prepare
+
+_filled: set[str] = set()
+"""What was put into caches by this process."""
+
+
+def share_cache(model: Path, run_dir: Path) -> None:
+    """Let the runs beside `run_dir` use one cache with those of other tests."""
+    cache, link = model.parent.parent / "cache", run_dir.parent / "cache"
+    cache.mkdir(exist_ok=True)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        link.symlink_to(cache)
+
+
+def with_shared_cache(config: Config) -> Config:
+    """Let a run use one cache with those of other tests; put into it what each rank would compute or wait for."""
+    share_cache(Path(config.model.name), Path(config.log.dir))
+    known = repr((config.model.name, config.data, config.pp.micro, config.pp.stages, config.pp.schedule))
+    if known not in _filled:
+        _filled.add(known)
+        log = dataclasses.replace(config.log, dir=str(Path(config.log.dir).with_name("no run")))
+        no_run = dataclasses.replace(config, log=log, checkpoint=CheckpointConfig())
+        open_inputs(prepare(no_run, Launch(0, 0, config.pp.stages)))
+    return config

@@ -1,0 +1,21 @@
+"""Imports that ranks need and that take seconds. Imported once, by the server that the ranks of tests are forked from.
+
+No thread may start here.
+"""
+
+import gc
+import pydoc_data.topics
+
+import pytest
+import rich.progress
+import torch
+import transformers.models.gpt2.modeling_gpt2
+import transformers.models.llama.modeling_llama
+import transformers.models.qwen2.modeling_qwen2
+
+import acsgd.train
+import tests.lib.forks
+
+torch.set_num_threads(1)
+gc.freeze()  # or each rank would visit, and thus copy, the objects of all these modules
+__all__ = ["acsgd", "pydoc_data", "pytest", "rich", "tests", "transformers"]
