@@ -1,27 +1,21 @@
-"""Runs of models of many types under torchrun, on batches drawn at random.
-
-    torchrun --nproc-per-node 2 -m tests.lib.typed_runs RUN.toml ...
-
-trains each run to its last step, one after the other. Besides its usual files, a run directory gets WEIGHTS.
-"""
+"""Runs of models of many types, on batches drawn at random. Besides its usual files, a run directory gets WEIGHTS."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from acsgd import train
 from acsgd.config.options import Config
-from acsgd.config.run_file import parse
 from acsgd.io.checkpoint.progress import Progress, RunIdentity
 from acsgd.io.checkpoint.resume import find
 from acsgd.io.sampling.batches import Batch
@@ -30,8 +24,8 @@ from acsgd.run.inputs import Inputs, open_weight_source, plan_activation_caches
 from acsgd.run.job import Job, prepare
 from acsgd.run.lock import RunLock
 from acsgd.run.session import Session
-from acsgd.topology import connect, open_store
-from tests.lib.model_types import VOCABULARY
+from acsgd.topology import connect
+from lib.model_types import VOCABULARY
 
 SEQUENCE, BATCH = 12, 6
 SAMPLES = 2 * BATCH
@@ -120,7 +114,7 @@ class Drawn:
 
 
 def train_run(config: Config, launch: Launch, store: dist.Store) -> None:
-    """Train a run to its last step. store: of this run alone."""
+    """Train a run to its last step on this rank. store: of this run alone."""
     job = prepare(config, launch)
     drawn: Any = Drawn.of(job)
     identity = RunIdentity.of(job.model.config, tokenizer="", texts=drawn.fingerprint(), data={})
@@ -130,6 +124,13 @@ def train_run(config: Config, launch: Launch, store: dist.Store) -> None:
         source = open_weight_source(job) if fresh else None
         caches = plan_activation_caches(job, SAMPLES, run_id=identity.digest(), fresh=fresh)
         train.train(job, Inputs(drawn, drawn, identity, candidates, source, caches, ""), groups, RunLock([]))
+
+
+def fill_cache(config: Config, world_size: int) -> None:
+    """Put into the cache of a run what its ranks would each compute or wait for."""
+    job = prepare(config, Launch(0, 0, world_size))
+    job.layers_cache.verify(job.model.config, job.model.description, reports_wait=False)
+    open_weight_source(job)
 
 
 def _record_weights(run_steps: Callable[..., None]) -> Callable[..., None]:
@@ -154,15 +155,10 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()
 
 
-def main(paths: list[str]) -> None:
-    """Train each run."""
-    launch = Launch.from_env()
+def train_ranks(rank: int, world_size: int, store: Path, configs: Sequence[Config]) -> None:
+    """Train each run to its last step on this rank, one after the other."""
     torch.set_num_threads(1)
-    train.run_steps = _record_weights(train.run_steps)
-    store = open_store(launch)
-    for path in paths:
-        train_run(parse([path]), launch, dist.PrefixStore(path, store))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "run_steps", _record_weights(train.run_steps))
+        for number, config in enumerate(configs):
+            train_run(config, Launch(rank, rank, world_size), dist.FileStore(f"{store}-{number}", world_size))

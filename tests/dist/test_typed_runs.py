@@ -1,4 +1,4 @@
-"""Models of many types under torchrun: losses of two and four ranks are those of one process in plain PyTorch."""
+"""Models of many types: losses of runs of two and four ranks are those of one process in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from lib.model_types import VOCABULARY, small_config, task_of
-from lib.training import RELATIVE, STEPS, train_whole
+from lib.ranks import on_ranks
+from lib.training import RELATIVE, train_whole
+from lib.typed_runs import BATCH, SEQUENCE, WEIGHTS, Drawn, digest, fill_cache, train_ranks
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
@@ -25,16 +27,12 @@ from acsgd.config.options import (
     OptimConfig,
     PipelineConfig,
 )
-from acsgd.config.run_file import to_toml
 from acsgd.io.sampling.batches import Batch
 from acsgd.seeds import mix_seed
 from acsgd.shards.manifest import Manifest
 from acsgd.tasks import TASKS
-from tests.lib.launched import TORCHRUN, running
-from tests.lib.typed_runs import BATCH, SEQUENCE, WEIGHTS, Drawn, digest
 
-LIMIT_S = 300.0
-HALF = STEPS // 2
+STEPS, HALF = 6, 3
 SMALL, SCALE = 0.05, 4.0
 """New matrices with a standard deviation below SMALL are multiplied by SCALE: attention would be nearly uniform,
 whatever its mask. Those of t5 are larger."""
@@ -90,7 +88,7 @@ def compared(model_type: str) -> list[str]:
 
 
 class Runs:
-    """Runs in a directory, to be trained with one start of torchrun per number of ranks.
+    """Runs in a directory, to be trained with one start of processes per number of ranks.
 
     A run is named by its type, its split and what else is special: "t5, 4 stages".
     """
@@ -139,15 +137,10 @@ class Runs:
 
     def train(self, ranks: int) -> None:
         """Train all runs of a number of ranks, in the order in which they were added."""
-        files = []
-        for name, config in self.configs.items():
-            if self._ranks[name] == ranks:
-                files.append(self._directory / f"{name}.toml")
-                files[-1].write_text(to_toml(config))
-        cwd = self._directory / f"ranks-{ranks}"
-        cwd.mkdir()
-        with running([*TORCHRUN, str(ranks), "-m", "tests.lib.typed_runs", *map(str, files)], cwd) as run:
-            assert run.process.wait(LIMIT_S) == 0, run.stderr
+        configs = [config for name, config in self.configs.items() if self._ranks[name] == ranks]
+        for config in configs:
+            fill_cache(config, ranks)
+        on_ranks(ranks, train_ranks, self._directory / f"store-{ranks}", configs)
 
 
 def checkpoint_of(config: Config, step: int) -> Path:
