@@ -1,4 +1,4 @@
-"""One cache of tokens, verified layers and converted models for the runs of many tests."""
+"""Models, and one cache of tokens, verified layers and converted models, for the runs of many tests."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ import contextlib
 import dataclasses
 from pathlib import Path
 
-from acsgd.config.options import CheckpointConfig, Config
+from acsgd.config.options import Config
 from acsgd.launch import Launch
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
+from tests.lib.forks import save_model
 
 _filled: set[str] = set()
 """What was put into caches by this process."""
+
+
+def shared_model(tmp_path: Path, *, blocks: int = 2) -> Path:
+    """Return the directory of a model of `save_model` that is written once for all tests of a worker.
+
+    tmp_path: of any test.
+    """
+    directory = tmp_path.parent / f"model-{blocks}" / "model"
+    return directory if directory.exists() else save_model(directory, blocks=blocks)
 
 
 def share_cache(model: Path, run_dir: Path) -> None:
@@ -31,6 +41,7 @@ def with_shared_cache(config: Config) -> Config:
     if known not in _filled:
         _filled.add(known)
         log = dataclasses.replace(config.log, dir=str(Path(config.log.dir).with_name("no run")))
-        no_run = dataclasses.replace(config, log=log, checkpoint=CheckpointConfig())
+        checkpoint = dataclasses.replace(config.checkpoint, dir=None, resume="auto")
+        no_run = dataclasses.replace(config, log=log, checkpoint=checkpoint)
         open_inputs(prepare(no_run, Launch(0, 0, config.pp.stages)))
     return config

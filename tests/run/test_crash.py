@@ -18,8 +18,9 @@ from acsgd.config.run_file import to_toml
 from acsgd.errors import RunError
 from acsgd.io.checkpoint import saver
 from acsgd.run.session import Session
+from tests.lib.cache import shared_model, with_shared_cache
 from tests.lib.crashes import Campaign, summary
-from tests.lib.forks import checkpoints_of, finish, make_config, save_model, started
+from tests.lib.forks import checkpoints_of, finish, make_config, started
 from tests.lib.launched import MARGIN_S, TORCHRUN, TRAIN, running
 
 STEPS = 60
@@ -49,8 +50,9 @@ def test_a_run_that_is_stopped_repeatedly_equals_the_undisturbed_one(tmp_path: P
 def test_a_command_that_is_interrupted_saves_and_resumes_to_the_undisturbed_run(processes: int, tmp_path: Path) -> None:
     """A single process receives SIGINT; torchrun receives SIGTERM and forwards it to its ranks."""
     rarely, often = CheckpointConfig(best=True), CheckpointConfig(every="1", keep=2, best=True)
-    model = save_model(tmp_path / "model")
+    model = shared_model(tmp_path)
     undisturbed = make_config(model, tmp_path / "undisturbed", processes=processes, steps=STEPS, checkpoint=rarely)
+    with_shared_cache(undisturbed)
     expected = finish(undisturbed, processes)
     config = make_config(model, tmp_path / "run", processes=processes, steps=STEPS, checkpoint=often)
     printing = dataclasses.replace(config, log=dataclasses.replace(config.log, to="print,jsonl"))
@@ -91,8 +93,9 @@ def fail_while_saving(rank: int) -> None:
 
 
 def test_a_run_that_fails_during_a_save_ends_with_its_error_alone(tmp_path: Path) -> None:
-    model, every = save_model(tmp_path / "model"), CheckpointConfig(every="3")
+    model, every = shared_model(tmp_path), CheckpointConfig(every="3")
     config = make_config(model, tmp_path / "run", processes=1, steps=STEPS, checkpoint=every)
+    with_shared_cache(config)
     with started(config, 1, setup=fail_while_saving) as run:
         assert run.join() == [1]
         assert run.stderr.strip() == "error: a failure of the network"

@@ -27,7 +27,8 @@ from acsgd.run import lock
 from acsgd.run.checkpointing import Checkpointing
 from acsgd.run.failures import GRACE_S
 from acsgd.run.signals import REPEAT_S, WATCH_S
-from tests.lib.forks import make_config, save_model, started
+from tests.lib.cache import shared_model, with_shared_cache
+from tests.lib.forks import make_config, started
 from tests.lib.launched import MARGIN_S, TRAIN, running
 
 HOST = socket.gethostname()
@@ -37,14 +38,14 @@ TIMEOUT_S = 4.0
 def config_of(directory: Path, *, processes: int, stages: int, timeout_s: float = TIMEOUT_S) -> Config:
     """Return the config of a run that does not end by itself."""
     config = make_config(
-        save_model(directory / "model", blocks=max(2, stages)),
+        shared_model(directory, blocks=max(2, stages)),
         directory / "run",
         processes=processes,
         steps=100_000,
         checkpoint=CheckpointConfig(),
     )
     pp = dataclasses.replace(config.pp, stages=stages, layers=None)
-    return dataclasses.replace(config, pp=pp, run=RunConfig(timeout=timeout_s))
+    return with_shared_cache(dataclasses.replace(config, pp=pp, run=RunConfig(timeout=timeout_s)))
 
 
 def inject(rank: int, *, at_rank: int, fault: str, notice: Path) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from acsgd.config.options import CheckpointConfig, Config
 from acsgd.config.run_file import to_toml
-from tests.lib.forks import checkpoints_of, make_config, save_model, started
+from tests.lib.cache import shared_model, with_shared_cache
+from tests.lib.forks import checkpoints_of, make_config, started
 from tests.lib.launched import MARGIN_S, TORCHRUN, TRAIN, running
 
 
@@ -21,8 +22,9 @@ def config_of(directory: Path, *, processes: int, steps: int) -> Config:
     """Write directory/run.toml, a run that prints and logs, and return its config."""
     checkpoint = CheckpointConfig(every="4")
     config = make_config(
-        save_model(directory / "model"), directory / "run", processes=processes, steps=steps, checkpoint=checkpoint
+        shared_model(directory), directory / "run", processes=processes, steps=steps, checkpoint=checkpoint
     )
+    config = with_shared_cache(config)
     config = dataclasses.replace(config, log=dataclasses.replace(config.log, to="print,jsonl,text"))
     (directory / "run.toml").write_text(to_toml(config))
     return config

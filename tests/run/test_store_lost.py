@@ -13,7 +13,8 @@ from typing import Any
 
 from acsgd.config.options import CheckpointConfig, Config, RunConfig
 from acsgd.io.checkpoint.saver import Saver
-from tests.lib.forks import checkpoints_of, make_config, save_model, started
+from tests.lib.cache import shared_model, with_shared_cache
+from tests.lib.forks import checkpoints_of, make_config, started
 from tests.lib.launched import MARGIN_S
 from tests.lib.proxy import proxied_store
 
@@ -24,9 +25,9 @@ STEPS = 3
 
 def config_of(directory: Path) -> Config:
     config = make_config(
-        save_model(directory / "model"), directory / "run", processes=2, steps=STEPS, checkpoint=CheckpointConfig()
+        shared_model(directory), directory / "run", processes=2, steps=STEPS, checkpoint=CheckpointConfig()
     )
-    return dataclasses.replace(config, run=RunConfig(timeout=TIMEOUT_S))
+    return with_shared_cache(dataclasses.replace(config, run=RunConfig(timeout=TIMEOUT_S)))
 
 
 def report_when_released(rank: int, *, at_rank: int, directory: Path) -> None:
