@@ -92,31 +92,36 @@ def test_natural_instructions_has_every_instance_of_the_split(split: str) -> Non
 @pytest.mark.parametrize(
     ("task", "file", "fields", "labels", "count"),
     [
-        ("cola", "CoLA/train", "sentence", {"acceptable", "unacceptable"}, 7250),
-        ("qnli", "QNLI/dev", "question sentence", {"entailment", "not_entailment"}, 5463),
-        ("rte", "RTE/train", "sentence1 sentence2", {"entailment", "not_entailment"}, 2127),
-        ("sst2-sentences", "SST-2-sentences/dev", "sentence", {"positive", "negative"}, 1821),
+        ("cola", "CoLA/train", "sentence", ["unacceptable", "acceptable"], 7250),
+        ("qnli", "QNLI/dev", "question sentence", ["entailment", "not_entailment"], 5463),
+        ("rte", "RTE/train", "sentence1 sentence2", ["entailment", "not_entailment"], 2127),
+        ("sst2-sentences", "SST-2-sentences/dev", "sentence", ["negative", "positive"], 1821),
     ],
 )
 def test_files_of_glue_have_the_fields_of_the_hub(
-    task: str, file: str, fields: str, labels: set[str], count: int
+    task: str, file: str, fields: str, labels: list[str], count: int
 ) -> None:
     records = read(f"glue:{task}:{SHARED / 'glue' / file}.tsv")
     assert len(records) == count
     assert all(isinstance(record, Record) for record in records)
-    assert all(set(record.fields) == {*fields.split(), "label"} for record in records)
+    assert all(set(record.fields) == {*fields.split(), "label", "label_name"} for record in records)
     assert all(record.fields[field] for record in records for field in fields.split())
-    assert {record.fields["label"] for record in records} == labels
+    names = {record.fields["label"]: record.fields["label_name"] for record in records}
+    assert (names, [names[label] for label in sorted(names)]) == (dict(enumerate(GLUE[task].labels)), labels)
 
 
 def test_columns_of_other_tasks_are_renamed(tmp_path: Path) -> None:
     path = tmp_path / "a.tsv"
     path.write_text('Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tone " quote\ttwo\n2\t7\t8\ta\tb\n')
     good, bad = read(f"glue:mrpc:{path}")
-    assert good.fields == {"sentence1": 'one " quote', "sentence2": "two", "label": "equivalent"}
-    assert bad == BadRecord(f"{path}, line 3", 'has the label "2"', "use a number below 2")
+    assert good.fields == {"sentence1": 'one " quote', "sentence2": "two", "label": 1, "label_name": "equivalent"}
+    assert bad == BadRecord(f"{path}, line 3", 'has the label "2"', "use one of not_equivalent, equivalent")
+    path.write_text("sentence1\tsentence2\tscore\na\tb\t2.5\na\tb\tmany\n")
+    good, bad = read(f"glue:stsb:{path}")
+    assert good.fields == {"sentence1": "a", "sentence2": "b", "label": 2.5}
+    assert bad == BadRecord(f"{path}, line 3", 'has the label "many"', "use a number")
     [wrong, _] = read(f"glue:qqp:{path}")
-    assert wrong.reason.startswith('has no column "question1"; its columns: Quality, #1 ID')
+    assert wrong.reason.startswith('has no column "question1"; its columns: sentence1, sentence2, score')
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from acsgd.io.sources.base import BadRecord, Record, RecordCounts
 from acsgd.io.sources.sets import LocalSet
 from acsgd.io.sources.tables import read_columns, read_tsv
+from acsgd.io.sources.text import excerpt
 
 
 class GlueTask(NamedTuple):
@@ -18,7 +19,7 @@ class GlueTask(NamedTuple):
     columns: Sequence[str] | None = None
     """Names of the columns of a file without a header."""
     labels: Sequence[str] = ()
-    """Names of the labels 0, 1, ..., if the files have numbers."""
+    """Names of the labels 0, 1, ...; none if the label is a score."""
 
 
 _PAIR = {"sentence1": "sentence1", "sentence2": "sentence2", "label": "label"}
@@ -41,16 +42,21 @@ GLUE: Mapping[str, GlueTask] = {
         {"question1": "question1", "question2": "question2", "label": "is_duplicate"},
         labels=("not_duplicate", "duplicate"),
     ),
-    "mnli": GlueTask({"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}),
-    "qnli": GlueTask({"question": "question", "sentence": "sentence", "label": "label"}),
-    "rte": GlueTask(_PAIR),
+    "mnli": GlueTask(
+        {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"},
+        labels=("entailment", "neutral", "contradiction"),
+    ),
+    "qnli": GlueTask(
+        {"question": "question", "sentence": "sentence", "label": "label"}, labels=("entailment", "not_entailment")
+    ),
+    "rte": GlueTask(_PAIR, labels=("entailment", "not_entailment")),
     "wnli": GlueTask(_PAIR, labels=("not_entailment", "entailment")),
 }
 """Tasks of GLUE by name."""
 
 
 class Glue(LocalSet):
-    """A file of a task of GLUE, "glue:TASK:FILE", with the fields that the Hub has and labels by name."""
+    """A file of a task of GLUE, "glue:TASK:FILE", with the fields that the Hub has, and "label_name"."""
 
     def check(self) -> None:
         """Raise ValueError unless the task is known and the file is readable."""
@@ -79,9 +85,12 @@ def _glue_record(record: Record, task: GlueTask) -> Record | BadRecord:
             record.where, f'has no column "{missing[0]}"; its columns: {found}', "give the file of the task"
         )
     fields = {field: record.fields[column] for field, column in task.fields.items()}
-    if task.labels:
-        label = fields["label"]
-        if not (label.isdecimal() and int(label) < len(task.labels)):
-            return BadRecord(record.where, f'has the label "{label}"', f"use a number below {len(task.labels)}")
-        fields["label"] = task.labels[int(label)]
-    return record._replace(fields=fields)
+    label = fields["label"]
+    try:
+        if not task.labels:
+            return record._replace(fields={**fields, "label": float(label)})
+        number = task.labels.index(label) if label in task.labels else range(len(task.labels)).index(int(label))
+        return record._replace(fields={**fields, "label": number, "label_name": task.labels[number]})
+    except ValueError:
+        known = f"one of {', '.join(task.labels)}" if task.labels else "a number"
+        return BadRecord(record.where, f'has the label "{excerpt(label)}"', f"use {known}")
