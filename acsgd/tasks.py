@@ -115,8 +115,12 @@ def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) 
 
 
 def squared_error(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the squared error summed over the labels. logits: [B, 1]; labels: [B], numbers. Nothing is smoothed."""
-    return nn.functional.mse_loss(logits.squeeze(-1).float(), labels.float(), reduction="sum")
+    """Return the squared error summed over the labels. logits: [B, 1]; labels: [B], numbers, or IGNORED.
+
+    Nothing is smoothed.
+    """
+    errors = logits.squeeze(-1).float() - labels.float()
+    return errors.square().masked_fill(labels == IGNORED, 0.0).sum()
 
 
 _TOKENS = {"input_ids": ("batch", "sequence")}

@@ -142,10 +142,10 @@ def train_step(
 def evaluate(session: Session, held_out: HeldOut, step: int, metrics: Metrics) -> float:
     """Return the mean loss on the held-out text after `step` steps, and print it."""
     loss = session.evaluate(held_out.batches(len(session.job.micro_ids)), step - 1)
-    perplexity = math.exp(min(loss, 700.0))
+    predicts_tokens = session.job.model.task.predicted is not None
+    perplexity = f", perplexity {math.exp(min(loss, 700.0)):.2f}" if predicts_tokens else ""
     metrics.note(
-        f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity:.2f} "
-        f"({len(held_out)} sequences{session.job.eval_form})"
+        f"step {step}: held-out loss {loss:.4f}{perplexity} ({len(held_out)} sequences{session.job.eval_form})"
     )
     return loss
 

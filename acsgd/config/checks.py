@@ -54,6 +54,13 @@ def _check_batch(data: DataConfig, micro: int) -> None:
 
 
 def _check_rows(config: Config) -> None:
+    task = config.model.task
+    if task != "lm" and config.rows != "single":
+        raise ValueError(
+            f"data.rows={config.rows} is for model.task=lm; {task} has one example per row: remove data.rows"
+        )
+    if task != "lm" and config.long == "split":
+        raise ValueError(f"data.long=split is for model.task=lm; use data.long=truncate, skip or error for {task}")
     if config.data.long is not None and config.rows == "concat":
         raise ValueError(
             f"data.long={config.data.long} applies to whole documents, but data.rows=concat cuts them where a sequence "

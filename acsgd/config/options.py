@@ -58,17 +58,19 @@ class DataConfig:
     """Global batch size, sequences per optimizer step over all replicas. Independent of the number of ranks."""
     rows: Literal["concat", "pack", "single"] | None = None
     """How documents are put into sequences: "concat" cuts the concatenation of all documents; "pack" puts whole
-    documents together so that little padding is left; "single" pads one document to a sequence. Default: "concat"."""
+    documents together so that little padding is left; "single" pads one document to a sequence. Default: "concat", for
+    other tasks than "lm" always "single"."""
     long: Literal["split", "truncate", "skip", "error"] | None = None
     """What is done with a document that is longer than a sequence, unless documents are concatenated: "split" makes
-    several of it, "truncate" cuts its end off, "skip" leaves it out, "error" ends the run. Default: "split"."""
+    several of it, "truncate" cuts its end off, "skip" leaves it out, "error" ends the run. Default: "split", for
+    other tasks than "lm" "truncate"."""
     isolate: bool = False
     """Whether documents that are packed into one sequence attend only to themselves. Needs data.rows="pack"."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Seed of the sample order, of dropout and of new weights."""
     format: str = "auto"
-    """Format of the records: "text", "messages", "sharegpt", "prompt", "p3", "io", "alpaca", "dolly" or "oig". "auto"
-    detects it from the first record of each source."""
+    """Format of the records: "text", "messages", "sharegpt", "prompt", "p3", "io", "alpaca", "dolly", "oig", or "label"
+    for classification and regression. "auto" detects it from the first record of each source."""
     fields: str | None = None
     """Names of fields that differ from those of the format, "text=content,..."; fields of objects in objects:
     "text=meta.body". Default: none."""
@@ -231,9 +233,9 @@ class Config:
     @property
     def rows(self) -> Literal["concat", "pack", "single"]:
         """How documents are put into sequences: data.rows or its default."""
-        return self.data.rows or "concat"
+        return self.data.rows or ("concat" if self.model.task == "lm" else "single")
 
     @property
     def long(self) -> Literal["split", "truncate", "skip", "error"]:
         """What is done with a document that is longer than a sequence: data.long or its default."""
-        return self.data.long or "split"
+        return self.data.long or ("split" if self.model.task == "lm" else "truncate")

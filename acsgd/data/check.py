@@ -20,7 +20,7 @@ from acsgd.config.options import DataConfig
 from acsgd.data.opened import open_sources
 from acsgd.io.formats.base import Example
 from acsgd.io.formats.formats import parts_of, read_each
-from acsgd.io.sampling.encode import Encoder
+from acsgd.io.sampling.encode import DocumentEncoder
 from acsgd.io.sources.base import BadRecord, RecordCounts, Source
 from acsgd.notes import print_note, report_if_slow
 
@@ -91,7 +91,7 @@ def check(data: DataConfig, model: str, sequence: int | None) -> bool:
 
 def _examine(source: Source, tokenizer: PreTrainedTokenizerBase, sequence: int | None) -> Report:
     """Read and tokenize a source."""
-    report, encoder, started = Report(source.name, sequence), Encoder(tokenizer), time.monotonic()
+    report, encoder, started = Report(source.name, sequence), DocumentEncoder(tokenizer), time.monotonic()
     begun = 0  # tokens of a document whose end was not read yet
 
     def progress() -> str:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from acsgd.config.options import DataConfig
 from acsgd.data.opened import open_sources
 from acsgd.io.formats.formats import read_each
-from acsgd.io.sampling.encode import Encoded, Encoder
+from acsgd.io.sampling.encode import DocumentEncoder, Encoded
 from acsgd.io.sources.base import BadRecord, RecordCounts
 
 MAX_TOKENS = 2000
@@ -24,7 +24,7 @@ def show(data: DataConfig, model: str, number: int) -> None:
     console = Console(soft_wrap=True, highlight=False)
     masked = "dimmed" if console.is_terminal else "in ⟦⟧"
     for source in sources:
-        counts, encoder = RecordCounts(), Encoder(tokenizer)
+        counts, encoder = RecordCounts(), DocumentEncoder(tokenizer)
         for index, (where, example) in enumerate(islice(read_each(source, tokenizer, counts), number)):
             if not index:
                 console.print(Text(f'format "{counts.format}"; masked tokens are {masked}', style="bold"))

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from transformers import PreTrainedTokenizerBase
+
 from acsgd.io.rows.base import RowReader, Rows
 from acsgd.io.rows.concat import ConcatRows
 from acsgd.io.rows.documents import DocumentRows
+from acsgd.io.rows.labelled import LabelledRows, PairRows
 from acsgd.io.rows.layout import open_layout
 from acsgd.io.sampling.batches import BatchReader
+from acsgd.io.sampling.encode import DocumentEncoder, Encoder
+from acsgd.io.sampling.encode_examples import PairEncoder, SequenceEncoder
 from acsgd.io.sampling.held_out import HeldOut, held_out, split
 from acsgd.io.sampling.sampler import Sampler, block_counts
 from acsgd.io.sampling.tokens import Corpus, tokenize_all
@@ -23,11 +28,6 @@ def open_data(job: Job) -> BatchReader:
     Raises ValueError if a source cannot be read or is too short.
     """
     config = job.config
-    if job.model.task.name != "lm":
-        raise ValueError(
-            f'model.task="{job.model.task.name}" needs labelled examples, but data.sources are texts; use '
-            'model.task="lm"'
-        )
     rows = _open_rows(job, job.sources)
     sampler = Sampler(
         seed=config.data.seed,
@@ -55,7 +55,8 @@ def _open_rows(job: Job, sources: Sequence[WeightedSource]) -> RowReader:
         sources,
         job.tokenizer,
         job.cache_dir / "tokens",
-        vocab_size=job.model.config.vocab_size,
+        vocab_size=job.model.config.get_text_config().vocab_size,
+        make_encoder=lambda tokenizer: _encoder_of(job, tokenizer),
         reports_wait=job.is_first_on_host,
     )
     return RowReader(
@@ -66,12 +67,37 @@ def _open_rows(job: Job, sources: Sequence[WeightedSource]) -> RowReader:
     )
 
 
+def _encoder_of(job: Job, tokenizer: PreTrainedTokenizerBase) -> Encoder:
+    """Return what makes tokens of the examples of a source, as the task needs them."""
+    long, sequence = job.config.long, job.config.data.sequence
+    if job.model.task.name == "lm":
+        return DocumentEncoder(tokenizer)
+    assert long != "split"
+    encoder = PairEncoder if job.model.task.name == "seq2seq" else SequenceEncoder
+    return encoder(tokenizer, sequence, long)
+
+
 def _rows_of(job: Job, corpus: Corpus) -> Rows:
-    """Return the rows of a corpus that data.rows asks for."""
-    config, sequence = job.config, job.config.data.sequence
+    """Return the rows of a corpus: as the task needs them, for language modelling as data.rows asks."""
+    config, sequence, task = job.config, job.config.data.sequence, job.model.task.name
+    padding = padding_id(job.tokenizer, job.model.config)
+    if task == "seq2seq":
+        return PairRows(corpus, sequence, padding=padding, start=_decoder_start(job))
+    if task != "lm":
+        is_regression = task == "regression"
+        return LabelledRows(corpus, sequence, padding=padding, config=job.model.config, is_regression=is_regression)
     if config.rows == "concat":
         return ConcatRows(corpus, sequence)
     cache = job.cache_dir / "rows"
     layout = open_layout(corpus, sequence, config.rows, config.long, cache, reports_wait=job.is_first_on_host)
-    padding = padding_id(job.tokenizer)
     return DocumentRows(corpus, layout, sequence, padding=padding, isolate=config.data.isolate)
+
+
+def _decoder_start(job: Job) -> int:
+    """Return the token that enters the decoder first. Raises ValueError if the model has none."""
+    start = getattr(job.model.config, "decoder_start_token_id", None)
+    if not isinstance(start, int):
+        raise ValueError(
+            f'{job.config.model.name} has no first token of a decoder; set "decoder_start_token_id" in config.json'
+        )
+    return start

@@ -24,7 +24,7 @@ from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.load import RandomWeights, WeightSource
 from acsgd.shards.manifest import MANIFEST, VERSION, StoredFile
-from acsgd.shards.tokenizer import DocumentTokens, padding_id
+from acsgd.shards.tokenizer import DocumentTokens, SpecialTokens, name_tokens, padding_id
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def open_inputs(job: Job) -> Inputs:
     """
     _keep_layers(job)
     reader, held = open_data(job), open_held_out(job)
-    data, special = job.config.data, DocumentTokens.of(job.tokenizer)
+    data = job.config.data
     identity = RunIdentity.of(
         job.model.config,
         tokenizer=tokenizer_fingerprint(job.tokenizer),
@@ -74,8 +74,6 @@ def open_inputs(job: Job) -> Inputs:
             "data.seed": data.seed,
             "data.eval_fraction": data.eval_fraction,
             "weights of data.sources": list(reader.sampler.counts),
-            "tokens before a document": special.begin,
-            "token after a document": special.end,
             **_row_options(job),
         },
     )
@@ -83,16 +81,33 @@ def open_inputs(job: Job) -> Inputs:
     fresh = not candidates.checkpoints and not candidates.rejected
     cache_plan = plan_activation_caches(job, sum(reader.sampler.sizes), run_id=identity.digest(), fresh=fresh)
     source = open_weight_source(job) if fresh else None
-    padding = None if job.config.rows == "concat" else padding_id(job.tokenizer)
-    tokens = special.describe(job.tokenizer, job.model.config.vocab_size, padding)
-    return Inputs(reader, held, identity, candidates, source, cache_plan, tokens)
+    return Inputs(reader, held, identity, candidates, source, cache_plan, _describe_tokens(job))
 
 
 def _row_options(job: Job) -> dict[str, object]:
-    """Return the options on which the rows depend. Checkpoints of rows by concatenation do not record any."""
-    if job.config.rows == "concat":
-        return {}
-    return {"data.rows": job.config.rows, "data.long": job.config.long, "data.isolate": job.config.data.isolate}
+    """Return what the rows depend on besides the sources."""
+    config, options = job.config, dict[str, object]()
+    if job.model.task.name == "lm":
+        special = DocumentTokens.of(job.tokenizer)
+        options |= {"tokens before a document": special.begin, "token after a document": special.end}
+    if config.rows != "concat":  # checkpoints of rows by concatenation do not record any
+        options |= {"data.rows": config.rows, "data.long": config.long, "data.isolate": config.data.isolate}
+    return options
+
+
+def _describe_tokens(job: Job) -> str:
+    """Return a sentence on special tokens and padding."""
+    config, tokenizer = job.model.config, job.tokenizer
+    padding = None if job.config.rows == "concat" else padding_id(tokenizer, config)
+    if job.model.task.name == "lm":
+        return DocumentTokens.of(tokenizer).describe(tokenizer, config.get_text_config().vocab_size, padding)
+    special = SpecialTokens.of(tokenizer)
+    around = [name_tokens(tokenizer, ids) or "no token of its own" for ids in special]
+    assert padding is not None
+    return (
+        f"tokens: a text begins with {around[0]} and ends with {around[1]}; padding is "
+        f"{name_tokens(tokenizer, [padding])}"
+    )
 
 
 def _keep_layers(job: Job) -> None:

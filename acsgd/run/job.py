@@ -206,7 +206,7 @@ def prepare(config: Config, launch: Launch) -> Job:
     plugins = parse_plugins(config)
     if topology.replicas > 1:
         check_capabilities(config, plugins.mode.requires, plugins.optimizer.capabilities)
-    options = read_options(config.data)
+    options = read_options(config.data, has_labels=config.model.task in ("classification", "regression"))
     sources = parse_sources(config.data.sources, options=options)
     eval_sources = parse_eval(config.data.eval_sources, config.data.eval_fraction, options=options)
     micro_ids = _deal(config, topology)

@@ -9,6 +9,7 @@ from acsgd.config.options import Config, LogConfig
 from acsgd.io.sampling.batches import reading_bytes
 from acsgd.run.error_report import log_file
 from acsgd.streams import Streams, available_memory_bytes
+from acsgd.tasks import TASKS
 
 MAX_COMPUTES = 2**16
 """Maximum number of forwards in a step of one pipeline. Ordering and validating a program takes 0.1 ms per forward."""
@@ -36,7 +37,8 @@ def check_computes(config: Config, stages: int, micros: int) -> None:
 def check_reading(config: Config, micros: int, processes: int) -> None:
     """Raise ValueError if reading batches takes more memory than this host has. processes: of the run on this host."""
     data = config.data
-    needed = reading_bytes(data.batch, micros * config.pp.micro, data.sequence, isolate=data.isolate)
+    arrays = len(TASKS[config.model.task].inputs) + data.isolate + 1
+    needed = reading_bytes(data.batch, micros * config.pp.micro, data.sequence, arrays=arrays)
     available = available_memory_bytes()
     if available is not None and needed * processes > available:
         raise ValueError(

@@ -82,10 +82,14 @@ class DocumentTokens(NamedTuple):
         return cls(SpecialTokens.of(tokenizer).before, end)
 
 
-def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token with which rows are padded: pad_token, or eos_token if there is none."""
-    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    return next((id_ for id_ in ids if isinstance(id_, int)), 0)
+def padding_id(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> int:
+    """Return the token with which rows are padded: that of the model, else of the tokenizer, else eos_token.
+
+    Some classifiers find the end of a text by the model's.
+    """
+    text = config.get_text_config()
+    ids = (getattr(text, "pad_token_id", None), tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((id_ for id_ in ids if isinstance(id_, int) and 0 <= id_ < text.vocab_size), 0)
 
 
 def name_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from lib.cache import with_shared_cache
 from lib.models import blocks_of
-from lib.training import assert_same_training, make_config, train_whole, whole_batches
+from lib.training import assert_same_training, plain_config, train_whole, whole_batches
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from acsgd.config.options import Config
@@ -27,7 +28,7 @@ def packed(model: Path, tmp_path: Path, **pp: object) -> Config:
     (tmp_path / "a.jsonl").write_text(
         "".join(f'{{"text": "{" ".join(str(n * k % 89) for k in range(n % 8 + 1))}"}}\n' for n in range(1, 120))
     )
-    config = make_config(model, tmp_path, steps=3, **pp)
+    config = plain_config(model, tmp_path, steps=3, **pp)
     data = dataclasses.replace(config.data, sources=str(tmp_path / "a.jsonl"), sequence=56, rows="pack", isolate=True)
     return dataclasses.replace(config, data=data)
 
@@ -59,7 +60,7 @@ def losses_alone(config: Config) -> list[float]:
 
 def test_isolated_documents_have_the_losses_of_documents_alone(tiny_model: TinyModel, tmp_path: Path) -> None:
     models = [tiny_model(family, **blocks_of(family, 2)) for family in ("gpt2", "llama")]
-    configs = [packed(model, tmp_path, stages=2, micro=2) for model in models]
+    configs = [with_shared_cache(packed(model, tmp_path, stages=2, micro=2)) for model in models]
     assert_same_training(configs, 2, tmp_path, losses_alone)
 
 

@@ -42,14 +42,17 @@ TOPOLOGIES = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]
 
 def make_config(model: Path, run_dir: Path, *, steps: int = STEPS, **pp: object) -> Config:
     """Return a run of 6 sequences per step: in micro-batches of 2 they are three, uneven for two replicas."""
-    return with_shared_cache(
-        Config(
-            model=ModelConfig(name=str(model)),
-            data=DataConfig(sources="demo", sequence=32, batch=6, seed=3),
-            optim=OptimConfig(lr=1e-3, steps=steps, warmup=3, clip=0.5, weight_decay=0.1),
-            pp=PipelineConfig(**pp),  # type: ignore[arg-type]
-            log=LogConfig(dir=str(run_dir / "run")),
-        )
+    return with_shared_cache(plain_config(model, run_dir, steps=steps, **pp))
+
+
+def plain_config(model: Path, run_dir: Path, *, steps: int = STEPS, **pp: object) -> Config:
+    """Return the same run with an empty cache."""
+    return Config(
+        model=ModelConfig(name=str(model)),
+        data=DataConfig(sources="demo", sequence=32, batch=6, seed=3),
+        optim=OptimConfig(lr=1e-3, steps=steps, warmup=3, clip=0.5, weight_decay=0.1),
+        pp=PipelineConfig(**pp),  # type: ignore[arg-type]
+        log=LogConfig(dir=str(run_dir / "run")),
     )
 
 

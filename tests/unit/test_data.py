@@ -29,6 +29,7 @@ from acsgd.io.rows.concat import ConcatRows
 from acsgd.io.sampling import tokens as tokens_module
 from acsgd.io.sampling.arrays import ArrayFile
 from acsgd.io.sampling.batches import Batch, BatchReader, Dataset, reading_bytes
+from acsgd.io.sampling.encode import DocumentEncoder
 from acsgd.io.sampling.sampler import Sampler, Samples, block_counts, deal, shuffled
 from acsgd.io.sampling.tokens import (
     TOKENS,
@@ -70,7 +71,7 @@ def keys(number: int, count: int) -> np.ndarray:
 
 def test_every_document_ends_with_the_eos_token(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     source = source_of(tmp_path / "a.jsonl", '{"text": "one two"}\n{"text": ""}\n{"text": "three"}')
-    tokenize(source, tokenizer, tmp_path, vocab_size=512)
+    tokenize(source, tokenizer, DocumentEncoder(tokenizer), tmp_path, vocab_size=512)
     tokens = np.load(tmp_path / TOKENS, mmap_mode="r")
     assert tokens.dtype == np.dtype("<u2")
     assert tokenizer.decode(tokens.tolist()) == "one two<|endoftext|><|endoftext|>three<|endoftext|>"
@@ -80,7 +81,7 @@ def test_a_vocabulary_above_65536_is_stored_as_uint32(tmp_path: Path) -> None:
     words = Tokenizer(models.WordLevel({"<end>": 0, "low": 1, "high": 2**16}, unk_token="<end>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     wide = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
-    tokenize(source_of(tmp_path / "a.txt", "high low"), wide, tmp_path, vocab_size=2**17)
+    tokenize(source_of(tmp_path / "a.txt", "high low"), wide, DocumentEncoder(wide), tmp_path, vocab_size=2**17)
     tokens = np.load(tmp_path / TOKENS)
     assert tokens.dtype == np.dtype("<u4")
     assert tokens.tolist() == [2**16, 1, 0]
@@ -93,7 +94,7 @@ def test_the_tokens_do_not_depend_on_the_batching(
     lines = [f'{{"text": "document {n} {"word " * n}"}}\n' for n in range(40)]
     source = source_of(tmp_path / "a.jsonl", "".join(lines))
     monkeypatch.setattr(tokens_module, "BATCH_CHARS", chars)
-    tokenize(source, tokenizer, tmp_path, vocab_size=512)
+    tokenize(source, tokenizer, DocumentEncoder(tokenizer), tmp_path, vocab_size=512)
     oracle = [
         [*tokenizer(example.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         for example in examples_of(source)
@@ -109,7 +110,7 @@ def test_long_documents_cause_no_warning(
     )
     logging.getLogger("transformers").addHandler(caplog.handler)
     try:
-        tokenize(source_of(tmp_path / "a.txt", "word " * 100), short, tmp_path, vocab_size=512)
+        tokenize(source_of(tmp_path / "a.txt", "word " * 100), short, DocumentEncoder(short), tmp_path, vocab_size=512)
     finally:
         logging.getLogger("transformers").removeHandler(caplog.handler)
     assert not caplog.records

@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from acsgd.io.checkpoint.progress import RunState
 from acsgd.io.sampling import tokens as tokens_module
+from acsgd.io.sampling.encode import DocumentEncoder
 from acsgd.io.sampling.tokens import TOKENS, tokenize
 from acsgd.io.sources.sources import parse_sources
 from acsgd.launch import Launch
@@ -41,7 +42,9 @@ def tokenized(tokenizer: PreTrainedTokenizerFast, directory: Path) -> str:
     """Return the text of the tokens of three documents."""
     path = directory / "a.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
-    tokenize(parse_sources(str(path))[0].source, tokenizer, directory, vocab_size=len(tokenizer))
+    tokenize(
+        parse_sources(str(path))[0].source, tokenizer, DocumentEncoder(tokenizer), directory, vocab_size=len(tokenizer)
+    )
     text = tokenizer.decode(np.load(directory / TOKENS).tolist(), clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text

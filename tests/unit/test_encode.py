@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from acsgd.io.formats.base import Example, Segment
 from acsgd.io.sampling import tokens as tokens_module
 from acsgd.io.sampling.batches import BatchReader
-from acsgd.io.sampling.encode import Encoder
+from acsgd.io.sampling.encode import DocumentEncoder
 from acsgd.io.sampling.sampler import Sampler
 from acsgd.io.sampling.tokens import TARGETS, Corpus, tokenize_all
 from acsgd.io.sources.base import RecordCounts, Source
@@ -49,7 +49,7 @@ def test_targets_are_the_tokens_with_a_character_of_an_answer(tokenizer: PreTrai
     for each in tokenizers(tokenizer):
         eos = each.eos_token_id
         for example in EXAMPLES:
-            found = Encoder(each).encode([example])
+            found = DocumentEncoder(each).encode([example])
             encoding = each(example.text, add_special_tokens=False)
             assert found.tokens.tolist() == [*encoding["input_ids"], eos]
             flags = [segment.is_target for segment in example.segments for _ in segment.text]
@@ -63,14 +63,14 @@ def test_targets_are_the_tokens_with_a_character_of_an_answer(tokenizer: PreTrai
 def test_blanks_that_an_answer_consists_of_are_targets(tokenizer: PreTrainedTokenizerFast) -> None:
     example = Example((Segment("one", False), Segment("\n\n")))
     for each in [*tokenizers(tokenizer)][:2]:
-        found = Encoder(each).encode([example])
+        found = DocumentEncoder(each).encode([example])
         assert each.decode(found.tokens[found.targets].tolist()) == f"\n\n{each.eos_token}"
 
 
 def test_tokens_and_targets_do_not_depend_on_the_batching(tokenizer: PreTrainedTokenizerFast) -> None:
-    single = Encoder(tokenizer)
+    single = DocumentEncoder(tokenizer)
     parts = [single.encode([example]) for example in EXAMPLES]
-    together = Encoder(tokenizer).encode(EXAMPLES)
+    together = DocumentEncoder(tokenizer).encode(EXAMPLES)
     assert together.tokens.tolist() == np.concatenate([part.tokens for part in parts]).tolist()
     assert together.targets.tolist() == np.concatenate([part.targets for part in parts]).tolist()
     assert together.ends.tolist() == np.cumsum([len(part.tokens) for part in parts]).tolist()
@@ -78,7 +78,7 @@ def test_tokens_and_targets_do_not_depend_on_the_batching(tokenizer: PreTrainedT
 
 def test_an_example_with_its_own_special_tokens_gets_no_others(tokenizer: PreTrainedTokenizerFast) -> None:
     text = "one<|endoftext|>"
-    found = Encoder(tokenizer).encode([Example((Segment(text),), has_special_tokens=True)])
+    found = DocumentEncoder(tokenizer).encode([Example((Segment(text),), has_special_tokens=True)])
     assert tokenizer.decode(found.tokens.tolist()) == text
 
 
@@ -88,8 +88,8 @@ def test_prompts_need_a_tokenizer_that_reports_characters(tokenizer: PreTrainedT
 
     slow = Slow(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>", name_or_path="m")
     with pytest.raises(ValueError, match=r"tokenizer m cannot tell prompts from answers.* tokenizer\.json"):
-        Encoder(slow).encode(EXAMPLES)
-    assert len(Encoder(slow).encode(EXAMPLES[1:2]).tokens)
+        DocumentEncoder(slow).encode(EXAMPLES)
+    assert len(DocumentEncoder(slow).encode(EXAMPLES[1:2]).tokens)
 
 
 def corpus_of(
@@ -117,7 +117,7 @@ def test_prompts_have_no_labels_and_do_not_count(
     assert batch.labels is not None
     found = {int(id_): labels for id_, labels in zip(batch.sample_ids.flatten(), batch.labels[:, 0], strict=True)}
     labels = torch.cat([found[index] for index in range(count)])
-    expected = Encoder(tokenizer).encode(EXAMPLES)
+    expected = DocumentEncoder(tokenizer).encode(EXAMPLES)
     tokens = torch.from_numpy(np.where(expected.targets, expected.tokens.astype(np.int64), IGNORED))
     assert torch.equal(labels, tokens[1 : 1 + 7 * count])
     assert 0 < (labels != IGNORED).sum() < len(labels)

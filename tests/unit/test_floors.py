@@ -172,17 +172,20 @@ ORDER = """
     io.formats.text
     io.formats.prompts
     io.formats.chat
+    io.formats.labelled
     io.formats.formats
     io
     io.sampling.sampler
     io.sampling.arrays
     io.sampling.encode
+    io.sampling.encode_examples
     io.sampling.tokens
     io.rows.base
     io.rows.concat
     io.rows.best_fit
     io.rows.layout
     io.rows.documents
+    io.rows.labelled
     io.sampling.batches
     io.sampling.held_out
     io.checkpoint.progress

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from acsgd.config.options import DataConfig
 from acsgd.io.formats.base import Example, Segment
 from acsgd.io.formats.formats import FORMATS, read_options
-from acsgd.io.sampling.encode import Encoder
+from acsgd.io.sampling.encode import DocumentEncoder
 from acsgd.io.sampling.tokens import tokenize_all
 from acsgd.io.sources.base import ReadOptions, RecordCounts
 from acsgd.io.sources.sources import parse_sources
@@ -63,7 +63,7 @@ RECORDS: dict[str, tuple[dict[str, Any], str]] = {
         "Be kind.\n<human>: one <bot>: no turn\n<bot>:{ two\n\n}<human>: three\n<bot>:{ four}",
     ),
 }
-"""Format -> a record, and its text with the targets in braces."""
+"""Format of a language model -> a record, and its text with the targets in braces."""
 TURNS = "{% for m in messages %}{{ m.role[0] | upper + ':' + m.content + '\\n' }}{% endfor %}"
 
 
@@ -77,7 +77,7 @@ def with_template(tokenizer: PreTrainedTokenizerFast, template: str | None) -> P
 
 
 def test_the_table_has_all_formats() -> None:
-    assert RECORDS.keys() == FORMATS.keys()
+    assert {*RECORDS, "label"} == FORMATS.keys()
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -296,7 +296,7 @@ def test_targets_are_what_the_template_writes_for_the_assistant(
     for special in ([], specials):
         chat.add_special_tokens({"additional_special_tokens": special})
         assert read(tmp_path, {"messages": TWO_TURNS}, tokenizer=chat) == [example]
-        encoded = Encoder(chat).encode([example])
+        encoded = DocumentEncoder(chat).encode([example])
         assert encoded.tokens.tolist() == chat.apply_chat_template(TWO_TURNS, return_dict=False)
         targets = [text for text, is_target in example.segments if is_target]
         assert chat.decode(encoded.tokens[encoded.targets].tolist()) == "".join(targets)
@@ -306,7 +306,7 @@ def test_marks_agree_with_those_of_transformers(tmp_path: Path, tokenizer: PreTr
     chat = with_template(tokenizer, MARKED)
     [example] = read(tmp_path, {"messages": TWO_TURNS}, tokenizer=chat)
     oracle = chat.apply_chat_template(TWO_TURNS, return_dict=True, return_assistant_tokens_mask=True)
-    assert Encoder(chat).encode([example]).targets.tolist() == [bool(bit) for bit in oracle["assistant_masks"]]
+    assert DocumentEncoder(chat).encode([example]).targets.tolist() == [bool(bit) for bit in oracle["assistant_masks"]]
 
 
 def test_a_template_that_rewrites_earlier_turns_needs_marks(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -11,6 +11,7 @@ from acsgd.config.options import DataConfig
 from acsgd.config.spec import suggest
 from acsgd.io.formats.base import Example, Format, FormatError, Segment, field_of, names_of
 from acsgd.io.formats.chat import Messages, ShareGpt
+from acsgd.io.formats.labelled import Labelled
 from acsgd.io.formats.prompts import P3, Alpaca, Dolly, InputOutput, OigChat, PromptCompletion
 from acsgd.io.formats.text import Text
 from acsgd.io.sources.base import TEXT, BadRecord, ReadOptions, Record, RecordCounts, Source
@@ -26,20 +27,25 @@ FORMATS: Mapping[str, Callable[[ReadOptions, PreTrainedTokenizerBase], Format]] 
     "io": InputOutput,
     "text": Text,
     "oig": OigChat,
+    "label": Labelled,
 }
 """Formats by name, in the order in which they are tried. A text beside a prompt or a chat repeats it."""
 
 
-def read_options(data: DataConfig) -> ReadOptions:
-    """Return how records are read. Raises ValueError."""
+def read_options(data: DataConfig, *, has_labels: bool = False) -> ReadOptions:
+    """Return how records are read. has_labels: whether the task needs labels. Raises ValueError."""
     known = {"auto": None, **FORMATS}
     if data.format not in known:
         raise ValueError(f'data.format="{data.format}": unknown format{suggest(data.format, known)}')
+    form = "label" if has_labels and data.format == "auto" else data.format
+    if has_labels != (form == "label"):
+        task = "classification or regression" if form == "label" else "lm or seq2seq"
+        raise ValueError(f'data.format="{data.format}" is for model.task={task}; remove data.format')
     for name, option in (("input", data.input_format), ("output", data.output_format)):
         if option.count(f"__{name}__") != 1:
             raise ValueError(f'data.{name}_format="{option}" must contain __{name}__ once')
     return ReadOptions(
-        data.on_error, data.format, _parse_fields(data.fields), data.targets, data.input_format, data.output_format
+        data.on_error, form, _parse_fields(data.fields), data.targets, data.input_format, data.output_format
     )
 
 
@@ -97,7 +103,7 @@ class _Reader:
             return BadRecord(record.where, error.reason, error.remedy)
         except UnicodeEncodeError:
             return BadRecord(record.where, "has a lone surrogate, which is not valid text", "write the whole pair")
-        if self._options.targets == "all":
+        if self._options.targets == "all" and example.label is None:
             return example._replace(segments=(Segment(example.text),))
         return example
 

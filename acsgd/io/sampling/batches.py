@@ -105,11 +105,11 @@ class Dataset:
         self._batches.close()
 
 
-def reading_bytes(batch: int, replica_batch: int, sequence: int, *, isolate: bool = False) -> int:
+def reading_bytes(batch: int, replica_batch: int, sequence: int, *, arrays: int = 2) -> int:
     """Return how much host memory a `Dataset` takes at most, bytes.
 
-    batch: sequences of the global batch, about 90 bytes each. replica_batch: sequences of the replica, with tokens and
-    labels, and documents if `isolate`, of 8 bytes each: in the batches read ahead, the one in use and the next one,
-    whose rows are held, too.
+    batch: sequences of the global batch, about 90 bytes each. replica_batch: sequences of the replica. arrays: inputs
+    and labels of a sequence, of 8 bytes per token each: in the batches read ahead, the one in use and the next one,
+    whose rows are held, too, inputs and labels of a language model in one array.
     """
-    return 90 * batch + replica_batch * (sequence + 2) * 8 * (2 + isolate) * (AHEAD + 3)
+    return 90 * batch + replica_batch * (sequence + 2) * 8 * (arrays * (AHEAD + 2) + arrays - 1)

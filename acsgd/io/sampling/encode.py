@@ -1,10 +1,10 @@
-"""Tokens of examples, and which of them are targets."""
+"""Tokens of examples for language modelling, and which of them are targets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from acsgd.io.formats.base import Example, Segment
 from acsgd.shards.tokenizer import DocumentTokens
+
+Label = int | float | str
+"""Class, by its number or name, or value of a regression."""
 
 
 class Encoded(NamedTuple):
@@ -24,14 +27,40 @@ class Encoded(NamedTuple):
     """Positions after the last tokens of the documents that end here."""
     num_of_text: int
     """Number of tokens without special tokens around documents."""
+    labels: Sequence[Label] = ()
+    """Labels of the examples, for tasks that need them."""
 
 
-class Encoder:
+class Encoder(Protocol):
+    """Encodes the examples of a source, in order."""
+
+    @property
+    def key(self) -> str:
+        """What the tokens depend on besides the tokenizer; part of the cache key."""
+        ...
+
+    @property
+    def overlap(self) -> int:
+        """Number of tokens so far that end a document and begin the next one."""
+        ...
+
+    @property
+    def note(self) -> str | None:
+        """Clause that describes the examples so far that are too long, None if there are none."""
+        ...
+
+    def encode(self, examples: Sequence[Example]) -> Encoded:
+        """Return the tokens of examples. Raises ValueError if an example does not suit the task."""
+        ...
+
+
+class DocumentEncoder:
     """Encodes the examples of a source, in order, with special tokens around documents as of `DocumentTokens`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ValueError if the tokenizer has no eos_token."""
-        self.dtype = np.dtype("<u2" if max(tokenizer.get_vocab().values()) < 2**16 else "<u4")
+        self.key = ""
+        self.note = None
         self._tokenizer = tokenizer
         self._special = DocumentTokens.of(tokenizer)
         self._begin = self._special.begin
@@ -65,7 +94,7 @@ class Encoder:
                 flags += [np.full(len(begin), first.is_target), text, np.full(len(end), last.is_target)]
         lengths = np.array([len(part) for part in parts])
         return Encoded(
-            np.fromiter(chain.from_iterable(parts), self.dtype),
+            flatten(parts, self._tokenizer),
             np.concatenate(flags) if is_masked else np.ones(lengths.sum(), dtype=bool),
             np.cumsum(lengths)[2::3][[example.ends_document for example in examples]],
             int(lengths[1::3].sum()),
@@ -80,6 +109,16 @@ class Encoder:
         if example.ends_document:
             self._begin = self._special.begin_next if end else self._special.begin
         return begin, end
+
+
+def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype[np.unsignedinteger]:
+    """Return the smallest type that holds all tokens of a tokenizer."""
+    return np.dtype("<u2" if max(tokenizer.get_vocab().values()) < 2**16 else "<u4")
+
+
+def flatten(parts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> NDArray[np.unsignedinteger]:
+    """Return the concatenation of lists of tokens."""
+    return np.fromiter(chain.from_iterable(parts), token_dtype(tokenizer))
 
 
 def _text_targets(segments: Sequence[Segment], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:

@@ -5,33 +5,33 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from acsgd.io.cache import open_cached
 from acsgd.io.entry import Entry, seal
 from acsgd.io.formats.base import Example
 from acsgd.io.formats.formats import read_examples
 from acsgd.io.sampling.arrays import Array, ArrayFile, ArrayWriter, sample
-from acsgd.io.sampling.encode import Encoder
+from acsgd.io.sampling.encode import DocumentEncoder, Encoded, Encoder, Label, token_dtype
 from acsgd.io.sampling.sampler import Ints
 from acsgd.io.sources.base import TEXT, RecordCounts, Source
 from acsgd.io.sources.sources import WeightedSource
 from acsgd.notes import print_note, report_if_slow
-from acsgd.shards.tokenizer import DocumentTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-TOKENS, OFFSETS, TARGETS, ABOUT = "tokens.npy", "offsets.npy", "targets.npy", "about.json"
+TOKENS, OFFSETS, TARGETS, LABELS, ABOUT = "tokens.npy", "offsets.npy", "targets.npy", "labels.npy", "about.json"
 """Files of a cache entry: the arrays of a Corpus, and the fields of TokenStats. TARGETS is absent if all tokens are
-targets."""
+targets, LABELS if there are none."""
 
-FORMAT = 8
+FORMAT = 9
 """Version of the format of a token cache entry; part of every cache key."""
 
 NAME_BYTES = 80
@@ -55,6 +55,10 @@ class Corpus(NamedTuple):
     """Whether each token is a target, 1 or 0. None if all are."""
     overlap: int = 0
     """Number of tokens that end a document and begin the next one."""
+    labels: Array | None = None
+    """Label of each document, fp64: a number, or the index of its name in `classes`. None for language modelling."""
+    classes: tuple[str, ...] = ()
+    """Names of the labels; empty if they are numbers."""
     notes: tuple[str, ...] = ()
     """Sentences for the user: on the format of the records, and on those skipped as unreadable."""
 
@@ -68,6 +72,7 @@ class Corpus(NamedTuple):
     def fingerprint(self) -> tuple[object, ...]:
         """Return values that differ between hosts with different texts: lengths and samples."""
         arrays = [self.tokens] if self.targets is None else [self.tokens, self.targets, self.offsets]
+        arrays += [] if self.labels is None else [self.labels]
         return tuple(part for array in arrays for part in (len(array), array[sample(array)].tolist()))
 
 
@@ -82,12 +87,16 @@ class TokenStats(NamedTuple):
     """Clause that describes the skipped records."""
     format: str
     """Name of the format of the records."""
+    long: str | None
+    """Clause that describes the examples that are too long."""
+    classes: list[str]
+    """As of Corpus."""
 
     def notes(self, source: Source) -> tuple[str, ...]:
         """Return sentences on a format that was detected, and on skipped records."""
         is_detected = source.options.format == "auto" and self.format != TEXT
         clauses = [f'format "{self.format}", detected from the first record'] if is_detected else []
-        clauses += [self.skipped] if self.skipped else []
+        clauses += [clause for clause in (self.skipped, self.long) if clause]
         return tuple(f"{source.key}: {source.name}: {clause}" for clause in clauses)
 
 
@@ -97,19 +106,27 @@ def tokenize_all(
     cache_dir: Path,
     *,
     vocab_size: int,
+    make_encoder: Callable[[PreTrainedTokenizerBase], Encoder] = DocumentEncoder,
     reports_wait: bool = True,
 ) -> list[Corpus]:
     """Return the tokens of each source, on disk in `cache_dir`, tokenizing the sources that are not cached yet.
 
-    Called by every process of a host; one of them tokenizes. vocab_size: of the model; reports_wait: as of
-    `open_cached`. Raises ValueError if the tokenizer has no end-of-document token, or a text cannot be read or has a
-    token that the model has not.
+    Called by every process of a host; one of them tokenizes. vocab_size: of the model; make_encoder: returns a new
+    encoder for a source; reports_wait: as of `open_cached`. Raises ValueError if the tokenizer lacks a token that the
+    encoder needs, or a text cannot be read or has a token that the model has not.
     """
     rules = tokenizer_fingerprint(tokenizer)  # before use, which may change its state
     suffix = f"{FORMAT} {rules} {tokenizer.chat_template}"
-    DocumentTokens.of(tokenizer)
     return [
-        _open(source, tokenizer, cache_dir, suffix, vocab_size=vocab_size, reports_wait=reports_wait)
+        _open(
+            source,
+            tokenizer,
+            cache_dir,
+            suffix,
+            make_encoder(tokenizer),
+            vocab_size=vocab_size,
+            reports_wait=reports_wait,
+        )
         for source, _ in sources
     ]
 
@@ -119,17 +136,18 @@ def _open(
     tokenizer: PreTrainedTokenizerBase,
     cache_dir: Path,
     suffix: str,
+    encoder: Encoder,
     *,
     vocab_size: int,
     reports_wait: bool,
 ) -> Corpus:
     fingerprint = source.fingerprint
-    key = hashlib.sha256(f"{fingerprint} {source.options} {suffix}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{fingerprint} {source.options} {suffix} {encoder.key}".encode()).hexdigest()[:16]
     name = Path(source.name).name.encode()[:NAME_BYTES].decode(errors="ignore")
 
     def build(unfinished: Path) -> None:
         unfinished.mkdir()
-        stats = tokenize(source, tokenizer, unfinished, vocab_size=vocab_size)
+        stats = tokenize(source, tokenizer, encoder, unfinished, vocab_size=vocab_size)
         if source.fingerprint != fingerprint:
             raise ValueError(
                 f"{source.key}: {source.name} changed while it was tokenized; start again when it is complete"
@@ -146,7 +164,17 @@ def _open(
         about = entry.file(ABOUT)
         stats = TokenStats(**json.loads(about.read(0, about.size)))
         _check_token(stats.largest, source, tokenizer, vocab_size)
-        return Corpus(source.name, f"{name}-{key}", tokens, offsets, targets, stats.overlap, stats.notes(source))
+        return Corpus(
+            source.name,
+            f"{name}-{key}",
+            tokens,
+            offsets,
+            targets,
+            stats.overlap,
+            ArrayFile(entry, LABELS) if LABELS in entry else None,
+            tuple(stats.classes),
+            stats.notes(source),
+        )
 
     return open_cached(cache_dir / f"{name}-{key}", build, open_built, reports_wait=reports_wait)
 
@@ -157,25 +185,28 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(f"{type(tokenizer).__name__} {tokenizer.eos_token_id} {rules}".encode()).hexdigest()
 
 
-def tokenize(source: Source, tokenizer: PreTrainedTokenizerBase, directory: Path, *, vocab_size: int) -> TokenStats:
-    """Write TOKENS, of uint16 or, for larger vocabularies, uint32, OFFSETS and TARGETS of a source, in bounded memory.
+def tokenize(
+    source: Source, tokenizer: PreTrainedTokenizerBase, encoder: Encoder, directory: Path, *, vocab_size: int
+) -> TokenStats:
+    """Write the arrays of a source in bounded memory: TOKENS of uint16 or, for larger vocabularies, uint32.
 
     Reports its progress on stderr if it takes long. Cutting a long document into pieces may change the tokens at the
     cuts, about one in ten thousand. Raises ValueError if the text cannot be read, has no token, or has a token of
     `vocab_size` or above.
     """
-    encoder = Encoder(tokenizer)
     counts, started = RecordCounts(), time.monotonic()
     num_of_text = num_targets = largest = 0
+    classes: dict[str, int] = {}
     with (
-        ArrayWriter(directory / TOKENS, encoder.dtype) as tokens,
+        ArrayWriter(directory / TOKENS, token_dtype(tokenizer)) as tokens,
         ArrayWriter(directory / OFFSETS, np.dtype("<i8")) as offsets,
         ArrayWriter(directory / TARGETS, np.dtype("u1")) as targets,
+        ArrayWriter(directory / LABELS, np.dtype("<f8")) as labels,
         report_if_slow(print_note, lambda: _progress(source, counts, tokens.length, time.monotonic() - started)),
     ):
         offsets.append(np.zeros(1))
         for examples in _in_batches(read_examples(source, tokenizer, counts)):
-            encoded = encoder.encode(examples)
+            encoded = _encode(source, encoder, examples)
             largest = max(largest, int(encoded.tokens.max(initial=0)))
             _check_token(largest, source, tokenizer, vocab_size)
             num_of_text += encoded.num_of_text
@@ -183,15 +214,37 @@ def tokenize(source: Source, tokenizer: PreTrainedTokenizerBase, directory: Path
             offsets.append(tokens.length + encoded.ends)
             tokens.append(encoded.tokens)
             targets.append(encoded.targets)
+            labels.append(_numbers(source, encoded.labels, classes))
     if num_targets == tokens.length:
         (directory / TARGETS).unlink()
+    if not labels.length:
+        (directory / LABELS).unlink()
     if not num_of_text:
         skipped = f" ({counts.summary()})" if counts.skipped else ""
         raise ValueError(
             f"{source.key}: {source.name} has no token with the tokenizer {tokenizer.name_or_path} of "
             f"{len(tokenizer)} tokens{skipped}; give a text that is not blank, or a model with all its tokenizer files"
         )
-    return TokenStats(largest, encoder.overlap, counts.summary(), counts.format)
+    return TokenStats(largest, encoder.overlap, counts.summary(), counts.format, encoder.note, list(classes))
+
+
+def _encode(source: Source, encoder: Encoder, examples: Sequence[Example]) -> Encoded:
+    try:
+        return encoder.encode(examples)
+    except ValueError as error:
+        raise ValueError(f"{source.key}: {source.name}: {error}") from None
+
+
+def _numbers(source: Source, labels: Sequence[Label], classes: dict[str, int]) -> NDArray[np.float64]:
+    """Return labels as numbers. classes: numbers of names, extended in place.
+
+    Raises ValueError if some are names and others are not.
+    """
+    values = [classes.setdefault(label, len(classes)) if isinstance(label, str) else label for label in labels]
+    if classes and not all(isinstance(label, str) for label in labels):
+        number = next(label for label in labels if not isinstance(label, str))
+        raise ValueError(f"{source.key}: {source.name} has numbers and names as labels: {number} and {min(classes)!r}")
+    return np.array(values, dtype=np.float64)
 
 
 def _progress(source: Source, counts: RecordCounts, tokens: int, seconds: float) -> str:

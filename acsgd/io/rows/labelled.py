@@ -1,0 +1,136 @@
+"""Rows of one example each, for tasks with inputs of their own: labels of sequences, and target sequences.
+
+Shapes: T tokens per row.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedConfig
+
+from acsgd.io.rows.base import INPUT_IDS, LABELS, Row
+from acsgd.io.sampling.arrays import sample
+from acsgd.io.sampling.sampler import Ints
+from acsgd.io.sampling.tokens import Corpus
+from acsgd.tasks import IGNORED
+
+MASK = "attention_mask"
+DECODER_IDS = "decoder_input_ids"
+
+
+class _ExampleRows:
+    """Rows of one example each: input_ids [T], padded at the end, and attention_mask [T]."""
+
+    def __init__(self, corpus: Corpus, sequence: int, *, padding: int) -> None:
+        self.corpus = corpus
+        self._sequence = sequence
+        self._padding = padding
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what was skipped, and on padding."""
+        padding = 1 - len(self.corpus.tokens) / (len(self) * self._sequence)
+        rows = f"rows: {self.corpus.name}: {len(self):,} examples in rows of {self._sequence} tokens"
+        return (*self.corpus.notes, f"{rows}, {padding:.2%} padding")
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Return values that differ between hosts with different texts."""
+        offsets = self.corpus.offsets
+        return (*self.corpus.fingerprint(), len(self), offsets[sample(offsets)].tolist())
+
+    def __len__(self) -> int:
+        return len(self.corpus.offsets) - 1
+
+    def _span(self, index: int) -> tuple[int, int]:
+        start, stop = self.corpus.offsets[index : index + 2].tolist()
+        return start, stop
+
+    def _inputs(self, tokens: NDArray[Any]) -> dict[str, Ints]:
+        mask = _padded(np.ones(len(tokens)), self._sequence, 0)
+        return {INPUT_IDS: _padded(tokens, self._sequence, self._padding), MASK: mask}
+
+
+class LabelledRows(_ExampleRows):
+    """Rows with a class, int64, or a number, fp32, as label."""
+
+    def __init__(
+        self, corpus: Corpus, sequence: int, *, padding: int, config: PreTrainedConfig, is_regression: bool
+    ) -> None:
+        """Raises ValueError if the corpus has labels that the model has not."""
+        super().__init__(corpus, sequence, padding=padding)
+        self._labels = _values(corpus) if is_regression else _classes(corpus, config)
+
+    def read(self, index: int) -> Row:
+        """Read a row."""
+        start, stop = self._span(index)
+        return {**self._inputs(self.corpus.tokens[start:stop]), LABELS: self._labels[index]}
+
+
+class PairRows(_ExampleRows):
+    """Rows with a prompt for an encoder, and an answer for a decoder, which predicts each token from those before.
+
+    start: token that enters the decoder first.
+    """
+
+    def __init__(self, corpus: Corpus, sequence: int, *, padding: int, start: int) -> None:
+        super().__init__(corpus, sequence, padding=padding)
+        self._start = start
+
+    def read(self, index: int) -> Row:
+        """Read a row, with labels [T], and decoder_input_ids [T]: the labels one place later."""
+        assert self.corpus.targets is not None
+        start, stop = self._span(index)
+        tokens = self.corpus.tokens[start:stop]
+        prompt = stop - start - int(self.corpus.targets[start:stop].sum())
+        answer = tokens[prompt:]
+        entering = np.concatenate([[self._start], answer[:-1]])
+        return {
+            **self._inputs(tokens[:prompt]),
+            DECODER_IDS: _padded(entering, self._sequence, self._padding),
+            LABELS: _padded(answer, self._sequence, IGNORED),
+        }
+
+
+def _padded(tokens: NDArray[Any], length: int, padding: int) -> Ints:
+    padded = np.full(length, padding, dtype=np.int64)
+    padded[: len(tokens)] = tokens
+    return padded
+
+
+def _values(corpus: Corpus) -> NDArray[np.float32]:
+    """Return the labels of a regression. Raises ValueError if they are not finite numbers."""
+    assert corpus.labels is not None
+    labels = corpus.labels[:]
+    wrong = list(corpus.classes) or labels[~np.isfinite(labels)].tolist()
+    if wrong:
+        raise ValueError(f"{corpus.name} has the label {wrong[0]!r}, which is not a number; correct it")
+    return labels.astype(np.float32)
+
+
+def _classes(corpus: Corpus, config: PreTrainedConfig) -> Ints:
+    """Return the class of each example. Raises ValueError if the model has not as many, or other names."""
+    assert corpus.labels is not None
+    labels = corpus.labels[:]
+    if corpus.classes:
+        known = {str(name): int(number) for number, name in (config.id2label or {}).items()}
+        unknown = [name for name in corpus.classes if name not in known]
+        if unknown:
+            raise ValueError(
+                f'{corpus.name} has the label "{unknown[0]}", but the classes of the model are '
+                f'{", ".join(known)}; set "id2label" in its config.json to '
+                f"{json.dumps(dict(enumerate(sorted(corpus.classes))))}"
+            )
+        numbers = np.array([known[name] for name in corpus.classes], dtype=np.int64)
+        return numbers[labels.astype(np.int64)]
+    num_classes = config.num_labels or 0
+    wrong = labels[(labels != np.floor(labels)) | (labels < 0) | (labels >= num_classes)]
+    if len(wrong):
+        raise ValueError(
+            f"{corpus.name} has the label {wrong[0]:g}, but the model has the classes 0 to {num_classes - 1}; "
+            'correct the label, or set "num_labels" in the config.json of the model'
+        )
+    return labels.astype(np.int64)

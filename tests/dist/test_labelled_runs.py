@@ -1,0 +1,111 @@
+"""Law: runs on labelled examples and target sequences, in stages, have the losses of one process in plain PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from lib.cache import with_shared_cache
+from lib.labelled import save_model, with_special_tokens
+from lib.ranks import on_ranks
+from lib.training import (
+    RELATIVE,
+    TIMEOUT,
+    assert_same_training,
+    batches_of,
+    plain_config,
+    train,
+    train_whole,
+    whole_batches,
+)
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+
+from acsgd.config.options import Config
+from acsgd.launch import Launch
+from acsgd.run.build import build_session
+from acsgd.run.data import open_held_out
+from acsgd.run.inputs import open_weight_source
+from acsgd.run.job import prepare
+from acsgd.tasks import TASKS
+from acsgd.topology import connect
+
+GLUE = Path(__file__).parents[2].parent / "shared" / "data" / "glue"
+TABLES = {
+    "classification": ("bert", {"num_labels": 3}, "text\tlabel", "the number {n}\t{label}"),
+    "regression": ("bert", {"num_labels": 1}, "sentence1\tsentence2\tlabel", "it is {n}\tnot {label}\t0.{n}"),
+    "seq2seq": ("bart", {"decoder_start_token_id": 513}, "input\toutput", "double {n}\tit is {double}"),
+}
+"""Task -> type of the model, its options, and header and rows of a table of examples."""
+
+
+@pytest.fixture(scope="module")
+def special(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """A tokenizer with special tokens around texts."""
+    return with_special_tokens(tokenizer)
+
+
+def run_of(model: Path, tmp_path: Path, source: object, task: str, sequence: int, **pp: object) -> Config:
+    """Return a run of 6 examples per step."""
+    config = plain_config(model, tmp_path / "runs", steps=6, **pp)
+    data = dataclasses.replace(config.data, sources=str(source), sequence=sequence)
+    return dataclasses.replace(config, data=data, model=dataclasses.replace(config.model, task=task))
+
+
+def losses_of_whole(config: Config) -> list[float]:
+    """Train the whole model of transformers; return the losses."""
+    task = TASKS[config.model.task]
+    model = task.auto_class.from_pretrained(config.model.name, dtype=torch.float32).train()
+    return train_whole(model, config.optim, whole_batches(config), loss=lambda x, labels: task.loss(x, labels, 0.0))
+
+
+def test_each_task_trains_in_stages(special: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    configs = []
+    for task, (family, options, header, row) in TABLES.items():
+        path = tmp_path / f"{task}.tsv"
+        rows = [row.format(n=n, label=n % 3, double=2 * n) for n in range(1, 50)]
+        path.write_text("\n".join([header, *rows]))
+        model = save_model(tmp_path / "models" / task, special, family, task, **options)
+        configs.append(with_shared_cache(run_of(model, tmp_path, path, task, 16, stages=2, micro=2)))
+    assert_same_training(configs, 2, tmp_path, losses_of_whole)
+
+
+@pytest.mark.skipif(not GLUE.is_dir(), reason=f"no {GLUE}")
+def test_cola_trains_and_is_evaluated_in_stages(special: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """All sentences of the files are read; the loss of dev.tsv is that of transformers, each sentence once."""
+    train_file, dev_file = (GLUE / "CoLA" / f"{name}.tsv" for name in ("train", "dev"))
+    model = save_model(tmp_path / "models" / "bert", special, "bert", "classification", num_labels=2)
+    config = run_of(model, tmp_path, f"glue:cola:{train_file}", "classification", 32, stages=2, micro=8)
+    data = dataclasses.replace(config.data, eval_sources=f"glue:cola:{dev_file}", batch=48)
+    config = with_shared_cache(dataclasses.replace(config, data=data))
+    by_rank = on_ranks(2, losses_of_rank, tmp_path / "store", config)
+    assert by_rank[0] == by_rank[1]
+    losses, eval_loss = by_rank[0]
+    assert losses == pytest.approx(losses_of_whole(config), rel=RELATIVE)
+    assert eval_loss == pytest.approx(loss_of_cola(model, special, dev_file), rel=RELATIVE)
+
+
+def losses_of_rank(rank: int, world_size: int, store: Path, config: Config) -> tuple[list[float], float]:
+    """Return the loss of the held-out examples with the initial weights, and the losses of training."""
+    torch.set_num_threads(1)
+    job = prepare(config, Launch(rank, rank, world_size))
+    file_store = dist.FileStore(str(store), world_size)
+    with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
+        session = build_session(job, open_weight_source(job), groups)
+        held_out = open_held_out(job)
+        assert held_out is not None
+        eval_loss = session.evaluate(held_out.batches(len(job.micro_ids)), 0)
+        return train(session, batches_of(job)), eval_loss
+
+
+def loss_of_cola(model: Path, tokenizer: PreTrainedTokenizerFast, path: Path) -> float:
+    """Return the mean loss of transformers' model over the sentences of a file."""
+    rows = [line.split("\t") for line in path.read_text().splitlines()]
+    options = {"padding": True, "truncation": True, "max_length": 32, "return_tensors": "pt"}
+    texts, labels = tokenizer([row[3] for row in rows], **options), torch.tensor([int(row[1]) for row in rows])
+    whole = AutoModelForSequenceClassification.from_pretrained(model).eval()
+    with torch.no_grad():
+        found = whole(input_ids=texts["input_ids"], attention_mask=texts["attention_mask"], labels=labels)
+    return float(found.loss)

@@ -1,0 +1,205 @@
+"""Laws of the batches for classification, regression and target sequences: those of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from lib.labelled import save_model, with_special_tokens
+from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
+
+from acsgd.config.checks import check
+from acsgd.config.run_file import parse
+from acsgd.io.sampling.batches import Batch
+from acsgd.launch import Launch
+from acsgd.run.data import open_data
+from acsgd.run.inputs import open_inputs
+from acsgd.run.job import Job, prepare
+from acsgd.tasks import IGNORED, squared_error
+
+SENTENCES = ["One two three.", "No", "A sentence that is longer than all the others here, by far.", "What? This!"]
+LABELS = [1, 0, 2, 1]
+T = 12
+
+Model = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def special(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """A tokenizer with special tokens around texts."""
+    return with_special_tokens(tokenizer)
+
+
+@pytest.fixture
+def model(special: PreTrainedTokenizerFast, tmp_path: Path) -> Model:
+    """Return a function that gives the directory of a small model."""
+    return lambda family, task, **options: save_model(tmp_path / "models" / task, special, family, task, **options)
+
+
+def job_of(model: Path, source: Path, task: str, *options: object) -> Job:
+    """Return a run of one process on a file, with batches of 4 sequences."""
+    flags = f"--model.name {model} --data.sources {source} --log.dir {source.parent / 'runs' / 'a'} --model.task {task}"
+    rest = f"--data.sequence {T} --data.batch 4 --pp.micro 2 --optim.lr 1 --optim.steps 2"
+    return prepare(parse([*flags.split(), *rest.split(), *map(str, options)]), Launch(0, 0, 1))
+
+
+def table(path: Path, *columns: tuple[object, ...]) -> Path:
+    """Write a file with tab-separated columns, the first cell of each its name."""
+    path.write_text("".join("\t".join(map(str, row)) + "\n" for row in zip(*columns, strict=True)))
+    return path
+
+
+def in_order(batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return inputs and labels of a batch, in the order of the samples in the file."""
+    order = batch.sample_ids.flatten().argsort()
+    assert batch.inputs is not None
+    assert batch.labels is not None
+    return {name: x.flatten(0, 1)[order] for name, x in batch.inputs.items()}, batch.labels.flatten(0, 1)[order]
+
+
+# ---- labels of sequences
+
+
+def test_a_batch_of_sentences_is_that_of_the_tokenizer(
+    special: PreTrainedTokenizerFast, model: Model, tmp_path: Path
+) -> None:
+    path = table(tmp_path / "a.tsv", ("label", *LABELS), ("sentence", *SENTENCES))
+    inputs = open_inputs(job_of(model("bert", "classification", num_labels=3), path, "classification"))
+    batch = inputs.reader.batch(0)
+    found, labels = in_order(batch)
+    expected = special(SENTENCES, padding="max_length", truncation=True, max_length=T, return_tensors="pt")
+    assert found.keys() == {"input_ids", "attention_mask"}
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert labels.tolist() == LABELS
+    assert labels.dtype == torch.int64
+    assert batch.labels is not None
+    assert batch.labels.shape == (2, 2)
+    padding = 1 - expected["attention_mask"].float().mean().item()
+    assert [note.partition(": ")[2] for note in inputs.notes] == [
+        "a text begins with 512 ('<s>') and ends with 513 ('</s>'); padding is 514 ('<pad>')",
+        f"{path}: 1 examples longer than {T} tokens are truncated",
+        f"{path}: 4 examples in rows of {T} tokens, {padding:.2%} padding",
+    ]
+
+
+def test_a_batch_of_pairs_is_that_of_the_tokenizer(
+    special: PreTrainedTokenizerFast, model: Model, tmp_path: Path
+) -> None:
+    others = SENTENCES[::-1]
+    columns = ("sentence1", *SENTENCES), ("sentence2", *others), ("label", 0.5, 1, -2.25, 3)
+    path = table(tmp_path / "a.tsv", *columns)
+    reader = open_data(job_of(model("bert", "regression", num_labels=1), path, "regression"))
+    found, labels = in_order(reader.batch(0))
+    expected = special(SENTENCES, others, padding="max_length", truncation=True, max_length=T, return_tensors="pt")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert labels.dtype == torch.float32
+    assert labels.tolist() == [0.5, 1, -2.25, 3]
+
+
+def test_names_of_classes_are_those_of_the_model(model: Model, tmp_path: Path) -> None:
+    names = ["yes", "no", "maybe", "yes"]
+    path = table(tmp_path / "a.tsv", ("text", *SENTENCES), ("answer", *names))
+    known = model("bert", "classification", id2label={0: "no", 1: "yes", 2: "maybe"})
+    fields = ("--data.fields", "label=answer")
+    _, labels = in_order(open_data(job_of(known, path, "classification", *fields)).batch(0))
+    assert labels.tolist() == [1, 0, 2, 1]
+    unknown = model("bert", "classification", num_labels=3)
+    with pytest.raises(
+        ValueError, match=r'label "yes", but the classes of the model are LABEL_0, LABEL_1, LABEL_2; set'
+    ):
+        open_data(job_of(unknown, path, "classification", *fields))
+
+
+def test_long_examples_are_skipped_or_refused(model: Model, tmp_path: Path) -> None:
+    path = table(tmp_path / "a.tsv", ("text", *SENTENCES), ("label", *LABELS))
+    directory = model("bert", "classification", num_labels=3)
+    rows = open_data(job_of(directory, path, "classification", "--data.long", "skip")).rows
+    assert len(rows.rows[0]) == 3
+    assert f"1 examples longer than {T} tokens are left out" in rows.notes[0]
+    message = rf"^data\.sources: .*a\.tsv: data\.sequence={T} is too short for the example that begins with: A sentence"
+    with pytest.raises(ValueError, match=message):
+        open_data(job_of(directory, path, "classification", "--data.long", "error"))
+
+
+@pytest.mark.parametrize(
+    ("task", "labels", "message"),
+    [
+        (
+            "classification",
+            [0, 1, 3, 0],
+            r"has the label 3, but the model has the classes 0 to 2; correct",
+        ),
+        ("classification", [0, 1, 0.5, 0], r"has the label 0\.5, but the model has the classes 0 to 2"),
+        ("classification", [0, 1, -1, 0], r"has the label -1, but the model has the classes"),
+        ("classification", [0, "a", 1, 0], r"a\.tsv has numbers and names as labels: 0 and 'a'"),
+        ("regression", ["x", "y", "x", "x"], r"has the label 'x', which is not a number"),
+        ("regression", ["nan", 1, 1, 1], r"a\.tsv, line 2 has no number or name under \"label\"; its fields: \"text\""),
+    ],
+)
+def test_a_label_that_the_model_has_not_is_refused(
+    task: str, labels: list[object], message: str, model: Model, tmp_path: Path
+) -> None:
+    path = table(tmp_path / "a.tsv", ("text", *SENTENCES), ("label", *labels))
+    with pytest.raises(ValueError, match=message):
+        open_data(job_of(model("bert", task, num_labels=3 if task == "classification" else 1), path, task))
+
+
+# ---- target sequences
+
+
+def test_target_sequences_have_the_loss_of_transformers(
+    special: PreTrainedTokenizerFast, model: Model, tmp_path: Path
+) -> None:
+    """The whole model makes its own decoder inputs of the labels."""
+    answers = ["one", "No way, this is an answer that is longer than a row.", "two three", "."]
+    path = table(tmp_path / "a.tsv", ("input", *SENTENCES), ("output", *answers))
+    directory = model("bart", "seq2seq", decoder_start_token_id=special.eos_token_id)
+    found, labels = in_order(open_data(job_of(directory, path, "seq2seq")).batch(0))
+    options = {"padding": "max_length", "truncation": True, "max_length": T, "return_tensors": "pt"}
+    prompts, targets = special(SENTENCES, **options), special(text_target=answers, **options)
+    expected = targets["input_ids"].masked_fill(targets["attention_mask"] == 0, IGNORED)
+    assert torch.equal(labels, expected)
+    whole = AutoModelForSeq2SeqLM.from_pretrained(directory).eval()
+    with torch.no_grad():
+        ours = whole(**found)
+        theirs = whole(input_ids=prompts["input_ids"], attention_mask=prompts["attention_mask"], labels=expected)
+    kept = labels != IGNORED
+    assert torch.equal(ours.logits[kept], theirs.logits[kept])
+
+
+def test_records_without_a_prompt_are_refused(model: Model, tmp_path: Path) -> None:
+    path = table(tmp_path / "a.tsv", ("text", *SENTENCES))
+    message = r"a\.tsv: an example has no prompt with an answer: One two three\.; use records with both"
+    with pytest.raises(ValueError, match=message):
+        open_data(job_of(model("bart", "seq2seq"), path, "seq2seq"))
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--data.rows pack", r"^data\.rows=pack is for model\.task=lm; classification has one example per row"),
+        ("--data.long split", r"^data\.long=split is for model\.task=lm; use data\.long=truncate, skip or error"),
+    ],
+)
+def test_options_for_documents_are_refused(options: str, message: str) -> None:
+    flags = "--model.name a --model.task classification --data.sources demo --data.sequence 8 --data.batch 2"
+    with pytest.raises(ValueError, match=message):
+        check(parse([*flags.split(), "--optim.lr", "1", "--optim.steps", "2", *options.split()]))
+
+
+@pytest.mark.parametrize(("task", "form"), [("classification", "text"), ("lm", "label")])
+def test_a_format_for_another_task_is_refused(task: str, form: str, tmp_path: Path) -> None:
+    path = table(tmp_path / "a.tsv", ("text", *SENTENCES))
+    other = "lm or seq2seq" if form == "text" else "classification or regression"
+    with pytest.raises(ValueError, match=rf'^data\.format="{form}" is for model\.task={other}; remove data\.format$'):
+        job_of(tmp_path, path, task, "--data.format", form)
+
+
+def test_padding_has_no_squared_error() -> None:
+    labels = torch.tensor([1.0, IGNORED, -2.0])
+    assert squared_error(torch.tensor([[2.0], [5.0], [-4.0]]), labels) == 1 + 4
