@@ -51,7 +51,10 @@ class Stages:
             return self.whole(**arguments, use_cache=False).logits
 
     def load(self, stage: range) -> dict[str, nn.Parameter]:
-        """Load the parameters and stored buffers of the layers of a stage alone; return the parameters by name."""
+        """Load the parameters and stored buffers of the layers of a stage alone; return the parameters by name.
+
+        The buffers of the last layer are loaded in every stage, as in a run: those outside of blocks are among them.
+        """
         values = dict(self.whole.named_parameters())
         specs = [self.layers.layers[index] for index in stage]
         for name, param in self._absent.items():
@@ -60,7 +63,7 @@ class Stages:
         for name, param in own.items():
             set_tied_parameter(self._skeleton, self._names[name], param)
         fill_with_stand_ins(self._skeleton, self.layers.blocks, torch.device("cpu"), self._skeleton.dtype)
-        stored = {name for spec in specs for name in spec.buffers}
+        stored = {name for spec in (*specs, self.layers.layers[-1]) for name in spec.buffers}
         for name, initial in self._initial.items():
             buffer = self.whole.get_buffer(name) if name in stored else initial
             set_buffer(self._skeleton, name, buffer.clone())  # backward of earlier stages may need theirs

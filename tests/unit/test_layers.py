@@ -264,6 +264,18 @@ def test_blocks_that_text_does_not_enter_are_no_layers() -> None:
     task.verify(config, layers)
 
 
+def test_stored_buffers_outside_of_blocks_are_on_every_rank() -> None:
+    """Blocks of ESM use rotary frequencies that are stored once."""
+    sizes = {"vocab_size": 33, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = AutoConfig.for_model(
+        "esm", num_hidden_layers=2, position_embedding_type="rotary", pad_token_id=1, mask_token_id=32, **sizes
+    )
+    task = TASKS["classification"]
+    layers = task.layers(config)
+    assert layers.layers[-1].buffers == ("esm.rotary_embeddings.inv_freq",)
+    task.verify(config, layers)
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "layer drop": ("opt", {"layerdrop": 0.1}, 'set "layerdrop": 0.0 in config.json'),
     "layer drop of a stack": ("bart", {"encoder_layerdrop": 0.1}, 'set "encoder_layerdrop": 0.0 in config.json'),
