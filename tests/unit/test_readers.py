@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import random
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -52,7 +54,7 @@ BAD: dict[str, tuple[bytes, str, str]] = {
         "line 1",
         'has no string under "text"; its fields: "txt"',
     ),
-    "latin.parquet": (b"", "row 2", "is not UTF-8 (invalid start byte)"),
+    "latin.parquet": (b"", "row 2", "is not UTF-8; write its text as UTF-8"),
 }
 """File name -> content, place of the bad record between "a" and "b", and the reason."""
 
@@ -102,6 +104,41 @@ def test_a_truncated_parquet_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes((tmp_path / "whole.parquet").read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"a\.parquet is not valid Parquet \(.*\); write or download it again"):
         texts(source_of(tmp_path / "a.parquet"))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "stream", "file"])
+def test_a_damaged_table_is_refused_or_read_and_never_ends_the_process(tmp_path: Path, kind: str) -> None:
+    table = pa.table({"text": [f"row {n}" for n in range(300)], "more": [{"a": [n, None]} for n in range(300)]})
+    path = tmp_path / ("a.parquet" if kind == "parquet" else "a.arrow")
+    if kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        new = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
+        with new(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=100)
+    whole = path.read_bytes()
+    draw = random.Random(kind)
+    refused = []
+    for _ in range(100):
+        place = draw.randrange(len(whole))
+        damaged = whole[:place] + bytes([whole[place] ^ draw.randrange(1, 256)]) + whole[place + 1 :]
+        path.write_bytes(damaged if draw.random() < 0.7 else whole[:place])
+        for on_error in ("stop", "skip"):
+            try:
+                texts(source_of(path, on_error))
+            except ValueError as error:
+                refused.append(str(error))
+    assert len(refused) > 30
+    assert all(message.startswith((f"data.sources: {path}", f'data.sources="{path}"')) for message in refused)
+
+
+def test_a_table_that_vanished_is_named(tmp_path: Path) -> None:
+    for name in ("a.parquet", "a.arrow"):
+        pq.write_table(pa.table({"text": ["a"]}), tmp_path / name)
+        source = source_of(tmp_path / name)
+        os.remove(tmp_path / name)
+        with pytest.raises(ValueError, match=f"^data.sources: {tmp_path / name} cannot be read \\(No such file"):
+            texts(source)
 
 
 def test_an_object_with_one_list_of_objects_is_that_list(tmp_path: Path) -> None:

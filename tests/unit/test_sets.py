@@ -112,10 +112,13 @@ def test_files_of_glue_have_the_fields_of_the_hub(
 
 def test_columns_of_other_tasks_are_renamed(tmp_path: Path) -> None:
     path = tmp_path / "a.tsv"
-    path.write_text('Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tone " quote\ttwo\n2\t7\t8\ta\tb\n')
-    good, bad = read(f"glue:mrpc:{path}")
+    path.write_text(
+        'Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tone " quote\ttwo\n2\t7\t8\ta\tb\n-1\t7\t8\ta\tb\n'
+    )
+    good, bad, hidden = read(f"glue:mrpc:{path}")
     assert good.fields == {"sentence1": 'one " quote', "sentence2": "two", "label": 1, "label_name": "equivalent"}
     assert bad == BadRecord(f"{path}, line 3", 'has the label "2"', "use one of not_equivalent, equivalent")
+    assert hidden.reason == 'has the label "-1"'
     path.write_text("sentence1\tsentence2\tscore\na\tb\t2.5\na\tb\tmany\n")
     good, bad = read(f"glue:stsb:{path}")
     assert good.fields == {"sentence1": "a", "sentence2": "b", "label": 2.5}

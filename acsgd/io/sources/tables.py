@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -40,7 +41,7 @@ def read_parquet(path: Path, name: str, key: str, counts: RecordCounts) -> Itera
     """Yield the rows of a Parquet file."""
     import pyarrow.parquet as pq  # takes a third of a second
 
-    with _arrow_errors(name, key, "Parquet"), reading(path, key=key), pq.ParquetFile(path) as file:
+    with reading(path, key=key), _arrow_errors(name, key, "Parquet"), pq.ParquetFile(path) as file:
         total = max(1, file.metadata.num_rows)
         counts.fraction = lambda: counts.records / total
         yield from rows_of(file.iter_batches(BATCH_ROWS), name, counts)
@@ -50,7 +51,8 @@ def read_arrow(path: Path, name: str, key: str, counts: RecordCounts) -> Iterato
     """Yield the rows of an Arrow file or stream, as `datasets` writes it."""
     import pyarrow as pa
 
-    with _arrow_errors(name, key, "Arrow"), reading(path, key=key), pa.memory_map(str(path)) as file:
+    with reading(path, key=key), _arrow_errors(name, key, "Arrow"), pa.OSFile(str(path)) as file:
+        # not memory-mapped: if a corrupt file has a buffer beyond its end, the process would be killed by SIGBUS
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
         counts.fraction = lambda: 0.0 if file.closed else file.tell() / max(1, file.size())
@@ -105,15 +107,33 @@ def _delimited_rows(file: TextIO, dialect: dict[str, Any]) -> Iterator[tuple[int
 def rows_of(batches: Iterable[Any], name: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
     """Yield the rows of Arrow record batches."""
     for batch in batches:
-        for index in range(batch.num_rows):
+        for fields in _fields_of(batch):
             counts.records += 1
             where = f"{name}, row {counts.records}"
-            try:
-                [fields] = batch.slice(index, 1).to_pylist()
-            except UnicodeDecodeError as error:
-                yield BadRecord(where, f"is not UTF-8 ({error.reason})", "write its text as UTF-8")
+            if fields is None:
+                yield BadRecord(where, "is not UTF-8", "write its text as UTF-8")
             else:
                 yield Record(fields, where)
+
+
+def _fields_of(batch: Any) -> Iterator[dict[str, Any] | None]:
+    """Yield the fields of each row of a record batch, None for a row that is not UTF-8. Raises ArrowException."""
+    try:
+        batch.validate(full=True)  # offsets of a corrupt file lead out of its buffers
+        yield from batch.to_pylist()
+    except ValueError as error:
+        if not _is_not_utf8(error):
+            raise
+        if batch.num_rows == 1:
+            yield None
+        else:
+            for index in range(batch.num_rows):
+                yield from _fields_of(batch.slice(index, 1))
+
+
+def _is_not_utf8(error: ValueError) -> bool:
+    """Whether an error of Arrow, or of Python while it reads from Arrow, is about bytes that are not UTF-8."""
+    return isinstance(error, UnicodeDecodeError) or "UTF8" in str(error)
 
 
 def _sliced(batch: Any) -> Iterator[Any]:
@@ -128,6 +148,8 @@ def _arrow_errors(name: str, key: str, kind: str) -> Iterator[None]:
 
     try:
         yield
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, ValueError) as error:  # ValueError: the name of a column, a date after 9999
+        if isinstance(error, OSError) and error.errno:  # of the file, not of its content
+            raise OSError(error.errno, os.strerror(error.errno)) from None
         problem = str(error).strip().splitlines()[0].rstrip(".")
         raise ValueError(f"{key}: {name} is not valid {kind} ({problem}); write or download it again") from None
