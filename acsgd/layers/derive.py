@@ -59,7 +59,7 @@ def _constant_length(first: Trace, second: Trace) -> int | None:
     pairs = [
         (a.inputs[HIDDEN].shape, b.inputs[HIDDEN].shape) for a, b in zip(first.segments, second.segments, strict=True)
     ]
-    return next((int(a[1]) for a, b in pairs if len(a) == len(b) == 3 and a[1] == b[1]), None)
+    return next((int(a[1]) for a, b in pairs if len(a) == 3 and a[1:] == b[1:]), None)
 
 
 def _probes_around(length: int) -> tuple[Mapping[str, int], ...]:

@@ -32,12 +32,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from acsgd.layers.description import LayersError
+from acsgd.layers.limits import check_config
 from acsgd.layers.small_config import small_configs
 from acsgd.layers.verify import make_batches
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
 from acsgd.tasks import TASKS, Task
-from benchmarks.models.sweep import BOUNDS, TYPES, config_of
+from benchmarks.models.sweep import BOUNDS, REMEDY, TYPES, WITHOUT, config_of, set_option
 from tests.lib.model_types import tensors_in
 
 LIMIT_S = 600.0
@@ -51,6 +52,7 @@ def save_small_model(model_type: str, task_name: str, directory: Path) -> PreTra
     task, config = TASKS[task_name], config_of(model_type, task_name)
     if task_name == "lm" and hasattr(config, "is_decoder"):
         config.is_decoder = True
+    set_remedies(config, model_type)
     error: Exception = ValueError(f"each small model has more than {max(BOUNDS):,} parameters")
     small_ones = list(small_configs(config, task.build(config)))
     for bound, small in itertools.product(BOUNDS, small_ones):
@@ -60,6 +62,20 @@ def save_small_model(model_type: str, task_name: str, directory: Path) -> PreTra
         except Exception as raised:  # in transformers' code, by sizes that do not go together
             error = raised
     raise error
+
+
+def set_remedies(config: PreTrainedConfig, model_type: str) -> None:
+    """Set the options with which a type runs whose default config is refused, as in the table of docs/models.md."""
+    if model_type in WITHOUT:
+        set_option(config, WITHOUT[model_type])
+    while True:
+        try:
+            return check_config(config)
+        except LayersError as error:
+            remedy = REMEDY.search(str(error))
+            if remedy is None:
+                raise
+            set_option(config, remedy.group(1))
 
 
 def _save_random(config: PreTrainedConfig, task: Task, directory: Path) -> PreTrainedModel:
