@@ -146,6 +146,20 @@ def test_a_label_that_the_model_has_not_is_refused(
         open_data(job_of(model("bert", task, num_labels=3 if task == "classification" else 1), path, task))
 
 
+def test_texts_and_pairs_are_not_mixed(model: Model, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"sentence1": "a", "sentence2": "b", "label": 1}\n{"text": "alone", "label": 0}\n')
+    message = r"a\.jsonl: some examples have one text and some have two: alone; divide them into two sources"
+    with pytest.raises(ValueError, match=message):
+        open_data(job_of(model("bert", "classification"), path, "classification"))
+
+
+def test_a_source_whose_examples_are_all_skipped_is_refused(model: Model, tmp_path: Path) -> None:
+    path = table(tmp_path / "a.tsv", ("text", SENTENCES[2]), ("label", 1))
+    with pytest.raises(ValueError, match=rf"has no token .* \(1 examples longer than {T} tokens are left out\); give"):
+        open_data(job_of(model("bert", "classification"), path, "classification", "--data.long", "skip"))
+
+
 # ---- target sequences
 
 

@@ -25,9 +25,11 @@ class Batch:
     """One replica's part of the global batch of a step. Created on the host."""
 
     inputs: Mapping[str, Tensor] | None
-    """Inputs of the model by name: {"input_ids": int64 [M, B, T]}; None on stages that do not need them."""
+    """Inputs of the model by name, as the task declares them: {"input_ids": int64 [M, B, T]}, with DOCUMENTS where they
+    are isolated; None on stages that do not need them."""
     labels: Tensor | None
-    """Next token of each of the "input_ids", int64 [M, B, T]; None on stages that do not need it."""
+    """Labels as the task declares them: for language modelling the next token of each of the "input_ids", or IGNORED,
+    int64 [M, B, T]; None on stages that do not need them."""
     sample_ids: Tensor
     """Sample ids, int64 [M, B], always on the host. A sequence has the same id in every epoch."""
     micro_ids: range

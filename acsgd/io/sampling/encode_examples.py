@@ -70,12 +70,18 @@ class _ExampleEncoder:
 class SequenceEncoder(_ExampleEncoder):
     """Encodes texts, or pairs of texts in two segments, with labels."""
 
+    _num_texts: int | None = None
+
     def encode(self, examples: Sequence[Example]) -> Encoded:
-        """Return the tokens and the labels of examples."""
-        first = [example.segments[0].text for example in examples]
-        has_pairs = len(examples[0].segments) > 1
-        pairs = ["".join(segment.text for segment in example.segments[1:]) for example in examples]
-        ids, is_long = self._tokenize(first, pairs if has_pairs else None)
+        """Return the tokens and the labels of examples. Raises ValueError if only some are pairs."""
+        texts = [[segment.text for segment in example.segments] for example in examples]
+        self._num_texts = self._num_texts or len(texts[0])
+        if other := next((text for text in texts if len(text) != self._num_texts), None):
+            raise ValueError(
+                f"some examples have one text and some have two: {excerpt(' | '.join(other))}; divide them into two "
+                "sources"
+            )
+        ids, is_long = self._tokenize(*([text[place] for text in texts] for place in range(self._num_texts)))
         kept = self._kept(examples, is_long)
         tokens = flatten([ids[index] for index in kept], self._tokenizer)
         ends = np.cumsum([len(ids[index]) for index in kept], dtype=np.int64)

@@ -220,7 +220,8 @@ def tokenize(
     if not labels.length:
         (directory / LABELS).unlink()
     if not num_of_text:
-        skipped = f" ({counts.summary()})" if counts.skipped else ""
+        clauses = [clause for clause in (counts.summary(), encoder.note) if clause]
+        skipped = f" ({', '.join(clauses)})" if clauses else ""
         raise ValueError(
             f"{source.key}: {source.name} has no token with the tokenizer {tokenizer.name_or_path} of "
             f"{len(tokenizer)} tokens{skipped}; give a text that is not blank, or a model with all its tokenizer files"
