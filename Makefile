@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup debian-venv demo test soak lint types docs clean
+.PHONY: help setup debian-venv demo test tests soak lint types docs clean
 
 help:
 	@echo "make demo    set up .venv, train a small model on this machine, export it, generate text with it"
@@ -31,11 +31,13 @@ debian-venv:
 demo: setup
 	$(BIN)/python examples/demo.py
 
-# Files side by side, those that take longest first; then whole runs, few at a time, since their ends are timed.
-test: lint types docs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
-		--no-loadscope-reorder --ignore tests/run --durations=10
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/run --numprocesses 3 --dist loadfile --durations=10
+# Types and docs take one core for a minute: they are checked beside the tests, which often wait.
+test: lint
+	$(MAKE) --no-print-directory --jobs 2 tests types docs
+
+# Files side by side, those that take longest first. Three even on two cores, since tests of runs that end often wait.
+tests: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations=10
 
 # Not part of `make test`, which runs a few cases: see docs/howto/soak.md.
 soak: setup
