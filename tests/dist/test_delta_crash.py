@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 from acsgd.config.options import CheckpointConfig, Config, EvalConfig, RunConfig
-from tests.lib.forks import TIMEOUT, checkpoints_of, make_config, save_model, started
+from tests.lib.cache import shared_model, with_shared_cache
+from tests.lib.forks import TIMEOUT, checkpoints_of, make_config, started
 
 STEPS = 60
 STEPS_UNTIL_KILLED = 10
@@ -39,14 +40,14 @@ def test_run_that_loses_a_rank_resumes_with_its_activation_caches(tmp_path: Path
     text = tmp_path / "little.txt"
     text.write_text(TEXT * 10)
     config = make_config(
-        save_model(tmp_path / "model"),
+        shared_model(tmp_path),
         tmp_path / "run",
         processes=2,
         steps=STEPS,
         checkpoint=CheckpointConfig(every="1", keep=2),
     )
     config = dataclasses.replace(
-        config,
+        with_shared_cache(config),
         run=RunConfig(timeout=RUN_TIMEOUT_S),
         eval=EvalConfig(),
         data=dataclasses.replace(config.data, sources=str(text), eval_fraction=0.1),

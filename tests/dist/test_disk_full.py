@@ -29,7 +29,8 @@ from acsgd.run.checkpointing import Checkpointing
 from acsgd.run.session import Session, StepResult
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import Manifest, StoredFile
-from tests.lib.forks import Result, checkpoints_of, finish, make_config, result_of, save_model, started
+from tests.lib.cache import share_cache, shared_model, with_shared_cache
+from tests.lib.forks import Result, checkpoints_of, finish, make_config, result_of, started
 
 STEPS, EVERY = 8, 2
 HOST = socket.gethostname()
@@ -42,15 +43,16 @@ Runs = dict[int, tuple[Config, Result]]
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     runs = tmp_path_factory.mktemp("calm")
-    model, found = save_model(runs / "model"), {}
+    model, found = shared_model(runs), {}
     for processes in (1, 2):
         saves = CheckpointConfig(every=str(EVERY))
         config = make_config(model, runs / f"run-{processes}", processes=processes, steps=STEPS, checkpoint=saves)
-        found[processes] = config, finish(config, processes)
+        found[processes] = with_shared_cache(config), finish(config, processes)
     return found
 
 
 def changed(config: Config, run_dir: Path, **checkpoint: Any) -> Config:
+    share_cache(Path(config.model.name), run_dir / "run")
     return dataclasses.replace(
         config,
         checkpoint=dataclasses.replace(config.checkpoint, **checkpoint),

@@ -46,10 +46,9 @@ def oracle_losses(config: Config) -> list[float]:
 def test_the_sum_over_ranks_is_the_loss_of_the_model(
     stages: int, replicas: int, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    blocks = 6 if stages == 4 else 4
     models = [
-        tiny_model("gpt2", **DROPOUT, n_layer=blocks),
-        tiny_model("qwen2", attention_dropout=0.1, **blocks_of("qwen2", blocks)),
+        tiny_model("gpt2", **DROPOUT, n_layer=6),
+        tiny_model("qwen2", attention_dropout=0.1, **blocks_of("qwen2", 6)),
     ]
     configs = [
         make_config(model, tmp_path, stages=stages, schedule=schedule, micro=1 + number % 2)  # pairwise

@@ -26,7 +26,8 @@ from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.record import Record
 from acsgd.run.session import Session, StepResult
 from acsgd.shards.manifest import Manifest, StoredFile
-from tests.lib.forks import checkpoints_of, finish, make_config, save_model, started
+from tests.lib.cache import shared_model, with_shared_cache
+from tests.lib.forks import checkpoints_of, finish, make_config, started
 
 PROCESSES = 2
 TIMEOUT_S = 60.0
@@ -36,14 +37,14 @@ WRITTEN_S = 1.0
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
+    return shared_model(tmp_path_factory.mktemp("model"))
 
 
 def saving(
     model: Path, run_dir: Path, every: int, *, processes: int = PROCESSES, steps: int = 7, best: bool = False
 ) -> Config:
     saves = CheckpointConfig(every=str(every), keep=10, best=best)
-    return make_config(model, run_dir, processes=processes, steps=steps, checkpoint=saves)
+    return with_shared_cache(make_config(model, run_dir, processes=processes, steps=steps, checkpoint=saves))
 
 
 def manifests(config: Config) -> dict[int, Manifest]:

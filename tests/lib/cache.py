@@ -43,5 +43,6 @@ def with_shared_cache(config: Config) -> Config:
         log = dataclasses.replace(config.log, dir=str(Path(config.log.dir).with_name("no run")))
         checkpoint = dataclasses.replace(config.checkpoint, dir=None, resume="auto")
         no_run = dataclasses.replace(config, log=log, checkpoint=checkpoint)
-        open_inputs(prepare(no_run, Launch(0, 0, config.pp.stages)))
+        with contextlib.suppress(ValueError):  # the run reports it
+            open_inputs(prepare(no_run, Launch(0, 0, config.pp.stages)))
     return config
