@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import random
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import zstandard
 
 from acsgd.io.sampling.tokens import tokenize_all
@@ -59,7 +62,8 @@ class Data:
     def run(self, case: Case) -> Outcome:
         """Tokenize a file, valid or damaged."""
         draw = case.draw
-        return draw.choice([self._valid, self._bad_lines, self._bad_lines, self._damaged, self._damaged])(case)
+        runs = [self._valid, self._records, self._bad_lines, self._bad_lines, self._damaged, self._damaged]
+        return draw.choice(runs)(case)
 
     def _valid(self, case: Case) -> Outcome:
         """Tokenize a valid file: it must give its text."""
@@ -69,6 +73,13 @@ class Data:
         outcome = self._tokens(path, "stop")
         texts = [line.text for line in lines if line.text is not None]
         return self._compare(outcome, texts, path)
+
+    def _records(self, case: Case) -> Outcome:
+        """Tokenize records of a file that is not one line per record: it must give their texts."""
+        data, name, texts = _table(case.draw)
+        Path(name).write_bytes(data)
+        case.describe(f"{name} with {len(texts)} records, {len(data)} bytes")
+        return self._compare(self._tokens(Path(name), "stop"), texts, Path(name))
 
     def _bad_lines(self, case: Case) -> Outcome:
         """Tokenize JSON lines of which some are unreadable: refused with the first, or without them."""
@@ -95,8 +106,13 @@ class Data:
     def _damaged(self, case: Case) -> Outcome:
         """Tokenize a file with changed bytes: refused with a sentence, or tokens of the vocabulary."""
         draw = case.draw
-        lines, name = _jsonl(draw) if draw.random() < 0.5 else _text(draw)
-        path = _write(draw, name, b"".join(line.data for line in lines))
+        if draw.random() < 0.4:
+            content, name, _ = _table(draw)
+            path = Path(name)
+            path.write_bytes(content)
+        else:
+            lines, name = _jsonl(draw) if draw.random() < 0.5 else _text(draw)
+            path = _write(draw, name, b"".join(line.data for line in lines))
         data, change = changed_bytes(draw, path.read_bytes())
         path.write_bytes(data)
         on_error = draw.choice(["stop", "skip"])
@@ -176,6 +192,24 @@ def _jsonl(draw: random.Random) -> tuple[list[Line], str]:
     if draw.random() < 0.3:
         lines[-1] = lines[-1]._replace(data=lines[-1].data.rstrip(b"\r\n"))
     return lines, draw.choice(["a.jsonl", "a.jsonl", "a.jsonl.zst", "ä b.jsonl"])
+
+
+def _table(draw: random.Random) -> tuple[bytes, str, list[str]]:
+    """Return a file of records, its name, and the texts of the records."""
+    texts = [_any_text(draw) for _ in range(draw.choice([1, 2, 30]))]
+    records = [{"n": number, "text": text, "more": {"a": [number]}} for number, text in enumerate(texts)]
+    table, out = pa.Table.from_pylist(records), io.BytesIO()
+    name = draw.choice(["a.parquet", "a.arrow", "b.arrow", "a.json", "a.jsonl.gz"])
+    if name.endswith(".parquet"):
+        pq.write_table(table, out, row_group_size=draw.choice([1, 7, 100]))
+    elif name.endswith(".arrow"):
+        with (pa.ipc.new_file if name == "a.arrow" else pa.ipc.new_stream)(out, table.schema) as writer:
+            writer.write_table(table, max_chunksize=draw.choice([1, 7, 100]))
+    elif name.endswith(".json"):
+        out.write(json.dumps(records, indent=draw.choice([None, 1]), ensure_ascii=draw.random() < 0.5).encode())
+    else:
+        out.write(gzip.compress(b"".join(json.dumps(record).encode() + b"\n" for record in records)))
+    return out.getvalue(), name, texts
 
 
 def _text(draw: random.Random) -> tuple[list[Line], str]:

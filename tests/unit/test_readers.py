@@ -7,6 +7,7 @@ import json
 import os
 import random
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from lib.corpora import examples_of
 
+from acsgd.io.sources import json_records
 from acsgd.io.sources.base import OnError, ReadOptions, RecordCounts, Source
 from acsgd.io.sources.sources import parse_sources
 
@@ -139,6 +141,27 @@ def test_a_table_that_vanished_is_named(tmp_path: Path) -> None:
         os.remove(tmp_path / name)
         with pytest.raises(ValueError, match=f"^data.sources: {tmp_path / name} cannot be read \\(No such file"):
             texts(source)
+
+
+def test_a_json_value_above_the_limit_is_never_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file takes little memory, too: Python allocates what a single read may return."""
+    monkeypatch.setattr(json_records, "READ_CHARS", 2**16)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": "a"}], indent=1))
+    tracemalloc.start()
+    try:
+        assert texts(source_of(path)) == ["a"]
+        path.write_text(json.dumps([{"text": "a" * 2**24}], indent=1))
+        monkeypatch.setattr(json_records, "MAX_JSON_CHARS", 2**20)
+        with pytest.raises(ValueError) as refused:
+            texts(source_of(path))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert "has more than 1048576 characters in one JSON value; write one object per line: jq -c .[]" in str(
+        refused.value
+    )
+    assert peak < 2**27
 
 
 def test_an_object_with_one_list_of_objects_is_that_list(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ MAX_JSON_CHARS = 2**30
 """Maximum length of a file that is one array or object, characters. It is read as a whole."""
 SKIPPED_CHARS = 2**17
 """Characters of a longer line that are read at a time."""
+READ_CHARS = 2**24
+"""Characters of a file that are read at a time."""
 REMEDY = 'write one JSON object per line, such as {"text": "..."}'
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -40,7 +42,7 @@ def read_json(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator
     with open_text(path, key=key) as file:
         first = file.readline(MAX_RECORD_CHARS)
         has_lines = isinstance(_object(first), dict) and bool(file.read(1))
-        text = "" if has_lines else first + file.read(MAX_JSON_CHARS)
+        text = "" if has_lines else first + _rest(file)
     if has_lines:
         yield from read_json_lines(path, name, key, counts)
         return
@@ -56,6 +58,14 @@ def read_json(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator
             yield Record(value, where)
         else:
             yield BadRecord(where, f"is not a JSON object: {excerpt(raw)}", REMEDY)
+
+
+def _rest(file: TextIO) -> str:
+    """Return the rest of a file, cut off above MAX_JSON_CHARS. Python allocates as much as a single read may return."""
+    parts: list[str] = []
+    while sum(map(len, parts)) < MAX_JSON_CHARS and (part := file.read(READ_CHARS)):
+        parts.append(part)
+    return "".join(parts)
 
 
 def _values(text: str, name: str, key: str) -> Iterator[tuple[str, str, Any]]:
