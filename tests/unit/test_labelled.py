@@ -79,7 +79,7 @@ def test_a_batch_of_sentences_is_that_of_the_tokenizer(
     padding = 1 - expected["attention_mask"].float().mean().item()
     assert [note.partition(": ")[2] for note in inputs.notes] == [
         "a text begins with 512 ('<s>') and ends with 513 ('</s>'); padding is 514 ('<pad>')",
-        f"{path}: 1 examples longer than {T} tokens are truncated",
+        f"{path}: longer than {T} tokens and truncated: 1",
         f"{path}: 4 examples in rows of {T} tokens, {padding:.2%} padding",
     ]
 
@@ -117,7 +117,7 @@ def test_long_examples_are_skipped_or_refused(model: Model, tmp_path: Path) -> N
     directory = model("bert", "classification", num_labels=3)
     rows = open_data(job_of(directory, path, "classification", "--data.long", "skip")).rows
     assert len(rows.rows[0]) == 3
-    assert f"1 examples longer than {T} tokens are left out" in rows.notes[0]
+    assert f"longer than {T} tokens and left out: 1" in rows.notes[0]
     message = rf"^data\.sources: .*a\.tsv: data\.sequence={T} is too short for the example that begins with: A sentence"
     with pytest.raises(ValueError, match=message):
         open_data(job_of(directory, path, "classification", "--data.long", "error"))
@@ -156,7 +156,7 @@ def test_texts_and_pairs_are_not_mixed(model: Model, tmp_path: Path) -> None:
 
 def test_a_source_whose_examples_are_all_skipped_is_refused(model: Model, tmp_path: Path) -> None:
     path = table(tmp_path / "a.tsv", ("text", SENTENCES[2]), ("label", 1))
-    with pytest.raises(ValueError, match=rf"has no token .* \(1 examples longer than {T} tokens are left out\); give"):
+    with pytest.raises(ValueError, match=rf"has no token .* \(longer than {T} tokens and left out: 1\); give"):
         open_data(job_of(model("bert", "classification"), path, "classification", "--data.long", "skip"))
 
 
@@ -170,11 +170,14 @@ def test_target_sequences_have_the_loss_of_transformers(
     answers = ["one", "No way, this is an answer that is longer than a row.", "two three", "."]
     path = table(tmp_path / "a.tsv", ("input", *SENTENCES), ("output", *answers))
     directory = model("bart", "seq2seq", decoder_start_token_id=special.eos_token_id)
-    found, labels = in_order(open_data(job_of(directory, path, "seq2seq")).batch(0))
+    reader = open_data(job_of(directory, path, "seq2seq"))
+    found, labels = in_order(reader.batch(0))
     options = {"padding": "max_length", "truncation": True, "max_length": T, "return_tensors": "pt"}
     prompts, targets = special(SENTENCES, **options), special(text_target=answers, **options)
     expected = targets["input_ids"].masked_fill(targets["attention_mask"] == 0, IGNORED)
     assert torch.equal(labels, expected)
+    padding = 1 - torch.cat([prompts["attention_mask"], targets["attention_mask"]]).float().mean().item()
+    assert reader.notes[-1].endswith(f", {padding:.2%} padding")
     whole = AutoModelForSeq2SeqLM.from_pretrained(directory).eval()
     with torch.no_grad():
         ours = whole(**found)

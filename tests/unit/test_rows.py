@@ -109,8 +109,8 @@ def test_a_long_document_is_truncated_or_skipped(kind: Kind) -> None:
     assert pairs_of(truncated) == pairs_within([(start, min(stop, start + 9)) for start, stop in SPANS])
     skipped = rows_of(corpus, 8, kind, "skip")
     assert pairs_of(skipped) == pairs_within([(start, stop) for start, stop in SPANS if stop - start <= 9])
-    assert "2 documents longer than a row are truncated" in truncated.notes[0]
-    assert "2 documents longer than a row are left out" in skipped.notes[0]
+    assert "longer than a row and truncated: 2" in truncated.notes[0]
+    assert "longer than a row and left out: 2" in skipped.notes[0]
 
 
 def test_a_long_document_is_an_error_if_asked() -> None:

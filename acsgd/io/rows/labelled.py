@@ -25,6 +25,9 @@ DECODER_IDS = "decoder_input_ids"
 class _ExampleRows:
     """Rows of one example each: input_ids [T], padded at the end, and attention_mask [T]."""
 
+    texts_per_row = 1
+    """Number of texts of an example that are padded to T tokens each."""
+
     def __init__(self, corpus: Corpus, sequence: int, *, padding: int) -> None:
         self.corpus = corpus
         self._sequence = sequence
@@ -33,7 +36,7 @@ class _ExampleRows:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on what was skipped, and on padding."""
-        padding = 1 - len(self.corpus.tokens) / (len(self) * self._sequence)
+        padding = 1 - len(self.corpus.tokens) / (len(self) * self._sequence * self.texts_per_row)
         rows = f"rows: {self.corpus.name}: {len(self):,} examples in rows of {self._sequence} tokens"
         return (*self.corpus.notes, f"{rows}, {padding:.2%} padding")
 
@@ -75,6 +78,8 @@ class PairRows(_ExampleRows):
 
     start: token that enters the decoder first.
     """
+
+    texts_per_row = 2
 
     def __init__(self, corpus: Corpus, sequence: int, *, padding: int, start: int) -> None:
         super().__init__(corpus, sequence, padding=padding)

@@ -128,9 +128,9 @@ def _split(starts: Ints, lengths: Ints, sequence: int) -> tuple[Ints, Ints]:
 def _describe(
     corpus: Corpus, sequence: int, kind: Kind, long: Long, lengths: Ints, num_rows: int, num_long: int
 ) -> str:
-    done = {"split": "are split", "truncate": "are truncated", "skip": "are left out"}
+    done = {"split": "split", "truncate": "truncated", "skip": "left out"}
     padding = 1 - lengths.sum() / (num_rows * sequence)
-    cut = f"; {num_long:,} documents longer than a row {done[long]}" if num_long else ""
+    cut = f"; longer than a row and {done[long]}: {num_long:,}" if num_long else ""
     return (
         f"rows: {corpus.name}: {len(corpus.offsets) - 1:,} documents in {num_rows:,} rows of {sequence} tokens "
         f"(data.rows={kind}), {padding:.2%} padding{cut}"

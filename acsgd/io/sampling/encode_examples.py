@@ -40,7 +40,7 @@ class _ExampleEncoder:
     def note(self) -> str | None:
         """Clause that describes the examples that are too long, None if there are none."""
         done = "left out" if self._long == "skip" else "truncated"
-        return f"{self._num_long} examples longer than {self._sequence} tokens are {done}" if self._num_long else None
+        return f"longer than {self._sequence} tokens and {done}: {self._num_long:,}" if self._num_long else None
 
     def _tokenize(
         self, texts: Sequence[str], pairs: Sequence[str] | None = None, *, as_target: bool = False
