@@ -11,6 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from acsgd.io.formats.base import Example, FormatError, OptionsOfFormat, Segment, names_of
 from acsgd.io.sources.base import Record
+from acsgd.io.sources.text import excerpt
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -93,7 +94,9 @@ class Messages(OptionsOfFormat):
         speaker = turn.get(self.speaker) if isinstance(turn, Mapping) else None
         if not isinstance(speaker, str) or speaker not in self.roles:
             known = ", ".join(f'"{role}"' for role in self.roles)
-            raise FormatError(f'has no known "{self.speaker}" in {place} ({speaker!r})', f"use one of {known}")
+            raise FormatError(
+                f'has no known "{self.speaker}" in {place} ({excerpt(repr(speaker))})', f"use one of {known}"
+            )
         assert isinstance(turn, Mapping)
         role, content = self.roles[speaker], turn.get(self.content)
         rest = {name: value for name, value in turn.items() if name not in (self.speaker, self.content)}
@@ -177,7 +180,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _refused(error: Exception) -> FormatError:
-    reason = " ".join(str(error).split())
+    reason = excerpt(" ".join(str(error).split()))
     return FormatError(f"is refused by the chat template of the tokenizer ({reason})", "correct the messages")
 
 
