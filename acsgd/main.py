@@ -1,4 +1,4 @@
-"""Fine-tune a Hugging Face causal language model over pipeline stages x replicas.
+"""Fine-tune a Hugging Face model over pipeline stages x replicas.
 
     torchrun --nproc-per-node 4 train.py examples/gpt2.toml                    # stages and replicas as in the file
     torchrun --nproc-per-node 4 train.py examples/gpt2.toml --pp.stages 4      # one pipeline of 4 stages
