@@ -43,7 +43,7 @@ def parse(argv: list[str], *, prog: str = "train.py", is_main: bool = True) -> C
                 Config,
                 args=arguments + argv,
                 prog=f"{prog} [RUN.toml]",
-                description="Fine-tune a Hugging Face causal language model over pipeline stages x replicas.",
+                description="Fine-tune a Hugging Face model over pipeline stages x replicas.",
             )
     except SystemExit as end:
         if not end.code:

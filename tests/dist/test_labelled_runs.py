@@ -48,8 +48,8 @@ def special(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
 
 
 def run_of(model: Path, tmp_path: Path, source: object, task: str, sequence: int, **pp: object) -> Config:
-    """Return a run of 6 examples per step."""
-    config = plain_config(model, tmp_path / "runs", steps=6, **pp)
+    """Return a run of 4 steps of 6 examples."""
+    config = plain_config(model, tmp_path / "runs", steps=4, **pp)
     data = dataclasses.replace(config.data, sources=str(source), sequence=sequence)
     return dataclasses.replace(config, data=data, model=dataclasses.replace(config.model, task=task))
 
