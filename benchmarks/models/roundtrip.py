@@ -87,6 +87,7 @@ def _save_random(config: PreTrainedConfig, task: Task, directory: Path) -> PreTr
             if tensor.is_floating_point():
                 tensor.copy_(torch.randn(tensor.shape))
     model.save_pretrained(directory)
+    config.save_pretrained(directory)  # transformers does not find the class of every text model by its own config
     task.auto_class.from_pretrained(directory)
     return model
 
