@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,7 +136,8 @@ def started(
     directory = Path(tempfile.mkdtemp(dir=Path(config.log.dir).parent, prefix="start-"))
     # as under torchrun, no rank hosts the store, so it survives a rank that is killed
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    args = (processes, config, directory, store_port or store.port, fsync_s, setup)
+    barrier = context.Barrier(processes, timeout=TIMEOUT.total_seconds())
+    args = (processes, config, directory, store_port or store.port, fsync_s, setup, barrier)
     ranks = [context.Process(target=run_rank, args=(rank, *args), daemon=True) for rank in range(processes)]
     try:
         for rank in ranks:
@@ -149,9 +151,19 @@ def started(
 
 
 def run_rank(
-    rank: int, world_size: int, config: Config, directory: Path, port: int, fsync_s: float, setup: Setup | None
+    rank: int,
+    world_size: int,
+    config: Config,
+    directory: Path,
+    port: int,
+    fsync_s: float,
+    setup: Setup | None,
+    barrier: Barrier,
 ) -> None:
-    """Run one rank as `acsgd.main` does, with stderr redirected to a file. port: of the store."""
+    """Run one rank as `acsgd.main` does, with stderr redirected to a file.
+
+    port: of the store; barrier: of all ranks, which on a busy machine start seconds apart, longer than some timeouts.
+    """
     torch.set_num_threads(1)
     with (directory / "stderr").open("a") as file:
         os.dup2(file.fileno(), 2)
@@ -164,6 +176,7 @@ def run_rank(
     error_file.parent.mkdir(parents=True)
     launch = Launch(rank, rank, world_size, world_size, error_file=str(error_file))
     store = dist.TCPStore("127.0.0.1", port)
+    barrier.wait()
     with contextlib.ExitStack() as stack, report_failure(clone_store(store, launch), launch) as context:
         main.run(config, launch, store, context, stack)
 

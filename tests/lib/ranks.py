@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.synchronize import Barrier
 from typing import Any
 
 import torch
@@ -22,9 +23,24 @@ def on_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_s: f
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    with ProcessPoolExecutor(world_size, mp_context=context) as pool:
-        futures = [pool.submit(body, rank, world_size, *args) for rank in range(world_size)]
+    barrier = context.Barrier(world_size, timeout=timeout_s)
+    with ProcessPoolExecutor(world_size, mp_context=context, initializer=_keep, initargs=(barrier,)) as pool:
+        futures = [pool.submit(_run_together, body, rank, world_size, *args) for rank in range(world_size)]
         return [future.result(timeout=timeout_s) for future in futures]
+
+
+_barrier: Barrier
+
+
+def _keep(barrier: Barrier) -> None:
+    global _barrier
+    _barrier = barrier
+
+
+def _run_together(body: Callable[..., Any], *args: Any) -> Any:
+    """Call `body` once all ranks can: on a busy machine they start seconds apart, longer than some timeouts."""
+    _barrier.wait()
+    return body(*args)
 
 
 def gather_states(state: dict[str, dict[str, torch.Tensor]], group: dist.ProcessGroup) -> list[dict[str, Any]]:
