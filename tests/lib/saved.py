@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from acsgd import train
+from acsgd.checksum import file_checksum
 from acsgd.config.options import (
     CheckpointConfig,
     Config,
@@ -60,7 +60,7 @@ def rewrite_tensors(path: Path, change: Callable[[dict[str, Tensor]], None]) -> 
     tensors = {key: tensor.clone() for key, tensor in load_file(path).items()}
     change(tensors)
     save_file(tensors, path)
-    entry = StoredFile(path.name, path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
+    entry = StoredFile(path.name, path.stat().st_size, file_checksum(path))
 
     def updated(file: StoredFile) -> StoredFile:
         return entry if file.file == path.name else file

@@ -174,10 +174,10 @@ def test_a_model_without_weights_is_built_without_initialising_them(model_type: 
     task, config, random = task_of(model_type), small_config(model_type), RandomOps()
     with random:
         task.build(config)
-    assert not random.layers
+    assert not random.segments
     with random:
         task.auto_class.from_config(config)
-    assert random.layers
+    assert random.segments
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "opt", "gpt_neo", "qwen3", "t5"])
