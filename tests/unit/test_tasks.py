@@ -8,7 +8,7 @@ import pytest
 import torch
 from lib.model_types import VOCABULARY, small_config
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, logging
 
 from acsgd.layers.description import LayersError
 from acsgd.tasks import IGNORED, TASKS
@@ -34,6 +34,7 @@ def test_a_model_is_built_without_the_advice_of_transformers(caplog: pytest.LogC
     """It gives some for a BERT that attends to later tokens; an error says the same."""
     size = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1}
     config = AutoConfig.for_model("bert", vocab_size=VOCABULARY, **size)
+    logging.set_verbosity_warning()  # the command of another test may have changed it
     with pytest.raises(LayersError, match='set "is_decoder": true'):
         LM.verify(config, LM.layers(config))
     assert not caplog.messages
