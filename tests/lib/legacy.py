@@ -13,20 +13,22 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+POSITIONS = 64
 SHAPE = {"vocab_size": 96, "hidden_size": 16, "num_attention_heads": 2}
 OLD: dict[str, dict[str, Any]] = {
-    "gpt2": {"vocab_size": 96, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32},
+    "gpt2": {"vocab_size": 96, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": POSITIONS},
     "gpt_neo": SHAPE
     | {
         "num_layers": 4,
         "attention_types": [[["global", "local"], 2]],
         "window_size": 4,
-        "max_position_embeddings": 32,
+        "max_position_embeddings": POSITIONS,
     },
-    "gptj": {"vocab_size": 96, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32, "rotary_dim": 4},
-    "gpt_neox": SHAPE | {"intermediate_size": 24, "num_hidden_layers": 4, "max_position_embeddings": 32},
-    "opt": SHAPE | {"ffn_dim": 24, "num_hidden_layers": 4, "word_embed_proj_dim": 8, "max_position_embeddings": 32},
-    "llama": SHAPE | {"intermediate_size": 24, "num_hidden_layers": 4, "max_position_embeddings": 32},
+    "gptj": {"vocab_size": 96, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": POSITIONS, "rotary_dim": 4},
+    "gpt_neox": SHAPE | {"intermediate_size": 24, "num_hidden_layers": 4, "max_position_embeddings": POSITIONS},
+    "opt": SHAPE
+    | {"ffn_dim": 24, "num_hidden_layers": 4, "word_embed_proj_dim": 8, "max_position_embeddings": POSITIONS},
+    "llama": SHAPE | {"intermediate_size": 24, "num_hidden_layers": 4, "max_position_embeddings": POSITIONS},
 }
 """Options of small configs of the types of models that the replaced systems trained, by type."""
 
@@ -53,7 +55,7 @@ def old_deberta() -> PreTrainedModel:
         pos_att_type=["c2p", "p2c"],
         norm_rel_ebd="layer_norm",
         conv_kernel_size=3,
-        max_position_embeddings=32,
+        max_position_embeddings=POSITIONS,
         position_buckets=8,
         share_att_key=True,
         type_vocab_size=0,
@@ -67,7 +69,7 @@ def save_deberta(model: PreTrainedModel, directory: Path) -> None:
     """Write the body of a DeBERTa as AC-SGD's converter did; the head was never saved."""
     directory.mkdir(parents=True, exist_ok=True)
     body = model.deberta
-    position_ids = {"position_ids": torch.arange(32)[None]}
+    position_ids = {"position_ids": torch.arange(POSITIONS)[None]}
     torch.save(dict(body.embeddings.state_dict()) | position_ids, directory / "pytorch_embs.pt")
     for index, block in enumerate(body.encoder.layer):
         torch.save(block.state_dict(), directory / f"pytorch_{index}.pt")
@@ -110,7 +112,7 @@ def old_stage(model: PreTrainedModel) -> nn.Sequential:
 def old_buffers(model: PreTrainedModel, block: int) -> dict[str, Tensor]:
     """Return what the blocks of an older transformers stored besides parameters."""
     config = model.config
-    mask = torch.tril(torch.ones(32, 32, dtype=torch.uint8))[None, None]
+    mask = torch.tril(torch.ones(POSITIONS, POSITIONS, dtype=torch.uint8))[None, None]
     inv_freq = 10000.0 ** -(torch.arange(0, 8, 2) / 8)
     match config.model_type:
         case "gpt2":

@@ -174,7 +174,7 @@ LAYERS: dict[str, tuple[Change, str]] = {
     ),
     "another shape": (
         configure(n_positions=16),
-        "{old}/pytorch_embs.pt: wpe.weight has shape (32, 16), but by config.json it has (16, 16); give config and "
+        "{old}/pytorch_embs.pt: wpe.weight has shape (64, 16), but by config.json it has (16, 16); give config and "
         "weights of the same model",
     ),
     "a tensor of integers": (
