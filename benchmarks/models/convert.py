@@ -1,8 +1,8 @@
 """Throughput of conversion to layer shards and back against `cp`, and its peak memory for a model of 20 B parameters:
 
-    .venv/bin/python -m benchmarks.models.convert [--rounds 5] [--json runs/benchmarks/convert.json]
+    .venv/bin/python -m benchmarks.models.convert [--rounds 9] [--json runs/benchmarks/convert.json]
 
-The throughput is that of a GPT-NeoX of 3.3 GB with random weights in the page cache. Conversions alternate with copies.
+The throughput is that of a GPT-NeoX of 1.1 GB with random weights in the page cache. Conversions alternate with copies.
 Neither waits until its files are on disk; then both do, as `acsgd convert` does. The processor time is compared as
 well: it does not depend on what else runs on the machine. The model of 20 B parameters has the shapes of GPT-NeoX-20B
 and zeros as weights: its files are sparse and take no space on disk, nor do those that the conversions write. Its
@@ -41,7 +41,7 @@ from acsgd.shards.writer import TensorWriter, header_of
 
 LIMIT_GIB = 4.0
 """Acceptable peak memory of the conversion of 20 B parameters."""
-SMALL = GPTNeoXConfig(hidden_size=3072, num_hidden_layers=12, num_attention_heads=24, intermediate_size=12288)
+SMALL = GPTNeoXConfig(hidden_size=2048, num_hidden_layers=7, num_attention_heads=16, intermediate_size=8192)
 LARGE = GPTNeoXConfig(num_hidden_layers=44, hidden_size=6144, num_attention_heads=64, intermediate_size=24576)
 DIRECTIONS: dict[str, Callable[[Path, Path], None]] = {"from-hf": from_hf, "to-hf": to_hf}
 
@@ -174,7 +174,7 @@ def _ratio(copies: list[tuple[float, float]], conversions: list[tuple[float, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="number of copies and conversions in each direction")
+    parser.add_argument("--rounds", type=int, default=9, help="number of copies and conversions in each direction")
     parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/convert.json"))
     parser.add_argument("--only", nargs=3, metavar=("DIRECTION", "SOURCE", "TARGET"), help="one conversion of 20 B")
     arguments = parser.parse_args()
