@@ -94,8 +94,8 @@ def write_layers(
     files = {layer: entry for layer in stored if (entry := journal.find(layer)) is not None}
     missing = [layer for layer in stored if layer not in files]
     with contextlib.closing(read_ahead(lambda layer: _read(opened, stored[layer]), missing, 1)) as tensors:
-        for layer, read in zip(missing, tensors, strict=True):
-            files[layer] = write_layer(target, layer, read)
+        for layer in missing:
+            files[layer] = write_layer(target, layer, next(tensors))  # no name holds them while the one after is read
             journal.add(layer, files[layer])
             report(sum(sizes[each] for each in files), sum(sizes.values()))
     journal.remove()

@@ -51,11 +51,9 @@ def to_hf(
     def read(layer: LayerSpec) -> dict[str, Tensor]:
         return directory.tensors(layer.name, layer_tensors(model, layers, layer.index))
 
-    with contextlib.closing(read_ahead(read, layers.layers, 1)) as layers_tensors:
-        for tensors in layers_tensors:
-            for name, tensor in to_files(model, _cast(tensors, model, dtype)).items():
-                files.write(name, tensor)
-                report(files.done, files.total)
+    with contextlib.closing(read_ahead(read, layers.layers, 1)) as tensors:
+        for _ in layers.layers:
+            files.write_all(to_files(model, _cast(next(tensors), model, dtype)), report)
     files.write_index()
     copy_model_files(source, target)
     config.architectures = [type(model).__name__]
@@ -94,8 +92,13 @@ class _Files:
         self._file_of = {name: file for file, names in self._shards.items() for name in names}
         self._open: dict[str, tuple[TensorWriter, set[str]]] = {}
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor."""
+    def write_all(self, tensors: Mapping[str, Tensor], report: Report) -> None:
+        """Write the tensors of a layer."""
+        for name, tensor in tensors.items():
+            self._write(name, tensor)
+            report(self.done, self.total)
+
+    def _write(self, name: str, tensor: Tensor) -> None:
         file = self._file_of[name]
         if file not in self._open:
             names = self._shards[file]
