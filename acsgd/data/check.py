@@ -92,7 +92,7 @@ def check(data: DataConfig, model: str, sequence: int | None) -> bool:
 def _examine(source: Source, tokenizer: PreTrainedTokenizerBase, sequence: int | None) -> Report:
     """Read and tokenize a source."""
     report, encoder, started = Report(source.name, sequence), DocumentEncoder(tokenizer), time.monotonic()
-    begun = 0  # tokens of a document whose end was not read yet
+    pending = 0  # tokens of a document whose end was not read yet
 
     def progress() -> str:
         fraction = f" {report.counts.fraction():.0%} of" if report.counts.fraction else ""
@@ -104,9 +104,9 @@ def _examine(source: Source, tokenizer: PreTrainedTokenizerBase, sequence: int |
             encoded = encoder.encode([example for _, example in batch])
             ends = encoded.ends.tolist()
             places = [where for where, example in batch if example.ends_document]
-            for where, length in zip(places, np.diff([-begun, *ends]).tolist(), strict=True):
+            for where, length in zip(places, np.diff([-pending, *ends]).tolist(), strict=True):
                 report.add_document(where, length)
-            begun = len(encoded.tokens) - ends[-1] if ends else begun + len(encoded.tokens)
+            pending = len(encoded.tokens) - ends[-1] if ends else pending + len(encoded.tokens)
             report.tokens += len(encoded.tokens)
             report.targets += int(encoded.targets.sum())
     return report

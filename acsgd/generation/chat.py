@@ -14,7 +14,7 @@ from acsgd.notes import print_note
 
 
 class Chat:
-    """A conversation. With a chat template its messages are kept; without one each line is a prompt of its own."""
+    """A conversation. With a chat template its messages are kept; without one each line is a separate prompt."""
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator

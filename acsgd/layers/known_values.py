@@ -5,6 +5,7 @@ Fake tensors have no values. A forward may need some nevertheless: a classifier 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+from transformers import PreTrainedModel
 
 from acsgd.layers.recorders import reads_shape_only
 
@@ -108,6 +110,21 @@ class KnownValues(TorchDispatchMode):
         written = [self._known[id(x)] for argument, x in pairs if argument.is_write and id(x) in self._known]
         memory = {_memory(each) for each in written}
         return [key for key, each in self._known.items() if _memory(each) in memory] if memory else []
+
+
+def probe_batch(
+    model: PreTrainedModel, inputs: Mapping[str, Sequence[str]], sizes: Mapping[str, int], known: KnownValues
+) -> dict[str, Tensor]:
+    """Return a batch of fake tensors with known values: ones, and ends of sequences, which classifiers look for."""
+    end = getattr(model.config.get_text_config(), "eos_token_id", None)
+    batch = {}
+    for name, dims in inputs.items():
+        with unset_fake_temporarily():
+            value = torch.ones([sizes[dim] for dim in dims], dtype=torch.long)
+            if name.endswith("input_ids") and isinstance(end, int):
+                value[:, -1] = end
+        batch[name] = known.add(name, value)
+    return batch
 
 
 def _memory(known: _Known) -> int:

@@ -13,14 +13,13 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedOperatorException,
-    unset_fake_temporarily,
 )
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers import Cache, PreTrainedModel
 
 from acsgd.layers.capture import BlockCall, find_blocks, stubbed
 from acsgd.layers.description import HIDDEN, LayersError, Origin
-from acsgd.layers.known_values import KnownValues
+from acsgd.layers.known_values import KnownValues, probe_batch
 from acsgd.layers.recorders import RandomOps, Uses
 from acsgd.layers.skeleton import experts_without_values, parameter_names, set_tied_parameter
 
@@ -109,21 +108,6 @@ def trace(
         context_inputs=tracer.context_inputs,
         random=tracer.random_layers(),
     )
-
-
-def probe_batch(
-    model: PreTrainedModel, inputs: Mapping[str, Sequence[str]], sizes: Mapping[str, int], known: KnownValues
-) -> dict[str, Tensor]:
-    """Return a batch of fake tensors with known values: ones, and ends of sequences, which classifiers look for."""
-    end = getattr(model.config.get_text_config(), "eos_token_id", None)
-    batch = {}
-    for name, dims in inputs.items():
-        with unset_fake_temporarily():
-            value = torch.ones([sizes[dim] for dim in dims], dtype=torch.long)
-            if name.endswith("input_ids") and isinstance(end, int):
-                value[:, -1] = end
-        batch[name] = known.add(name, value)
-    return batch
 
 
 class _BlockResult(NamedTuple):

@@ -16,9 +16,9 @@ from transformers import PreTrainedConfig
 
 from acsgd.layers.composed import ComposedModel, State
 from acsgd.layers.description import BATCH, LOGITS, ModelLayers
-from acsgd.layers.known_values import KnownValues
+from acsgd.layers.known_values import KnownValues, probe_batch
 from acsgd.layers.skeleton import experts_without_values
-from acsgd.layers.trace import on_fake_tensors, probe_batch
+from acsgd.layers.trace import on_fake_tensors
 from acsgd.tasks import Task
 
 FLOPS_PER_BYTE = {"cpu": 8.0, "cuda": 200.0}

@@ -87,7 +87,7 @@ def test_prompts_need_a_tokenizer_that_reports_characters(tokenizer: PreTrainedT
         is_fast = False
 
     slow = Slow(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>", name_or_path="m")
-    with pytest.raises(ValueError, match=r"tokenizer m cannot tell prompts from answers.* tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"tokenizer m does not report which characters.* tokenizer\.json"):
         DocumentEncoder(slow).encode(EXAMPLES)
     assert len(DocumentEncoder(slow).encode(EXAMPLES[1:2]).tokens)
 

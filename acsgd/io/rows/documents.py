@@ -16,7 +16,7 @@ class DocumentRows:
     """Rows of `sequence` tokens with the parts of documents that a layout puts there, then padding.
 
     The first token of a part is never a label. padding: token after the last part; isolate: whether rows have
-    DOCUMENTS, which tell parts apart.
+    DOCUMENTS, the index of each token's part.
     """
 
     def __init__(self, corpus: Corpus, layout: Layout, sequence: int, *, padding: int, isolate: bool = False) -> None:

@@ -20,7 +20,7 @@ Label = int | float | str
 class Encoded(NamedTuple):
     """Tokens of consecutive examples."""
 
-    tokens: NDArray[np.unsignedinteger]
+    tokens: NDArray[np.uint32]
     targets: NDArray[np.bool_]
     """Whether each token is a target."""
     ends: NDArray[np.int64]
@@ -71,14 +71,14 @@ class DocumentEncoder:
         """Return the tokens of examples.
 
         A special token around a document is a target if the text beside it is. Raises ValueError if a text has a prompt
-        and the tokenizer does not report which characters a token stands for.
+        and the tokenizer does not report which characters a token covers.
         """
         texts = [example.text for example in examples]
         is_masked = not all(segment.is_target for example in examples for segment in example.segments)
         if is_masked and not self._tokenizer.is_fast:
             raise ValueError(
-                f"the tokenizer {self._tokenizer.name_or_path} cannot tell prompts from answers, since it is not a "
-                "fast one; give a model with tokenizer.json"
+                f"the tokenizer {self._tokenizer.name_or_path} does not report which characters a token covers, "
+                "which masks of prompts need; give a model with a fast tokenizer, tokenizer.json"
             )
         # verbose=False: no warning if a document is longer than the model's maximum sequence
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
@@ -94,7 +94,7 @@ class DocumentEncoder:
                 flags += [np.full(len(begin), first.is_target), text, np.full(len(end), last.is_target)]
         lengths = np.array([len(part) for part in parts])
         return Encoded(
-            flatten(parts, self._tokenizer),
+            flatten(parts),
             np.concatenate(flags) if is_masked else np.ones(lengths.sum(), dtype=bool),
             np.cumsum(lengths)[2::3][[example.ends_document for example in examples]],
             int(lengths[1::3].sum()),
@@ -111,14 +111,9 @@ class DocumentEncoder:
         return begin, end
 
 
-def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype[np.unsignedinteger]:
-    """Return the smallest type that holds all tokens of a tokenizer."""
-    return np.dtype("<u2" if max(tokenizer.get_vocab().values()) < 2**16 else "<u4")
-
-
-def flatten(parts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> NDArray[np.unsignedinteger]:
+def flatten(parts: Sequence[Sequence[int]]) -> NDArray[np.uint32]:
     """Return the concatenation of lists of tokens."""
-    return np.fromiter(chain.from_iterable(parts), token_dtype(tokenizer))
+    return np.fromiter(chain.from_iterable(parts), np.uint32)
 
 
 def _text_targets(segments: Sequence[Segment], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:

@@ -83,7 +83,7 @@ class SequenceEncoder(_ExampleEncoder):
             )
         ids, is_long = self._tokenize(*([text[place] for text in texts] for place in range(self._num_texts)))
         kept = self._kept(examples, is_long)
-        tokens = flatten([ids[index] for index in kept], self._tokenizer)
+        tokens = flatten([ids[index] for index in kept])
         ends = np.cumsum([len(ids[index]) for index in kept], dtype=np.int64)
         labels = [label for index in kept if (label := examples[index].label) is not None]
         assert len(labels) == len(kept)
@@ -91,7 +91,7 @@ class SequenceEncoder(_ExampleEncoder):
 
 
 class PairEncoder(_ExampleEncoder):
-    """Encodes prompts for an encoder, and answers, the targets, for a decoder; each as a text of its own."""
+    """Encodes prompts for an encoder, and answers, the targets, for a decoder; each as a separate text."""
 
     def encode(self, examples: Sequence[Example]) -> Encoded:
         """Return the tokens of examples, those of the answer after those of the prompt.
@@ -105,7 +105,7 @@ class PairEncoder(_ExampleEncoder):
         parts = [part for index in kept for part in (prompts[index], answers[index])]
         lengths = np.array([len(part) for part in parts], dtype=np.int64)
         targets = np.repeat(np.arange(len(parts)) % 2 == 1, lengths)
-        return Encoded(flatten(parts, self._tokenizer), targets, np.cumsum(lengths)[1::2], int(lengths.sum()))
+        return Encoded(flatten(parts), targets, np.cumsum(lengths)[1::2], int(lengths.sum()))
 
 
 def _prompt_and_answer(example: Example) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from acsgd.io.entry import Entry, seal
 from acsgd.io.formats.base import Example
 from acsgd.io.formats.formats import read_examples
 from acsgd.io.sampling.arrays import Array, ArrayFile, ArrayWriter, sample
-from acsgd.io.sampling.encode import DocumentEncoder, Encoded, Encoder, Label, token_dtype
+from acsgd.io.sampling.encode import DocumentEncoder, Encoded, Encoder, Label
 from acsgd.io.sampling.sampler import Ints
 from acsgd.io.sources.base import TEXT, RecordCounts, Source
 from acsgd.io.sources.sources import WeightedSource
@@ -145,6 +145,11 @@ def _open(
     key = hashlib.sha256(f"{fingerprint} {source.options} {suffix} {encoder.key}".encode()).hexdigest()[:16]
     name = Path(source.name).name.encode()[:NAME_BYTES].decode(errors="ignore")
 
+    def open_built(path: Path) -> Corpus:
+        corpus, largest = _read_entry(path, source)
+        _check_token(largest, source, tokenizer, vocab_size)
+        return corpus
+
     def build(unfinished: Path) -> None:
         unfinished.mkdir()
         stats = tokenize(source, tokenizer, encoder, unfinished, vocab_size=vocab_size)
@@ -156,27 +161,20 @@ def _open(
         seal(unfinished)
         open_built(unfinished)
 
-    def open_built(path: Path) -> Corpus:
-        entry = Entry(path)
-        tokens, offsets = (ArrayFile(entry, name) for name in (TOKENS, OFFSETS))
-        targets = ArrayFile(entry, TARGETS) if TARGETS in entry else None
-        tokens.verify_sample()
-        about = entry.file(ABOUT)
-        stats = TokenStats(**json.loads(about.read(0, about.size)))
-        _check_token(stats.largest, source, tokenizer, vocab_size)
-        return Corpus(
-            source.name,
-            f"{name}-{key}",
-            tokens,
-            offsets,
-            targets,
-            stats.overlap,
-            ArrayFile(entry, LABELS) if LABELS in entry else None,
-            tuple(stats.classes),
-            stats.notes(source),
-        )
-
     return open_cached(cache_dir / f"{name}-{key}", build, open_built, reports_wait=reports_wait)
+
+
+def _read_entry(path: Path, source: Source) -> tuple[Corpus, int]:
+    """Return the corpus in a cache entry, and its largest token. Raises CorruptFileError."""
+    entry = Entry(path)
+    tokens, offsets = (ArrayFile(entry, name) for name in (TOKENS, OFFSETS))
+    targets, labels = (ArrayFile(entry, name) if name in entry else None for name in (TARGETS, LABELS))
+    tokens.verify_sample()
+    about = entry.file(ABOUT)
+    stats = TokenStats(**json.loads(about.read(0, about.size)))
+    classes, notes = tuple(stats.classes), stats.notes(source)
+    corpus = Corpus(source.name, path.name, tokens, offsets, targets, stats.overlap, labels, classes, notes)
+    return corpus, stats.largest
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -198,7 +196,7 @@ def tokenize(
     num_of_text = num_targets = largest = 0
     classes: dict[str, int] = {}
     with (
-        ArrayWriter(directory / TOKENS, token_dtype(tokenizer)) as tokens,
+        ArrayWriter(directory / TOKENS, _token_dtype(tokenizer)) as tokens,
         ArrayWriter(directory / OFFSETS, np.dtype("<i8")) as offsets,
         ArrayWriter(directory / TARGETS, np.dtype("u1")) as targets,
         ArrayWriter(directory / LABELS, np.dtype("<f8")) as labels,
@@ -219,14 +217,23 @@ def tokenize(
         (directory / TARGETS).unlink()
     if not labels.length:
         (directory / LABELS).unlink()
+    skipped, too_long = counts.summary(), encoder.note
     if not num_of_text:
-        clauses = [clause for clause in (counts.summary(), encoder.note) if clause]
-        skipped = f" ({', '.join(clauses)})" if clauses else ""
-        raise ValueError(
-            f"{source.key}: {source.name} has no token with the tokenizer {tokenizer.name_or_path} of "
-            f"{len(tokenizer)} tokens{skipped}; give a text that is not blank, or a model with all its tokenizer files"
-        )
-    return TokenStats(largest, encoder.overlap, counts.summary(), counts.format, encoder.note, list(classes))
+        raise ValueError(_no_token(source, tokenizer, [clause for clause in (skipped, too_long) if clause]))
+    return TokenStats(largest, encoder.overlap, skipped, counts.format, too_long, list(classes))
+
+
+def _token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype[np.unsignedinteger]:
+    """Return the smallest type that holds all tokens of a tokenizer."""
+    return np.dtype("<u2" if max(tokenizer.get_vocab().values()) < 2**16 else "<u4")
+
+
+def _no_token(source: Source, tokenizer: PreTrainedTokenizerBase, clauses: Sequence[str]) -> str:
+    skipped = f" ({', '.join(clauses)})" if clauses else ""
+    return (
+        f"{source.key}: {source.name} has no token with the tokenizer {tokenizer.name_or_path} of {len(tokenizer)} "
+        f"tokens{skipped}; give a text that is not blank, or a model with all its tokenizer files"
+    )
 
 
 def _encode(source: Source, encoder: Encoder, examples: Sequence[Example]) -> Encoded:

@@ -13,7 +13,7 @@ from acsgd.io.sources.text import fraction_read, not_utf8, open_text
 
 def read_text(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
     """Yield the lines that are not UTF-8, then the text without them in pieces of at least PIECE_CHARS characters."""
-    # in a pass of its own, since a line may be longer than a piece and unreadable at its end
+    # in a separate pass, since a line may be longer than a piece and unreadable at its end
     unreadable: set[int] = set()
     with open_text(path, key=key) as file:
         counts.fraction = partial(fraction_read, file)
