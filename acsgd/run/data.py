@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,35 +23,35 @@ from acsgd.run.job import Job
 from acsgd.shards.tokenizer import padding_id
 
 
-def open_data(job: Job) -> BatchReader:
-    """Return the reader of this replica's batches. Tokenizes text into the cache if it is not there yet.
+class Data(NamedTuple):
+    """Training and evaluation data of a job, as one replica reads them."""
+
+    reader: BatchReader
+    held_out: HeldOut | None
+    """None if nothing is held out."""
+
+
+def open_data(job: Job) -> Data:
+    """Open the sources of a job. Tokenizes text into the cache if it is not there yet.
 
     Raises ValueError if a source cannot be read or is too short.
     """
-    config = job.config
-    rows = _open_rows(job, job.sources)
+    config, topology = job.config, job.topology
+    rows = _open_rows(job, [*job.sources, *job.eval_sources])
+    training, separate = (_reader_of(job, part) for part in (rows[: len(job.sources)], rows[len(job.sources) :]))
+    fraction = config.data.eval_fraction
     sampler = Sampler(
         seed=config.data.seed,
         batch=config.data.batch,
         counts=block_counts([weight for _, weight in job.sources]),
-        sizes=tuple(split(len(each), config.data.eval_fraction) for each in rows.rows),
+        sizes=tuple(split(len(each), fraction) for each in training.rows),
     )
-    return BatchReader(rows, sampler, job.micro_ids)
+    held = held_out(training, separate, fraction, replicas=topology.replicas, replica=topology.replica)
+    return Data(BatchReader(training, sampler, job.micro_ids), held)
 
 
-def open_held_out(job: Job) -> HeldOut | None:
-    """Return this replica's held-out data, None if nothing is held out. Tokenizes like `open_data`."""
-    return held_out(
-        _open_rows(job, job.sources),
-        _open_rows(job, job.eval_sources),
-        job.config.data.eval_fraction,
-        replicas=job.topology.replicas,
-        replica=job.topology.replica,
-    )
-
-
-def _open_rows(job: Job, sources: Sequence[WeightedSource]) -> RowReader:
-    """Return the rows of sources. Tokenizes those that are not in the cache yet."""
+def _open_rows(job: Job, sources: Sequence[WeightedSource]) -> list[Rows]:
+    """Return the rows of each source. Tokenizes those that are not in the cache yet."""
     corpora = tokenize_all(
         sources,
         job.tokenizer,
@@ -59,12 +60,13 @@ def _open_rows(job: Job, sources: Sequence[WeightedSource]) -> RowReader:
         make_encoder=lambda tokenizer: _encoder_of(job, tokenizer),
         reports_wait=job.is_first_on_host,
     )
-    return RowReader(
-        [_rows_of(job, corpus) for corpus in corpora],
-        job.config.pp.micro,
-        wants_inputs=job.wants_inputs,
-        wants_labels=len(job.specs) - 1 in job.stages,
-    )
+    return [_rows_of(job, corpus) for corpus in corpora]
+
+
+def _reader_of(job: Job, rows: Sequence[Rows]) -> RowReader:
+    """Return the reader of what this rank needs of some rows."""
+    wants_labels = len(job.specs) - 1 in job.stages
+    return RowReader(rows, job.config.pp.micro, wants_inputs=job.wants_inputs, wants_labels=wants_labels)
 
 
 def _encoder_of(job: Job, tokenizer: PreTrainedTokenizerBase) -> Encoder:

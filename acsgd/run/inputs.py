@@ -18,7 +18,7 @@ from acsgd.io.sampling.tokens import tokenizer_fingerprint
 from acsgd.layers.verify import PACKED
 from acsgd.pp.wire.cache_plan import CachePlan, plan_caches
 from acsgd.pp.wire.delta import Delta
-from acsgd.run.data import open_data, open_held_out
+from acsgd.run.data import open_data
 from acsgd.run.job import Job
 from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import ShardDirectory
@@ -62,7 +62,7 @@ def open_inputs(job: Job) -> Inputs:
     Writes nothing else. Raises ValueError if an input is missing or invalid, or if a checkpoint has another identity.
     """
     _keep_layers(job)
-    reader, held = open_data(job), open_held_out(job)
+    reader, held = open_data(job)
     data = job.config.data
     identity = RunIdentity.of(
         job.model.config,

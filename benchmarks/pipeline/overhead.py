@@ -112,7 +112,7 @@ def rank_rounds(rank: int, model: Path, store: str, forms: Sequence[str], rounds
     torch.set_num_threads(1)
     launch = Launch(rank, rank, STAGES)
     jobs = [prepare(config_of(model, each), launch) for form in forms for each in (form, UNCOMPRESSED)]
-    reader = open_data(jobs[0])
+    reader = open_data(jobs[0]).reader
     batches = [reader.batch(number) for number in range(BATCHES)]
     result = []
     with open_trainings(jobs, store, sequences=BATCHES * jobs[0].config.data.batch) as trainings:

@@ -32,7 +32,7 @@ from acsgd.dp.hooks import CocktailState, cocktail_hook
 from acsgd.io.sampling.batches import Batch, Dataset
 from acsgd.launch import Launch
 from acsgd.optim.schedule import learning_rate
-from acsgd.run.data import open_data, open_held_out
+from acsgd.run.data import open_data
 from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import Job, prepare
 from acsgd.shards.layer_tensors import layer_tensors
@@ -169,9 +169,9 @@ def make_model(job: Job) -> PreTrainedModel:
 def train(job: Job, model: DistributedDataParallel, optimizer: Optimizer, sent_bytes: SentBytes) -> None:
     """Run all steps and evaluate when due; rank 0 writes metrics.jsonl."""
     optim, every, is_main = job.config.optim, job.config.eval.every, job.topology.rank == 0
-    held_out = open_held_out(job)
+    reader, held_out = open_data(job)
     lines = []
-    with Dataset(open_data(job), range(optim.steps)) as batches:
+    with Dataset(reader, range(optim.steps)) as batches:
         for step, batch in enumerate(batches):
             loss = make_step(model, optimizer, batch, step, optim)
             line = {"step": step + 1, "loss": mean_over_ranks(loss, 1.0), "eval_loss": None, "pp_forward_bytes": 0}

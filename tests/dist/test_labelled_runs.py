@@ -26,7 +26,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 from acsgd.config.options import Config
 from acsgd.launch import Launch
 from acsgd.run.build import build_session
-from acsgd.run.data import open_held_out
+from acsgd.run.data import open_data
 from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
 from acsgd.tasks import TASKS
@@ -94,7 +94,7 @@ def losses_of_rank(rank: int, world_size: int, store: Path, config: Config) -> t
     file_store = dist.FileStore(str(store), world_size)
     with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
         session = build_session(job, open_weight_source(job), groups)
-        held_out = open_held_out(job)
+        held_out = open_data(job).held_out
         assert held_out is not None
         eval_loss = session.evaluate(held_out.batches(len(job.micro_ids)), 0)
         return train(session, batches_of(job)), eval_loss

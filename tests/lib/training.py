@@ -98,7 +98,7 @@ def train(session: Session, batches: Iterable[Batch]) -> list[float]:
 
 def batches_of(job: Job) -> Iterator[Batch]:
     """Return the batch of every step of a job."""
-    reader = open_data(job)
+    reader = open_data(job).reader
     return map(reader.batch, range(job.config.optim.steps))
 
 

@@ -17,10 +17,12 @@ from acsgd.io.sampling.batches import Batch, BatchReader
 from acsgd.io.sampling.held_out import HeldOut, held_out, parse_eval, split
 from acsgd.io.sampling.sampler import Sampler
 from acsgd.io.sampling.tokens import Corpus, tokenize_all
+from acsgd.io.sources import files
 from acsgd.io.sources.base import ReadOptions
+from acsgd.io.sources.fingerprint import fingerprint_of
 from acsgd.io.sources.sources import parse_sources
 from acsgd.launch import Launch
-from acsgd.run.data import open_data, open_held_out
+from acsgd.run.data import Data, open_data
 from acsgd.run.job import prepare
 
 T = 5
@@ -223,9 +225,9 @@ def test_options_of_a_run_select_its_held_out_data(tiny_model: Callable[..., Pat
         "--data.sequence 16 --data.batch 4 --data.on_error skip --pp.stages 2 --pp.micro 2 --optim.lr 1 --optim.steps 2"
     )
 
-    def opened(rank: int, options: str) -> tuple[BatchReader, HeldOut | None]:
+    def opened(rank: int, options: str) -> Data:
         job = prepare(parse([*flags.split(), *rest.split(), *options.split()]), Launch(rank, rank, 4))
-        return open_data(job), open_held_out(job)
+        return open_data(job)
 
     reader, nothing = opened(0, "")
     assert nothing is None
@@ -242,3 +244,20 @@ def test_options_of_a_run_select_its_held_out_data(tiny_model: Callable[..., Pat
     assert held is not None
     assert reader.sampler.sizes == (size,)
     assert len(held) == len(held.rows.rows[0]) > 1000
+
+
+def test_a_start_opens_each_source_once(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held-out data are read from the rows that training reads."""
+    (tmp_path / "a.txt").write_text("some words in a line\n" * 20)
+    flags = f"--model.name {tiny_model()} --data.sources {tmp_path / 'a.txt'} --log.dir {tmp_path / 'runs' / 'a'}"
+    rest = "--data.sequence 16 --data.batch 4 --optim.lr 1 --optim.steps 2 --data.eval_fraction 0.25"
+    job = prepare(parse([*flags.split(), *rest.split()]), Launch())
+    open_data(job)
+    opened: list[Path] = []
+    monkeypatch.setattr(files, "fingerprint_of", lambda path: (opened.append(path), fingerprint_of(path))[1])
+    reader, held = open_data(job)
+    assert opened == [tmp_path / "a.txt"]
+    assert held is not None
+    assert held.rows is reader.rows

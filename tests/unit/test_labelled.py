@@ -90,7 +90,7 @@ def test_a_batch_of_pairs_is_that_of_the_tokenizer(
     others = SENTENCES[::-1]
     columns = ("sentence1", *SENTENCES), ("sentence2", *others), ("label", 0.5, 1, -2.25, 3)
     path = table(tmp_path / "a.tsv", *columns)
-    reader = open_data(job_of(model("bert", "regression", num_labels=1), path, "regression"))
+    reader = open_data(job_of(model("bert", "regression", num_labels=1), path, "regression")).reader
     found, labels = in_order(reader.batch(0))
     expected = special(SENTENCES, others, padding="max_length", truncation=True, max_length=T, return_tensors="pt")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
@@ -103,7 +103,7 @@ def test_names_of_classes_are_those_of_the_model(model: Model, tmp_path: Path) -
     path = table(tmp_path / "a.tsv", ("text", *SENTENCES), ("answer", *names))
     known = model("bert", "classification", id2label={0: "no", 1: "yes", 2: "maybe"})
     fields = ("--data.fields", "label=answer")
-    _, labels = in_order(open_data(job_of(known, path, "classification", *fields)).batch(0))
+    _, labels = in_order(open_data(job_of(known, path, "classification", *fields)).reader.batch(0))
     assert labels.tolist() == [1, 0, 2, 1]
     unknown = model("bert", "classification", num_labels=3)
     with pytest.raises(
@@ -115,7 +115,7 @@ def test_names_of_classes_are_those_of_the_model(model: Model, tmp_path: Path) -
 def test_long_examples_are_skipped_or_refused(model: Model, tmp_path: Path) -> None:
     path = table(tmp_path / "a.tsv", ("text", *SENTENCES), ("label", *LABELS))
     directory = model("bert", "classification", num_labels=3)
-    rows = open_data(job_of(directory, path, "classification", "--data.long", "skip")).rows
+    rows = open_data(job_of(directory, path, "classification", "--data.long", "skip")).reader.rows
     assert len(rows.rows[0]) == 3
     assert f"longer than {T} tokens and left out: 1" in rows.notes[0]
     message = rf"^data\.sources: .*a\.tsv: data\.sequence={T} is too short for the example that begins with: A sentence"
@@ -170,7 +170,7 @@ def test_target_sequences_have_the_loss_of_transformers(
     answers = ["one", "No way, this is an answer that is longer than a row.", "two three", "."]
     path = table(tmp_path / "a.tsv", ("input", *SENTENCES), ("output", *answers))
     directory = model("bart", "seq2seq", decoder_start_token_id=special.eos_token_id)
-    reader = open_data(job_of(directory, path, "seq2seq"))
+    reader = open_data(job_of(directory, path, "seq2seq")).reader
     found, labels = in_order(reader.batch(0))
     options = {"padding": "max_length", "truncation": True, "max_length": T, "return_tensors": "pt"}
     prompts, targets = special(SENTENCES, **options), special(text_target=answers, **options)
