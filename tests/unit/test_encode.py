@@ -30,6 +30,7 @@ PARTS = [
     [("only a prompt", False)],
     [("", False), (" ", True), ("", True)],
     [("cut in the mid", False), ("dle of words", True)],
+    [("of ", False), ("t", True), ("he end", False)],
 ]
 EXAMPLES = [Example(tuple(Segment(*part) for part in parts)) for parts in PARTS]
 
@@ -65,6 +66,18 @@ def test_blanks_that_an_answer_consists_of_are_targets(tokenizer: PreTrainedToke
     for each in [*tokenizers(tokenizer)][:2]:
         found = DocumentEncoder(each).encode([example])
         assert each.decode(found.tokens[found.targets].tolist()) == f"\n\n{each.eos_token}"
+
+
+def test_a_token_is_a_target_if_only_its_first_or_last_character_is_one(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = tokenizer("the", add_special_tokens=False)["input_ids"]
+    assert len(ids) < 3, "the characters of the answer share a token with those of the prompt"
+    for cut in (1, 2):
+        for answer_first in (True, False):
+            segments = (Segment("the"[:cut], answer_first), Segment("the"[cut:], not answer_first))
+            found = DocumentEncoder(tokenizer).encode([Example(segments)])
+            spans = tokenizer("the", add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+            expected = [start < cut if answer_first else end > cut for start, end in spans]
+            assert found.targets[:-1].tolist() == expected
 
 
 def test_tokens_and_targets_do_not_depend_on_the_batching(tokenizer: PreTrainedTokenizerFast) -> None:
