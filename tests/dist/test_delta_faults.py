@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import multiprocessing
 import os
 import random
 import shutil
@@ -25,6 +24,7 @@ from lib.links import (
     run_both_ends,
     run_scenarios,
 )
+from lib.processes import WAIT_S, started
 from torch import Tensor
 
 from acsgd.errors import RunError
@@ -168,15 +168,13 @@ def until_killed(rank: int, at_write: int, *args: Any) -> None:
 
 
 def test_end_that_dies_between_decoding_and_writing_loses_what_it_had_not_written(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
     killed = {"": Scenario(DISK, [LinkSession(STEPS * 8)])}
     args = 4 * 6 + 4, tmp_path / "killed", tmp_path, killed
-    ranks = [context.Process(target=until_killed, args=(rank, *args)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(60)
-    assert [process.exitcode for process in ranks] == [0, KILLED]
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(started(until_killed, rank, *args)) for rank in range(2)]
+        for process in ranks:
+            process.join(WAIT_S)
+        assert [process.exitcode for process in ranks] == [0, KILLED]
     _, (receiver,) = run_both_ends(tmp_path, {"": Scenario(DISK, [LinkSession(STEPS * 2)])})[""]
     first, second = exact_samples(0, STEPS * 2, receiver)
     assert 3 in first, "its version differs at the end that lives"

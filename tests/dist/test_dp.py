@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-import multiprocessing
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from lib.ranks import PRELOAD, on_ranks
+from lib.processes import started
+from lib.ranks import on_ranks
 from lib.replicas import LOCAL_SPECS, SHAPES, TIMEOUT, count_sent, gradient, make_weights
 from torch import Tensor, nn
 
@@ -215,15 +216,14 @@ def lose(rank: int, world_size: int, store: Path, spec: str, victim: int, how: s
     [("sharded_ps", 0, "ends"), ("sharded_ps", 1, "hangs"), ("central_ps", 0, "hangs"), ("central_ps", 1, "ends")],
 )
 def test_the_error_names_a_replica_that_is_lost_within_a_step(spec: str, victim: int, how: str, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     store = tmp_path / "store"
-    ranks = [context.Process(target=lose, args=(rank, 2, store, f"{spec}:{SMALL}", victim, how)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(50)  # less than the timeout of the one case, many times that of the other
-    assert not any(process.is_alive() for process in ranks)
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(started(lose, rank, 2, store, f"{spec}:{SMALL}", victim, how)) for rank in range(2)
+        ]
+        for process in ranks:
+            process.join(50)  # less than the timeout of the one case, many times that of the other
+        assert not any(process.is_alive() for process in ranks)
     error = (tmp_path / f"error-{1 - victim}").read_text()
     assert error.startswith(f"({victim},) rank {1 - victim} on ")
     assert f"exchanging updates with replica {victim}, rank {victim}, failed after" in error

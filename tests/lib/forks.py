@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import tempfile
 import time
@@ -45,7 +44,7 @@ from acsgd.run.failures import report_failure
 from acsgd.run.session import Session
 from acsgd.shards.manifest import Manifest, StoredFile
 from acsgd.topology import clone_store
-from tests.lib.ranks import PRELOAD
+from tests.lib.processes import CONTEXT
 
 TIMEOUT = timedelta(seconds=60)
 POLL_S = 0.002
@@ -89,9 +88,12 @@ class StartedRun:
 
     def wait_for_training(self) -> None:
         """Wait until each rank trains or has ended."""
-        for rank, process in enumerate(self.processes):
-            while self.resumed_at(rank) is None and process.is_alive():
-                time.sleep(POLL_S)
+        self.wait_until(
+            lambda: all(
+                self.resumed_at(rank) is not None or not process.is_alive()
+                for rank, process in enumerate(self.processes)
+            )
+        )
 
     def wait_until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         """Wait until a condition is true. Raises AssertionError after `timeout_s` seconds."""
@@ -130,15 +132,13 @@ def started(
 
     fsync_s: delay added to each fsync, seconds; store_port: of a TCPStore on this host, by default a new one.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     Path(config.log.dir).parent.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(dir=Path(config.log.dir).parent, prefix="start-"))
     # as under torchrun, no rank hosts the store, so it survives a rank that is killed
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    barrier = context.Barrier(processes, timeout=TIMEOUT.total_seconds())
+    barrier = CONTEXT.Barrier(processes, timeout=TIMEOUT.total_seconds())
     args = (processes, config, directory, store_port or store.port, fsync_s, setup, barrier)
-    ranks = [context.Process(target=run_rank, args=(rank, *args), daemon=True) for rank in range(processes)]
+    ranks = [CONTEXT.Process(target=run_rank, args=(rank, *args), daemon=True) for rank in range(processes)]
     try:
         for rank in ranks:
             rank.start()

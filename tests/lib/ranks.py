@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.synchronize import Barrier
@@ -12,21 +11,24 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 
-PRELOAD = ["tests.lib.preload"]
+from tests.lib.processes import CONTEXT
 
 
 def on_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
     """Call body(rank, world_size, *args) in `world_size` processes and return the results by rank.
 
-    body: a module-level function. Its exceptions are raised here, with the traceback of its process. The processes are
-    forked from a server that has imported PRELOAD but started no threads.
+    body: a module-level function. Its exceptions are raised here, with the traceback of its process. Raises
+    TimeoutError, and kills the processes, after `timeout_s` seconds.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    barrier = context.Barrier(world_size, timeout=timeout_s)
-    with ProcessPoolExecutor(world_size, mp_context=context, initializer=_keep, initargs=(barrier,)) as pool:
+    barrier = CONTEXT.Barrier(world_size, timeout=timeout_s)
+    with ProcessPoolExecutor(world_size, mp_context=CONTEXT, initializer=_keep, initargs=(barrier,)) as pool:
         futures = [pool.submit(_run_together, body, rank, world_size, *args) for rank in range(world_size)]
-        return [future.result(timeout=timeout_s) for future in futures]
+        try:
+            return [future.result(timeout=timeout_s) for future in futures]
+        except TimeoutError:
+            for process in list(pool._processes.values()):  # or leaving the pool would wait for them
+                process.kill()
+            raise
 
 
 _barrier: Barrier

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import multiprocessing
 import os
 import resource
-import signal
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
 from queue import Queue
 
 import pytest
+from lib.processes import CONTEXT, WAIT_S, kill, started, wait_for_a_signal
 
 from acsgd.atomic import build_atomically
-
-FORK = multiprocessing.get_context("fork")
 
 
 def build_text(path: Path) -> None:
@@ -27,56 +26,49 @@ def build_text(path: Path) -> None:
 def build_and_meet(path: Path, barrier: Barrier, results: Queue[bool]) -> None:
     def build(directory: Path) -> None:
         build_text(directory)
-        barrier.wait(60)
+        barrier.wait(WAIT_S)
 
     results.put(build_atomically(path, build))
 
 
 def test_of_builders_at_the_same_time_one_wins_and_nothing_else_stays(tmp_path: Path) -> None:
-    path, barrier, results = tmp_path / "target", FORK.Barrier(4), FORK.Queue()
-    processes = [FORK.Process(target=build_and_meet, args=(path, barrier, results)) for _ in range(4)]
-    for process in processes:
-        process.start()
-    won = [results.get(timeout=60) for _ in processes]
-    for process in processes:
-        process.join(60)
+    path, barrier, results = tmp_path / "target", CONTEXT.Barrier(4), CONTEXT.Queue()
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(started(build_and_meet, path, barrier, results)) for _ in range(4)]
+        won = [results.get(timeout=WAIT_S) for _ in processes]
+        for process in processes:
+            process.join(WAIT_S)
     assert sorted(won) == [False, False, False, True]
     assert os.listdir(tmp_path) == ["target"]
     assert (path / "text").read_text() == "complete"
 
 
-def build_and_wait(path: Path, started: Event) -> None:
+def build_and_wait(path: Path, writing: Event) -> None:
     def build(directory: Path) -> None:
         build_text(directory)
-        started.set()
-        signal.pause()
+        writing.set()
+        wait_for_a_signal()
 
     build_atomically(path, build)
 
 
 @pytest.fixture
-def builder(tmp_path: Path) -> Iterator[multiprocessing.process.BaseProcess]:
+def builder(tmp_path: Path) -> Iterator[BaseProcess]:
     """A process in the middle of a build of another path in the same directory."""
-    started = FORK.Event()
-    process = FORK.Process(target=build_and_wait, args=(tmp_path / "other", started))
-    process.start()
-    assert started.wait(60)
-    yield process
-    process.kill()
-    process.join(60)
+    writing = CONTEXT.Event()
+    with started(build_and_wait, tmp_path / "other", writing) as process:
+        assert writing.wait(WAIT_S)
+        yield process
 
 
-def test_what_a_killed_build_left_is_removed_by_the_next(
-    builder: multiprocessing.process.BaseProcess, tmp_path: Path
-) -> None:
-    builder.kill()
-    builder.join(60)
+def test_what_a_killed_build_left_is_removed_by_the_next(builder: BaseProcess, tmp_path: Path) -> None:
+    kill(builder)
     assert len(os.listdir(tmp_path)) == 1
     assert build_atomically(tmp_path / "target", build_text)
     assert os.listdir(tmp_path) == ["target"]
 
 
-def test_a_build_in_progress_is_not_disturbed(builder: multiprocessing.process.BaseProcess, tmp_path: Path) -> None:
+def test_a_build_in_progress_is_not_disturbed(builder: BaseProcess, tmp_path: Path) -> None:
     before = os.listdir(tmp_path)
     assert build_atomically(tmp_path / "target", build_text)
     assert sorted(os.listdir(tmp_path)) == sorted([*before, "target"])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
 import os
-import signal
 import socket
 import time
 from multiprocessing.synchronize import Event
@@ -12,13 +11,12 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from lib.processes import CONTEXT, WAIT_S, kill, started, wait_for_a_signal, wait_until
 
 from acsgd import notes as notes_module
 from acsgd.atomic import build_atomically, describe_build
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.io.cache import _lock_file, open_cached
-
-FORK = multiprocessing.get_context("fork")
 
 
 def build_slowly(target: Path) -> None:
@@ -30,12 +28,11 @@ def build_slowly(target: Path) -> None:
 
 def test_many_processes_build_once(tmp_path: Path) -> None:
     path = tmp_path / "cache" / "a.npy"
-    processes = [FORK.Process(target=open_cached, args=(path, build_slowly, Path)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(started(open_cached, path, build_slowly, Path)) for _ in range(3)]
+        for process in processes:
+            process.join(WAIT_S)
+        assert [process.exitcode for process in processes] == [0, 0, 0]
     assert len(list(tmp_path.glob("built-*"))) == 1
     assert os.listdir(path.parent) == ["a.npy"]
     assert path.read_text() == "complete"
@@ -74,12 +71,12 @@ def test_a_failed_build_leaves_nothing_and_can_be_repeated(tmp_path: Path, kind:
     assert open_cached(path, lambda target: target.write_text("complete") and None, Path).read_text() == "complete"
 
 
-def build_half_and_wait(path: Path, started: Event) -> None:
+def build_half_and_wait(path: Path, writing: Event) -> None:
     def build(target: Path) -> None:
         target.mkdir()
         (target / "first").write_text("complete")
-        started.set()
-        signal.pause()
+        writing.set()
+        wait_for_a_signal()
 
     build_atomically(path, build, resumable=True)
 
@@ -89,10 +86,7 @@ def test_a_build_continues_what_a_killed_one_wrote_but_not_what_another_host_wri
     is_killed: bool, tmp_path: Path
 ) -> None:
     """Another host is a process without the lock of this host."""
-    path, started = tmp_path / "cache" / "a", FORK.Event()
-    process = FORK.Process(target=build_half_and_wait, args=(path, started))
-    process.start()
-    assert started.wait(60)
+    path, writing = tmp_path / "cache" / "a", CONTEXT.Event()
     found: list[list[str]] = []
 
     def build(target: Path) -> None:
@@ -100,13 +94,12 @@ def test_a_build_continues_what_a_killed_one_wrote_but_not_what_another_host_wri
         found.append(os.listdir(target))
         (target / "second").write_text("complete")
 
-    if is_killed:
-        process.kill()
-        process.join(60)
-    assert open_cached(path, build, Path, resumable=True) == path
-    assert found == [["first"] if is_killed else []]
-    process.kill()
-    process.join(60)
+    with started(build_half_and_wait, path, writing) as process:
+        assert writing.wait(WAIT_S)
+        if is_killed:
+            kill(process)
+        assert open_cached(path, build, Path, resumable=True) == path
+        assert found == [["first"] if is_killed else []]
     assert sorted(os.listdir(path)) == (["first", "second"] if is_killed else ["second"])
     assert sorted(os.listdir(path.parent)) == [*([] if is_killed else [".acsgd-a.resumable"]), "a"]
 
@@ -144,11 +137,6 @@ def hold_build(target: Path) -> None:
 
 def test_a_long_wait_names_the_process_that_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "cache" / "a.npy"
-    holder = FORK.Process(target=open_cached, args=(path, hold_build, Path))
-    holder.start()
-    while describe_build(path) is None or "1.0 MB" not in str(describe_build(path)):
-        assert holder.is_alive()
-        time.sleep(0.01)
     notes: list[str] = []
 
     def note(text: str) -> None:
@@ -156,8 +144,9 @@ def test_a_long_wait_names_the_process_that_builds(tmp_path: Path, monkeypatch: 
         (tmp_path / "go on").touch()
 
     monkeypatch.setattr(notes_module, "FIRST_REPORT_S", 0.05)
-    opened = open_cached(path, lambda _: pytest.fail("built again"), Path.read_bytes, note=note)
-    holder.join(60)
+    with started(open_cached, path, hold_build, Path) as holder:
+        wait_until(lambda: "1.0 MB" in str(describe_build(path)), holder)
+        opened = open_cached(path, lambda _: pytest.fail("built again"), Path.read_bytes, note=note)
     host = socket.gethostname()
     assert opened == bytes(10**6)
     assert notes == [f"waiting until process {holder.pid} on {host} (1.0 MB so far) has built {path}"]

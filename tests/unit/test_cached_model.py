@@ -2,57 +2,51 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
-import signal
 from collections.abc import Callable, Mapping
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
 import torch
+from lib.processes import CONTEXT, WAIT_S, started, wait_for_a_signal
 from lib.saved import SMALL, small_run
 from torch import Tensor
 
+from acsgd.config.options import Config
 from acsgd.errors import CorruptFileError
 from acsgd.launch import Launch
 from acsgd.run.inputs import open_weight_source
-from acsgd.run.job import Job, prepare
+from acsgd.run.job import prepare
 from acsgd.shards import convert
 from acsgd.shards.manifest import StoredFile
 
-FORK = multiprocessing.get_context("fork")
 
-
-def convert_and_wait(job: Job, started: Event) -> None:
+def convert_and_wait(config: Config, writing: Event) -> None:
     """Convert the model of a run in a process that waits when two of its layers are written."""
     write_layer, written = convert.write_layer, list[str]()
 
     def write(directory: Path, layer: str, tensors: Mapping[str, Tensor]) -> StoredFile:
         if len(written) == 2:
-            started.set()
-            signal.pause()
+            writing.set()
+            wait_for_a_signal()
         written.append(layer)
         return write_layer(directory, layer, tensors)
 
     convert.write_layer = write  # type: ignore[assignment]
-    open_weight_source(job)
+    open_weight_source(prepare(config, Launch()))
 
 
 def test_a_conversion_that_was_killed_continues_at_the_next_start(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    job = prepare(small_run(tiny_model("gpt2", **SMALL), tmp_path / "runs" / "a"), Launch())
-    started = FORK.Event()
-    process = FORK.Process(target=convert_and_wait, args=(job, started))
-    process.start()
-    assert started.wait(60)
-    process.kill()
-    process.join(60)
+    config, writing = small_run(tiny_model("gpt2", **SMALL), tmp_path / "runs" / "a"), CONTEXT.Event()
+    with started(convert_and_wait, config, writing):
+        assert writing.wait(WAIT_S)
     [partial] = (tmp_path / "runs" / "cache" / "models").iterdir()
     before = {path.name: path.stat().st_mtime_ns for path in partial.glob("*/*.safetensors")}
     assert before.keys() == {"embed.safetensors", "block-00000.safetensors"}
-    open_weight_source(job)
+    open_weight_source(prepare(config, Launch()))
     [model] = (tmp_path / "runs" / "cache" / "models").iterdir()
     after = {path.name: path.stat().st_mtime_ns for path in model.glob("*.safetensors")}
     assert after.keys() == before.keys() | {"head.safetensors"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import shlex
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from lib.commands import acsgd
+from lib.processes import CONTEXT, WAIT_S, started, wait_for_a_signal
 from lib.saved import SMALL
 from torch import Tensor
 from transformers import GPT2LMHeadModel
@@ -27,21 +27,20 @@ from acsgd.shards.legacy.convert import from_legacy, to_legacy
 from acsgd.shards.manifest import StoredFile
 
 TinyModel = Callable[..., Path]
-FORK = multiprocessing.get_context("fork")
 
 
 def layers_of(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
 
 
-def convert_and_wait(source: Path, target: Path, layers: int, started: Event, outcome: Connection) -> None:
+def convert_and_wait(source: Path, target: Path, layers: int, writing: Event, outcome: Connection) -> None:
     """Convert a model in a process that stops for a signal when some of its layers are written."""
     write_layer, written = convert.write_layer, list[str]()
 
     def write(directory: Path, layer: str, tensors: Mapping[str, Tensor]) -> StoredFile:
         if len(written) == layers:
-            started.set()
-            signal.pause()
+            writing.set()
+            wait_for_a_signal()
         written.append(layer)
         return write_layer(directory, layer, tensors)
 
@@ -51,18 +50,13 @@ def convert_and_wait(source: Path, target: Path, layers: int, started: Event, ou
 
 def interrupt(source: Path, target: Path, number: signal.Signals, layers: int = 2) -> tuple[int, str] | None:
     """Interrupt a conversion; return its exit code and what it printed, None if it was killed."""
-    started, (outcome, end) = FORK.Event(), FORK.Pipe(duplex=False)
-    process = FORK.Process(target=convert_and_wait, args=(source, target, layers, started, end))
-    process.start()
-    end.close()
-    assert started.wait(60)
-    assert process.pid
-    os.kill(process.pid, number)
-    process.join(60)
-    try:
-        return tuple(outcome.recv())  # type: ignore[return-value]
-    except EOFError:
-        return None
+    writing, (outcome, end) = CONTEXT.Event(), CONTEXT.Pipe(duplex=False)
+    with started(convert_and_wait, source, target, layers, writing, end) as process:
+        assert writing.wait(WAIT_S)
+        assert process.pid
+        os.kill(process.pid, number)
+        process.join(WAIT_S)
+    return tuple(outcome.recv()) if outcome.poll() else None
 
 
 def continue_conversion(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import multiprocessing
 import os
 import resource
 import shutil
@@ -20,6 +19,7 @@ import torch
 from lib.commands import acsgd
 from lib.model_types import small_config
 from lib.models import blocks_of
+from lib.processes import started, wait_until
 from lib.saved import SMALL, rewrite_tensors, small_run, train_alone
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -40,7 +40,6 @@ from acsgd.generation.model import load
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 
 TinyModel = Callable[..., Path]
-FORK = multiprocessing.get_context("fork")
 
 TEXTS = ["The", "The statement of the list", "x =", "A class definition is an executable", "for", "and so on: 1, 2, 3"]
 TOKENS = ("--max-new-tokens", 12)
@@ -209,12 +208,8 @@ def test_a_killed_process_leaves_a_file_that_is_resumed(tiny_model: TinyModel, t
     model, texts = tiny_model("llama"), [f"{number}: {text}" for number in range(4) for text in TEXTS]
     whole = generate_file(model, tmp_path, "whole", "--batch", 2, texts=texts).read_bytes()
     out = tmp_path / "out.jsonl"
-    process = FORK.Process(target=generate_file, args=(model, tmp_path, "out", "--batch", 2), kwargs={"texts": texts})
-    process.start()
-    while not (out.exists() and out.stat().st_size):
-        assert process.is_alive()
-    process.kill()
-    process.join(60)
+    with started(generate_file, model, tmp_path, "out", "--batch", 2, texts=texts) as process:
+        wait_until(lambda: out.exists() and out.stat().st_size, process)
     assert process.exitcode == -signal.SIGKILL
     assert whole.startswith(out.read_bytes())
     assert out.read_bytes() != whole

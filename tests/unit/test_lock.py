@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import multiprocessing
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
+from lib.processes import CONTEXT, started, wait_for_a_signal
 
 from acsgd.errors import RunError
 from acsgd.run import lock
@@ -223,35 +224,26 @@ def test_a_lease_whose_content_is_damaged_is_taken_over_like_one_of_another_host
     assert len(leases(tmp_path)) == 1
 
 
-def hold(directory: Path, go: float, results: multiprocessing.SimpleQueue[str]) -> None:
+def hold(directory: Path, go: float, results: Queue[str]) -> None:
+    lock.WAIT_S = 1.0
     time.sleep(max(0.0, go - time.monotonic()))
     try:
         lease = Lease(directory, "log.dir", Process.current())
         lease.acquire(lambda note: None)
         results.put(f"holds {os.getpid()}")
-        signal.pause()
+        wait_for_a_signal()
     except RunError as error:
         results.put(str(error))
 
 
-def test_of_several_starts_that_find_a_killed_holder_one_takes_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock, "WAIT_S", 1.0)
-    context = multiprocessing.get_context("fork")
+def test_of_several_starts_that_find_a_killed_holder_one_takes_over(tmp_path: Path) -> None:
     for _ in range(3):
-        results = context.SimpleQueue()
-        starts = [context.Process(target=hold, args=(tmp_path, time.monotonic() + 0.2, results)) for _ in range(4)]
-        try:
-            for start in starts:
-                start.start()
-            holder, *refused = sorted(results.get() for _ in starts)
-            pid = holder.removeprefix("holds ")
-            assert all(f"process {pid} on" in message for message in refused), [holder, *refused]
-        finally:
-            for start in starts:
-                start.kill()
-                start.join()
+        results, go = CONTEXT.Queue(), time.monotonic() + 0.2
+        with contextlib.ExitStack() as stack:
+            starts = [stack.enter_context(started(hold, tmp_path, go, results)) for _ in range(4)]
+            holder, *refused = sorted(results.get(timeout=60) for _ in starts)
+        pid = holder.removeprefix("holds ")
+        assert all(f"process {pid} on" in message for message in refused), [holder, *refused]
 
 
 def test_a_lock_that_is_lost_fails_every_later_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,53 @@
+"""Processes of tests, forked from a server that has imported everything but started no threads.
+
+A process that has threads, such as that of the tests, must not be forked: a lock that a thread holds at that moment
+stays locked in the new process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any, NoReturn
+
+PRELOAD = ["tests.lib.preload"]
+WAIT_S = 60.0
+"""Maximum time to wait for a process, seconds: many times what it needs."""
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(PRELOAD)
+
+
+@contextlib.contextmanager
+def started(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[BaseProcess]:
+    """Run a module-level function in a process, which is killed on exit."""
+    process = CONTEXT.Process(target=function, args=args, kwargs=kwargs, daemon=True)
+    process.start()
+    try:
+        yield process
+    finally:
+        kill(process)
+
+
+def kill(process: BaseProcess) -> None:
+    """Kill a process, and wait for its end."""
+    process.kill()
+    process.join(WAIT_S)
+
+
+def wait_until(condition: Callable[[], object], process: BaseProcess) -> None:
+    """Wait until a condition is true. Raises AssertionError after WAIT_S seconds, or if the process has ended."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert process.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def wait_for_a_signal() -> NoReturn:
+    """Wait to be killed or interrupted. (After signal.pause, a signal just before it would be waited for forever.)"""
+    while True:
+        time.sleep(0.01)
