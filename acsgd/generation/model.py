@@ -22,9 +22,10 @@ from acsgd.shards.check import first_names
 from acsgd.shards.config import CONFIG, read_config
 from acsgd.shards.disk import ShardDirectory, model_files
 from acsgd.shards.files import blame, read_json_object
+from acsgd.shards.hf_model import HFModel, names_of, tensor_of
 from acsgd.shards.hub import find_model
 from acsgd.shards.layer_tensors import layer_tensors
-from acsgd.shards.locate import HFModel, names_of, open_hf, tensor_of
+from acsgd.shards.locate import open_hf
 from acsgd.shards.manifest import MANIFEST
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.tasks import TASKS, Task

@@ -9,9 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from acsgd import codecs
 from acsgd.codecs.identity import DTYPES
@@ -27,7 +26,7 @@ from acsgd.io.sampling.sampler import deal
 from acsgd.io.sources.sources import WeightedSource, parse_sources
 from acsgd.io.telemetry.wandb_log import check_installed
 from acsgd.launch import Launch
-from acsgd.layers.description import LayerSpec, ModelLayers
+from acsgd.layers.description import LayerSpec
 from acsgd.notes import print_note, report_if_slow
 from acsgd.pp.schedules.actions import Action, Program, forwards
 from acsgd.pp.schedules.lowering import lower
@@ -37,38 +36,13 @@ from acsgd.pp.schedules.validation import validate
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.layers_cache import LayersCache
-from acsgd.run.limits import check_computes, check_directories, check_memory, check_reading, check_sequence
+from acsgd.run.limits import check_computes, check_directories, check_reading
+from acsgd.run.model import RunModel, layers_cache, open_run_model
 from acsgd.run.plugins import Plugins, check_capabilities, parse_plugins
-from acsgd.shards.config import derive_layers, longest_sequence
-from acsgd.shards.hub import open_model
 from acsgd.shards.plan import StageSpec, plan, plan_blocks
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams, open_streams
-from acsgd.tasks import TASKS, Task
 from acsgd.topology import Topology
-
-
-class RunModel(NamedTuple):
-    """The model of a run, as its files describe it. No weights are loaded."""
-
-    directory: Path
-    """Directory of config.json, the tokenizer and, unless model.init is "scratch", the weights."""
-    config: PreTrainedConfig
-    num_parameters: int
-    """Number of parameters of the whole model."""
-    task: Task
-    description: ModelLayers
-    is_verified: bool
-    """Whether the layers were compared with the whole model when it was converted."""
-
-    @property
-    def layers(self) -> tuple[LayerSpec, ...]:
-        """All layers of the model, first to last."""
-        return self.description.layers
-
-    def describe_size(self) -> str:
-        """Return the size in words, for messages."""
-        return f"a model of {self.num_parameters:,} parameters in {len(self.layers)} layers"
 
 
 @dataclass(frozen=True)
@@ -179,7 +153,7 @@ class Job:
     @property
     def layers_cache(self) -> LayersCache:
         """Layers of models that were compared with the whole model."""
-        return _layers_cache(self.config)
+        return layers_cache(self.config)
 
     @property
     def is_first_on_host(self) -> bool:
@@ -214,7 +188,7 @@ def prepare(config: Config, launch: Launch) -> Job:
     check_computes(config, num_stages, len(micro_ids))
     check_reading(config, len(micro_ids), launch.local_world_size)
     streams = open_streams(config.run.device, launch.local_rank)
-    model = _open_model(config, launch, streams)
+    model = open_run_model(config, launch, streams)
     with report_if_slow(print_note, lambda: f"planning {model.describe_size()}", enabled=launch.rank == 0):
         costs = _costs(config, model, num_stages, streams)
         specs = _plan(config, model, num_stages, costs)
@@ -235,22 +209,6 @@ def prepare(config: Config, launch: Launch) -> Job:
         sources=sources,
         eval_sources=eval_sources,
     )
-
-
-def _open_model(config: Config, launch: Launch, streams: Streams) -> RunModel:
-    """Find the model. Raises ValueError if it is invalid, or does not fit the sequence length or the memory."""
-    task, cache = TASKS[config.model.task], _layers_cache(config)
-    found = open_model(config.model, is_valid=lambda config: cache.find(config) is not None)
-    check_sequence(config.data.sequence, longest_sequence(found.config))
-    check_memory(found.num_parameters, config.pp.stages, launch.local_world_size, streams)
-    description = found.layers or cache.find(found.config) or derive_layers(found.directory, found.config, task.name)
-    return RunModel(
-        found.directory, found.config, found.num_parameters, task, description, is_verified=found.layers is not None
-    )
-
-
-def _layers_cache(config: Config) -> LayersCache:
-    return LayersCache(Path(config.log.dir).parent / "cache" / "layers", TASKS[config.model.task])
 
 
 def _sizes(config: Config) -> dict[str, int]:
@@ -287,7 +245,7 @@ def _costs(config: Config, model: RunModel, stages: int, streams: Streams) -> tu
     """Return the estimated cost of each layer; None if there is nothing to balance."""
     if stages == 1 or stages > len(model.layers) or config.pp.layers is not None:
         return None
-    return _layers_cache(config).costs(model.config, model.description, _sizes(config), device=streams.device.type)
+    return layers_cache(config).costs(model.config, model.description, _sizes(config), device=streams.device.type)
 
 
 def _plan(config: Config, model: RunModel, stages: int, costs: Sequence[float] | None) -> list[StageSpec]:

@@ -17,8 +17,9 @@ from acsgd.shards.config import CONFIG
 from acsgd.shards.convert import Report
 from acsgd.shards.disk import ShardDirectory, copy_model_files
 from acsgd.shards.files import TensorHeader, tensor_headers
+from acsgd.shards.hf_model import tensor_of
 from acsgd.shards.layer_tensors import layer_tensors
-from acsgd.shards.locate import TIE, open_shards, tensor_of
+from acsgd.shards.locate import TIE, open_shards
 from acsgd.shards.model_card import model_card
 from acsgd.shards.names import to_files
 from acsgd.shards.stored import INDEX, SINGLE

@@ -20,7 +20,8 @@ from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
-from acsgd.pp.wire.link import MAX_SENDS_IN_FLIGHT, Link, LinkFactory
+from acsgd.pp.wire.link import Link, LinkFactory
+from acsgd.pp.wire.mailbox import MAX_SENDS_IN_FLIGHT
 from acsgd.streams import Event, Streams
 from acsgd.topology import Groups
 

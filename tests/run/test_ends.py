@@ -23,7 +23,7 @@ from acsgd.config.options import CheckpointConfig, Config, RunConfig
 from acsgd.errors import RunError
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.pp.stage import Stage
-from acsgd.run import lock
+from acsgd.run import lease, lock
 from acsgd.run.checkpointing import Checkpointing
 from acsgd.run.failures import GRACE_S
 from acsgd.run.signals import REPEAT_S, WATCH_S
@@ -214,7 +214,7 @@ def test_a_signal_among_the_imports_ends_at_once_without_a_traceback(
 
 
 def wait_briefly_for_the_holder(rank: int) -> None:
-    lock.WAIT_S = 1.0
+    lease.WAIT_S = 1.0
 
 
 def test_a_second_start_in_one_directory_is_refused_and_a_killed_one_is_taken_over(tmp_path: Path) -> None:

@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from acsgd.errors import RunError
-from acsgd.run import lock
-from acsgd.run.lock import Lease, RunLock
+from acsgd.run import lease, lock
+from acsgd.run.lease import Lease
+from acsgd.run.lock import RunLock
 from acsgd.run.processes import Process
 from tests.soak.area import ACCEPTED, Case, Outcome, UnavailableError
 
 SPEED = 50
 """Factor by which the times of the lock are shortened."""
-STALE_S = lock.STALE_S / SPEED
+STALE_S = lease.STALE_S / SPEED
 CASE_S = 4.0
 """Duration of the competition, seconds."""
 CACHE_S = 30
@@ -51,7 +52,8 @@ class Leases:
         pass
 
     def __init__(self, directory: Path) -> None:
-        lock.HEARTBEAT_S, lock.STALE_S, lock.WAIT_S = lock.HEARTBEAT_S / SPEED, STALE_S, END_S
+        lock.HEARTBEAT_S, lock.STALE_S = lock.HEARTBEAT_S / SPEED, STALE_S
+        lease.STALE_S, lease.WAIT_S = STALE_S, END_S
 
     def run(self, case: Case) -> Outcome:
         draw = case.draw

@@ -75,6 +75,7 @@ ORDER = """
     shards.names
     shards.journal
     shards.initial
+    shards.hf_model
     shards.locate
     shards.convert
     shards.model_card
@@ -117,6 +118,7 @@ ORDER = """
     pp.wire.cache_sync
     pp.wire.delta
     pp.wire.cache_plan
+    pp.wire.mailbox
     pp.wire.link
     dp.exchange.peers
     dp.resize
@@ -205,7 +207,9 @@ ORDER = """
     run.limits
     run.plugins
     run.layers_cache
+    run.model
     run.job
+    run.lease
     run.lock
     run.data
     run.inputs

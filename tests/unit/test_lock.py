@@ -18,8 +18,10 @@ import pytest
 from lib.processes import CONTEXT, started, wait_for_a_signal
 
 from acsgd.errors import RunError
+from acsgd.run import lease as lease_module
 from acsgd.run import lock
-from acsgd.run.lock import HEARTBEAT_S, STALE_S, WAIT_S, Lease, RunLock
+from acsgd.run.lease import STALE_S, WAIT_S, Lease
+from acsgd.run.lock import HEARTBEAT_S, RunLock
 from acsgd.run.processes import Process, start_time
 
 HERE = Process.current()
@@ -225,7 +227,7 @@ def test_a_lease_whose_content_is_damaged_is_taken_over_like_one_of_another_host
 
 
 def hold(directory: Path, go: float, results: Queue[str]) -> None:
-    lock.WAIT_S = 1.0
+    lease_module.WAIT_S = 1.0
     time.sleep(max(0.0, go - time.monotonic()))
     try:
         lease = Lease(directory, "log.dir", Process.current())

@@ -1,211 +1,23 @@
-"""Links between two ranks of a pipeline: framed messages over gloo, received into buffers posted in advance."""
+"""Links between two ranks of a pipeline, each of two channels."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from acsgd.codecs.base import Codec, NotFiniteError, pack, unpack, wire_bytes
-from acsgd.codecs.entropy import compress_, decompress
-from acsgd.errors import RunError
+from acsgd.codecs.base import Codec
 from acsgd.layers.composed import State
-from acsgd.meter import Meter, Work
+from acsgd.meter import Meter
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.pp.wire.cache_sync import CacheSync
-from acsgd.pp.wire.channel import NOT_FINITE, Channel, check_header, handshake
+from acsgd.pp.wire.channel import Channel, handshake
 from acsgd.pp.wire.coder import EXACT, Coder, StatelessCoder, TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta, DeltaCoder
-from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
-from acsgd.streams import Event, Streams
-
-MAX_SENDS_IN_FLIGHT = 16
-"""Sends that an outbox leaves unfinished before it waits for the oldest; bounds the memory of their buffers."""
-
-
-class _BufferPool:
-    """Reusable host buffers for the messages of one tensor, each as long as the longest message."""
-
-    def __init__(self, nbytes: int, streams: Streams) -> None:
-        self._nbytes = nbytes
-        self._streams = streams
-        self._free: deque[tuple[Tensor, Event]] = deque()
-
-    def acquire(self) -> Tensor:
-        """Return a buffer that is not in use."""
-        if self._free and self._free[0][1].query():
-            return self._free.popleft()[0]
-        return self._streams.host_buffer(self._nbytes)
-
-    def release(self, buffer: Tensor) -> None:
-        """Return a buffer to the pool once the device has finished its present work, which may read the buffer."""
-        self._free.append((buffer, self._streams.record_event()))
-
-
-class _Encoding(NamedTuple):
-    """A message that is being encoded."""
-
-    header: Header
-    context: bytes
-    buffer: Tensor
-    encoded: Event
-    length: Future[int] | None
-    """Length after entropy coding in the background; None if `header` has the final length."""
-
-    def ready(self) -> bool:
-        return self.length.done() if self.length is not None else self.encoded.query()
-
-
-class _InFlight(NamedTuple):
-    """A message that is being sent or received."""
-
-    buffer: Tensor
-    work: Work
-    posted_at: float
-    pool: _BufferPool
-
-
-class Outbox:
-    """Sending end of a channel. Encodes on the side stream and passes each message to gloo as soon as it is ready."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._action = f"sending {channel.kind.name.lower().replace('_', ' ')}s to"
-        self._pools = [_BufferPool(nbytes, channel.streams) for nbytes in channel.max_message_bytes]
-        self._entropy_coder = ThreadPoolExecutor(1, thread_name_prefix="entropy coder")
-        self._encoding: deque[_Encoding] = deque()
-        self._in_flight: deque[_InFlight] = deque()
-
-    def send(self, info: TransferInfo, state: State) -> None:
-        """Encode each tensor and send it without blocking. The tensors may be reused at once."""
-        for index, (name, coder) in enumerate(self._channel.coders.items()):
-            self._encoding.append(self._encode(index, coder, state[name], info))
-        self.flush(wait=False)
-
-    def flush(self, *, wait: bool) -> None:
-        """Pass encoded messages to gloo. wait: also wait for messages that are still being encoded."""
-        while self._encoding and (wait or self._encoding[0].ready()):
-            header, context, buffer, encoded, length = self._encoding.popleft()
-            encoded.synchronize()
-            if length is not None:
-                header = header._replace(length=length.result())
-            packed = header.pack(buffer[HEADER_BYTES : HEADER_BYTES + header.length], context)
-            buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-            self._post(header, buffer)
-        while len(self._in_flight) > MAX_SENDS_IN_FLIGHT:
-            self._finish_oldest()
-
-    def drain(self) -> None:
-        """Block until all messages are sent."""
-        self.flush(wait=True)
-        while self._in_flight:
-            self._finish_oldest()
-
-    def close(self) -> None:
-        """End the entropy coder's thread. Sends nothing: call `drain` first to send what is left."""
-        self._entropy_coder.shutdown()
-
-    def _encode(self, index: int, coder: Coder, x: Tensor, info: TransferInfo) -> _Encoding:
-        channel, length, entropy_coding = self._channel, wire_bytes(coder.wire(info)), coder.uses_entropy_coding(info)
-        buffer, context = self._pools[index].acquire(), coder.context(info)
-        body = buffer[HEADER_BYTES : HEADER_BYTES + length]
-        with channel.streams.side_stream(x):
-            try:
-                pack(coder.encode(x, info), body)
-            except NotFiniteError:
-                length, entropy_coding = NOT_FINITE, False
-            encoded = channel.streams.record_event()
-        coded_length = None
-        if entropy_coding and encoded.query():  # as on a CPU; a background thread would delay it by a forward
-            length = compress_(body)
-        elif entropy_coding:
-            coded_length = self._entropy_coder.submit(_entropy_code, body, encoded)
-        header = Header(channel.kind, index, channel.boundary, info.step, info.micro, length)
-        return _Encoding(header, context, buffer, encoded, coded_length)
-
-    def _post(self, header: Header, buffer: Tensor) -> None:
-        channel, nbytes, posted_at = self._channel, HEADER_BYTES + header.length, time.perf_counter()
-        with channel.report_failure(self._action, posted_at):
-            work = dist.isend(buffer[:nbytes], channel.peer, channel.group, channel.tag(header.tensor))
-        assert work is not None
-        self._in_flight.append(_InFlight(buffer, work, posted_at, self._pools[header.tensor]))
-        channel.meter.sent_bytes += nbytes
-
-    def _finish_oldest(self) -> None:
-        buffer, work, posted_at, pool = self._in_flight.popleft()
-        with self._channel.report_failure(self._action, posted_at):
-            self._channel.meter.wait(work, time.perf_counter())  # the receiver counts the time of the transfer
-        pool.release(buffer)
-
-
-class Inbox:
-    """Receiving end of a channel. Receives are posted ahead of use, in the order in which the peer sends."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._action = f"receiving {channel.kind.name.lower().replace('_', ' ')}s from"
-        self._pools = [_BufferPool(nbytes, channel.streams) for nbytes in channel.max_message_bytes]
-        self._posted: list[deque[_InFlight]] = [deque() for _ in self._pools]
-
-    def post(self) -> None:
-        """Post the receives of the next micro-batch, one message per named tensor."""
-        channel = self._channel
-        for index, (pool, posted) in enumerate(zip(self._pools, self._posted, strict=True)):
-            buffer, posted_at = pool.acquire(), time.perf_counter()
-            with channel.report_failure(self._action, posted_at):
-                work = dist.irecv(buffer, channel.peer, channel.group, channel.tag(index))
-            assert work is not None
-            posted.append(_InFlight(buffer, work, posted_at, pool))
-
-    def receive(self, info: TransferInfo) -> State:
-        """Wait for the micro-batch whose receives were posted first, and return its tensors, on the device.
-
-        Raises RunError if the peer fails or sent something other than `info` says.
-        """
-        coders = self._channel.coders
-        return {name: self._receive(index, coder, info) for index, (name, coder) in enumerate(coders.items())}
-
-    def _receive(self, index: int, coder: Coder, info: TransferInfo) -> Tensor:
-        channel, wire = self._channel, coder.wire(info)
-        buffer, work, posted_at, pool = self._posted[index].popleft()
-        expected = Header(channel.kind, index, channel.boundary, info.step, info.micro, wire_bytes(wire))
-        with channel.report_failure(f"waiting for {expected} from", posted_at):
-            channel.meter.wait(work, posted_at)
-        header = check_header(
-            buffer,
-            expected,
-            channel.peer,
-            context=coder.context(info),
-            allow_shorter=coder.uses_entropy_coding(info),
-        )
-        if header.length == NOT_FINITE:
-            pool.release(buffer)
-            shape, dtype = coder.spec
-            return torch.full(shape, torch.nan, dtype=dtype, device=channel.streams.device)
-        if header.length < expected.length:
-            buffer = self._entropy_decode(buffer, header, expected.length, pool)
-        fields = unpack(buffer[HEADER_BYTES:], wire)
-        x = coder.decode(tuple(f.to(channel.streams.device, non_blocking=True, copy=True) for f in fields), info)
-        pool.release(buffer)
-        return x
-
-    def _entropy_decode(self, buffer: Tensor, header: Header, length: int, pool: _BufferPool) -> Tensor:
-        """Return another buffer with the decoded message, whose body has `length` bytes; releases `buffer`."""
-        decoded = pool.acquire()
-        try:
-            body = decoded[HEADER_BYTES : HEADER_BYTES + length]
-            decompress(buffer[HEADER_BYTES : HEADER_BYTES + header.length], body)
-        except ValueError as error:
-            raise RunError(f"rank {self._channel.peer} sent {header}, which cannot be decoded: {error}") from None
-        pool.release(buffer)
-        return decoded
+from acsgd.pp.wire.frame import Kind
+from acsgd.pp.wire.mailbox import Inbox, Outbox
+from acsgd.streams import Streams
 
 
 class Link:
@@ -304,9 +116,3 @@ class LinkFactory:
         channel = Channel(kind, boundary, peer, self.group, repr(codec), coders, self.streams, meter)
         handshake(channel)
         return channel
-
-
-def _entropy_code(body: Tensor, encoded: Event) -> int:
-    """Entropy-code a message body in place once it is complete; return its new length."""
-    encoded.synchronize()
-    return compress_(body)

@@ -13,10 +13,11 @@ from acsgd.shards.config import CONFIG, derive_layers
 from acsgd.shards.convert import Report, write_layers
 from acsgd.shards.disk import ShardDirectory, copy_model_files, list_model_files
 from acsgd.shards.files import read_json_object, tensor_headers
+from acsgd.shards.hf_model import names_of
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.legacy.layouts import BLOCK, HEAD, Layout
 from acsgd.shards.legacy.model import layout_of, open_legacy, untie
-from acsgd.shards.locate import names_of, open_shards
+from acsgd.shards.locate import open_shards
 from acsgd.shards.manifest import Manifest
 from acsgd.shards.writer import bytes_of
 from acsgd.tasks import TASKS

@@ -1,0 +1,58 @@
+"""The model of a run, found and described."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import PreTrainedConfig
+
+from acsgd.config.options import Config
+from acsgd.launch import Launch
+from acsgd.layers.description import LayerSpec, ModelLayers
+from acsgd.run.layers_cache import LayersCache
+from acsgd.run.limits import check_memory, check_sequence
+from acsgd.shards.config import derive_layers, longest_sequence
+from acsgd.shards.hub import open_model
+from acsgd.streams import Streams
+from acsgd.tasks import TASKS, Task
+
+
+class RunModel(NamedTuple):
+    """The model of a run, as its files describe it. No weights are loaded."""
+
+    directory: Path
+    """Directory of config.json, the tokenizer and, unless model.init is "scratch", the weights."""
+    config: PreTrainedConfig
+    num_parameters: int
+    """Number of parameters of the whole model."""
+    task: Task
+    description: ModelLayers
+    is_verified: bool
+    """Whether the layers were compared with the whole model when it was converted."""
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """All layers of the model, first to last."""
+        return self.description.layers
+
+    def describe_size(self) -> str:
+        """Return the size in words, for messages."""
+        return f"a model of {self.num_parameters:,} parameters in {len(self.layers)} layers"
+
+
+def open_run_model(config: Config, launch: Launch, streams: Streams) -> RunModel:
+    """Find the model. Raises ValueError if it is invalid, or does not fit the sequence length or the memory."""
+    task, cache = TASKS[config.model.task], layers_cache(config)
+    found = open_model(config.model, is_valid=lambda config: cache.find(config) is not None)
+    check_sequence(config.data.sequence, longest_sequence(found.config))
+    check_memory(found.num_parameters, config.pp.stages, launch.local_world_size, streams)
+    description = found.layers or cache.find(found.config) or derive_layers(found.directory, found.config, task.name)
+    return RunModel(
+        found.directory, found.config, found.num_parameters, task, description, is_verified=found.layers is not None
+    )
+
+
+def layers_cache(config: Config) -> LayersCache:
+    """Return the layers of models that were compared with the whole model."""
+    return LayersCache(Path(config.log.dir).parent / "cache" / "layers", TASKS[config.model.task])
