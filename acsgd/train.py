@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from acsgd.errors import NonFiniteError, RunError
@@ -38,6 +39,7 @@ def train(
     job: Job, inputs: Inputs, groups: Groups, lock: RunLock, *, on_start: Callable[[], None] = lambda: None
 ) -> None:
     """Build or resume the session of this rank, and run all remaining steps. on_start: called before the first one."""
+    job = replace(job, config=job.config.with_steps(inputs.steps))
     config, topology = job.config, job.topology
     run_dir, is_main = Path(config.log.dir), topology.rank == 0
     if not groups.all_equal(job.fingerprint() + inputs.fingerprint()):
@@ -71,7 +73,7 @@ def run_steps(
 ) -> None:
     """Train until the last step, or until a rank receives a stop signal; evaluate, log and save when due."""
     config = session.job.config
-    steps, stopped = config.optim.steps, False
+    steps, stopped = config.optim.num_steps, False
     spike_guard = SpikeGuard(session, checkpointing, metrics.note)
     batches = iter(Dataset(inputs.reader, range(progress.step, steps)))
     while progress.step < steps and not stopped:

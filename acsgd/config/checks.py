@@ -36,7 +36,14 @@ def _check_ranges(config: Config) -> None:
 
 
 def _check_optim(optim: OptimConfig) -> None:
-    if optim.warmup > optim.steps:
+    if optim.steps is None and optim.epochs is None:
+        raise ValueError("the length of the run is missing; give, for example, --optim.epochs 3 or --optim.steps 1000")
+    if optim.steps is not None and optim.epochs is not None:
+        raise ValueError(
+            f"optim.steps={optim.steps} and optim.epochs={optim.epochs:g} are both given; remove one of them, or add "
+            "--optim.steps None or --optim.epochs None"
+        )
+    if optim.steps is not None and optim.warmup > optim.steps:
         raise ValueError(f"optim.warmup={optim.warmup} must be at most optim.steps={optim.steps}")
     if not math.log2(optim.loss_scale).is_integer():
         raise ValueError(f"optim.loss_scale={optim.loss_scale} must be a power of 2; use, for example, 65536")

@@ -8,7 +8,7 @@ tables of the plug-ins. This file imports none of them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from acsgd.config.ranges import COUNT, COUNT_OR_NONE, Range
@@ -48,8 +48,8 @@ class DataConfig:
     """The sources and the size of a batch."""
 
     sources: str
-    """Sources with optional weights, "a.jsonl:0.3,b/:0.7": files (*.jsonl, *.jsonl.zst, *.jsonl.gz, *.json, *.csv,
-    *.tsv, *.parquet, *.arrow, *.txt), directories and patterns of them, http(s) addresses of them,
+    """Sources, "a.jsonl,b/", with optional weights, "a.jsonl:0.3,b/:0.7": files (*.jsonl, *.jsonl.zst, *.jsonl.gz,
+    *.json, *.csv, *.tsv, *.parquet, *.arrow, *.txt), directories and patterns of them, http(s) addresses of them,
     datasets of the Hugging Face Hub ("hf:NAME:CONFIG:SPLIT"), sets in their own layout ("wikitext:FILE", "cot:FILE",
     "natural_instructions:DIRECTORY", "glue:TASK:FILE"), or "demo"."""
     sequence: Annotated[int, Range(1, 2**24)]
@@ -68,6 +68,9 @@ class DataConfig:
     """Whether documents that are packed into one sequence attend only to themselves. Needs data.rows="pack"."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Seed of the sample order, of dropout and of new weights."""
+    weights: Literal["sequences", "tokens"] = "sequences"
+    """What the weights of data.sources are fractions of: "sequences", or "tokens", the target tokens of the sequences.
+    Without weights, each sequence of any source is trained on once per epoch."""
     format: str = "auto"
     """Format of the records: "text", "messages", "sharegpt", "prompt", "p3", "io", "alpaca", "dolly", "oig", or "label"
     for classification and regression. "auto" detects it from the first record of each source."""
@@ -133,8 +136,11 @@ class OptimConfig:
 
     lr: Annotated[float, Range(0, 1000, above=True)]
     """Peak learning rate."""
-    steps: Annotated[int, COUNT]
-    """Number of optimizer steps of the whole run."""
+    steps: Annotated[int, COUNT] | None = None
+    """Number of optimizer steps of the whole run. Either this or optim.epochs."""
+    epochs: Annotated[float, Range(0, 10**6, above=True)] | None = None
+    """Length of the run in place of optim.steps: number of sequences of the run, divided by the number of training
+    sequences of all sources; 0.5 = as many as half of them."""
     name: str = "adamw"
     """Optimizer: "adamw", in fp32 on the master weights."""
     warmup: Annotated[int, COUNT_OR_NONE] = 0
@@ -160,6 +166,12 @@ class OptimConfig:
     loss_scale: Annotated[float, Range(1, 2**32)] = 65536.0
     """Initial loss scale of fp16 runs, a power of 2. Halved when gradients overflow, doubled after 2000 steps
     without overflow."""
+
+    @property
+    def num_steps(self) -> int:
+        """Number of optimizer steps of the whole run. Of optim.epochs, it is known when the data are open."""
+        assert self.steps is not None
+        return self.steps
 
 
 @dataclass(frozen=True)
@@ -229,6 +241,15 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    def with_steps(self, steps: int) -> Config:
+        """Return the options with the number of optimizer steps that optim.epochs amounts to."""
+        return replace(self, optim=replace(self.optim, steps=steps))
+
+    @property
+    def as_given(self) -> Config:
+        """The options without the number of steps that optim.epochs amounts to."""
+        return replace(self, optim=replace(self.optim, steps=None)) if self.optim.epochs is not None else self
 
     @property
     def rows(self) -> Literal["concat", "pack", "single"]:

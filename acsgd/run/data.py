@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from acsgd.config.options import Config, OptimConfig
 from acsgd.io.rows.base import RowReader, Rows
 from acsgd.io.rows.concat import ConcatRows
 from acsgd.io.rows.documents import DocumentRows
@@ -29,6 +31,10 @@ class Data(NamedTuple):
     reader: BatchReader
     held_out: HeldOut | None
     """None if nothing is held out."""
+    steps: int
+    """Number of optimizer steps of the run."""
+    notes: tuple[str, ...]
+    """Sentences on the number of steps, and on sources whose sequences are trained on more than once."""
 
 
 def open_data(job: Job) -> Data:
@@ -43,11 +49,58 @@ def open_data(job: Job) -> Data:
     sampler = Sampler(
         seed=config.data.seed,
         batch=config.data.batch,
-        counts=block_counts([weight for _, weight in job.sources]),
+        counts=_slots(job, training.rows),
         sizes=tuple(split(len(each), fraction) for each in training.rows),
     )
     held = held_out(training, separate, fraction, replicas=topology.replicas, replica=topology.replica)
-    return Data(BatchReader(training, sampler, job.micro_ids), held)
+    steps = _steps(config.optim, sampler)
+    notes = (*_describe_steps(config, sampler, steps), *_describe_epochs(job.sources, sampler, steps))
+    return Data(BatchReader(training, sampler, job.micro_ids), held, steps, notes)
+
+
+def _slots(job: Job, rows: Sequence[Rows]) -> tuple[int, ...]:
+    """Return the number of slots of each source per block; (1,) if the sources have no weights.
+
+    Raises ValueError if weights are fractions of the target tokens and a source has none.
+    """
+    shares = []
+    for (source, weight), each in zip(job.sources, rows, strict=True):
+        if weight is None:
+            return (1,)
+        targets = each.mean_targets if job.config.data.weights == "tokens" else 1.0
+        if not targets:
+            raise ValueError(f"data.weights=tokens: {source.name} has no target tokens; remove it, or its prompts")
+        shares.append(weight / targets)
+    return block_counts([share / math.fsum(shares) for share in shares])
+
+
+def _steps(optim: OptimConfig, sampler: Sampler) -> int:
+    """Return the number of optimizer steps of the run. Raises ValueError if its warm-up is longer."""
+    steps = optim.num_steps if optim.epochs is None else sampler.steps_of(optim.epochs)
+    if optim.warmup > steps:
+        raise ValueError(
+            f"optim.warmup={optim.warmup} must be at most the {steps} steps of optim.epochs={optim.epochs:g}"
+        )
+    return steps
+
+
+def _describe_steps(config: Config, sampler: Sampler, steps: int) -> list[str]:
+    """Return a sentence on the number of steps if it follows from optim.epochs."""
+    if config.optim.epochs is None:
+        return []
+    sequences = f"{sum(sampler.sizes):,} sequences per epoch, {sampler.batch:,} per step"
+    return [f"optim.epochs={config.optim.epochs:g}: {steps:,} steps; {sequences}"]
+
+
+def _describe_epochs(sources: Sequence[WeightedSource], sampler: Sampler, steps: int) -> list[str]:
+    """Return a sentence on each source that is trained on for more than one epoch."""
+    epochs = sampler.epochs(steps)
+    names = [source.name for source, _ in sources] if len(epochs) == len(sources) else ["all sources"]
+    return [
+        f"data.sources: {name}: {count:,.2f} epochs in {steps:,} steps"
+        for name, count in zip(names, epochs, strict=True)
+        if round(count, 2) > 1
+    ]
 
 
 def _open_rows(job: Job, sources: Sequence[WeightedSource]) -> list[Rows]:

@@ -42,18 +42,22 @@ class Inputs:
     """Size and place of the activation caches; None without delta."""
     document_tokens: str
     """Sentence on the special tokens around documents, and on padding."""
+    steps: int
+    """Number of optimizer steps of the run."""
+    data_notes: tuple[str, ...]
+    """Sentences on the number of steps, and on sources whose sequences are trained on more than once."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on special tokens, formats, skipped text, held-out data and activation caches."""
+        """Sentences on special tokens, formats, skipped text, held-out data, epochs and activation caches."""
         held_out = self.held_out.notes if self.held_out else ()
         cache = (self.cache_plan.note,) if self.cache_plan else ()
-        return (self.document_tokens, *self.reader.notes, *held_out, *cache)
+        return (self.document_tokens, *self.reader.notes, *held_out, *self.data_notes, *cache)
 
     def fingerprint(self) -> str:
         """Return a string that must be equal on all ranks."""
         steps = [checkpoint.run.progress.step for checkpoint in self.candidates.checkpoints]
-        return self.reader.fingerprint() + repr((self.held_out and self.held_out.fingerprint(), steps))
+        return self.reader.fingerprint() + repr((self.held_out and self.held_out.fingerprint(), self.steps, steps))
 
 
 def open_inputs(job: Job) -> Inputs:
@@ -62,7 +66,7 @@ def open_inputs(job: Job) -> Inputs:
     Writes nothing else. Raises ValueError if an input is missing or invalid, or if a checkpoint has another identity.
     """
     _keep_layers(job)
-    reader, held = open_data(job)
+    reader, held, steps, notes = open_data(job)
     data = job.config.data
     identity = RunIdentity.of(
         job.model.config,
@@ -81,7 +85,7 @@ def open_inputs(job: Job) -> Inputs:
     fresh = not candidates.checkpoints and not candidates.rejected
     cache_plan = plan_activation_caches(job, sum(reader.sampler.sizes), run_id=identity.digest(), fresh=fresh)
     source = open_weight_source(job) if fresh else None
-    return Inputs(reader, held, identity, candidates, source, cache_plan, _describe_tokens(job))
+    return Inputs(reader, held, identity, candidates, source, cache_plan, _describe_tokens(job), steps, notes)
 
 
 def _row_options(job: Job) -> dict[str, object]:

@@ -23,7 +23,7 @@ from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.formats.formats import read_options
 from acsgd.io.sampling.held_out import parse_eval
 from acsgd.io.sampling.sampler import deal
-from acsgd.io.sources.sources import WeightedSource, parse_sources
+from acsgd.io.sources.sources import WeightedSource, check_weights, parse_sources
 from acsgd.io.telemetry.wandb_log import check_installed
 from acsgd.launch import Launch
 from acsgd.layers.description import LayerSpec
@@ -183,6 +183,7 @@ def prepare(config: Config, launch: Launch) -> Job:
     options = read_options(config.data, has_labels=config.model.task in ("classification", "regression"))
     sources = parse_sources(config.data.sources, options=options)
     eval_sources = parse_eval(config.data.eval_sources, config.data.eval_fraction, options=options)
+    check_weights(sources, config.data.weights)
     micro_ids = _deal(config, topology)
     num_stages = topology.stages * plugins.schedule.chunks
     check_computes(config, num_stages, len(micro_ids))

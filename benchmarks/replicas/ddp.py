@@ -169,7 +169,7 @@ def make_model(job: Job) -> PreTrainedModel:
 def train(job: Job, model: DistributedDataParallel, optimizer: Optimizer, sent_bytes: SentBytes) -> None:
     """Run all steps and evaluate when due; rank 0 writes metrics.jsonl."""
     optim, every, is_main = job.config.optim, job.config.eval.every, job.topology.rank == 0
-    reader, held_out = open_data(job)
+    reader, held_out, *_ = open_data(job)
     lines = []
     with Dataset(reader, range(optim.steps)) as batches:
         for step, batch in enumerate(batches):

@@ -104,6 +104,16 @@ def test_a_missing_file_is_named() -> None:
         ("--pp.micro 3", "pp.micro=3 does not divide data.batch=8; use pp.micro=1 or 2 or 4"),
         ("--data.batch 0", "data.batch=0 must be at least 1, at most 16777216"),
         ("--optim.lr nan", "optim.lr=nan must be greater than 0"),
+        (
+            "--optim.steps None",
+            "the length of the run is missing; give, for example, --optim.epochs 3 or --optim.steps",
+        ),
+        (
+            "--optim.epochs 2",
+            "optim.steps=5 and optim.epochs=2 are both given; remove one of them, or add --optim.steps None or ",
+        ),
+        ("--optim.epochs 0", "optim.epochs=0.0 must be greater than 0, at most 1000000"),
+        ("--optim.epochs nan", "optim.epochs=nan must be greater than 0"),
         ("--optim.warmup 9", "optim.warmup=9 must be at most optim.steps=5"),
         ("--optim.betas 0.9 1.0", "optim.betas contains 1.0, which must be at least 0, less than 1"),
         ("--optim.spike 1", "optim.spike=1.0 must be greater than 1, at most 1000000"),

@@ -229,18 +229,18 @@ def test_options_of_a_run_select_its_held_out_data(tiny_model: Callable[..., Pat
         job = prepare(parse([*flags.split(), *rest.split(), *options.split()]), Launch(rank, rank, 4))
         return open_data(job)
 
-    reader, nothing = opened(0, "")
+    reader, nothing, *_ = opened(0, "")
     assert nothing is None
     [size] = reader.sampler.sizes
     assert "skipped 1 of 201 records" in reader.notes[0]
     for rank in range(4):
-        reader, held = opened(rank, "--data.eval_fraction 0.25")
+        reader, held, *_ = opened(rank, "--data.eval_fraction 0.25")
         assert held is not None
         assert reader.sampler.sizes == (held.ranges[0].start,) == (size - round(size / 4),)
         assert (held.rows.micro, held.rows.wants_inputs, held.rows.wants_labels) == (2, rank % 2 == 0, rank % 2 == 1)
         assert held.replicas == 2
         assert held.replica == rank // 2
-    reader, held = opened(0, "--data.eval_sources demo")
+    reader, held, *_ = opened(0, "--data.eval_sources demo")
     assert held is not None
     assert reader.sampler.sizes == (size,)
     assert len(held) == len(held.rows.rows[0]) > 1000
@@ -257,7 +257,7 @@ def test_a_start_opens_each_source_once(
     open_data(job)
     opened: list[Path] = []
     monkeypatch.setattr(files, "fingerprint_of", lambda path: (opened.append(path), fingerprint_of(path))[1])
-    reader, held = open_data(job)
+    reader, held, *_ = open_data(job)
     assert opened == [tmp_path / "a.txt"]
     assert held is not None
     assert held.rows is reader.rows

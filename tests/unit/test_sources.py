@@ -38,7 +38,7 @@ def write(path: Path, data: str | bytes) -> str:
 def only(spec: str, on_error: OnError = "stop") -> Source:
     """Return the only source of a spec."""
     [part] = parse_sources(spec, options=ReadOptions(on_error=on_error))
-    assert part.weight == 1
+    assert part.weight is None
     return part.source
 
 
@@ -221,6 +221,7 @@ def test_weights_are_normalised_and_default_to_one(sample: dict[str, str]) -> No
     parts = parse_sources(f"demo:6, {sample['*.jsonl']} ,demo : 1e0")
     assert [part.source.name for part in parts] == ["demo", sample["*.jsonl"], "demo"]
     assert [part.weight for part in parts] == [6 / 8, 1 / 8, 1 / 8]
+    assert [part.weight for part in parse_sources("demo,demo")] == [None, None]
 
 
 def test_a_name_may_contain_a_colon(tmp_path: Path) -> None:

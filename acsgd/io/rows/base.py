@@ -37,6 +37,11 @@ class Rows(Protocol):
         """Return values that differ between hosts with different texts."""
         ...
 
+    @property
+    def mean_targets(self) -> float:
+        """Mean number of labels of a row that are not IGNORED."""
+        ...
+
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> Row:

@@ -32,6 +32,11 @@ class ConcatRows:
         """Return values that differ between hosts with different texts."""
         return self.corpus.fingerprint()
 
+    @property
+    def mean_targets(self) -> float:
+        """Mean number of target tokens of a row; as in the whole corpus, also if its end is dropped."""
+        return self._sequence * self.corpus.target_fraction
+
     def __len__(self) -> int:
         return max(0, len(self.corpus.tokens) - 1) // self._sequence
 

@@ -35,6 +35,11 @@ class DocumentRows:
         """Return values that differ between hosts with different texts."""
         return (*self.corpus.fingerprint(), self.layout.note, self.layout.starts[sample(self.layout.starts)].tolist())
 
+    @property
+    def mean_targets(self) -> float:
+        """Mean number of target tokens of a row."""
+        return self.layout.num_targets / len(self)
+
     def __len__(self) -> int:
         return len(self.layout.offsets) - 1
 

@@ -45,6 +45,11 @@ class _ExampleRows:
         offsets = self.corpus.offsets
         return (*self.corpus.fingerprint(), len(self), offsets[sample(offsets)].tolist())
 
+    @property
+    def mean_targets(self) -> float:
+        """Mean number of labels of a row."""
+        return 1.0
+
     def __len__(self) -> int:
         return len(self.corpus.offsets) - 1
 
@@ -84,6 +89,11 @@ class PairRows(_ExampleRows):
     def __init__(self, corpus: Corpus, sequence: int, *, padding: int, start: int) -> None:
         super().__init__(corpus, sequence, padding=padding)
         self._start = start
+
+    @property
+    def mean_targets(self) -> float:
+        """Mean number of tokens of an answer."""
+        return len(self.corpus.tokens) * self.corpus.target_fraction / len(self)
 
     def read(self, index: int) -> Row:
         """Read a row, with labels [T], and decoder_input_ids [T]: the labels one place later."""

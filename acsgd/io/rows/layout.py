@@ -5,7 +5,7 @@ A layout is a cache entry, made once per host and read from disk, since a corpus
     starts.npy     of each part, position of its first token in the corpus
     lengths.npy    of each part, number of tokens
     offsets.npy    of each row, its first part; and the number of parts
-    about.json     "note"
+    about.json     "note" and "num_targets"
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from acsgd.io.sampling.tokens import Corpus
 Kind = Literal["pack", "single"]
 Long = Literal["split", "truncate", "skip", "error"]
 
-FORMAT = 1
+FORMAT = 2
 """Version of the layouts; part of every cache key."""
+CHUNK = 2**20
+"""Number of tokens whose targets are counted at a time."""
 ARRAYS = ("starts.npy", "lengths.npy", "offsets.npy")
 ABOUT = "about.json"
 
@@ -44,6 +46,8 @@ class Layout(NamedTuple):
     """Index of the first part of each row, and the number of parts."""
     note: str
     """Sentence on the number of rows and on padding."""
+    num_targets: int
+    """Number of labels of all rows that are not ignored."""
 
 
 def open_layout(
@@ -61,7 +65,7 @@ def open_layout(
         for name, values in zip(ARRAYS, (layout.starts, layout.lengths, layout.offsets), strict=True):
             with ArrayWriter(unfinished / name, np.dtype("<i8")) as file:
                 file.append(values[:])
-        (unfinished / ABOUT).write_text(json.dumps({"note": layout.note}))
+        (unfinished / ABOUT).write_text(json.dumps({"note": layout.note, "num_targets": layout.num_targets}))
         seal(unfinished)
 
     def open_built(path: Path) -> Layout:
@@ -105,6 +109,7 @@ def make_layout(corpus: Corpus, sequence: int, kind: Kind, long: Long) -> Layout
             f"data.rows={kind}: no document of {corpus.name} has at least 2 tokens and fits into a row of "
             f"data.sequence={sequence}; use another source, or data.long=split"
         )
+    num_targets = _count_targets(corpus, starts, lengths)
     offsets = np.arange(len(starts) + 1)
     if kind == "pack":
         rows = best_fit(lengths, sequence)
@@ -114,7 +119,7 @@ def make_layout(corpus: Corpus, sequence: int, kind: Kind, long: Long) -> Layout
         starts, lengths = starts[order], lengths[order]
         offsets = np.concatenate([[0], np.cumsum(np.bincount(rows))])
     note = _describe(corpus, sequence, kind, long, lengths, len(offsets) - 1, int(is_long.sum()))
-    return Layout(starts, lengths, offsets, note)
+    return Layout(starts, lengths, offsets, note, num_targets)
 
 
 def _split(starts: Ints, lengths: Ints, sequence: int) -> tuple[Ints, Ints]:
@@ -123,6 +128,20 @@ def _split(starts: Ints, lengths: Ints, sequence: int) -> tuple[Ints, Ints]:
     first = np.repeat(np.cumsum(counts) - counts, counts)
     before = (np.arange(len(first)) - first) * sequence
     return np.repeat(starts, counts) + before, np.minimum(np.repeat(lengths, counts) - before, sequence)
+
+
+def _count_targets(corpus: Corpus, starts: Ints, lengths: Ints) -> int:
+    """Return the number of targets among the labels of parts of documents, given in the order of the corpus."""
+    if corpus.targets is None:
+        return int(lengths.sum())
+    total, before = 0, 0
+    for first in range(0, len(corpus.targets) + 1, CHUNK):
+        counts = before + np.cumsum([0, *corpus.targets[first : first + CHUNK]])
+        for positions, sign in ((starts + 1, -1), (starts + 1 + lengths, 1)):
+            here = slice(*np.searchsorted(positions, [first, first + CHUNK]))
+            total += sign * int(counts[positions[here] - first].sum())
+        before = counts[-1]
+    return total
 
 
 def _describe(

@@ -6,8 +6,10 @@ neither on the number of ranks nor on whether the run was resumed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -59,20 +61,36 @@ class Sampler:
     batch: int
     """Global batch size, sequences per step over all replicas."""
     counts: tuple[int, ...]
-    """Slots of each source per block: `block_counts`."""
+    """Slots of each source per block: `block_counts`. (1,) = no weights: all sources are sampled as one."""
     sizes: tuple[int, ...]
     """Number of sequences of each source."""
 
+    def steps_of(self, epochs: float) -> int:
+        """Return the number of steps of some epochs: of that many times the sequences of all sources, rounded up."""
+        return math.ceil(Fraction(str(epochs)) * sum(self.sizes) / self.batch)
+
+    def epochs(self, steps: int) -> tuple[float, ...]:
+        """Return how often each source, or all of them sampled as one, are passed through in a number of steps."""
+        samples = steps * self.batch / sum(self.counts)
+        return tuple(samples * count / size for count, size in zip(self.counts, self._sizes, strict=True))
+
     def samples(self, step: int) -> Samples:
         """Return the global batch of a step, counted from 0. The cost does not depend on the step."""
-        sources, draws = self._draws(step)
-        indices = np.empty_like(draws)
-        for source, size in enumerate(self.sizes):
-            mine = sources == source
+        drawn, draws = self._draws(step)
+        ids, start = np.empty_like(draws), 0
+        for source, size in enumerate(self._sizes):
+            mine = drawn == source
             epochs, positions = np.divmod(draws[mine], size)
-            indices[mine] = shuffled(positions, size, _key(self.seed, 1 + source, epochs))
-        offsets = np.cumsum([0, *self.sizes[:-1]])
-        return Samples(sources, indices, offsets[sources] + indices)
+            ids[mine] = start + shuffled(positions, size, _key(self.seed, 1 + source, epochs))
+            start += size
+        starts = np.array([sum(self.sizes[:source]) for source in range(len(self.sizes))])
+        sources = np.searchsorted(starts, ids, side="right") - 1
+        return Samples(sources, ids - starts[sources], ids)
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        """Number of sequences of each source that has slots of its own."""
+        return self.sizes if len(self.counts) == len(self.sizes) else (sum(self.sizes),)
 
     def _draws(self, step: int) -> tuple[Ints, Ints]:
         """Return the source of each sample of a step, and the number of earlier samples of that source in the run."""

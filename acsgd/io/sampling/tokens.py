@@ -31,7 +31,7 @@ TOKENS, OFFSETS, TARGETS, LABELS, ABOUT = "tokens.npy", "offsets.npy", "targets.
 """Files of a cache entry: the arrays of a Corpus, and the fields of TokenStats. TARGETS is absent if all tokens are
 targets, LABELS if there are none."""
 
-FORMAT = 9
+FORMAT = 10
 """Version of the format of a token cache entry; part of every cache key."""
 
 NAME_BYTES = 80
@@ -59,6 +59,8 @@ class Corpus(NamedTuple):
     """Label of each document, fp64: a number, or the index of its name in `classes`. None for language modelling."""
     classes: tuple[str, ...] = ()
     """Names of the labels; empty if they are numbers."""
+    target_fraction: float = 1.0
+    """Fraction of the tokens that are targets."""
     notes: tuple[str, ...] = ()
     """Sentences for the user: on the format of the records, and on those skipped as unreadable."""
 
@@ -81,6 +83,8 @@ class TokenStats(NamedTuple):
 
     largest: int
     """Largest token id."""
+    targets: int
+    """Number of target tokens."""
     overlap: int
     """As of Corpus."""
     skipped: str | None
@@ -173,7 +177,8 @@ def _read_entry(path: Path, source: Source) -> tuple[Corpus, int]:
     about = entry.file(ABOUT)
     stats = TokenStats(**json.loads(about.read(0, about.size)))
     classes, notes = tuple(stats.classes), stats.notes(source)
-    corpus = Corpus(source.name, path.name, tokens, offsets, targets, stats.overlap, labels, classes, notes)
+    fraction = stats.targets / len(tokens)
+    corpus = Corpus(source.name, path.name, tokens, offsets, targets, stats.overlap, labels, classes, fraction, notes)
     return corpus, stats.largest
 
 
@@ -220,7 +225,7 @@ def tokenize(
     skipped, too_long = counts.summary(), encoder.note
     if not num_of_text:
         raise ValueError(_no_token(source, tokenizer, [clause for clause in (skipped, too_long) if clause]))
-    return TokenStats(largest, encoder.overlap, skipped, counts.format, too_long, list(classes))
+    return TokenStats(largest, num_targets, encoder.overlap, skipped, counts.format, too_long, list(classes))
 
 
 def _token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype[np.unsignedinteger]:

@@ -1,7 +1,7 @@
 """Sources of records. To add one, write a class that satisfies `Source` and add one line to SOURCES.
 
-data.sources lists sources with optional weights: "demo:0.3,path/a.jsonl:0.7". A weight is a fraction of the
-sequences, and so of the tokens. Parsing is cheap: it finds every error that can be found without reading the records.
+data.sources lists sources with optional weights: "demo:0.3,path/a.jsonl:0.7". Parsing is cheap: it finds
+every error that can be found without reading the records.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import has_magic
@@ -32,10 +32,11 @@ DEFAULTS = ReadOptions()
 
 
 class WeightedSource(NamedTuple):
-    """A source and its fraction of the sequences. The weights of a mixture sum to 1."""
+    """A source and its weight in a mixture."""
 
     source: Source
-    weight: float
+    weight: float | None
+    """Fraction of the mixture, as of data.weights. The weights of a mixture sum to 1. None if none has a weight."""
 
 
 @dataclass(frozen=True)
@@ -79,19 +80,29 @@ def parse_sources(
 ) -> tuple[WeightedSource, ...]:
     """Return the sources that a string lists, with weights that sum to 1. Checks that they exist; reads no record.
 
-    spec: comma-separated "name" or "name:weight"; the default weight is 1. key: configuration key to name in errors.
-    Raises ValueError.
+    spec: comma-separated "name" or "name:weight"; if any has a weight, that of the others is 1. key: configuration key
+    to name in errors. Raises ValueError.
     """
     try:
         parts = [_parse(part.strip(), key, options) for part in spec.split(",")]
     except ValueError as error:
         raise ValueError(f'{key}="{spec}": {error}') from None
-    total = math.fsum(part.weight for part in parts)
-    return tuple(WeightedSource(part.source, part.weight / total) for part in parts)
+    if all(part.weight is None for part in parts):
+        return tuple(parts)
+    weights = [1.0 if part.weight is None else part.weight for part in parts]
+    total = math.fsum(weights)
+    return tuple(WeightedSource(part.source, weight / total) for part, weight in zip(parts, weights, strict=True))
+
+
+def check_weights(sources: Sequence[WeightedSource], unit: str) -> None:
+    """Raise ValueError if several sources have no weights, but data.weights=`unit` says what these are fractions of."""
+    if unit != "sequences" and len(sources) > 1 and sources[0].weight is None:
+        spec = ",".join(f"{source.name}:{1 / len(sources):.2g}" for source, _ in sources)
+        raise ValueError(f'data.weights={unit}, but data.sources has no weights; write, for example, "{spec}"')
 
 
 def _parse(part: str, key: str, options: ReadOptions) -> WeightedSource:
-    name, weight = part, "1"
+    name, weight = part, None
     if ":" in part and (_kind(part) is None or _ends_with_weight(part)):
         name, _, weight = (text.strip() for text in part.rpartition(":"))
     kind = _kind(name)
@@ -100,7 +111,7 @@ def _parse(part: str, key: str, options: ReadOptions) -> WeightedSource:
         raise ValueError(f'unknown source "{name}"{suggest(ending, SOURCES)}')
     source = kind(name, key, options)
     source.check()
-    return WeightedSource(source, _weight(weight, name))
+    return WeightedSource(source, None if weight is None else _weight(weight, name))
 
 
 def _kind(name: str) -> Callable[[str, str, ReadOptions], Source] | None:

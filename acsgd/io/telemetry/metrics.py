@@ -31,13 +31,13 @@ class Metrics:
         names = set(config.log.to.split(",")) if is_main else set()
         metrics = cls([])
         if is_main:
-            metrics._sinks.append(ConfigFile(config, run_dir, notify=metrics.note))
+            metrics._sinks.append(ConfigFile(config.as_given, run_dir, notify=metrics.note))
         if "jsonl" in names:
             path = run_dir / "metrics.jsonl"
             metrics._sinks.append(JsonLinesSink(path, resumed_at=resumed_at, notify=metrics.note))
         if "print" in names:
             fp16 = config.model.dtype == "fp16"
-            metrics._sinks.append(TerminalSink(config.optim.steps, resumed_at=resumed_at, fp16=fp16))
+            metrics._sinks.append(TerminalSink(config.optim.num_steps, resumed_at=resumed_at, fp16=fp16))
         if "wandb" in names:
             from acsgd.io.telemetry.wandb_log import WandbSink
 

@@ -1,0 +1,209 @@
+"""Laws of the mixture of sources: shares by sequence and by token, sources without weights, and epochs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lib.corpora import documents_of
+from lib.saved import SMALL, small_run, train_alone
+
+from acsgd.config.options import Config
+from acsgd.config.run_file import parse
+from acsgd.io.rows import layout as layout_module
+from acsgd.io.rows.documents import DocumentRows
+from acsgd.io.rows.layout import Kind, Long, make_layout
+from acsgd.io.sampling.sampler import BLOCK, Sampler, block_counts
+from acsgd.launch import Launch
+from acsgd.run.data import Data, open_data
+from acsgd.run.job import Job, prepare
+from acsgd.tasks import IGNORED
+
+TinyModel = Callable[..., Path]
+LENGTHS = {"a": [3, 5, 2, 4, 4, 1], "b": [30, 9, 22, 15, 8, 40, 11, 12, 9, 13]}
+"""Numbers of words of the answers of a source."""
+SINGLE = ["--data.rows", "single", "--data.long", "truncate"]
+"""Options of a run with a sequence for each record."""
+
+
+def write_sources(directory: Path) -> dict[str, Path]:
+    """Write one file of prompts and answers for each of LENGTHS."""
+    paths = {name: directory / f"{name}.jsonl" for name in LENGTHS}
+    for name, path in paths.items():
+        records = [{"input": "word " * 7, "output": "word " * count} for count in LENGTHS[name]]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return paths
+
+
+def job_of(model: Path, directory: Path, sources: str, *options: str) -> Job:
+    """Prepare a run of one process."""
+    flags = f"--model.name {model} --log.dir {directory / 'runs' / 'a'} --data.sequence 64 --data.batch 4 --optim.lr 1"
+    length = [] if "--optim.epochs" in options else ["--optim.steps", "2"]
+    return prepare(parse([*flags.split(), "--data.sources", sources, *length, *options]), Launch())
+
+
+def targets_of(data: Data) -> list[list[int]]:
+    """Return the number of labels of each row of each source that are not ignored."""
+    sources = data.reader.rows.rows
+    return [[int((each.read(row)["labels"] != IGNORED).sum()) for row in range(len(each))] for each in sources]
+
+
+# ---- weights
+
+
+@pytest.mark.parametrize(
+    ("unit", "rows"), [("sequences", "single"), ("tokens", "concat"), ("tokens", "pack"), ("tokens", "single")]
+)
+def test_shares_of_a_mixture_are_within_the_bound_of_a_block(
+    unit: str, rows: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """A source with the fraction p of the sequences has c = p BLOCK + e slots per block, |e| < 1.
+
+    With m units (sequences or target tokens) per sequence, its share c m / sum(c m) differs from its weight w, which is
+    p m / sum(p m), by at most (m + w sum(m)) / sum(c m).
+    """
+    paths = write_sources(tmp_path)
+    for weight in (0.5, 0.0021):
+        spec, weights = f"{paths['a']}:{weight},{paths['b']}:{1 - weight}", np.array([weight, 1 - weight])
+        size = ["--data.sequence", "16"]  # so that each source has several rows
+        data = open_data(job_of(tiny_model(), tmp_path, spec, "--data.weights", unit, "--data.rows", rows, *size))
+        sampler, counts = data.reader.sampler, np.array(data.reader.sampler.counts)
+        units = [np.array(each) if unit == "tokens" else np.ones(len(each)) for each in targets_of(data)]
+        means = np.array([each.mean() for each in units])
+        # over so many blocks that each source is trained on for whole epochs
+        blocks = math.lcm(
+            *(size // math.gcd(size, int(each)) for size, each in zip(sampler.sizes, counts, strict=True))
+        )
+        drawn = dataclasses.replace(sampler, batch=blocks * int(counts.sum())).samples(0)
+        seen = np.array([units[source][drawn.indices[drawn.sources == source]].sum() for source in range(2)])
+        errors = np.abs(seen / seen.sum() - weights)
+        slack = 1e-6 if rows != "concat" else 0.02  # of concat, the remainder that is dropped counts
+        assert (errors <= (means + weights * means.sum()) / (counts * means).sum() + slack).all(), weight
+        if unit == "tokens" and weight == 0.5:
+            assert counts[0] > 1.5 * counts[1], "the source with shorter answers has more sequences"
+
+
+@pytest.mark.parametrize("kind", ["pack", "single"])
+@pytest.mark.parametrize("long", ["split", "truncate", "skip"])
+def test_the_number_of_targets_of_a_layout_is_that_of_its_labels(
+    kind: Kind, long: Long, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [9, 2, 30, 5, 8, 9, 3, 17, 2, 3]
+    monkeypatch.setattr(layout_module, "CHUNK", 8)
+    for targets in (None, np.random.default_rng(0).random(sum(lengths)) < 0.4):
+        corpus = documents_of(lengths, targets=targets)
+        rows = DocumentRows(corpus, make_layout(corpus, 8, kind, long), 8, padding=0)
+        labels = np.concatenate([rows.read(row)["labels"] for row in range(len(rows))])
+        assert rows.layout.num_targets == (labels != IGNORED).sum()
+        assert rows.mean_targets == rows.layout.num_targets / len(rows)
+
+
+def test_weights_by_token_need_weights_and_targets(tiny_model: TinyModel, tmp_path: Path) -> None:
+    paths = [str(path) for path in write_sources(tmp_path).values()]
+    with pytest.raises(ValueError, match=r'^data\.weights=tokens, but data\.sources has no weights; .*b\.jsonl:0\.5"$'):
+        job_of(tiny_model(), tmp_path, ",".join(paths), "--data.weights", "tokens")
+    options = [*SINGLE, "--data.weights", "tokens", "--data.sequence", "4"]
+    with pytest.raises(ValueError, match=r"^data\.weights=tokens: .*a\.jsonl has no target tokens; "):
+        open_data(job_of(tiny_model(), tmp_path, f"{paths[0]}:1,{paths[1]}:1", *options))
+
+
+# ---- sources without weights
+
+
+def test_without_weights_each_sequence_of_any_source_is_drawn_once_per_epoch() -> None:
+    sizes = (11, 40, 1)
+    sampler = Sampler(seed=7, batch=4, counts=(1,), sizes=sizes)
+    drawn = [np.concatenate(field) for field in zip(*map(sampler.samples, range(13 * 5)), strict=True)]
+    everything = sorted((source, index) for source, size in enumerate(sizes) for index in range(size))
+    pairs = list(zip(*(field.tolist() for field in drawn[:2]), strict=True))
+    epochs = [pairs[first : first + 52] for first in range(0, len(pairs), 52)]
+    assert all(sorted(epoch) == everything for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 5
+    starts = np.cumsum([0, *sizes[:-1]])
+    assert (drawn[2] == starts[drawn[0]] + drawn[1]).all()
+
+
+def test_a_run_of_sources_without_weights_samples_them_as_one(tiny_model: TinyModel, tmp_path: Path) -> None:
+    paths = ",".join(map(str, write_sources(tmp_path).values()))
+    data = open_data(job_of(tiny_model(), tmp_path, paths, *SINGLE, "--optim.epochs", "3"))
+    assert data.reader.sampler.counts == (1,)
+    assert data.steps == 12
+    assert data.notes == (
+        "optim.epochs=3: 12 steps; 16 sequences per epoch, 4 per step",
+        "data.sources: all sources: 3.00 epochs in 12 steps",
+    )
+
+
+# ---- epochs
+
+
+@pytest.mark.parametrize("counts", [(1,), (3, 7), block_counts([math.pi / 4, 1 - math.pi / 4])])
+def test_epochs_are_the_draws_of_a_source_per_sequence(counts: tuple[int, ...]) -> None:
+    sizes = (13, 40)[: max(1, len(counts))]
+    sampler = Sampler(seed=0, batch=sum(counts), counts=counts, sizes=sizes)
+    for steps in (1, 5):
+        drawn = np.concatenate([sampler.samples(step).sources for step in range(steps)])
+        assert sampler.epochs(steps) == pytest.approx(np.bincount(drawn, minlength=len(sizes)) / sizes)
+    assert sum(counts) <= BLOCK + len(counts)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps"), [(1.0, 10), (1.1, 11), (0.3, 3), (0.001, 1), (2.05, 21), (3.0, 30), (1.0000001, 11)]
+)
+def test_steps_of_epochs_are_rounded_up_and_exact_in_decimals(epochs: float, steps: int) -> None:
+    """1.1 * 100 / 10 is more than 11 in floating point."""
+    assert Sampler(seed=0, batch=10, counts=(1, 1), sizes=(60, 40)).steps_of(epochs) == steps
+
+
+def test_a_source_that_repeats_is_noted_with_its_epochs(tiny_model: TinyModel, tmp_path: Path) -> None:
+    a, b = write_sources(tmp_path).values()
+    job = job_of(tiny_model(), tmp_path, f"{a}:0.75,{b}:0.25", *SINGLE, "--optim.steps", "8")
+    assert open_data(job).notes == (f"data.sources: {a}: 4.00 epochs in 8 steps",)
+
+
+def test_a_warm_up_longer_than_the_epochs_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    path = write_sources(tmp_path)["b"]
+    options = [*SINGLE, "--optim.epochs", "2", "--optim.warmup"]
+    assert open_data(job_of(tiny_model(), tmp_path, str(path), *options, "5")).steps == 5
+    with pytest.raises(ValueError, match=r"^optim\.warmup=6 must be at most the 5 steps of optim\.epochs=2$"):
+        open_data(job_of(tiny_model(), tmp_path, str(path), *options, "6"))
+
+
+def losses_of(config: Config) -> list[tuple[float, float]]:
+    """Return the loss and the learning rate of each step."""
+    lines = (Path(config.log.dir) / "metrics.jsonl").read_text().splitlines()
+    return [(line["loss"], line["lr"]) for line in map(json.loads, lines)]
+
+
+def test_a_run_of_epochs_is_that_of_as_many_steps(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bit for bit, from the learning rate to the last checkpoint; also if it is extended, and if it is resumed."""
+    path = write_sources(tmp_path)["b"]
+    small = small_run(tiny_model("gpt2", **SMALL), tmp_path / "runs" / "steps", steps=10)
+    data = dataclasses.replace(small.data, sources=str(path), rows="single", eval_fraction=0.2)  # 8 sequences of 16
+    steps = dataclasses.replace(small, data=data, log=dataclasses.replace(small.log, to="jsonl,print"))
+
+    def of_epochs(epochs: float, name: str) -> Config:
+        optim = dataclasses.replace(steps.optim, steps=None, epochs=epochs)
+        log = dataclasses.replace(steps.log, dir=f"{tmp_path}/runs/{name}")
+        return dataclasses.replace(steps, optim=optim, log=log)
+
+    rows = open_data(prepare(steps, Launch())).reader.sampler.sizes[0]
+    train_alone(steps)
+    train_alone(of_epochs(20 / rows, "epochs"))
+    assert f"done: step 10 of 10, {tmp_path}/runs/epochs" in capsys.readouterr().out
+    assert losses_of(of_epochs(1.0, "epochs")) == losses_of(steps)
+
+    written = parse([str(tmp_path / "runs" / "epochs" / "config.toml")])
+    assert (written.optim.steps, written.optim.epochs) == (None, 20 / rows), "it can be started again"
+    train_alone(dataclasses.replace(written, optim=dataclasses.replace(written.optim, epochs=24 / rows)))
+    assert [rate for _, rate in losses_of(written)[:10]] == [rate for _, rate in losses_of(steps)]
+    assert len(losses_of(written)) == 12
+    assert "resuming from " in (printed := capsys.readouterr().out)
+    assert "optim.steps: 10 -> 12; optim.epochs: " in printed
