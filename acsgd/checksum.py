@@ -1,11 +1,9 @@
 """Checksums of messages and of files: XXH3.
 
-They find damage, not an attack: who can change a file can change its checksum as well. That of a message has 64 bits.
-A message takes less than a hundredth of the time of its encoding to 4 bits, at 60 GB/s. TCP's own 16-bit checksum
-misses one damaged segment in 65,536, and nothing else covers the memory of the hosts and what lies between them.
-
-That of a file has 128 bits. It takes a tenth of the time of writing the file from memory to memory; SHA-256, with the
-instructions that processors have for it, takes more than twice that time.
+They find damage, not an attack: who can change a file can change its checksum as well. That of a message has 64 bits:
+TCP's own 16-bit checksum misses one damaged segment in 65,536, and nothing else covers the memory of the hosts and what
+lies between them. That of a file has 128 bits. Both take little of the time in which memory is copied; cryptographic
+hashes take several times as long.
 """
 
 from __future__ import annotations
