@@ -128,7 +128,8 @@ def train_step(
     if not (finite or overflowed) and config.optim.on_nan == "stop":
         raise NonFiniteError(explain_non_finite(session, batch, step, scale.loss_scale, loss=loss, grad_norm=grad_norm))
 
-    # Clip, step, synchronize. Nothing has changed the weights before all ranks reported.
+    # Commit, clip, step, synchronize. Nothing has changed weights or residuals before all ranks reported.
+    session.commit()
     updated = update and finite
     if updated:
         replica = job.topology.replica

@@ -43,6 +43,14 @@ class GradSync(Protocol):
         """Wait for the gradient reduction. No-op in local steps."""
         ...
 
+    def commit(self) -> None:
+        """Apply what this step has received from other replicas to weights and residuals.
+
+        Called after `wait`, once all ranks have reported the step. Until then a step has changed gradients alone, so
+        that it can be run again if a rank fails.
+        """
+        ...
+
     def after_step(self, step: int, moments: SecondMoments) -> None:
         """Handle the end of optimizer step `step`. moments: those of the stage's weights; may be changed in place."""
         ...

@@ -122,6 +122,11 @@ class Session:
         """Multiply the gradients by `factor`, then clip them; norm: that of the gradients times `factor`."""
         scale_gradients_(self.weights, factor * clip_factor(norm, self.job.config.optim.clip))
 
+    def commit(self) -> None:
+        """Apply what data parallelism has received in this step. Called once all ranks have reported it."""
+        for stage in self.stages.values():
+            stage.sync.commit()
+
     def sync_after_step(self, step: int) -> None:
         """Run the part of data-parallel synchronization that follows the optimizer step."""
         for stage in self.stages.values():

@@ -90,6 +90,7 @@ class Replica:
             gradients_s += self._backward(number)
             self.sync.reduce()
             self.sync.wait()
+            self.sync.commit()
             before = time.thread_time()
             self._optimizer.step(number, self.sync.local_step(number) or LocalStep())
             adamw_s += time.thread_time() - before

@@ -76,6 +76,7 @@ def train(peers: Peers, spec: str, config: OptimConfig, exact_steps: int, *, pub
             sync.grad_ready(weight, is_final=True)
         sync.reduce()
         sync.wait()
+        sync.commit()
         scale_gradients_(weights, clip_factor(squared_norm(weights) ** 0.5, config.clip))
         if how is not None and published:
             how = how._replace(replicas=AS_PUBLISHED)

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,18 @@ import torch
 import torch.distributed as dist
 from lib.processes import started
 from lib.ranks import on_ranks
-from lib.replicas import LOCAL_SPECS, SHAPES, TIMEOUT, count_sent, gradient, make_weights
+from lib.replicas import (
+    LOCAL_SPECS,
+    SHAPES,
+    TIMEOUT,
+    copied,
+    count_sent,
+    gradient,
+    gradients,
+    make_step,
+    make_weights,
+    on_replicas,
+)
 from torch import Tensor, nn
 
 from acsgd.config.spec import from_spec
@@ -92,6 +104,7 @@ def _make_step(sync: GradSync, weights: Sequence[Weight], rank: int, step: int, 
                 sync.grad_ready(weights[index], is_final=last)
         sync.reduce()
         sync.wait()
+        sync.commit()
     masters = [weight.master for weight in weights]
     grads = [torch.zeros_like(m) if m.grad is None else m.grad.clone() for m in masters]
     sync.after_step(step, SecondMoments({}, 0.999))
@@ -111,6 +124,40 @@ def numbers_sent(spec: str, rank: int, replicas: int, step: int) -> float:
 
 def test_every_mode_is_tested() -> None:
     assert {spec.partition(":")[0] for spec in [*SPECS, *LOCAL_SPECS]} == MODES.keys()
+
+
+def changes_before_commit(rank: int, peers: Peers) -> list[str]:
+    """Run some steps of each mode; return those in which weights or states changed before the step was committed."""
+    changed: list[str] = []
+    for spec in [*SPECS, *LOCAL_SPECS]:
+        weights = make_weights()
+        sync = from_spec(spec, MODES, key="dp.mode").open(weights, peers)
+        for step in range(2 * STEPS):
+            before = state_of(sync, weights, spec)
+            compare = partial(note_change, changed, before, sync, weights, spec)
+            make_step(sync, weights, step, gradients(rank, step), before_commit=compare)
+    return changed
+
+
+def state_of(sync: GradSync, weights: Sequence[Weight], spec: str) -> dict[tuple[str, str], Tensor]:
+    """Return copies of everything that lasts; NaN, which stands for a statistic without a value yet, as -1."""
+    shared = None if spec == "local" else sync.global_weights()  # of "local": computed when they are read
+    masters = {weight.key: weight.master for weight in weights}
+    state = copied({**sync.state_dict(), "masters": masters, "shared": dict(shared or {})})
+    return {(name, key): tensor.nan_to_num(-1.0) for name, by_key in state.items() for key, tensor in by_key.items()}
+
+
+def note_change(
+    changed: list[str], before: dict[tuple[str, str], Tensor], sync: GradSync, weights: Sequence[Weight], spec: str
+) -> None:
+    now = state_of(sync, weights, spec)
+    if now.keys() != before.keys() or not all(torch.equal(now[key], before[key]) for key in now):
+        changed.append(spec)
+
+
+def test_a_step_changes_gradients_alone_until_it_is_committed(tmp_path: Path) -> None:
+    """So that it can be run again if a rank fails before all have reported."""
+    assert on_replicas(2, changes_before_commit, tmp_path / "store") == [[], []]
 
 
 ByReplica = list[dict[str, list[Reduced]]]

@@ -79,6 +79,7 @@ class Run:
             self.sync.grad_ready(weight, is_final=True)
         self.sync.reduce()
         self.sync.wait()
+        self.sync.commit()
         return {weight.key: _grad(weight).clone() for weight in self.weights}
 
 

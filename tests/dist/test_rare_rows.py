@@ -53,6 +53,7 @@ def train(rank: int, peers: Peers, spec: str, *, is_tied: bool) -> Trained:
             sync.grad_ready(weight, is_final=True)
         sync.reduce()
         sync.wait()
+        sync.commit()
         optimizer.step(step, how or PLAIN_STEP)
         sync.after_step(step, optimizer.second_moments(weights))
         losses.append(float(loss.detach()))

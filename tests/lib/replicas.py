@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,14 @@ def copied(state: WeightState) -> WeightState:
     return {name: {key: tensor.detach().clone() for key, tensor in by_key.items()} for name, by_key in state.items()}
 
 
-def make_step(sync: GradSync, weights: Sequence[Weight], step: int, grads: Sequence[Tensor]) -> None:
+def make_step(
+    sync: GradSync,
+    weights: Sequence[Weight],
+    step: int,
+    grads: Sequence[Tensor],
+    *,
+    before_commit: Callable[[], None] = lambda: None,
+) -> None:
     """Make a step of plain gradient descent as the training loop does."""
     sync.begin_step(step)
     for weight, grad in zip(weights, grads, strict=True):
@@ -69,6 +76,8 @@ def make_step(sync: GradSync, weights: Sequence[Weight], step: int, grads: Seque
         sync.grad_ready(weight, is_final=True)
     sync.reduce()
     sync.wait()
+    before_commit()
+    sync.commit()
     with torch.no_grad():
         for weight in weights:
             assert weight.master.grad is not None

@@ -131,6 +131,9 @@ class BucketSync:
             finish()
         self._pending.clear()
 
+    def commit(self) -> None:
+        pass
+
     def after_step(self, step: int, moments: SecondMoments) -> None:
         pass
 

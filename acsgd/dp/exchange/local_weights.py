@@ -130,6 +130,9 @@ class LocalWeightsSync:
         if self._exact is not None:
             self._exact.wait()
 
+    def commit(self) -> None:
+        pass
+
     def after_step(self, step: int, moments: SecondMoments) -> None:
         if self._correction is None or step < self.exact_steps:
             return

@@ -45,6 +45,9 @@ class SingleReplicaSync:
     def wait(self) -> None:
         pass
 
+    def commit(self) -> None:
+        pass
+
     def after_step(self, step: int, moments: SecondMoments) -> None:
         self._residuals = {}
 

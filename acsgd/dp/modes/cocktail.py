@@ -118,6 +118,7 @@ class CocktailSync(LocalWeightsSync):
         self._codec = mode.codec()
         self._feedback = [ErrorFeedback(buffer.local, peers, sender=False) for buffer in self.buffers]
         self._pending: AsyncResult[list[_Exchange]] | None = None
+        self._received: list[_Exchange] = []
 
     def tensors(self) -> dict[str, list[Tensor]]:
         return super().tensors() | {SERVER_RESIDUAL.name: [feedback.server_residual for feedback in self._feedback]}
@@ -130,10 +131,14 @@ class CocktailSync(LocalWeightsSync):
     def wait(self) -> None:
         super().wait()
         if self._pending is not None:
-            exchanges = self._pending.result(self.meter)
+            self._received = self._pending.result(self.meter)
             self._pending = None
-            for buffer, feedback, exchange in zip(self.buffers, self._feedback, exchanges, strict=True):
+
+    def commit(self) -> None:
+        if self._received:
+            for buffer, feedback, exchange in zip(self.buffers, self._feedback, self._received, strict=True):
                 self._apply(buffer, feedback, exchange)
+            self._received = []
 
     def after_step(self, step: int, moments: SecondMoments) -> None:
         if step < self.exact_steps:
@@ -143,7 +148,7 @@ class CocktailSync(LocalWeightsSync):
 
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
         super().load_state_dict(saved)
-        self._pending = None
+        self._pending, self._received = None, []
 
     @torch.no_grad()
     def _exchange_all(self, step: int) -> list[_Exchange]:
