@@ -10,8 +10,9 @@ from pathlib import Path
 
 from acsgd.errors import CorruptFileError
 from acsgd.io.cache import open_cached
-from acsgd.io.checkpoint.progress import RunIdentity
+from acsgd.io.checkpoint.progress import WEIGHTS, RunIdentity
 from acsgd.io.checkpoint.resume import Candidates, find
+from acsgd.io.checkpoint.source_identity import SourceIdentity, describe_options
 from acsgd.io.sampling.batches import BatchReader
 from acsgd.io.sampling.held_out import HeldOut
 from acsgd.io.sampling.tokens import tokenizer_fingerprint
@@ -77,9 +78,14 @@ def open_inputs(job: Job) -> Inputs:
             "data.batch": data.batch,
             "data.seed": data.seed,
             "data.eval_fraction": data.eval_fraction,
-            "weights of data.sources": list(reader.sampler.counts),
+            WEIGHTS: list(reader.sampler.counts),
             **_row_options(job),
         },
+        sources=[
+            SourceIdentity.of(source.name, rows.fingerprint())
+            for (source, _), rows in zip(job.sources, reader.rows.rows, strict=True)
+        ],
+        reading=describe_options(job.sources[0].source.options),
     )
     candidates = find(job.checkpoints, job.config.checkpoint.resume, identity)
     fresh = not candidates.checkpoints and not candidates.rejected

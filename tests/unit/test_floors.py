@@ -190,6 +190,7 @@ ORDER = """
     io.rows.labelled
     io.sampling.batches
     io.sampling.held_out
+    io.checkpoint.source_identity
     io.checkpoint.progress
     io.checkpoint.directory
     io.checkpoint.saver

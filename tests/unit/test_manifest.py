@@ -55,6 +55,8 @@ WRONG: dict[str, list[Any]] = {
     "run.identity.tokenizer": [None, 5],
     "run.identity.texts": [None, []],
     "run.identity.data": [None, 5, []],
+    "run.identity.sources": [None, 5, {}, [5], [{"name": "a", "tokens": 5}], [{"name": "a"}]],
+    "run.identity.reading": [None, 5, [], {"data.format": 5}],
     "run.options": [None, 5, [], {"optim.lr": 5}],
     "run.replicas": [True, -1, "2"],
     "run.best": [None, 1, "yes"],

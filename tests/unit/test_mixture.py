@@ -207,3 +207,22 @@ def test_a_run_of_epochs_is_that_of_as_many_steps(
     assert len(losses_of(written)) == 12
     assert "resuming from " in (printed := capsys.readouterr().out)
     assert "optim.steps: 10 -> 12; optim.epochs: " in printed
+
+
+# ---- changed sources
+
+
+def test_a_source_that_changed_since_the_checkpoint_is_named(tiny_model: TinyModel, tmp_path: Path) -> None:
+    paths = write_sources(tmp_path)
+    small = small_run(tiny_model("gpt2", **SMALL), tmp_path / "runs" / "run", steps=1)
+    data = dataclasses.replace(small.data, sources=f"{paths['a']}:1,{paths['b']}:1", eval_fraction=0.0)
+    config = dataclasses.replace(small, data=data)
+    train_alone(config)
+    paths["b"].write_text(paths["b"].read_text().replace("word", "work"))
+    with pytest.raises(ValueError) as refused:
+        train_alone(config)
+    checkpoint = tmp_path / "runs" / "run" / "checkpoints" / "step-00000001"
+    assert str(refused.value) == (
+        f"cannot resume from {checkpoint}: the contents of b.jsonl changed; use what it was trained with, or start a "
+        f"new run from its weights: --model.name {checkpoint} --log.dir NEW"
+    )

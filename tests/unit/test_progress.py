@@ -12,7 +12,8 @@ import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
 from acsgd.fields import from_json
-from acsgd.io.checkpoint.progress import RECENT, Progress, RunIdentity
+from acsgd.io.checkpoint.progress import RECENT, WEIGHTS, Progress, RunIdentity
+from acsgd.io.checkpoint.source_identity import SourceIdentity
 from acsgd.optim.loss_scale import LossScale
 
 DATA = {"data.sequence": 32, "data.batch": 4, "data.seed": 0, "weights of data.sources": [1, 3]}
@@ -28,8 +29,9 @@ def identity(
     tokenizer: str = "t",
     texts: str = "some text",
     data: dict[str, Any] | None = None,
+    **fields: Any,
 ) -> RunIdentity:
-    return RunIdentity.of(model or gpt2(), tokenizer=tokenizer, texts=texts, data={**DATA, **(data or {})})
+    return RunIdentity.of(model or gpt2(), tokenizer=tokenizer, texts=texts, data={**DATA, **(data or {})}, **fields)
 
 
 def random_progress(seed: int) -> Progress:
@@ -124,10 +126,69 @@ def test_keys_that_do_not_change_training_are_ignored() -> None:
         (identity(data={"data.seed": 1}), "its batches differ: data.seed is 1 in the checkpoint, 0 in the run"),
         (
             identity(data={"weights of data.sources": [3, 1]}),
-            "its batches differ: weights of data.sources is [3, 1] in the checkpoint, [1, 3] in the run",
+            "its batches differ: weights of data.sources are [3, 1] in the checkpoint, [1, 3] in the run",
         ),
+        (identity(data={"weights of data.sources": 5}), "its batches differ: weights of data.sources are 5 in the ch"),
         (identity(texts="another"), "the text of data.sources differs from the text it was trained on"),
     ],
 )
 def test_a_difference_is_named(saved: RunIdentity, message: str) -> None:
-    assert identity().difference(saved) == message
+    assert str(identity().difference(saved)).startswith(message)
+
+
+def of_sources(spec: str, weights: list[int], **reading: str) -> RunIdentity:
+    """Return the identity of a run on sources: "a.jsonl=first b/c.txt=second" has two with these texts."""
+    sources = [SourceIdentity.of(*each.split("=")) for each in spec.split()]
+    options = {f"data.{name}": value for name, value in reading.items()}
+    return identity(texts=spec, data={WEIGHTS: weights}, sources=sources, reading={"data.format": "auto", **options})
+
+
+OURS = of_sources("data/a.jsonl=1 b.txt=2 c.txt=3", [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        (of_sources("data/a.jsonl=1 b.txt=5 c.txt=3", [1, 2, 3]), "the contents of b.txt changed"),
+        (of_sources("old/a.jsonl=5 b.txt=6 c.txt=3", [1, 2, 3]), "the contents of a.jsonl, b.txt changed"),
+        (
+            of_sources("b.txt=2 a.jsonl=1 c.txt=3", [1, 2, 3]),
+            "the order of data.sources is b.txt, a.jsonl, c.txt in the checkpoint, a.jsonl, b.txt, c.txt in the run",
+        ),
+        (of_sources("a.jsonl=1 c.txt=3", [1, 3]), "data.sources has b.txt, which it was not trained on"),
+        (
+            of_sources("a.jsonl=1 b.txt=2 c.txt=3 hf:o/d=4", [1, 1, 1, 1]),
+            "data.sources lacks d, which it was trained on",
+        ),
+        (
+            of_sources("a.jsonl=5 x.txt=2 y.txt=4", [1, 2, 3]),
+            "the contents of a.jsonl changed, data.sources lacks y.txt, which it was trained on, "
+            "data.sources has c.txt, which it was not trained on",
+        ),
+        (
+            of_sources("data/a.jsonl=1 b.txt=2 c.txt=3", [3, 2, 1]),
+            "its batches differ: weights of data.sources are a.jsonl:3, b.txt:2, c.txt:1 in the checkpoint, "
+            "a.jsonl:1, b.txt:2, c.txt:3 in the run",
+        ),
+        (
+            of_sources("data/a.jsonl=1 b.txt=2 c.txt=3", [1]),
+            "its batches differ: weights of data.sources are not given in the checkpoint, a.jsonl:1, b.txt:2, c.txt:3 "
+            "in the run",
+        ),
+        (
+            of_sources("a.jsonl=9 b.txt=8 c.txt=7", [1, 2, 3], format="oig"),
+            "the records of data.sources are read differently: data.format is oig in the checkpoint, auto in the run",
+        ),
+        (identity(texts="x", data=OURS.data), "the text of data.sources differs from the text it was trained on"),
+    ],
+)
+def test_sources_that_differ_are_named(saved: RunIdentity, message: str) -> None:
+    assert OURS.difference(saved) == message
+
+
+def test_sources_may_have_other_names_with_the_same_text() -> None:
+    moved = dataclasses.replace(OURS, sources=of_sources("x=1 y=2 z=3", []).sources)
+    assert OURS.difference(moved) is None
+    assert OURS.digest() == moved.digest()
+    older = dataclasses.replace(OURS, sources=(), reading={})
+    assert OURS.difference(older) is None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from transformers import PreTrainedConfig
@@ -15,10 +16,13 @@ from transformers import PreTrainedConfig
 from acsgd.config.options import Config
 from acsgd.errors import CorruptFileError
 from acsgd.fields import Finite, Natural, from_json
+from acsgd.io.checkpoint.source_identity import SourceIdentity, differing_sources, differing_weights
 from acsgd.optim.loss_scale import LossScale
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import MANIFEST
 
+WEIGHTS = "weights of data.sources"
+"""Key in RunIdentity.data of the slots of each source per block."""
 RECENT = 16
 """Number of losses whose mean a loss spike is measured against."""
 VOLATILE = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")
@@ -96,21 +100,36 @@ class RunIdentity:
     """Hash of the tokens of all sources."""
     data: dict[str, Any]
     """Options on which the samples of a step depend."""
+    sources: tuple[SourceIdentity, ...] = ()
+    """Sources in their order; empty in checkpoints of older versions."""
+    reading: dict[str, str] = field(default_factory=dict)
+    """Options on which the tokens of all sources depend; empty in checkpoints of older versions."""
 
     @classmethod
-    def of(cls, model: PreTrainedConfig, *, tokenizer: str, texts: str, data: Mapping[str, Any]) -> RunIdentity:
+    def of(
+        cls,
+        model: PreTrainedConfig,
+        *,
+        tokenizer: str,
+        texts: str,
+        data: Mapping[str, Any],
+        sources: Iterable[SourceIdentity] = (),
+        reading: Mapping[str, str] = MappingProxyType({}),
+    ) -> RunIdentity:
         """Return the identity of a run. texts: a string of any length, which is hashed."""
         config = json.loads(model.to_json_string(use_diff=False))
         kept = {key: value for key, value in config.items() if key not in VOLATILE}
-        return cls(kept, tokenizer, hashlib.sha256(texts.encode()).hexdigest(), dict(data))
+        digest = hashlib.sha256(texts.encode()).hexdigest()
+        return cls(kept, tokenizer, digest, dict(data), tuple(sources), dict(reading))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
         return asdict(self)
 
     def digest(self) -> str:
-        """Return a hash of all fields."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+        """Return a hash of the fields without those that only say why `texts` differ."""
+        fields = {key: value for key, value in self.to_dict().items() if key not in ("sources", "reading")}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
     def difference(self, saved: RunIdentity) -> str | None:
         """Return a clause that says why this run cannot resume from a checkpoint of `saved`; None if it can."""
@@ -121,11 +140,23 @@ class RunIdentity:
             return f"its model differs: {differing}"
         if self.tokenizer != saved.tokenizer:
             return "its tokenizer differs from the run's"
-        if differing := _differing(self.data, saved.data):
+        if differing := _differing(_without_weights(self.data), _without_weights(saved.data)):
             return f"its batches differ: {differing}"
         if self.texts != saved.texts:
-            return "the text of data.sources differs from the text it was trained on"
-        return None
+            return self._differing_texts(saved)
+        weights = differing_weights(self.sources, self.data.get(WEIGHTS), saved.data.get(WEIGHTS))
+        return weights and f"its batches differ: {weights}"
+
+    def _differing_texts(self, saved: RunIdentity) -> str:
+        """Return a clause that says how the sources differ."""
+        if saved.reading and (differing := _differing(self.reading, saved.reading)):
+            return f"the records of data.sources are read differently: {differing}"
+        named = differing_sources(self.sources, saved.sources) if saved.sources else None
+        return named or "the text of data.sources differs from the text it was trained on"
+
+
+def _without_weights(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in data.items() if key != WEIGHTS}
 
 
 def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
