@@ -18,6 +18,7 @@ def check(config: Config) -> None:
     _check_ranges(config)
     _check_optim(config.optim)
     _check_batch(config.data, config.pp.micro)
+    _check_objective(config)
     _check_rows(config)
     _check_checkpoint(config.checkpoint)
     _check_evaluation(config)
@@ -57,6 +58,24 @@ def _check_batch(data: DataConfig, micro: int) -> None:
         raise ValueError(
             f"pp.micro={micro} does not divide data.batch={data.batch}; "
             f"use pp.micro={' or '.join(str(n) for n in sorted(nearest))}, or another data.batch"
+        )
+
+
+def _check_objective(config: Config) -> None:
+    data = config.data
+    if data.sentinels.count("{}") != 1:
+        raise ValueError(f'data.sentinels="{data.sentinels}" must contain {{}} once, as in "<extra_id_{{}}>"')
+    modes = [mode.strip() for mode in data.modes.split(",")]
+    if not (len({*modes}) == len(modes) == 3 and all(modes)):
+        raise ValueError(f'data.modes="{data.modes}" must be three different texts, as "[NLU],[S2S],[NLG]"')
+    if data.objective == "causal":
+        return
+    if config.model.task != "lm":
+        raise ValueError(f"data.objective={data.objective} is for model.task=lm; remove data.objective")
+    if data.rows == "concat":
+        raise ValueError(
+            f"data.rows=concat cuts documents anywhere, but data.objective={data.objective} needs their beginnings; "
+            "use data.rows=pack or single"
         )
 
 

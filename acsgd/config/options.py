@@ -56,10 +56,19 @@ class DataConfig:
     """Sequence length, tokens."""
     batch: Annotated[int, Range(1, 2**24)]
     """Global batch size, sequences per optimizer step over all replicas. Independent of the number of ranks."""
+    objective: Literal["causal", "prefix", "ul2r"] = "causal"
+    """What model.task="lm" learns: "causal" predicts each token from those before it; "prefix" attends to a prefix in
+    both directions, and predicts the rest; "ul2r" restores what denoisers removed (Tay et al. 2022)."""
+    sentinels: str = "<extra_id_{}>"
+    """Tokens that mark what "ul2r" removed, with {} in place of their numbers; unused tokens of the tokenizer, such as
+    "<|reserved_special_token_{}|>"."""
+    modes: str = "[NLU],[S2S],[NLG]"
+    """Texts that name the denoisers of "ul2r", comma-separated: those of short spans (R), of the end of a text (S), and
+    of long or many spans (X)."""
     rows: Literal["concat", "pack", "single"] | None = None
     """How documents are put into sequences: "concat" cuts the concatenation of all documents; "pack" puts whole
-    documents together so that little padding is left; "single" pads one document to a sequence. Default: "concat", for
-    other tasks than "lm" always "single"."""
+    documents together so that little padding is left; "single" pads one document to a sequence. Default: "concat"; for
+    objectives other than "causal" "pack"; for other tasks than "lm" always "single"."""
     long: Literal["split", "truncate", "skip", "error"] | None = None
     """What is done with a document that is longer than a sequence, unless documents are concatenated: "split" makes
     several of it, "truncate" cuts its end off, "skip" leaves it out, "error" ends the run. Default: "split", for
@@ -254,7 +263,8 @@ class Config:
     @property
     def rows(self) -> Literal["concat", "pack", "single"]:
         """How documents are put into sequences: data.rows or its default."""
-        return self.data.rows or ("concat" if self.model.task == "lm" else "single")
+        whole: Literal["concat", "pack"] = "concat" if self.data.objective == "causal" else "pack"
+        return self.data.rows or (whole if self.model.task == "lm" else "single")
 
     @property
     def long(self) -> Literal["split", "truncate", "skip", "error"]:

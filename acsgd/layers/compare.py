@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from acsgd.layers.capture import stubbed
 from acsgd.layers.composed import ComposedModel, State
 from acsgd.layers.description import LOGITS, LayersError, ModelLayers
-from acsgd.layers.documents import apart
+from acsgd.layers.masks import masked
 from acsgd.layers.skeleton import fill_with_stand_ins, parameter_names, set_buffer, set_parameter, set_tied_parameter
 
 TOLERANCE = 1e-5
@@ -46,7 +46,7 @@ class Stages:
                 torch.manual_seed(index + 2)
             return returned
 
-        with torch.random.fork_rng(devices=[]), stubbed(blocks, stub), apart(self.whole, batch) as arguments:
+        with torch.random.fork_rng(devices=[]), stubbed(blocks, stub), masked(self.whole, batch) as arguments:
             torch.manual_seed(0)
             return self.whole(**arguments, use_cache=False).logits
 

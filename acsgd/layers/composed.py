@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from acsgd.layers.capture import BlockCall, Reached, stubbed, unknown_like
 from acsgd.layers.description import HIDDEN, LOGITS, ModelLayers, Replicated
-from acsgd.layers.documents import apart
+from acsgd.layers.masks import masked
 from acsgd.layers.relative_bias import compute_relative_bias
 
 State = dict[str, Tensor]
@@ -172,7 +172,7 @@ class ComposedModel:
         return leaves
 
     def _forward(self, inputs: Inputs) -> Any:
-        with apart(self.model, inputs) as arguments:
+        with masked(self.model, inputs) as arguments:
             return self.model(**arguments, use_cache=False)
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from acsgd.layers.compare import Batch, Stages, compare
 from acsgd.layers.derive import derive
 from acsgd.layers.description import LayersError, LayerSpec, ModelLayers
-from acsgd.layers.documents import DOCUMENTS
+from acsgd.layers.masks import DOCUMENTS, NO_PREFIX, PREFIXES
 from acsgd.layers.skeleton import parameter_names, set_tied_parameter
 from acsgd.layers.small_config import WINDOW, small_configs
 
@@ -31,6 +31,8 @@ ROWS, LENGTH, DOCUMENT = 2, 3 * WINDOW, WINDOW + 2
 
 PACKED = "packed"
 """Name of the batch with several documents per sequence."""
+PREFIXED = "prefixed"
+"""Name of the batch whose sequences begin with a prefix with attention in both directions."""
 
 Build = Callable[[PreTrainedConfig], PreTrainedModel]
 """Returns a new model in training mode, built within `weights_on_meta`."""
@@ -44,7 +46,8 @@ class Verification:
     """Result of a comparison without a difference beyond TOLERANCE."""
 
     batches: tuple[str, ...]
-    """Batches that were compared: "plain", "padded", "packed". "packed" only if the model keeps documents apart."""
+    """Batches that were compared: "plain", "padded", "packed" if the model keeps documents apart, "prefixed" if its
+    attention can have both directions in a prefix."""
     difference: float
     """Largest difference of an output or a gradient, relative to its largest absolute value, or to 1."""
     blocks: int
@@ -79,6 +82,9 @@ def verify(
         packed = pack(batches["plain"])
         if keeps_apart(stages, packed):
             batches[PACKED] = packed
+        prefixed = add_prefixes(batches["plain"])
+        if looks_ahead_in_prefixes(stages, prefixed):
+            batches[PREFIXED] = prefixed
     count = len(stages.layers.layers)
     cuts = range(1, count) if every_cut else (count // 2,)
     splits = [range(count), *((0, cut) for cut in cuts)]
@@ -171,6 +177,27 @@ def keeps_apart(stages: Stages, packed: Batch) -> bool:
                 if not torch.allclose(together[row : row + 1, within], alone, rtol=APART, atol=APART):
                     return False
     return True
+
+
+def add_prefixes(batch: Batch) -> Batch:
+    """Return the batch with a prefix per sequence, longer by one token in each further sequence."""
+    ids = next(iter(batch.values()))
+    lengths = DOCUMENT + torch.arange(len(ids))[:, None]
+    return batch | {PREFIXES: (torch.arange(ids.shape[1]) >= lengths).long() * NO_PREFIX}
+
+
+def looks_ahead_in_prefixes(stages: Stages, prefixed: Batch) -> bool:
+    """Whether each token of a prefix depends on the last two of the prefix, and no token on later ones outside it."""
+    (name,) = prefixed.keys() - {PREFIXES}
+    is_prefix = prefixed[PREFIXES] != NO_PREFIX
+    ids, places = prefixed[name], torch.arange(is_prefix.shape[1])
+    stop = is_prefix.sum(1, keepdim=True)
+    in_prefix, after = ((places >= first) & (places < first + 2) for first in (stop - 2, stop + 2))
+    with torch.no_grad():
+        logits = stages.run_whole(prefixed)
+        others = (stages.run_whole(prefixed | {name: torch.where(x, ids.roll(1, 1), ids)}) for x in (in_prefix, after))
+        seen_in_prefix, seen_after = ((other - logits).abs().amax(-1) > APART for other in others)
+    return bool(seen_in_prefix[is_prefix].all()) and not bool(seen_after[places < stop + 2].any())
 
 
 def fill_with_random(model: PreTrainedModel) -> PreTrainedModel:

@@ -14,6 +14,8 @@ from acsgd.io.rows.concat import ConcatRows
 from acsgd.io.rows.documents import DocumentRows
 from acsgd.io.rows.labelled import LabelledRows, PairRows
 from acsgd.io.rows.layout import open_layout
+from acsgd.io.rows.objectives import CAUSAL, Objective, PrefixLM
+from acsgd.io.rows.ul2r import UL2R, denoising_tokens
 from acsgd.io.sampling.batches import BatchReader
 from acsgd.io.sampling.encode import DocumentEncoder, Encoder
 from acsgd.io.sampling.encode_examples import PairEncoder, SequenceEncoder
@@ -143,9 +145,27 @@ def _rows_of(job: Job, corpus: Corpus) -> Rows:
         return LabelledRows(corpus, sequence, padding=padding, config=job.model.config, is_regression=is_regression)
     if config.rows == "concat":
         return ConcatRows(corpus, sequence)
-    cache = job.cache_dir / "rows"
-    layout = open_layout(corpus, sequence, config.rows, config.long, cache, reports_wait=job.is_first_on_host)
-    return DocumentRows(corpus, layout, sequence, padding=padding, isolate=config.data.isolate)
+    objective = objective_of(job)
+    if isinstance(objective, UL2R) and corpus.targets is not None:
+        raise ValueError(
+            f"data.objective=ul2r is for texts, but {corpus.name} has prompts; learn them, too, with data.targets=all, "
+            "or use data.objective=prefix"
+        )
+    cache, is_first = job.cache_dir / "rows", job.is_first_on_host
+    layout = open_layout(corpus, sequence, config.rows, config.long, cache, objective=objective, reports_wait=is_first)
+    return DocumentRows(corpus, layout, sequence, padding=padding, isolate=config.data.isolate, objective=objective)
+
+
+def objective_of(job: Job) -> Objective:
+    """Return what is learned of documents. Raises ValueError if the tokenizer lacks the tokens for it."""
+    data = job.config.data
+    match data.objective:
+        case "prefix":
+            return PrefixLM(data.seed)
+        case "ul2r":
+            return UL2R(denoising_tokens(job.tokenizer, data.modes, data.sentinels), data.seed)
+        case "causal":
+            return CAUSAL
 
 
 def _decoder_start(job: Job) -> int:

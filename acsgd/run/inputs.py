@@ -13,13 +13,14 @@ from acsgd.io.cache import open_cached
 from acsgd.io.checkpoint.progress import WEIGHTS, RunIdentity
 from acsgd.io.checkpoint.resume import Candidates, find
 from acsgd.io.checkpoint.source_identity import SourceIdentity, describe_options
+from acsgd.io.rows.ul2r import UL2R
 from acsgd.io.sampling.batches import BatchReader
 from acsgd.io.sampling.held_out import HeldOut
 from acsgd.io.sampling.tokens import tokenizer_fingerprint
-from acsgd.layers.verify import PACKED
+from acsgd.layers.verify import PACKED, PREFIXED
 from acsgd.pp.wire.cache_plan import CachePlan, plan_caches
 from acsgd.pp.wire.delta import Delta
-from acsgd.run.data import open_data
+from acsgd.run.data import objective_of, open_data
 from acsgd.run.job import Job
 from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import ShardDirectory
@@ -102,6 +103,11 @@ def _row_options(job: Job) -> dict[str, object]:
         options |= {"tokens before a document": special.begin, "token after a document": special.end}
     if config.rows != "concat":  # checkpoints of rows by concatenation do not record any
         options |= {"data.rows": config.rows, "data.long": config.long, "data.isolate": config.data.isolate}
+    if config.data.objective != "causal":
+        options |= {"data.objective": config.data.objective}
+    if isinstance(objective := objective_of(job), UL2R):
+        tokens = objective.tokens
+        options |= {"tokens of denoising": [*map(list, tokens.modes.values()), list(tokens.sentinels)]}
     return options
 
 
@@ -110,7 +116,10 @@ def _describe_tokens(job: Job) -> str:
     config, tokenizer = job.model.config, job.tokenizer
     padding = None if job.config.rows == "concat" else padding_id(tokenizer, config)
     if job.model.task.name == "lm":
-        return DocumentTokens.of(tokenizer).describe(tokenizer, config.get_text_config().vocab_size, padding)
+        objective = objective_of(job)
+        denoising = f"; {objective.tokens.describe(tokenizer)}" if isinstance(objective, UL2R) else ""
+        vocabulary = config.get_text_config().vocab_size
+        return DocumentTokens.of(tokenizer).describe(tokenizer, vocabulary, padding) + denoising
     special = SpecialTokens.of(tokenizer)
     around = [name_tokens(tokenizer, ids) or "no token of its own" for ids in special]
     assert padding is not None
@@ -122,13 +131,19 @@ def _describe_tokens(job: Job) -> str:
 
 def _keep_layers(job: Job) -> None:
     """Verify the layers of the model, unless they are, and keep them and their costs in the cache."""
-    model, cache = job.model, job.layers_cache
-    if not model.is_verified or job.config.data.isolate:
+    model, cache, data = job.model, job.layers_cache, job.config.data
+    if not model.is_verified or data.isolate or data.objective != "causal":
         result = cache.verify(model.config, model.description, reports_wait=job.is_first_on_host)
-        if job.config.data.isolate and PACKED not in result.batches:
+        if data.isolate and PACKED not in result.batches:
             raise ValueError(
                 f"data.isolate: {model.config.model_type} does not keep the documents of a sequence apart; use "
                 "data.rows=single, or remove data.isolate"
+            )
+        if data.objective != "causal" and PREFIXED not in result.batches:
+            raise ValueError(
+                f"data.objective={data.objective}: {model.config.model_type} cannot attend to a prefix in both "
+                "directions, since not all masks of its attention are built by transformers; use another model, or "
+                "remove data.objective"
             )
     if job.costs is not None:
         cache.keep_costs(model.config, model.description, job.sizes, job.costs, device=job.streams.device.type)

@@ -143,7 +143,8 @@ class Job:
         """Whether this rank needs the values of the model's inputs, not only their shapes."""
         own = (layer for stage in self.stages for layer in self.model.layers[slice(*self.specs[stage])])
         reads = bool(self.model.description.context_inputs) or any(layer.reads for layer in own)
-        return reads or self.config.data.isolate  # attention masks depend on the documents of a sequence
+        data = self.config.data  # attention masks depend on the documents of a sequence, and on their prefixes
+        return reads or data.isolate or data.objective != "causal"
 
     @property
     def cache_dir(self) -> Path:

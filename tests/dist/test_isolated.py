@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from acsgd.config.options import Config
 from acsgd.io.sampling.batches import Batch
 from acsgd.launch import Launch
-from acsgd.layers.documents import DOCUMENTS
+from acsgd.layers.masks import DOCUMENTS
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 

@@ -479,7 +479,7 @@ def test_all_orders_of_three_are_drawn_equally_often() -> None:
 
 
 def test_every_epoch_has_each_sequence_once_in_a_new_order() -> None:
-    sources, indices, _ = (np.concatenate(f) for f in zip(*map(MIXTURE.samples, range(200)), strict=True))
+    sources, indices, *_ = (np.concatenate(f) for f in zip(*map(MIXTURE.samples, range(200)), strict=True))
     for source, size in enumerate(MIXTURE.sizes):
         visits = indices[sources == source]
         epochs = visits[: len(visits) // size * size].reshape(-1, size)
@@ -528,7 +528,7 @@ def test_the_stream_of_samples_does_not_depend_on_the_batch() -> None:
 
 def test_a_late_step_of_large_sources_can_be_sampled() -> None:
     large = Sampler(seed=2**63 - 1, batch=4, counts=(400, 600), sizes=(10**9, 3))
-    sources, indices, ids = large.samples(10**12)
+    sources, indices, ids, _ = large.samples(10**12)
     assert len(sources) == 4
     assert (indices < np.array(large.sizes)[sources]).all()
     assert (ids == indices + np.array([0, 10**9])[sources]).all()
@@ -537,7 +537,7 @@ def test_a_late_step_of_large_sources_can_be_sampled() -> None:
 def test_sample_ids_identify_the_sequences_of_a_mixture() -> None:
     seen: dict[int, tuple[int, int]] = {}
     for step in range(50):
-        for source, index, sample in zip(*MIXTURE.samples(step), strict=True):
+        for source, index, sample, _ in zip(*MIXTURE.samples(step), strict=True):
             assert seen.setdefault(int(sample), (source, index)) == (source, index)
     assert sorted(seen) == list(range(sum(MIXTURE.sizes)))
 
@@ -592,7 +592,7 @@ def test_a_sequence_mostly_returns_to_its_replica(replicas: int, batch: int) -> 
     where = np.empty((epochs, steps * batch), dtype=np.int64)
     for epoch in range(epochs):
         for ids in sampler.samples(epoch).ids.reshape(steps, batch):
-            where[epoch, Samples(ids, ids, ids).dealt().ids] = np.arange(batch) * replicas // batch
+            where[epoch, Samples(ids, ids, ids, ids).dealt().ids] = np.arange(batch) * replicas // batch
     moved = (where[1:] != where[:-1]).mean()
     borders = np.arange(1, replicas) / replicas
     expected = (2 * np.sqrt(borders * (1 - borders) / batch / np.pi)).sum()

@@ -53,7 +53,7 @@ ORDER = """
     layers.trace
     layers.limits
     layers.derive
-    layers.documents
+    layers.masks
     layers.composed
     layers.compare
     layers.small_config
@@ -185,6 +185,8 @@ ORDER = """
     io.rows.base
     io.rows.concat
     io.rows.best_fit
+    io.rows.objectives
+    io.rows.ul2r
     io.rows.layout
     io.rows.documents
     io.rows.labelled

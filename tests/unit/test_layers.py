@@ -19,8 +19,15 @@ from acsgd.layers import verify as verification
 from acsgd.layers.compare import Stages, compare
 from acsgd.layers.composed import ComposedModel, Context
 from acsgd.layers.description import HIDDEN, LayersError, LayerSpec, ModelLayers, Origin, Replicated
-from acsgd.layers.documents import positions
-from acsgd.layers.verify import fill_with_random, keeps_apart, make_batches, pack
+from acsgd.layers.masks import PREFIXES, positions
+from acsgd.layers.verify import (
+    add_prefixes,
+    fill_with_random,
+    keeps_apart,
+    looks_ahead_in_prefixes,
+    make_batches,
+    pack,
+)
 from acsgd.run.error_report import report_startup_error
 from acsgd.tasks import TASKS
 
@@ -78,6 +85,30 @@ def test_documents_in_one_sequence_are_kept_apart(model_type: str) -> None:
     packed = pack(make_batches(stages.whole, task.inputs)["plain"])
     assert keeps_apart(stages, packed)
     compare(stages, packed, [range(len(stages.layers.layers))], "packed")
+
+
+@pytest.mark.parametrize("model_type", sorted(CAUSAL))
+def test_prefixes_have_attention_in_both_directions(model_type: str) -> None:
+    """Layers equal the whole model. GPT-Neo masks later tokens itself, which is found."""
+    task, config = task_of(model_type), small_config(model_type)
+    stages = Stages(fill_with_random(task.build(config)), task.build(config), task.layers(config))
+    prefixed = add_prefixes(make_batches(stages.whole, task.inputs)["plain"])
+    assert looks_ahead_in_prefixes(stages, prefixed) == (model_type != "gpt_neo")
+    compare(stages, prefixed, [range(len(stages.layers.layers))], "prefixed")
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "gptj"])
+def test_a_prefix_has_the_logits_of_transformers_with_its_mask(model_type: str) -> None:
+    task, config = task_of(model_type), small_config(model_type)
+    stages = Stages(fill_with_random(task.build(config)), task.build(config), task.layers(config))
+    batch = add_prefixes(make_batches(stages.whole, task.inputs)["plain"])
+    is_prefix = batch[PREFIXES] >= 0
+    causal = torch.ones(is_prefix.shape[1], is_prefix.shape[1]).tril().bool()
+    seen = causal | (is_prefix[:, :, None] & is_prefix[:, None])
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        expected = stages.whole(input_ids=batch["input_ids"], attention_mask=mask[:, None], use_cache=False).logits
+        torch.testing.assert_close(stages.run_whole(batch), expected)
 
 
 def test_recurrent_blocks_do_not_keep_documents_apart() -> None:
@@ -228,7 +259,7 @@ def test_a_large_model_is_verified_with_few_blocks_of_every_kind() -> None:
     )  # fmt: skip
     task = TASKS["lm"]
     result = task.verify(config, task.layers(config))
-    assert result.batches == ("plain", "padded", "packed")
+    assert result.batches == ("plain", "padded", "packed", "prefixed")
     assert result.blocks == 3
     assert 2**20 < result.parameters < verification.MAX_PARAMETERS[0]
     assert result.difference <= comparison.TOLERANCE

@@ -22,7 +22,7 @@ from acsgd.io.rows.layout import Kind, Long, make_layout, open_layout
 from acsgd.io.sampling.tokens import Corpus, tokenize_all
 from acsgd.io.sources.sources import parse_sources
 from acsgd.launch import Launch
-from acsgd.layers.documents import DOCUMENTS
+from acsgd.layers.masks import DOCUMENTS
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.tasks import IGNORED
@@ -114,7 +114,9 @@ def test_a_long_document_is_truncated_or_skipped(kind: Kind) -> None:
 
 
 def test_a_long_document_is_an_error_if_asked() -> None:
-    message = r"data\.long=error: document 4 of memory has 30 tokens, but a row has data\.sequence=8 \+ 1; use a "
+    message = (
+        r"data\.long=error: document 4 of memory has 30 tokens, but a row of data\.sequence=8 takes at most 8 \+ 1"
+    )
     with pytest.raises(ValueError, match=message):
         make_layout(documents_of(LENGTHS), 8, "pack", "error")
     assert len(rows_of(documents_of(LENGTHS), 29, "single", "error")) == len(LENGTHS) - 2

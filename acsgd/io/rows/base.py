@@ -44,8 +44,8 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int) -> Row:
-        """Read one row from disk."""
+    def read(self, index: int, epoch: int = 0) -> Row:
+        """Read one row from disk. epoch: number of earlier epochs; objectives draw anew in each."""
         ...
 
 
@@ -87,11 +87,15 @@ class RowReader:
         """Return a string that differs between hosts with different texts."""
         return repr([rows.fingerprint() for rows in self.rows])
 
-    def read(self, sources: Ints, indices: Ints) -> RowTensors:
-        """Read rows, given by source and index [n], from disk into new tensors. n: a multiple of B."""
+    def read(self, sources: Ints, indices: Ints, epochs: Ints | None = None) -> RowTensors:
+        """Read rows, given by source and index [n], from disk into new tensors. n: a multiple of B.
+
+        epochs: number of earlier epochs of each row. Default: 0.
+        """
         if not (self.wants_inputs or self.wants_labels):
             return RowTensors(None, None)
-        rows = [self.rows[source].read(int(index)) for source, index in zip(sources, indices, strict=True)]
+        places = zip(sources, indices, np.zeros_like(indices) if epochs is None else epochs, strict=True)
+        rows = [self.rows[source].read(int(index), int(epoch)) for source, index, epoch in places]
         names = [name for name in rows[0] if (self.wants_labels if name == LABELS else self.wants_inputs)]
         tensors = {name: self._in_micros(np.stack([row[name] for row in rows])) for name in names}
         labels = tensors.pop(LABELS, None)

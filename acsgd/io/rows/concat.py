@@ -40,7 +40,7 @@ class ConcatRows:
     def __len__(self) -> int:
         return max(0, len(self.corpus.tokens) - 1) // self._sequence
 
-    def read(self, index: int) -> Row:
+    def read(self, index: int, epoch: int = 0) -> Row:
         """Read a row: row i has the tokens i T .. (i + 1) T inclusive, of which the first is no target."""
         tokens, labels = read_window(self.corpus, index * self._sequence, (index + 1) * self._sequence)
         return {INPUT_IDS: tokens, LABELS: labels}

@@ -6,9 +6,10 @@ import numpy as np
 
 from acsgd.io.rows.base import INPUT_IDS, LABELS, Row, read_window
 from acsgd.io.rows.layout import Layout
+from acsgd.io.rows.objectives import CAUSAL, Objective
 from acsgd.io.sampling.arrays import sample
 from acsgd.io.sampling.tokens import Corpus
-from acsgd.layers.documents import DOCUMENTS
+from acsgd.layers.masks import DOCUMENTS, NO_PREFIX, PREFIXES
 from acsgd.tasks import IGNORED
 
 
@@ -16,15 +17,26 @@ class DocumentRows:
     """Rows of `sequence` tokens with the parts of documents that a layout puts there, then padding.
 
     The first token of a part is never a label. padding: token after the last part; isolate: whether rows have
-    DOCUMENTS, the index of each token's part.
+    DOCUMENTS, the index of each token's part; objective: of the layout, too. Rows have PREFIXES, the index of the part
+    for the tokens of its prefix, if the objective has prefixes.
     """
 
-    def __init__(self, corpus: Corpus, layout: Layout, sequence: int, *, padding: int, isolate: bool = False) -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        layout: Layout,
+        sequence: int,
+        *,
+        padding: int,
+        isolate: bool = False,
+        objective: Objective = CAUSAL,
+    ) -> None:
         self.corpus = corpus
         self.layout = layout
         self._sequence = sequence
         self._padding = padding
         self._isolate = isolate
+        self._objective = objective
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -43,18 +55,22 @@ class DocumentRows:
     def __len__(self) -> int:
         return len(self.layout.offsets) - 1
 
-    def read(self, index: int) -> Row:
+    def read(self, index: int, epoch: int = 0) -> Row:
         """Read a row."""
         first, last = self.layout.offsets[index : index + 2].tolist()
         starts, lengths = self.layout.starts[first:last].tolist(), self.layout.lengths[first:last].tolist()
         tokens = np.full(self._sequence, self._padding, dtype=np.int64)
         labels = np.full(self._sequence, IGNORED, dtype=np.int64)
         documents = np.full(self._sequence, last - first, dtype=np.int64)
+        prefixes = np.full(self._sequence, NO_PREFIX, dtype=np.int64)
         place = 0
         for document, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-            here = slice(place, place + length)
-            tokens[here], labels[here] = read_window(self.corpus, start, start + length)
+            part = self._objective.apply(*read_window(self.corpus, start, start + length), start, epoch)
+            here = slice(place, place + len(part.tokens))
+            tokens[here], labels[here] = part.tokens, part.labels
             documents[here] = document
-            place += length
+            prefixes[place : place + part.prefix] = document
+            place = here.stop
         row = {INPUT_IDS: tokens, LABELS: labels}
-        return {**row, DOCUMENTS: documents} if self._isolate else row
+        row |= {DOCUMENTS: documents} if self._isolate else {}
+        return row | {PREFIXES: prefixes} if self._objective.has_prefix else row

@@ -72,7 +72,7 @@ class LabelledRows(_ExampleRows):
         super().__init__(corpus, sequence, padding=padding)
         self._labels = _values(corpus) if is_regression else _classes(corpus, config)
 
-    def read(self, index: int) -> Row:
+    def read(self, index: int, epoch: int = 0) -> Row:
         """Read a row."""
         start, stop = self._span(index)
         return {**self._inputs(self.corpus.tokens[start:stop]), LABELS: self._labels[index]}
@@ -95,7 +95,7 @@ class PairRows(_ExampleRows):
         """Mean number of tokens of an answer."""
         return len(self.corpus.tokens) * self.corpus.target_fraction / len(self)
 
-    def read(self, index: int) -> Row:
+    def read(self, index: int, epoch: int = 0) -> Row:
         """Read a row, with labels [T], and decoder_input_ids [T]: the labels one place later."""
         assert self.corpus.targets is not None
         start, stop = self._span(index)

@@ -20,6 +20,7 @@ import numpy as np
 from acsgd.io.cache import open_cached
 from acsgd.io.entry import Entry, seal
 from acsgd.io.rows.best_fit import best_fit
+from acsgd.io.rows.objectives import CAUSAL, Objective, longest_part
 from acsgd.io.sampling.arrays import Array, ArrayFile, ArrayWriter
 from acsgd.io.sampling.sampler import Ints, shuffled
 from acsgd.io.sampling.tokens import Corpus
@@ -51,17 +52,25 @@ class Layout(NamedTuple):
 
 
 def open_layout(
-    corpus: Corpus, sequence: int, kind: Kind, long: Long, cache_dir: Path, *, reports_wait: bool = True
+    corpus: Corpus,
+    sequence: int,
+    kind: Kind,
+    long: Long,
+    cache_dir: Path,
+    *,
+    objective: Objective = CAUSAL,
+    reports_wait: bool = True,
 ) -> Layout:
     """Return a layout on disk in `cache_dir`. Called by every process of a host; one of them makes it.
 
     Arguments as of `make_layout`, which raises the same errors; reports_wait: as of `open_cached`.
     """
-    key = hashlib.sha256(repr((FORMAT, corpus.key, sequence, kind, long)).encode()).hexdigest()[:16]
+    parts = (FORMAT, corpus.key, sequence, kind, long, *filter(None, [objective.layout_key]))
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def build(unfinished: Path) -> None:
         unfinished.mkdir()
-        layout = make_layout(corpus, sequence, kind, long)
+        layout = make_layout(corpus, sequence, kind, long, objective)
         for name, values in zip(ARRAYS, (layout.starts, layout.lengths, layout.offsets), strict=True):
             with ArrayWriter(unfinished / name, np.dtype("<i8")) as file:
                 file.append(values[:])
@@ -79,8 +88,8 @@ def open_layout(
     return open_cached(cache_dir / f"{corpus.key}-{key}", build, open_built, reports_wait=reports_wait)
 
 
-def make_layout(corpus: Corpus, sequence: int, kind: Kind, long: Long) -> Layout:
-    """Divide the documents of a corpus among rows of at most `sequence` input tokens.
+def make_layout(corpus: Corpus, sequence: int, kind: Kind, long: Long, objective: Objective = CAUSAL) -> Layout:
+    """Divide the documents of a corpus among rows of at most `sequence` tokens, as an objective makes them of parts.
 
     A document of n tokens has n - 1 inputs, each with the next token as label; one without any is left out. kind:
     "pack" puts documents together, best-fit decreasing, and shuffles the rows, so that those at the end are not all of
@@ -89,51 +98,53 @@ def make_layout(corpus: Corpus, sequence: int, kind: Kind, long: Long) -> Layout
     """
     starts, stops = corpus.spans()
     lengths = stops - starts - 1
-    is_long = lengths > sequence
+    longest = longest_part(objective, sequence)
+    is_long = lengths > longest
     if long == "error" and is_long.any():
         first = int(np.argmax(is_long))
         raise ValueError(
             f"data.long=error: document {first + 1} of {corpus.name} has {stops[first] - starts[first]} tokens, but a "
-            f"row has data.sequence={sequence} + 1; use a longer data.sequence, or data.long=split, truncate or skip"
+            f"row of data.sequence={sequence} takes at most {longest} + 1; use a longer data.sequence, or "
+            "data.long=split, truncate or skip"
         )
     kept = lengths > 0
     if long == "skip":
         kept &= ~is_long
     starts, lengths = starts[kept], lengths[kept]
     if long == "truncate":
-        lengths = np.minimum(lengths, sequence)
+        lengths = np.minimum(lengths, longest)
     elif long == "split":
-        starts, lengths = _split(starts, lengths, sequence)
+        starts, lengths = _split(starts, lengths, longest)
     if not len(starts):
         raise ValueError(
             f"data.rows={kind}: no document of {corpus.name} has at least 2 tokens and fits into a row of "
             f"data.sequence={sequence}; use another source, or data.long=split"
         )
-    num_targets = _count_targets(corpus, starts, lengths)
+    num_targets = _count_targets(corpus, starts, lengths, objective)
     offsets = np.arange(len(starts) + 1)
     if kind == "pack":
-        rows = best_fit(lengths, sequence)
+        rows = best_fit(objective.sizes(lengths), sequence)
         num_rows = int(rows.max()) + 1
         rows = shuffled(rows, num_rows, np.zeros(len(rows), np.uint64))
         order = np.argsort(rows, kind="stable")
         starts, lengths = starts[order], lengths[order]
         offsets = np.concatenate([[0], np.cumsum(np.bincount(rows))])
-    note = _describe(corpus, sequence, kind, long, lengths, len(offsets) - 1, int(is_long.sum()))
+    note = _describe(corpus, sequence, kind, long, objective.sizes(lengths), len(offsets) - 1, int(is_long.sum()))
     return Layout(starts, lengths, offsets, note, num_targets)
 
 
-def _split(starts: Ints, lengths: Ints, sequence: int) -> tuple[Ints, Ints]:
-    """Cut documents into parts of at most `sequence` inputs. So every token but the first stays a label."""
-    counts = -(-lengths // sequence)
+def _split(starts: Ints, lengths: Ints, longest: int) -> tuple[Ints, Ints]:
+    """Cut documents into parts of at most `longest` inputs. So every token but the first stays a label."""
+    counts = -(-lengths // longest)
     first = np.repeat(np.cumsum(counts) - counts, counts)
-    before = (np.arange(len(first)) - first) * sequence
-    return np.repeat(starts, counts) + before, np.minimum(np.repeat(lengths, counts) - before, sequence)
+    before = (np.arange(len(first)) - first) * longest
+    return np.repeat(starts, counts) + before, np.minimum(np.repeat(lengths, counts) - before, longest)
 
 
-def _count_targets(corpus: Corpus, starts: Ints, lengths: Ints) -> int:
+def _count_targets(corpus: Corpus, starts: Ints, lengths: Ints, objective: Objective) -> int:
     """Return the number of targets among the labels of parts of documents, given in the order of the corpus."""
     if corpus.targets is None:
-        return int(lengths.sum())
+        return round(float(objective.learned(lengths).sum()))
     total, before = 0, 0
     for first in range(0, len(corpus.targets) + 1, CHUNK):
         counts = before + np.cumsum([0, *corpus.targets[first : first + CHUNK]])
@@ -144,11 +155,9 @@ def _count_targets(corpus: Corpus, starts: Ints, lengths: Ints) -> int:
     return total
 
 
-def _describe(
-    corpus: Corpus, sequence: int, kind: Kind, long: Long, lengths: Ints, num_rows: int, num_long: int
-) -> str:
+def _describe(corpus: Corpus, sequence: int, kind: Kind, long: Long, sizes: Ints, num_rows: int, num_long: int) -> str:
     done = {"split": "split", "truncate": "truncated", "skip": "left out"}
-    padding = 1 - lengths.sum() / (num_rows * sequence)
+    padding = 1 - sizes.sum() / (num_rows * sequence)
     cut = f"; longer than a row and {done[long]}: {num_long:,}" if num_long else ""
     return (
         f"rows: {corpus.name}: {len(corpus.offsets) - 1:,} documents in {num_rows:,} rows of {sequence} tokens "

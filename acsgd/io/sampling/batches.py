@@ -26,7 +26,7 @@ class Batch:
 
     inputs: Mapping[str, Tensor] | None
     """Inputs of the model by name, as the task declares them: {"input_ids": int64 [M, B, T]}, with DOCUMENTS where they
-    are isolated; None on stages that do not need them."""
+    are isolated, and PREFIXES where data.objective has them; None on stages that do not need them."""
     labels: Tensor | None
     """Labels as the task declares them: for language modelling the next token of each of the "input_ids", or IGNORED,
     int64 [M, B, T]; None on stages that do not need them."""
@@ -64,8 +64,8 @@ class BatchReader:
 
     def batch(self, step: int) -> Batch:
         """Return the batch of a step, counted from 0, as new tensors."""
-        sources, indices, ids = (field[self._mine] for field in self.sampler.samples(step).dealt())
-        inputs, labels = self.rows.read(sources, indices)
+        sources, indices, ids, epochs = (field[self._mine] for field in self.sampler.samples(step).dealt())
+        inputs, labels = self.rows.read(sources, indices, epochs)
         upcoming = self.sampler.samples(step + 1).dealt().ids[self._mine]
         return Batch(inputs, labels, self._in_micros(ids), self.micros, self._in_micros(upcoming))
 

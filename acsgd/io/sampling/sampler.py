@@ -30,7 +30,7 @@ def deal(micros: int, replicas: int, replica: int) -> range:
 
 
 class Samples(NamedTuple):
-    """Samples of a global batch, as three arrays [n]."""
+    """Samples of a global batch, as four arrays [n]."""
 
     sources: Ints
     """Index of the source in the mixture."""
@@ -38,6 +38,8 @@ class Samples(NamedTuple):
     """Index of the sequence in its source."""
     ids: Ints
     """Sample id: index of the sequence in the concatenation of all sources; the same in every epoch."""
+    epochs: Ints
+    """Number of earlier epochs of the source."""
 
     def dealt(self) -> Samples:
         """Return the samples in the order in which they are dealt to micro-batches and replicas.
@@ -77,15 +79,15 @@ class Sampler:
     def samples(self, step: int) -> Samples:
         """Return the global batch of a step, counted from 0. The cost does not depend on the step."""
         drawn, draws = self._draws(step)
-        ids, start = np.empty_like(draws), 0
+        ids, epochs, start = np.empty_like(draws), np.empty_like(draws), 0
         for source, size in enumerate(self._sizes):
             mine = drawn == source
-            epochs, positions = np.divmod(draws[mine], size)
-            ids[mine] = start + shuffled(positions, size, _key(self.seed, 1 + source, epochs))
+            epochs[mine], positions = np.divmod(draws[mine], size)
+            ids[mine] = start + shuffled(positions, size, _key(self.seed, 1 + source, epochs[mine]))
             start += size
         starts = np.array([sum(self.sizes[:source]) for source in range(len(self.sizes))])
         sources = np.searchsorted(starts, ids, side="right") - 1
-        return Samples(sources, ids - starts[sources], ids)
+        return Samples(sources, ids - starts[sources], ids, epochs)
 
     @property
     def _sizes(self) -> tuple[int, ...]:
