@@ -33,6 +33,8 @@ the model: T5 1.1 and FLAN-T5 have a head of their own, and transformers ties th
 Loss = Callable[[Tensor, Tensor, float], Tensor]
 """Function of logits, labels and label smoothing (Szegedy et al. 2015, arXiv:1512.00567, section 7) that returns the
 loss summed over the labels, fp32."""
+Predict = Callable[[Tensor], Tensor]
+"""Function of the logits of a batch that returns the prediction of each example, fp64 [B]."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Task:
     loss: Loss
     predicted: str | None = None
     """Input whose next token the logits predict; they must not depend on later tokens."""
+    predict: Predict | None = None
+    """Prediction of an example; None for tasks that predict tokens."""
     has_new_head: bool = False
     """Whether models are trained with a new head: the files of a pretrained one may lack it, or hold another one."""
 
@@ -123,6 +127,16 @@ def squared_error(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) 
     return errors.square().masked_fill(labels == IGNORED, 0.0).sum()
 
 
+def largest_logit(logits: Tensor) -> Tensor:
+    """Return the class with the largest logit. logits: [B, C]."""
+    return logits.argmax(-1).double()
+
+
+def single_logit(logits: Tensor) -> Tensor:
+    """Return the only logit of each example. logits: [B, 1]."""
+    return logits.squeeze(-1).double()
+
+
 _TOKENS = {"input_ids": ("batch", "sequence")}
 _TEXT = {**_TOKENS, "attention_mask": ("batch", "sequence")}
 _PAIR = {**_TEXT, "decoder_input_ids": ("batch", "target")}
@@ -137,9 +151,18 @@ TASKS: Mapping[str, Task] = {
             _TEXT,
             ("batch",),
             cross_entropy,
+            predict=largest_logit,
             has_new_head=True,
         ),
-        Task("regression", AutoModelForSequenceClassification, _TEXT, ("batch",), squared_error, has_new_head=True),
+        Task(
+            "regression",
+            AutoModelForSequenceClassification,
+            _TEXT,
+            ("batch",),
+            squared_error,
+            predict=single_logit,
+            has_new_head=True,
+        ),
         Task(
             "seq2seq",
             AutoModelForSeq2SeqLM,

@@ -16,6 +16,7 @@ from acsgd.io.sampling.batches import Batch, Dataset
 from acsgd.io.sampling.held_out import HeldOut
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.text_log import open_text_log
+from acsgd.metrics import describe
 from acsgd.optim.base import PLAIN_STEP
 from acsgd.optim.loss_scale import GradientScale
 from acsgd.optim.schedule import learning_rate
@@ -88,13 +89,14 @@ def run_steps(
             batches = iter(Dataset(inputs.reader, range(progress.step, steps)))
             continue
         progress, stopped = result.progress, result.summary.stop
-        eval_loss = None
+        evaluation, is_best = dict[str, float](), False
         if inputs.held_out is not None and _is_due(progress.step, config.eval.every, steps):
-            eval_loss = evaluate(session, inputs.held_out, progress.step, metrics)
-            progress = progress.evaluated(eval_loss)
+            evaluation = evaluate(session, inputs.held_out, progress.step, metrics)
+            before, progress = progress, progress.evaluated(evaluation)
+            is_best = progress.improves(before, config.checkpoint.best)
         save = stopped or result.summary.save or _is_due(progress.step, config.checkpoint.every_steps, steps)
-        stall_s = checkpointing.copy_state(progress, due=save, evaluated=eval_loss is not None)
-        metrics.log(result.record(step_s, stall_s, eval_loss))
+        stall_s = checkpointing.copy_state(progress, due=save, best=is_best)
+        metrics.log(result.record(step_s, stall_s, evaluation))
         checkpointing.start_write()  # after the log, so that no checkpoint is ahead of metrics.jsonl
     checkpointing.finish_save(wait=True, last=True)
     metrics.note(_end_note(progress.step, steps, signals, checkpointing))
@@ -142,15 +144,11 @@ def train_step(
     return StepResult(loss, grad_norm, learning_rate(step, config.optim), updated, after, summary)
 
 
-def evaluate(session: Session, held_out: HeldOut, step: int, metrics: Metrics) -> float:
-    """Return the mean loss on the held-out text after `step` steps, and print it."""
-    loss = session.evaluate(held_out.batches(len(session.job.micro_ids)), step - 1)
-    predicts_tokens = session.job.model.task.predicted is not None
-    perplexity = f", perplexity {math.exp(min(loss, 700.0)):.2f}" if predicts_tokens else ""
-    metrics.note(
-        f"step {step}: held-out loss {loss:.4f}{perplexity} ({len(held_out)} sequences{session.job.eval_form})"
-    )
-    return loss
+def evaluate(session: Session, held_out: HeldOut, step: int, metrics: Metrics) -> dict[str, float]:
+    """Return the metrics of the held-out data after `step` steps, and print them."""
+    scores = session.evaluate(held_out.batches(len(session.job.micro_ids)), step - 1)
+    metrics.note(f"step {step}: {describe(scores)} ({len(held_out)} sequences{session.job.eval_form})")
+    return scores
 
 
 def _end_note(step: int, steps: int, signals: StopSignals, checkpointing: Checkpointing) -> str:

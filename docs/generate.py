@@ -32,6 +32,7 @@ from acsgd.config.ranges import ranges_of
 from acsgd.dp import MODES
 from acsgd.io import SOURCES
 from acsgd.io.telemetry.record import Record
+from acsgd.metrics import METRICS
 from acsgd.pp import SCHEDULES
 from acsgd.pp.wire.delta import Delta
 from acsgd.tasks import TASKS
@@ -86,10 +87,13 @@ def plugins() -> str:
 
 def metrics() -> str:
     """Return the fields of metrics.jsonl."""
-    rows = ((f"`{field.name}`", field.type, field.doc.replace("None =", "null =")) for field in _fields(Record))
+    fields = [field for field in _fields(Record) if field.name != "evaluation"]
+    rows = [(f"`{field.name}`", field.type, field.doc.replace("None =", "null =")) for field in fields]
+    rows += [(f"`{name}`", "number", metric.meaning) for name, metric in METRICS.items()]
     return (
         "# metrics.jsonl\n\nOne JSON object per optimizer step, written by rank 0 into the run directory.\n\n"
-        f"{_docstring(Record)}\n\n{_table(('field', 'type', 'meaning'), rows)}\n"
+        f"{_docstring(Record)} Lines of steps with an evaluation also have its metrics, of the held-out data after the "
+        f"update; null = not defined.\n\n{_table(('field', 'type', 'meaning'), rows)}\n"
     )
 
 

@@ -107,7 +107,7 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
 
 def _check_evaluation(config: Config) -> None:
     evaluating = [f"eval.every={config.eval.every}"] if config.eval.every is not None else []
-    evaluating += ["checkpoint.best"] if config.checkpoint.best else []
+    evaluating += [f'checkpoint.best="{config.checkpoint.best}"'] if config.checkpoint.best is not None else []
     if evaluating and config.data.eval_sources is None and not config.data.eval_fraction:
         raise ValueError(
             f"{evaluating[0]} needs evaluation data; give data.eval_sources or, for example, data.eval_fraction=0.05"

@@ -20,6 +20,8 @@ RENAMED = {
     "data.bad": "data.on_error",
 }
 """Former name of an option -> its name. A former name is refused, with the new one in the message."""
+FORMER_SWITCHES = {"checkpoint.best": 'the name of a metric, checkpoint.best="eval_loss"'}
+"""Option that was true or false -> what to give now. Its former values are refused, with this in the message."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,14 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """When the model is evaluated."""
+    """When and by what the model is evaluated."""
 
     every: Annotated[int, COUNT] | None = None
     """Interval between evaluations, optimizer steps. The last step always evaluates. Default: only then."""
+    metrics: str | None = None
+    """Metrics besides the loss, comma-separated: "perplexity" of tokens; "accuracy", "f1" and "matthews" of classes;
+    "pearson" and "spearman" of numbers. Default: those of the task of GLUE ("glue:TASK:FILE"), else "perplexity",
+    "accuracy" or "pearson,spearman"."""
 
 
 @dataclass(frozen=True)
@@ -196,8 +202,9 @@ class CheckpointConfig:
     """Number of most recent checkpoints to keep; older ones are removed when a new one is complete."""
     keep_every: Annotated[int, COUNT] | None = None
     """Also keep, forever, the checkpoints of steps that are multiples of this number. Default: none."""
-    best: bool = False
-    """Whether to save after each evaluation with the lowest loss so far; the link "best" points to that checkpoint."""
+    best: str | None = None
+    """Metric of the evaluations, such as "eval_loss" or "matthews": each best value so far is saved, and the link
+    "best" points to that checkpoint. Default: none."""
     resume: str = "auto"
     """Checkpoint to resume from: "auto" = the newest valid one in the directory, if any; "never"; or a path."""
     on_error: Literal["stop", "continue"] = "stop"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import re
 import tomllib
 import types
@@ -14,7 +15,7 @@ from typing import Any
 
 import tyro
 
-from acsgd.config.options import RENAMED, Config
+from acsgd.config.options import FORMER_SWITCHES, RENAMED, Config
 from acsgd.config.spec import suggest
 
 MAX_SHOWN = 60
@@ -34,7 +35,7 @@ def parse(argv: list[str], *, prog: str = "train.py", is_main: bool = True) -> C
     arguments: list[str] = []
     if argv and not argv[0].startswith("-"):
         arguments = _as_flags(_read(Path(argv.pop(0))))
-    _refuse_renamed(argv)
+    _refuse_former(argv)
     printed = io.StringIO()
     try:
         help_to = contextlib.nullcontext() if is_main else contextlib.redirect_stdout(io.StringIO())
@@ -83,6 +84,9 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         for key, value in values.items():
             if f"{name}.{key}" in RENAMED:
                 raise ValueError(f"{path}: {name}.{key} is now called {RENAMED[f'{name}.{key}']}")
+            if isinstance(value, bool) and f"{name}.{key}" in FORMER_SWITCHES:
+                instead = FORMER_SWITCHES[f"{name}.{key}"]
+                raise ValueError(f"{path}: {name}.{key} is no longer true or false; give {instead}, or leave it out")
             if key not in keys:
                 raise ValueError(f"{path}: unknown key {name}.{key}{suggest(key, keys)}")
             if not _has_type(value, keys[key]):
@@ -154,12 +158,17 @@ def _usage_error(printed: str) -> str:
     return text[:1].lower() + text[1:] + hint
 
 
-def _refuse_renamed(argv: list[str]) -> None:
-    """Raise ValueError for a flag with a former name."""
-    for argument in argv:
-        key = argument.removeprefix("--").partition("=")[0]
-        if argument.startswith("--") and key in RENAMED:
+def _refuse_former(argv: list[str]) -> None:
+    """Raise ValueError for a flag with a former name, or with a former value."""
+    for argument, following in itertools.pairwise([*argv, "--"]):
+        key, is_assigned, value = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--"):
+            continue
+        if key in RENAMED:
             raise ValueError(f"--{key} is now called --{RENAMED[key]}")
+        name, value = key.replace(".no-", "."), value if is_assigned else following
+        if name in FORMER_SWITCHES and (name != key or value.startswith("--") or value.lower() in ("true", "false")):
+            raise ValueError(f"--{key} is no longer a switch; give {FORMER_SWITCHES[name]}, or leave it out")
 
 
 def _as_flags(table: dict[str, dict[str, Any]]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +51,15 @@ class Batch(Protocol):
     def sample_ids(self) -> Tensor:
         """int64 [M, B], on the host: one id per sequence of the data, the same in every epoch."""
         ...
+
+
+class Evaluated(NamedTuple):
+    """This rank's part of the evaluation of a batch, on the host."""
+
+    loss: Tensor
+    """Sum over the target tokens or examples, fp64; 0 without the last stage."""
+    predictions: Tensor | None
+    """Prediction of each example, fp64 [M, B]; None without the last stage, and for tasks that predict tokens."""
 
 
 class Pipeline:
@@ -105,12 +114,11 @@ class Pipeline:
         """
         return self._train(batch, step, scale, self._training)
 
-    def evaluate(self, batch: Batch, step: int) -> Tensor:
-        """Return this rank's part of the loss summed over the target tokens: fp64, on the host; 0 without last stage.
+    def evaluate(self, batch: Batch, step: int) -> Evaluated:
+        """Evaluate a batch without dropout and gradients, and without effect on training.
 
-        Without dropout and gradients, and without effect on training. The batch has as many micro-batches as one of
-        training; labels of -100 are ignored. step: number named in errors, the same on all ranks. Raises RunError as
-        `run` does.
+        The batch has as many micro-batches as one of training; labels of -100 are ignored. step: number named in
+        errors, the same on all ranks. Raises RunError as `run` does.
         """
         with contextlib.ExitStack() as modes:
             for stage in self._stages.values():
@@ -119,7 +127,8 @@ class Pipeline:
         for index in self._stages:
             with self._naming(Action(Op.F, index)):
                 self._drain()
-        return self._total_loss()
+        predictions = [prediction.cpu() for _, prediction in sorted(self._predictions.items())]
+        return Evaluated(self._total_loss(), torch.stack(predictions) if predictions else None)
 
     def find_non_finite(self, batch: Batch, step: int, scale: float = 1.0) -> NonFiniteTensor | None:
         """Repeat a training step whose loss or gradients are not finite and check every tensor; all ranks together.
@@ -172,6 +181,7 @@ class Pipeline:
         samples = batch.sample_ids.tolist() if use_caches else [()] * len(batch.sample_ids)
         self._transfers = [TransferInfo(step, micro, exact, tuple(ids)) for micro, ids in enumerate(samples)]
         self._losses: list[Tensor] = []
+        self._predictions: dict[int, Tensor] = {}  # by micro-batch
         self._outputs: dict[tuple[Route, int, int], State] = {}  # by route, stage and micro-batch, until sent or read
         for action in actions:
             with self._naming(action):
@@ -190,7 +200,10 @@ class Pipeline:
         self._store_output(action, self._stages[action.stage].forward(*self._inputs(action)))
 
     def _evaluate(self, action: Action) -> None:
-        self._store_output(action, self._stages[action.stage].evaluate(*self._inputs(action)))
+        outputs = self._stages[action.stage].evaluate(*self._inputs(action))
+        if "predictions" in outputs:
+            self._predictions[action.micro] = outputs["predictions"]
+        self._store_output(action, outputs)
 
     def _inputs(self, action: Action) -> tuple[MicroBatch, Inputs, State, Tensor | None]:
         """Return the arguments of a stage's forward."""

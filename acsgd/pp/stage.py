@@ -18,7 +18,7 @@ from acsgd.seeds import mix_seed
 from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import Weight
 from acsgd.streams import seed_generators
-from acsgd.tasks import Loss
+from acsgd.tasks import Loss, Predict
 
 
 class MicroBatch(NamedTuple):
@@ -39,6 +39,7 @@ class Stage:
     Args:
         composed: runs single layers
         loss: loss of the last layer's logits
+        predict: prediction of each example from these, in evaluations; None = none
         layers: the layers of the stage, loaded into the model
         sync: gradient sync of these weights over the replicas
         targets: divisor of the summed loss
@@ -60,6 +61,7 @@ class Stage:
         *,
         targets: int,
         seed: int,
+        predict: Predict | None = None,
         label_smoothing: float = 0.0,
         recompute: bool = False,
         mask_per_sample: bool = False,
@@ -69,6 +71,7 @@ class Stage:
         self.sync = sync
         self.composed = composed
         self.loss = loss
+        self._predict = predict
         self._range = range(layers[0].spec.index, layers[-1].spec.index + 1)
         self._targets = targets
         self._seed_number = seed
@@ -145,7 +148,8 @@ class Stage:
     def evaluate(self, micro: MicroBatch, inputs: Inputs, state: State, labels: Tensor | None = None) -> State:
         """Run the layers on one micro-batch without a backward.
 
-        Arguments and result as in `forward`, but the loss is not divided by `targets`.
+        Arguments and result as in `forward`, but the loss is not divided by `targets`, and the last stage also returns
+        "predictions" [B] if the task has them.
         """
         return self._run_layers(micro, inputs, state, labels)
 
@@ -189,11 +193,17 @@ class Stage:
             self._seed(micro, layer.index)
             outputs = self.composed.call(layer.index, state, inputs, context)
             if LOGITS in outputs and labels is not None:
-                smoothing = self._label_smoothing if self.composed.model.training else 0.0
-                return {"loss": self.loss(outputs[LOGITS], labels, smoothing)}
+                return self._results(outputs[LOGITS], labels)
             return outputs
 
         return run
+
+    def _results(self, logits: Tensor, labels: Tensor) -> State:
+        """Return the summed loss and, in evaluations, the predictions if the task has them."""
+        if self.composed.model.training:
+            return {"loss": self.loss(logits, labels, self._label_smoothing)}
+        results = {"loss": self.loss(logits, labels, 0.0)}
+        return results if self._predict is None else {**results, "predictions": self._predict(logits)}
 
     def _seed(self, micro: MicroBatch, layer: int) -> None:
         """Seed torch's generators for one layer, if the model draws random numbers."""

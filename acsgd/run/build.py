@@ -75,6 +75,7 @@ def build_stages(job: Job, composed: ComposedModel, source: WeightSource, groups
             job.plugins.mode.open(weights, peers),
             targets=job.max_targets,
             seed=config.data.seed,
+            predict=job.model.task.predict,
             label_smoothing=config.optim.label_smoothing,
             recompute=config.model.recompute == "layers",
             mask_per_sample=config.model.dropout_mask == "sample",

@@ -85,14 +85,13 @@ class Checkpointing:
         save = is_due and self._session.job.topology.rank == 0
         return Votes(stop=stop, save=save, failed_save=result is not None and result.error is not None)
 
-    def copy_state(self, progress: Progress, *, due: bool, evaluated: bool) -> float:
-        """Copy the state to host memory if a save is due, or if the evaluation of this step is the best so far.
+    def copy_state(self, progress: Progress, *, due: bool, best: bool) -> float:
+        """Copy the state to host memory if a save is due, or if this step is the best so far by checkpoint.best.
 
         Returns the seconds for which training stood still. Raises RunError if the previous save failed, or another
         run has taken over the run directory.
         """
         self._lock.check()
-        best = evaluated and self._config.best and progress.eval_loss == progress.best_eval_loss
         if not (due or best):
             return 0.0
         started = time.perf_counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -108,44 +108,47 @@ class StepExchange:
     """Exchange of one step's reports between all ranks. Create it at the start of the step."""
 
     def __init__(self, group: dist.ProcessGroup, topology: Topology) -> None:
-        self._gather = Gather(len(StepReport._fields), group)
+        self._gather = Gather([len(StepReport._fields)] * group.size(), group)
         self._topology = topology
 
     def exchange(self, report: StepReport) -> StepSummary:
         """Send this rank's report to all ranks and aggregate theirs. Raises RunError if a rank does not answer."""
-        return StepSummary.of(self._gather.rows(torch.tensor(report, dtype=torch.float64)), self._topology)
+        rows = self._gather.rows(torch.tensor(report, dtype=torch.float64))
+        return StepSummary.of(torch.stack(rows), self._topology)
 
 
 class Gather:
-    """All-gather of a few numbers, one row per rank.
+    """All-gather of a few numbers of each rank.
 
     Every rank sends to every other rank directly; a ring of n ranks would take n - 1 round trips. Receives are posted
     on construction, so numbers that are sent later arrive without waiting for a handshake.
-    length: numbers per rank, the same on all ranks; group: all ranks.
+    lengths: how many numbers each rank sends, the same on all ranks; 0 = it sends none. group: all ranks.
     """
 
-    def __init__(self, length: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, lengths: Sequence[int], group: dist.ProcessGroup) -> None:
         self._group = group
-        self._rows = torch.zeros(group.size(), length, dtype=torch.float64)
+        self._rows = [torch.zeros(length, dtype=torch.float64) for length in lengths]
+        self._others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         self._receiving: dict[int, Work | None] = {}
-        for row, rank in enumerate(dist.get_process_group_ranks(group)):
-            if rank != dist.get_rank():
+        for row, rank in zip(self._rows, dist.get_process_group_ranks(group), strict=True):
+            if rank != dist.get_rank() and len(row):
                 with _naming([rank]):
-                    self._receiving[rank] = dist.irecv(self._rows[row], rank, group, TAG)
+                    self._receiving[rank] = dist.irecv(row, rank, group, TAG)
 
-    def rows(self, mine: Tensor) -> Tensor:
-        """Send `mine`, fp64 [length], to all ranks; return the rows of all ranks, fp64 [ranks, length].
+    def rows(self, mine: Tensor) -> list[Tensor]:
+        """Send `mine`, fp64 [length of this rank], to all ranks; return the numbers of all ranks.
 
-        Call it once. Raises RunError that names the ranks whose rows did not arrive.
+        Call it once. Raises RunError that names the ranks whose numbers did not arrive.
         """
-        self._rows[self._group.rank()] = mine
+        self._rows[self._group.rank()].copy_(mine)
         missing = list(self._receiving)
+        with _naming(self._others):
+            sending = [dist.isend(mine, rank, self._group, TAG) for rank in self._others if len(mine)]
         with _naming(missing):
-            sending = [dist.isend(mine, rank, self._group, TAG) for rank in missing]
             for work in self._receiving.values():
                 _wait(work)
                 missing.pop(0)
-        with _naming(self._receiving):
+        with _naming(self._others):
             for work in sending:
                 _wait(work)
         return self._rows

@@ -17,16 +17,18 @@ from acsgd.codecs.identity import DTYPES
 from acsgd.config.checks import check
 from acsgd.config.options import Config
 from acsgd.config.run_file import to_toml
-from acsgd.config.spec import to_spec
+from acsgd.config.spec import suggest, to_spec
 from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.formats.formats import read_options
 from acsgd.io.sampling.held_out import parse_eval
 from acsgd.io.sampling.sampler import deal
+from acsgd.io.sources.glue import Glue
 from acsgd.io.sources.sources import WeightedSource, check_weights, parse_sources
 from acsgd.io.telemetry.wandb_log import check_installed
 from acsgd.launch import Launch
 from acsgd.layers.description import LayerSpec
+from acsgd.metrics import choose_metrics
 from acsgd.notes import print_note, report_if_slow
 from acsgd.pp.schedules.actions import Action, Program, forwards
 from acsgd.pp.schedules.lowering import lower
@@ -70,6 +72,8 @@ class Job:
     sources: tuple[WeightedSource, ...]
     eval_sources: tuple[WeightedSource, ...]
     """Sources of data.eval_sources; empty if it is not given."""
+    metrics: tuple[str, ...]
+    """Names of the metrics of evaluations."""
 
     def describe(self) -> str:
         """Return a summary of model, parallelism and batch for the user."""
@@ -185,6 +189,7 @@ def prepare(config: Config, launch: Launch) -> Job:
     sources = parse_sources(config.data.sources, options=options)
     eval_sources = parse_eval(config.data.eval_sources, config.data.eval_fraction, options=options)
     check_weights(sources, config.data.weights)
+    metrics = _choose_metrics(config, eval_sources or sources)
     micro_ids = _deal(config, topology)
     num_stages = topology.stages * plugins.schedule.chunks
     check_computes(config, num_stages, len(micro_ids))
@@ -210,7 +215,20 @@ def prepare(config: Config, launch: Launch) -> Job:
         tokenizer=load_tokenizer(model.directory, model.config),
         sources=sources,
         eval_sources=eval_sources,
+        metrics=metrics,
     )
+
+
+def _choose_metrics(config: Config, sources: Sequence[WeightedSource]) -> tuple[str, ...]:
+    """Return the metrics of evaluations: those of eval.metrics, else of GLUE's tasks in the sources or of the task."""
+    suggested = [name for source, _ in sources if isinstance(source, Glue) for name in source.metrics]
+    metrics, best = choose_metrics(config.eval.metrics, config.model.task, suggested), config.checkpoint.best
+    if best is not None and best not in metrics:
+        raise ValueError(
+            f'checkpoint.best="{best}" is not a metric of this run\'s evaluations'
+            f"{suggest(best, dict.fromkeys(metrics))}; eval.metrics adds others"
+        )
+    return metrics
 
 
 def _sizes(config: Config) -> dict[str, int]:

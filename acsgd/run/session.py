@@ -16,11 +16,13 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
 from acsgd.io.telemetry.record import Record
 from acsgd.meter import Meter
+from acsgd.metrics import Scores
 from acsgd.optim.base import LocalStep, Optimizer
 from acsgd.optim.clipping import clip_factor, scale_gradients_, squared_norm
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.stage import Stage
-from acsgd.run.control import Gather, StepReport, StepSummary, Votes
+from acsgd.run.control import StepReport, StepSummary, Votes
+from acsgd.run.evaluation import Evaluation
 from acsgd.run.job import Job
 from acsgd.shards.weights import Weight
 from acsgd.topology import Groups
@@ -42,8 +44,8 @@ class StepResult(NamedTuple):
     """Progress after the step."""
     summary: StepSummary
 
-    def record(self, step_s: float, save_stall_s: float, eval_loss: float | None) -> Record:
-        """Return the line of metrics.jsonl for this step."""
+    def record(self, step_s: float, save_stall_s: float, evaluation: Scores) -> Record:
+        """Return the line of metrics.jsonl for this step. evaluation: as of Record."""
         summary, progress = self.summary, self.progress
         return Record(
             step=progress.step,
@@ -61,7 +63,7 @@ class StepResult(NamedTuple):
             skipped=progress.skipped,
             loss_scale=progress.loss_scale.value,
             save_stall_s=save_stall_s,
-            eval_loss=eval_loss,
+            evaluation=evaluation,
         )
 
 
@@ -132,21 +134,18 @@ class Session:
         for stage in self.stages.values():
             stage.sync.after_step(step, self.optimizer.second_moments(stage.weights))
 
-    def evaluate(self, batches: Iterable[Batch], step: int) -> float:
-        """Return the mean loss over the target tokens of the batches of all replicas, without dropout.
+    def evaluate(self, batches: Iterable[Batch], step: int) -> dict[str, float]:
+        """Return the metrics of the batches of all replicas by name, without dropout. The loss is the first.
 
         Uses the global weights where replicas have local ones. step: for error messages only.
         """
-        gather = Gather(2, self.groups.world)
-        sums = torch.zeros(2, dtype=torch.float64)
+        evaluation = Evaluation(self.job.metrics, self.groups)
         with _global_weights(self.stages.values()):
             for batch in batches:
-                sums[0] += self.pipeline.evaluate(batch.to(self.job.streams.device), step)
-                if batch.labels is not None:
-                    sums[1] += (batch.labels != -100).sum()
+                part = self.pipeline.evaluate(batch.to(self.job.streams.device), step)
+                evaluation.add(part, batch.labels)
         self.forward_meter.reset()  # the reported bytes of a step are those of training
-        loss, targets = gather.rows(sums).sum(0).tolist()
-        return float(loss / max(1.0, targets))
+        return evaluation.compute()
 
     def close(self) -> None:
         """End the threads of the links, and wait until activation caches on disk are saved."""

@@ -33,7 +33,7 @@ def model_card(config: PreTrainedConfig, manifest: Manifest, task: str) -> str:
 
 def _training(run: dict[str, Any], task: str) -> Iterable[tuple[str, Any]]:
     progress, origin = run["progress"], run.get("origin", {})
-    losses = progress.get("recent") or [None]
+    losses, evaluation = progress.get("recent") or [None], dict(progress.get("evaluation", {}))
     return (
         ("task", task),
         ("started from", origin.get("model")),
@@ -41,7 +41,8 @@ def _training(run: dict[str, Any], task: str) -> Iterable[tuple[str, Any]]:
         ("optimizer steps", progress["step"]),
         ("target tokens", f"{progress['tokens']:,}"),
         ("loss of the last step", losses[-1]),
-        ("held-out loss", progress.get("eval_loss")),
+        ("held-out loss", progress.get("eval_loss", evaluation.pop("eval_loss", None))),
+        *((f"held-out {name}", value) for name, value in evaluation.items()),
         ("replicas", run.get("replicas")),
     )
 

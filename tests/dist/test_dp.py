@@ -305,7 +305,7 @@ def clip(rank: int, world_size: int, store: Path) -> tuple[float, float]:
         for index, weight in enumerate(weights):
             weight.master.grad = gradient(0 if index == 1 else rank, 0, index)
         squared = torch.tensor([squared_norm(weights)], dtype=torch.float64)
-        norm = float(Gather(1, groups.world).rows(squared).sum()) ** 0.5
+        norm = float(sum(Gather([1] * world_size, groups.world).rows(squared))) ** 0.5
         scale_gradients_(weights, clip_factor(norm, 1.0))
         return norm, squared_norm(weights)
 

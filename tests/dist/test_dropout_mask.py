@@ -194,7 +194,7 @@ def evaluate_on_rank(rank: int, world_size: int, store: Path, config: Config) ->
         session.pipeline.run(batch, 0)
         before = digest(gradients(session))
         held_out = dataclasses.replace(batch, sample_ids=torch.zeros_like(batch.sample_ids))
-        loss = session.pipeline.evaluate(held_out, 0).item()
+        loss = session.pipeline.evaluate(held_out, 0).loss.item()
         session.pipeline.run(batch, 0)
         return loss, before, digest(gradients(session))
 

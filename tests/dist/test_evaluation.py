@@ -25,7 +25,7 @@ def evaluate_on_rank(rank: int, world_size: int, store: Path, configs: Sequence[
     for number, config in enumerate(configs):
         with session_of(config, rank, world_size, f"{store}-{number}") as session:
             batches = [draw_batch(config, seed, session.job.micro_ids) for seed in range(2)]
-            shares.append([session.pipeline.evaluate(batch, 0).item() for batch in batches])
+            shares.append([session.pipeline.evaluate(batch, 0).loss.item() for batch in batches])
     return shares
 
 

@@ -39,7 +39,7 @@ def steps_and_evaluations(
         with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
             session, progress, run = build_session(job, open_weight_source(job), groups), Progress(), []
             for batch in batches_of(job):
-                evaluated = session.evaluate([batch], progress.step)
+                evaluated = session.evaluate([batch], progress.step)["eval_loss"]
                 result = train_step(session, batch, progress)
                 progress = result.progress
                 run.append((result.loss, evaluated, int(result.summary.pp_forward_bytes)))

@@ -20,20 +20,22 @@ STEPS = 3
 
 
 def gather_rows(rank: int, world_size: int, store: Path) -> list[list[list[float]]]:
-    """Gather a few rounds of numbers, each rank sending later than the one before it."""
+    """Gather a few rounds of 0 to 2 numbers per rank, each rank sending later than the one before it."""
     file_store = dist.FileStore(str(store), world_size)
     rounds = []
     with connect(Topology(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups:
         for step in range(STEPS):
-            gather = Gather(2, groups.world)
+            lengths = [(rank + step) % 3 for rank in range(world_size)]
+            gather = Gather(lengths, groups.world)
             time.sleep(0.02 * rank)
-            rounds.append(gather.rows(torch.tensor([rank, step], dtype=torch.float64)).tolist())
+            mine = torch.full((lengths[rank],), 10.0 * rank + step, dtype=torch.float64)
+            rounds.append([row.tolist() for row in gather.rows(mine)])
     return rounds
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_every_rank_gets_the_row_of_every_rank(world_size: int, tmp_path: Path) -> None:
-    expected = [[[rank, step] for rank in range(world_size)] for step in range(STEPS)]
+def test_every_rank_gets_the_numbers_of_every_rank(world_size: int, tmp_path: Path) -> None:
+    expected = [[[10 * rank + step] * ((rank + step) % 3) for rank in range(world_size)] for step in range(STEPS)]
     assert on_ranks(world_size, gather_rows, tmp_path / "store") == [expected] * world_size
 
 
@@ -41,7 +43,7 @@ def wait_for_rank_1(rank: int, world_size: int, store: Path) -> tuple[int, ...]:
     """Wait for rank 1, which is alive but sends nothing; return the ranks that the failure names."""
     file_store = dist.FileStore(str(store), world_size)
     with connect(Topology(rank, world_size, 1), timeout=timedelta(seconds=1), store=file_store) as groups:
-        gather = Gather(1, groups.world)
+        gather = Gather([1, 1, 1], groups.world)
         if rank == 1:
             file_store.wait(["failed 0", "failed 2"], TIMEOUT)
             return ()

@@ -96,7 +96,7 @@ def losses_of_rank(rank: int, world_size: int, store: Path, config: Config) -> t
         session = build_session(job, open_weight_source(job), groups)
         held_out = open_data(job).held_out
         assert held_out is not None
-        eval_loss = session.evaluate(held_out.batches(len(job.micro_ids)), 0)
+        eval_loss = session.evaluate(held_out.batches(len(job.micro_ids)), 0)["eval_loss"]
         return train(session, batches_of(job)), eval_loss
 
 

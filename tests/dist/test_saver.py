@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saving(
-    model: Path, run_dir: Path, every: int, *, processes: int = PROCESSES, steps: int = 7, best: bool = False
+    model: Path, run_dir: Path, every: int, *, processes: int = PROCESSES, steps: int = 7, best: str | None = None
 ) -> Config:
     saves = CheckpointConfig(every=str(every), keep=10, best=best)
     return with_shared_cache(make_config(model, run_dir, processes=processes, steps=steps, checkpoint=saves))
@@ -231,7 +231,7 @@ def ended_before_training(rank: int) -> None:
 
 
 def test_best_is_restored_after_a_kill_and_after_corruption(model: Path, tmp_path: Path) -> None:
-    calm, config = (saving(model, tmp_path / name, 1, processes=1, best=True) for name in ("calm", "run"))
+    calm, config = (saving(model, tmp_path / name, 1, processes=1, best="eval_loss") for name in ("calm", "run"))
     expected = finish(calm, 1)
     evaluated = [3, 6, 7]
     losses = [expected.losses[step - 1][2] for step in evaluated]

@@ -67,10 +67,10 @@ class Campaign:
             self.directory / "undisturbed",
             processes=self.processes,
             steps=self.steps,
-            checkpoint=CheckpointConfig(best=True),
+            checkpoint=CheckpointConfig(best="eval_loss"),
         )
         self.expected = finish(undisturbed, self.processes)
-        self.config = dataclasses.replace(undisturbed, checkpoint=CheckpointConfig(every="1", keep=2, best=True))
+        self.config = dataclasses.replace(undisturbed, checkpoint=CheckpointConfig(every="1", keep=2, best="eval_loss"))
         self._use_new_run_dir()
 
     def run(self, interruptions: int) -> None:

@@ -49,7 +49,7 @@ def test_a_run_that_is_stopped_repeatedly_equals_the_undisturbed_one(tmp_path: P
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_command_that_is_interrupted_saves_and_resumes_to_the_undisturbed_run(processes: int, tmp_path: Path) -> None:
     """A single process receives SIGINT; torchrun receives SIGTERM and forwards it to its ranks."""
-    rarely, often = CheckpointConfig(best=True), CheckpointConfig(every="1", keep=2, best=True)
+    rarely, often = CheckpointConfig(best="eval_loss"), CheckpointConfig(every="1", keep=2, best="eval_loss")
     model = shared_model(tmp_path)
     undisturbed = make_config(model, tmp_path / "undisturbed", processes=processes, steps=STEPS, checkpoint=rarely)
     with_shared_cache(undisturbed)

@@ -12,7 +12,7 @@ import pytest
 
 from acsgd.config import options as config_module
 from acsgd.config.checks import check
-from acsgd.config.options import RENAMED, Config
+from acsgd.config.options import FORMER_SWITCHES, RENAMED, Config
 from acsgd.config.ranges import ranges_of
 from acsgd.config.run_file import parse, to_toml
 
@@ -153,8 +153,8 @@ def test_a_missing_file_is_named() -> None:
             "eval.every=5 needs evaluation data; give data.eval_sources or, for example, data.eval_fraction=0.05",
         ),
         (
-            "--checkpoint.best",
-            "checkpoint.best needs evaluation data; give data.eval_sources or, for example, data.eval_fraction=0.05",
+            "--checkpoint.best f1",
+            'checkpoint.best="f1" needs evaluation data; give data.eval_sources or, for example, data.eval_fraction=0.',
         ),
         ("--log.to print,wandbb", 'log.to="print,wandbb": unknown wandbb; use "print", "jsonl", "text", "wandb"'),
     ],
@@ -301,6 +301,20 @@ def test_a_renamed_option_is_refused_with_its_name(former: str, tmp_path: Path) 
         parse([str(path)])
     with pytest.raises(ValueError, match=rf"^--{former} is now called --{RENAMED[former]}$"):
         parse([f"--{former}=x"])
+
+
+@pytest.mark.parametrize("flags", ["", "=true", " true", " False", " --log.to jsonl"])
+def test_a_former_switch_is_refused_with_what_to_give(flags: str, tmp_path: Path) -> None:
+    for option, instead in FORMER_SWITCHES.items():
+        section, _, key = option.partition(".")
+        path = tmp_path / "run.toml"
+        path.write_text(f"[{section}]\n{key} = true\n")
+        with pytest.raises(ValueError) as refused:
+            parse([str(path)])
+        assert str(refused.value) == f"{path}: {option} is no longer true or false; give {instead}, or leave it out"
+        for flag in (f"--{option}{flags}", f"--{section}.no-{key}"):
+            with pytest.raises(ValueError, match=rf"^--.*{key} is no longer a switch; give {re.escape(instead)}, or"):
+                parse(flag.split())
 
 
 def test_a_usage_error_that_quotes_a_long_value_is_short() -> None:

@@ -58,6 +58,7 @@ ORDER = """
     layers.compare
     layers.small_config
     layers.verify
+    metrics
     tasks
     shards.weights
     shards
@@ -207,6 +208,7 @@ ORDER = """
     io.telemetry.wandb_log
     io.telemetry.metrics
     run.control
+    run.evaluation
     run.limits
     run.plugins
     run.layers_cache
@@ -277,7 +279,19 @@ TORCH_FREE = (
     "acsgd.pp.schedules.schedules",
     "acsgd.pp.schedules.simulate",
 )
-NEVER_AT_MODULE_LEVEL = ("cupy", "bitsandbytes", "wandb", "aim", "datasets", "pandas", "pyarrow")
+NEVER_AT_MODULE_LEVEL = (
+    "cupy",
+    "bitsandbytes",
+    "wandb",
+    "aim",
+    "datasets",
+    "pandas",
+    "pyarrow",
+    "sklearn",
+    "scipy",
+    "torchmetrics",
+    "lm_eval",
+)
 
 
 def _files() -> dict[str, Path]:

@@ -25,7 +25,7 @@ LAYERS = ["embed", "block-00000", "head"]
 def saved_run(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of a run of two steps, both saved, the second as the best."""
     run = tmp_path_factory.mktemp("inspect") / "runs" / "run"
-    train_alone(small_run(tiny_model("gpt2", **SMALL), run, best=True))
+    train_alone(small_run(tiny_model("gpt2", **SMALL), run, best="eval_loss"))
     return run
 
 

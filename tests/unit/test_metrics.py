@@ -16,7 +16,7 @@ from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, Opt
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.terminal import PLAIN_LINES
 
-LINE = {name: value for name, value in RECORD._asdict().items() if name != "eval_loss"}
+LINE = {name: value for name, value in RECORD._asdict().items() if name != "evaluation"}
 
 
 def configure(to: str, *, steps: int = 1000, dtype: Literal["fp32", "fp16"] = "fp32") -> Config:
@@ -43,8 +43,9 @@ def test_a_record_is_in_the_file_when_log_returns(tmp_path: Path) -> None:
     with Metrics.open(configure("jsonl"), tmp_path, resumed_at=0, is_main=True) as metrics:
         metrics.log(RECORD)
         assert read_lines(tmp_path) == [LINE]
-        metrics.log(RECORD._replace(step=2, eval_loss=3.0))
-        assert read_lines(tmp_path) == [LINE, LINE | {"step": 2, "eval_loss": 3.0}]
+        evaluation = {"eval_loss": 3.0, "matthews": 0.5}
+        metrics.log(RECORD._replace(step=2, evaluation=evaluation))
+        assert read_lines(tmp_path) == [LINE, LINE | {"step": 2, **evaluation}]
 
 
 def test_the_fields_of_a_line_keep_their_order() -> None:
@@ -52,17 +53,17 @@ def test_the_fields_of_a_line_keep_their_order() -> None:
         "step loss tokens tokens_per_s step_s lr grad_norm pp_forward_bytes pp_backward_bytes dp_bytes "
         "hidden_share peak_memory_bytes skipped loss_scale save_stall_s eval_loss"
     )
-    assert list(RECORD._replace(eval_loss=1.0).numbers()) == documented.split()
+    assert list(RECORD._replace(evaluation={"eval_loss": 1.0}).numbers()) == documented.split()
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
-def test_values_that_are_not_finite_are_null(value: float | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_null(value: float, tmp_path: Path) -> None:
     with Metrics.open(configure("jsonl"), tmp_path, resumed_at=0, is_main=True) as metrics:
-        metrics.log(RECORD._replace(loss=value, grad_norm=value, skipped=1, eval_loss=value))
+        metrics.log(RECORD._replace(loss=value, grad_norm=value, skipped=1, evaluation={"pearson": value}))
     [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
     strict = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert (strict["loss"], strict["grad_norm"], strict["skipped"]) == (None, None, 1)
-    assert ("eval_loss" in strict) == (value is not None)
+    assert strict["pearson"] is None
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ def random_progress(seed: int) -> Progress:
         skipped=draw.randrange(100),
         loss_scale=LossScale(2.0 ** draw.randrange(-10, 25), draw.randrange(2000), draw.random() < 0.5),
         recent=tuple(loss() for _ in range(draw.randrange(RECENT + 1))),
-        eval_loss=draw.choice([None, loss()]),
-        best_eval_loss=draw.choice([None, loss()]),
+        evaluation=draw.choice([{}, {"eval_loss": loss(), "matthews": -loss()}]),
+        best=draw.choice([{}, {"eval_loss": loss(), "matthews": -loss()}]),
     )
 
 
@@ -60,7 +60,7 @@ def test_progress_survives_json_bit_for_bit() -> None:
 
 
 def test_a_step_advances_the_progress() -> None:
-    progress = Progress(eval_loss=3.0)
+    progress = Progress(evaluation={"eval_loss": 3.0})
     for step in range(RECENT + 5):
         progress = progress.after(float(step), 10, LossScale(2.0**step))
     assert (progress.step, progress.tokens, progress.skipped) == (RECENT + 5, 10 * (RECENT + 5), 0)
@@ -76,11 +76,24 @@ def test_a_skipped_step_counts_but_its_loss_does_not() -> None:
     assert after == dataclasses.replace(before, step=4, tokens=12, skipped=2)
 
 
-def test_the_lowest_evaluation_loss_is_kept() -> None:
-    progress = Progress()
-    for loss, best in [(3.0, 3.0), (2.0, 2.0), (2.5, 2.0)]:
-        progress = progress.evaluated(loss)
-        assert (progress.eval_loss, progress.best_eval_loss) == (loss, best)
+@pytest.mark.parametrize(
+    ("metric", "values", "bests"),
+    [
+        ("eval_loss", [3.0, 2.0, 2.5, 2.0], [3.0, 2.0, 2.0, 2.0]),
+        ("matthews", [-0.1, 0.0, 0.5, 0.2, 0.5], [-0.1, 0.0, 0.5, 0.5, 0.5]),
+        ("pearson", [math.nan, 0.3, math.nan, math.inf, 0.2], [None, 0.3, 0.3, 0.3, 0.3]),
+    ],
+)
+def test_the_best_value_of_each_metric_is_kept(metric: str, values: list[float], bests: list[float | None]) -> None:
+    """The direction is that of the metric; an equal value is no improvement, and what is not finite never is."""
+    progress, former = Progress(), None
+    for value, best in zip(values, bests, strict=True):
+        before, progress = progress, progress.evaluated({metric: value, "f1": 0.5})
+        assert progress.best.get(metric) == best
+        assert progress.evaluation.get(metric) == (value if math.isfinite(value) else None)
+        assert progress.improves(before, metric) == (best != former)
+        assert not progress.improves(before, None)
+        former = best
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -17,6 +18,7 @@ from acsgd.config.options import Config
 from acsgd.errors import CorruptFileError
 from acsgd.fields import Finite, Natural, from_json
 from acsgd.io.checkpoint.source_identity import SourceIdentity, differing_sources, differing_weights
+from acsgd.metrics import EVAL_LOSS, Scores, is_better
 from acsgd.optim.loss_scale import LossScale
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import MANIFEST
@@ -44,10 +46,10 @@ class Progress:
     loss_scale: LossScale = field(default_factory=LossScale)
     recent: tuple[Finite, ...] = ()
     """Losses of the last RECENT updates."""
-    eval_loss: float | None = None
-    """Loss of the last evaluation."""
-    best_eval_loss: float | None = None
-    """Lowest loss of an evaluation."""
+    evaluation: dict[str, Finite] = field(default_factory=dict)
+    """Metrics of the last evaluation by name, without those that are not finite."""
+    best: dict[str, Finite] = field(default_factory=dict)
+    """Best value so far of each metric that was evaluated."""
 
     def __str__(self) -> str:
         loss = "" if self.loss is None else f", loss {self.loss:.4f}"
@@ -69,10 +71,20 @@ class Progress:
             recent=self.recent if loss is None else (*self.recent, loss)[-RECENT:],
         )
 
-    def evaluated(self, loss: float) -> Progress:
+    @property
+    def eval_loss(self) -> float | None:
+        """Loss of the last evaluation."""
+        return self.evaluation.get(EVAL_LOSS)
+
+    def evaluated(self, scores: Scores) -> Progress:
         """Return the progress after an evaluation."""
-        best = loss if self.best_eval_loss is None else min(loss, self.best_eval_loss)
-        return replace(self, eval_loss=loss, best_eval_loss=best)
+        finite = {name: value for name, value in scores.items() if math.isfinite(value)}
+        better = {name: value for name, value in finite.items() if is_better(name, value, self.best.get(name))}
+        return replace(self, evaluation=finite, best={**self.best, **better})
+
+    def improves(self, before: Progress, metric: str | None) -> bool:
+        """Return whether the best value of a metric is another one than before. False for None, no metric."""
+        return metric is not None and self.best.get(metric) != before.best.get(metric)
 
     def is_spike(self, loss: float, factor: float | None) -> bool:
         """Return whether `loss` exceeds `factor` times the mean of the last RECENT losses. False if there are fewer."""
@@ -176,7 +188,7 @@ class RunState:
     replicas: Natural | None = None
     """Number of replicas that saved it; None in checkpoints of older versions."""
     best: bool = False
-    """Whether its evaluation loss was the lowest so far."""
+    """Whether its value of checkpoint.best was the best so far."""
     origin: dict[str, str] = field(default_factory=dict)
     """Names of the "model" and the "sources" of the run, without directories; for the model card."""
 
@@ -193,7 +205,7 @@ class RunState:
         if shards.manifest.run is None:
             return None
         try:
-            state = from_json(cls, shards.manifest.run)
+            state = from_json(cls, _with_present_names(shards.manifest.run))
             if state.progress.step != shards.step:
                 raise ValueError(f"progress.step is {state.progress.step}, step is {shards.step}")
         except ValueError as error:
@@ -201,6 +213,18 @@ class RunState:
                 shards.path / MANIFEST, f"is invalid: run.{error}; restore it from a copy, or remove {shards.path}"
             ) from None
         return state
+
+
+def _with_present_names(run: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a run with the fields of Progress; older versions kept the evaluation loss alone."""
+    progress = run.get("progress")
+    if not isinstance(progress, dict) or "best_eval_loss" not in progress:
+        return run
+    former = {"eval_loss": "evaluation", "best_eval_loss": "best"}
+    kept = {name: value for name, value in progress.items() if name not in former}
+    losses = {present: progress.get(name) for name, present in former.items()}
+    present = {name: {} if loss is None else {EVAL_LOSS: loss} for name, loss in losses.items()}
+    return {**run, "progress": {**kept, **present}}
 
 
 def origin_of(config: Config) -> dict[str, str]:

@@ -20,6 +20,8 @@ class GlueTask(NamedTuple):
     """Names of the columns of a file without a header."""
     labels: Sequence[str] = ()
     """Names of the labels 0, 1, ...; none if the label is a score."""
+    metrics: Sequence[str] = ("accuracy",)
+    """Names of the metrics of the task."""
 
 
 _PAIR = {"sentence1": "sentence1", "sentence2": "sentence2", "label": "label"}
@@ -28,6 +30,7 @@ GLUE: Mapping[str, GlueTask] = {
         {"sentence": "sentence", "label": "label"},
         ("source", "label", "mark", "sentence"),
         ("unacceptable", "acceptable"),
+        metrics=("matthews",),
     ),
     "sst2": GlueTask({"sentence": "sentence", "label": "label"}, labels=("negative", "positive")),
     "sst2-sentences": GlueTask(
@@ -36,11 +39,15 @@ GLUE: Mapping[str, GlueTask] = {
     "mrpc": GlueTask(
         {"sentence1": "#1 String", "sentence2": "#2 String", "label": "Quality"},
         labels=("not_equivalent", "equivalent"),
+        metrics=("accuracy", "f1"),
     ),
-    "stsb": GlueTask({"sentence1": "sentence1", "sentence2": "sentence2", "label": "score"}),
+    "stsb": GlueTask(
+        {"sentence1": "sentence1", "sentence2": "sentence2", "label": "score"}, metrics=("pearson", "spearman")
+    ),
     "qqp": GlueTask(
         {"question1": "question1", "question2": "question2", "label": "is_duplicate"},
         labels=("not_duplicate", "duplicate"),
+        metrics=("accuracy", "f1"),
     ),
     "mnli": GlueTask(
         {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"},
@@ -57,6 +64,11 @@ GLUE: Mapping[str, GlueTask] = {
 
 class Glue(LocalSet):
     """A file of a task of GLUE, "glue:TASK:FILE", with the fields that the Hub has, and "label_name"."""
+
+    @property
+    def metrics(self) -> Sequence[str]:
+        """Names of the metrics of the task."""
+        return GLUE[self.parts[0]].metrics
 
     def check(self) -> None:
         """Raise ValueError unless the task is known and the file is readable."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
+
+from acsgd.metrics import Scores
 
 
 class Record(NamedTuple):
@@ -39,15 +42,14 @@ class Record(NamedTuple):
     """fp16 loss scale of the next step."""
     save_stall_s: float = 0.0
     """Time in which training waited for a checkpoint, seconds."""
-    eval_loss: float | None = None
-    """Mean over the held-out target tokens, after the update; None = not evaluated."""
+    evaluation: Scores = MappingProxyType({})
+    """Metrics of the held-out data after the update; empty = not evaluated."""
 
     def numbers(self) -> dict[str, float | None]:
-        """Return the fields as JSON values: None for values that are not finite, no eval_loss if not evaluated."""
-        numbers = {name: _finite(value) for name, value in self._asdict().items()}
-        if self.eval_loss is None:
-            del numbers["eval_loss"]
-        return numbers
+        """Return fields and metrics as JSON values by name: None for values that are not finite."""
+        numbers = self._asdict() | dict(self.evaluation)
+        del numbers["evaluation"]
+        return {name: _finite(value) for name, value in numbers.items()}
 
 
 class Sink(Protocol):
