@@ -1,4 +1,4 @@
-"""Results computed ahead of their use by a background thread."""
+"""Results computed ahead of their use by background threads."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 
-def read_ahead(read: Callable[[K], T], keys: Iterable[K], ahead: int) -> Generator[T, None, None]:
-    """Yield read(key) for each key, in order, computing up to `ahead` results in advance in one thread.
+def read_ahead(read: Callable[[K], T], keys: Iterable[K], ahead: int, *, threads: int = 1) -> Generator[T, None, None]:
+    """Yield read(key) for each key, in order, computing up to `ahead` results in advance in background threads.
 
-    Errors are raised in the order of the keys. To stop the thread early, close the generator.
+    The keys are read by the thread that takes the results. Errors are raised in the order of the keys. To stop the
+    threads early, close the generator.
     """
     pending: deque[Future[T]] = deque()
-    pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="read-ahead")
     try:
         for key in keys:
             pending.append(pool.submit(read, key))

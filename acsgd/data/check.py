@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 import xxhash
@@ -18,14 +16,11 @@ from transformers import PreTrainedTokenizerBase
 
 from acsgd.config.options import DataConfig
 from acsgd.data.opened import open_sources
-from acsgd.io.formats.base import Example
-from acsgd.io.formats.formats import parts_of, read_each
 from acsgd.io.sampling.encode import DocumentEncoder
-from acsgd.io.sources.base import BadRecord, RecordCounts, Source
+from acsgd.io.sampling.pipeline import Part, encode_source, progress
+from acsgd.io.sources.base import RecordCounts, Source
 from acsgd.notes import print_note, report_if_slow
 
-BATCH_CHARS = 2**20
-"""Characters tokenized at a time."""
 MAX_SHOWN = 10
 """Number of records of each finding that are named."""
 BAR_CHARS = 40
@@ -92,18 +87,20 @@ def check(data: DataConfig, model: str, sequence: int | None) -> bool:
 def _examine(source: Source, tokenizer: PreTrainedTokenizerBase, sequence: int | None) -> Report:
     """Read and tokenize a source."""
     report, encoder, started = Report(source.name, sequence), DocumentEncoder(tokenizer), time.monotonic()
+    texts = _Texts(report)
     pending = 0  # tokens of a document whose end was not read yet
 
-    def progress() -> str:
-        fraction = f" {report.counts.fraction():.0%} of" if report.counts.fraction else ""
-        rate = report.tokens / (time.monotonic() - started)
-        return f"checking: read{fraction} {source.name}, {report.tokens / 1e6:.1f} M tokens, {rate / 1e6:.2f} M/s"
+    def describe() -> str:
+        return progress("checking", source, report.counts, report.tokens, time.monotonic() - started)
 
-    with report_if_slow(print_note, progress):
-        for batch in _batches(_examined(source, tokenizer, report)):
-            encoded = encoder.encode([example for _, example in batch])
+    with report_if_slow(print_note, describe):
+        for parts, encoded, bad in encode_source(source, tokenizer, encoder, report.counts):
+            for record in bad:
+                report.findings["malformed"].add(f"{record.where} {record.reason}")
+            for part in parts:
+                texts.add(part)
             ends = encoded.ends.tolist()
-            places = [where for where, example in batch if example.ends_document]
+            places = [part.where for part in parts if part.example.ends_document]
             for where, length in zip(places, np.diff([-pending, *ends]).tolist(), strict=True):
                 report.add_document(where, length)
             pending = len(encoded.tokens) - ends[-1] if ends else pending + len(encoded.tokens)
@@ -112,36 +109,26 @@ def _examine(source: Source, tokenizer: PreTrainedTokenizerBase, sequence: int |
     return report
 
 
-def _examined(source: Source, tokenizer: PreTrainedTokenizerBase, report: Report) -> Iterator[tuple[str, Example]]:
-    """Yield place and example of each record that can be read, long ones in parts. Records what is wrong with them."""
-    seen: dict[bytes, str] = {}
-    is_part = False
-    for where, example in read_each(source, tokenizer, report.counts):
-        if isinstance(example, BadRecord):
-            report.findings["malformed"].add(f"{where} {example.reason}")
-            continue
-        if example.ends_document and not is_part:
-            text = example.text
-            first = seen.setdefault(xxhash.xxh3_128_digest(text.encode()), where)
-            if not text.strip():
-                report.findings["empty"].add(where)
-            elif first is not where:
-                report.findings["repeated"].add(f"{where} repeats {first}")
-        is_part = not example.ends_document
-        yield from ((where, part) for part in parts_of(example))
+class _Texts:
+    """Texts of documents, of which those that are empty or repeated are reported."""
 
+    def __init__(self, report: Report) -> None:
+        self._findings = report.findings
+        self._seen: dict[bytes, str] = {}
+        self._hash, self._is_empty = xxhash.xxh3_128(), True
 
-def _batches(examples: Iterator[tuple[str, Example]]) -> Iterator[Sequence[tuple[str, Example]]]:
-    """Group examples into lists of about BATCH_CHARS characters."""
-    chars = 0
-
-    def number(pair: tuple[str, Example]) -> int:
-        nonlocal chars
-        chars += len(pair[1].text) + 1
-        return chars // BATCH_CHARS
-
-    for _, group in groupby(examples, key=number):
-        yield list(group)
+    def add(self, part: Part) -> None:
+        """Add the next part of a document."""
+        self._hash.update(part.example.text.encode())
+        self._is_empty = self._is_empty and not part.example.text.strip()
+        if not part.example.ends_document:
+            return
+        first = self._seen.setdefault(self._hash.digest(), part.where)
+        if self._is_empty:
+            self._findings["empty"].add(part.where)
+        elif first is not part.where:
+            self._findings["repeated"].add(f"{part.where} repeats {first}")
+        self._hash, self._is_empty = xxhash.xxh3_128(), True
 
 
 def _print(report: Report, console: Console) -> None:

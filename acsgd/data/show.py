@@ -31,7 +31,7 @@ def show(data: DataConfig, model: str, number: int) -> None:
             if isinstance(example, BadRecord):
                 console.print(Text(f"\n{where} {example.reason}; {example.remedy}", style="red"))
                 continue
-            encoded = encoder.encode([example])
+            encoded = encoder.encode([example], encoder.tokenize([example]))
             learned = int(encoded.targets.sum())
             console.print(Text(f"\n{where}: {len(encoded.tokens)} tokens, {learned} of them learned", style="bold"))
             console.print(_decoded(encoded, tokenizer, marks=not console.is_terminal))

@@ -9,11 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from acsgd.io.formats.base import Example
-from acsgd.io.formats.formats import read_examples
+from acsgd.io.formats.formats import parts_of, read_each
 from acsgd.io.rows.base import RowReader
 from acsgd.io.rows.concat import ConcatRows
+from acsgd.io.sampling.encode import DocumentEncoder, Encoded
+from acsgd.io.sampling.pipeline import stop_or_skip
 from acsgd.io.sampling.tokens import Corpus
-from acsgd.io.sources.base import RecordCounts, Source
+from acsgd.io.sources.base import BadRecord, RecordCounts, Source
 
 
 def one_document(tokens: NDArray[Any], *notes: str) -> Corpus:
@@ -33,5 +35,16 @@ def windows_of(corpora: list[Corpus], sequence: int, micro: int, **wants: bool) 
 
 
 def examples_of(source: Source, counts: RecordCounts | None = None, tokenizer: Any = None) -> Iterator[Example]:
-    """Return the examples of a source; only chats need a tokenizer."""
-    return read_examples(source, tokenizer, counts)
+    """Yield the examples of a source, long ones in parts; only chats need a tokenizer."""
+    counts = counts or RecordCounts()
+    for _, example in read_each(source, tokenizer, counts):
+        if isinstance(example, BadRecord):
+            stop_or_skip(example, source, counts)
+        else:
+            yield from parts_of(example)
+
+
+def encoded_of(tokenizer: Any, *examples: Example) -> Encoded:
+    """Return the tokens of examples."""
+    encoder = DocumentEncoder(tokenizer)
+    return encoder.encode(examples, encoder.tokenize(examples))

@@ -26,6 +26,7 @@ from acsgd import notes as notes_module
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.io import entry as entry_module
 from acsgd.io.rows.concat import ConcatRows
+from acsgd.io.sampling import pipeline
 from acsgd.io.sampling import tokens as tokens_module
 from acsgd.io.sampling.arrays import ArrayFile
 from acsgd.io.sampling.batches import Batch, BatchReader, Dataset, reading_bytes
@@ -93,7 +94,7 @@ def test_the_tokens_do_not_depend_on_the_batching(
 ) -> None:
     lines = [f'{{"text": "document {n} {"word " * n}"}}\n' for n in range(40)]
     source = source_of(tmp_path / "a.jsonl", "".join(lines))
-    monkeypatch.setattr(tokens_module, "BATCH_CHARS", chars)
+    monkeypatch.setattr(pipeline, "BATCH_CHARS", chars)
     tokenize(source, tokenizer, DocumentEncoder(tokenizer), tmp_path, vocab_size=512)
     oracle = [
         [*tokenizer(example.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
@@ -420,7 +421,7 @@ def test_a_long_tokenization_reports_its_progress(
     monkeypatch.setattr(notes_module, "FIRST_REPORT_S", 0.01)
     monkeypatch.setattr(tokens_module, "print_note", lambda text: (notes.append(text), slow.go_on.set()))
     tokenize_all([WeightedSource(slow, 1.0)], tokenizer, tmp_path / "cache", vocab_size=512)
-    assert re.fullmatch(rf"tokenizing: read \d+% of {path}, 0\.0 M tokens, 0\.\d\d M/s", notes[0])
+    assert re.fullmatch(rf"tokenizing \d+% of {path}: 0\.0 M tokens, 0\.\d\d M/s, \d:\d\d:\d\d left", notes[0])
 
 
 # ---- packing

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from acsgd import cli
-from acsgd.data import check as check_module
+from acsgd.io.sampling import pipeline
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -63,7 +63,7 @@ def test_show_names_bad_records_and_goes_on(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chars", [1, 2**20])
 def test_check_counts_everything(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chars: int) -> None:
-    monkeypatch.setattr(check_module, "BATCH_CHARS", chars)
+    monkeypatch.setattr(pipeline, "BATCH_CHARS", chars)
     monkeypatch.setattr("acsgd.io.sources.pieces.PIECE_CHARS", 64)
     path = write(
         tmp_path / "a.jsonl",

@@ -15,7 +15,7 @@ from tokenizers import processors
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from acsgd.io.checkpoint.progress import RunState
-from acsgd.io.sampling import tokens as tokens_module
+from acsgd.io.sampling import pipeline
 from acsgd.io.sampling.encode import DocumentEncoder
 from acsgd.io.sampling.tokens import TOKENS, tokenize
 from acsgd.io.sources.sources import parse_sources
@@ -64,7 +64,7 @@ def test_a_document_begins_as_a_text_does(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tokens_module, "BATCH_CHARS", chars)
+    monkeypatch.setattr(pipeline, "BATCH_CHARS", chars)
     special = with_template(tokenizer, template)
     ids = special.convert_tokens_to_ids
     assert SpecialTokens.of(special) == (ids(before), ids(after))

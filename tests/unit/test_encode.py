@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lib.corpora import windows_of
+from lib.corpora import encoded_of, windows_of
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.io.formats.base import Example, Segment
-from acsgd.io.sampling import tokens as tokens_module
+from acsgd.io.sampling import pipeline
 from acsgd.io.sampling.batches import BatchReader
 from acsgd.io.sampling.encode import DocumentEncoder
 from acsgd.io.sampling.sampler import Sampler
@@ -50,7 +50,7 @@ def test_targets_are_the_tokens_with_a_character_of_an_answer(tokenizer: PreTrai
     for each in tokenizers(tokenizer):
         eos = each.eos_token_id
         for example in EXAMPLES:
-            found = DocumentEncoder(each).encode([example])
+            found = encoded_of(each, example)
             encoding = each(example.text, add_special_tokens=False)
             assert found.tokens.tolist() == [*encoding["input_ids"], eos]
             flags = [segment.is_target for segment in example.segments for _ in segment.text]
@@ -64,7 +64,7 @@ def test_targets_are_the_tokens_with_a_character_of_an_answer(tokenizer: PreTrai
 def test_blanks_that_an_answer_consists_of_are_targets(tokenizer: PreTrainedTokenizerFast) -> None:
     example = Example((Segment("one", False), Segment("\n\n")))
     for each in [*tokenizers(tokenizer)][:2]:
-        found = DocumentEncoder(each).encode([example])
+        found = encoded_of(each, example)
         assert each.decode(found.tokens[found.targets].tolist()) == f"\n\n{each.eos_token}"
 
 
@@ -74,7 +74,7 @@ def test_a_token_is_a_target_if_only_its_first_or_last_character_is_one(tokenize
     for cut in (1, 2):
         for answer_first in (True, False):
             segments = (Segment("the"[:cut], answer_first), Segment("the"[cut:], not answer_first))
-            found = DocumentEncoder(tokenizer).encode([Example(segments)])
+            found = encoded_of(tokenizer, Example(segments))
             spans = tokenizer("the", add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
             expected = [start < cut if answer_first else end > cut for start, end in spans]
             assert found.targets[:-1].tolist() == expected
@@ -82,8 +82,8 @@ def test_a_token_is_a_target_if_only_its_first_or_last_character_is_one(tokenize
 
 def test_tokens_and_targets_do_not_depend_on_the_batching(tokenizer: PreTrainedTokenizerFast) -> None:
     single = DocumentEncoder(tokenizer)
-    parts = [single.encode([example]) for example in EXAMPLES]
-    together = DocumentEncoder(tokenizer).encode(EXAMPLES)
+    parts = [single.encode([example], single.tokenize([example])) for example in EXAMPLES]
+    together = encoded_of(tokenizer, *EXAMPLES)
     assert together.tokens.tolist() == np.concatenate([part.tokens for part in parts]).tolist()
     assert together.targets.tolist() == np.concatenate([part.targets for part in parts]).tolist()
     assert together.ends.tolist() == np.cumsum([len(part.tokens) for part in parts]).tolist()
@@ -91,7 +91,7 @@ def test_tokens_and_targets_do_not_depend_on_the_batching(tokenizer: PreTrainedT
 
 def test_an_example_with_its_own_special_tokens_gets_no_others(tokenizer: PreTrainedTokenizerFast) -> None:
     text = "one<|endoftext|>"
-    found = DocumentEncoder(tokenizer).encode([Example((Segment(text),), has_special_tokens=True)])
+    found = encoded_of(tokenizer, Example((Segment(text),), has_special_tokens=True))
     assert tokenizer.decode(found.tokens.tolist()) == text
 
 
@@ -101,8 +101,8 @@ def test_prompts_need_a_tokenizer_that_reports_characters(tokenizer: PreTrainedT
 
     slow = Slow(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>", name_or_path="m")
     with pytest.raises(ValueError, match=r"tokenizer m does not report which characters.* tokenizer\.json"):
-        DocumentEncoder(slow).encode(EXAMPLES)
-    assert len(DocumentEncoder(slow).encode(EXAMPLES[1:2]).tokens)
+        encoded_of(slow, *EXAMPLES)
+    assert len(encoded_of(slow, EXAMPLES[1]).tokens)
 
 
 def corpus_of(
@@ -110,10 +110,10 @@ def corpus_of(
 ) -> Corpus:
     """Tokenize examples into a cache entry."""
 
-    def read(source: Source, tokenizer: PreTrainedTokenizerFast, counts: RecordCounts) -> Iterator[Example]:
-        return iter(examples)
+    def read(source: Source, tokenizer: PreTrainedTokenizerFast, counts: RecordCounts) -> Iterator[tuple[str, Example]]:
+        return (("", example) for example in examples)
 
-    monkeypatch.setattr(tokens_module, "read_examples", read)
+    monkeypatch.setattr(pipeline, "read_each", read)
     (directory / "a.jsonl").write_text(json.dumps({"text": "unused"}))
     [corpus] = tokenize_all(parse_sources(str(directory / "a.jsonl")), tokenizer, directory, vocab_size=512)
     return corpus
@@ -130,7 +130,7 @@ def test_prompts_have_no_labels_and_do_not_count(
     assert batch.labels is not None
     found = {int(id_): labels for id_, labels in zip(batch.sample_ids.flatten(), batch.labels[:, 0], strict=True)}
     labels = torch.cat([found[index] for index in range(count)])
-    expected = DocumentEncoder(tokenizer).encode(EXAMPLES)
+    expected = encoded_of(tokenizer, *EXAMPLES)
     tokens = torch.from_numpy(np.where(expected.targets, expected.tokens.astype(np.int64), IGNORED))
     assert torch.equal(labels, tokens[1 : 1 + 7 * count])
     assert 0 < (labels != IGNORED).sum() < len(labels)

@@ -180,8 +180,10 @@ ORDER = """
     io
     io.sampling.sampler
     io.sampling.arrays
+    io.sampling.targets
     io.sampling.encode
     io.sampling.encode_examples
+    io.sampling.pipeline
     io.sampling.tokens
     io.rows.base
     io.rows.concat

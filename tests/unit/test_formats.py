@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lib.corpora import examples_of
+from lib.corpora import encoded_of, examples_of
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.options import DataConfig
 from acsgd.io.formats.base import Example, Segment
 from acsgd.io.formats.formats import FORMATS, read_options
-from acsgd.io.sampling.encode import DocumentEncoder
 from acsgd.io.sampling.tokens import tokenize_all
 from acsgd.io.sources.base import ReadOptions, RecordCounts
 from acsgd.io.sources.sources import parse_sources
@@ -296,7 +295,7 @@ def test_targets_are_what_the_template_writes_for_the_assistant(
     for special in ([], specials):
         chat.add_special_tokens({"additional_special_tokens": special})
         assert read(tmp_path, {"messages": TWO_TURNS}, tokenizer=chat) == [example]
-        encoded = DocumentEncoder(chat).encode([example])
+        encoded = encoded_of(chat, example)
         assert encoded.tokens.tolist() == chat.apply_chat_template(TWO_TURNS, return_dict=False)
         targets = [text for text, is_target in example.segments if is_target]
         assert chat.decode(encoded.tokens[encoded.targets].tolist()) == "".join(targets)
@@ -306,7 +305,7 @@ def test_marks_agree_with_those_of_transformers(tmp_path: Path, tokenizer: PreTr
     chat = with_template(tokenizer, MARKED)
     [example] = read(tmp_path, {"messages": TWO_TURNS}, tokenizer=chat)
     oracle = chat.apply_chat_template(TWO_TURNS, return_dict=True, return_assistant_tokens_mask=True)
-    assert DocumentEncoder(chat).encode([example]).targets.tolist() == [bool(bit) for bit in oracle["assistant_masks"]]
+    assert encoded_of(chat, example).targets.tolist() == [bool(bit) for bit in oracle["assistant_masks"]]
 
 
 def test_a_template_that_rewrites_earlier_turns_needs_marks(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -322,8 +321,10 @@ def test_an_answer_never_begins_within_a_token(tmp_path: Path, tokenizer: PreTra
     text = tokenizer.decode([whole])
     for cut in range(1, len(text)):
         chat = [{"role": "user", "content": text[:cut]}, {"role": "assistant", "content": text[cut:]}]
-        with pytest.raises(ValueError, match="has an answer that begins within a token"):
-            read(tmp_path, {"messages": chat}, tokenizer=with_template(tokenizer, glued))
+        template = with_template(tokenizer, glued)
+        read(tmp_path, {"messages": chat}, tokenizer=template)
+        with pytest.raises(ValueError, match=r"line 1 has an answer that begins within a token, '.+'; end the"):
+            tokenize_all(parse_sources(str(tmp_path / "a.jsonl")), template, tmp_path / "cache", vocab_size=1000)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"no {SHARED}")

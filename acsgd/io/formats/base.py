@@ -32,6 +32,9 @@ class Example(NamedTuple):
     """Class, or value of a regression."""
     has_special_tokens: bool = False
     """Whether the text contains the tokens that begin and end a document, as chat templates write them."""
+    answers_begin_tokens: bool = False
+    """Whether each answer must begin with a token, as it does where a model continues a prompt. A token may begin with
+    white space of the prompt."""
 
     @property
     def text(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,8 +61,7 @@ class Messages(OptionsOfFormat):
             )
         messages = self._messages(record.fields)
         text, spans = self._marked(messages) if MARKS.search(self._template) else self._derived(messages)
-        self._verify(text, spans)
-        return Example(_segments(text, spans), has_special_tokens=True)
+        return Example(_segments(text, spans), has_special_tokens=True, answers_begin_tokens=True)
 
     def _messages(self, fields: Mapping[str, Any]) -> list[Message]:
         """Return the messages, in the form in which chat templates take them. Raises FormatError."""
@@ -147,25 +145,6 @@ class Messages(OptionsOfFormat):
             raise _refused(error) from None
         assert isinstance(text, str)
         return text
-
-    def _verify(self, text: str, spans: Sequence[Span]) -> None:
-        """Raise FormatError unless every answer begins with a token, as it does where a model continues a prompt.
-
-        A token may begin with white space of the prompt.
-        """
-        if not self.tokenizer.is_fast or not spans:
-            return
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        tokens = [(start, end) for start, end in encoded["offset_mapping"] if end > start]
-        starts = [start for start, _ in tokens]
-        for begin, _ in spans:
-            first = bisect_left(starts, begin)
-            start, end = tokens[first - 1] if first else (0, 0)
-            if end > begin and text[start:begin].strip():
-                raise FormatError(
-                    f"has an answer that begins within a token, {text[start:end]!r}",
-                    "end the prompt of the chat template with a special token or a newline",
-                )
 
 
 class ShareGpt(Messages):

@@ -49,27 +49,6 @@ def read_options(data: DataConfig, *, has_labels: bool = False) -> ReadOptions:
     )
 
 
-def read_examples(
-    source: Source, tokenizer: PreTrainedTokenizerBase, counts: RecordCounts | None = None
-) -> Iterator[Example]:
-    """Yield the examples of a source in order, in bounded memory. counts: updated in place.
-
-    A long text is yielded in parts. Raises ValueError that names file and line if a record is unreadable and the
-    source does not skip such records.
-    """
-    counts = counts or RecordCounts()
-    for _, example in read_each(source, tokenizer, counts):
-        if not isinstance(example, BadRecord):
-            yield from parts_of(example)
-        elif source.options.on_error == "skip":
-            counts.skip(example)
-        else:
-            where, reason, remedy = example
-            raise ValueError(
-                f"{source.key}: {where} {reason}; {remedy}, or skip such records with --data.on_error skip"
-            )
-
-
 def read_each(
     source: Source, tokenizer: PreTrainedTokenizerBase, counts: RecordCounts
 ) -> Iterator[tuple[str, Example | BadRecord]]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from acsgd.io.formats.base import Example, Segment
+from acsgd.io.formats.base import Example, FormatError
+from acsgd.io.sampling.targets import TextTokens, with_targets
 from acsgd.shards.tokenizer import DocumentTokens
 
 Label = int | float | str
@@ -29,6 +33,12 @@ class Encoded(NamedTuple):
     """Number of tokens without special tokens around documents."""
     labels: Sequence[Label] = ()
     """Labels of the examples, for tasks that need them."""
+    refused: Mapping[int, FormatError] = MappingProxyType({})
+    """Examples that are left out because of their tokens, by index, and why."""
+
+
+NONE = Encoded(np.empty(0, np.uint32), np.empty(0, bool), np.empty(0, np.int64), 0)
+"""Tokens of no examples."""
 
 
 class Encoder(Protocol):
@@ -49,8 +59,15 @@ class Encoder(Protocol):
         """Clause that describes the examples so far that are too long, None if there are none."""
         ...
 
-    def encode(self, examples: Sequence[Example]) -> Encoded:
-        """Return the tokens of examples. Raises ValueError if an example does not suit the task."""
+    def tokenize(self, examples: Sequence[Example]) -> Sequence[Any]:
+        """Return what `encode` needs of each example. Most of the work; several threads may call it at a time.
+
+        Raises ValueError if an example does not suit the task.
+        """
+        ...
+
+    def encode(self, examples: Sequence[Example], tokenized: Sequence[Any]) -> Encoded:
+        """Return the tokens of the next examples. Raises ValueError if an example does not suit the task."""
         ...
 
 
@@ -64,16 +81,17 @@ class DocumentEncoder:
         self._tokenizer = tokenizer
         self._special = DocumentTokens.of(tokenizer)
         self._begin = self._special.begin
+        self._lock: contextlib.AbstractContextManager[object] = (
+            contextlib.nullcontext() if tokenizer.is_fast else threading.Lock()
+        )
         self.overlap = len(self._special.begin) - len(self._special.begin_next)
         """Number of tokens that end a document and begin the next one. 0 after examples with special tokens."""
 
-    def encode(self, examples: Sequence[Example]) -> Encoded:
-        """Return the tokens of examples.
+    def tokenize(self, examples: Sequence[Example]) -> Sequence[TextTokens | FormatError]:
+        """Return the tokens of the text of each example, or why it is refused.
 
-        A special token around a document is a target if the text beside it is. Raises ValueError if a text has a prompt
-        and the tokenizer does not report which characters a token covers.
+        Raises ValueError if a text has a prompt and the tokenizer does not report which characters a token covers.
         """
-        texts = [example.text for example in examples]
         is_masked = not all(segment.is_target for example in examples for segment in example.segments)
         if is_masked and not self._tokenizer.is_fast:
             raise ValueError(
@@ -81,24 +99,39 @@ class DocumentEncoder:
                 "which masks of prompts need; give a model with a fast tokenizer, tokenizer.json"
             )
         # verbose=False: no warning if a document is longer than the model's maximum sequence
-        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        encoded = self._tokenizer(texts, return_offsets_mapping=is_masked, **options)
-        parts: list[list[int]] = []
-        flags: list[NDArray[np.bool_]] = []
-        for index, (example, ids) in enumerate(zip(examples, encoded["input_ids"], strict=True)):
+        options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+        with self._lock:
+            encoded = self._tokenizer([example.text for example in examples], add_special_tokens=False, **options)
+        ids: list[list[int]] = encoded["input_ids"]
+        if not is_masked:
+            return [TextTokens(each, [(0, len(each))]) for each in ids]
+        return [with_targets(*each) for each in zip(examples, ids, encoded.encodings, strict=True)]
+
+    def encode(self, examples: Sequence[Example], tokenized: Sequence[TextTokens | FormatError]) -> Encoded:
+        """Return the tokens of examples. A special token around a document is a target if the text beside it is."""
+        parts: list[Sequence[int]] = []
+        targets: list[tuple[int, int]] = []
+        ends: list[int] = []
+        refused: dict[int, FormatError] = {}
+        total = num_of_text = 0
+        for index, (example, text) in enumerate(zip(examples, tokenized, strict=True)):
+            if isinstance(text, FormatError):
+                refused[index] = text
+                continue
             begin, end = self._around(example)
-            parts += [begin, ids, end]
-            if is_masked:
-                first, *_, last = (example.segments[0], *example.segments)
-                text = _text_targets(example.segments, encoded["offset_mapping"][index])
-                flags += [np.full(len(begin), first.is_target), text, np.full(len(end), last.is_target)]
-        lengths = np.array([len(part) for part in parts])
-        return Encoded(
-            flatten(parts),
-            np.concatenate(flags) if is_masked else np.ones(lengths.sum(), dtype=bool),
-            np.cumsum(lengths)[2::3][[example.ends_document for example in examples]],
-            int(lengths[1::3].sum()),
-        )
+            start, stop = total + len(begin), total + len(begin) + len(text.ids)
+            first, *_, last = (example.segments[0], *example.segments)
+            targets += [(total, start)] * first.is_target
+            targets += [(start + token, start + after) for token, after in text.targets]
+            total = stop + len(end)
+            targets += [(stop, total)] * last.is_target
+            parts += [begin, text.ids, end]
+            ends += [total] * example.ends_document
+            num_of_text += len(text.ids)
+        is_target = np.zeros(total, dtype=bool)
+        for start, stop in targets:
+            is_target[start:stop] = True
+        return Encoded(flatten(parts), is_target, np.array(ends, dtype=np.int64), num_of_text, refused=refused)
 
     def _around(self, example: Example) -> tuple[list[int], list[int]]:
         """Return the special tokens before and after the text of the next example."""
@@ -114,17 +147,3 @@ class DocumentEncoder:
 def flatten(parts: Sequence[Sequence[int]]) -> NDArray[np.uint32]:
     """Return the concatenation of lists of tokens."""
     return np.fromiter(chain.from_iterable(parts), np.uint32)
-
-
-def _text_targets(segments: Sequence[Segment], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-    """Return which tokens stand for a character of a target. spans: first character of each token, and its end.
-
-    Some tokenizers report an empty span, after it, for a token of blanks.
-    """
-    lengths = [len(segment.text) for segment in segments]
-    is_target = np.repeat([segment.is_target for segment in segments], lengths)
-    counts = np.concatenate([[0], np.cumsum(is_target)])
-    starts, ends = np.array(spans, dtype=np.int64).reshape(-1, 2).T
-    ends = np.maximum(ends, 1)
-    targets: NDArray[np.bool_] = counts[ends] > counts[np.minimum(starts, ends - 1)]
-    return targets

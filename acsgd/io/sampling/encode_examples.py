@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +16,15 @@ from acsgd.io.sampling.encode import Encoded, flatten
 from acsgd.io.sources.text import excerpt
 
 Long = Literal["truncate", "skip", "error"]
+
+
+class ExampleTokens(NamedTuple):
+    """Tokens of an example, truncated if that is asked."""
+
+    parts: tuple[list[int], ...]
+    """Tokens of the text or pair of texts, or of the prompt and of the answer."""
+    is_long: bool
+    """Whether there are more than a row may have."""
 
 
 class _ExampleEncoder:
@@ -27,6 +37,7 @@ class _ExampleEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sequence: int, long: Long) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)  # truncation changes its state, and with it its fingerprint
+        self._lock = threading.Lock()  # so do target texts
         self._sequence = sequence
         self._long = long
         self._num_long = 0
@@ -42,16 +53,17 @@ class _ExampleEncoder:
         done = "left out" if self._long == "skip" else "truncated"
         return f"longer than {self._sequence} tokens and {done}: {self._num_long:,}" if self._num_long else None
 
-    def _tokenize(
+    def _texts_of(
         self, texts: Sequence[str], pairs: Sequence[str] | None = None, *, as_target: bool = False
     ) -> tuple[list[list[int]], list[bool]]:
         """Return the tokens of texts, or of pairs of texts, truncated if that is asked, and which were too long."""
         options = {"return_attention_mask": False, "verbose": False}
         arguments = {"text_target": texts} if as_target else {"text": texts, "text_pair": pairs}
-        ids = self._tokenizer(**arguments, **options)["input_ids"]
-        is_long = [len(each) > self._sequence for each in ids]
-        if self._long == "truncate" and any(is_long):
-            ids = self._tokenizer(**arguments, **options, truncation=True, max_length=self._sequence)["input_ids"]
+        with self._lock:
+            ids = self._tokenizer(**arguments, **options)["input_ids"]
+            is_long = [len(each) > self._sequence for each in ids]
+            if self._long == "truncate" and any(is_long):
+                ids = self._tokenizer(**arguments, **options, truncation=True, max_length=self._sequence)["input_ids"]
         return ids, is_long
 
     def _kept(self, examples: Sequence[Example], is_long: Sequence[bool]) -> list[int]:
@@ -72,19 +84,21 @@ class SequenceEncoder(_ExampleEncoder):
 
     _num_texts: int | None = None
 
-    def encode(self, examples: Sequence[Example]) -> Encoded:
+    def tokenize(self, examples: Sequence[Example]) -> Sequence[ExampleTokens]:
+        """Return the tokens of the one or two texts of each example. Raises ValueError if only some are pairs."""
+        num_texts = len(examples[0].segments)
+        _check_texts(examples, num_texts)
+        columns = ([example.segments[place].text for example in examples] for place in range(num_texts))
+        return [ExampleTokens((ids,), is_long) for ids, is_long in zip(*self._texts_of(*columns), strict=True)]
+
+    def encode(self, examples: Sequence[Example], tokenized: Sequence[ExampleTokens]) -> Encoded:
         """Return the tokens and the labels of examples. Raises ValueError if only some are pairs."""
-        texts = [[segment.text for segment in example.segments] for example in examples]
-        self._num_texts = self._num_texts or len(texts[0])
-        if other := next((text for text in texts if len(text) != self._num_texts), None):
-            raise ValueError(
-                f"some examples have one text and some have two: {excerpt(' | '.join(other))}; divide them into two "
-                "sources"
-            )
-        ids, is_long = self._tokenize(*([text[place] for text in texts] for place in range(self._num_texts)))
-        kept = self._kept(examples, is_long)
-        tokens = flatten([ids[index] for index in kept])
-        ends = np.cumsum([len(ids[index]) for index in kept], dtype=np.int64)
+        self._num_texts = self._num_texts or len(examples[0].segments)
+        _check_texts(examples, self._num_texts)
+        kept = self._kept(examples, [each.is_long for each in tokenized])
+        parts = [tokenized[index].parts[0] for index in kept]
+        tokens = flatten(parts)
+        ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
         labels = [label for index in kept if (label := examples[index].label) is not None]
         assert len(labels) == len(kept)
         return Encoded(tokens, np.ones(len(tokens), dtype=bool), ends, len(tokens), labels)
@@ -93,19 +107,33 @@ class SequenceEncoder(_ExampleEncoder):
 class PairEncoder(_ExampleEncoder):
     """Encodes prompts for an encoder, and answers, the targets, for a decoder; each as a separate text."""
 
-    def encode(self, examples: Sequence[Example]) -> Encoded:
-        """Return the tokens of examples, those of the answer after those of the prompt.
+    def tokenize(self, examples: Sequence[Example]) -> Sequence[ExampleTokens]:
+        """Return the tokens of the prompt and of the answer of each example.
 
         Raises ValueError if an example does not consist of a prompt and an answer.
         """
         texts = [_prompt_and_answer(example) for example in examples]
-        prompts, long_prompts = self._tokenize([prompt for prompt, _ in texts])
-        answers, long_answers = self._tokenize([answer for _, answer in texts], as_target=True)
-        kept = self._kept(examples, [a or b for a, b in zip(long_prompts, long_answers, strict=True)])
-        parts = [part for index in kept for part in (prompts[index], answers[index])]
+        prompts, long_prompts = self._texts_of([prompt for prompt, _ in texts])
+        answers, long_answers = self._texts_of([answer for _, answer in texts], as_target=True)
+        is_long = [a or b for a, b in zip(long_prompts, long_answers, strict=True)]
+        return [ExampleTokens(*each) for each in zip(zip(prompts, answers, strict=True), is_long, strict=True)]
+
+    def encode(self, examples: Sequence[Example], tokenized: Sequence[ExampleTokens]) -> Encoded:
+        """Return the tokens of examples, those of the answer after those of the prompt."""
+        kept = self._kept(examples, [each.is_long for each in tokenized])
+        parts = [part for index in kept for part in tokenized[index].parts]
         lengths = np.array([len(part) for part in parts], dtype=np.int64)
         targets = np.repeat(np.arange(len(parts)) % 2 == 1, lengths)
         return Encoded(flatten(parts), targets, np.cumsum(lengths)[1::2], int(lengths.sum()))
+
+
+def _check_texts(examples: Sequence[Example], number: int) -> None:
+    """Raise ValueError unless all examples have a number of texts."""
+    if other := next((example for example in examples if len(example.segments) != number), None):
+        texts = " | ".join(segment.text for segment in other.segments)
+        raise ValueError(
+            f"some examples have one text and some have two: {excerpt(texts)}; divide them into two sources"
+        )
 
 
 def _prompt_and_answer(example: Example) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 
 from acsgd.io.cache import open_cached
 from acsgd.io.entry import Entry, seal
-from acsgd.io.formats.base import Example
-from acsgd.io.formats.formats import read_examples
 from acsgd.io.sampling.arrays import Array, ArrayFile, ArrayWriter, sample
-from acsgd.io.sampling.encode import DocumentEncoder, Encoded, Encoder, Label
+from acsgd.io.sampling.encode import DocumentEncoder, Encoder, Label
+from acsgd.io.sampling.pipeline import encode_source, progress, stop_or_skip
 from acsgd.io.sampling.sampler import Ints
 from acsgd.io.sources.base import TEXT, RecordCounts, Source
 from acsgd.io.sources.sources import WeightedSource
@@ -36,9 +35,6 @@ FORMAT = 10
 
 NAME_BYTES = 80
 """Maximum length of the name of a source in the name of its cache entry."""
-
-BATCH_CHARS = 2**20
-"""Characters tokenized at a time. The tokenizer's working memory is about 200 bytes per character."""
 
 
 class Corpus(NamedTuple):
@@ -198,6 +194,10 @@ def tokenize(
     `vocab_size` or above.
     """
     counts, started = RecordCounts(), time.monotonic()
+
+    def describe() -> str:
+        return progress("tokenizing", source, counts, tokens.length, time.monotonic() - started)
+
     num_of_text = num_targets = largest = 0
     classes: dict[str, int] = {}
     with (
@@ -205,11 +205,14 @@ def tokenize(
         ArrayWriter(directory / OFFSETS, np.dtype("<i8")) as offsets,
         ArrayWriter(directory / TARGETS, np.dtype("u1")) as targets,
         ArrayWriter(directory / LABELS, np.dtype("<f8")) as labels,
-        report_if_slow(print_note, lambda: _progress(source, counts, tokens.length, time.monotonic() - started)),
+        report_if_slow(
+            print_note, lambda: progress("tokenizing", source, counts, tokens.length, time.monotonic() - started)
+        ),
     ):
         offsets.append(np.zeros(1))
-        for examples in _in_batches(read_examples(source, tokenizer, counts)):
-            encoded = _encode(source, encoder, examples)
+        for _, encoded, bad in encode_source(source, tokenizer, encoder, counts):
+            for record in bad:
+                stop_or_skip(record, source, counts)
             largest = max(largest, int(encoded.tokens.max(initial=0)))
             _check_token(largest, source, tokenizer, vocab_size)
             num_of_text += encoded.num_of_text
@@ -241,13 +244,6 @@ def _no_token(source: Source, tokenizer: PreTrainedTokenizerBase, clauses: Seque
     )
 
 
-def _encode(source: Source, encoder: Encoder, examples: Sequence[Example]) -> Encoded:
-    try:
-        return encoder.encode(examples)
-    except ValueError as error:
-        raise ValueError(f"{source.key}: {source.name}: {error}") from None
-
-
 def _numbers(source: Source, labels: Sequence[Label], classes: dict[str, int]) -> NDArray[np.float64]:
     """Return labels as numbers. classes: numbers of names, extended in place.
 
@@ -260,13 +256,6 @@ def _numbers(source: Source, labels: Sequence[Label], classes: dict[str, int]) -
     return np.array(values, dtype=np.float64)
 
 
-def _progress(source: Source, counts: RecordCounts, tokens: int, seconds: float) -> str:
-    """Return a sentence on how far a source is tokenized."""
-    fraction = f" {counts.fraction():.0%} of" if counts.fraction else ""
-    rate = tokens / seconds
-    return f"tokenizing: read{fraction} {source.name}, {tokens / 1e6:.1f} M tokens, {rate / 1e6:.2f} M/s"
-
-
 def _check_token(token: int, source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Raise ValueError if the model has no embedding of a token."""
     if token >= vocab_size:
@@ -275,17 +264,3 @@ def _check_token(token: int, source: Source, tokenizer: PreTrainedTokenizerBase,
             f"the model's vocab_size is {vocab_size}; give the tokenizer that belongs to the model, or a model with "
             "a larger vocabulary"
         )
-
-
-def _in_batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
-    """Group examples into lists of at least BATCH_CHARS characters."""
-    batch: list[Example] = []
-    chars = 0
-    for example in examples:
-        batch.append(example)
-        chars += len(example.text) + 1  # empty documents count too
-        if chars >= BATCH_CHARS:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
