@@ -205,9 +205,7 @@ def tokenize(
         ArrayWriter(directory / OFFSETS, np.dtype("<i8")) as offsets,
         ArrayWriter(directory / TARGETS, np.dtype("u1")) as targets,
         ArrayWriter(directory / LABELS, np.dtype("<f8")) as labels,
-        report_if_slow(
-            print_note, lambda: progress("tokenizing", source, counts, tokens.length, time.monotonic() - started)
-        ),
+        report_if_slow(print_note, describe),
     ):
         offsets.append(np.zeros(1))
         for _, encoded, bad in encode_source(source, tokenizer, encoder, counts):
