@@ -53,7 +53,8 @@ class DataConfig:
     """Sources, "a.jsonl,b/", with optional weights, "a.jsonl:0.3,b/:0.7": files (*.jsonl, *.jsonl.zst, *.jsonl.gz,
     *.json, *.csv, *.tsv, *.parquet, *.arrow, *.txt), directories and patterns of them, http(s) addresses of them,
     datasets of the Hugging Face Hub ("hf:NAME:CONFIG:SPLIT"), sets in their own layout ("wikitext:FILE", "cot:FILE",
-    "natural_instructions:DIRECTORY", "glue:TASK:FILE"), or "demo"."""
+    "natural_instructions:DIRECTORY", "p3:DIRECTORY", "pile:DIRECTORY", "arxiv21:DIRECTORY", "glue:TASK:FILE"), or
+    "demo"."""
     sequence: Annotated[int, Range(1, 2**24)]
     """Sequence length, tokens."""
     batch: Annotated[int, Range(1, 2**24)]

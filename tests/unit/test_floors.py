@@ -169,6 +169,7 @@ ORDER = """
     io.sources.sets
     io.sources.wikitext
     io.sources.natural_instructions
+    io.sources.split_files
     io.sources.glue
     io.sources.sources
     io.formats.base

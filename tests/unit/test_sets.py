@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from acsgd.io.sources.base import BadRecord, Record, RecordCounts
 from acsgd.io.sources.glue import GLUE
-from acsgd.io.sources.natural_instructions import STYLES
+from acsgd.io.sources.natural_instructions import SEPARATORS, STYLES
 from acsgd.io.sources.sources import parse_sources
 from acsgd.io.sources.wikitext import detokenized
 
@@ -77,7 +78,7 @@ def test_natural_instructions_has_every_instance_of_the_split(split: str) -> Non
     for record, (instance, definition) in zip(records, expected, strict=True):
         prompt, completion = record.fields["prompt"], record.fields["completion"]
         before, after = next(style for style in STYLES if prompt.endswith(style[1]))
-        assert completion == (f" {instance['output'][0]}" if after else instance["output"][0])
+        assert completion.removeprefix(" " if after else "") in instance["output"]
         assert f"{before}{instance['input']}\n" in prompt
         seen["definition"] += prompt.startswith(definition)
         seen["labels"] += "Possible labels: " in prompt
@@ -153,3 +154,82 @@ def test_what_is_not_a_set_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ValueError) as refused:
         read(name)
     assert message in str(refused.value)
+
+
+def write_tasks(root: Path, sizes: dict[str, tuple[int, int]]) -> None:
+    """Write tasks with a number of instances, and of distinct outputs."""
+    (root / "splits" / "default").mkdir(parents=True)
+    (root / "splits" / "default" / "train_tasks.txt").write_text("\n".join(sizes))
+    (root / "tasks").mkdir()
+    for name, (count, labels) in sizes.items():
+        instances = [{"id": f"{name}-{n}", "input": f"{name} {n}", "output": [f"o{n % labels}"]} for n in range(count)]
+        (root / "tasks" / f"{name}.json").write_text(json.dumps({"Definition": ["Do it."], "Instances": instances}))
+
+
+@pytest.mark.parametrize(("few", "many"), [(7, 100), (1, 50), (60, 100), (42, 100), (43, 100), (5, 0), (0, 30)])
+def test_at_least_three_of_ten_instructions_are_classifications(tmp_path: Path, few: int, many: int) -> None:
+    """Exactly as many as needed, each instance about equally often; all others once."""
+    write_tasks(tmp_path, {"few": (few, 3), "many": (many, 1000)} if many else {"few": (few, 3)})
+    records = [record for record in read(f"natural_instructions:{tmp_path}") if isinstance(record, Record)]
+    used = Counter(record.where for record in records)
+    of_few = {where: count for where, count in used.items() if "few.json" in where}
+    expected = max(few, -(-many * 3 // 7)) if few else 0
+    assert (sum(of_few.values()), len(of_few)) == (expected, few)
+    assert not few or expected / len(records) >= 0.3
+    assert len({*of_few.values()} | {min(of_few.values(), default=0), max(of_few.values(), default=0)}) <= 2
+    assert all(count == 1 for where, count in used.items() if where not in of_few)
+    prompts = Counter(record.fields["prompt"] for record in records)
+    assert many != 50 or max(prompts.values()) < 6, "repetitions have other prompts"
+
+
+def test_prompts_of_classifications_name_every_label(tmp_path: Path) -> None:
+    write_tasks(tmp_path, {"few": (400, 3), "many": (400, 400)})
+    records = read(f"natural_instructions:{tmp_path}")
+    with_labels = [record for record in records if "Possible labels: o0, o1, o2" in record.fields["prompt"]]
+    assert all("few.json" in record.where for record in with_labels)
+    assert abs(len(with_labels) - 200) < 5 * 10
+    ends = (re.split(r"(?:few|many) [0-9]+", record.fields["prompt"])[1] for record in records)
+    separators = Counter(re.sub("[A-Z][a-z]*:$", "", end) for end in ends)
+    assert separators.keys() == {*SEPARATORS}
+    assert all(abs(count - 160) < 5 * (800 * 0.2 * 0.8) ** 0.5 for count in separators.values())
+
+
+@has_data
+def test_files_of_the_pile_are_its_texts() -> None:
+    directory = SHARED / "pile-zst"
+    found = [record.fields["text"] for record in read(f"pile:{directory}")]
+    assert found == [record.fields["text"] for record in read(f"{directory}/*.jsonl.zst")]
+    assert len(found) == 632
+
+
+def test_abstracts_are_documents(tmp_path: Path) -> None:
+    for split, text in (("train", " one\n"), ("test", "two ")):
+        Dataset.from_dict({"abstract": [text], "title": ["t"]}).save_to_disk(tmp_path / "both" / split)
+    for name, text in (("both", "one"), ("both:train", "one"), ("both:test", "two"), ("both/test", "two")):
+        assert [record.fields["text"] for record in read(f"arxiv21:{tmp_path / name}")] == [text]
+    [bad] = read(f"pile:{tmp_path / 'both'}:test")
+    assert bad == BadRecord(
+        f"{next((tmp_path / 'both' / 'test').glob('*.arrow'))}, row 1",
+        'has no string under "text"; its fields: "abstract", "title"',
+        "give the set as it is distributed",
+    )
+
+
+def test_prompts_of_p3_are_joined_to_their_answers(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    rows = [{"inputs": f"Is it {n}?\n" if n % 2 else f"It is {n}: ", "targets": "yes\n"} for n in range(600)]
+    (tmp_path / "data" / "train-00000.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "data" / "test-00000.jsonl").write_text(json.dumps(rows[0]))
+    records = read(f"p3:{tmp_path}")
+    joined = Counter[str]()
+    for record, row in zip(records, rows, strict=True):
+        prompt, answer = record.fields["prompt"], record.fields["completion"]
+        assert prompt.startswith(row["inputs"].strip())
+        assert answer == (" yes" if prompt.endswith(":") else "yes")
+        joined[prompt.removeprefix(row["inputs"].strip())] += 1
+    assert joined.pop("") == 300
+    assert joined.keys() == {separator + after for separator in SEPARATORS for _, after in STYLES}
+    assert records == read(f"p3:{tmp_path}:train")
+    assert len(read(f"p3:{tmp_path}:test")) == 1
+    with pytest.raises(ValueError, match=r"has no files of the split val \(test, train\); give another one$"):
+        read(f"p3:{tmp_path}:val")

@@ -58,19 +58,19 @@ class Files(NamedSource):
     def fingerprint(self) -> str:
         """Path, size, modification time and samples of each file. Raises ValueError if one cannot be read."""
         parts = []
-        for name in self._names():
+        for name in self.names():
             with reading(Path(name), key=self.key):
                 parts.append(fingerprint_of(Path(name).expanduser()))
         return parts[0] if len(parts) == 1 else hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def check(self) -> None:
         """Raise ValueError unless there are files, and all are readable and not empty."""
-        for name in self._names():
+        for name in self.names():
             check_file(name)
 
     def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
         """Yield the records of each file, in the order of their names."""
-        names = self._names()
+        names = self.names()
         sizes = [_size(name) for name in names]
         for number, name in enumerate(names):
             part, earlier = RecordCounts(), counts.records
@@ -82,7 +82,7 @@ class Files(NamedSource):
                 yield record
             counts.records = earlier + part.records
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
         """Return the names of the files. Raises ValueError if there are none."""
         path = os.path.expanduser(self.name)
         if os.path.isdir(path):
@@ -101,7 +101,7 @@ def _names_in(name: str, directory: Path) -> list[str]:
         with blame(directory / STATE, "is not the state of a dataset", "save the dataset again"):
             files = [file["filename"] for file in json.loads((directory / STATE).read_bytes())["_data_files"]]
         return [str(directory / file) for file in files]
-    found = sorted({split for each in directory.iterdir() if (split := _split_of(each.name)) in SPLITS})
+    found = sorted({split for each in directory.iterdir() if (split := split_of(each.name)) in SPLITS})
     if len(found) > 1:
         raise ValueError(f"{name} has the splits {', '.join(found)}; give one of them, such as {directory / found[0]}")
     paths = [path for path in sorted(directory.rglob("[!.]*")) if reader_of(path.name) and path.is_file()]
@@ -111,7 +111,7 @@ def _names_in(name: str, directory: Path) -> list[str]:
     return [str(path) for path in paths]
 
 
-def _split_of(name: str) -> str:
+def split_of(name: str) -> str:
     """Return the part of a file name that may name a split: "train" of train-00000-of-00001.parquet."""
     return re.split(r"[-_.]", name)[0]
 

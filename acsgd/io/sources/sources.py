@@ -25,6 +25,7 @@ from acsgd.io.sources.glue import Glue
 from acsgd.io.sources.hub import HubDataset
 from acsgd.io.sources.natural_instructions import NaturalInstructions
 from acsgd.io.sources.sets import ChainOfThought
+from acsgd.io.sources.split_files import Arxiv21, Pile, PromptPool
 from acsgd.io.sources.url import Url
 from acsgd.io.sources.wikitext import WikiText
 
@@ -67,6 +68,9 @@ SOURCES: dict[str, Callable[[str, str, ReadOptions], Source]] = {
     "cot:*": ChainOfThought,
     "natural_instructions:*": NaturalInstructions,
     "glue:*": Glue,
+    "arxiv21:*": Arxiv21,
+    "pile:*": Pile,
+    "p3:*": PromptPool,
     "http://*": Url,
     "https://*": Url,
     **{f"*{ending}": Files for ending in READERS},
