@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import math
 import os
 import signal
 import threading
@@ -203,6 +204,39 @@ def test_the_extra_memory_is_one_copy_of_what_a_rank_writes(processes: int, mode
         assert saves[0] == saves[1] == saves[2], "saves do not share their memory"
         mine = [sizes[layer] for layer in stages[stage] if layer % replicas == replica]
         assert sum(nbytes for _, nbytes in saves[0]) == sum(mine) > 0
+
+
+def recording_disk(rank: int, *, out: Path) -> None:
+    """Record when each file reached the disk, by inode, and when each checkpoint got its name, with its inodes."""
+    fsync, publish = os.fsync, CheckpointDirectory.publish
+    on_disk: dict[int, float] = {}
+    published: list[Any] = []
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        on_disk[os.fstat(descriptor).st_ino] = time.monotonic()
+
+    def named(directory: CheckpointDirectory, step: int, run_id: str) -> Path:
+        partial = directory.partial(step, run_id)
+        inodes = {path.name: path.stat().st_ino for path in [partial, *partial.iterdir()]}
+        published.append((time.monotonic(), inodes))
+        return publish(directory, step, run_id)
+
+    os.fsync = synced
+    CheckpointDirectory.publish = named  # type: ignore[method-assign]
+    at_the_end(lambda: (out / f"disk-{rank}").write_text(json.dumps([on_disk, published])))
+
+
+def test_a_checkpoint_gets_its_name_when_all_its_files_are_on_disk(model: Path, tmp_path: Path) -> None:
+    config = saving(model, tmp_path / "run", every=7)
+    with started(config, PROCESSES, setup=partial(recording_disk, out=tmp_path)) as run:
+        assert run.join() == [0] * PROCESSES, run.notes()
+    records = [json.loads((tmp_path / f"disk-{rank}").read_text()) for rank in range(PROCESSES)]
+    on_disk = {inode: time_s for by_inode, _ in records for inode, time_s in by_inode.items()}
+    [(named_s, inodes)] = [each for _, published in records for each in published]
+    assert {"embed.safetensors", "head.safetensors"} <= inodes.keys()
+    late = [name for name, inode in inodes.items() if on_disk.get(str(inode), math.inf) > named_s]
+    assert not late
 
 
 def bytes_of(directory: Path, layer: str) -> int:

@@ -88,13 +88,15 @@ def test_a_vocabulary_above_65536_is_stored_as_uint32(tmp_path: Path) -> None:
     assert tokens.tolist() == [2**16, 1, 0]
 
 
+@pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("chars", [1, 100, 10**9])
-def test_the_tokens_do_not_depend_on_the_batching(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chars: int
+def test_the_tokens_depend_neither_on_the_batching_nor_on_the_threads(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chars: int, threads: int
 ) -> None:
     lines = [f'{{"text": "document {n} {"word " * n}"}}\n' for n in range(40)]
     source = source_of(tmp_path / "a.jsonl", "".join(lines))
     monkeypatch.setattr(pipeline, "BATCH_CHARS", chars)
+    monkeypatch.setattr(pipeline, "THREADS", threads)
     tokenize(source, tokenizer, DocumentEncoder(tokenizer), tmp_path, vocab_size=512)
     oracle = [
         [*tokenizer(example.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
