@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from acsgd.layers.description import ModelLayers
 from acsgd.layers.skeleton import set_buffer, set_parameter, weights_on_meta
 from acsgd.layers.verify import Verification, verify
 
+TOKEN_TYPES = "token_type_ids"
+"""Input that tells the second of a pair of texts from the first."""
 IGNORED = -100
 """Label of positions without a loss."""
 UNTIED = "untied_weights"
@@ -45,7 +48,8 @@ class Task:
     auto_class: Any
     """transformers' class that builds the model with its head."""
     inputs: Mapping[str, tuple[str, ...]]
-    """Integer inputs of forward by name, each with the names of its sizes: "batch", "sequence" or "target"."""
+    """Integer inputs of forward by name, each with the names of its sizes: "batch", "sequence" or "target". Of a model:
+    `inputs_of`."""
     labels: tuple[str, ...]
     """Names of the sizes of the labels."""
     loss: Loss
@@ -55,6 +59,16 @@ class Task:
     """Prediction of an example; None for tasks that predict tokens."""
     has_new_head: bool = False
     """Whether models are trained with a new head: the files of a pretrained one may lack it, or hold another one."""
+
+    def inputs_of(self, config: PreTrainedConfig) -> Mapping[str, tuple[str, ...]]:
+        """Return the inputs that a model takes: TOKEN_TYPES, too, if it has an embedding of them that labels need."""
+        has_types = (getattr(config.get_text_config(), "type_vocab_size", 0) or 0) > 1
+        if self.labels != ("batch",) or not has_types:
+            return self.inputs
+        model_class = self.auto_class._model_mapping.get(type(config), None)
+        if model_class is None or TOKEN_TYPES not in inspect.signature(model_class.forward).parameters:
+            return self.inputs
+        return {**self.inputs, TOKEN_TYPES: ("batch", "sequence")}
 
     def build(self, config: PreTrainedConfig) -> PreTrainedModel:
         """Build the model, in training mode, with parameters on the meta device, which need no memory."""
@@ -82,14 +96,14 @@ class Task:
 
     def layers(self, config: PreTrainedConfig) -> ModelLayers:
         """Derive the layers of the model. Raises LayersError with the reason if it cannot be divided into layers."""
-        return derive(lambda: self.build(config), self.inputs)
+        return derive(lambda: self.build(config), self.inputs_of(config))
 
     def verify(self, config: PreTrainedConfig, layers: ModelLayers) -> Verification:
         """Compare a model run layer by layer with the whole model, on a small scale. Raises LayersError if they differ.
 
         layers: derived from `config`.
         """
-        return verify(self.build, config, self.inputs, layers, predicted=self.predicted)
+        return verify(self.build, config, self.inputs_of(config), layers, predicted=self.predicted)
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ def _placeholders(job: Job) -> Inputs:
     """Return inputs of the model of the shapes of a micro-batch, for stages that do not depend on their values."""
     return {
         name: torch.zeros([job.sizes[size] for size in sizes], dtype=torch.long, device=job.streams.device)
-        for name, sizes in job.model.task.inputs.items()
+        for name, sizes in job.model.inputs.items()
     }
 
 

@@ -25,6 +25,7 @@ from acsgd.io.sampling.tokens import Corpus, tokenize_all
 from acsgd.io.sources.sources import WeightedSource
 from acsgd.run.job import Job
 from acsgd.shards.tokenizer import padding_id
+from acsgd.tasks import TOKEN_TYPES
 
 
 class Data(NamedTuple):
@@ -130,8 +131,9 @@ def _encoder_of(job: Job, tokenizer: PreTrainedTokenizerBase) -> Encoder:
     if job.model.task.name == "lm":
         return DocumentEncoder(tokenizer)
     assert long != "split"
-    encoder = PairEncoder if job.model.task.name == "seq2seq" else SequenceEncoder
-    return encoder(tokenizer, sequence, long)
+    if job.model.task.name == "seq2seq":
+        return PairEncoder(tokenizer, sequence, long)
+    return SequenceEncoder(tokenizer, sequence, long, has_types=TOKEN_TYPES in job.model.inputs)
 
 
 def _rows_of(job: Job, corpus: Corpus) -> Rows:
@@ -141,8 +143,14 @@ def _rows_of(job: Job, corpus: Corpus) -> Rows:
     if task == "seq2seq":
         return PairRows(corpus, sequence, padding=padding, start=_decoder_start(job))
     if task != "lm":
-        is_regression = task == "regression"
-        return LabelledRows(corpus, sequence, padding=padding, config=job.model.config, is_regression=is_regression)
+        return LabelledRows(
+            corpus,
+            sequence,
+            padding=padding,
+            config=job.model.config,
+            is_regression=task == "regression",
+            has_types=TOKEN_TYPES in job.model.inputs,
+        )
     if config.rows == "concat":
         return ConcatRows(corpus, sequence)
     objective = objective_of(job)

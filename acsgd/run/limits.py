@@ -37,7 +37,13 @@ def check_computes(config: Config, stages: int, micros: int) -> None:
 def check_reading(config: Config, micros: int, processes: int) -> None:
     """Raise ValueError if reading batches takes more memory than this host has. processes: of the run on this host."""
     data = config.data
-    arrays = len(TASKS[config.model.task].inputs) + data.isolate + (data.objective != "causal") + 1
+    arrays = (
+        len(TASKS[config.model.task].inputs)
+        + (config.model.task != "lm")
+        + data.isolate
+        + (data.objective != "causal")
+        + 1
+    )
     needed = reading_bytes(data.batch, micros * config.pp.micro, data.sequence, arrays=arrays)
     available = available_memory_bytes()
     if available is not None and needed * processes > available:

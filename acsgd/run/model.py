@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +31,11 @@ class RunModel(NamedTuple):
     description: ModelLayers
     is_verified: bool
     """Whether the layers were compared with the whole model when it was converted."""
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[str, ...]]:
+        """Inputs of forward by name, each with the names of its sizes."""
+        return self.task.inputs_of(self.config)
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:

@@ -173,7 +173,7 @@ def _run(config: PreTrainedConfig, task: Task) -> None:
     with contextlib.suppress(LayersError), _no_logs():  # raised again, with the reason, where the layers are derived
         model = task.build(config)
         with on_fake_tensors(model):
-            trace(model, task.inputs, PROBE)
+            trace(model, task.inputs_of(config), PROBE)
 
 
 @contextlib.contextmanager

@@ -98,7 +98,7 @@ def _layer_costs(
 ) -> list[float]:
     model = task.build(config)
     with on_fake_tensors(model), experts_without_values(model), KnownValues() as known:
-        inputs = probe_batch(model, task.inputs, sizes, known)
+        inputs = probe_batch(model, task.inputs_of(config), sizes, known)
         composed = ComposedModel(model, layers)
         with torch.no_grad():  # each layer has a backward of its own
             context = composed.context(inputs, range(len(layers.layers)))

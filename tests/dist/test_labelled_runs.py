@@ -72,6 +72,33 @@ def test_each_task_trains_in_stages(special: PreTrainedTokenizerFast, tmp_path: 
     assert_same_training(configs, 2, tmp_path, losses_of_whole)
 
 
+def test_pairs_have_types_of_tokens_in_stages(special: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """The second of two texts has type 1, as the tokenizer writes it, and the types change the losses."""
+    typed = PreTrainedTokenizerFast(
+        tokenizer_object=special.backend_tokenizer,
+        **special.special_tokens_map,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )
+    path = tmp_path / "pairs.tsv"
+    rows = [f"it is {n}\tnot {n % 3}\t{n % 2}" for n in range(1, 50)]
+    path.write_text("\n".join(["sentence1\tsentence2\tlabel", *rows]))
+    configs = [
+        with_shared_cache(
+            run_of(
+                save_model(tmp_path / name / "bert", each, "bert", "classification", num_labels=2),
+                tmp_path / name, path, "classification", 24, stages=2, micro=2,
+            )
+        )
+        for name, each in (("typed", typed), ("plain", special))
+    ]  # fmt: skip
+    assert_same_training(configs[:1], 2, tmp_path, losses_of_whole)
+    first, other = (whole_batches(config)[0].inputs or {} for config in configs)
+    assert torch.equal(first["input_ids"], other["input_ids"])
+    ends = (first["input_ids"] == typed.sep_token_id).cumsum(-1) - (first["input_ids"] == typed.sep_token_id).int()
+    assert torch.equal(first["token_type_ids"], (ends == 1).long())
+    assert not other["token_type_ids"].any()
+
+
 @pytest.mark.skipif(not GLUE.is_dir(), reason=f"no {GLUE}")
 def test_cola_trains_and_is_evaluated_in_stages(special: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """All sentences of the files are read; the loss of dev.tsv is that of transformers, each sentence once."""

@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from lib.labelled import save_model, with_special_tokens
-from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
+from lib.labelled import SIZES, save_model, with_special_tokens
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    BertTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from acsgd.config.checks import check
 from acsgd.config.run_file import parse
@@ -70,6 +76,7 @@ def test_a_batch_of_sentences_is_that_of_the_tokenizer(
     batch = inputs.reader.batch(0)
     found, labels = in_order(batch)
     expected = special(SENTENCES, padding="max_length", truncation=True, max_length=T, return_tensors="pt")
+    assert not found.pop("token_type_ids").any(), "the tokenizer has no types"
     assert found.keys() == {"input_ids", "attention_mask"}
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
     assert labels.tolist() == LABELS
@@ -77,7 +84,7 @@ def test_a_batch_of_sentences_is_that_of_the_tokenizer(
     assert batch.labels is not None
     assert batch.labels.shape == (2, 2)
     padding = 1 - expected["attention_mask"].float().mean().item()
-    assert [note.partition(": ")[2] for note in inputs.notes] == [
+    assert [note.partition(": ")[2] for note in inputs.notes[:3]] == [
         "a text begins with 512 ('<s>') and ends with 513 ('</s>'); padding is 514 ('<pad>')",
         f"{path}: longer than {T} tokens and truncated: 1",
         f"{path}: 4 examples in rows of {T} tokens, {padding:.2%} padding",
@@ -93,9 +100,48 @@ def test_a_batch_of_pairs_is_that_of_the_tokenizer(
     reader = open_data(job_of(model("bert", "regression", num_labels=1), path, "regression")).reader
     found, labels = in_order(reader.batch(0))
     expected = special(SENTENCES, others, padding="max_length", truncation=True, max_length=T, return_tensors="pt")
+    assert not found.pop("token_type_ids").any(), "the tokenizer has no types"
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
     assert labels.dtype == torch.float32
     assert labels.tolist() == [0.5, 1, -2.25, 3]
+
+
+@pytest.mark.parametrize(("family", "options"), [("bert", {}), ("electra", {"type_vocab_size": 2}), ("roberta", {})])
+@pytest.mark.parametrize("texts", [1, 2])
+def test_texts_have_the_types_of_the_tokenizer_if_the_model_takes_them(
+    tokenizer: PreTrainedTokenizerFast, family: str, options: dict[str, int], texts: int, tmp_path: Path
+) -> None:
+    """The whole model of transformers, given what the tokenizer returns, has the same logits."""
+    vocabulary = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *map(chr, range(97, 123)),
+        *(f"##{c}" for c in "abcdefg"),
+    ]
+    wordpiece = BertTokenizer(vocab={token: number for number, token in enumerate(vocabulary)}, model_max_length=64)
+    options = {"type_vocab_size": 1} if family == "roberta" else options
+    config = AutoConfig.for_model(
+        family, vocab_size=len(vocabulary), pad_token_id=0, max_position_embeddings=64, **SIZES["bert"] | options
+    )
+    torch.manual_seed(0)
+    whole = AutoModelForSequenceClassification.from_config(config).eval()
+    whole.save_pretrained(tmp_path / "model")
+    wordpiece.save_pretrained(tmp_path / "model")
+    pairs = SENTENCES[::-1] if texts == 2 else None
+    columns = [("sentence1", *SENTENCES), ("sentence2", *SENTENCES[::-1])] if pairs else [("sentence", *SENTENCES)]
+    path = table(tmp_path / "a.tsv", *columns, ("label", 0, 1, 1, 0))
+    found, _ = in_order(open_data(job_of(tmp_path / "model", path, "classification")).reader.batch(0))
+    encoded = wordpiece(SENTENCES, pairs, padding="max_length", truncation=True, max_length=T, return_tensors="pt")
+    assert ("token_type_ids" in found) == (family != "roberta")
+    assert all(torch.equal(tensor, encoded[name]) for name, tensor in found.items())
+    assert encoded["token_type_ids"].any() == (texts == 2)
+    if family == "roberta":
+        del encoded["token_type_ids"]
+    with torch.no_grad():
+        assert torch.equal(whole(**found).logits, whole(**encoded).logits)
 
 
 def test_names_of_classes_are_those_of_the_model(model: Model, tmp_path: Path) -> None:

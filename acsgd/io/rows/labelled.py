@@ -6,6 +6,7 @@ Shapes: T tokens per row.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from acsgd.io.rows.base import INPUT_IDS, LABELS, Row
 from acsgd.io.sampling.arrays import sample
 from acsgd.io.sampling.sampler import Ints
 from acsgd.io.sampling.tokens import Corpus
-from acsgd.tasks import IGNORED
+from acsgd.tasks import IGNORED, TOKEN_TYPES
 
 MASK = "attention_mask"
 DECODER_IDS = "decoder_input_ids"
@@ -63,19 +64,34 @@ class _ExampleRows:
 
 
 class LabelledRows(_ExampleRows):
-    """Rows with a class, int64, or a number, fp32, as label."""
+    """Rows with a class, int64, or a number, fp32, as label.
+
+    has_types: whether the model takes types of tokens. They are 0 for padding, and if the tokenizer has none.
+    """
 
     def __init__(
-        self, corpus: Corpus, sequence: int, *, padding: int, config: PreTrainedConfig, is_regression: bool
+        self,
+        corpus: Corpus,
+        sequence: int,
+        *,
+        padding: int,
+        config: PreTrainedConfig,
+        is_regression: bool,
+        has_types: bool = False,
     ) -> None:
         """Raises ValueError if the corpus has labels that the model has not."""
         super().__init__(corpus, sequence, padding=padding)
+        self._has_types = has_types
         self._labels = _values(corpus) if is_regression else _classes(corpus, config)
 
     def read(self, index: int, epoch: int = 0) -> Row:
         """Read a row."""
         start, stop = self._span(index)
-        return {**self._inputs(self.corpus.tokens[start:stop]), LABELS: self._labels[index]}
+        row = {**self._inputs(self.corpus.tokens[start:stop]), LABELS: self._labels[index]}
+        if self._has_types:
+            types = self.corpus.types
+            row[TOKEN_TYPES] = _padded([] if types is None else types[start:stop], self._sequence, 0)
+        return row
 
 
 class PairRows(_ExampleRows):
@@ -110,7 +126,7 @@ class PairRows(_ExampleRows):
         }
 
 
-def _padded(tokens: NDArray[Any], length: int, padding: int) -> Ints:
+def _padded(tokens: Sequence[int] | NDArray[Any], length: int, padding: int) -> Ints:
     padded = np.full(length, padding, dtype=np.int64)
     padded[: len(tokens)] = tokens
     return padded

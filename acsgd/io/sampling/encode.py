@@ -33,6 +33,8 @@ class Encoded(NamedTuple):
     """Number of tokens without special tokens around documents."""
     labels: Sequence[Label] = ()
     """Labels of the examples, for tasks that need them."""
+    types: NDArray[np.uint32] | None = None
+    """Type of each token, for models that tell the texts of a pair apart by it."""
     refused: Mapping[int, FormatError] = MappingProxyType({})
     """Examples that are left out because of their tokens, by index, and why."""
 

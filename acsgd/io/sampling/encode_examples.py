@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from acsgd.io.formats.base import Example
 from acsgd.io.sampling.encode import Encoded, flatten
 from acsgd.io.sources.text import excerpt
+from acsgd.tasks import TOKEN_TYPES
 
 Long = Literal["truncate", "skip", "error"]
 
@@ -22,7 +23,7 @@ class ExampleTokens(NamedTuple):
     """Tokens of an example, truncated if that is asked."""
 
     parts: tuple[list[int], ...]
-    """Tokens of the text or pair of texts, or of the prompt and of the answer."""
+    """Tokens of the text or pair of texts, and their types if the model takes them; or of prompt and answer."""
     is_long: bool
     """Whether there are more than a row may have."""
 
@@ -34,6 +35,8 @@ class _ExampleEncoder:
     """
 
     overlap = 0
+    _names: Sequence[str] = ("input_ids",)
+    """What the tokenizer returns that is needed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sequence: int, long: Long) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)  # truncation changes its state, and with it its fingerprint
@@ -55,16 +58,19 @@ class _ExampleEncoder:
 
     def _texts_of(
         self, texts: Sequence[str], pairs: Sequence[str] | None = None, *, as_target: bool = False
-    ) -> tuple[list[list[int]], list[bool]]:
-        """Return the tokens of texts, or of pairs of texts, truncated if that is asked, and which were too long."""
+    ) -> tuple[list[list[list[int]]], list[bool]]:
+        """Return the tokens of texts, or of pairs of texts, truncated if that is asked, and which were too long.
+
+        With their types, if there are any.
+        """
         options = {"return_attention_mask": False, "verbose": False}
         arguments = {"text_target": texts} if as_target else {"text": texts, "text_pair": pairs}
         with self._lock:
-            ids = self._tokenizer(**arguments, **options)["input_ids"]
-            is_long = [len(each) > self._sequence for each in ids]
+            encoded = self._tokenizer(**arguments, **options)
+            is_long = [len(each) > self._sequence for each in encoded["input_ids"]]
             if self._long == "truncate" and any(is_long):
-                ids = self._tokenizer(**arguments, **options, truncation=True, max_length=self._sequence)["input_ids"]
-        return ids, is_long
+                encoded = self._tokenizer(**arguments, **options, truncation=True, max_length=self._sequence)
+        return [encoded[name] for name in self._names], is_long
 
     def _kept(self, examples: Sequence[Example], is_long: Sequence[bool]) -> list[int]:
         """Return the indices of the examples that are kept, and count those that are too long."""
@@ -80,28 +86,45 @@ class _ExampleEncoder:
 
 
 class SequenceEncoder(_ExampleEncoder):
-    """Encodes texts, or pairs of texts in two segments, with labels."""
+    """Encodes texts, or pairs of texts in two segments, with labels.
+
+    has_types: whether the model takes types of tokens. They are those of the tokenizer, if it has any.
+    """
 
     _num_texts: int | None = None
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, sequence: int, long: Long, *, has_types: bool = False
+    ) -> None:
+        super().__init__(tokenizer, sequence, long)
+        if has_types and TOKEN_TYPES in tokenizer.model_input_names:
+            self._names = ("input_ids", TOKEN_TYPES)
+
+    @property
+    def key(self) -> str:
+        """What the tokens depend on besides the tokenizer; part of the cache key."""
+        return " ".join([super().key, *self._names[1:]])
 
     def tokenize(self, examples: Sequence[Example]) -> Sequence[ExampleTokens]:
         """Return the tokens of the one or two texts of each example. Raises ValueError if only some are pairs."""
         num_texts = len(examples[0].segments)
         _check_texts(examples, num_texts)
         columns = ([example.segments[place].text for example in examples] for place in range(num_texts))
-        return [ExampleTokens((ids,), is_long) for ids, is_long in zip(*self._texts_of(*columns), strict=True)]
+        encoded, is_long = self._texts_of(*columns)
+        return [ExampleTokens(*each) for each in zip(zip(*encoded, strict=True), is_long, strict=True)]
 
     def encode(self, examples: Sequence[Example], tokenized: Sequence[ExampleTokens]) -> Encoded:
         """Return the tokens and the labels of examples. Raises ValueError if only some are pairs."""
         self._num_texts = self._num_texts or len(examples[0].segments)
         _check_texts(examples, self._num_texts)
         kept = self._kept(examples, [each.is_long for each in tokenized])
-        parts = [tokenized[index].parts[0] for index in kept]
-        tokens = flatten(parts)
-        ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+        tokens, *types = (
+            flatten([tokenized[index].parts[place] for index in kept]) for place in range(len(self._names))
+        )
+        ends = np.cumsum([len(tokenized[index].parts[0]) for index in kept], dtype=np.int64)
         labels = [label for index in kept if (label := examples[index].label) is not None]
         assert len(labels) == len(kept)
-        return Encoded(tokens, np.ones(len(tokens), dtype=bool), ends, len(tokens), labels)
+        return Encoded(tokens, np.ones(len(tokens), dtype=bool), ends, len(tokens), labels, types[0] if types else None)
 
 
 class PairEncoder(_ExampleEncoder):
@@ -113,8 +136,8 @@ class PairEncoder(_ExampleEncoder):
         Raises ValueError if an example does not consist of a prompt and an answer.
         """
         texts = [_prompt_and_answer(example) for example in examples]
-        prompts, long_prompts = self._texts_of([prompt for prompt, _ in texts])
-        answers, long_answers = self._texts_of([answer for _, answer in texts], as_target=True)
+        [prompts], long_prompts = self._texts_of([prompt for prompt, _ in texts])
+        [answers], long_answers = self._texts_of([answer for _, answer in texts], as_target=True)
         is_long = [a or b for a, b in zip(long_prompts, long_answers, strict=True)]
         return [ExampleTokens(*each) for each in zip(zip(prompts, answers, strict=True), is_long, strict=True)]
 

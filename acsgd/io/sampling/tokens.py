@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 TOKENS, OFFSETS, TARGETS, LABELS, ABOUT = "tokens.npy", "offsets.npy", "targets.npy", "labels.npy", "about.json"
+TYPES = "types.npy"
 """Files of a cache entry: the arrays of a Corpus, and the fields of TokenStats. TARGETS is absent if all tokens are
-targets, LABELS if there are none."""
+targets, LABELS and TYPES if there are none."""
 
 FORMAT = 10
 """Version of the format of a token cache entry; part of every cache key."""
@@ -57,6 +58,8 @@ class Corpus(NamedTuple):
     """Names of the labels; empty if they are numbers."""
     target_fraction: float = 1.0
     """Fraction of the tokens that are targets."""
+    types: Array | None = None
+    """Type of each token, for models that tell the texts of a pair apart by it."""
     notes: tuple[str, ...] = ()
     """Sentences for the user: on the format of the records, and on those skipped as unreadable."""
 
@@ -70,7 +73,7 @@ class Corpus(NamedTuple):
     def fingerprint(self) -> tuple[object, ...]:
         """Return values that differ between hosts with different texts: lengths and samples."""
         arrays = [self.tokens] if self.targets is None else [self.tokens, self.targets, self.offsets]
-        arrays += [] if self.labels is None else [self.labels]
+        arrays += [array for array in (self.labels, self.types) if array is not None]
         return tuple(part for array in arrays for part in (len(array), array[sample(array)].tolist()))
 
 
@@ -168,13 +171,15 @@ def _read_entry(path: Path, source: Source) -> tuple[Corpus, int]:
     """Return the corpus in a cache entry, and its largest token. Raises CorruptFileError."""
     entry = Entry(path)
     tokens, offsets = (ArrayFile(entry, name) for name in (TOKENS, OFFSETS))
-    targets, labels = (ArrayFile(entry, name) if name in entry else None for name in (TARGETS, LABELS))
+    targets, labels, types = (ArrayFile(entry, name) if name in entry else None for name in (TARGETS, LABELS, TYPES))
     tokens.verify_sample()
     about = entry.file(ABOUT)
     stats = TokenStats(**json.loads(about.read(0, about.size)))
     classes, notes = tuple(stats.classes), stats.notes(source)
     fraction = stats.targets / len(tokens)
-    corpus = Corpus(source.name, path.name, tokens, offsets, targets, stats.overlap, labels, classes, fraction, notes)
+    corpus = Corpus(
+        source.name, path.name, tokens, offsets, targets, stats.overlap, labels, classes, fraction, types, notes
+    )
     return corpus, stats.largest
 
 
@@ -205,6 +210,7 @@ def tokenize(
         ArrayWriter(directory / OFFSETS, np.dtype("<i8")) as offsets,
         ArrayWriter(directory / TARGETS, np.dtype("u1")) as targets,
         ArrayWriter(directory / LABELS, np.dtype("<f8")) as labels,
+        ArrayWriter(directory / TYPES, np.dtype("u1")) as types,
         report_if_slow(print_note, describe),
     ):
         offsets.append(np.zeros(1))
@@ -219,10 +225,14 @@ def tokenize(
             tokens.append(encoded.tokens)
             targets.append(encoded.targets)
             labels.append(_numbers(source, encoded.labels, classes))
+            if encoded.types is not None:
+                types.append(encoded.types)
     if num_targets == tokens.length:
         (directory / TARGETS).unlink()
     if not labels.length:
         (directory / LABELS).unlink()
+    if not types.length:
+        (directory / TYPES).unlink()
     skipped, too_long = counts.summary(), encoder.note
     if not num_of_text:
         raise ValueError(_no_token(source, tokenizer, [clause for clause in (skipped, too_long) if clause]))
