@@ -54,6 +54,6 @@ def run(config: Config, launch: Launch, store: dist.Store, context: RunContext, 
     lock = stack.enter_context(RunLock(leases_of(job)))
     context.cleanup = lock.release  # before the first lease is acquired: from then on, any rank may fail
     lock.acquire(groups, config.run.timeout)
-    inputs = open_inputs(job)
+    inputs = open_inputs(job, groups)
     groups.wait_for_all("opening the inputs", timeout_s=TIMEOUT_S)  # as long as another host may tokenize
     train(job, inputs, groups, lock, on_start=context.start_training)

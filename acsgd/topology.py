@@ -130,8 +130,22 @@ class Groups:
             raise type(error)(f"{where}: {error}", awaited=error.awaited) from error
         return texts
 
+    def publish_text(self, name: str, text: str) -> None:
+        """Store a text of rank 0, once per run, for the ranks that call `published_text`."""
+        self.store.set(_published_key(name, self.run_id), text)
+
+    def published_text(self, name: str, *, timeout_s: float) -> str:
+        """Wait for a text that rank 0 publishes. Raises errors as `all_gather_text` does."""
+        key = _published_key(name, self.run_id)
+        try:
+            self._wait_for([key], timeout_s)
+        except RunError as error:
+            where = f"rank {dist.get_rank()} on {socket.gethostname()}: {name}"
+            raise type(error)(f"{where}: {error}", awaited=error.awaited) from error
+        return self.store.get(key)
+
     def _wait_for(self, keys: list[str], timeout_s: float) -> None:
-        """Wait until the store has the keys of all ranks."""
+        """Wait until the store has the keys of the first ranks, or of all."""
         deadline, watch = time.monotonic() + timeout_s, PeerWatch(self.store, self.timeout_s)
         while not self._has_all(keys, within_s=heartbeat_interval_s(self.timeout_s)):
             missing = [rank for rank, key in enumerate(keys) if not self.store.has(key)]
@@ -256,6 +270,10 @@ def published_host(store: StoreClient, rank: int) -> str:
 
 def _host_key(rank: int) -> str:
     return f"acsgd/host/{rank}"
+
+
+def _published_key(name: str, run_id: str) -> str:
+    return f"acsgd/published/{run_id}/{name}"
 
 
 def _text_key(name: str, number: int, rank: int) -> str:

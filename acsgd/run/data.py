@@ -9,8 +9,10 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from acsgd.config.options import Config, OptimConfig
+from acsgd.io.cache import TIMEOUT_S
 from acsgd.io.rows.base import RowReader, Rows
 from acsgd.io.rows.concat import ConcatRows
+from acsgd.io.rows.described import describe, described
 from acsgd.io.rows.documents import DocumentRows
 from acsgd.io.rows.labelled import LabelledRows, PairRows
 from acsgd.io.rows.layout import open_layout
@@ -26,6 +28,10 @@ from acsgd.io.sources.sources import WeightedSource
 from acsgd.run.job import Job
 from acsgd.shards.tokenizer import padding_id
 from acsgd.tasks import TOKEN_TYPES
+from acsgd.topology import Groups
+
+ROWS = "properties of the rows"
+"""Name of the text that rank 0 publishes."""
 
 
 class Data(NamedTuple):
@@ -40,13 +46,19 @@ class Data(NamedTuple):
     """Sentences on the number of steps, and on sources whose sequences are trained on more than once."""
 
 
-def open_data(job: Job) -> Data:
+def open_data(job: Job, groups: Groups | None = None) -> Data:
     """Open the sources of a job. Tokenizes text into the cache if it is not there yet.
 
-    Raises ValueError if a source cannot be read or is too short.
+    groups: of a run, in which ranks that need no tokens get the properties of the rows from rank 0, which always needs
+    some. Raises ValueError if a source cannot be read or is too short.
     """
     config, topology = job.config, job.topology
-    rows = _open_rows(job, [*job.sources, *job.eval_sources])
+    if groups is None or job.wants_inputs or _wants_labels(job):
+        rows = _open_rows(job, [*job.sources, *job.eval_sources])
+        if groups is not None and topology.rank == 0:
+            groups.publish_text(ROWS, describe(rows))
+    else:
+        rows = [*described(groups.published_text(ROWS, timeout_s=TIMEOUT_S))]
     training, separate = (_reader_of(job, part) for part in (rows[: len(job.sources)], rows[len(job.sources) :]))
     fraction = config.data.eval_fraction
     sampler = Sampler(
@@ -121,8 +133,12 @@ def _open_rows(job: Job, sources: Sequence[WeightedSource]) -> list[Rows]:
 
 def _reader_of(job: Job, rows: Sequence[Rows]) -> RowReader:
     """Return the reader of what this rank needs of some rows."""
-    wants_labels = len(job.specs) - 1 in job.stages
-    return RowReader(rows, job.config.pp.micro, wants_inputs=job.wants_inputs, wants_labels=wants_labels)
+    return RowReader(rows, job.config.pp.micro, wants_inputs=job.wants_inputs, wants_labels=_wants_labels(job))
+
+
+def _wants_labels(job: Job) -> bool:
+    """Whether this rank computes the loss."""
+    return len(job.specs) - 1 in job.stages
 
 
 def _encoder_of(job: Job, tokenizer: PreTrainedTokenizerBase) -> Encoder:

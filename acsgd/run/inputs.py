@@ -27,6 +27,7 @@ from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.load import RandomWeights, WeightSource
 from acsgd.shards.manifest import MANIFEST, VERSION, StoredFile
 from acsgd.shards.tokenizer import DocumentTokens, SpecialTokens, name_tokens, padding_id
+from acsgd.topology import Groups
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,14 @@ class Inputs:
         return self.reader.fingerprint() + repr((self.held_out and self.held_out.fingerprint(), self.steps, steps))
 
 
-def open_inputs(job: Job) -> Inputs:
+def open_inputs(job: Job, groups: Groups | None = None) -> Inputs:
     """Find and check the inputs of a job. Verified layers, tokens and converted weights get into the cache if need be.
 
-    Writes nothing else. Raises ValueError if an input is missing or invalid, or if a checkpoint has another identity.
+    Writes nothing else. groups: as of `open_data`. Raises ValueError if an input is missing or invalid, or if a
+    checkpoint has another identity.
     """
     _keep_layers(job)
-    reader, held, steps, notes = open_data(job)
+    reader, held, steps, notes = open_data(job, groups)
     data = job.config.data
     identity = RunIdentity.of(
         job.model.config,

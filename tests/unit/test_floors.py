@@ -187,6 +187,7 @@ ORDER = """
     io.sampling.pipeline
     io.sampling.tokens
     io.rows.base
+    io.rows.described
     io.rows.concat
     io.rows.best_fit
     io.rows.objectives
