@@ -41,6 +41,8 @@ class StepReport(NamedTuple):
     """This rank's part of the loss that backward started from, without the loss scale."""
     targets: float
     """Target tokens; 0 on ranks without the last stage."""
+    tokens: float
+    """Input tokens, without padding; 0 on ranks without the last stage."""
     squared_grad_norm: float
     """Squared norm of this rank's gradients as backward left them."""
     pp_forward_bytes: float
@@ -49,6 +51,7 @@ class StepReport(NamedTuple):
     in_flight_s: float
     waited_s: float
     peak_memory_bytes: float
+    data_wait_s: float
     stop_votes: float = 0.0
     save_votes: float = 0.0
     failed_saves: float = 0.0
@@ -62,6 +65,8 @@ class StepSummary:
     """Sum over all ranks."""
     targets: float
     """Sum over all ranks."""
+    tokens: int
+    """Sum over all ranks."""
     replica_targets: list[float]
     """Target tokens of each replica."""
     replica_squared_norms: list[float]
@@ -74,6 +79,8 @@ class StepSummary:
     Waiting for a peer that still computes (the pipeline bubble) counts as waiting."""
     peak_memory_bytes: int
     """Maximum over the ranks of this pipeline."""
+    data_wait_s: float
+    """Maximum over all ranks."""
     stop: bool
     """Whether any rank votes to stop."""
     save: bool
@@ -91,6 +98,7 @@ class StepSummary:
         return cls(
             loss=total.loss,
             targets=total.targets,
+            tokens=int(total.tokens),
             replica_targets=[replica.targets for replica in replicas],
             replica_squared_norms=[replica.squared_grad_norm for replica in replicas],
             pp_forward_bytes=int(total.pp_forward_bytes),
@@ -98,6 +106,7 @@ class StepSummary:
             dp_bytes=int(total.dp_bytes),
             hidden_share=1.0 - total.waited_s / total.in_flight_s if total.in_flight_s else 1.0,
             peak_memory_bytes=int(largest.peak_memory_bytes),
+            data_wait_s=StepReport(*rows.amax(0).tolist()).data_wait_s,
             stop=total.stop_votes > 0,
             save=total.save_votes > 0,
             failed_save=total.failed_saves > 0,

@@ -51,7 +51,8 @@ class StepResult(NamedTuple):
             step=progress.step,
             loss=self.loss if math.isfinite(self.loss) else None,
             tokens=progress.tokens,
-            tokens_per_s=summary.targets / step_s,
+            tokens_per_s=summary.tokens / step_s,
+            targets_per_s=summary.targets / step_s,
             step_s=step_s,
             lr=self.lr,
             grad_norm=self.grad_norm if math.isfinite(self.grad_norm) else None,
@@ -63,6 +64,7 @@ class StepResult(NamedTuple):
             skipped=progress.skipped,
             loss_scale=progress.loss_scale.value,
             save_stall_s=save_stall_s,
+            data_wait_s=summary.data_wait_s,
             evaluation=evaluation,
         )
 
@@ -97,6 +99,7 @@ class Session:
         report = StepReport(
             loss=float(loss),
             targets=0.0 if batch.labels is None else float((batch.labels != -100).sum()),
+            tokens=0.0 if batch.labels is None else float(batch.num_tokens),
             squared_grad_norm=squared_norm(self.weights),
             pp_forward_bytes=self.forward_meter.sent_bytes,
             pp_backward_bytes=self.backward_meter.sent_bytes,
@@ -104,6 +107,7 @@ class Session:
             in_flight_s=sum(meter.in_flight_s for meter in meters),
             waited_s=sum(meter.waited_s for meter in meters),
             peak_memory_bytes=self.job.streams.peak_memory_bytes(),
+            data_wait_s=batch.wait_s,
             stop_votes=votes.stop,
             save_votes=votes.save,
             failed_saves=votes.failed_save,

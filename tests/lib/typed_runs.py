@@ -123,7 +123,8 @@ def train_run(config: Config, launch: Launch, store: dist.Store) -> None:
         fresh = not candidates.checkpoints
         source = open_weight_source(job) if fresh else None
         caches = plan_activation_caches(job, SAMPLES, run_id=identity.digest(), fresh=fresh)
-        train.train(job, Inputs(drawn, drawn, identity, candidates, source, caches, ""), groups, RunLock([]))
+        inputs = Inputs(drawn, drawn, identity, candidates, source, caches, "", job.config.optim.num_steps, ())
+        train.train(job, inputs, groups, RunLock([]))
 
 
 def fill_cache(config: Config, world_size: int) -> None:

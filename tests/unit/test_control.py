@@ -13,7 +13,7 @@ from acsgd.run.control import NO_VOTES, StepReport, StepSummary, Votes
 from acsgd.run.session import Session
 from acsgd.topology import Topology
 
-REPORT = StepReport(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+REPORT = StepReport(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Instant:
@@ -27,7 +27,7 @@ def summarize(reports: list[StepReport], *, rank: int = 0, stages: int = 1) -> S
 
 
 def test_a_report_counts_targets_and_bytes_and_resets_the_meters() -> None:
-    batch: Any = SimpleNamespace(labels=torch.tensor([[[3, -100], [5, 1]]]))
+    batch: Any = SimpleNamespace(labels=torch.tensor([[[3, -100], [5, 1]]]), num_tokens=4, wait_s=0.5)
     stages: Any = {n: SimpleNamespace(sync=SimpleNamespace(meter=Meter(sent_bytes=n))) for n in (30, 40)}
     job: Any = SimpleNamespace(streams=SimpleNamespace(peak_memory_bytes=lambda: 5))
     unused: Any = None
@@ -36,12 +36,13 @@ def test_a_report_counts_targets_and_bytes_and_resets_the_meters() -> None:
     session = Session(job, unused, stages, [], unused, unused, forward, backward)
     report = session.report(torch.tensor(1.5), batch, Votes(stop=True))
     assert (report.loss, report.targets, report.squared_grad_norm, report.peak_memory_bytes) == (1.5, 3.0, 0.0, 5)
+    assert (report.tokens, report.data_wait_s) == (4, 0.5)
     assert (report.pp_forward_bytes, report.pp_backward_bytes, report.dp_bytes) == (10, 20, 70)
     assert report.in_flight_s > report.waited_s >= 0
     assert (report.stop_votes, report.save_votes, report.failed_saves) == (1, 0, 0)
     batch.labels = None
     again = session.report(torch.tensor(0.0), batch, NO_VOTES)
-    assert again == REPORT._replace(peak_memory_bytes=5)
+    assert again == REPORT._replace(peak_memory_bytes=5, data_wait_s=0.5)
 
 
 def test_the_hidden_share_is_the_fraction_of_transfer_time_not_spent_waiting() -> None:
@@ -63,12 +64,13 @@ def test_one_vote_is_enough() -> None:
 @pytest.mark.parametrize("replica", [0, 1])
 def test_totals_are_of_all_ranks_and_norms_of_each_replica(replica: int) -> None:
     reports = [
-        StepReport(n, 10.0 * n, 100.0 * n, 1.0, 2.0, 3.0, 0.0, 0.0, peak_memory_bytes=memory)
+        StepReport(n, 10.0 * n, 20.0 * n, 100.0 * n, 1.0, 2.0, 3.0, 0.0, 0.0, memory, data_wait_s=memory / 4)
         for n, memory in ((1, 7), (2, 9), (3, 8), (4, 6))
     ]
     summary = summarize(reports, rank=2 * replica + 1, stages=2)
-    assert (summary.loss, summary.targets) == (10.0, 100.0)
+    assert (summary.loss, summary.targets, summary.tokens) == (10.0, 100.0, 200)
     assert summary.replica_targets == [30.0, 70.0]
     assert summary.replica_squared_norms == [300.0, 700.0]
     assert (summary.pp_forward_bytes, summary.pp_backward_bytes, summary.dp_bytes) == (4, 8, 12)
     assert summary.peak_memory_bytes == (9, 8)[replica], "the maximum of this pipeline"
+    assert summary.data_wait_s == 9 / 4, "the maximum of all ranks"

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import threading
+import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
@@ -665,6 +666,26 @@ def test_reading_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         for step, _ in zip(range(4), dataset, strict=False):
             assert max(read) <= step + 2
     assert read == sorted(read)
+
+
+def test_the_time_that_training_waits_for_a_batch_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_read, ends, original = threading.Event(), list[float](), BatchReader.batch
+
+    def read(self: BatchReader, step: int) -> Batch:
+        assert step < 2 or may_read.wait(60)
+        batch = original(self, step)
+        ends.append(time.perf_counter())
+        return batch
+
+    monkeypatch.setattr(BatchReader, "batch", read)
+    with Dataset(reader(range(6)), range(4), ahead=1) as dataset:
+        next(dataset)
+        next(dataset)
+        threading.Timer(0.05, may_read.set).start()
+        started = time.perf_counter()
+        waited = next(dataset).wait_s
+        assert ends[2] - started <= waited <= time.perf_counter() - started
+        assert waited > 0.01
 
 
 def test_the_memory_for_reading_is_bounded() -> None:

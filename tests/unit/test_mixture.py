@@ -180,13 +180,30 @@ def losses_of(config: Config) -> list[tuple[float, float]]:
     return [(line["loss"], line["lr"]) for line in map(json.loads, lines)]
 
 
+def check_rates(config: Config) -> None:
+    """Check that metrics.jsonl counts tokens without padding, and of these the targets, in each step."""
+    reader = open_data(prepare(config, Launch())).reader
+    [rows] = reader.rows.rows
+    lines = (Path(config.log.dir) / "metrics.jsonl").read_text().splitlines()
+    totals = np.zeros(2)
+    for step, line in enumerate(map(json.loads, lines)):
+        drawn = [rows.read(int(row)) for row in reader.sampler.samples(step).indices]
+        tokens = sum(int((row["input_ids"] != 0).sum()) for row in drawn)  # 0 is padding
+        targets = sum(int((row["labels"] != IGNORED).sum()) for row in drawn)
+        counted = [line[f"{unit}_per_s"] * line["step_s"] for unit in ("tokens", "targets")]
+        assert counted == pytest.approx([tokens, targets])
+        totals += [targets, tokens]
+        assert 0 < line["data_wait_s"] < line["step_s"]
+    assert 0 < totals[0] < totals[1] < len(lines) * 2 * 32, "some tokens are prompts, some padding"
+
+
 def test_a_run_of_epochs_is_that_of_as_many_steps(
     tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bit for bit, from the learning rate to the last checkpoint; also if it is extended, and if it is resumed."""
     path = write_sources(tmp_path)["b"]
     small = small_run(tiny_model("gpt2", **SMALL), tmp_path / "runs" / "steps", steps=10)
-    data = dataclasses.replace(small.data, sources=str(path), rows="single", eval_fraction=0.2)  # 8 sequences of 16
+    data = dataclasses.replace(small.data, sources=str(path), rows="single", sequence=32, eval_fraction=0.2)
     steps = dataclasses.replace(small, data=data, log=dataclasses.replace(small.log, to="jsonl,print"))
 
     def of_epochs(epochs: float, name: str) -> Config:
@@ -196,13 +213,14 @@ def test_a_run_of_epochs_is_that_of_as_many_steps(
 
     rows = open_data(prepare(steps, Launch())).reader.sampler.sizes[0]
     train_alone(steps)
-    train_alone(of_epochs(20 / rows, "epochs"))
+    train_alone(of_epochs(19.5 / rows, "epochs"))
     assert f"done: step 10 of 10, {tmp_path}/runs/epochs" in capsys.readouterr().out
     assert losses_of(of_epochs(1.0, "epochs")) == losses_of(steps)
+    check_rates(steps)
 
     written = parse([str(tmp_path / "runs" / "epochs" / "config.toml")])
-    assert (written.optim.steps, written.optim.epochs) == (None, 20 / rows), "it can be started again"
-    train_alone(dataclasses.replace(written, optim=dataclasses.replace(written.optim, epochs=24 / rows)))
+    assert (written.optim.steps, written.optim.epochs) == (None, 19.5 / rows), "it can be started again"
+    train_alone(dataclasses.replace(written, optim=dataclasses.replace(written.optim, epochs=23.5 / rows)))
     assert [rate for _, rate in losses_of(written)[:10]] == [rate for _, rate in losses_of(steps)]
     assert len(losses_of(written)) == 12
     assert "resuming from " in (printed := capsys.readouterr().out)

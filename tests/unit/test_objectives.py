@@ -138,7 +138,7 @@ def test_rows_hold_every_document(kind: Kind, sequence: int) -> None:
     found = Counter[int]()
     for index, epoch in itertools.product(range(len(rows)), range(2)):
         row = rows.read(index, epoch)
-        assert all(len(values) == sequence for values in row.values())
+        assert len(row[INPUT_IDS]) == len(row[LABELS]) == len(row[PREFIXES]) == sequence
         for part in np.unique(row[PREFIXES][row[PREFIXES] != NO_PREFIX]):
             first, *_, last = (*np.flatnonzero(row[PREFIXES] == part),) * 2
             assert (row[PREFIXES][first : last + 1] == part).all()

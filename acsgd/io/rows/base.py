@@ -18,11 +18,11 @@ from acsgd.io.sampling.sampler import Ints
 from acsgd.io.sampling.tokens import Corpus
 from acsgd.tasks import IGNORED
 
-INPUT_IDS, LABELS = "input_ids", "labels"
-"""Names of the tokens and of the labels in a row."""
+INPUT_IDS, LABELS, LENGTH = "input_ids", "labels", "length"
+"""Names of the tokens, of the labels, and of the number of input tokens without padding in a row."""
 
 Row = Mapping[str, NDArray[Any]]
-"""Inputs of the model, and LABELS, of one sample by name. An array has the same shape in every row."""
+"""Inputs of the model, LABELS and LENGTH of one sample by name. An array has the same shape in every row."""
 
 
 class Rows(Protocol):
@@ -56,6 +56,8 @@ class RowTensors(NamedTuple):
     """Inputs of the model by name; None if they are not wanted."""
     labels: Tensor | None
     """Labels; None if they are not wanted."""
+    num_tokens: int
+    """Number of input tokens, without padding; 0 if neither is wanted."""
 
 
 def read_window(corpus: Corpus, start: int, stop: int) -> tuple[Ints, Ints]:
@@ -93,13 +95,14 @@ class RowReader:
         epochs: number of earlier epochs of each row. Default: 0.
         """
         if not (self.wants_inputs or self.wants_labels):
-            return RowTensors(None, None)
+            return RowTensors(None, None, 0)
         places = zip(sources, indices, np.zeros_like(indices) if epochs is None else epochs, strict=True)
-        rows = [self.rows[source].read(int(index), int(epoch)) for source, index, epoch in places]
+        rows = [dict(self.rows[source].read(int(index), int(epoch))) for source, index, epoch in places]
+        num_tokens = sum(int(row.pop(LENGTH)) for row in rows)
         names = [name for name in rows[0] if (self.wants_labels if name == LABELS else self.wants_inputs)]
         tensors = {name: self._in_micros(np.stack([row[name] for row in rows])) for name in names}
         labels = tensors.pop(LABELS, None)
-        return RowTensors(tensors if self.wants_inputs else None, labels)
+        return RowTensors(tensors if self.wants_inputs else None, labels, num_tokens)
 
     def _in_micros(self, rows: NDArray[Any]) -> Tensor:
         return torch.from_numpy(rows).unflatten(0, (-1, self.micro))

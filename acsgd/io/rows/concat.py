@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from acsgd.io.rows.base import INPUT_IDS, LABELS, Row, read_window
+import numpy as np
+
+from acsgd.io.rows.base import INPUT_IDS, LABELS, LENGTH, Row, read_window
 from acsgd.io.sampling.tokens import Corpus
 
 
@@ -43,4 +45,4 @@ class ConcatRows:
     def read(self, index: int, epoch: int = 0) -> Row:
         """Read a row: row i has the tokens i T .. (i + 1) T inclusive, of which the first is no target."""
         tokens, labels = read_window(self.corpus, index * self._sequence, (index + 1) * self._sequence)
-        return {INPUT_IDS: tokens, LABELS: labels}
+        return {INPUT_IDS: tokens, LABELS: labels, LENGTH: np.array(len(tokens))}

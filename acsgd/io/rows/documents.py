@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from acsgd.io.rows.base import INPUT_IDS, LABELS, Row, read_window
+from acsgd.io.rows.base import INPUT_IDS, LABELS, LENGTH, Row, read_window
 from acsgd.io.rows.layout import Layout
 from acsgd.io.rows.objectives import CAUSAL, Objective
 from acsgd.io.sampling.arrays import sample
@@ -71,6 +71,6 @@ class DocumentRows:
             documents[here] = document
             prefixes[place : place + part.prefix] = document
             place = here.stop
-        row = {INPUT_IDS: tokens, LABELS: labels}
+        row = {INPUT_IDS: tokens, LABELS: labels, LENGTH: np.array(place)}
         row |= {DOCUMENTS: documents} if self._isolate else {}
         return row | {PREFIXES: prefixes} if self._objective.has_prefix else row

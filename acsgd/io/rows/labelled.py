@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-from acsgd.io.rows.base import INPUT_IDS, LABELS, Row
+from acsgd.io.rows.base import INPUT_IDS, LABELS, LENGTH, Row
 from acsgd.io.sampling.arrays import sample
 from acsgd.io.sampling.sampler import Ints
 from acsgd.io.sampling.tokens import Corpus
@@ -88,6 +88,7 @@ class LabelledRows(_ExampleRows):
         """Read a row."""
         start, stop = self._span(index)
         row = {**self._inputs(self.corpus.tokens[start:stop]), LABELS: self._labels[index]}
+        row[LENGTH] = np.array(stop - start)
         if self._has_types:
             types = self.corpus.types
             row[TOKEN_TYPES] = _padded([] if types is None else types[start:stop], self._sequence, 0)
@@ -123,6 +124,7 @@ class PairRows(_ExampleRows):
             **self._inputs(tokens[:prompt]),
             DECODER_IDS: _padded(entering, self._sequence, self._padding),
             LABELS: _padded(answer, self._sequence, IGNORED),
+            LENGTH: np.array(stop - start),
         }
 
 

@@ -5,6 +5,7 @@ Shapes: M micro-batches of the replica, B sequences per micro-batch, T tokens pe
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -36,6 +37,10 @@ class Batch:
     """Indices of the micro-batches in the global batch."""
     upcoming_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """Sample ids of the replica's next batch, int64 [M, B], on the host; used to prefetch cache entries."""
+    num_tokens: int = 0
+    """Number of input tokens, without padding; 0 on stages that need neither inputs nor labels."""
+    wait_s: float = 0.0
+    """Time for which training waited for the batch to be read, seconds."""
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch with inputs and labels on `device`."""
@@ -65,9 +70,9 @@ class BatchReader:
     def batch(self, step: int) -> Batch:
         """Return the batch of a step, counted from 0, as new tensors."""
         sources, indices, ids, epochs = (field[self._mine] for field in self.sampler.samples(step).dealt())
-        inputs, labels = self.rows.read(sources, indices, epochs)
+        inputs, labels, num_tokens = self.rows.read(sources, indices, epochs)
         upcoming = self.sampler.samples(step + 1).dealt().ids[self._mine]
-        return Batch(inputs, labels, self._in_micros(ids), self.micros, self._in_micros(upcoming))
+        return Batch(inputs, labels, self._in_micros(ids), self.micros, self._in_micros(upcoming), num_tokens)
 
     @property
     def _mine(self) -> slice:
@@ -92,7 +97,12 @@ class Dataset:
         self._batches = read_ahead(reader.batch, steps, ahead)
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._batches
+        return self
+
+    def __next__(self) -> Batch:
+        started = time.perf_counter()
+        batch = next(self._batches)
+        return replace(batch, wait_s=time.perf_counter() - started)
 
     def __enter__(self) -> Dataset:
         return self

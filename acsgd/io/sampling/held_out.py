@@ -113,7 +113,7 @@ class HeldOut:
         """Read micro-batches; positions from `end` on in the held-out set are padding."""
         positions = np.arange(micro_ids.start * self.rows.micro, micro_ids.stop * self.rows.micro)
         sample_ids = torch.from_numpy(np.minimum(positions, end - 1)).view(len(micro_ids), self.rows.micro)
-        inputs, labels = self.rows.read(*self._locate(sample_ids.flatten().numpy()))
+        inputs, labels, _ = self.rows.read(*self._locate(sample_ids.flatten().numpy()))
         if labels is not None:
             labels.flatten(0, 1)[positions >= end] = IGNORED
         return Batch(inputs, labels, sample_ids, micro_ids)

@@ -19,7 +19,7 @@ class Record(NamedTuple):
     tokens: int
     """Number of target tokens trained on since the start of the run."""
     tokens_per_s: float
-    """Target tokens of the step, per second."""
+    """Input tokens of the step without padding, masked ones too, per second."""
     step_s: float
     """Duration of the step, without evaluation and checkpoint, seconds."""
     lr: float
@@ -42,6 +42,10 @@ class Record(NamedTuple):
     """fp16 loss scale of the next step."""
     save_stall_s: float = 0.0
     """Time in which training waited for a checkpoint, seconds."""
+    data_wait_s: float = 0.0
+    """Time of the step in which a rank waited for its batch to be read, seconds; maximum over all ranks."""
+    targets_per_s: float = 0.0
+    """Target tokens of the step, per second."""
     evaluation: Scores = MappingProxyType({})
     """Metrics of the held-out data after the update; empty = not evaluated."""
 
