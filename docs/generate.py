@@ -105,6 +105,7 @@ def commands() -> str:
         "acsgd generate": lambda: cli.run(["generate", "--help"]),
         "acsgd data show": lambda: cli.run(["data", "show", "--help"]),
         "acsgd data check": lambda: cli.run(["data", "check", "--help"]),
+        "acsgd data dedup": lambda: cli.run(["data", "dedup", "--help"]),
         "acsgd convert to-hf": lambda: cli.run(["convert", "to-hf", "--help"]),
         "acsgd convert from-hf": lambda: cli.run(["convert", "from-hf", "--help"]),
         "acsgd convert from-legacy": lambda: cli.run(["convert", "from-legacy", "--help"]),

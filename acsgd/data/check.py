@@ -15,30 +15,14 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from acsgd.config.options import DataConfig
+from acsgd.data.findings import Finding
 from acsgd.data.opened import open_sources
 from acsgd.io.sampling.encode import DocumentEncoder
 from acsgd.io.sampling.pipeline import Part, encode_source, progress
 from acsgd.io.sources.base import RecordCounts, Source
 from acsgd.notes import print_note, report_if_slow
 
-MAX_SHOWN = 10
-"""Number of records of each finding that are named."""
 BAR_CHARS = 40
-
-
-@dataclass
-class Finding:
-    """Records with something in common."""
-
-    count: int = 0
-    first: list[str] = field(default_factory=list)
-    """Descriptions of the first of them."""
-
-    def add(self, description: str) -> None:
-        """Count a record."""
-        self.count += 1
-        if len(self.first) < MAX_SHOWN:
-            self.first.append(description)
 
 
 @dataclass
@@ -149,7 +133,5 @@ def _print(report: Report, console: Console) -> None:
     console.print(table)
     for name, finding in report.findings.items():
         console.print(Text(f"{name}: {finding.count:,}", style="bold" if finding.count else ""))
-        for each in finding.first:
-            console.print(Text(f"  {each}"))
-        if finding.count > len(finding.first):
-            console.print(Text(f"  ... and {finding.count - len(finding.first):,} more"))
+        for line in finding.lines():
+            console.print(Text(line))

@@ -1,10 +1,11 @@
-"""The commands `acsgd data show` and `acsgd data check`. Imports no torch, which takes seconds."""
+"""The commands `acsgd data show`, `check` and `dedup`. Imports no torch, which takes seconds."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -76,11 +77,40 @@ class Check(DataOptions):
 
 
 @dataclass(frozen=True)
+class Dedup:
+    """Write all records but the duplicates of earlier ones, in their order, to a new file of JSON lines."""
+
+    source: tyro.conf.Positional[str]
+    """Sources, as data.sources of a run."""
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
+    """File to write, *.jsonl; must not exist. Lines of JSON files are written as they are."""
+    near: Annotated[float, Range(0, 1, above=True)] | None = None
+    """Similarity from which records are near-duplicates: of all sets of 5 consecutive words, the share that two records
+    have in common, such as 0.8. Needs the extra "dedup". Default: only equal records are duplicates."""
+    on: str | None = None
+    """Names of the fields that are compared, comma-separated. Default: all, except for identifiers, addresses and
+    metadata."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What an unreadable record does: "stop" ends the command and names it; "skip" leaves it out and counts it."""
+
+    def run(self) -> None:
+        """Write the records and print a report."""
+        for error in out_of_range(self):
+            raise ValueError(f"--{error}")
+        from acsgd.data.dedup import dedup
+
+        names = [name.strip() for name in self.on.split(",")] if self.on is not None else []
+        dedup(self.source, self.output, names, self.near, self.on_error)
+
+
+@dataclass(frozen=True)
 class Data:
-    """Show or check data before a run."""
+    """Show, check or deduplicate data before a run."""
 
     action: tyro.conf.OmitSubcommandPrefixes[
-        Annotated[Show, tyro.conf.subcommand("show")] | Annotated[Check, tyro.conf.subcommand("check")]
+        Annotated[Show, tyro.conf.subcommand("show")]
+        | Annotated[Check, tyro.conf.subcommand("check")]
+        | Annotated[Dedup, tyro.conf.subcommand("dedup")]
     ]
 
     def run(self) -> None:

@@ -239,9 +239,11 @@ ORDER = """
     generation.output
     generation.chat
     generation.command
+    data.findings
     data.opened
     data.show
     data.check
+    data.dedup
     data.command
     cli
 """

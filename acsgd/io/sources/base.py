@@ -37,6 +37,8 @@ class Record(NamedTuple):
     """File and line, for messages."""
     ends_document: bool = True
     """False for a piece of a text file that is too long to be tokenized at once, unless it is the last one."""
+    line: str | None = None
+    """Line of a file of JSON lines, without its end."""
 
 
 class BadRecord(NamedTuple):

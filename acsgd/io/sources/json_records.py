@@ -34,7 +34,8 @@ def read_json_lines(path: Path, name: str, key: str, counts: RecordCounts) -> It
             if isinstance(fields, LineError):
                 yield BadRecord(f"{name}, line {number}", *fields)
             elif fields is not None:
-                yield Record(fields, f"{name}, line {number}")
+                assert isinstance(line, str)
+                yield Record(fields, f"{name}, line {number}", line=line.removesuffix("\n"))
 
 
 def read_json(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
