@@ -6,28 +6,16 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from transformers import PreTrainedTokenizerBase
-
 from acsgd.config.options import Config, OptimConfig
 from acsgd.io.cache import TIMEOUT_S
 from acsgd.io.rows.base import RowReader, Rows
-from acsgd.io.rows.concat import ConcatRows
 from acsgd.io.rows.described import describe, described
-from acsgd.io.rows.documents import DocumentRows
-from acsgd.io.rows.labelled import LabelledRows, PairRows
-from acsgd.io.rows.layout import open_layout
-from acsgd.io.rows.objectives import CAUSAL, Objective, PrefixLM
-from acsgd.io.rows.ul2r import UL2R, denoising_tokens
 from acsgd.io.sampling.batches import BatchReader
-from acsgd.io.sampling.encode import DocumentEncoder, Encoder
-from acsgd.io.sampling.encode_examples import PairEncoder, SequenceEncoder
 from acsgd.io.sampling.held_out import HeldOut, held_out, split
 from acsgd.io.sampling.sampler import Sampler, block_counts
-from acsgd.io.sampling.tokens import Corpus, tokenize_all
 from acsgd.io.sources.sources import WeightedSource
 from acsgd.run.job import Job
-from acsgd.shards.tokenizer import padding_id
-from acsgd.tasks import TOKEN_TYPES
+from acsgd.run.rows import RowMaker
 from acsgd.topology import Groups
 
 ROWS = "properties of the rows"
@@ -54,7 +42,7 @@ def open_data(job: Job, groups: Groups | None = None) -> Data:
     """
     config, topology = job.config, job.topology
     if groups is None or job.wants_inputs or _wants_labels(job):
-        rows = _open_rows(job, [*job.sources, *job.eval_sources])
+        rows = row_maker(job).open([*job.sources, *job.eval_sources])
         if groups is not None and topology.rank == 0:
             groups.publish_text(ROWS, describe(rows))
     else:
@@ -118,17 +106,9 @@ def _describe_epochs(sources: Sequence[WeightedSource], sampler: Sampler, steps:
     ]
 
 
-def _open_rows(job: Job, sources: Sequence[WeightedSource]) -> list[Rows]:
-    """Return the rows of each source. Tokenizes those that are not in the cache yet."""
-    corpora = tokenize_all(
-        sources,
-        job.tokenizer,
-        job.cache_dir / "tokens",
-        vocab_size=job.model.config.get_text_config().vocab_size,
-        make_encoder=lambda tokenizer: _encoder_of(job, tokenizer),
-        reports_wait=job.is_first_on_host,
-    )
-    return [_rows_of(job, corpus) for corpus in corpora]
+def row_maker(job: Job) -> RowMaker:
+    """Return what makes the rows of a job."""
+    return RowMaker(job.config, job.model.config, job.tokenizer, job.cache_dir, job.is_first_on_host)
 
 
 def _reader_of(job: Job, rows: Sequence[Rows]) -> RowReader:
@@ -139,64 +119,3 @@ def _reader_of(job: Job, rows: Sequence[Rows]) -> RowReader:
 def _wants_labels(job: Job) -> bool:
     """Whether this rank computes the loss."""
     return len(job.specs) - 1 in job.stages
-
-
-def _encoder_of(job: Job, tokenizer: PreTrainedTokenizerBase) -> Encoder:
-    """Return what makes tokens of the examples of a source, as the task needs them."""
-    long, sequence = job.config.long, job.config.data.sequence
-    if job.model.task.name == "lm":
-        return DocumentEncoder(tokenizer)
-    assert long != "split"
-    if job.model.task.name == "seq2seq":
-        return PairEncoder(tokenizer, sequence, long)
-    return SequenceEncoder(tokenizer, sequence, long, has_types=TOKEN_TYPES in job.model.inputs)
-
-
-def _rows_of(job: Job, corpus: Corpus) -> Rows:
-    """Return the rows of a corpus: as the task needs them, for language modelling as data.rows asks."""
-    config, sequence, task = job.config, job.config.data.sequence, job.model.task.name
-    padding = padding_id(job.tokenizer, job.model.config)
-    if task == "seq2seq":
-        return PairRows(corpus, sequence, padding=padding, start=_decoder_start(job))
-    if task != "lm":
-        return LabelledRows(
-            corpus,
-            sequence,
-            padding=padding,
-            config=job.model.config,
-            is_regression=task == "regression",
-            has_types=TOKEN_TYPES in job.model.inputs,
-        )
-    if config.rows == "concat":
-        return ConcatRows(corpus, sequence)
-    objective = objective_of(job)
-    if isinstance(objective, UL2R) and corpus.targets is not None:
-        raise ValueError(
-            f"data.objective=ul2r is for texts, but {corpus.name} has prompts; learn them, too, with data.targets=all, "
-            "or use data.objective=prefix"
-        )
-    cache, is_first = job.cache_dir / "rows", job.is_first_on_host
-    layout = open_layout(corpus, sequence, config.rows, config.long, cache, objective=objective, reports_wait=is_first)
-    return DocumentRows(corpus, layout, sequence, padding=padding, isolate=config.data.isolate, objective=objective)
-
-
-def objective_of(job: Job) -> Objective:
-    """Return what is learned of documents. Raises ValueError if the tokenizer lacks the tokens for it."""
-    data = job.config.data
-    match data.objective:
-        case "prefix":
-            return PrefixLM(data.seed)
-        case "ul2r":
-            return UL2R(denoising_tokens(job.tokenizer, data.modes, data.sentinels), data.seed)
-        case "causal":
-            return CAUSAL
-
-
-def _decoder_start(job: Job) -> int:
-    """Return the token that enters the decoder first. Raises ValueError if the model has none."""
-    start = getattr(job.model.config, "decoder_start_token_id", None)
-    if not isinstance(start, int):
-        raise ValueError(
-            f'{job.config.model.name} has no first token of a decoder; set "decoder_start_token_id" in config.json'
-        )
-    return start

@@ -20,7 +20,7 @@ from acsgd.io.sampling.tokens import tokenizer_fingerprint
 from acsgd.layers.verify import PACKED, PREFIXED
 from acsgd.pp.wire.cache_plan import CachePlan, plan_caches
 from acsgd.pp.wire.delta import Delta
-from acsgd.run.data import objective_of, open_data
+from acsgd.run.data import open_data, row_maker
 from acsgd.run.job import Job
 from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import ShardDirectory
@@ -107,7 +107,7 @@ def _row_options(job: Job) -> dict[str, object]:
         options |= {"data.rows": config.rows, "data.long": config.long, "data.isolate": config.data.isolate}
     if config.data.objective != "causal":
         options |= {"data.objective": config.data.objective}
-    if isinstance(objective := objective_of(job), UL2R):
+    if isinstance(objective := row_maker(job).objective, UL2R):
         tokens = objective.tokens
         options |= {"tokens of denoising": [*map(list, tokens.modes.values()), list(tokens.sentinels)]}
     return options
@@ -118,7 +118,7 @@ def _describe_tokens(job: Job) -> str:
     config, tokenizer = job.model.config, job.tokenizer
     padding = None if job.config.rows == "concat" else padding_id(tokenizer, config)
     if job.model.task.name == "lm":
-        objective = objective_of(job)
+        objective = row_maker(job).objective
         denoising = f"; {objective.tokens.describe(tokenizer)}" if isinstance(objective, UL2R) else ""
         vocabulary = config.get_text_config().vocab_size
         return DocumentTokens.of(tokenizer).describe(tokenizer, vocabulary, padding) + denoising

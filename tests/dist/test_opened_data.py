@@ -11,7 +11,7 @@ from lib.cache import with_shared_cache
 from lib.forks import make_config, result_of, save_model, started
 
 from acsgd.config.options import CheckpointConfig, PipelineConfig
-from acsgd.run import data as data_module
+from acsgd.run import rows as rows_module
 
 STAGES = 4
 
@@ -23,7 +23,7 @@ def middle_without_data(rank: int) -> None:
         raise AssertionError("a middle stage opens a source")
 
     if 0 < rank < STAGES - 1:
-        data_module.tokenize_all = opened
+        rows_module.tokenize_all = opened
 
 
 def test_a_middle_stage_opens_no_source(tmp_path: Path) -> None:

@@ -220,6 +220,7 @@ ORDER = """
     run.job
     run.lease
     run.lock
+    run.rows
     run.data
     run.inputs
     run.session

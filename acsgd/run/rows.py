@@ -1,0 +1,118 @@
+"""Rows of the sources of a run, as its task and its options need them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from acsgd.config.options import Config
+from acsgd.io.rows.base import Rows
+from acsgd.io.rows.concat import ConcatRows
+from acsgd.io.rows.documents import DocumentRows
+from acsgd.io.rows.labelled import LabelledRows, PairRows
+from acsgd.io.rows.layout import open_layout
+from acsgd.io.rows.objectives import CAUSAL, Objective, PrefixLM
+from acsgd.io.rows.ul2r import UL2R, denoising_tokens
+from acsgd.io.sampling.encode import DocumentEncoder, Encoder
+from acsgd.io.sampling.encode_examples import PairEncoder, SequenceEncoder
+from acsgd.io.sampling.tokens import Corpus, tokenize_all
+from acsgd.io.sources.sources import WeightedSource
+from acsgd.shards.tokenizer import padding_id
+from acsgd.tasks import TASKS, TOKEN_TYPES
+
+
+@dataclass(frozen=True)
+class RowMaker:
+    """What rows depend on besides their source."""
+
+    config: Config
+    model: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    cache_dir: Path
+    """Directory of tokens and layouts."""
+    reports_wait: bool = True
+    """As of `open_cached`."""
+
+    def open(self, sources: Sequence[WeightedSource]) -> list[Rows]:
+        """Return the rows of each source. Tokenizes those that are not in the cache yet. Raises ValueError."""
+        corpora = tokenize_all(
+            sources,
+            self.tokenizer,
+            self.cache_dir / "tokens",
+            vocab_size=self.model.get_text_config().vocab_size,
+            make_encoder=self._encoder,
+            reports_wait=self.reports_wait,
+        )
+        return [self._rows(corpus) for corpus in corpora]
+
+    @property
+    def objective(self) -> Objective:
+        """What is learned of documents. Raises ValueError if the tokenizer lacks the tokens for it."""
+        data = self.config.data
+        match data.objective:
+            case "prefix":
+                return PrefixLM(data.seed)
+            case "ul2r":
+                return UL2R(denoising_tokens(self.tokenizer, data.modes, data.sentinels), data.seed)
+            case "causal":
+                return CAUSAL
+
+    @property
+    def _has_types(self) -> bool:
+        return TOKEN_TYPES in TASKS[self.config.model.task].inputs_of(self.model)
+
+    def _encoder(self, tokenizer: PreTrainedTokenizerBase) -> Encoder:
+        """Return what makes tokens of the examples of a source, as the task needs them."""
+        long, sequence, task = self.config.long, self.config.data.sequence, self.config.model.task
+        if task == "lm":
+            return DocumentEncoder(tokenizer)
+        assert long != "split"
+        if task == "seq2seq":
+            return PairEncoder(tokenizer, sequence, long)
+        return SequenceEncoder(tokenizer, sequence, long, has_types=self._has_types)
+
+    def _rows(self, corpus: Corpus) -> Rows:
+        """Return the rows of a corpus: as the task needs them, for language modelling as data.rows asks."""
+        config, sequence, task = self.config, self.config.data.sequence, self.config.model.task
+        padding = padding_id(self.tokenizer, self.model)
+        if task == "seq2seq":
+            return PairRows(corpus, sequence, padding=padding, start=self._decoder_start())
+        if task != "lm":
+            return LabelledRows(
+                corpus,
+                sequence,
+                padding=padding,
+                config=self.model,
+                is_regression=task == "regression",
+                has_types=self._has_types,
+            )
+        if config.rows == "concat":
+            return ConcatRows(corpus, sequence)
+        objective, isolate = self.objective, config.data.isolate
+        if isinstance(objective, UL2R) and corpus.targets is not None:
+            raise ValueError(
+                f"data.objective=ul2r is for texts, but {corpus.name} has prompts; learn them, too, with "
+                "data.targets=all, or use data.objective=prefix"
+            )
+        layout = open_layout(
+            corpus,
+            sequence,
+            config.rows,
+            config.long,
+            self.cache_dir / "rows",
+            objective=objective,
+            reports_wait=self.reports_wait,
+        )
+        return DocumentRows(corpus, layout, sequence, padding=padding, isolate=isolate, objective=objective)
+
+    def _decoder_start(self) -> int:
+        """Return the token that enters the decoder first. Raises ValueError if the model has none."""
+        start = getattr(self.model, "decoder_start_token_id", None)
+        if not isinstance(start, int):
+            raise ValueError(
+                f'{self.config.model.name} has no first token of a decoder; set "decoder_start_token_id" in config.json'
+            )
+        return start
