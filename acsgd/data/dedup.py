@@ -1,6 +1,6 @@
 """Write the records of sources without their duplicates.
 
-Memory grows by about 100 bytes for each record that is kept and, for near-duplicates, by another 5 KB.
+Memory grows by about 100 bytes for each record that is kept and, for near-duplicates, by another 4 KB.
 """
 
 from __future__ import annotations
