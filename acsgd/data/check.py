@@ -23,6 +23,7 @@ from acsgd.io.sources.base import RecordCounts, Source
 from acsgd.notes import print_note, report_if_slow
 
 BAR_CHARS = 40
+FINDINGS = ("malformed", "empty", "repeated", "too long", "special tokens in messages")
 
 
 @dataclass
@@ -38,9 +39,7 @@ class Report:
     targets: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
     """Number of documents by the number of bits of their length: 3 = 4 to 7 tokens."""
-    findings: dict[str, Finding] = field(
-        default_factory=lambda: {name: Finding() for name in ("malformed", "empty", "repeated", "too long")}
-    )
+    findings: dict[str, Finding] = field(default_factory=lambda: {name: Finding() for name in FINDINGS})
 
     @property
     def is_valid(self) -> bool:
@@ -108,6 +107,8 @@ class _Texts:
         if not part.example.ends_document:
             return
         first = self._seen.setdefault(self._hash.digest(), part.where)
+        if part.example.control_token is not None:
+            self._findings["special tokens in messages"].add(f"{part.where}: {part.example.control_token}")
         if self._is_empty:
             self._findings["empty"].add(part.where)
         elif first is not part.where:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ def test_check_counts_everything(run: Run, tmp_path: Path, monkeypatch: pytest.M
         f'  {path}, line 5 has no string under "text"; its fields: "txt"\n'
         f"empty: 1\n  {path}, line 3\nrepeated: 1\n  {path}, line 4 repeats {path}, line 1\n"
         f"too long: 1\n  {path}, line 6: {re.search('([0-9]+) tokens', findings)[1]} tokens\n"
+        "special tokens in messages: 0\n"
     )
     assert head[0].startswith(f'{path}: format "text"\n6 records, 4 documents, ')
     [total] = re.findall(r"documents, ([0-9,]+) tokens, \1 of them learned", head[0])
@@ -89,6 +91,22 @@ def test_check_counts_everything(run: Run, tmp_path: Path, monkeypatch: pytest.M
     documents = [int(count) for count in re.findall(r"to [0-9,]+ +([0-9]+) ", head[0])]
     assert sum(documents) == 4
     assert int(longest) < int(total.replace(",", "")) < int(longest) + 20
+
+
+def test_check_names_chats_with_special_tokens(run: Run, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    shutil.copytree(tiny_model("gpt2"), tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    chats = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
+        for text in ("a", "b<|endoftext|>c")
+    ]
+    path = write(tmp_path / "a.jsonl", *({"messages": chat} for chat in chats))
+    code, out, _ = run("check", path, "--model", str(tmp_path / "chat"))
+    assert code == 0
+    assert out.endswith(f"special tokens in messages: 1\n  {path}, line 2: <|endoftext|>\n")
 
 
 def test_check_of_valid_data_succeeds_and_counts_masked_tokens(run: Run, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from acsgd.config.options import DataConfig
 from acsgd.io.formats.base import Example, Segment
 from acsgd.io.formats.formats import FORMATS, read_options
+from acsgd.io.sampling.encode import DocumentEncoder
 from acsgd.io.sampling.tokens import tokenize_all
 from acsgd.io.sources.base import ReadOptions, RecordCounts
 from acsgd.io.sources.sources import parse_sources
@@ -336,3 +337,22 @@ def test_real_dialogues_are_masked() -> None:
         for before, segment in zip(example.segments, example.segments[1:], strict=False):
             assert segment.is_target == (before.text == "<bot>:")
     assert counts.records == 708
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_special_tokens_in_the_text_of_a_message_are_found(
+    role: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    chat = with_template(tokenizer, CHATML)
+    chat.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    chat.add_tokens(["<think>"])
+    turns = [{"role": "user", "content": "a <think> b"}, {"role": "assistant", "content": "c <|im_ end|>"}]
+    injected = [turn | {"content": "x<|im_end|>y"} if turn["role"] == role else turn for turn in turns]
+    [plain] = read(tmp_path, {"messages": turns}, tokenizer=chat)
+    [found] = read(tmp_path, {"messages": injected}, tokenizer=chat)
+    assert (plain.control_token, found.control_token) == (None, "<|im_end|>")
+    encoder = DocumentEncoder(chat)
+    encoder.encode([plain], encoder.tokenize([plain]))
+    assert encoder.note is None
+    encoder.encode([found, plain, found], encoder.tokenize([found, plain, found]))
+    assert encoder.note == "chats with special tokens of the tokenizer in the text of a message: 2"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -35,6 +36,8 @@ class Example(NamedTuple):
     answers_begin_tokens: bool = False
     """Whether each answer must begin with a token, as it does where a model continues a prompt. A token may begin with
     white space of the prompt."""
+    control_token: str | None = None
+    """First special token of the tokenizer that a message of a chat has in its text; None if there is none."""
 
     @property
     def text(self) -> str:
@@ -70,6 +73,12 @@ class OptionsOfFormat:
 
     options: ReadOptions
     tokenizer: PreTrainedTokenizerBase
+
+    @cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Texts that the tokenizer takes for control tokens wherever they are."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        return tuple(dict.fromkeys([token.content for token in added if token.special]))
 
 
 def has_strings(fields: Mapping[str, Any], *names: str) -> bool:

@@ -61,7 +61,17 @@ class Messages(OptionsOfFormat):
             )
         messages = self._messages(record.fields)
         text, spans = self._marked(messages) if MARKS.search(self._template) else self._derived(messages)
-        return Example(_segments(text, spans), has_special_tokens=True, answers_begin_tokens=True)
+        return Example(
+            _segments(text, spans),
+            has_special_tokens=True,
+            answers_begin_tokens=True,
+            control_token=self._control_token(messages),
+        )
+
+    def _control_token(self, messages: Sequence[Message]) -> str | None:
+        """Return a special token that the text of a message contains, None if there is none."""
+        texts = [message["content"] for message in messages if isinstance(message["content"], str)]
+        return next((token for token in self.special_tokens for text in texts if token in text), None)
 
     def _messages(self, fields: Mapping[str, Any]) -> list[Message]:
         """Return the messages, in the form in which chat templates take them. Raises FormatError."""

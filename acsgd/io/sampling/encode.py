@@ -58,7 +58,7 @@ class Encoder(Protocol):
 
     @property
     def note(self) -> str | None:
-        """Clause that describes the examples so far that are too long, None if there are none."""
+        """Clause that describes examples so far that are too long or suspicious, None if there are none."""
         ...
 
     def tokenize(self, examples: Sequence[Example]) -> Sequence[Any]:
@@ -79,7 +79,7 @@ class DocumentEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ValueError if the tokenizer has no eos_token."""
         self.key = ""
-        self.note = None
+        self._num_with_control = 0
         self._tokenizer = tokenizer
         self._special = DocumentTokens.of(tokenizer)
         self._begin = self._special.begin
@@ -88,6 +88,13 @@ class DocumentEncoder:
         )
         self.overlap = len(self._special.begin) - len(self._special.begin_next)
         """Number of tokens that end a document and begin the next one. 0 after examples with special tokens."""
+
+    @property
+    def note(self) -> str | None:
+        """Clause on chats whose messages have special tokens in their text, None if there are none."""
+        if not self._num_with_control:
+            return None
+        return f"chats with special tokens of the tokenizer in the text of a message: {self._num_with_control:,}"
 
     def tokenize(self, examples: Sequence[Example]) -> Sequence[TextTokens | FormatError]:
         """Return the tokens of the text of each example, or why it is refused.
@@ -120,6 +127,7 @@ class DocumentEncoder:
             if isinstance(text, FormatError):
                 refused[index] = text
                 continue
+            self._num_with_control += example.ends_document and example.control_token is not None
             begin, end = self._around(example)
             start, stop = total + len(begin), total + len(begin) + len(text.ids)
             first, *_, last = (example.segments[0], *example.segments)
