@@ -1,4 +1,4 @@
-"""The `acsgd` command: train, convert checkpoints, inspect checkpoints, generate text, check data.
+"""The `acsgd` command: train, evaluate, convert checkpoints, inspect checkpoints, generate text, check data.
 
 Each subcommand imports what it needs when it runs: --help does not load torch, which takes seconds.
 """
@@ -19,9 +19,11 @@ from typing import Annotated, Literal
 
 import tyro
 
-from acsgd.__main__ import main as train
+from acsgd.__main__ import EVAL
+from acsgd.__main__ import main as start
 from acsgd.atomic import build_atomically, resumable_directory
 from acsgd.data.command import Data
+from acsgd.evaluation.options import EvalOptions
 from acsgd.generation.options import GenerateOptions
 from acsgd.launch import Launch
 from acsgd.progress import progress_bar
@@ -40,6 +42,14 @@ class Train:
 
     def run(self) -> None:
         """Do nothing: `main` passes the arguments to the training loop."""
+
+
+@dataclass(frozen=True)
+class Eval(EvalOptions):
+    __doc__ = EvalOptions.__doc__
+
+    def run(self) -> None:
+        """Do nothing: `main` passes the arguments on, since the command also runs under torchrun."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +214,10 @@ class Generate(GenerateOptions):
 def main() -> None:
     """Entry point of the `acsgd` command."""
     if sys.argv[1:2] == ["train"]:
-        train(sys.argv[2:], prog="acsgd train")
+        start(sys.argv[2:], prog="acsgd train")
+        return
+    if sys.argv[1:2] == [EVAL]:
+        start(sys.argv[1:], prog="acsgd")
         return
     protect_streams()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends without a traceback
@@ -212,9 +225,9 @@ def main() -> None:
 
 
 def run(argv: list[str]) -> None:
-    """Run a subcommand other than train. Raises SystemExit if it fails."""
+    """Run a subcommand other than train and eval. Raises SystemExit if it fails."""
     command = tyro.extras.subcommand_cli_from_dict(
-        {"train": Train, "convert": Convert, "inspect": Inspect, "generate": Generate, "data": Data},
+        {"train": Train, EVAL: Eval, "convert": Convert, "inspect": Inspect, "generate": Generate, "data": Data},
         prog="acsgd",
         args=argv,
     )

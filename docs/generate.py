@@ -102,6 +102,7 @@ def commands() -> str:
     tools: dict[str, Callable[[], object]] = {
         "acsgd": lambda: cli.run(["--help"]),
         "acsgd inspect": lambda: cli.run(["inspect", "--help"]),
+        "acsgd eval": lambda: cli.run(["eval", "--help"]),
         "acsgd generate": lambda: cli.run(["generate", "--help"]),
         "acsgd data show": lambda: cli.run(["data", "show", "--help"]),
         "acsgd data check": lambda: cli.run(["data", "check", "--help"]),

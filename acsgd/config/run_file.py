@@ -10,13 +10,16 @@ import re
 import tomllib
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tyro
 
 from acsgd.config.options import FORMER_SWITCHES, RENAMED, Config
 from acsgd.config.spec import suggest
+
+T = TypeVar("T")
 
 MAX_SHOWN = 60
 """Maximum number of characters of a value in an error message."""
@@ -36,16 +39,31 @@ def parse(argv: list[str], *, prog: str = "train.py", is_main: bool = True) -> C
     if argv and not argv[0].startswith("-"):
         arguments = _as_flags(_read(Path(argv.pop(0))))
     _refuse_former(argv)
+    description = "Fine-tune a Hugging Face model over pipeline stages x replicas."
+    return parse_flags(
+        Config, arguments + argv, prog=prog, shown=f"{prog} [RUN.toml]", description=description, is_main=is_main
+    )
+
+
+def parse_flags(
+    kind: type[T],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    shown: str | None = None,
+    description: str | None = None,
+    is_main: bool = True,
+) -> T:
+    """Read the fields of a dataclass from flags.
+
+    prog, is_main: as of `parse`; shown: name of the command with its first arguments, for its help; description:
+    default: the docstring. Raises ValueError for an invalid flag, in one sentence, SystemExit for --help.
+    """
     printed = io.StringIO()
     try:
         help_to = contextlib.nullcontext() if is_main else contextlib.redirect_stdout(io.StringIO())
         with help_to, contextlib.redirect_stderr(printed):
-            return tyro.cli(
-                Config,
-                args=arguments + argv,
-                prog=f"{prog} [RUN.toml]",
-                description="Fine-tune a Hugging Face model over pipeline stages x replicas.",
-            )
+            return tyro.cli(kind, args=argv, prog=shown or prog, description=description)
     except SystemExit as end:
         if not end.code:
             raise

@@ -18,7 +18,7 @@ from acsgd.errors import RunError, is_out_of_memory
 from acsgd.generation.chat import Chat
 from acsgd.generation.decode import Generator, Ids
 from acsgd.generation.model import load
-from acsgd.generation.options import GenerateOptions
+from acsgd.generation.options import Decoding, GenerateOptions
 from acsgd.generation.output import Options, OutputFile, check_output_path, open_output
 from acsgd.generation.prompts import Prompt, PromptEncoder
 from acsgd.generation.records import Record, read_records
@@ -37,9 +37,9 @@ def generate(options: GenerateOptions) -> None:
         check_output_path(options.out, options.file)
         records, field = read_records(options.file, field=options.field, chat=options.chat)
         with _short_memory():
-            _generate_file(_open(options), options.file, options.out, records, field)
+            _generate_file(_open_model(options), options.file, options.out, records, field)
         return
-    generator = _open(options)
+    generator = _open_model(options)
     with _short_memory():
         if options.prompt is not None:
             prompt: Prompt = [{"role": "user", "content": options.prompt}] if options.chat else options.prompt
@@ -49,16 +49,22 @@ def generate(options: GenerateOptions) -> None:
             Chat(generator).run()
 
 
-def _open(options: GenerateOptions) -> Generator:
-    """Load the model; print what it is, how it decodes and which special tokens it uses."""
-    dtype = getattr(torch, options.dtype) if options.dtype else None
-    with _short_memory(), report_if_slow(print_note, lambda: f"loading {options.model}"):
-        loaded = load(options.model, dtype=dtype, device=_device(options.device))
+def _open_model(options: GenerateOptions) -> Generator:
+    return open_generator(options.model, options.decoding, dtype=options.dtype, device=options.device)
+
+
+def open_generator(model: str, decoding: Decoding, *, dtype: str | None, device: str) -> Generator:
+    """Load a model; print what it is, how it decodes and which special tokens it uses.
+
+    model, dtype, device: as of GenerateOptions. Raises ValueError, or RunError if memory is short.
+    """
+    with _short_memory(), report_if_slow(print_note, lambda: f"loading {model}"):
+        loaded = load(model, dtype=getattr(torch, dtype) if dtype else None, device=_device(device))
     prompts = PromptEncoder.of(loaded)
     print_note(loaded.describe())
-    print_note(f"{options.decoding.describe()}, at most {options.decoding.max_new_tokens} new tokens")
+    print_note(f"{decoding.describe()}, at most {decoding.max_new_tokens} new tokens")
     print_note(prompts.describe())
-    return Generator(loaded, prompts, options.decoding)
+    return Generator(loaded, prompts, decoding)
 
 
 def _device(name: str) -> torch.device:

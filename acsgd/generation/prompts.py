@@ -62,9 +62,15 @@ class PromptEncoder:
         Raises ValueError, a clause without the place of the prompt, if it is empty or too long for the model.
         """
         if isinstance(prompt, str):
-            ids = self._tokenized(prompt, add_special_tokens=True)
-        else:
-            ids = self._tokenized(self._chat(prompt), add_special_tokens=False)
+            return self._checked(self._tokenized(prompt, add_special_tokens=True))
+        return self.encode_text(self._chat(prompt))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the ids of a prompt that contains the special tokens it needs. Raises ValueError as `encode`."""
+        return self._checked(self._tokenized(text, add_special_tokens=False))
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        """Return the ids of a prompt. Raises ValueError if the model cannot take them."""
         if not ids:
             raise ValueError("the prompt has no tokens; give a text")
         if self.max_new_tokens(len(ids)) < 1:

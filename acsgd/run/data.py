@@ -41,12 +41,7 @@ def open_data(job: Job, groups: Groups | None = None) -> Data:
     some. Raises ValueError if a source cannot be read or is too short.
     """
     config, topology = job.config, job.topology
-    if groups is None or job.wants_inputs or _wants_labels(job):
-        rows = row_maker(job).open([*job.sources, *job.eval_sources])
-        if groups is not None and topology.rank == 0:
-            groups.publish_text(ROWS, describe(rows))
-    else:
-        rows = [*described(groups.published_text(ROWS, timeout_s=TIMEOUT_S))]
+    rows = _open_or_receive_rows(job, [*job.sources, *job.eval_sources], groups)
     training, separate = (_reader_of(job, part) for part in (rows[: len(job.sources)], rows[len(job.sources) :]))
     fraction = config.data.eval_fraction
     sampler = Sampler(
@@ -59,6 +54,14 @@ def open_data(job: Job, groups: Groups | None = None) -> Data:
     steps = _steps(config.optim, sampler)
     notes = (*_describe_steps(config, sampler, steps), *_describe_epochs(job.sources, sampler, steps))
     return Data(BatchReader(training, sampler, job.micro_ids), held, steps, notes)
+
+
+def open_held_out(job: Job, groups: Groups) -> HeldOut:
+    """Open data.eval_sources alone, as `open_data` does."""
+    reader, topology = _reader_of(job, _open_or_receive_rows(job, job.eval_sources, groups)), job.topology
+    held = held_out(reader, reader, 0.0, replicas=topology.replicas, replica=topology.replica)
+    assert held is not None
+    return held
 
 
 def _slots(job: Job, rows: Sequence[Rows]) -> tuple[int, ...]:
@@ -104,6 +107,16 @@ def _describe_epochs(sources: Sequence[WeightedSource], sampler: Sampler, steps:
         for name, count in zip(names, epochs, strict=True)
         if round(count, 2) > 1
     ]
+
+
+def _open_or_receive_rows(job: Job, sources: Sequence[WeightedSource], groups: Groups | None) -> list[Rows]:
+    """Return the rows of each source, or their properties on ranks that need no tokens. groups: as of `open_data`."""
+    if groups is not None and not (job.wants_inputs or _wants_labels(job)):
+        return [*described(groups.published_text(ROWS, timeout_s=TIMEOUT_S))]
+    rows = row_maker(job).open(sources)
+    if groups is not None and job.topology.rank == 0:
+        groups.publish_text(ROWS, describe(rows))
+    return [*rows]
 
 
 def row_maker(job: Job) -> RowMaker:

@@ -69,7 +69,7 @@ def open_inputs(job: Job, groups: Groups | None = None) -> Inputs:
     Writes nothing else. groups: as of `open_data`. Raises ValueError if an input is missing or invalid, or if a
     checkpoint has another identity.
     """
-    _keep_layers(job)
+    verify_layers(job)
     reader, held, steps, notes = open_data(job, groups)
     data = job.config.data
     identity = RunIdentity.of(
@@ -131,7 +131,7 @@ def _describe_tokens(job: Job) -> str:
     )
 
 
-def _keep_layers(job: Job) -> None:
+def verify_layers(job: Job) -> None:
     """Verify the layers of the model, unless they are, and keep them and their costs in the cache."""
     model, cache, data = job.model, job.layers_cache, job.config.data
     if not model.is_verified or data.isolate or data.objective != "causal":

@@ -231,7 +231,6 @@ ORDER = """
     run.spike_guard
     train
     main
-    __main__
     generation.options
     generation.model
     generation.prompts
@@ -240,6 +239,14 @@ ORDER = """
     generation.output
     generation.chat
     generation.command
+    evaluation.options
+    evaluation.model
+    evaluation.job
+    evaluation.report
+    evaluation.answers
+    evaluation.harness
+    evaluation.command
+    __main__
     data.findings
     data.opened
     data.show
@@ -260,6 +267,7 @@ RESERVED = {
         "acsgd.io.checkpoint",
         "acsgd.run.control",
         "acsgd.main",
+        "acsgd.evaluation.command",
     ),
     "torch.cuda": ("acsgd.streams", "acsgd.codecs"),
     "os.environ": ("acsgd.launch",),
@@ -277,6 +285,7 @@ TORCH_FREE = (
     "acsgd.config.checks",
     "acsgd.config.run_file",
     "acsgd.generation.options",
+    "acsgd.evaluation.options",
     "acsgd.data.command",
     "acsgd.pp.schedules.placement",
     "acsgd.pp.schedules.actions",

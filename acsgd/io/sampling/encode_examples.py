@@ -135,7 +135,7 @@ class PairEncoder(_ExampleEncoder):
 
         Raises ValueError if an example does not consist of a prompt and an answer.
         """
-        texts = [_prompt_and_answer(example) for example in examples]
+        texts = [prompt_and_answer(example) for example in examples]
         [prompts], long_prompts = self._texts_of([prompt for prompt, _ in texts])
         [answers], long_answers = self._texts_of([answer for _, answer in texts], as_target=True)
         is_long = [a or b for a, b in zip(long_prompts, long_answers, strict=True)]
@@ -159,7 +159,7 @@ def _check_texts(examples: Sequence[Example], number: int) -> None:
         )
 
 
-def _prompt_and_answer(example: Example) -> tuple[str, str]:
+def prompt_and_answer(example: Example) -> tuple[str, str]:
     """Return the text before the last targets, and these. Raises ValueError if one of them is missing."""
     answer = list(takewhile(lambda segment: segment.is_target, reversed(example.segments)))[::-1]
     prompt = example.segments[: len(example.segments) - len(answer)]

@@ -1,0 +1,62 @@
+"""The configuration of an evaluation: a run's, which is prepared like one, but takes no step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from acsgd.config.options import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    PipelineConfig,
+    RunConfig,
+)
+from acsgd.evaluation.model import EvaluatedModel
+from acsgd.evaluation.options import EvalOptions
+
+READING = ("format", "fields", "targets", "input_format", "output_format", "on_error")
+"""Options of the command that are those of [data] with the same name."""
+RECORDED = ("sequence", "rows", "long", "isolate", "objective")
+"""Options of [data] whose default is the value that a checkpoint records."""
+
+
+def config_of(options: EvalOptions, model: EvaluatedModel, world_size: int) -> Config:
+    """Return the configuration of an evaluation. Raises ValueError if the sequence length is not known."""
+    if world_size % options.stages:
+        raise ValueError(f"--stages {options.stages} does not divide the number of processes, {world_size}")
+    given: dict[str, Any] = {"sequence": options.sequence, "rows": options.rows, "long": options.long}
+    recorded = {name: model.options.get(f"data.{name}") for name in RECORDED}
+    if options.rows is not None:  # what is recorded belongs to other rows
+        recorded = {"sequence": recorded["sequence"]}
+    data = {**recorded, **{name: value for name, value in given.items() if value is not None}}
+    if data["sequence"] is None:
+        raise ValueError(f"{model.name} does not record a sequence length; give --sequence, such as --sequence 512")
+    # micro-batches of a pipeline at a time: more hide the time until its last stage has work, and pad the last batch
+    micros = 2 * options.stages if options.stages > 1 else 1
+    return Config(
+        model=ModelConfig(
+            model.name,
+            task=options.task or model.task or "lm",  # type: ignore[arg-type]  # of TASKS
+            dtype=options.dtype or model.options.get("model.dtype") or "fp32",
+        ),
+        data=data_of(
+            options,
+            eval_sources=options.data,
+            batch=options.micro * micros * (world_size // options.stages),
+            **{name: value for name, value in data.items() if value is not None},
+        ),
+        optim=OptimConfig(lr=1.0, steps=1),
+        pp=PipelineConfig(stages=options.stages, micro=options.micro, schedule="gpipe"),
+        eval=EvalConfig(metrics=options.metrics),
+        log=LogConfig(dir=str(options.cache.parent / "eval"), to=""),
+        run=RunConfig(timeout=options.timeout, device=options.device),
+    )
+
+
+def data_of(options: EvalOptions, **others: Any) -> DataConfig:
+    """Return the sources, and how their records are read. others: other fields."""
+    assert options.data is not None
+    return DataConfig(sources=options.data, **{name: getattr(options, name) for name in READING}, **others)

@@ -1,0 +1,225 @@
+"""Laws of `acsgd eval`: it finds what a run's own evaluation finds, in every form of a model, and compares answers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from lib.commands import acsgd
+from lib.labelled import save_model, with_special_tokens
+from lib.saved import SMALL, small_run, train_alone
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from acsgd.config.run_file import parse_flags
+from acsgd.evaluation import command
+from acsgd.evaluation.answers import compare, evaluate_answers
+from acsgd.evaluation.job import config_of, data_of
+from acsgd.evaluation.model import find_evaluated
+from acsgd.evaluation.options import EvalOptions
+from acsgd.launch import Launch
+from acsgd.run.failures import RunContext
+
+TinyModel = Callable[..., Path]
+
+
+def evaluate(*arguments: object) -> dict[str, object]:
+    """Run the command in this process and return its JSON."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        command.main([*map(str, arguments), "--json"], Launch(), prog="acsgd eval")
+    return json.loads(output.getvalue())
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a run of two steps, which evaluates on another text."""
+    directory = tmp_path_factory.mktemp("eval")
+    text = directory / "text.txt"
+    text.write_text("The statement of the list is a statement.\n" * 60)
+    (directory / "held-out.txt").write_text("A list of statements, of which each is a statement of its own.\n" * 30)
+    config = small_run(tiny_model("gpt2", **SMALL), directory / "runs" / "run")
+    held_out = str(directory / "held-out.txt")
+    data = dataclasses.replace(config.data, sources=str(text), eval_sources=held_out, eval_fraction=0.0)
+    train_alone(dataclasses.replace(config, data=data))
+    return directory / "runs" / "run"
+
+
+def test_it_finds_what_the_run_found_in_every_form_of_the_model(run: Path, tmp_path: Path) -> None:
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    checkpoint = run / "checkpoints" / "step-00000002"
+    code, _ = acsgd("convert", "to-hf", checkpoint, tmp_path / "hf")
+    assert code == 0
+    code, _ = acsgd("convert", "from-hf", tmp_path / "hf", tmp_path / "shards")
+    assert code == 0
+    data = ("--data", run.parents[1] / "held-out.txt", "--cache", tmp_path / "runs" / "cache")
+    forms = [(run,), (checkpoint, "--micro", 3), *((tmp_path / form, "--sequence", 16) for form in ("hf", "shards"))]
+    for form in forms:
+        found = evaluate(*form, *data)
+        assert found["metrics"] == pytest.approx({name: last[name] for name in ("eval_loss", "perplexity")}, rel=1e-6)
+        assert found["task"] == "lm"
+        assert found["sequences"] > 10
+    assert evaluate(run, *data, "--metrics", "")["metrics"].keys() == {"eval_loss"}
+
+
+def test_the_table_names_model_data_and_metrics(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = run.parents[1] / "held-out.txt"
+    command.main(
+        [str(run), "--data", str(source), "--cache", str(tmp_path / "runs/cache")], Launch(), prog="acsgd eval"
+    )
+    output = capsys.readouterr().out
+    assert f"step-00000002 (lm) on {source}, " in output
+    assert [line.split()[0] for line in output.splitlines()[1:] if line.strip()][2:] == ["eval_loss", "perplexity"]
+
+
+REFUSED = [
+    ("", 1, "there is nothing to evaluate on; give --data SOURCES, or --lm-eval TASKS"),
+    ("--data a.txt --generate --lm-eval x", 1, "--generate and --lm-eval exclude each other; give one of them"),
+    ("--data a.txt --lm-eval x", 1, "--lm-eval brings its own data; remove --data"),
+    ("--data a.txt --lm-eval-args=--limit", 1, "--lm-eval-args are for lm-eval; give --lm-eval TASKS, too"),
+    ("--data a.txt --generate", 2, "--generate runs in one process; start acsgd eval without torchrun"),
+    ("--lm-eval x", 2, "--lm-eval runs in one process; start acsgd eval without torchrun"),
+    ("--data a.txt --micro 0", 1, "--micro=0 must be at least 1, at most 1048576"),
+    ("--data a.txt --sequence 0", 1, "--sequence=0 must be at least 1, at most 16777216"),
+    ("--data a.txt --stages 0", 1, "--stages=0 must be at least 1, at most 65536"),
+    ("--data a.txt --timeout nan", 1, "--timeout=nan must be at least 0.1, at most 1000000"),
+    ("--data a.txt --top-k 5", 1, "--top-k applies to sampling; add, for example, --temperature 1"),
+]
+"""Flags, number of processes, and the message."""
+
+
+@pytest.mark.parametrize(("flags", "processes", "message"), REFUSED)
+def test_invalid_options_are_refused(flags: str, processes: int, message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        parse_flags(EvalOptions, ["model", *flags.split()], prog="acsgd eval").check(processes)
+    assert str(refused.value) == message
+
+
+def test_a_model_that_does_not_fit_the_command_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    options = EvalOptions(str(tiny_model()), data="demo")
+    with pytest.raises(
+        ValueError, match=r"does not record a sequence length; give --sequence, such as --sequence 512$"
+    ):
+        config_of(options, find_evaluated(options.model), 1)
+    options = dataclasses.replace(options, sequence=16, stages=3)
+    with pytest.raises(ValueError, match=r"^--stages 3 does not divide the number of processes, 4$"):
+        config_of(options, find_evaluated(options.model), 4)
+
+
+def test_a_classifier_without_a_head_is_not_evaluated(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    special = with_special_tokens(tokenizer)
+    save_model(tmp_path / "bert", special, "bert", "classification", num_labels=2)
+    AutoModel.from_pretrained(tmp_path / "bert").save_pretrained(tmp_path / "bert")
+    (tmp_path / "a.tsv").write_text("text\tlabel\none\t1\n")
+    options = EvalOptions(
+        str(tmp_path / "bert"),
+        data=str(tmp_path / "a.tsv"),
+        sequence=8,
+        task="classification",
+        cache=tmp_path / "runs" / "cache",
+    )
+    with contextlib.ExitStack() as stack, pytest.raises(ValueError, match="bert has no head for classification, class"):
+        command.evaluate(options, Launch(), dist.HashStore(), RunContext(), stack)
+
+
+def test_rouge_and_exact_match_are_those_of_their_definitions() -> None:
+    answers = ["the cat sat on the mat", " 42\n", "no"]
+    expected = ["the cat lay on a mat", "42", "yes"]
+    # of 6 and 6 words, 4 are common (the, cat, on, mat), in the same order, and 1 of 5 pairs: the cat
+    assert compare(answers, expected) == pytest.approx(
+        {
+            "exact_match": 1 / 3,
+            "rouge1": (4 / 6 + 1 + 0) / 3,
+            "rouge2": (1 / 5 + 0 + 0) / 3,
+            "rougeL": (4 / 6 + 1 + 0) / 3,
+        }
+    )
+
+
+def greedy_answers(model: Path, prompts: Sequence[str], tokens: int) -> list[str]:
+    """Return the texts that transformers generates after prompts, one at a time."""
+    whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    texts = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        new = whole.generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+        texts.append(tokenizer.decode(new, skip_special_tokens=True))
+    return texts
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_generated_answers_are_those_of_transformers_in_any_batch(
+    batch: int, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Half of the answers are what the model generates after the prompt, for prompts of different lengths."""
+    model = tiny_model()
+    prompts = ["def f(x):", "A", "the statement of the list is", "x = 3\n", "class", "and so on"]
+    answers = greedy_answers(model, prompts, 6)
+    assert all(answer.strip() for answer in answers)
+    answers[::2] = ["something else"] * 3
+    path = tmp_path / "questions.jsonl"
+    records = [{"prompt": p, "completion": a} for p, a in zip(prompts, answers, strict=True)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = evaluate(model, "--data", path, "--generate", "--max-new-tokens", 6, "--batch", batch)
+    assert found["metrics"]["exact_match"] == 0.5
+    assert found["metrics"]["rouge1"] >= 0.0
+    assert (found["examples"], found["task"]) == (6, "lm")
+
+
+BAD_QUESTIONS = [
+    ('{"text": "no prompt"}', "line 1: an example has no prompt with an answer: no prompt; use records with both"),
+    ('{"prompt": "a", "completion": " "}', 'line 1 has an empty answer under "completion"; write an answer, or'),
+    ('{"prompt": "a", "completion": "b"}\nx', "line 2 is not JSON"),
+]
+"""Records, and a part of the message."""
+
+
+@pytest.mark.parametrize(("records", "message"), BAD_QUESTIONS)
+def test_an_example_without_prompt_and_answer_is_named(
+    records: str, message: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text(records)
+    options = EvalOptions(str(tiny_model()), data=str(path), generate=True)
+    with pytest.raises(ValueError) as refused:
+        evaluate_answers(options, find_evaluated(options.model), data_of(options, sequence=1, batch=1))
+    assert f"{path}, {message}" in str(refused.value)
+    assert str(refused.value).startswith("--data: ")
+
+
+FAKE_LM_EVAL = """
+import json, sys
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+directory = arguments["--model_args"].removeprefix("pretrained=").partition(",")[0]
+AutoModelForCausalLM.from_pretrained(directory)
+Path("called").write_text(json.dumps([arguments, directory]))
+sys.exit(7)
+"""
+
+
+def test_lm_eval_runs_on_an_export_that_is_removed_afterwards(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place is taken by a package that loads the model as lm-eval does. Its exit code is that of the command."""
+    package = tmp_path / "packages" / "lm_eval"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(FAKE_LM_EVAL)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.setattr(sys, "path", [str(package.parent), *sys.path])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        command.main([str(run), "--lm-eval", "arc", "--lm-eval-args=--limit 5"], Launch(), prog="acsgd eval")
+    assert ended.value.code == 7
+    arguments, directory = json.loads((tmp_path / "called").read_text())
+    assert arguments["--model_args"] == f"pretrained={directory},dtype=auto"
+    assert (arguments["--model"], arguments["--tasks"], arguments["--limit"]) == ("hf", "arc", "5")
+    assert not Path(directory).exists()
