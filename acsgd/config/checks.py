@@ -87,7 +87,7 @@ def _check_rows(config: Config) -> None:
         )
     if task != "lm" and config.long == "split":
         raise ValueError(f"data.long=split is for model.task=lm; use data.long=truncate, skip or error for {task}")
-    if config.data.long is not None and config.rows == "concat":
+    if config.data.long != "auto" and config.rows == "concat":
         raise ValueError(
             f"data.long={config.data.long} applies to whole documents, but data.rows=concat cuts them where a sequence "
             "ends; give data.rows=pack or single, or remove data.long"

@@ -68,13 +68,13 @@ class DataConfig:
     modes: str = "[NLU],[S2S],[NLG]"
     """Texts that name the denoisers of "ul2r", comma-separated: those of short spans (R), of the end of a text (S), and
     of long or many spans (X)."""
-    rows: Literal["concat", "pack", "single"] | None = None
+    rows: Literal["auto", "concat", "pack", "single"] = "auto"
     """How documents are put into sequences: "concat" cuts the concatenation of all documents; "pack" puts whole
-    documents together so that little padding is left; "single" pads one document to a sequence. Default: "concat"; for
+    documents together so that little padding is left; "single" pads one document to a sequence. "auto" = "concat"; for
     objectives other than "causal" "pack"; for other tasks than "lm" always "single"."""
-    long: Literal["split", "truncate", "skip", "error"] | None = None
+    long: Literal["auto", "split", "truncate", "skip", "error"] = "auto"
     """What is done with a document that is longer than a sequence, unless documents are concatenated: "split" makes
-    several of it, "truncate" cuts its end off, "skip" leaves it out, "error" ends the run. Default: "split", for
+    several of it, "truncate" cuts its end off, "skip" leaves it out, "error" ends the run. "auto" = "split", for
     other tasks than "lm" "truncate"."""
     isolate: bool = False
     """Whether documents that are packed into one sequence attend only to themselves. Needs data.rows="pack"."""
@@ -270,11 +270,16 @@ class Config:
 
     @property
     def rows(self) -> Literal["concat", "pack", "single"]:
-        """How documents are put into sequences: data.rows or its default."""
-        whole: Literal["concat", "pack"] = "concat" if self.data.objective == "causal" else "pack"
-        return self.data.rows or (whole if self.model.task == "lm" else "single")
+        """How documents are put into sequences: data.rows, with "auto" resolved."""
+        if self.data.rows != "auto":
+            return self.data.rows
+        if self.model.task != "lm":
+            return "single"
+        return "concat" if self.data.objective == "causal" else "pack"
 
     @property
     def long(self) -> Literal["split", "truncate", "skip", "error"]:
-        """What is done with a document that is longer than a sequence: data.long or its default."""
-        return self.data.long or ("split" if self.model.task == "lm" else "truncate")
+        """What is done with a document that is longer than a sequence: data.long, with "auto" resolved."""
+        if self.data.long != "auto":
+            return self.data.long
+        return "split" if self.model.task == "lm" else "truncate"

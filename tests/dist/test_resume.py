@@ -52,8 +52,8 @@ def uninterrupted(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactor
     configs = {
         "dropout": make_config(tiny_model("gpt2", **DROPOUT, n_layer=4), runs / "dropout", "fp32", "none"),
         "recompute": make_config(tiny_model("gpt2", **DROPOUT, n_layer=4), runs / "recompute", "fp32", "layers"),
-        "bf16": make_config(tiny_model("llama", num_hidden_layers=4), runs / "bf16", "bf16", "none"),
-        "fp16": make_config(tiny_model("gpt2", **DROPOUT, n_layer=4), runs / "fp16", "fp16", "layers"),
+        "bf16": make_config(tiny_model("llama", num_hidden_layers=4), runs / "bf16", "bf16", "none", "pack"),
+        "fp16": make_config(tiny_model("gpt2", **DROPOUT, n_layer=4), runs / "fp16", "fp16", "layers", "single"),
     }
     trained = on_ranks(1, train_ranks, runs / "store", list(configs.values()))[0]
     return configs, dict(zip(configs, trained, strict=True))
@@ -72,7 +72,7 @@ def test_a_run_resumed_at_the_same_size_is_bit_identical(uninterrupted: Uninterr
 
 @pytest.mark.parametrize(
     ("stages", "replicas", "names"),
-    # pairwise: each dtype, and recompute, with several stages and with several replicas
+    # pairwise: each dtype, recompute, and each kind of rows, with several stages and with several replicas
     [
         (1, 2, ["dropout", "fp16"]),
         (2, 1, ["recompute", "bf16"]),

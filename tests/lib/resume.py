@@ -42,13 +42,17 @@ Trained = list[tuple[int, list[int]]]
 
 
 def make_config(
-    model: Path, run_dir: Path, dtype: Literal["fp32", "bf16", "fp16"], recompute: Literal["none", "layers"]
+    model: Path,
+    run_dir: Path,
+    dtype: Literal["fp32", "bf16", "fp16"],
+    recompute: Literal["none", "layers"],
+    rows: Literal["concat", "pack", "single"] = "concat",
 ) -> Config:
     """Return a run of STEPS steps with checkpoints after HALF of them and at the end."""
     return with_shared_cache(
         Config(
             model=ModelConfig(str(model), dtype=dtype, recompute=recompute),
-            data=DataConfig(sources="demo", sequence=32, batch=6, seed=3, eval_fraction=0.001),
+            data=DataConfig(sources="demo", sequence=32, batch=6, seed=3, eval_fraction=0.001, rows=rows),
             optim=OptimConfig(lr=1e-3, steps=STEPS, warmup=3, clip=0.5, weight_decay=0.1, loss_scale=2.0**15),
             pp=PipelineConfig(micro=2),
             checkpoint=CheckpointConfig(every=str(HALF)),

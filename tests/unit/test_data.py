@@ -212,6 +212,21 @@ def test_text_and_tokenizer_change_the_cache_key(tokenizer: PreTrainedTokenizerF
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
+def test_a_chat_template_changes_the_cache_key(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]}\n')
+    decoded = []
+    for name in ("chat", "talk"):
+        chat = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>")
+        chat.chat_template = (
+            f"{name} {{% for each in messages %}}{{% if each.role == 'assistant' %}}: {{% endif %}}"
+            "{{ each.content }}{% endfor %}{% if add_generation_prompt %}: {% endif %}"
+        )
+        [corpus] = tokenize_all(parse_sources(str(path)), chat, tmp_path / "cache", vocab_size=512)
+        decoded.append(chat.decode(corpus.tokens[:].tolist()))
+    assert [text.split()[0] for text in decoded] == ["chat", "talk"]
+
+
 def test_a_tokenizer_without_an_end_of_document_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     endless = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match=r'no eos_token .* set "eos_token" in its tokenizer_config\.json'):

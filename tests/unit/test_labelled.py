@@ -88,7 +88,6 @@ def test_a_batch_of_sentences_is_that_of_the_tokenizer(
         "a text begins with 512 ('<s>') and ends with 513 ('</s>'); padding is 514 ('<pad>')",
         f"{path}: longer than {T} tokens and truncated: 1",
         f"{path}: 4 examples in rows of {T} tokens, {padding:.2%} padding",
-        f"{path}: 2.00 epochs in 2 steps",
     ]
 
 

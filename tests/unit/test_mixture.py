@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -13,11 +14,12 @@ import pytest
 from lib.corpora import documents_of
 from lib.saved import SMALL, small_run, train_alone
 
-from acsgd.config.options import Config
+from acsgd.config.options import Config, PipelineConfig
 from acsgd.config.run_file import parse
 from acsgd.io.rows import layout as layout_module
 from acsgd.io.rows.documents import DocumentRows
 from acsgd.io.rows.layout import Kind, Long, make_layout
+from acsgd.io.sampling.batches import BatchReader, Dataset
 from acsgd.io.sampling.sampler import BLOCK, Sampler, block_counts
 from acsgd.launch import Launch
 from acsgd.run.data import Data, open_data
@@ -27,6 +29,7 @@ from acsgd.tasks import IGNORED
 TinyModel = Callable[..., Path]
 LENGTHS = {"a": [3, 5, 2, 4, 4, 1], "b": [30, 9, 22, 15, 8, 40, 11, 12, 9, 13]}
 """Numbers of words of the answers of a source."""
+ALONE = Launch()
 SINGLE = ["--data.rows", "single", "--data.long", "truncate"]
 """Options of a run with a sequence for each record."""
 
@@ -40,11 +43,11 @@ def write_sources(directory: Path) -> dict[str, Path]:
     return paths
 
 
-def job_of(model: Path, directory: Path, sources: str, *options: str) -> Job:
-    """Prepare a run of one process."""
+def job_of(model: Path, directory: Path, sources: str, *options: str, launch: Launch = ALONE) -> Job:
+    """Prepare a rank of a run."""
     flags = f"--model.name {model} --log.dir {directory / 'runs' / 'a'} --data.sequence 64 --data.batch 4 --optim.lr 1"
     length = [] if "--optim.epochs" in options else ["--optim.steps", "2"]
-    return prepare(parse([*flags.split(), "--data.sources", sources, *length, *options]), Launch())
+    return prepare(parse([*flags.split(), "--data.sources", sources, *length, *options]), launch)
 
 
 def targets_of(data: Data) -> list[list[int]]:
@@ -225,6 +228,52 @@ def test_a_run_of_epochs_is_that_of_as_many_steps(
     assert len(losses_of(written)) == 12
     assert "resuming from " in (printed := capsys.readouterr().out)
     assert "optim.steps: 10 -> 12; optim.epochs: " in printed
+
+
+# ---- the stream of sample ids
+
+
+def ids_of(reader: BatchReader, steps: range) -> list[list[int]]:
+    """Return the sample ids of one replica in each step, read ahead as in a run."""
+    with Dataset(reader, range(steps.start, 10**9)) as batches:
+        return [batch.sample_ids.flatten().tolist() for _, batch in zip(steps, batches, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "weights"), [("concat", (":0.3", ":0.7")), ("pack", ("", "")), ("single", ("", ":3"))]
+)
+def test_the_stream_of_ids_is_the_same_at_any_size_and_after_a_resize_or_a_kill(
+    rows: str, weights: tuple[str, str], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """And each sequence is in it once per epoch of its source, or of all sources without weights."""
+    spec = ",".join(f"{path}{weight}" for path, weight in zip(write_sources(tmp_path).values(), weights, strict=True))
+    job = job_of(tiny_model(n_layer=4), tmp_path, spec, "--data.rows", rows, "--data.sequence", "16")
+    reader = open_data(job).reader
+    steps = range(-(-2 * sum(reader.sampler.sizes) // reader.sampler.batch))
+
+    def open_readers(replicas: int, stages: int) -> list[list[BatchReader]]:
+        """Return the readers of the ranks of each replica."""
+        config, size = dataclasses.replace(job.config, pp=PipelineConfig(stages=stages)), replicas * stages
+        ranks = [open_data(prepare(config, Launch(rank, rank, size, size))).reader for rank in range(size)]
+        return [ranks[first : first + stages] for first in range(0, size, stages)]
+
+    def stream(readers: list[list[BatchReader]], steps: range) -> list[list[int]]:
+        replicas = [[ids_of(each, steps) for each in ranks] for ranks in readers]
+        assert all(ids == ranks[0] for ranks in replicas for ids in ranks)
+        return [list(itertools.chain(*step)) for step in zip(*(ranks[0] for ranks in replicas), strict=True)]
+
+    alone, squares, columns = ids_of(reader, steps), open_readers(2, 2), open_readers(4, 1)
+    assert stream(squares, steps) == stream(columns, steps) == alone
+    middle = len(steps) // 2  # the first batches read ahead are dropped, as in a kill
+    assert stream(squares, steps[:middle]) + stream(columns, steps[middle:]) == alone
+
+    sampler = reader.sampler
+    drawn = np.array(alone).flatten()
+    starts = np.cumsum([0, *sampler.sizes]) if len(sampler.counts) > 1 else np.array([0, sum(sampler.sizes)])
+    for start, stop in itertools.pairwise(starts.tolist()):
+        seen = drawn[(drawn >= start) & (drawn < stop)]
+        counts = np.bincount(seen - start, minlength=stop - start)
+        assert counts.max() - counts.min() <= 1, "no sequence is drawn again before all others are"
 
 
 # ---- changed sources
