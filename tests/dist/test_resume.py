@@ -108,5 +108,5 @@ def test_a_run_resumed_at_another_size_is_equal_up_to_rounding(
 def test_the_loss_of_the_uninterrupted_runs_falls(uninterrupted: Uninterrupted) -> None:
     for name, config in uninterrupted[0].items():
         losses = losses_of(config)
-        assert losses[-1] < losses[0], name
+        assert sum(losses[-3:]) < sum(losses[:3]), name
         assert all(tensor.isfinite().all() for tensor in weights_of(config).values()), name
