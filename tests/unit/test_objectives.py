@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from lib.corpora import documents_of
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from acsgd.config.checks import check
+from acsgd.config.options import PipelineConfig
 from acsgd.config.run_file import parse
 from acsgd.io.rows.base import INPUT_IDS, LABELS
 from acsgd.io.rows.documents import DocumentRows
@@ -211,20 +213,38 @@ def job_of(tokenizer: PreTrainedTokenizerFast, directory: Path, options: str, **
     return prepare(parse([*flags.split(), *rest.split(), *options.split()]), Launch(0, 0, 1))
 
 
+def rows_at(jobs: list[Job], steps: list[int]) -> list[list[tuple[int, list[int]]]]:
+    """Return sample ids and tokens of the global batches of steps, read by the replicas of a run in turn."""
+    readers = [open_data(job).reader for job in jobs]
+    found = []
+    for step in steps:
+        batches = [reader.batch(step) for reader in readers]
+        rows = [x.inputs[INPUT_IDS].flatten(0, 1).tolist() for x in batches if x.inputs]
+        ids = [x.sample_ids.flatten().tolist() for x in batches]
+        found.append([*zip(itertools.chain(*ids), itertools.chain(*rows), strict=True)])
+    return found
+
+
 def test_a_step_depends_on_the_seed_and_its_number_alone(
     with_sentinels: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    options = "--data.objective ul2r --data.sentinels <unused{}>"
-    one, other, seeded = (
-        open_data(job_of(with_sentinels, tmp_path, f"{options} {more}")).reader
-        for more in ("", "--pp.micro 2", "--data.seed 1")
+    """Not on micro-batches, replicas, or earlier steps. A document is denoised in another way in each epoch."""
+    job = job_of(with_sentinels, tmp_path, "--data.objective ul2r --data.sentinels <unused{}>")
+    in_micros, seeded = (
+        dataclasses.replace(job.config, pp=PipelineConfig(micro=2)),
+        dataclasses.replace(job.config, data=dataclasses.replace(job.config.data, seed=1)),
     )
-    steps = [33, 2, 17, 2]
-    batches = [[reader.batch(step) for step in steps] for reader in (one, other, seeded)]
-    inputs = [[each.inputs[INPUT_IDS].flatten(0, 1).tolist() for each in part if each.inputs] for part in batches]
-    assert inputs[0] == inputs[1]
-    assert inputs[0][1] == inputs[0][3]
-    assert inputs[0] != inputs[2]
+    replicas = [prepare(in_micros, Launch(rank, rank, 2)) for rank in range(2)]
+    steps = [*range(30)]
+    expected = rows_at([job], steps)
+    assert rows_at(replicas, steps[::-1]) == expected[::-1]
+    assert rows_at([prepare(seeded, Launch(0, 0, 1))], steps) != expected
+    by_sample: dict[int, list[list[int]]] = {}
+    for sample, tokens in itertools.chain(*expected):
+        by_sample.setdefault(sample, []).append(tokens)
+    repeated = [rows for rows in by_sample.values() if len(rows) > 1]
+    differing = [rows for rows in repeated if len({*map(tuple, rows)}) > 1]
+    assert len(differing) > 0.8 * len(repeated) > 5, "short documents may be denoised alike by chance"
 
 
 def test_a_run_states_its_tokens_and_records_them(with_sentinels: PreTrainedTokenizerFast, tmp_path: Path) -> None:
