@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -37,25 +37,51 @@ class DataOptions:
         """Return the options as those of a run. Raises ValueError for the first number that is out of range."""
         for error in out_of_range(self):
             raise ValueError(f"--{error}")
-        shared = {field.name for field in dataclasses.fields(DataConfig)} & {
-            field.name for field in dataclasses.fields(DataOptions)
+        names = {field.name for field in dataclasses.fields(DataConfig)} & {
+            field.name for field in dataclasses.fields(self)
         }
-        values = {name: getattr(self, name) for name in shared}
-        return DataConfig(sources=self.source, sequence=1, batch=1, **values)
+        values: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return DataConfig(**{"sources": self.source, "sequence": 1, "batch": 1, **values})
 
 
 @dataclass(frozen=True)
 class Show(DataOptions):
-    """Show records as the model sees them: decoded from their tokens, with masked tokens dimmed."""
+    """Show records or rows as the model sees them: decoded from their tokens, with masked tokens dimmed.
+
+    With --sequence, the rows of a run: all texts are tokenized, which may take long. Without, the first records.
+    """
 
     n: Annotated[int, COUNT, tyro.conf.arg(aliases=["-n"])] = 3
-    """Number of records."""
+    """Number of records or rows of each source."""
+    sequence: Annotated[int, Range(1, 2**24)] | None = None
+    """Sequence length, as data.sequence of a run. Default: records are shown, not rows."""
+    task: Literal["lm", "classification", "regression", "seq2seq"] = "lm"
+    """What the model is trained for, as model.task of a run. Other tasks than lm need --sequence."""
+    rows: Literal["concat", "pack", "single"] | None = None
+    """How documents are put into rows, as data.rows of a run. Needs --sequence."""
+    long: Literal["split", "truncate", "skip", "error"] | None = None
+    """What is done with a document that is longer than a row, as data.long of a run. Needs --sequence."""
+    objective: Literal["causal", "prefix", "ul2r"] = "causal"
+    """What is learned of documents, as data.objective of a run. Others than causal need --sequence."""
+    sentinels: str = "<extra_id_{}>"
+    """Tokens of ul2r, as data.sentinels of a run."""
+    modes: str = "[NLU],[S2S],[NLG]"
+    """Names of the denoisers of ul2r, as data.modes of a run."""
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
+    """Seed of the objective, as data.seed of a run."""
 
     def run(self) -> None:
-        """Print the records."""
-        from acsgd.data.show import show
+        """Print the records or rows."""
+        from acsgd.data.show import show_records
 
-        show(self.config(), self.model, self.n)
+        if self.sequence is not None:
+            from acsgd.data.show_rows import show_rows  # imports torch
+
+            show_rows(self.config(), self.model, self.task, self.n)
+            return
+        if (self.task, self.objective, self.rows or self.long) != ("lm", "causal", None):
+            raise ValueError("--task, --rows, --long and --objective are options of rows; give --sequence, too")
+        show_records(self.config(), self.model, self.n)
 
 
 @dataclass(frozen=True)

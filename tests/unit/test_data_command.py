@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lib.labelled import save_model, with_special_tokens
+from transformers import PreTrainedTokenizerFast
 
 from acsgd import cli
 from acsgd.io.sampling import pipeline
@@ -31,6 +33,14 @@ def run(tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> 
         return code, *capsys.readouterr()
 
     return call
+
+
+@pytest.fixture
+def special_models(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Callable[[str], Path]:
+    """Return a function that writes a small model of a task."""
+    families = {"classification": "bert", "seq2seq": "bart"}
+    special = with_special_tokens(tokenizer)
+    return lambda task: save_model(tmp_path / task, special, families[task], task)
 
 
 def write(path: Path, *records: object) -> Path:
@@ -137,3 +147,48 @@ def test_bad_options_are_one_sentence(run: Run, tmp_path: Path, action: str) -> 
         assert (code, out) == (2, "")
         assert message in err
     assert "--n=0 must be" in run("show", path, "-n", "0")[2]
+
+
+WORDS = [f"{'word ' * n}end" for n in (3, 1, 30, 2, 5)]
+
+
+def test_show_prints_the_rows_of_a_run_with_the_borders_of_documents(run: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *({"prompt": "Q:", "completion": f" {text}"} for text in WORDS))
+    code, out, err = run("show", path, "--sequence", "64", "--rows", "pack", "--long", "skip", "-n", "9")
+    assert code == 0, err
+    head, *rows = out.split("\n\n")
+    assert "5 documents in" in head
+    documents = [part for row in rows for part in re.split(r"document \d+\n", row.strip())[1:]]
+    expected = [f"⟦Q:⟧ {text}<|endoftext|>" for text in WORDS if len(text) < 100]  # the others are longer than a row
+    assert sorted(part.strip() for part in documents) == sorted(expected)
+    for row in rows:
+        found = re.match(r"row \d of \d: (\d) documents, (\d+) tokens, (\d+) labels, (\d+) padding\n", row.strip())
+        assert found
+        assert int(found[1]) == row.count("document ")
+        assert int(found[2]) + int(found[4]) == 64
+
+
+def test_show_prints_labels_and_target_sequences(
+    run: Run, tmp_path: Path, special_models: Callable[[str], Path]
+) -> None:
+    path = write(tmp_path / "a.jsonl", {"text": "one two", "label": 1}, {"text": "three", "label": 0})
+    options = ("--model", str(special_models("classification")), "--sequence", "16")
+    code, out, err = run("show", path, "--task", "classification", *options)
+    assert code == 0, err
+    assert re.search(r"row 1 of 2: \d+ tokens, \d+ padding; label 1 \(LABEL_1\)\n<s>one two</s>\n", out)
+    assert re.search(r"row 2 of 2: .*; label 0 \(LABEL_0\)\n<s>three</s>\n", out)
+    path = write(tmp_path / "b.jsonl", {"input": "one two", "output": "three"})
+    options = ("--model", str(special_models("seq2seq")), "--sequence", "16")
+    code, out, err = run("show", path, "--task", "seq2seq", *options)
+    assert code == 0, err
+    assert re.search(r"row 1 of 1: \d+ and \d+ tokens, \d+ and \d+ padding\n⟦<s>one two</s>⟧\n<s>three</s>\n", out)
+
+
+def test_options_of_rows_need_their_length(run: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"text": "one"})
+    for options in (("--rows", "pack"), ("--long", "skip"), ("--task", "seq2seq"), ("--objective", "prefix")):
+        code, out, err = run("show", path, *options)
+        assert (code, out) == (2, "")
+        assert "give --sequence, too" in err
+    assert "--sequence=0 must" in run("show", path, "--sequence", "0")[2]
+    assert "data.long" in run("show", path, "--sequence", "8", "--long", "skip")[2]

@@ -250,6 +250,7 @@ ORDER = """
     data.findings
     data.opened
     data.show
+    data.show_rows
     data.check
     data.dedup
     data.command
