@@ -21,7 +21,7 @@ from acsgd.io.rows.documents import DocumentRows
 from acsgd.io.rows.layout import Kind, make_layout
 from acsgd.io.rows.objectives import Objective, Part, PrefixLM
 from acsgd.io.rows.ul2r import MIXTURE, UL2R, Denoiser, DenoisingTokens, Mode, denoising_tokens, removed
-from acsgd.io.sampling.sampler import Ints
+from acsgd.io.sampling.sampler import Ints, random_words
 from acsgd.launch import Launch
 from acsgd.layers.masks import NO_PREFIX, PREFIXES
 from acsgd.run.data import open_data
@@ -106,6 +106,12 @@ def test_rates_and_mean_lengths_of_spans_are_those_of_the_denoiser(denoiser: Den
     limited = removed(tokens, denoiser, 5)
     assert (limited[0] == counts).all()
     assert (limited[1] == np.minimum(spans, 5)).all()
+
+
+def test_random_numbers_are_those_of_splitmix64() -> None:
+    """The first outputs of its reference implementation with the seed 1234567."""
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert random_words(1234567, 4).tolist() == expected
 
 
 def test_denoisers_and_places_are_drawn_evenly() -> None:

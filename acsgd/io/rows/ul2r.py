@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from acsgd.io.rows.objectives import Part
-from acsgd.io.sampling.sampler import Ints, shuffled
+from acsgd.io.sampling.sampler import Ints, random_words
 from acsgd.seeds import mix_seed
 from acsgd.shards.tokenizer import DocumentTokens, name_tokens
 from acsgd.tasks import IGNORED
@@ -156,6 +156,5 @@ def removed(tokens: Ints, denoiser: Denoiser, sentinels: int) -> tuple[Ints, Int
 
 def _random_lengths(total: int, count: int, seed: int) -> Ints:
     """Return `count` positive lengths with a sum, all such lengths with the same probability."""
-    key = np.full(count - 1, seed, dtype=np.uint64)
-    cuts = 1 + np.sort(shuffled(np.arange(count - 1), total - 1, key)) if count > 1 else np.empty(0, np.int64)
+    cuts = 1 + np.sort(np.argsort(random_words(seed, total - 1))[: count - 1])
     return np.diff(cuts, prepend=0, append=total)

@@ -29,6 +29,10 @@ def deal(micros: int, replicas: int, replica: int) -> range:
     return range(micros * replica // replicas, micros * (replica + 1) // replicas)
 
 
+_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
+"""Increment of SplitMix64."""
+
+
 class Samples(NamedTuple):
     """Samples of a global batch, as four arrays [n]."""
 
@@ -137,6 +141,11 @@ def shuffled(positions: Ints, size: int, keys: NDArray[np.uint64]) -> Ints:
     return values.astype(np.int64)
 
 
+def random_words(seed: int, count: int) -> NDArray[np.uint64]:
+    """Return the first numbers of SplitMix64 with a seed below 2**64."""
+    return _mix(np.array([seed], dtype=np.uint64) + np.arange(count, dtype=np.uint64) * _INCREMENT)
+
+
 def _feistel(values: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Permute the numbers of 2 * `half` bits with 8 Feistel rounds."""
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -155,7 +164,7 @@ def _key(seed: int, purpose: int, counters: Ints) -> NDArray[np.uint64]:
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply one step of SplitMix64 (Steele, Lea and Flood 2014)."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = x + _INCREMENT
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
