@@ -1,7 +1,7 @@
 """Share of rows that best-fit packing fills, and its time, against TRL's on the same lengths of documents:
 
     python -m venv runs/trl && runs/trl/bin/pip install trl        # apart: it may need other versions than acsgd
-    .venv/bin/python -m benchmarks.data.packing [--trl runs/trl/bin/python] [--documents 1000000]
+    .venv/bin/python -m benchmarks.data.packing [--trl runs/trl/bin/python] [--documents 200000]
 
 TRL's strategy "bfd" packs tables of tokens, ours lengths; its time is that of the function that packs, without loading.
 The same arrays are packed by both, in processes of their own, in turn.
@@ -32,7 +32,7 @@ from datasets import Dataset
 from trl.data_utils import pack_dataset
 lengths = np.load(sys.argv[1])
 offsets = np.concatenate([[0], np.cumsum(lengths)])
-tokens = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(np.zeros(offsets[-1], np.int32)))
+tokens = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(np.zeros(offsets[-1], np.int8)))
 dataset = Dataset(pa.table({"input_ids": tokens})).with_format("arrow")
 started = time.perf_counter()
 packed = pack_dataset(dataset, int(sys.argv[2]), "bfd", {"batch_size": len(lengths), "load_from_cache_file": False})
@@ -67,7 +67,7 @@ def theirs(python: str, lengths: Path, sequence: int) -> tuple[int, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl", default="runs/trl/bin/python", help="python of an environment with TRL")
-    parser.add_argument("--documents", type=int, default=1_000_000)
+    parser.add_argument("--documents", type=int, default=200_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/packing.json"))
     options = parser.parse_args()

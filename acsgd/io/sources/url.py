@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
@@ -60,14 +60,17 @@ class Url(NamedSource):
             )
 
     @contextlib.contextmanager
-    def _open(self, method: str) -> Iterator[HTTPResponse]:
+    def _open(self, method: Literal["GET", "HEAD"]) -> Iterator[HTTPResponse]:
         """Send a request. Raises ValueError if it fails."""
         try:
             with urlopen(Request(self.name, method=method), timeout=TIMEOUT_S) as response:
                 yield response
         except (URLError, HTTPException, OSError) as error:
             problem = getattr(error, "reason", None) or error
-            raise ValueError(
-                f"{self.key}: {self.name} cannot be downloaded ({problem}); check the address and the network, or "
-                "download it and give the file"
-            ) from None
+            failed = {
+                "GET": f"{self.name} cannot be downloaded ({problem}); check the address and the network, or ",
+                "HEAD": f"the server of {self.name} cannot be reached for the version of the file ({problem}), which "
+                "every start compares with that of the cached tokens; check the address and the network; to start "
+                "without a network, ",
+            }
+            raise ValueError(f"{self.key}: {failed[method]}download the file and give its path") from None
