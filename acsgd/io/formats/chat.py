@@ -132,29 +132,29 @@ class Messages(OptionsOfFormat):
 
     def _derived(self, messages: list[Message]) -> tuple[str, list[Span]]:
         """Return the text of a chat, and what each answer adds to the prompt before it."""
-        text = self._rendered(messages)
+        answers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        prompts = self._rendered([messages[:number] for number in answers], add_generation_prompt=True)
+        ends = sorted({*(number + 1 for number in answers), len(messages)})
+        answered = self._rendered([messages[:end] for end in ends])
+        text = answered[-1]
         spans = []
-        for number, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
-                continue
-            prompt = self._rendered(messages[:number], add_generation_prompt=True)
-            answered = text if number + 1 == len(messages) else self._rendered(messages[: number + 1])
-            if not answered.startswith(prompt) or not text.startswith(answered):
+        for number, prompt, end in zip(answers, prompts, answered, strict=False):
+            if not end.startswith(prompt) or not text.startswith(end):
                 raise FormatError(
                     f"has an answer, message {number + 1}, that the chat template writes in another way in the middle "
                     "of a chat than at its end",
                     "mark the answers in the template with {% generation %} and {% endgeneration %}",
                 )
-            spans.append((len(prompt), _end(answered, len(prompt), message["content"])))
+            spans.append((len(prompt), _end(end, len(prompt), messages[number]["content"])))
         return text, spans
 
-    def _rendered(self, messages: list[Message], **options: bool) -> str:
+    def _rendered(self, chats: list[list[Message]], **options: bool) -> list[str]:
+        """Return the texts of chats: together, which takes less time than one by one."""
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)  # type: ignore[arg-type]
+            texts: Any = self.tokenizer.apply_chat_template(chats, tokenize=False, **options)  # type: ignore[arg-type]
         except Exception as error:  # templates raise errors of every class
             raise _refused(error) from None
-        assert isinstance(text, str)
-        return text
+        return list(texts)
 
 
 class ShareGpt(Messages):
