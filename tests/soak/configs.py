@@ -134,7 +134,7 @@ def _is_bounded(config: Config) -> bool:
 def _is_short(config: Config) -> bool:
     return (
         _is_bounded(config)
-        and config.optim.steps <= MAX_STEPS
+        and (config.optim.steps or math.inf) <= MAX_STEPS
         and config.data.batch <= MAX_BATCH
         and "wandb" not in config.log.to
     )

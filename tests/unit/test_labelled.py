@@ -88,6 +88,7 @@ def test_a_batch_of_sentences_is_that_of_the_tokenizer(
         "a text begins with 512 ('<s>') and ends with 513 ('</s>'); padding is 514 ('<pad>')",
         f"{path}: longer than {T} tokens and truncated: 1",
         f"{path}: 4 examples in rows of {T} tokens, {padding:.2%} padding",
+        f"{path}: 2.00 epochs in 2 steps",
     ]
 
 
@@ -142,6 +143,17 @@ def test_texts_have_the_types_of_the_tokenizer_if_the_model_takes_them(
         del encoded["token_type_ids"]
     with torch.no_grad():
         assert torch.equal(whole(**found).logits, whole(**encoded).logits)
+
+
+def test_rows_that_are_longer_than_any_example_are_reported(
+    special: PreTrainedTokenizerFast, model: Model, tmp_path: Path
+) -> None:
+    path = table(tmp_path / "a.tsv", ("label", *LABELS), ("sentence", *SENTENCES))
+    longest = max(map(len, special(SENTENCES)["input_ids"]))
+    directory = model("bert", "classification", num_labels=3)
+    for sequence, ending in ((longest, "padding"), (longest + 1, f"so that data.sequence={longest} would do")):
+        job = job_of(directory, path, "classification", "--data.sequence", str(sequence))
+        assert open_data(job).reader.notes[-1].endswith(ending)
 
 
 def test_names_of_classes_are_those_of_the_model(model: Model, tmp_path: Path) -> None:

@@ -39,7 +39,14 @@ class _ExampleRows:
         """Sentences on what was skipped, and on padding."""
         padding = 1 - len(self.corpus.tokens) / (len(self) * self._sequence * self.texts_per_row)
         rows = f"rows: {self.corpus.name}: {len(self):,} examples in rows of {self._sequence} tokens"
-        return (*self.corpus.notes, f"{rows}, {padding:.2%} padding")
+        return (*self.corpus.notes, f"{rows}, {padding:.2%} padding{self._longest}")
+
+    @property
+    def _longest(self) -> str:
+        """Clause on the longest example if it is shorter than a row."""
+        longest = int(np.diff(self.corpus.offsets[:]).max())
+        is_shorter = self.texts_per_row == 1 and longest < self._sequence
+        return f"; the longest has {longest}, so that data.sequence={longest} would do" if is_shorter else ""
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return values that differ between hosts with different texts."""
