@@ -165,10 +165,12 @@ def test_rows_hold_every_document(kind: Kind, sequence: int) -> None:
 
 @pytest.mark.parametrize("objective", [UL2R(TOKENS, seed=0), PrefixLM(seed=0)])
 @pytest.mark.parametrize("count", [2, 5, 300])
-def test_the_mean_number_of_labels_is_known(objective: Objective, count: int) -> None:
-    drawn = [int((part_of(objective, np.arange(count), place).labels != IGNORED).sum()) for place in range(500)]
-    [mean] = objective.learned(np.array([count - 1]))
-    assert abs(np.mean(drawn) - mean) <= 5 * np.std(drawn) / len(drawn) ** 0.5
+def test_the_mean_numbers_of_labels_and_of_tokens_are_known(objective: Objective, count: int) -> None:
+    parts = [part_of(objective, np.arange(count), place) for place in range(500)]
+    labels, sizes = [int((part.labels != IGNORED).sum()) for part in parts], [len(part.tokens) for part in parts]
+    lengths = np.array([count - 1])
+    for drawn, [mean] in ((labels, objective.learned(lengths)), (sizes, objective.mean_sizes(lengths))):
+        assert abs(np.mean(drawn) - mean) <= 5 * np.std(drawn) / len(drawn) ** 0.5
 
 
 # ---- prefixes

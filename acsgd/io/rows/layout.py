@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from acsgd.io.cache import open_cached
 from acsgd.io.entry import Entry, seal
@@ -129,7 +130,7 @@ def make_layout(corpus: Corpus, sequence: int, kind: Kind, long: Long, objective
         order = np.argsort(rows, kind="stable")
         starts, lengths = starts[order], lengths[order]
         offsets = np.concatenate([[0], np.cumsum(np.bincount(rows))])
-    note = _describe(corpus, sequence, kind, long, objective.sizes(lengths), len(offsets) - 1, int(is_long.sum()))
+    note = _describe(corpus, sequence, kind, long, objective.mean_sizes(lengths), len(offsets) - 1, int(is_long.sum()))
     return Layout(starts, lengths, offsets, note, num_targets)
 
 
@@ -155,7 +156,9 @@ def _count_targets(corpus: Corpus, starts: Ints, lengths: Ints, objective: Objec
     return total
 
 
-def _describe(corpus: Corpus, sequence: int, kind: Kind, long: Long, sizes: Ints, num_rows: int, num_long: int) -> str:
+def _describe(
+    corpus: Corpus, sequence: int, kind: Kind, long: Long, sizes: NDArray[np.float64], num_rows: int, num_long: int
+) -> str:
     done = {"split": "split", "truncate": "truncated", "skip": "left out"}
     padding = 1 - sizes.sum() / (num_rows * sequence)
     cut = f"; longer than a row and {done[long]}: {num_long:,}" if num_long else ""

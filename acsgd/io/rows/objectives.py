@@ -40,6 +40,10 @@ class Objective(Protocol):
         """Return how many tokens of a row parts take at most, by their number of inputs. Not decreasing."""
         ...
 
+    def mean_sizes(self, lengths: Ints) -> NDArray[np.float64]:
+        """Return how many tokens of a row parts take on average."""
+        ...
+
     def learned(self, lengths: Ints) -> NDArray[np.float64]:
         """Return the mean number of labels of parts of texts, by their number of inputs."""
         ...
@@ -61,6 +65,10 @@ class Causal:
     def sizes(self, lengths: Ints) -> Ints:
         """Return the lengths."""
         return lengths
+
+    def mean_sizes(self, lengths: Ints) -> NDArray[np.float64]:
+        """Return the lengths."""
+        return lengths.astype(np.float64)
 
     def learned(self, lengths: Ints) -> NDArray[np.float64]:
         """Return the lengths."""
@@ -89,6 +97,10 @@ class PrefixLM:
     def sizes(self, lengths: Ints) -> Ints:
         """Return the lengths."""
         return lengths
+
+    def mean_sizes(self, lengths: Ints) -> NDArray[np.float64]:
+        """Return the lengths."""
+        return lengths.astype(np.float64)
 
     def learned(self, lengths: Ints) -> NDArray[np.float64]:
         """Return half of the lengths: prefixes end anywhere."""
