@@ -107,7 +107,9 @@ def test_a_batch_of_pairs_is_that_of_the_tokenizer(
     assert labels.tolist() == [0.5, 1, -2.25, 3]
 
 
-@pytest.mark.parametrize(("family", "options"), [("bert", {}), ("electra", {"type_vocab_size": 2}), ("roberta", {})])
+@pytest.mark.parametrize(
+    ("family", "options"), [("bert", {}), ("electra", {}), ("deberta", {"type_vocab_size": 2}), ("roberta", {})]
+)
 @pytest.mark.parametrize("texts", [1, 2])
 def test_texts_have_the_types_of_the_tokenizer_if_the_model_takes_them(
     tokenizer: PreTrainedTokenizerFast, family: str, options: dict[str, int], texts: int, tmp_path: Path
