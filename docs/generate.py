@@ -17,7 +17,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -260,6 +260,8 @@ def _type(hint: Any) -> str:
         return " or ".join(f"`{choice}`" for choice in arguments)
     if origin in (typing.Union, types.UnionType):
         return _type(next(each for each in arguments if each is not type(None)))
+    if origin is Mapping:
+        return f"{_type(arguments[1])}s by name"
     if origin is tuple:
         return f"{_type(arguments[0])}s" if arguments[-1] is Ellipsis else f"{len(arguments)} {_type(arguments[0])}s"
     return {"str": "text", "int": "integer", "float": "number", "bool": "`true` or `false`"}[hint.__name__]
@@ -268,7 +270,7 @@ def _type(hint: Any) -> str:
 def _default(value: Any) -> str:
     if value is dataclasses.MISSING:
         return ""
-    if value is None:
+    if value is None or (isinstance(value, Mapping) and not value):
         return "none"
     if isinstance(value, tuple):
         return f"`{' '.join(map(str, value))}`"
