@@ -264,6 +264,8 @@ def _type(hint: Any) -> str:
         return f"{_type(arguments[1])}s by name"
     if origin is tuple:
         return f"{_type(arguments[0])}s" if arguments[-1] is Ellipsis else f"{len(arguments)} {_type(arguments[0])}s"
+    if origin is Mapping:
+        return f"{_type(arguments[1])}s by name"
     return {"str": "text", "int": "integer", "float": "number", "bool": "`true` or `false`"}[hint.__name__]
 
 

@@ -17,12 +17,15 @@ from lib.labelled import save_model, with_special_tokens
 from lib.saved import SMALL, small_run, train_alone
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from acsgd.config.options import DataConfig
 from acsgd.config.run_file import parse_flags
 from acsgd.evaluation import command
-from acsgd.evaluation.answers import compare, evaluate_answers
+from acsgd.evaluation.answers import compare, evaluate_answers, read_questions
 from acsgd.evaluation.job import config_of, data_of
 from acsgd.evaluation.model import find_evaluated
 from acsgd.evaluation.options import EvalOptions
+from acsgd.generation.command import open_generator
+from acsgd.generation.options import Decoding
 from acsgd.launch import Launch
 from acsgd.run.failures import RunContext
 
@@ -170,6 +173,31 @@ def test_generated_answers_are_those_of_transformers_in_any_batch(
     assert found["metrics"]["exact_match"] == 0.5
     assert found["metrics"]["rouge1"] >= 0.0
     assert (found["examples"], found["task"]) == (6, "lm")
+
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def test_a_chat_is_continued_at_its_last_answer(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model, whole = tmp_path / "chat", AutoModelForCausalLM.from_pretrained(tiny_model())
+    whole.resize_token_embeddings(520)
+    whole.save_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model())
+    tokenizer.chat_template = CHATML
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.save_pretrained(model)
+    messages = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}))
+    generator = open_generator(str(model), Decoding(), dtype=None, device="cpu")
+    data = DataConfig(sources=str(tmp_path / "chat.jsonl"), sequence=1, batch=1)
+    [question] = read_questions(data, generator)
+    assert question.prompt == tokenizer.apply_chat_template(
+        messages[:-1], add_generation_prompt=True, return_dict=False
+    )
+    assert question.answer == "d"
 
 
 BAD_QUESTIONS = [

@@ -124,6 +124,20 @@ def test_a_wrong_field_is_refused(checkpoint: Path) -> None:
             assert_refused(checkpoint, f"{path}={value!r}")
 
 
+def test_evaluation_losses_of_older_versions_are_read(checkpoint: Path) -> None:
+    fields = read_fields(checkpoint)
+    progress = fields["run"]["progress"]
+    losses = progress["evaluation"]["eval_loss"], progress["best"]["eval_loss"]
+    del progress["evaluation"], progress["best"]
+    for last, best in (losses, (None, None)):
+        progress |= {"eval_loss": last, "best_eval_loss": best}
+        write_fields(checkpoint, fields)
+        read = Checkpoint.open(checkpoint).run.progress
+        assert (read.eval_loss, read.best.get("eval_loss")) == (last, best)
+        (report,) = inspect(checkpoint)
+        assert (report.eval_loss, report.errors) == (last, [])
+
+
 def test_a_missing_field_is_refused(checkpoint: Path) -> None:
     original = read_fields(checkpoint)
     for path in REQUIRED:

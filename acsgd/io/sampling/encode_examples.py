@@ -160,9 +160,13 @@ def _check_texts(examples: Sequence[Example], number: int) -> None:
 
 
 def prompt_and_answer(example: Example) -> tuple[str, str]:
-    """Return the text before the last targets, and these. Raises ValueError if one of them is missing."""
-    answer = list(takewhile(lambda segment: segment.is_target, reversed(example.segments)))[::-1]
-    prompt = example.segments[: len(example.segments) - len(answer)]
+    """Return the text before the last targets, and these, without what a chat template writes after them.
+
+    Raises ValueError if one of them is missing.
+    """
+    until = max((place for place, segment in enumerate(example.segments, 1) if segment.is_target), default=0)
+    answer = list(takewhile(lambda segment: segment.is_target, reversed(example.segments[:until])))[::-1]
+    prompt = example.segments[: until - len(answer)]
     texts = ["".join(segment.text for segment in part) for part in (prompt, answer)]
     if not all(texts):
         raise ValueError(
