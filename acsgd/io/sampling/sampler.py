@@ -89,7 +89,7 @@ class Sampler:
             epochs[mine], positions = np.divmod(draws[mine], size)
             ids[mine] = start + shuffled(positions, size, _key(self.seed, 1 + source, epochs[mine]))
             start += size
-        starts = np.array([sum(self.sizes[:source]) for source in range(len(self.sizes))])
+        starts = np.cumsum([0, *self.sizes[:-1]])
         sources = np.searchsorted(starts, ids, side="right") - 1
         return Samples(sources, ids - starts[sources], ids, epochs)
 
