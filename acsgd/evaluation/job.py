@@ -19,7 +19,8 @@ from acsgd.evaluation.options import EvalOptions
 
 READING = ("format", "fields", "targets", "input_format", "output_format", "on_error")
 """Options of the command that are those of [data] with the same name."""
-RECORDED = ("sequence", "rows", "long", "isolate", "objective")
+OF_ROWS = ("rows", "long", "isolate")
+RECORDED = ("sequence", *OF_ROWS, "objective", "sentinels", "modes", "seed")
 """Options of [data] whose default is the value that a checkpoint records."""
 
 
@@ -30,7 +31,7 @@ def config_of(options: EvalOptions, model: EvaluatedModel, world_size: int) -> C
     given: dict[str, Any] = {"sequence": options.sequence, "rows": options.rows, "long": options.long}
     recorded = {name: model.options.get(f"data.{name}") for name in RECORDED}
     if options.rows is not None:  # what is recorded belongs to other rows
-        recorded = {"sequence": recorded["sequence"]}
+        recorded = {name: value for name, value in recorded.items() if name not in OF_ROWS}
     data = {**recorded, **{name: value for name, value in given.items() if value is not None}}
     if data["sequence"] is None:
         raise ValueError(f"{model.name} does not record a sequence length; give --sequence, such as --sequence 512")

@@ -109,6 +109,7 @@ def _row_options(job: Job) -> dict[str, object]:
         options |= {"data.objective": config.data.objective}
     if isinstance(objective := row_maker(job).objective, UL2R):
         tokens = objective.tokens
+        options |= {"data.sentinels": config.data.sentinels, "data.modes": config.data.modes}
         options |= {"tokens of denoising": [*map(list, tokens.modes.values()), list(tokens.sentinels)]}
     return options
 

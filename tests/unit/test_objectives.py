@@ -16,6 +16,9 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from acsgd.config.checks import check
 from acsgd.config.options import PipelineConfig
 from acsgd.config.run_file import parse
+from acsgd.evaluation.job import config_of
+from acsgd.evaluation.model import EvaluatedModel
+from acsgd.evaluation.options import EvalOptions
 from acsgd.io.rows.base import INPUT_IDS, LABELS
 from acsgd.io.rows.documents import DocumentRows
 from acsgd.io.rows.layout import Kind, make_layout
@@ -263,6 +266,18 @@ def test_a_run_states_its_tokens_and_records_them(with_sentinels: PreTrainedToke
     modes = [with_sentinels.encode(mode) for mode in ("[NLU]", "[S2S]", "[NLG]")]
     assert inputs.identity.data["tokens of denoising"] == [*modes, ids]
     assert inputs.identity.data["data.rows"] == "pack"
+
+
+def test_an_evaluation_has_the_objective_of_the_run(with_sentinels: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """With the same tokens, and the same draws."""
+    options = "--data.objective ul2r --data.sentinels <unused{}> --data.modes a,b,c --data.seed 7"
+    job = job_of(with_sentinels, tmp_path, options)
+    model = EvaluatedModel("m", "lm", open_inputs(job).identity.data)
+    for rows in (None, "single"):
+        data = config_of(EvalOptions("m", data="a.jsonl", rows=rows), model, 1).data  # type: ignore[arg-type]
+        names = ("objective", "sentinels", "modes", "seed", "sequence")
+        assert all(getattr(data, name) == getattr(job.config.data, name) for name in names)
+        assert data.rows == (rows or "pack")
 
 
 def test_a_tokenizer_without_sentinels_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
