@@ -10,7 +10,7 @@ import transformers
 
 from acsgd.config.options import DataConfig
 from acsgd.evaluation.model import EvaluatedModel
-from acsgd.evaluation.options import EvalOptions
+from acsgd.evaluation.options import DTYPES, EvalOptions
 from acsgd.evaluation.report import Report
 from acsgd.generation.command import batches, open_generator
 from acsgd.generation.decode import Generator, Ids
@@ -23,7 +23,6 @@ from acsgd.io.sources.sources import parse_sources
 from acsgd.notes import print_note, report_if_slow
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class Question(NamedTuple):

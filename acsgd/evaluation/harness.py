@@ -15,14 +15,13 @@ from pathlib import Path
 from types import FrameType
 
 from acsgd.evaluation.model import EvaluatedModel
-from acsgd.evaluation.options import EvalOptions
+from acsgd.evaluation.options import DTYPES, EvalOptions
 from acsgd.notes import print_note
 from acsgd.shards.export import to_hf
 from acsgd.shards.hub import find_model
 from acsgd.shards.manifest import MANIFEST
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: "auto"}
 
 
 def run_lm_eval(options: EvalOptions, model: EvaluatedModel) -> int:
@@ -32,8 +31,9 @@ def run_lm_eval(options: EvalOptions, model: EvaluatedModel) -> int:
         raise ValueError('--lm-eval needs lm-eval: pip install "acsgd[lm-eval]"')
     directory = find_model(model.name, option="model")
     with _exported(directory) as exported:
+        dtype = DTYPES[options.dtype] if options.dtype else "auto"
         arguments = ["--model", "hf", "--tasks", options.lm_eval]
-        arguments += ["--model_args", f"pretrained={exported},dtype={DTYPES[options.dtype]}"]
+        arguments += ["--model_args", f"pretrained={exported},dtype={dtype}"]
         arguments += [] if options.device == "auto" else ["--device", options.device]
         command = [sys.executable, "-m", "lm_eval", *arguments, *shlex.split(options.lm_eval_args)]
         print_note(shlex.join(command))

@@ -12,6 +12,9 @@ import tyro
 from acsgd.config.ranges import Range, out_of_range
 from acsgd.generation.options import Decoding
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Types of parameters by their names in options of a run -> names in torch."""
+
 
 @dataclass(frozen=True)
 class EvalOptions:

@@ -224,11 +224,10 @@ def test_an_example_without_prompt_and_answer_is_named(
 FAKE_LM_EVAL = """
 import json, sys
 from pathlib import Path
-from transformers import AutoModelForCausalLM
 arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 directory = arguments["--model_args"].removeprefix("pretrained=").partition(",")[0]
-AutoModelForCausalLM.from_pretrained(directory)
-Path("called").write_text(json.dumps([arguments, directory]))
+files = sorted(path.name for path in Path(directory).iterdir())
+Path("called").write_text(json.dumps([arguments, directory, files]))
 sys.exit(7)
 """
 
@@ -236,7 +235,7 @@ sys.exit(7)
 def test_lm_eval_runs_on_an_export_that_is_removed_afterwards(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its place is taken by a package that loads the model as lm-eval does. Its exit code is that of the command."""
+    """A package of its name takes its place. Its exit code is that of the command."""
     package = tmp_path / "packages" / "lm_eval"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -247,7 +246,8 @@ def test_lm_eval_runs_on_an_export_that_is_removed_afterwards(
     with pytest.raises(SystemExit) as ended:
         command.main([str(run), "--lm-eval", "arc", "--lm-eval-args=--limit 5"], Launch(), prog="acsgd eval")
     assert ended.value.code == 7
-    arguments, directory = json.loads((tmp_path / "called").read_text())
+    arguments, directory, files = json.loads((tmp_path / "called").read_text())
+    assert {"config.json", "model.safetensors", "tokenizer.json"} < {*files}
     assert arguments["--model_args"] == f"pretrained={directory},dtype=auto"
     assert (arguments["--model"], arguments["--tasks"], arguments["--limit"]) == ("hf", "arc", "5")
     assert not Path(directory).exists()
