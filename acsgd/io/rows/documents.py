@@ -45,7 +45,9 @@ class DocumentRows:
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return values that differ between hosts with different texts."""
-        return (*self.corpus.fingerprint(), self.layout.note, self.layout.starts[sample(self.layout.starts)].tolist())
+        layout = self.layout
+        sizes = len(self), len(layout.starts), layout.num_targets
+        return (*self.corpus.fingerprint(), *sizes, layout.starts[sample(layout.starts)].tolist())
 
     @property
     def mean_targets(self) -> float:
