@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -73,12 +72,6 @@ class OptionsOfFormat:
 
     options: ReadOptions
     tokenizer: PreTrainedTokenizerBase
-
-    @cached_property
-    def special_tokens(self) -> tuple[str, ...]:
-        """Texts that the tokenizer takes for control tokens wherever they are."""
-        added = self.tokenizer.added_tokens_decoder.values()
-        return tuple(dict.fromkeys([token.content for token in added if token.special]))
 
 
 def has_strings(fields: Mapping[str, Any], *names: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -39,6 +40,8 @@ FOLLOWS = {
 """Role -> roles that may follow it; None = at the beginning."""
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Tag with which a chat template marks what the assistant writes."""
+NOTHING = "(?!)"
+"""Pattern that is found nowhere."""
 
 
 class Messages(OptionsOfFormat):
@@ -70,8 +73,14 @@ class Messages(OptionsOfFormat):
 
     def _control_token(self, messages: Sequence[Message]) -> str | None:
         """Return a special token that the text of a message contains, None if there is none."""
-        texts = [message["content"] for message in messages if isinstance(message["content"], str)]
-        return next((token for token in self.special_tokens for text in texts if token in text), None)
+        texts = (message["content"] for message in messages if isinstance(message["content"], str))
+        return next((found[0] for text in texts if (found := self._special_tokens.search(text))), None)
+
+    @cached_property
+    def _special_tokens(self) -> re.Pattern[str]:
+        """Texts that the tokenizer takes for control tokens wherever they are."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        return re.compile("|".join(re.escape(token.content) for token in added if token.special) or NOTHING)
 
     def _messages(self, fields: Mapping[str, Any]) -> list[Message]:
         """Return the messages, in the form in which chat templates take them. Raises FormatError."""
