@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from acsgd.config.options import (
@@ -34,7 +35,10 @@ def config_of(options: EvalOptions, model: EvaluatedModel, world_size: int) -> C
         recorded = {name: value for name, value in recorded.items() if name not in OF_ROWS}
     data = {**recorded, **{name: value for name, value in given.items() if value is not None}}
     if data["sequence"] is None:
-        raise ValueError(f"{model.name} does not record a sequence length; give --sequence, such as --sequence 512")
+        reason = "does not record a sequence length" if Path(model.name).exists() else "is not a directory here"
+        raise ValueError(
+            f"{model.name} {reason}; give a run or a checkpoint or, for others, --sequence, such as --sequence 512"
+        )
     # micro-batches of a pipeline at a time: more hide the time until its last stage has work, and pad the last batch
     micros = 2 * options.stages if options.stages > 1 else 1
     return Config(

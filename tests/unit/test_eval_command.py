@@ -106,10 +106,10 @@ def test_invalid_options_are_refused(flags: str, processes: int, message: str) -
 
 def test_a_model_that_does_not_fit_the_command_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
     options = EvalOptions(str(tiny_model()), data="demo")
-    with pytest.raises(
-        ValueError, match=r"does not record a sequence length; give --sequence, such as --sequence 512$"
-    ):
+    with pytest.raises(ValueError, match=r"does not record a sequence length; .* --sequence, such as --sequence 512$"):
         config_of(options, find_evaluated(options.model), 1)
+    with pytest.raises(ValueError, match=r"^runs/none is not a directory here; give a run or a checkpoint"):
+        config_of(dataclasses.replace(options, model="runs/none"), find_evaluated("runs/none"), 1)
     options = dataclasses.replace(options, sequence=16, stages=3)
     with pytest.raises(ValueError, match=r"^--stages 3 does not divide the number of processes, 4$"):
         config_of(options, find_evaluated(options.model), 4)
