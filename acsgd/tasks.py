@@ -26,7 +26,7 @@ from acsgd.layers.skeleton import set_buffer, set_parameter, weights_on_meta
 from acsgd.layers.verify import Verification, verify
 
 TOKEN_TYPES = "token_type_ids"
-"""Input that tells the second of a pair of texts from the first."""
+"""Input with the type of each token: 0 in the first text of a pair, 1 in the second."""
 IGNORED = -100
 """Label of positions without a loss."""
 UNTIED = "untied_weights"

@@ -105,7 +105,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """When and by what the model is evaluated."""
+    """When the model is evaluated, and by which metrics."""
 
     every: Annotated[int, COUNT] | None = None
     """Interval between evaluations, optimizer steps. The last step always evaluates. Default: only then."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, blockwise_overlay, or_masks
 
 DOCUMENTS = "documents"
-"""Input of a model, by which documents are told apart: integers [B, T], equal for the tokens of one document, which lie
+"""Input of a model with the document of each token: integers [B, T], equal for the tokens of one document, which lie
 side by side; attention stays within each, and positions start at 0 in each. Not passed to forward."""
 PREFIXES = "prefixes"
 """Input of a causal model, with the tokens that attend to each other in both directions: integers [B, T], equal for the

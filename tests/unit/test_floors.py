@@ -185,6 +185,7 @@ ORDER = """
     io.sampling.encode
     io.sampling.encode_examples
     io.sampling.pipeline
+    io.sampling.corpus_writer
     io.sampling.tokens
     io.rows.base
     io.rows.described

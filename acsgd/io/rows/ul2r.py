@@ -42,8 +42,8 @@ class Denoiser(NamedTuple):
 
 SEQUENTIAL = Denoiser("S")
 MIXTURE = (*(SEQUENTIAL,) * 4, *(Denoiser("R", 0.15, 3),) * 2, Denoiser("X", 0.15, 32), Denoiser("X", 0.5, 8))
-"""Denoisers, each with the same probability: 50 % S, 25 % R, 25 % X. Of the spans that UL2 removes half of a text in, 3
-and 8 tokens, the shorter ones need so many sentinels that rows have twice the padding with all other denoisers."""
+"""Denoisers, each with the same probability: 50 % S, 25 % R, 25 % X. UL2 removes half of
+a text in spans of 3 or of 8 tokens. Here they have 8: spans of 3 need more sentinels, for which each row keeps room."""
 
 
 class DenoisingTokens(NamedTuple):
@@ -129,9 +129,8 @@ class UL2R:
         text = text[len(begin) :]
         seed = mix_seed(self._seed, place, epoch)
         denoiser = MIXTURE[seed % len(MIXTURE)]
-        if (
-            len(text) < 2 or np.isin(text, self.tokens.sentinels).any()
-        ):  # with sentinels in it, it could not be restored
+        has_sentinels = np.isin(text, self.tokens.sentinels).any()  # then it could not be restored
+        if len(text) < 2 or has_sentinels:
             denoiser = SEQUENTIAL
         kept, learned = self._divide(text, denoiser, mix_seed(seed, 1))
         prefix = [*begin, *self.tokens.modes[denoiser.mode], *kept]

@@ -34,7 +34,7 @@ class Encoded(NamedTuple):
     labels: Sequence[Label] = ()
     """Labels of the examples, for tasks that need them."""
     types: NDArray[np.uint32] | None = None
-    """Type of each token, for models that tell the texts of a pair apart by it."""
+    """Type of each token (token_type_ids), 0 in the first text of a pair, 1 in the second. None if none are needed."""
     refused: Mapping[int, FormatError] = MappingProxyType({})
     """Examples that are left out because of their tokens, by index, and why."""
 

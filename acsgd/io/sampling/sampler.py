@@ -95,7 +95,7 @@ class Sampler:
 
     @property
     def _sizes(self) -> tuple[int, ...]:
-        """Number of sequences of each source that has slots of its own."""
+        """Number of sequences of each source; without weights, of all sources together."""
         return self.sizes if len(self.counts) == len(self.sizes) else (sum(self.sizes),)
 
     def _draws(self, step: int) -> tuple[Ints, Ints]:

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from acsgd.io.cache import open_cached
 from acsgd.io.entry import Entry, seal
-from acsgd.io.sampling.arrays import Array, ArrayFile, ArrayWriter, sample
+from acsgd.io.sampling.arrays import Array, ArrayFile, sample
+from acsgd.io.sampling.corpus_writer import LABELS, OFFSETS, TARGETS, TOKENS, TYPES, CorpusWriter
 from acsgd.io.sampling.encode import DocumentEncoder, Encoder, Label
 from acsgd.io.sampling.pipeline import encode_source, progress, stop_or_skip
 from acsgd.io.sampling.sampler import Ints
@@ -26,10 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-TOKENS, OFFSETS, TARGETS, LABELS, ABOUT = "tokens.npy", "offsets.npy", "targets.npy", "labels.npy", "about.json"
-TYPES = "types.npy"
-"""Files of a cache entry: the arrays of a Corpus, and the fields of TokenStats. TARGETS is absent if all tokens are
-targets, LABELS and TYPES if there are none."""
+ABOUT = "about.json"
+"""File of a cache entry with the fields of TokenStats, beside the arrays of the Corpus."""
 
 FORMAT = 10
 """Version of the format of a token cache entry; part of every cache key."""
@@ -59,7 +58,7 @@ class Corpus(NamedTuple):
     target_fraction: float = 1.0
     """Fraction of the tokens that are targets."""
     types: Array | None = None
-    """Type of each token, for models that tell the texts of a pair apart by it."""
+    """Type of each token (token_type_ids), 0 in the first text of a pair, 1 in the second. None if none are needed."""
     notes: tuple[str, ...] = ()
     """Sentences for the user: on the format of the records, and on those skipped as unreadable."""
 
@@ -198,45 +197,23 @@ def tokenize(
     cuts, about one in ten thousand. Raises ValueError if the text cannot be read, has no token, or has a token of
     `vocab_size` or above.
     """
-    counts, started = RecordCounts(), time.monotonic()
+    counts, started, classes = RecordCounts(), time.monotonic(), dict[str, int]()
 
     def describe() -> str:
-        return progress("tokenizing", source, counts, tokens.length, time.monotonic() - started)
+        return progress("tokenizing", source, counts, writer.num_tokens, time.monotonic() - started)
 
-    num_of_text = num_targets = largest = 0
-    classes: dict[str, int] = {}
-    with (
-        ArrayWriter(directory / TOKENS, _token_dtype(tokenizer)) as tokens,
-        ArrayWriter(directory / OFFSETS, np.dtype("<i8")) as offsets,
-        ArrayWriter(directory / TARGETS, np.dtype("u1")) as targets,
-        ArrayWriter(directory / LABELS, np.dtype("<f8")) as labels,
-        ArrayWriter(directory / TYPES, np.dtype("u1")) as types,
-        report_if_slow(print_note, describe),
-    ):
-        offsets.append(np.zeros(1))
+    with CorpusWriter(directory, _token_dtype(tokenizer)) as writer, report_if_slow(print_note, describe):
         for _, encoded, bad in encode_source(source, tokenizer, encoder, counts):
             for record in bad:
                 stop_or_skip(record, source, counts)
-            largest = max(largest, int(encoded.tokens.max(initial=0)))
-            _check_token(largest, source, tokenizer, vocab_size)
-            num_of_text += encoded.num_of_text
-            num_targets += int(encoded.targets.sum())
-            offsets.append(tokens.length + encoded.ends)
-            tokens.append(encoded.tokens)
-            targets.append(encoded.targets)
-            labels.append(_numbers(source, encoded.labels, classes))
-            if encoded.types is not None:
-                types.append(encoded.types)
-    if num_targets == tokens.length:
-        (directory / TARGETS).unlink()
-    if not labels.length:
-        (directory / LABELS).unlink()
-    if not types.length:
-        (directory / TYPES).unlink()
+            writer.append(encoded, _numbers(source, encoded.labels, classes))
+            _check_token(writer.largest, source, tokenizer, vocab_size)
     skipped, too_long = counts.summary(), encoder.note
-    if not num_of_text:
+    if not writer.num_of_text:
         raise ValueError(_no_token(source, tokenizer, [clause for clause in (skipped, too_long) if clause]))
-    return TokenStats(largest, num_targets, encoder.overlap, skipped, counts.format, too_long, list(classes))
+    return TokenStats(
+        writer.largest, writer.num_targets, encoder.overlap, skipped, counts.format, too_long, list(classes)
+    )
 
 
 def _token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype[np.unsignedinteger]:

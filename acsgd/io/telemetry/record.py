@@ -47,7 +47,7 @@ class Record(NamedTuple):
     targets_per_s: float = 0.0
     """Target tokens of the step, per second."""
     evaluation: Scores = MappingProxyType({})
-    """Metrics of the held-out data after the update, each a field of its own, as eval_loss; empty = not evaluated."""
+    """Metrics of the held-out data after the update, each a separate field, such as eval_loss; empty = none."""
 
     def numbers(self) -> dict[str, float | None]:
         """Return fields and metrics as JSON values by name: None for values that are not finite."""
