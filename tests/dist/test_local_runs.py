@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lib.models import DROPOUT
 from lib.ranks import on_ranks
 from lib.replica_runs import make_replica_config, resumed_at_half
-from lib.resume import TIMEOUT, TinyModel, checkpoint_of, train_ranks
+from lib.resume import HALF, STEPS, TIMEOUT, TinyModel, checkpoint_of, train_ranks
 from lib.training import batches_of, mask, train
 from safetensors.torch import load_file
 
@@ -123,6 +123,12 @@ def whole(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> li
     ]
     on_ranks(4, train_ranks, runs / "store", configs)
     return configs
+
+
+def test_global_weights_change_in_the_second_half_of_a_run(whole: list[Config]) -> None:
+    for config in whole:
+        before, after = (load_file(checkpoint_of(config, step) / "embed.safetensors") for step in (HALF, STEPS))
+        assert any(not torch.equal(before[name], after[name]) for name in before), config.dp.mode
 
 
 def resumed(configs: list[Config], directory: Path, *, stages: int, ranks: int) -> list[Config]:

@@ -31,6 +31,7 @@ from acsgd.io.sampling import pipeline
 from acsgd.io.sampling import tokens as tokens_module
 from acsgd.io.sampling.arrays import ArrayFile
 from acsgd.io.sampling.batches import Batch, BatchReader, Dataset, reading_bytes
+from acsgd.io.sampling.corpus_writer import OFFSETS
 from acsgd.io.sampling.encode import DocumentEncoder
 from acsgd.io.sampling.sampler import Sampler, Samples, block_counts, deal, shuffled
 from acsgd.io.sampling.tokens import (
@@ -104,6 +105,7 @@ def test_the_tokens_depend_neither_on_the_batching_nor_on_the_threads(
         for example in examples_of(source)
     ]
     assert np.load(tmp_path / TOKENS).tolist() == list(itertools.chain(*oracle))
+    assert np.load(tmp_path / OFFSETS).tolist() == list(itertools.accumulate(map(len, oracle), initial=0))
 
 
 def test_long_documents_cause_no_warning(

@@ -176,6 +176,15 @@ def test_the_mean_numbers_of_labels_and_of_tokens_are_known(objective: Objective
         assert abs(np.mean(drawn) - mean) <= 5 * np.std(drawn) / len(drawn) ** 0.5
 
 
+@pytest.mark.parametrize("objective", [UL2R(TOKENS, seed=0), PrefixLM(seed=0)])
+def test_the_number_of_labels_of_a_layout_is_the_mean_over_epochs(objective: Objective) -> None:
+    corpus = documents_of([5, 40, 90])
+    layout = make_layout(corpus, 200, "single", "error", objective)
+    rows = DocumentRows(corpus, layout, 200, padding=0, objective=objective)
+    drawn = [sum(int((rows.read(row, epoch)[LABELS] != IGNORED).sum()) for row in range(3)) for epoch in range(500)]
+    assert abs(np.mean(drawn) - layout.num_targets) <= 5 * np.std(drawn) / len(drawn) ** 0.5 + 0.5  # it is rounded
+
+
 # ---- prefixes
 
 
@@ -200,6 +209,7 @@ def test_a_text_is_divided_anywhere() -> None:
         prefixes[len(prefix)] += 1
     assert prefixes.keys() == {*range(1, 10)}
     assert all(abs(count - drawn / 9) < 5 * (drawn / 9) ** 0.5 for count in prefixes.values())
+    assert len({part_of(PrefixLM(1), text, epoch=epoch).prefix for epoch in range(50)}) > 1, "the same in every epoch"
 
 
 # ---- runs

@@ -174,6 +174,10 @@ OURS = of_sources("data/a.jsonl=1 b.txt=2 c.txt=3", [1, 2, 3])
             "data.sources lacks d, which it was trained on",
         ),
         (
+            of_sources("a.jsonl=1 a.jsonl=1 b.txt=2 c.txt=3", [1, 1, 2, 3]),
+            "data.sources lacks a.jsonl, which it was trained on",
+        ),
+        (
             of_sources("a.jsonl=5 x.txt=2 y.txt=4", [1, 2, 3]),
             "the contents of a.jsonl changed, data.sources lacks y.txt, which it was trained on, "
             "data.sources has c.txt, which it was not trained on",
