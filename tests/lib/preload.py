@@ -4,6 +4,7 @@ No thread may start here.
 """
 
 import gc
+import os
 import pydoc_data.topics
 
 import pytest
@@ -17,5 +18,7 @@ import acsgd.train
 import tests.lib.forks
 
 torch.set_num_threads(1)
+# torch makes its thread pool again at its first use after a fork; two threads that did so at once would abort
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 gc.freeze()  # or each rank would visit, and thus copy, the objects of all these modules
 __all__ = ["acsgd", "pydoc_data", "pytest", "rich", "tests", "transformers"]

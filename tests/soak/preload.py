@@ -14,5 +14,7 @@ import tests.lib.forks
 import tests.soak.areas
 
 torch.set_num_threads(1)
+# torch makes its thread pool again at its first use after a fork; two threads that did so at once would abort
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 logging.disable_progress_bar()
 __all__ = ["acsgd", "tests", "transformers"]
