@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from typing import NoReturn
 
+from acsgd.errors import ReportedError
 from acsgd.launch import Launch
 from acsgd.run.signals import end_with_torchrun
 from acsgd.run.stdio import protect_streams
@@ -15,11 +17,24 @@ EVAL = "eval"
 
 
 def main(argv: list[str], *, prog: str) -> None:
-    """Import the code of a command, which takes seconds, and run it. prog: name of the command in its help."""
+    """Run a command, and end the process if it fails. prog: name of the command in its help."""
+    try:
+        run(argv, prog=prog)
+    except ReportedError as error:
+        end_process(error.exit_code)
+
+
+def end_process(code: int) -> NoReturn:
+    """End the process at once, from any thread: others may wait in gloo or in the store, and cannot be ended."""
+    os._exit(code)
+
+
+def run(argv: list[str], *, prog: str) -> None:
+    """Import the code of a command, which takes seconds, and run it. Raises ReportedError after a failure."""
     protect_streams()
     launch = Launch.from_env()
     if launch.under_torchrun:
-        end_with_torchrun(os.getppid(), is_main=launch.local_rank == 0)
+        end_with_torchrun(os.getppid(), is_main=launch.local_rank == 0, end=end_process)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends without a traceback
 
     from acsgd.run.error_report import report_startup_error
@@ -33,11 +48,11 @@ def main(argv: list[str], *, prog: str) -> None:
     if is_eval:
         from acsgd.evaluation import command as evaluation
 
-        evaluation.main(argv, launch, prog=prog)
+        evaluation.main(argv, launch, prog=prog, end=end_process)
     else:
         from acsgd import main as training
 
-        training.main(argv, launch, prog=prog)
+        training.main(argv, launch, prog=prog, end=end_process)
 
 
 def _check(argv: list[str], launch: Launch, *, prog: str, is_eval: bool) -> None:

@@ -47,6 +47,24 @@ class RunError(RuntimeError):
         self.awaited = tuple(awaited)
 
 
+class WaitInterruptedError(Exception):
+    """The waits of this rank for other ranks were interrupted; the message says why.
+
+    Not a RuntimeError: the code between must not take it for the failure of a peer.
+    """
+
+
+class ReportedError(SystemExit):
+    """A failure that has been reported to the user. The entry of the program ends the process with its exit code.
+
+    At once: threads may still wait in gloo or in the store, and Python would abort when they return while it ends.
+    """
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.exit_code = code
+
+
 class CorruptFileError(RunError):
     """A file of a model, a checkpoint or a cache is missing, unreadable or not as it was written."""
 
@@ -73,7 +91,7 @@ def printable(text: str) -> str:
 
 def explain(error: BaseException) -> str | None:
     """Return one sentence on an error that has its cause outside the program; None for any other error."""
-    if isinstance(error, RunError):
+    if isinstance(error, RunError | WaitInterruptedError):
         return str(error)
     if isinstance(error, OSError) and error.errno:
         paths = " -> ".join(_name(path) for path in (error.filename, error.filename2) if path is not None)

@@ -5,6 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
+
+_DAEMON = "ACSGD_DAEMON"
+"""Environment variable with the socket of this host's daemon, in an elastic run."""
+_SECRET = "ACSGD_SECRET"
+"""Environment variable with the secret by which the hosts of an elastic run know each other."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +27,12 @@ class Launch:
     """Whether torchrun started this process."""
     error_file: str = ""
     """File whose content torchrun prints if this process fails; empty = none."""
+    daemon: str = ""
+    """Socket of the daemon of this host; empty if the run is not elastic."""
 
     @classmethod
     def from_env(cls) -> Launch:
-        """Read torchrun's environment variables. The only place in the package that reads the environment.
+        """Read torchrun's environment variables. The only file in the package that uses the environment.
 
         Raises SystemExit with a sentence if one of them is not a number.
         """
@@ -36,12 +44,23 @@ class Launch:
             local_world_size=_number("LOCAL_WORLD_SIZE", 1),
             under_torchrun="TORCHELASTIC_RUN_ID" in env,
             error_file=env.get("TORCHELASTIC_ERROR_FILE", ""),
+            daemon=env.get(_DAEMON, ""),
         )
 
     @property
     def is_one_host(self) -> bool:
         """Whether all processes of the run are on this host."""
         return self.world_size == self.local_world_size
+
+
+def run_secret() -> str | None:
+    """Return the secret by which the hosts of an elastic run know each other; None if none is given."""
+    return os.environ.get(_SECRET)
+
+
+def publish_daemon(socket: Path) -> None:
+    """Give the workers that this process starts the socket of the daemon."""
+    os.environ[_DAEMON] = str(socket)
 
 
 def _number(variable: str, default: int) -> int:

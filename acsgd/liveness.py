@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 
-from acsgd.errors import RunError
+from acsgd.errors import RunError, WaitInterruptedError
 from acsgd.store import StoreClient, StoreError
 
 FAILURES = "acsgd/failures"
@@ -41,13 +41,13 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """End the thread after its last heartbeat."""
+    def close(self, *, within_s: float | None = None) -> None:
+        """End the thread after its last heartbeat. within_s: maximum time to wait for it, seconds; None = no limit."""
         self._closed.set()
-        self._thread.join()
+        self._thread.join(within_s)
 
     def _run(self) -> None:
-        with contextlib.suppress(StoreError):  # the next exchange of this rank reports it
+        with contextlib.suppress(StoreError, WaitInterruptedError):  # the next exchange of this rank reports it
             for number in itertools.count():
                 self._store.set(_key(self._rank), str(number))
                 if self._closed.wait(self._interval_s):

@@ -14,6 +14,9 @@ closed) stop the run after the current step and save it.
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,8 +24,10 @@ import torch.distributed as dist
 
 from acsgd.config.options import Config
 from acsgd.config.run_file import parse
+from acsgd.elastic.worker import run_elastic
 from acsgd.io.cache import TIMEOUT_S
 from acsgd.launch import Launch
+from acsgd.notes import print_note
 from acsgd.run.error_report import report_startup_error
 from acsgd.run.failures import RunContext, report_failure
 from acsgd.run.inputs import open_inputs
@@ -32,20 +37,42 @@ from acsgd.topology import clone_store, connect, open_store
 from acsgd.train import train
 
 
-def main(argv: list[str], launch: Launch, *, prog: str) -> None:
-    """Run a training job from its command line: prepare it, connect the ranks, train. prog: name of the command."""
+def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], None]) -> None:
+    """Run a training job from its command line: prepare it, connect the ranks, train.
+
+    prog: name of the command; end: as of `report_failure`. Raises ReportedError after a failure.
+    """
+    if launch.daemon:
+        _run_elastic(argv, launch, prog, end)
+        return
     with report_startup_error(launch):
         store = open_store(launch)
         store_of_failures = clone_store(store, launch)
-    with contextlib.ExitStack() as stack, report_failure(store_of_failures, launch) as context:
+    with contextlib.ExitStack() as stack, report_failure(store_of_failures, launch, end) as context:
         config = parse(argv, prog=prog, is_main=launch.rank == 0)
-        run(config, launch, store, context, stack)
+        run(config, launch, store, context, stack, end)
 
 
-def run(config: Config, launch: Launch, store: dist.Store, context: RunContext, stack: contextlib.ExitStack) -> None:
+def _run_elastic(argv: list[str], launch: Launch, prog: str, end: Callable[[int], None]) -> None:
+    """Run a training job of which hosts may join and leave: to failure reports, this process is alone."""
+    alone = replace(launch, rank=0, world_size=1)
+    with report_failure(dist.HashStore(), alone, end) as context:
+        run_elastic(parse(argv, prog=prog, is_main=launch.local_rank == 0), launch, context, end)
+    sys.stdout.flush()
+    end(0)  # threads that were left behind in interrupted waits would abort an orderly end
+
+
+def run(
+    config: Config,
+    launch: Launch,
+    store: dist.Store,
+    context: RunContext,
+    stack: contextlib.ExitStack,
+    end: Callable[[int], None],
+) -> None:
     """Prepare a run, connect its ranks, and train. context: receives what failure reports need.
 
-    stack: receives what must outlive a failure report.
+    stack: receives what must outlive a failure report. end: as of `main`.
     """
     context.run_dir = Path(config.log.dir)
     job = prepare(config, launch)
@@ -54,6 +81,8 @@ def run(config: Config, launch: Launch, store: dist.Store, context: RunContext, 
     lock = stack.enter_context(RunLock(leases_of(job)))
     context.cleanup = lock.release  # before the first lease is acquired: from then on, any rank may fail
     lock.acquire(groups, config.run.timeout)
+    if launch.rank == 0 and not launch.is_one_host:
+        print_note("hosts may join and leave this run if it is started with torchrun --rdzv-backend acsgd")
     inputs = open_inputs(job, groups)
     groups.wait_for_all("opening the inputs", timeout_s=TIMEOUT_S)  # as long as another host may tokenize
-    train(job, inputs, groups, lock, on_start=context.start_training)
+    train(job, inputs, groups, lock, on_start=context.start_training, end=end)

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
-
-class Work(Protocol):
-    """Handle of an asynchronous operation, as torch.distributed returns it."""
-
-    def wait(self) -> bool:
-        """Block until the operation is done. Raises RuntimeError if a peer fails or times out."""
-        ...
+from acsgd.waits import Waits, Work
 
 
 @dataclass
@@ -25,10 +18,10 @@ class Meter:
     waited_s: float = 0.0
     """The part of `in_flight_s` in which this process was blocked, seconds."""
 
-    def wait(self, work: Work, posted_at: float) -> None:
+    def wait(self, waits: Waits, work: Work, posted_at: float) -> None:
         """Wait for an operation and count its time; posted_at: its start, a time.perf_counter()."""
         before = time.perf_counter()
-        work.wait()
+        waits.wait(work)
         now = time.perf_counter()
         self.waited_s += now - before
         self.in_flight_s += now - posted_at

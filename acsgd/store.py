@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 from torch.distributed import TCPStore
 
 from acsgd.errors import RunError, reason
+from acsgd.waits import DIRECT, Waits
 
 T = TypeVar("T")
 
@@ -35,31 +36,40 @@ class Store(Protocol):
 
 
 class CallThread:
-    """A daemon thread that runs calls, one after another, that may block for ever."""
+    """A daemon thread that runs calls, one after another, that may block for ever.
 
-    def __init__(self, name: str) -> None:
+    waits: how callers wait for them.
+    """
+
+    def __init__(self, name: str, waits: Waits = DIRECT) -> None:
+        self._waits = waits
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._is_blocked = False
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def call(self, function: Callable[[], T], *, timeout_s: float) -> T:
         """Return what `function` returns, and raise what it raises. May be called by any thread.
 
-        Raises TimeoutError after `timeout_s` seconds, and at once if an earlier call did.
+        Raises TimeoutError after `timeout_s` seconds, and at once if an earlier call did; WaitInterruptedError.
         """
         if self._is_blocked:
             raise TimeoutError
         future: Future[T] = Future()
         self._calls.put(lambda: _complete(future, function))
-        if not wait([future], timeout_s).done:
-            self._is_blocked = True
+        try:
+            if not self._waits.poll(lambda seconds: bool(wait([future], seconds).done), timeout_s):
+                self._is_blocked = True
+                raise TimeoutError
+        except BaseException:
             future.cancel()
-            raise TimeoutError
+            raise
         return future.result()
 
-    def close(self) -> None:
-        """End the thread after the calls so far."""
+    def close(self, *, within_s: float = 0.0) -> None:
+        """End the thread after the calls so far. within_s: maximum time to wait for that, seconds."""
         self._calls.put(None)
+        self._thread.join(within_s)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -79,6 +89,8 @@ def _complete(future: Future[T], function: Callable[[], T]) -> None:
 class StoreClient:
     """A connection to the store of a run. Each call raises StoreError if the store does not answer in time.
 
+    Each raises WaitInterruptedError if the waits of the thread are interrupted.
+
     thread: makes the calls; timeout_s: limit of one call, seconds.
     """
 
@@ -95,9 +107,17 @@ class StoreClient:
         """Store a value."""
         self._call(lambda: self._store.set(key, value))
 
+    def set_bytes(self, key: str, value: bytes) -> None:
+        """Store a value that need not be text."""
+        self._call(lambda: self._store.set(key, value))  # type: ignore[arg-type]  # torch's stub is narrower than torch
+
     def get(self, key: str) -> str:
         """Return the value of a key that exists."""
-        return self._call(lambda: self._store.get(key)).decode()
+        return self.get_bytes(key).decode()
+
+    def get_bytes(self, key: str) -> bytes:
+        """Return the value of a key that exists, which need not be text."""
+        return self._call(lambda: self._store.get(key))
 
     def add(self, key: str, amount: int) -> int:
         """Add to the integer value of a key, 0 at first, and return the sum."""

@@ -93,7 +93,9 @@ def metrics() -> str:
     return (
         "# metrics.jsonl\n\nOne JSON object per optimizer step, written by rank 0 into the run directory.\n\n"
         f"{_docstring(Record)} Lines of steps with an evaluation also have its metrics, of the held-out data after the "
-        f"update; null = not defined.\n\n{_table(('field', 'type', 'meaning'), rows)}\n"
+        "update; null = not defined.\n\nElastic runs also have one line per change of hosts: `event`, `after_step` "
+        "(completed steps) and what [changed](../howto/elastic.md#what-happens-when).\n\n"
+        f"{_table(('field', 'type', 'meaning'), rows)}\n"
     )
 
 

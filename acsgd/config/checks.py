@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 
-from acsgd.config.options import CheckpointConfig, Config, DataConfig, LogConfig, OptimConfig
+from acsgd.config.options import CheckpointConfig, Config, DataConfig, ElasticConfig, LogConfig, OptimConfig
 from acsgd.config.ranges import COUNT, out_of_range
 
 SINKS = ("print", "jsonl", "text", "wandb")
@@ -23,6 +23,7 @@ def check(config: Config) -> None:
     _check_checkpoint(config.checkpoint)
     _check_evaluation(config)
     _check_log(config.log)
+    _check_elastic(config.elastic)
     if config.optim.spike is not None and config.checkpoint.every is None:
         raise ValueError(
             f"optim.spike={config.optim.spike} restores the last checkpoint, but there is none before the end of the "
@@ -112,6 +113,12 @@ def _check_evaluation(config: Config) -> None:
         raise ValueError(
             f"{evaluating[0]} needs evaluation data; give data.eval_sources or, for example, data.eval_fraction=0.05"
         )
+
+
+def _check_elastic(elastic: ElasticConfig) -> None:
+    low, high = elastic.min_replicas, elastic.max_replicas
+    if high is not None and low > high:
+        raise ValueError(f"elastic.min_replicas={low} must be at most elastic.max_replicas={high}")
 
 
 def _check_log(log: LogConfig) -> None:

@@ -54,7 +54,7 @@ class DataConfig:
     *.json, *.csv, *.tsv, *.parquet, *.arrow, *.txt), directories and patterns of them, http(s) addresses of them,
     datasets of the Hugging Face Hub ("hf:NAME:CONFIG:SPLIT"), sets in their own layout ("wikitext:FILE", "cot:FILE",
     "natural_instructions:DIRECTORY", "p3:DIRECTORY", "pile:DIRECTORY", "arxiv21:DIRECTORY", "glue:TASK:FILE"), or
-    "demo"."""
+    "demo". "stream:SOURCE" tokenizes *.jsonl, *.parquet or "hf:NAME" during training."""
     sequence: Annotated[int, Range(1, 2**24)]
     """Sequence length, tokens."""
     batch: Annotated[int, Range(1, 2**24)]
@@ -83,6 +83,8 @@ class DataConfig:
     weights: Literal["sequences", "tokens"] = "sequences"
     """What the weights of data.sources are fractions of: "sequences", or "tokens", the target tokens of the sequences.
     Without weights, each sequence of any source is trained on once per epoch."""
+    window: Annotated[int, COUNT] = 1024
+    """Shuffle window of streamed sources, sequences: their order is shuffled within windows of this length."""
     format: str = "auto"
     """Format of the records: "text", "messages", "sharegpt", "prompt", "p3", "io", "alpaca", "dolly", "oig", or "label"
     for classification and regression. "auto" detects it from the first record of each source."""
@@ -95,6 +97,9 @@ class DataConfig:
     """Text of a prompt in the formats "prompt", "p3" and "io", such as "Question: __input__\\nAnswer: "."""
     output_format: str = "__output__"
     """Text of an answer in the formats "prompt", "p3" and "io"."""
+    split_special_tokens: bool = True
+    """Whether the texts of special tokens in the messages of a chat, such as "<|im_end|>", are encoded as ordinary
+    text, for model.task="lm". Otherwise they are control tokens."""
     on_error: Literal["stop", "skip"] = "stop"
     """What an unreadable record does: "stop" ends the run and names it; "skip" leaves it out and reports the count."""
     eval_sources: str | None = None
@@ -246,6 +251,22 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class ElasticConfig:
+    """Runs whose hosts join and leave: torchrun --rdzv-backend acsgd."""
+
+    min_replicas: Annotated[int, Range(1, 10**6)] = 1
+    """Number of replicas below which training waits for hosts."""
+    max_replicas: Annotated[int | None, Range(1, 10**6)] = None
+    """Number of replicas beyond which workers are spares. None = no limit."""
+    below_min: Literal["wait", "end"] = "wait"
+    """What a run does that has trained and has fewer replicas: wait for hosts, or end."""
+    silence: Annotated[float, Range(0.2, 3600)] = 2.0
+    """Time without a message after which a host counts as lost, seconds."""
+    hang: Annotated[float, Range(0.5, 10**6)] = 60.0
+    """Time after which a worker is killed that does nothing while all others wait, seconds."""
+
+
+@dataclass(frozen=True)
 class Config:
     """All options of a run."""
 
@@ -258,6 +279,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
 
     def with_steps(self, steps: int) -> Config:
         """Return the options with the number of optimizer steps that optim.epochs amounts to."""

@@ -77,7 +77,7 @@ def _examine(source: Source, tokenizer: PreTrainedTokenizerBase, sequence: int |
         return progress("checking", source, report.counts, report.tokens, time.monotonic() - started)
 
     with report_if_slow(print_note, describe):
-        for parts, encoded, bad in encode_source(source, tokenizer, encoder, report.counts):
+        for parts, encoded, bad, _ in encode_source(source, tokenizer, encoder, report.counts):
             for record in bad:
                 report.findings["malformed"].add(f"{record.where} {record.reason}")
             for part in parts:

@@ -32,6 +32,8 @@ class DataOptions:
     """Text of a prompt, as data.input_format of a run."""
     output_format: str = "__output__"
     """Text of an answer, as data.output_format of a run."""
+    split_special_tokens: bool = True
+    """Whether special tokens in messages of chats are ordinary text, as data.split_special_tokens of a run."""
 
     def config(self) -> DataConfig:
         """Return the options as those of a run. Raises ValueError for the first number that is out of range."""

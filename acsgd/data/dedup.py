@@ -17,6 +17,7 @@ import xxhash
 
 from acsgd.atomic import build_atomically
 from acsgd.data.findings import Finding
+from acsgd.data.opened import refuse_streams
 from acsgd.io.formats.base import names_of
 from acsgd.io.sources.base import TEXT, BadRecord, OnError, ReadOptions, Record, RecordCounts, Source
 from acsgd.io.sources.sources import parse_sources
@@ -41,6 +42,7 @@ def dedup(names: str, output: Path, on: Sequence[str], near: float | None, on_er
     empty = all but NOT_COMPARED. near: similarity from which records are duplicates. Raises ValueError.
     """
     sources = [source for source, _ in parse_sources(names, key="source", options=ReadOptions(on_error))]
+    refuse_streams(sources, "dedup")
     if output.suffix != ".jsonl":
         raise ValueError(f"--output={output} is not a file of JSON lines; write, for example, {output.stem}.jsonl")
     if os.path.lexists(output):

@@ -10,9 +10,17 @@ from acsgd.config.options import DataConfig
 from acsgd.io.formats.formats import read_options
 from acsgd.io.sources.base import Source
 from acsgd.io.sources.sources import parse_sources
+from acsgd.io.sources.streamed import PREFIX, Streamed
 from acsgd.shards.config import read_config
 from acsgd.shards.hub import find_model
 from acsgd.shards.tokenizer import load_tokenizer
+
+
+def refuse_streams(sources: Sequence[Source], action: str) -> None:
+    """Raise ValueError if a source is streamed. action: what needs all records at once."""
+    for source in sources:
+        if isinstance(source, Streamed):
+            raise ValueError(f"{source.key}: {action} reads all records of {source.name}; remove {PREFIX}")
 
 
 def open_sources(data: DataConfig, model: str) -> tuple[Sequence[Source], PreTrainedTokenizerBase]:

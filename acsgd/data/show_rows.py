@@ -15,9 +15,10 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from acsgd.config.checks import check
 from acsgd.config.options import Config, DataConfig, ModelConfig, OptimConfig
+from acsgd.data.opened import refuse_streams
 from acsgd.data.show import decoded
 from acsgd.io.formats.formats import read_options
-from acsgd.io.rows.base import INPUT_IDS, LABELS, LENGTH, Row
+from acsgd.io.rows.base import INPUT_IDS, LABELS, LENGTHS, Row
 from acsgd.io.rows.labelled import MASK
 from acsgd.io.sources.sources import parse_sources
 from acsgd.layers.masks import DOCUMENTS
@@ -36,6 +37,7 @@ def show_rows(data: DataConfig, model: str, task: Task, number: int) -> None:
     check(config)
     options = read_options(data, has_labels=task in ("classification", "regression"))
     sources = parse_sources(data.sources, key="source", options=options)
+    refuse_streams([source for source, _ in sources], "--sequence")
     directory = find_model(model, option="--model", weights=False)
     model_config = read_config(directory, task)
     tokenizer = load_tokenizer(directory, model_config)
@@ -76,7 +78,7 @@ def _lines(
 
 def _documents(row: Row, name: str, tokenizer: PreTrainedTokenizerBase, *, marks: bool) -> Iterator[Text]:
     """Yield the documents of a row of a language model, each with the label of its last token at its end."""
-    length = int(row.get(LENGTH, len(row[INPUT_IDS])))
+    length = int(row[LENGTHS][0])
     tokens, labels = row[INPUT_IDS][:length], row[LABELS][:length]
     documents = row.get(DOCUMENTS, np.zeros(length))[:length]
     starts = [0, *(np.flatnonzero(np.diff(documents)) + 1).tolist()]

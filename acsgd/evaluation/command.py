@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from acsgd.config.run_file import parse_flags
 from acsgd.evaluation.answers import evaluate_answers
 from acsgd.evaluation.harness import run_lm_eval
-from acsgd.evaluation.job import config_of, data_of
-from acsgd.evaluation.model import find_evaluated
+from acsgd.evaluation.job import as_typed, config_of, data_of
+from acsgd.evaluation.model import EvaluatedModel, find_evaluated
 from acsgd.evaluation.options import EvalOptions
 from acsgd.evaluation.report import Report
 from acsgd.io.cache import TIMEOUT_S
@@ -33,8 +33,11 @@ from acsgd.shards.locate import open_hf
 from acsgd.topology import clone_store, connect, open_store
 
 
-def main(argv: list[str], launch: Launch, *, prog: str) -> None:
-    """Evaluate as a command line asks: connect the ranks, evaluate, print on rank 0. prog: name of the command."""
+def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], None]) -> None:
+    """Evaluate as a command line asks: connect the ranks, evaluate, print on rank 0.
+
+    prog: name of the command; end: as of `report_failure`. Raises ReportedError after a failure.
+    """
     options = parse_flags(EvalOptions, argv, prog=prog, is_main=launch.rank == 0)
     options.check(launch.world_size)
     if options.generate or options.lm_eval is not None:
@@ -44,12 +47,13 @@ def main(argv: list[str], launch: Launch, *, prog: str) -> None:
     with report_startup_error(launch):
         store = open_store(launch)
         store_of_failures = clone_store(store, launch)
-    with contextlib.ExitStack() as stack, report_failure(store_of_failures, launch) as context:
+    with contextlib.ExitStack() as stack, report_failure(store_of_failures, launch, end) as context:
         report = evaluate(options, launch, store, context, stack)
         if launch.rank == 0:
             report.show(as_json=options.json)
 
 
+@as_typed()
 def _run_alone(options: EvalOptions) -> None:
     """Evaluate what one process generates."""
     model = find_evaluated(options.model)
@@ -60,12 +64,13 @@ def _run_alone(options: EvalOptions) -> None:
     evaluate_answers(options, model, data_of(options, sequence=1, batch=1)).show(as_json=options.json)
 
 
+@as_typed()
 def evaluate(
     options: EvalOptions, launch: Launch, store: dist.Store, context: RunContext, stack: contextlib.ExitStack
 ) -> Report:
     """Return the metrics of a model on the data, equal on all ranks. Arguments as of `acsgd.main.run`."""
     model, is_main = find_evaluated(options.model), launch.rank == 0
-    job = prepare(config_of(options, model, launch.world_size), launch)
+    job = prepare(config_of(options, model, launch.world_size), launch, trains=False)
     if model.task is None:
         _check_head(job.model)
     config = job.config
@@ -76,7 +81,7 @@ def evaluate(
     source = open_weight_source(job)
     groups.wait_for_all("opening the inputs", timeout_s=TIMEOUT_S)
     if is_main:
-        for note in held_out.notes:
+        for note in (*_warnings(model), *held_out.notes):
             print_note(note)
     with report_if_slow(print_note, lambda: f"loading {job.model.describe_size()}", enabled=is_main):
         session = build_session(job, source, groups)
@@ -87,6 +92,13 @@ def evaluate(
     with report_if_slow(print_note, batches.describe, enabled=is_main):
         scores = session.evaluate(batches, 0)
     return Report(model.name, config.data.sources, config.model.task, len(held_out), "sequences", scores)
+
+
+def _warnings(model: EvaluatedModel) -> list[str]:
+    """Return a warning if the head was initialised when the model was converted, as that of a pretrained base is."""
+    if not model.new:
+        return []
+    return [f"warning: the head of {model.name}, {first_names(model.new)}, has random weights: nothing has trained it"]
 
 
 def _check_head(model: RunModel) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,40 @@ from acsgd.config.options import (
 from acsgd.evaluation.model import EvaluatedModel
 from acsgd.evaluation.options import EvalOptions
 
-READING = ("format", "fields", "targets", "input_format", "output_format", "on_error")
+READING = ("format", "fields", "targets", "input_format", "output_format", "split_special_tokens", "on_error")
 """Options of the command that are those of [data] with the same name."""
 OF_ROWS = ("rows", "long", "isolate")
 RECORDED = ("sequence", *OF_ROWS, "objective", "sentinels", "modes", "seed")
 """Options of [data] whose default is the value that a checkpoint records."""
+
+TYPED = {
+    "data.sources": "--data",
+    "data.eval_sources": "--data",
+    "data.batch": "--micro",
+    "model.task": "--task",
+    "model.dtype": "--dtype",
+    "pp.stages": "--stages",
+    "pp.micro": "--micro",
+    "eval.metrics": "--metrics",
+    "run.timeout": "--timeout",
+    "run.device": "--device",
+    **{f"data.{name}": f"--{name.replace('_', '-')}" for name in (*READING, "sequence", "rows", "long")},
+}
+"""Option of the command, by the option of a run that it sets."""
+
+
+@contextlib.contextmanager
+def as_typed() -> Iterator[None]:
+    """Context in which errors name the options of the command in place of those of a run."""
+    try:
+        yield
+    except ValueError as error:
+        if type(error) is not ValueError:
+            raise
+        # an option that is given to a run as a flag has the dashes already
+        keys = "|".join(re.escape(key) for key in sorted(TYPED, key=len, reverse=True))
+        message = re.sub(rf"(?:--)?\b({keys})\b", lambda found: TYPED[found[1]], str(error))
+        raise ValueError(message) from error
 
 
 def config_of(options: EvalOptions, model: EvaluatedModel, world_size: int) -> Config:

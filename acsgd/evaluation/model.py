@@ -21,6 +21,8 @@ class EvaluatedModel(NamedTuple):
     """Task of layer shards; None for a Hugging Face model."""
     options: dict[str, Any]
     """Options of the run that saved it, by their names; empty if no run did."""
+    new: tuple[str, ...] = ()
+    """Parameters of a head that nothing has trained, as of `Manifest`."""
 
 
 def find_evaluated(name: str) -> EvaluatedModel:
@@ -34,4 +36,4 @@ def find_evaluated(name: str) -> EvaluatedModel:
     shards = ShardDirectory(path)
     run = RunState.of(shards)
     options = {**run.identity.data, **run.options} if run else {}
-    return EvaluatedModel(str(path), shards.manifest.task, options)
+    return EvaluatedModel(str(path), shards.manifest.task, options, shards.manifest.new)

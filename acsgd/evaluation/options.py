@@ -55,6 +55,8 @@ class EvalOptions:
     """Text of a prompt, as data.input_format of a run."""
     output_format: str = "__output__"
     """Text of an answer, as data.output_format of a run."""
+    split_special_tokens: bool = True
+    """Whether special tokens in messages of chats are ordinary text, as data.split_special_tokens of a run."""
     on_error: Literal["stop", "skip"] = "stop"
     """What an unreadable record does, as data.on_error of a run."""
     decoding: tyro.conf.OmitArgPrefixes[Decoding] = dataclasses.field(default_factory=Decoding)

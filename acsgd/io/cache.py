@@ -47,7 +47,7 @@ def open_cached(
     try:
         with contextlib.ExitStack() as stack:
             with report_if_slow(note, lambda: f"waiting until {_builder(path)} has built {path}", enabled=reports_wait):
-                stack.enter_context(FileLock(_lock_file(path)).acquire(timeout=timeout_s))
+                stack.enter_context(FileLock(lock_file(path)).acquire(timeout=timeout_s))
             if os.path.lexists(path):
                 try:
                     return open_built(path)
@@ -68,7 +68,7 @@ def open_cached(
         raise RunError(f"the cache beside log.dir cannot be written: {explain(error)}") from None
 
 
-def _lock_file(path: Path) -> Path:
+def lock_file(path: Path) -> Path:
     """Return the lock of a path, in this host's temporary directory; one per user, since /tmp is sticky."""
     digest = hashlib.sha256(f"{os.getuid()} {path.absolute()}".encode()).hexdigest()
     return Path(tempfile.gettempdir()) / f"acsgd-{digest[:32]}.lock"

@@ -18,14 +18,13 @@ from acsgd.layers.compare import Batch, Stages, compare
 from acsgd.layers.derive import derive
 from acsgd.layers.description import LayersError, LayerSpec, ModelLayers
 from acsgd.layers.masks import DOCUMENTS, NO_PREFIX, PREFIXES
+from acsgd.layers.padding import APART, ignores_padding
 from acsgd.layers.skeleton import parameter_names, set_tied_parameter
 from acsgd.layers.small_config import WINDOW, small_configs
 
 MAX_PARAMETERS = (2**25, 2**27)
 """Bounds for the parameters of the small model, 128 and 512 MiB in fp32. Widths are reduced until it is within the
 first; if that is impossible, within the second."""
-APART = 1e-3
-"""Largest difference of logits that must not depend on other documents or later tokens. Sums have another order."""
 ROWS, LENGTH, DOCUMENT = 2, 3 * WINDOW, WINDOW + 2
 """Sizes of the batches: number of sequences, their length, and the length of a first document where packed."""
 
@@ -56,6 +55,8 @@ class Verification:
     """Number of parameters of the small model."""
     version: str
     """Version of transformers."""
+    ignores_padding: bool = False
+    """Whether padded rows have the same logits when they are cut to the longest row."""
 
 
 def verify(
@@ -95,6 +96,7 @@ def verify(
         blocks=len(stages.layers.blocks),
         parameters=stages.whole.num_parameters(),
         version=transformers.__version__,
+        ignores_padding=ignores_padding(stages, batches["plain"], inputs, predicted),
     )
 
 

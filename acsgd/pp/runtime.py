@@ -11,6 +11,8 @@ from torch import Tensor
 
 from acsgd.errors import RunError
 from acsgd.layers.composed import Inputs, State
+from acsgd.layers.lengths import Lengths
+from acsgd.pp.micro_shapes import MicroShapes
 from acsgd.pp.nan_probe import NaNProbe
 from acsgd.pp.nonfinite import NonFiniteTensor
 from acsgd.pp.schedules.actions import ACTIVATION, GRADIENT, OPERATIONS, Action, Op, Route
@@ -35,6 +37,11 @@ class Batch(Protocol):
     @property
     def labels(self) -> Tensor | None:
         """[M, B, ...], on the last stage's rank; -100 = ignored."""
+        ...
+
+    @property
+    def longest_rows(self) -> Sequence[Lengths] | None:
+        """Longest row of each micro-batch, without padding; None on ranks that read no rows."""
         ...
 
     @property
@@ -70,7 +77,9 @@ class Pipeline:
         stages: the stages this rank holds, by index
         links: this rank's end of each boundary that it shares with another rank, by the stage before the boundary
         tied: the tied weights of which other ranks hold copies
-        placeholders: inputs of the model of the shapes of a micro-batch, for ranks that do not need their values
+        placeholders: inputs of the model for the longest rows, for ranks that do not need their values
+        shapes: shapes of micro-batches
+        mark: called before each action, to record progress; may raise
         exact_steps: number of initial steps that send without the links' codecs
         exact_eval: whether evaluations send without the links' codecs
     """
@@ -83,10 +92,13 @@ class Pipeline:
         links: Mapping[int, Link],
         tied: Sequence[TiedGroup],
         placeholders: Inputs,
+        shapes: MicroShapes,
         *,
+        mark: Callable[[], None] = lambda: None,
         exact_steps: int = 0,
         exact_eval: bool = True,
     ) -> None:
+        self._mark = mark
         self._exact_steps = exact_steps
         self._exact_eval = exact_eval
         self._train_actions = train_actions
@@ -95,6 +107,7 @@ class Pipeline:
         self._links = links
         self._tied = tied
         self._placeholders = placeholders
+        self._shapes = shapes
         self._last_backward = {action.stage: action for action in train_actions if action.operation.completes}
         self._training = self._handlers({Op.F: self._forward, Op.B: self._backward})
         self._evaluation = self._handlers({Op.F: self._evaluate})
@@ -162,6 +175,13 @@ class Pipeline:
         for group in self._tied:
             group.close()
 
+    def abort(self) -> None:
+        """End the links' threads and drop their messages, without waiting for anything; activation caches stay open."""
+        for link in self._links.values():
+            link.abort()
+        for group in self._tied:
+            group.abort()
+
     def _train(self, batch: Batch, step: int, scale: float, handlers: Handlers) -> Tensor:
         self._scale = scale
         for stage in self._stages.values():
@@ -179,11 +199,16 @@ class Pipeline:
         """Perform actions in order; use_caches: whether the links read and update their activation caches."""
         self._batch, self._step = batch, step
         samples = batch.sample_ids.tolist() if use_caches else [()] * len(batch.sample_ids)
-        self._transfers = [TransferInfo(step, micro, exact, tuple(ids)) for micro, ids in enumerate(samples)]
+        lengths = self._shapes.lengths(batch.longest_rows, len(samples))
+        self._transfers = [  # lengths that are None become known with the forward's first message
+            TransferInfo(step, micro, exact, tuple(ids), tokens)
+            for micro, (ids, tokens) in enumerate(zip(samples, lengths, strict=True))
+        ]
         self._losses: list[Tensor] = []
         self._predictions: dict[int, Tensor] = {}  # by micro-batch
         self._outputs: dict[tuple[Route, int, int], State] = {}  # by route, stage and micro-batch, until sent or read
         for action in actions:
+            self._mark()
             with self._naming(action):
                 handlers[action.op](action)
 
@@ -207,16 +232,18 @@ class Pipeline:
 
     def _inputs(self, action: Action) -> tuple[MicroBatch, Inputs, State, Tensor | None]:
         """Return the arguments of a stage's forward."""
-        stage, micro = self._stages[action.stage], action.micro
-        sample_ids = tuple(self._batch.sample_ids[micro].tolist())
-        micro_batch = MicroBatch(self._step, micro, self._batch.micro_ids[micro], sample_ids)
-        if self._batch.inputs is None:
-            inputs = self._placeholders
-        else:
-            inputs = {name: tensor[micro] for name, tensor in self._batch.inputs.items()}
+        stage, micro, batch = self._stages[action.stage], action.micro, self._batch
+        micro_batch = MicroBatch(self._step, micro, batch.micro_ids[micro], tuple(batch.sample_ids[micro].tolist()))
         state = {} if stage.is_first else self._take_input(action, ACTIVATION)
-        labels = self._batch.labels[micro] if stage.is_last and self._batch.labels is not None else None
-        return micro_batch, inputs, state, labels
+        lengths = self._transfers[micro].lengths
+        assert lengths is not None, "the batch has inputs, but not the lengths of its rows"
+        inputs = self._placeholders
+        if batch.inputs is not None:
+            inputs = {name: tensor[micro] for name, tensor in batch.inputs.items()}
+        labels = None
+        if stage.is_last and batch.labels is not None:
+            labels = self._shapes.cut_labels(batch.labels[micro], lengths)
+        return micro_batch, self._shapes.cut_inputs(inputs, lengths), state, labels
 
     def _store_output(self, action: Action, outputs: State) -> None:
         if self._stages[action.stage].is_last:
@@ -239,7 +266,9 @@ class Pipeline:
             return self._outputs.pop((route, source, action.micro))
         for link in self._links.values():
             link.outbox.flush(wait=True)  # the peer may need these to compute the tensor that is awaited here
-        return self._links[min(source, action.stage)].receive(self._transfers[action.micro])
+        received = self._links[min(source, action.stage)].receive(self._transfers[action.micro])
+        self._transfers[action.micro] = self._transfers[action.micro]._replace(lengths=received.lengths)
+        return received.state
 
     def _send(self, action: Action) -> None:
         assert action.operation.route is not None

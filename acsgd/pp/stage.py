@@ -94,6 +94,12 @@ class Stage:
         """Whether the stage ends with the last layer and computes the loss."""
         return self._range.stop == len(self.composed.layers)
 
+    def restart(self, sync: GradSync) -> None:
+        """Forget micro-batches whose backward was not run, and use another gradient sync of the same weights."""
+        self.sync = sync
+        self._in_flight.clear()
+        self._last_backward = False
+
     def modules(self) -> dict[str, nn.Module]:
         """Return the modules with parameters of the stage, and all modules of its blocks, by path."""
         model, names = self.composed.model, parameter_names(self.composed.model)

@@ -39,7 +39,8 @@ class TiedGroup:
 
     def receive(self, step: int) -> None:
         """Set the gradient of this copy to the sum of those of all copies, in place."""
-        grads = {rank: inbox.receive(TransferInfo(step, 0))["gradient"] for rank, (_, inbox) in self._links.items()}
+        info = TransferInfo(step, 0)
+        grads = {rank: inbox.receive(info).state["gradient"] for rank, (_, inbox) in self._links.items()}
         if len(grads) == 1:  # the order of two does not matter
             self._grad.add_(*grads.values())
         else:
@@ -52,6 +53,12 @@ class TiedGroup:
         """End the threads of the exchange."""
         for outbox, _ in self._links.values():
             outbox.close()
+
+    def abort(self) -> None:
+        """End the threads of the exchange without sending or waiting for anything."""
+        for outbox, inbox in self._links.values():
+            outbox.abort()
+            inbox.abort()
 
     @property
     def _grad(self) -> Tensor:

@@ -11,12 +11,14 @@ from acsgd.dp.exchange.peers import Peers
 from acsgd.layers.composed import ComposedModel, Inputs
 from acsgd.layers.skeleton import fill_with_stand_ins
 from acsgd.meter import Meter
+from acsgd.optim.base import Optimizer
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.stage import Stage
 from acsgd.pp.tied_weights import TiedGroup
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.run.job import Job
+from acsgd.run.padding import micro_shapes
 from acsgd.run.session import Session
 from acsgd.shards.load import LayerLoader, WeightSource
 from acsgd.shards.weights import Weight
@@ -30,41 +32,69 @@ def build_session(job: Job, source: WeightSource, groups: Groups, cache_plan: Ca
     """
     model = job.model.task.build_in(job.model.config, DTYPES[job.config.model.dtype])
     composed = ComposedModel(model, job.model.description)
-    stages = build_stages(job, composed, source, groups)
-    meters = Meter(), Meter()
-    plugins = job.plugins
-    factory = LinkFactory(
-        groups.pp, job.streams, job.boundaries, plugins.forward, plugins.backward, *meters, cache_plan
-    )
-    links = _open_links(job, factory)
+    peers = Peers(groups.dp, groups.waits)
+    stages = build_stages(job, composed, source, peers)
     weights = [weight for stage in stages.values() for weight in stage.weights]
+    optimizer = job.plugins.optimizer.open(weights, job.config.optim)
+    return _connect(job, groups, peers, stages, weights, optimizer, cache_plan)
+
+
+def reconnect(session: Session, job: Job, groups: Groups, cache_plan: CachePlan | None = None) -> Session:
+    """Connect the stages of a session that was aborted with the ranks of other groups. Arguments as `build_session`.
+
+    The new session takes over weights and optimizer state. job: of the same stages; the number of replicas, and which
+    this is, may differ. State of the data-parallel mode is not taken over.
+    """
+    peers = Peers(groups.dp, groups.waits)
+    for stage in session.stages.values():
+        stage.restart(job.plugins.mode.open(stage.weights, peers))
+    return _connect(job, groups, peers, session.stages, session.weights, session.optimizer, cache_plan)
+
+
+def _connect(
+    job: Job,
+    groups: Groups,
+    peers: Peers,
+    stages: dict[int, Stage],
+    weights: list[Weight],
+    optimizer: Optimizer,
+    cache_plan: CachePlan | None,
+) -> Session:
+    """Return the session of some stages, with their links to the other ranks of the pipeline."""
+    meters, plugins = (Meter(), Meter()), job.plugins
+    factory = LinkFactory(
+        groups.pp, groups.waits, job.streams, job.boundaries, plugins.forward, plugins.backward, *meters, cache_plan
+    )
     return Session(
         job=job,
         groups=groups,
+        peers=peers,
         stages=stages,
         weights=weights,
         pipeline=Pipeline(
             job.train_actions,
             job.eval_actions,
             stages,
-            links,
+            _open_links(job, factory),
             _open_tied_groups(job, weights, factory),
             _placeholders(job),
+            micro_shapes(job),
+            mark=groups.waits.mark,
             exact_steps=job.config.pp.exact_steps,
             exact_eval=job.config.pp.exact_eval,
         ),
-        optimizer=job.plugins.optimizer.open(weights, job.config.optim),
+        optimizer=optimizer,
         forward_meter=meters[0],
         backward_meter=meters[1],
     )
 
 
-def build_stages(job: Job, composed: ComposedModel, source: WeightSource, groups: Groups) -> dict[int, Stage]:
+def build_stages(job: Job, composed: ComposedModel, source: WeightSource, peers: Peers) -> dict[int, Stage]:
     """Load the layers of this rank's stages into the model, one at a time; all others stay on the meta device."""
     config, device, model = job.config, job.streams.device, composed.model
     dtype = DTYPES[config.model.dtype]
     loader = LayerLoader(model, job.model.description, source, device=device, dtype=dtype)
-    stages, peers = {}, Peers(groups.dp)
+    stages = {}
     for index in job.stages:
         layers = [loader.load(layer) for layer in range(*job.specs[index])]
         weights = [weight for layer in layers for weight in layer.weights]
@@ -85,7 +115,7 @@ def build_stages(job: Job, composed: ComposedModel, source: WeightSource, groups
 
 
 def _placeholders(job: Job) -> Inputs:
-    """Return inputs of the model of the shapes of a micro-batch, for stages that do not depend on their values."""
+    """Return inputs of the model for the longest rows, for stages that do not depend on their values."""
     return {
         name: torch.zeros([job.sizes[size] for size in sizes], dtype=torch.long, device=job.streams.device)
         for name, sizes in job.model.inputs.items()

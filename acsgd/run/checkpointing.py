@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from acsgd.errors import NonFiniteError, RunError
-from acsgd.io.checkpoint.progress import Progress, RunIdentity, RunState, origin_of, recorded_options
+from acsgd.io.checkpoint.progress import Progress, RunState, origin_of, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint, newest_valid
 from acsgd.io.checkpoint.saver import Saver
 from acsgd.run.control import Votes
+from acsgd.run.inputs import Inputs
 from acsgd.run.lock import RunLock
 from acsgd.run.session import Session
 from acsgd.run.state import Start, check_files, layer_states
@@ -30,7 +31,7 @@ class Checkpointing:
         self,
         session: Session,
         saver: Saver,
-        identity: RunIdentity,
+        inputs: Inputs,
         newest: Path | None,
         lock: RunLock,
         note: Callable[[str], None],
@@ -40,16 +41,17 @@ class Checkpointing:
         self._resumed_from = newest
         self._session = session
         self._saver = saver
-        self._identity = identity
+        self._inputs = inputs
         self._lock = lock
         self._note = note
         self._config = session.job.config.checkpoint
         self._saved_at = time.monotonic()
         self._has_copy = False
+        self._is_requested = False
 
     @classmethod
     def open(
-        cls, start: Start, identity: RunIdentity, groups: Groups, lock: RunLock, *, note: Callable[[str], None]
+        cls, start: Start, inputs: Inputs, groups: Groups, lock: RunLock, *, note: Callable[[str], None]
     ) -> Checkpointing:
         """Return the checkpointing of a run that has just started."""
         job = start.session.job
@@ -65,7 +67,7 @@ class Checkpointing:
             timeout_s=job.disk_timeout_s,
             verify=lock.verify,
         )
-        return cls(start.session, saver, identity, start.newest, lock, note)
+        return cls(start.session, saver, inputs, start.newest, lock, note)
 
     def __enter__(self) -> Checkpointing:
         self._saver.__enter__()
@@ -77,12 +79,22 @@ class Checkpointing:
             with contextlib.suppress(RunError):  # that of the save; the cause is the one that is raised
                 self.finish_save(wait=False)
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is in progress on this rank."""
+        return self._has_copy or self._saver.is_writing
+
+    def request_save(self) -> None:
+        """Let the run be saved after the next step."""
+        self._is_requested = True
+
     def votes(self, *, stop: bool) -> Votes:
         """Return this rank's votes for the end of the current step. stop: whether it received a stop signal."""
         every_s, result = self._config.every_s, self._saver.result
         is_due = every_s is not None and time.monotonic() - self._saved_at >= every_s
         # by the clock of rank 0 alone, or two ranks would vote at different steps for the same save
-        save = is_due and self._session.job.topology.rank == 0
+        save = (is_due and self._session.job.topology.rank == 0) or self._is_requested
+        self._is_requested = False
         return Votes(stop=stop, save=save, failed_save=result is not None and result.error is not None)
 
     def copy_state(self, progress: Progress, *, due: bool, best: bool) -> float:
@@ -100,7 +112,13 @@ class Checkpointing:
             self._note(f"{self.newest} was removed during the run; step {progress.step} is saved now")
         job = self._session.job
         run = RunState(
-            progress, self._identity, recorded_options(job.config), job.topology.replicas, best, origin_of(job.config)
+            progress,
+            self._inputs.identity,
+            recorded_options(job.config),
+            job.topology.replicas,
+            best,
+            origin_of(job.config),
+            self._inputs.reader.stream_states(progress.step),
         )
         self._saver.snapshot(progress.step, layer_states(self._session), run.to_dict(), best=best)
         self._saved_at, self._has_copy = time.monotonic(), True
@@ -134,6 +152,16 @@ class Checkpointing:
             raise RunError(f"{failure}; fix the cause and start the run again")
         self._note(f"{failure}; training continues (checkpoint.on_error)")
 
+    def describe_end(self, step: int, signal: str | None) -> str:
+        """Return a sentence on the end of the run after a step. signal: received by this rank, None if by another."""
+        steps = self._session.job.config.optim.num_steps
+        if step == steps:
+            return f"done: step {step} of {steps}, {self.newest}"
+        return (
+            f"stopped after step {step} of {steps} on {signal or 'a signal to another rank'}; "
+            f"the same command, with any number of processes, resumes from {self.newest}"
+        )
+
     def newest_checkpoint(self, step: int) -> Checkpoint | None:
         """Return the newest valid checkpoint up to a step, after waiting for the save in progress. A collective call.
 
@@ -149,4 +177,6 @@ class Checkpointing:
         for reason in reasons:
             self._note(f"passed over a checkpoint: {reason}")
         self.newest = checkpoint.path if checkpoint else None
+        if checkpoint is not None:
+            self._inputs.reader.restore(checkpoint.run.streams)
         return checkpoint

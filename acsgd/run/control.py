@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from acsgd.errors import RunError, reason
-from acsgd.meter import Work
-from acsgd.topology import Topology
+from acsgd.topology import Groups, Topology
+from acsgd.waits import Work
 
 TAG = 1
 """Tag of these messages; the group carries no other point-to-point messages."""
@@ -29,6 +29,8 @@ class Votes(NamedTuple):
     """A checkpoint is due by this rank's clock."""
     failed_save: bool = False
     """A save failed on this rank."""
+    pause: bool = False
+    """This rank was asked to stop at the end of the step, for the next view of an elastic run."""
 
 
 NO_VOTES = Votes()
@@ -52,9 +54,12 @@ class StepReport(NamedTuple):
     waited_s: float
     peak_memory_bytes: float
     data_wait_s: float
+    checksum: float = 0.0
+    """Of the batch: an integer, which fp64 represents exactly."""
     stop_votes: float = 0.0
     save_votes: float = 0.0
     failed_saves: float = 0.0
+    pause_votes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -83,14 +88,22 @@ class StepSummary:
     """Maximum over all ranks."""
     stop: bool
     """Whether any rank votes to stop."""
+    all_stop: bool
+    """Whether all ranks vote to stop."""
     save: bool
     """Whether any rank votes to save."""
     failed_save: bool
     """Whether any rank reports a failed save."""
+    pause: bool
+    """Whether any rank votes to pause."""
 
     @classmethod
     def of(cls, rows: Tensor, topology: Topology) -> StepSummary:
-        """Aggregate the reports of all ranks: fp64 [ranks, fields of StepReport]."""
+        """Aggregate the reports of all ranks: fp64 [ranks, fields of StepReport].
+
+        Raises RunError, the same on all ranks, if they read different texts.
+        """
+        _check_texts([StepReport(*row).checksum for row in rows.tolist()])
         by_replica = rows.view(topology.replicas, topology.stages, -1)
         total = StepReport(*rows.sum(0).tolist())
         replicas = [StepReport(*row) for row in by_replica.sum(1).tolist()]
@@ -108,16 +121,29 @@ class StepSummary:
             peak_memory_bytes=int(largest.peak_memory_bytes),
             data_wait_s=StepReport(*rows.amax(0).tolist()).data_wait_s,
             stop=total.stop_votes > 0,
+            all_stop=total.stop_votes == len(rows),
             save=total.save_votes > 0,
             failed_save=total.failed_saves > 0,
+            pause=total.pause_votes > 0,
+        )
+
+
+def _check_texts(checksums: Sequence[float]) -> None:
+    """Raise RunError unless all ranks that read segments of streamed sources read the same ones."""
+    first = next((rank for rank, checksum in enumerate(checksums) if checksum), 0)
+    others = [rank for rank, checksum in enumerate(checksums) if checksum not in (0.0, checksums[first])]
+    if others:
+        raise RunError(
+            f"ranks {others} read other texts from a streamed source than rank {first}: compare the files, and the "
+            "versions of datasets and tokenizers, of all hosts"
         )
 
 
 class StepExchange:
     """Exchange of one step's reports between all ranks. Create it at the start of the step."""
 
-    def __init__(self, group: dist.ProcessGroup, topology: Topology) -> None:
-        self._gather = Gather([len(StepReport._fields)] * group.size(), group)
+    def __init__(self, groups: Groups, topology: Topology) -> None:
+        self._gather = Gather([len(StepReport._fields)] * topology.world_size, groups)
         self._topology = topology
 
     def exchange(self, report: StepReport) -> StepSummary:
@@ -131,11 +157,13 @@ class Gather:
 
     Every rank sends to every other rank directly; a ring of n ranks would take n - 1 round trips. Receives are posted
     on construction, so numbers that are sent later arrive without waiting for a handshake.
-    lengths: how many numbers each rank sends, the same on all ranks; 0 = it sends none. group: all ranks.
+    lengths: how many numbers each rank sends, the same on all ranks; 0 = it sends none.
     """
 
-    def __init__(self, lengths: Sequence[int], group: dist.ProcessGroup) -> None:
+    def __init__(self, lengths: Sequence[int], groups: Groups) -> None:
+        group = groups.world
         self._group = group
+        self._waits = groups.waits
         self._rows = [torch.zeros(length, dtype=torch.float64) for length in lengths]
         self._others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         self._receiving: dict[int, Work | None] = {}
@@ -155,17 +183,16 @@ class Gather:
             sending = [dist.isend(mine, rank, self._group, TAG) for rank in self._others if len(mine)]
         with _naming(missing):
             for work in self._receiving.values():
-                _wait(work)
+                self._wait(work)
                 missing.pop(0)
         with _naming(self._others):
             for work in sending:
-                _wait(work)
+                self._wait(work)
         return self._rows
 
-
-def _wait(work: Work | None) -> None:
-    assert work is not None
-    work.wait()
+    def _wait(self, work: Work | None) -> None:
+        assert work is not None
+        self._waits.wait(work)
 
 
 @contextlib.contextmanager

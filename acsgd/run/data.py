@@ -48,7 +48,7 @@ def open_data(job: Job, groups: Groups | None = None) -> Data:
         seed=config.data.seed,
         batch=config.data.batch,
         counts=_slots(job, training.rows),
-        sizes=tuple(split(len(each), fraction) for each in training.rows),
+        sizes=tuple(None if each.is_streamed else split(len(each), fraction) for each in training.rows),
     )
     held = held_out(training, separate, fraction, replicas=topology.replicas, replica=topology.replica)
     steps = _steps(config.optim, sampler)
@@ -94,7 +94,7 @@ def _describe_steps(config: Config, sampler: Sampler, steps: int) -> list[str]:
     """Return a sentence on the number of steps if it follows from optim.epochs."""
     if config.optim.epochs is None:
         return []
-    sequences = f"{sum(sampler.sizes):,} sequences per epoch, {sampler.batch:,} per step"
+    sequences = f"{sampler.num_known:,} sequences per epoch, {sampler.batch:,} per step"
     return [f"optim.epochs={config.optim.epochs:g}: {steps:,} steps; {sequences}"]
 
 

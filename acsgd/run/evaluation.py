@@ -22,12 +22,13 @@ class Evaluation:
 
     def __init__(self, metrics: Sequence[str], groups: Groups) -> None:
         self._metrics = metrics
+        self._groups = groups
         self._group = groups.world
         self._sums = torch.zeros(3, dtype=torch.float64)
         """Summed loss, targets, and examples with a prediction."""
         self._examples: list[Tensor] = []
         """Predictions and labels of examples, fp64 [2, n] each."""
-        self._gather = Gather([len(self._sums)] * self._group.size(), self._group)
+        self._gather = Gather([len(self._sums)] * self._group.size(), groups)
 
     def add(self, part: Evaluated, labels: Tensor | None) -> None:
         """Add a batch. labels: None without the last stage. Examples whose label is IGNORED are padding."""
@@ -50,7 +51,7 @@ class Evaluation:
             empty = torch.empty(0).numpy()
             return compute_metrics(self._metrics, Outcome(loss, empty, empty))
         mine = torch.cat(self._examples, dim=1).flatten() if self._examples else torch.empty(0)
-        parts = Gather((2 * sums[:, 2]).int().tolist(), self._group).rows(mine)
+        parts = Gather((2 * sums[:, 2]).int().tolist(), self._groups).rows(mine)
         predictions, labels = torch.cat([part.view(2, -1) for part in parts], dim=1).numpy()
         return self._from_first(Outcome(loss, predictions, labels))
 
@@ -61,5 +62,5 @@ class Evaluation:
         """
         is_first, lengths = self._group.rank() == 0, [len(self._metrics), *[0] * (self._group.size() - 1)]
         mine = list(compute_metrics(self._metrics, outcome).values()) if is_first else []
-        values = Gather(lengths, self._group).rows(torch.tensor(mine, dtype=torch.float64))[0].tolist()
+        values = Gather(lengths, self._groups).rows(torch.tensor(mine, dtype=torch.float64))[0].tolist()
         return dict(zip(self._metrics, values, strict=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import sys
 import threading
@@ -13,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from acsgd.errors import RunError
+from acsgd.errors import ReportedError, RunError
 from acsgd.launch import Launch
 from acsgd.liveness import FAILURES
 from acsgd.run.error_report import is_first_of_host, message_of, print_error, record_error
@@ -37,7 +36,7 @@ class RunContext:
     timeout_s: float = 4 * GRACE_S
     """Limit of one communication (run.timeout); bounds the waits for reports and answers."""
     cleanup: Callable[[], None] = lambda: None
-    """Called before the process exits, which runs no context managers."""
+    """Called, for a limited time, after a failure is reported and before the process ends."""
     is_training: bool = False
     """Whether all ranks have finished their set-up."""
 
@@ -57,19 +56,20 @@ class RunContext:
 
 
 @contextlib.contextmanager
-def report_failure(store: Store, launch: Launch) -> Iterator[RunContext]:
-    """Print an exception raised in the context, on one rank; exit all ranks.
+def report_failure(store: Store, launch: Launch, end: Callable[[int], None]) -> Iterator[RunContext]:
+    """Print an exception raised in the context, on one rank; end all ranks. Raises ReportedError instead.
 
     Before training, an error of one rank ends all others, which may wait for it. In training, a rank that waited for
     a peer knows only that peer, which may itself wait for a third. So each rank reports to the store for which ranks
     it waited, a thread of each rank that still runs answers, and the rank that failed first prints the error of the
     rank that does neither. An error that is no wait for a peer takes precedence over waits.
-    store: a connection that nothing else uses, since calls of others may wait.
+    store: a connection that nothing else uses, since calls of others may wait. end: ends the process with an exit code,
+    from a thread, while the main thread may be waiting inside gloo.
     """
     context = RunContext()
     client = StoreClient(store, CallThread("failures"), timeout_s=STORE_TIMEOUT_S)
     try:
-        with _answering(FailureBoard(client, launch.rank, launch.world_size), launch, context):
+        with _answering(FailureBoard(client, launch.rank, launch.world_size), launch, context, end):
             yield context
     except (SystemExit, KeyboardInterrupt):
         raise
@@ -85,7 +85,8 @@ def report_failure(store: Store, launch: Launch) -> Iterator[RunContext]:
                 board.publish(text)
                 if not (context.is_training or launch.is_one_host):  # the store may end with this rank's host
                     _wait_for(lambda: not board.silent(), context.grace_s)
-        _exit(context)
+        _clean_up(context)
+        raise ReportedError(context.exit_code) from error
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class FailureBoard:
 
 
 @contextlib.contextmanager
-def _answering(board: FailureBoard, launch: Launch, context: RunContext) -> Iterator[None]:
+def _answering(board: FailureBoard, launch: Launch, context: RunContext, end: Callable[[int], None]) -> Iterator[None]:
     """Answer from a thread when another rank fails, since the main thread may be waiting inside gloo.
 
     Before training, the thread then ends the process, unless the main thread fails as well.
@@ -194,7 +195,9 @@ def _answering(board: FailureBoard, launch: Launch, context: RunContext) -> Iter
             if not context.is_training:
                 _wait_for(lambda: finished.is_set() or board.published() is not None, 2 * context.grace_s)
                 if not finished.is_set():
-                    _end_with_cause(board, launch, context)
+                    _report_cause(board, launch)
+                    _clean_up(context)
+                    end(context.exit_code)
 
     thread = threading.Thread(target=watch, name="failures", daemon=True)
     thread.start()
@@ -205,20 +208,18 @@ def _answering(board: FailureBoard, launch: Launch, context: RunContext) -> Iter
         thread.join(context.grace_s)  # a thread inside the store when Python ends would abort the process
 
 
-def _end_with_cause(board: FailureBoard, launch: Launch, context: RunContext) -> None:
-    """End this process because another rank failed; print its error if that rank could not."""
+def _report_cause(board: FailureBoard, launch: Launch) -> None:
+    """Record the failure of another rank; print its error if that rank could not."""
     cause = board.published()
     text = cause or "; ".join(report.text for report in board.reports().values())
     record_error(text, launch, is_cause=cause is None)
     if cause is None:
         print_error(text)
-    _exit(context)
 
 
-def _exit(context: RunContext) -> None:
+def _clean_up(context: RunContext) -> None:
     _within(context.grace_s, context.cleanup)
     sys.stdout.flush()
-    os._exit(context.exit_code)  # gloo's destructors would wait for pending collectives, until run.timeout
 
 
 def _settle(board: FailureBoard, report: Report, context: RunContext, launch: Launch) -> tuple[bool, str]:

@@ -17,11 +17,13 @@ from acsgd.io.rows.ul2r import UL2R
 from acsgd.io.sampling.batches import BatchReader
 from acsgd.io.sampling.held_out import HeldOut
 from acsgd.io.sampling.tokens import tokenizer_fingerprint
+from acsgd.io.sources.streamed import Streamed
 from acsgd.layers.verify import PACKED, PREFIXED
 from acsgd.pp.wire.cache_plan import CachePlan, plan_caches
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.data import open_data, row_maker
 from acsgd.run.job import Job
+from acsgd.run.padding import describe_padding, has_padding
 from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.load import RandomWeights, WeightSource
@@ -48,7 +50,7 @@ class Inputs:
     steps: int
     """Number of optimizer steps of the run."""
     data_notes: tuple[str, ...]
-    """Sentences on the number of steps, and on sources whose sequences are trained on more than once."""
+    """Sentences on the number of steps, on sources whose sequences are trained on more than once, and on padding."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -92,14 +94,17 @@ def open_inputs(job: Job, groups: Groups | None = None) -> Inputs:
     )
     candidates = find(job.checkpoints, job.config.checkpoint.resume, identity)
     fresh = not candidates.checkpoints and not candidates.rejected
-    cache_plan = plan_activation_caches(job, sum(reader.sampler.sizes), run_id=identity.digest(), fresh=fresh)
+    cache_plan = plan_activation_caches(job, reader.sampler.num_known, run_id=identity.digest(), fresh=fresh)
     source = open_weight_source(job) if fresh else None
+    notes = (*notes, *describe_padding(job))
     return Inputs(reader, held, identity, candidates, source, cache_plan, _describe_tokens(job), steps, notes)
 
 
 def _row_options(job: Job) -> dict[str, object]:
     """Return what the rows depend on besides the sources."""
     config, options = job.config, dict[str, object]()
+    if any(isinstance(source, Streamed) for source, _ in job.sources):
+        options |= {"data.window": config.data.window}
     if job.model.task.name == "lm":
         special = DocumentTokens.of(job.tokenizer)
         options |= {"tokens before a document": special.begin, "token after a document": special.end}
@@ -135,7 +140,7 @@ def _describe_tokens(job: Job) -> str:
 def verify_layers(job: Job) -> None:
     """Verify the layers of the model, unless they are, and keep them and their costs in the cache."""
     model, cache, data = job.model, job.layers_cache, job.config.data
-    if not model.is_verified or data.isolate or data.objective != "causal":
+    if not model.is_verified or data.isolate or data.objective != "causal" or has_padding(job):
         result = cache.verify(model.config, model.description, reports_wait=job.is_first_on_host)
         if data.isolate and PACKED not in result.batches:
             raise ValueError(

@@ -41,6 +41,7 @@ from acsgd.run.layers_cache import LayersCache
 from acsgd.run.limits import check_computes, check_directories, check_reading
 from acsgd.run.model import RunModel, layers_cache, open_run_model
 from acsgd.run.plugins import Plugins, check_capabilities, parse_plugins
+from acsgd.run.streams import check_streams
 from acsgd.shards.plan import StageSpec, plan, plan_blocks
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams, open_streams
@@ -126,7 +127,7 @@ class Job:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of a micro-batch, by the symbols of shapes."""
+        """Sizes of a micro-batch of the longest rows, by the symbols of shapes."""
         return _sizes(self.config)
 
     @property
@@ -134,7 +135,9 @@ class Job:
         """By boundary, shapes and dtypes of the tensors that a stage sends to the next, per micro-batch, by name."""
         sizes, dtype = self.sizes, DTYPES[self.config.model.dtype]
         cuts = [self.model.description.boundary(spec.first) for spec in self.specs[1:]]
-        return [{name: TensorSpec(*shape.resolve(sizes, dtype)) for name, shape in cut.items()} for cut in cuts]
+        return [
+            {name: TensorSpec(*shape.resolve(sizes, dtype), shape.dims) for name, shape in cut.items()} for cut in cuts
+        ]
 
     @property
     def max_targets(self) -> int:
@@ -176,8 +179,11 @@ class Job:
         return 10 * self.config.run.timeout
 
 
-def prepare(config: Config, launch: Launch) -> Job:
-    """Decide a run; write nothing. Raises ValueError that names the key and says what to type."""
+def prepare(config: Config, launch: Launch, *, trains: bool = True) -> Job:
+    """Decide a run; write nothing. Raises ValueError that names the key and says what to type.
+
+    trains: False for a job that is only evaluated, which needs less memory.
+    """
     check(config)
     check_installed(config.log.to)
     check_directories(config, launch.rank)
@@ -188,6 +194,7 @@ def prepare(config: Config, launch: Launch) -> Job:
     options = read_options(config.data, has_labels=config.model.task in ("classification", "regression"))
     sources = parse_sources(config.data.sources, options=options)
     eval_sources = parse_eval(config.data.eval_sources, config.data.eval_fraction, options=options)
+    check_streams(config, sources, eval_sources, plugins)
     check_weights(sources, config.data.weights)
     metrics = _choose_metrics(config, eval_sources or sources)
     micro_ids = _deal(config, topology)
@@ -195,7 +202,7 @@ def prepare(config: Config, launch: Launch) -> Job:
     check_computes(config, num_stages, len(micro_ids))
     check_reading(config, len(micro_ids), launch.local_world_size)
     streams = open_streams(config.run.device, launch.local_rank)
-    model = open_run_model(config, launch, streams)
+    model = open_run_model(config, launch, streams, trains=trains)
     with report_if_slow(print_note, lambda: f"planning {model.describe_size()}", enabled=launch.rank == 0):
         costs = _costs(config, model, num_stages, streams)
         specs = _plan(config, model, num_stages, costs)

@@ -42,6 +42,50 @@ WAIT_S = 30.0
 POLL_S = 0.1
 
 
+class LeaseWatch:
+    """The lease on a directory, as another process sees it. clock: seconds."""
+
+    def __init__(self, directory: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lock = directory / ".lock"
+        self._clock = clock
+        self._seen_at = clock()
+        self._is_first = True
+        self.leases: dict[str, str] = {}
+        """Contents of all files in .lock, by name: one lease, or none."""
+        self.has_heartbeat = False
+        """Whether the holder lives, or has written the lease between the last two calls of `has_expired`."""
+
+    @property
+    def holders(self) -> list[Process | None]:
+        """The processes that the leases name; None for one that is not written completely."""
+        return [_parse(text) for text in self.leases.values()]
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last heartbeat that was seen."""
+        return self._clock() - self._seen_at
+
+    def has_expired(self) -> bool:
+        """Read the lease; return whether nobody holds it, or its holder has ended."""
+        before, self.leases = self.leases, self.read()
+        has_changed = self.leases != before
+        if has_changed or self._is_first:
+            self._seen_at = self._clock()
+        alive = [holder.is_alive() if holder else None for holder in self.holders]
+        self.has_heartbeat = any(alive) or (has_changed and not self._is_first)
+        self._is_first = False
+        return all(each is False or (each is None and self.age_s >= STALE_S) for each in alive)
+
+    def read(self) -> dict[str, str]:
+        """Return the contents of all files in .lock, by name."""
+        leases = {}
+        with contextlib.suppress(FileNotFoundError):
+            for path in self._lock.iterdir():
+                with contextlib.suppress(FileNotFoundError):  # released meanwhile
+                    leases[path.name] = path.read_text(errors="replace")
+        return leases
+
+
 class Lease:
     """A run's exclusive right to write to a directory.
 
@@ -74,24 +118,24 @@ class Lease:
         Raises RunError if the holder is still alive after WAIT_S seconds.
         """
         self._is_new = not self.directory.exists()
-        started = seen_at = self._clock()
-        seen: dict[str, str] | None = None
+        started = self._clock()
+        watch = LeaseWatch(self.directory, clock=self._clock)
         has_noted = False
         while True:
-            leases, now = self._read(), self._clock()
-            has_heartbeat = seen is not None and leases != seen
-            if leases != seen:
-                seen, seen_at = leases, now
-            holders = [_parse(text) for text in leases.values()]
-            alive = [holder.is_alive() if holder else None for holder in holders]
-            is_free = all(each is False or (each is None and now - seen_at >= STALE_S) for each in alive)
-            if is_free and self._take(leases):
+            is_free = watch.has_expired()
+            if is_free and self._take(watch.leases):
                 return
-            if now - started >= WAIT_S and (not leases or any(alive) or has_heartbeat):
-                raise RunError(self._in_use(holders, now - seen_at))
+            if self._clock() - started >= WAIT_S and (not watch.leases or watch.has_heartbeat):
+                raise RunError(self._in_use(watch.holders, watch.age_s))
             if not (is_free or has_noted):
-                note(f"{self._in_use(holders, now - seen_at)}. Waiting up to {WAIT_S:.0f} s for it to end")
+                note(f"{self._in_use(watch.holders, watch.age_s)}. Waiting up to {WAIT_S:.0f} s for it to end")
                 has_noted = True
+            self._sleep(POLL_S)
+
+    def take_over(self) -> None:
+        """Take the lease at once, from whoever holds it: the hosts of an elastic run have agreed on the new holder."""
+        self._is_new = False
+        while not self._take(LeaseWatch(self.directory, clock=self._clock).read()):
             self._sleep(POLL_S)
 
     def renew(self) -> None:
@@ -164,21 +208,13 @@ class Lease:
             return True
 
     def _taken_over(self) -> str:
-        holder = next(filter(None, map(_parse, self._read().values())), None)
+        leases = LeaseWatch(self.directory, clock=self._clock).read()
+        holder = next(filter(None, map(_parse, leases.values())), None)
         by = f"process {holder.pid} on {holder.host}" if holder else "another run"
         return (
             f"{self._option}: {self.directory} was taken over by {by}, because this run's heartbeat stopped for "
             f"{STALE_S:.0f} s or more, or its lease was removed; this run ends without further writes"
         )
-
-    def _read(self) -> dict[str, str]:
-        """Return the contents of all files in .lock, by name: one lease, or none."""
-        leases = {}
-        with contextlib.suppress(FileNotFoundError):
-            for path in self._lock.iterdir():
-                with contextlib.suppress(FileNotFoundError):  # released meanwhile
-                    leases[path.name] = path.read_text(errors="replace")
-        return leases
 
     def _record(self) -> str:
         """Return the content of the lease, which differs for each heartbeat and always has the same length."""

@@ -13,8 +13,8 @@ from acsgd.tasks import TASKS
 
 MAX_COMPUTES = 2**16
 """Maximum number of forwards in a step of one pipeline. Ordering and validating a program takes 0.1 ms per forward."""
-MIN_BYTES = 8
-"""Memory for each parameter that every run needs: an fp32 master weight and its gradient."""
+WEIGHT_BYTES, GRADIENT_BYTES = 4, 4
+"""Memory for each parameter: an fp32 master weight, which evaluations need, too, and its gradient."""
 
 
 def check_directories(config: Config, rank: int) -> None:
@@ -62,14 +62,15 @@ def check_sequence(sequence: int, longest: int | None) -> None:
         )
 
 
-def check_memory(num_parameters: int, stages: int, processes: int, streams: Streams) -> None:
-    """Raise ValueError if weights and gradients alone exceed the memory. processes: ranks on this host."""
-    memory, per_rank = streams.memory_bytes(), MIN_BYTES * num_parameters / stages
+def check_memory(num_parameters: int, stages: int, processes: int, streams: Streams, *, trains: bool = True) -> None:
+    """Raise ValueError if weights, and gradients if it trains, exceed the memory. processes: ranks on this host."""
+    of_each = WEIGHT_BYTES + GRADIENT_BYTES * trains
+    memory, per_rank = streams.memory_bytes(), of_each * num_parameters / stages
     on_cpu = streams.device.type == "cpu"
     if memory is not None and (needed := per_rank * (processes if on_cpu else 1)) > memory:
-        place = "this host" if on_cpu else "a GPU"
+        place, what = "this host" if on_cpu else "a GPU", "weights and gradients" if trains else "weights"
         raise ValueError(
-            f"the model has {num_parameters:,} parameters; weights and gradients in fp32 need at least "
+            f"the model has {num_parameters:,} parameters; {what} in fp32 need at least "
             f"{needed / 2**30:,.0f} GiB on {place} with pp.stages={stages}, which has {memory / 2**30:,.0f} GiB; use a "
             "smaller model, or more stages on more hosts"
         )

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from acsgd.errors import RunError
+from acsgd.errors import ReportedError, RunError
 from acsgd.notes import print_note
 from acsgd.run.job import Job
 from acsgd.run.lease import STALE_S, WAIT_S, Lease
@@ -78,6 +78,12 @@ class RunLock:
         groups.wait_for_all("acquiring the run lock", timeout_s=2 * (WAIT_S + STALE_S) + timeout_s)
         self.start()
 
+    def take_over(self) -> None:
+        """Take all leases from the rank 0 of the view before, in an elastic run."""
+        for lease in self._leases:
+            lease.take_over()
+        self.start()
+
     def start(self) -> None:
         """Start the thread that renews the leases."""
         if self._leases:
@@ -86,8 +92,9 @@ class RunLock:
     def __enter__(self) -> RunLock:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or not issubclass(kind, ReportedError):  # the report has released it, in a limited time
+            self.release()
 
     def release(self) -> None:
         """Release all leases. May be called at any time by any thread; a lease that is not held is left alone."""

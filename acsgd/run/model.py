@@ -47,12 +47,15 @@ class RunModel(NamedTuple):
         return f"a model of {self.num_parameters:,} parameters in {len(self.layers)} layers"
 
 
-def open_run_model(config: Config, launch: Launch, streams: Streams) -> RunModel:
-    """Find the model. Raises ValueError if it is invalid, or does not fit the sequence length or the memory."""
+def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: bool = True) -> RunModel:
+    """Find the model. Raises ValueError if it is invalid, or does not fit the sequence length or the memory.
+
+    trains: whether gradients need memory.
+    """
     task, cache = TASKS[config.model.task], layers_cache(config)
     found = open_model(config.model, is_valid=lambda config: cache.find(config) is not None)
     check_sequence(config.data.sequence, longest_sequence(found.config))
-    check_memory(found.num_parameters, config.pp.stages, launch.local_world_size, streams)
+    check_memory(found.num_parameters, config.pp.stages, launch.local_world_size, streams, trains=trains)
     description = found.layers or cache.find(found.config) or derive_layers(found.directory, found.config, task.name)
     return RunModel(
         found.directory, found.config, found.num_parameters, task, description, is_verified=found.layers is not None

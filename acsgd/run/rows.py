@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,17 +12,26 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from acsgd.config.options import Config
 from acsgd.io.rows.base import Rows
 from acsgd.io.rows.concat import ConcatRows
+from acsgd.io.rows.cuts import cut_concat, cut_documents, cut_examples, layout_of
 from acsgd.io.rows.documents import DocumentRows
 from acsgd.io.rows.labelled import LabelledRows, PairRows
-from acsgd.io.rows.layout import open_layout
+from acsgd.io.rows.layout import Layout, open_layout
 from acsgd.io.rows.objectives import CAUSAL, Objective, PrefixLM
+from acsgd.io.rows.streamed import StreamedRows
 from acsgd.io.rows.ul2r import UL2R, denoising_tokens
 from acsgd.io.sampling.encode import DocumentEncoder, Encoder
 from acsgd.io.sampling.encode_examples import PairEncoder, SequenceEncoder
-from acsgd.io.sampling.tokens import Corpus, tokenize_all
+from acsgd.io.sampling.segment_cache import SegmentCache
+from acsgd.io.sampling.segment_files import OpenSegment
+from acsgd.io.sampling.segments import Cutter, Position, Segment, read_segments
+from acsgd.io.sampling.tokens import Corpus, token_dtype, tokenize_all, tokens_key
 from acsgd.io.sources.sources import WeightedSource
+from acsgd.io.sources.streamed import Streamed
 from acsgd.shards.tokenizer import padding_id
 from acsgd.tasks import TASKS, TOKEN_TYPES
+
+STREAMS = "streams"
+"""Directory in log.dir with the segments of streamed sources."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +47,24 @@ class RowMaker:
     """As of `open_cached`."""
 
     def open(self, sources: Sequence[WeightedSource]) -> list[Rows]:
-        """Return the rows of each source. Tokenizes those that are not in the cache yet. Raises ValueError."""
+        """Return the rows of each source. Tokenizes those that are not in the cache yet. Raises ValueError.
+
+        Streamed sources are tokenized when their rows are read.
+        """
+        key = tokens_key(self.tokenizer)  # before use, which may change its state
         corpora = tokenize_all(
-            sources,
+            [each for each in sources if not isinstance(each.source, Streamed)],
             self.tokenizer,
             self.cache_dir / "tokens",
             vocab_size=self.model.get_text_config().vocab_size,
             make_encoder=self._encoder,
             reports_wait=self.reports_wait,
         )
-        return [self._rows(corpus) for corpus in corpora]
+        mapped = map(self._rows, corpora)
+        return [
+            self._streamed(source, number, key) if isinstance(source, Streamed) else next(mapped)
+            for number, (source, _) in enumerate(sources)
+        ]
 
     @property
     def objective(self) -> Objective:
@@ -74,8 +92,46 @@ class RowMaker:
             return PairEncoder(tokenizer, sequence, long)
         return SequenceEncoder(tokenizer, sequence, long, has_types=self._has_types)
 
-    def _rows(self, corpus: Corpus) -> Rows:
-        """Return the rows of a corpus: as the task needs them, for language modelling as data.rows asks."""
+    def _streamed(self, source: Streamed, number: int, key: str) -> StreamedRows:
+        """Return the rows of a streamed source. number: its index in the mixture; key: of the tokens."""
+        config, data, version = self.config, self.config.data, source.fingerprint
+        rows = (config.model.task, config.rows, config.long, data.sequence, self.objective.layout_key, data.window)
+        parts = (version, source.options, key, self._encoder(self.tokenizer).key, rows)
+        directory = f"{number}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
+
+        def read(position: Position) -> Iterator[Segment]:
+            vocabulary = self.model.get_text_config().vocab_size
+            encoder = self._encoder(self.tokenizer)
+            return read_segments(source, self.tokenizer, encoder, self._cutter(), position, vocab_size=vocabulary)
+
+        def make(segment: OpenSegment) -> Rows:
+            return self._rows(segment.corpus, layout_of(segment.layout) if segment.layout else None)
+
+        span = -(-data.batch // data.window)
+        cache = SegmentCache(
+            Path(config.log.dir) / STREAMS / directory,
+            source.name,
+            data.window,
+            read,
+            token_dtype(self.tokenizer),
+            span=span,
+        )
+        return StreamedRows(source.name, version, cache, make, data.window, seed=data.seed, source=number, span=span)
+
+    def _cutter(self) -> Cutter:
+        """Return what makes the rows of a segment of a streamed source."""
+        config, data = self.config, self.config.data
+        if config.model.task != "lm":
+            return cut_examples(data.window)
+        if config.rows == "concat":
+            return cut_concat(data.window, data.sequence)
+        return cut_documents(data.window, data.sequence, config.rows, config.long, self.objective)
+
+    def _rows(self, corpus: Corpus, layout: Layout | None = None) -> Rows:
+        """Return the rows of a corpus: as the task needs them, for language modelling as data.rows asks.
+
+        layout: of documents, if it is known.
+        """
         config, sequence, task = self.config, self.config.data.sequence, self.config.model.task
         padding = padding_id(self.tokenizer, self.model)
         if task == "seq2seq":
@@ -97,7 +153,7 @@ class RowMaker:
                 f"data.objective=ul2r is for texts, but {corpus.name} has prompts; learn them, too, with "
                 "data.targets=all, or use data.objective=prefix"
             )
-        layout = open_layout(
+        layout = layout or open_layout(
             corpus,
             sequence,
             config.rows,

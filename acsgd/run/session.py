@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from acsgd.dp.exchange.peers import Peers
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
 from acsgd.io.telemetry.record import Record
 from acsgd.meter import Meter
-from acsgd.metrics import Scores
 from acsgd.optim.base import LocalStep, Optimizer
 from acsgd.optim.clipping import clip_factor, scale_gradients_, squared_norm
 from acsgd.pp.runtime import Pipeline
@@ -44,8 +44,8 @@ class StepResult(NamedTuple):
     """Progress after the step."""
     summary: StepSummary
 
-    def record(self, step_s: float, save_stall_s: float, evaluation: Scores) -> Record:
-        """Return the line of metrics.jsonl for this step. evaluation: as of Record."""
+    def record(self, step_s: float) -> Record:
+        """Return the line of metrics.jsonl for this step, without what follows the update. step_s: its duration."""
         summary, progress = self.summary, self.progress
         return Record(
             step=progress.step,
@@ -63,9 +63,7 @@ class StepResult(NamedTuple):
             peak_memory_bytes=summary.peak_memory_bytes,
             skipped=progress.skipped,
             loss_scale=progress.loss_scale.value,
-            save_stall_s=save_stall_s,
             data_wait_s=summary.data_wait_s,
-            evaluation=evaluation,
         )
 
 
@@ -75,6 +73,7 @@ class Session:
 
     job: Job
     groups: Groups
+    peers: Peers
     stages: dict[int, Stage]
     weights: list[Weight]
     """Weights of all stages of this rank."""
@@ -108,9 +107,11 @@ class Session:
             waited_s=sum(meter.waited_s for meter in meters),
             peak_memory_bytes=self.job.streams.peak_memory_bytes(),
             data_wait_s=batch.wait_s,
+            checksum=float(batch.checksum),
             stop_votes=votes.stop,
             save_votes=votes.save,
             failed_saves=votes.failed_save,
+            pause_votes=votes.pause,
         )
         for meter in meters:
             meter.reset()
@@ -154,6 +155,16 @@ class Session:
     def close(self) -> None:
         """End the threads of the links, and wait until activation caches on disk are saved."""
         self.pipeline.close()
+
+    def abort(self, reason: str) -> None:
+        """End the threads and drop all messages, without waiting for any rank. Call it in the training thread.
+
+        Interrupts the groups. Weights, optimizer state, the state of the data-parallel mode and activation caches stay
+        as they are; they may be in the middle of an update if the error came from there.
+        """
+        self.groups.interrupt(reason)
+        self.peers.close()
+        self.pipeline.abort()
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from acsgd.run.processes import find_torchrun, has_proc, start_time
@@ -26,6 +27,8 @@ WATCH_S = 0.5
 class StopSignals:
     """Context manager that records stop signals instead of ending the process; a second Ctrl-C ends it.
 
+    end: ends the process with an exit code, from a thread, while the main thread may be waiting inside gloo.
+
     After a SIGINT, a later SIGTERM ends the process as well, since torchrun forwards a second Ctrl-C as SIGTERM. The
     exit code is then 130. A SIGHUP that is ignored when the process starts (nohup) stays ignored. Must be entered in
     the main thread. On exit the former handlers are restored, unless an exception is raised: torchrun's SIGTERM must
@@ -36,7 +39,9 @@ class StopSignals:
     (sigwait in a thread would require blocking the signals in all threads, including torch's.)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, end: Callable[[int], None], on_signal: Callable[[], None] = lambda: None) -> None:
+        self._end = end
+        self._on_signal = on_signal
         self.received: str | None = None
         """Name of the first stop signal received, e.g. "SIGTERM"."""
         self._interrupted_at: float | None = None
@@ -75,20 +80,22 @@ class StopSignals:
         interrupted_at = self._interrupted_at
         is_late = interrupted_at is not None and now - interrupted_at >= REPEAT_S
         if is_late and number in (signal.SIGINT, signal.SIGTERM):
-            os._exit(128 + signal.SIGINT)
+            self._end(128 + signal.SIGINT)
         if number == signal.SIGINT and interrupted_at is None:
             self._interrupted_at = now
-        self.received = self.received or signal.Signals(number).name
+        if self.received is None:
+            self.received = signal.Signals(number).name
+            self._on_signal()
 
 
-def end_with_torchrun(parent: int, *, is_main: bool) -> None:
+def end_with_torchrun(parent: int, *, is_main: bool, end: Callable[[int], None]) -> None:
     """Start a thread that ends this process with code 1 within a second of torchrun's death.
 
     To be called before the slow imports. The thread then runs between the instructions of the imports: loading torch
     keeps the interpreter busy for 0.4 s at a time.
     parent: os.getppid() at the start of the process. If torchrun died since then, the parent is another process by
     now: process 1, or a subreaper as `systemd --user` or tini. If torchrun died even before, no ancestor is torchrun.
-    is_main: whether this process prints the error; one per host.
+    is_main: whether this process prints the error; one per host. end: ends the process with an exit code.
     """
     torchrun = find_torchrun(parent) if has_proc() else parent
 
@@ -107,7 +114,7 @@ def end_with_torchrun(parent: int, *, is_main: bool) -> None:
         if is_main:
             name = f"process {torchrun}," if torchrun else "which started this run,"
             print(f"\nerror: torchrun, {name} has ended; this host's ranks end with it", file=sys.stderr, flush=True)
-        os._exit(1)
+        end(1)
 
     threading.Thread(target=watch, name="torchrun watch", daemon=True).start()
 

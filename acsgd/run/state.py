@@ -60,6 +60,7 @@ def start(job: Job, inputs: Inputs, groups: Groups) -> Start:
     if checkpoint is None:
         return Start(session, Progress(loss_scale=LossScale.of(job.config)), None, notes)
     progress = restore(session, checkpoint)
+    inputs.reader.restore(checkpoint.run.streams)
     notes.append(f"resuming from {checkpoint.path}: {progress}")
     if changed := changed_options(checkpoint.run.options, recorded_options(job.config)):
         notes.append(f"options that differ from those of the checkpoint: {'; '.join(changed)}")

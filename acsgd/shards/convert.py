@@ -76,7 +76,8 @@ def from_hf(
     opened.verify()
     files = write_layers(opened, model, target, sources=[source], report=report)
     copied = copy_model_files(source, target)
-    Manifest(0, task, model, files, replicas={}, model_files=copied, run=None, verification=verification).write(target)
+    new, kept = tuple(sorted(opened.new)), verification
+    Manifest(0, task, model, files, {}, copied, run=None, verification=kept, new=new).write(target)
 
 
 def write_layers(

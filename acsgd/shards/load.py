@@ -136,6 +136,9 @@ class RandomWeights:
             torch.manual_seed(mix_seed(self._seed, index))
             if (block := self._layers.layers[index].block) is not None:
                 model.get_submodule(block).apply(model._init_weights)
+                after = [key for key in keys if not any(name.startswith(f"{block}.") for name in names[key])]
+                for path in dict.fromkeys(key.rpartition(".")[0] for key in after):  # such as an encoder's last norm
+                    model._init_weights(model.get_submodule(path))
             else:
                 _apply_outside(model, {model.get_submodule(path) for path in self._layers.blocks}, model._init_weights)
             params = {key: model.get_parameter(key).detach().float() for key in keys}

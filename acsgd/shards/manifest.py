@@ -56,6 +56,8 @@ class Manifest:
     """State of the run besides its tensors, needed to resume; None for a converted model."""
     verification: Verification | None = None
     """Comparison of the layers with the whole model, if it was made when the model was converted."""
+    new: tuple[str, ...] = ()
+    """Parameters of a head that was initialised when the model was converted, and that nothing has trained."""
 
     @property
     def files(self) -> list[StoredFile]:

@@ -26,6 +26,7 @@ from acsgd.optim.adamw import AdamWOptimizer
 from acsgd.optim.base import LocalStep
 from acsgd.shards.weights import Weight
 from acsgd.topology import Topology, connect
+from acsgd.waits import DIRECT
 
 FIRST = 3000
 """Number of the first step, rounded up to the start of a period."""
@@ -145,7 +146,7 @@ def costs(
 ) -> list[list[Cost]]:
     """Run one rank; all modes run in turn in the same processes. Return the costs by mode and round."""
     with _group(rank, replicas, store) as group:
-        running = [Replica(make_weights(width, blocks), mode.spec, Peers(group)) for mode in modes]
+        running = [Replica(make_weights(width, blocks), mode.spec, Peers(group, DIRECT)) for mode in modes]
         result: list[list[Cost]] = [[] for _ in modes]
         for index in range(rounds + 1):
             for i in range(len(modes))[:: -1 if index % 2 else 1]:
@@ -160,8 +161,8 @@ def memories(
 ) -> tuple[Memory, list[Memory]]:
     """Run one rank; return the memory of a single replica, and how much more each mode uses."""
     with _group(rank, replicas, store) as group:
-        single = _memory(Measured("local"), width, blocks, Peers(group), is_single=True)
-        found = [_memory(mode, width, blocks, Peers(group)) for mode in modes]
+        single = _memory(Measured("local"), width, blocks, Peers(group, DIRECT), is_single=True)
+        found = [_memory(mode, width, blocks, Peers(group, DIRECT)) for mode in modes]
         dist.barrier()
     return single, [
         each._replace(between=each.between - single.between, peak=each.peak - single.peak) for each in found

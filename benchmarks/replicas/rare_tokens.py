@@ -128,7 +128,7 @@ def main() -> None:
     topology = Topology(launch.rank, launch.world_size, 1)
     with connect(topology, timeout=timedelta(seconds=300), store=open_store(launch)) as groups:
         for tied in (True, False):
-            compare(Peers(groups.dp), config, options.exact_steps, tied=tied)
+            compare(Peers(groups.dp, groups.waits), config, options.exact_steps, tied=tied)
         dist.barrier()
 
 

@@ -21,7 +21,7 @@ from acsgd.run.signals import end_with_torchrun
 
 TIMES = [("torchrun, Python", time.time())]
 LAUNCH = Launch.from_env()
-end_with_torchrun(os.getppid(), is_main=LAUNCH.local_rank == 0)
+end_with_torchrun(os.getppid(), is_main=LAUNCH.local_rank == 0, end=os._exit)
 
 
 def record(part: str) -> None:
@@ -78,4 +78,4 @@ record_after("open text and checkpoint", main, "open_inputs")
 record_after("verify and load the checkpoint", train, "start")
 main.connect = connect
 train.train_step = train_step
-main.main(sys.argv[2:], LAUNCH, prog="train.py")
+main.main(sys.argv[2:], LAUNCH, prog="train.py", end=os._exit)

@@ -79,7 +79,7 @@ def reduce_all(rank: int, world_size: int, store: Path, specs: Sequence[str], si
     torch.set_num_threads(1)
     file_store = dist.FileStore(str(store), world_size)
     with connect(Topology(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups:
-        peers = Peers(groups.dp)
+        peers = Peers(groups.dp, groups.waits)
         results = []
         for spec in specs:
             weights = make_weights()
@@ -237,7 +237,7 @@ def lose(rank: int, world_size: int, store: Path, spec: str, victim: int, how: s
     file_store = dist.FileStore(str(store), world_size)
     seconds = 60 if how == "ends" else 2
     with connect(Topology(rank, world_size, 1), timeout=timedelta(seconds=seconds), store=file_store) as groups:
-        peers, weights = Peers(groups.dp), make_weights()
+        peers, weights = Peers(groups.dp, groups.waits), make_weights()
         sync = from_spec(spec, MODES, key="dp.mode").open(weights, peers)
         dist.barrier()
         if rank == victim:
@@ -305,7 +305,7 @@ def clip(rank: int, world_size: int, store: Path) -> tuple[float, float]:
         for index, weight in enumerate(weights):
             weight.master.grad = gradient(0 if index == 1 else rank, 0, index)
         squared = torch.tensor([squared_norm(weights)], dtype=torch.float64)
-        norm = float(sum(Gather([1] * world_size, groups.world).rows(squared))) ** 0.5
+        norm = float(sum(Gather([1] * world_size, groups).rows(squared))) ** 0.5
         scale_gradients_(weights, clip_factor(norm, 1.0))
         return norm, squared_norm(weights)
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from acsgd.config.options import Config, LogConfig, PipelineConfig
-from acsgd.pp.stage import MicroBatch
+from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.seeds import mix_seed
 from acsgd.shards.manifest import Manifest
 
@@ -56,14 +56,16 @@ def per_sample(config: Config) -> Config:
 def test_a_sample_gives_the_same_activation_at_every_step_and_in_every_micro_batch(family: str) -> None:
     config = tiny_config(family, **dropout_of(family), **blocks_of(family, 3))
     first = MicroBatch(0, 0, 0, (SAMPLE,))
-    expected = _activation(config, CUTS[0], first)[0]
+    expected = _activation(build_stages(config, CUTS[0], mask_per_sample=True), first)[0]
     for cuts in CUTS:
+        stages = build_stages(config, cuts, mask_per_sample=True)
         for micro in [first, *OTHER_BATCHES]:
             row = micro.sample_ids.index(SAMPLE)
-            assert torch.equal(_activation(config, cuts, micro)[row], expected), (cuts, micro)
+            assert torch.equal(_activation(stages, micro)[row], expected), (cuts, micro)
+    stages = build_stages(config, CUTS[0], mask_per_sample=False)
     for micro in OTHER_BATCHES:
         row = micro.sample_ids.index(SAMPLE)
-        new = _activation(config, CUTS[0], micro, mask_per_sample=False)[row]
+        new = _activation(stages, micro)[row]
         assert not torch.equal(new, expected), "dropout is not active"
 
 
@@ -71,7 +73,8 @@ def test_a_sample_gives_the_same_activation_at_every_step_and_in_every_micro_bat
 def test_masks_of_samples_differ(family: str) -> None:
     config = tiny_config(family, **dropout_of(family), **blocks_of(family, 3))
     same_text = _tokens([0]).expand(4, SEQUENCE)
-    rows = _activation(config, CUTS[0], MicroBatch(0, 0, 0, (3, 8, 3, 9)), same_text)
+    stages = build_stages(config, CUTS[0], mask_per_sample=True)
+    rows = _activation(stages, MicroBatch(0, 0, 0, (3, 8, 3, 9)), same_text)
     assert torch.equal(rows[0], rows[2])
     assert len({digest([row]) for row in rows}) == 3
 
@@ -235,18 +238,11 @@ def _tokens(sample_ids: Sequence[int]) -> Tensor:
     return torch.stack([torch.randint(VOCABULARY, (SEQUENCE,), generator=generator) for generator in generators])
 
 
-def _activation(
-    config: PreTrainedConfig,
-    cuts: Sequence[range],
-    micro: MicroBatch,
-    tokens: Tensor | None = None,
-    *,
-    mask_per_sample: bool = True,
-) -> Tensor:
+def _activation(stages: Sequence[Stage], micro: MicroBatch, tokens: Tensor | None = None) -> Tensor:
     """Return the output of the last stage, [B, T, D]."""
     inputs = {"input_ids": _tokens(micro.sample_ids) if tokens is None else tokens}
     state: dict[str, Tensor] = {}
-    for stage in build_stages(config, cuts, mask_per_sample=mask_per_sample):
+    for stage in stages:
         state = stage.forward(micro, inputs, state)
     return state["hidden"]
 

@@ -26,7 +26,7 @@ def gather_rows(rank: int, world_size: int, store: Path) -> list[list[list[float
     with connect(Topology(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups:
         for step in range(STEPS):
             lengths = [(rank + step) % 3 for rank in range(world_size)]
-            gather = Gather(lengths, groups.world)
+            gather = Gather(lengths, groups)
             time.sleep(0.02 * rank)
             mine = torch.full((lengths[rank],), 10.0 * rank + step, dtype=torch.float64)
             rounds.append([row.tolist() for row in gather.rows(mine)])
@@ -43,7 +43,7 @@ def wait_for_rank_1(rank: int, world_size: int, store: Path) -> tuple[int, ...]:
     """Wait for rank 1, which is alive but sends nothing; return the ranks that the failure names."""
     file_store = dist.FileStore(str(store), world_size)
     with connect(Topology(rank, world_size, 1), timeout=timedelta(seconds=1), store=file_store) as groups:
-        gather = Gather([1, 1, 1], groups.world)
+        gather = Gather([1, 1, 1], groups)
         if rank == 1:
             file_store.wait(["failed 0", "failed 2"], TIMEOUT)
             return ()

@@ -15,6 +15,8 @@ from torch import Tensor
 from acsgd import codecs
 from acsgd.codecs.base import wire_bytes
 from acsgd.errors import RunError
+from acsgd.layers.description import Dim
+from acsgd.layers.lengths import Lengths
 from acsgd.meter import Meter
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.pp.wire.coder import TensorSpec, TransferInfo
@@ -35,7 +37,8 @@ def open_link(
 ) -> tuple[Link, Meter, Meter]:
     tensors = {name: TensorSpec(shape, torch.float32) for name, shape in shapes.items()}
     meters = Meter(), Meter()
-    factory = LinkFactory(groups.pp, CPU, [tensors], codecs.parse(forward), codecs.parse(BACKWARD), *meters)
+    codec_pair = codecs.parse(forward), codecs.parse(BACKWARD)
+    factory = LinkFactory(groups.pp, groups.waits, CPU, [tensors], *codec_pair, *meters)
     return factory.open(0, peer=1 - rank, downstream=rank == 0), *meters
 
 
@@ -53,7 +56,7 @@ def send_both_ways(rank: int, world_size: int, store: Path, micros: int) -> int:
             for micro in range(micros):
                 link.send(TransferInfo(step, micro), state_of(step, micro))
             for micro in range(micros):
-                got, sent = link.receive(TransferInfo(step, micro)), state_of(step, micro)
+                got, sent = link.receive(TransferInfo(step, micro)).state, state_of(step, micro)
                 for name, tensor in sent.items():
                     expected = tensor.bfloat16().float() if rank == 1 else tensor
                     assert torch.equal(got[name], expected)
@@ -69,6 +72,72 @@ def test_all_tensors_arrive_in_order_in_the_dtype_of_the_codec(tmp_path: Path) -
     for spec, sent_bytes in zip((FORWARD, BACKWARD), sent, strict=True):
         declared = sum(HEADER_BYTES + wire_bytes(codecs.parse(spec).wire(shape)) for shape in SHAPES.values())
         assert sent_bytes == 3 * micros * declared
+
+
+LONGEST = Lengths(24, 16)
+CUT = [Lengths(24, 16), Lengths(8, 16), Lengths(16, 8), Lengths(8, 8)]
+"""Lengths of the rows of the micro-batches."""
+ENTROPY_CODED = "fixpoint:bits=3,entropy_coding=true"
+
+
+def open_cut_link(rank: int, groups: Groups, codec: str) -> tuple[Link, dict[str, TensorSpec], Meter]:
+    """Open a link for rows of any length, as between the stages of a decoder after an encoder."""
+    rows, width = Dim("batch", 0), Dim(None, 5)
+    dims = {name: (rows, Dim(size, 0), width) for name, size in (("hidden", "target"), ("encoded", "sequence"))}
+    sizes = {"batch": 2, **LONGEST._asdict()}
+    tensors = {name: TensorSpec(tuple(d.resolve(sizes) for d in x), torch.float32, x) for name, x in dims.items()}
+    meter, pair = Meter(), (codecs.parse(codec), codecs.parse(codec))
+    factory = LinkFactory(groups.pp, groups.waits, CPU, [tensors], *pair, meter, meter)
+    return factory.open(0, peer=1 - rank, downstream=rank == 0), tensors, meter
+
+
+def exchange_cut_rows(rank: int, world_size: int, store: Path) -> None:
+    """Rank 1 reads no rows: it knows the lengths from the messages, and sends gradients of the same lengths back."""
+    with connect_pipeline(rank, world_size, store) as groups:
+        for codec in (*codecs.CODECS, ENTROPY_CODED):
+            link, specs, meter = open_cut_link(rank, groups, codec)
+            for micro, lengths in enumerate(CUT):
+                known = TransferInfo(0, micro, lengths=lengths)
+                sent = {name: torch.ones(spec.shape_for(lengths)) for name, spec in specs.items()}
+                link.inbox.post()
+                if rank == 0:
+                    link.send(known, sent)
+                    received = link.receive(known)
+                else:
+                    received = link.receive(TransferInfo(0, micro))
+                    link.send(known, sent)
+                link.outbox.drain()
+                assert received.lengths == lengths
+                assert {name: x.shape for name, x in received.state.items()} == {n: x.shape for n, x in sent.items()}
+                wires = [codecs.parse(codec).wire(tuple(x.shape)) for x in sent.values()]
+                most = sum(HEADER_BYTES + wire_bytes(wire) for wire in wires)
+                assert meter.sent_bytes < most if codec == ENTROPY_CODED else meter.sent_bytes == most
+                meter.reset()
+
+
+def test_messages_are_as_long_as_their_rows_and_say_so(tmp_path: Path) -> None:
+    on_ranks(2, exchange_cut_rows, tmp_path / "store")
+
+
+def receive_other_rows(rank: int, world_size: int, store: Path) -> str:
+    with connect_pipeline(rank, world_size, store) as groups:
+        link, specs, _ = open_cut_link(rank, groups, "none")
+        if rank == 0:
+            state = {name: torch.ones(spec.shape_for(CUT[1])) for name, spec in specs.items()}
+            link.send(TransferInfo(0, 0, lengths=CUT[1]), state)
+            link.outbox.drain()
+            return ""
+        link.inbox.post()
+        with pytest.raises(RunError) as error:
+            link.receive(TransferInfo(0, 0, lengths=CUT[2]))
+        return str(error.value)
+
+
+def test_ends_that_read_other_rows_are_named(tmp_path: Path) -> None:
+    message = on_ranks(2, receive_other_rows, tmp_path / "store")[1]
+    assert "rank 0 sent activation 0 across boundary 0-1, step 1, micro-batch 0 with rows of 8 and 16 tokens" in message
+    assert "expected activation 0 across boundary 0-1, step 1, micro-batch 0 with rows of 16 and 8 tokens" in message
+    assert "the same acsgd, run file, flags and texts" in message
 
 
 def wait_for_key(groups: Groups, key: str) -> None:
@@ -92,7 +161,7 @@ def overlap(rank: int, world_size: int, store: Path) -> None:
             wait_for_key(groups, "send returned")
             link.inbox.post()
             wait_for_key(groups, "all sent")
-            assert bool((link.receive(TransferInfo(0, 0))["hidden"] == 1).all())
+            assert bool((link.receive(TransferInfo(0, 0)).state["hidden"] == 1).all())
 
 
 def test_send_does_not_block_and_a_posted_receive_fills_while_its_rank_computes(tmp_path: Path) -> None:
@@ -171,13 +240,13 @@ def test_lost_peer_is_an_error_that_names_rank_and_message(how: str, tmp_path: P
 
 
 def test_headers_read_back() -> None:
-    header, payload = Header(Kind.GRADIENT, 1, 300, 10**9, 70000, 5), torch.arange(5, dtype=torch.uint8)
+    header, payload = Header(Kind.GRADIENT, 1, 300, 10**9, 70000, 5, 2**20, 7), torch.arange(5, dtype=torch.uint8)
     packed = torch.frombuffer(bytearray(header.pack(payload)), dtype=torch.uint8)
     assert len(packed) == HEADER_BYTES
     for rest in ([], [0], [0] * 20):  # a message lies at the start of a buffer of the longest
         assert Header.unpack(torch.cat([packed, payload, torch.tensor(rest, dtype=torch.uint8)])) == header, rest
     with pytest.raises(ValueError, match="starts with b'HTTP' instead of"):
-        Header.unpack(torch.frombuffer(bytearray(b"HTTP" + bytes(28)), dtype=torch.uint8))
+        Header.unpack(torch.frombuffer(bytearray(b"HTTP" + bytes(44)), dtype=torch.uint8))
 
 
 def send_not_finite(rank: int, world_size: int, store: Path) -> None:
@@ -194,7 +263,7 @@ def send_not_finite(rank: int, world_size: int, store: Path) -> None:
         for _ in range(3):
             link.inbox.post()
         for micro in range(3):
-            got = link.receive(TransferInfo(0, micro))
+            got = link.receive(TransferInfo(0, micro)).state
             assert bool(got["hidden"].isnan().all()) == (micro == 1)
             assert bool(got["hidden"].isfinite().all()) == (micro != 1)
             assert bool(got["mask"].isfinite().all())
@@ -226,6 +295,7 @@ def close_links(rank: int, world_size: int, store: Path, directory: Path) -> lis
     with connect_pipeline(rank, world_size, store) as groups:
         factory = LinkFactory(
             group=groups.pp,
+            waits=groups.waits,
             streams=PendingStreams(torch.device("cpu")),
             boundaries=[{"hidden": TensorSpec((2, 64), torch.float32)}],
             forward=delta,
@@ -246,7 +316,7 @@ def close_links(rank: int, world_size: int, store: Path, directory: Path) -> lis
         inbox.post()
         outbox.send(TransferInfo(0, 0), {"gradient": torch.full((3,), float(rank))})
         outbox.flush(wait=True)
-        assert torch.equal(inbox.receive(TransferInfo(0, 0))["gradient"], torch.full((3,), 1.0 - rank))
+        assert torch.equal(inbox.receive(TransferInfo(0, 0)).state["gradient"], torch.full((3,), 1.0 - rank))
         outbox.drain()
         names = {thread.name.split("_")[0] for thread in set(threading.enumerate()) - before}
         assert any(name.startswith("cache ") for name in names), names

@@ -35,7 +35,7 @@ def damage_links(rank: int, world_size: int, store: Path) -> None:
         damage_sends(patch, bits)
         for spec in SPECS:
             codec = codecs.parse(spec)
-            factory = LinkFactory(groups.pp, CPU, [{"hidden": SPEC}], codec, codec, Meter(), Meter())
+            factory = LinkFactory(groups.pp, groups.waits, CPU, [{"hidden": SPEC}], codec, codec, Meter(), Meter())
             link = factory.open(0, peer=1 - rank, downstream=rank == 0)
             for step, bit in enumerate([*BITS, None]):
                 x, info = torch.randn(SPEC.shape, generator=torch.Generator().manual_seed(step)), TransferInfo(step, 2)
@@ -46,7 +46,7 @@ def damage_links(rank: int, world_size: int, store: Path) -> None:
                     continue
                 link.inbox.post()
                 if bit is None:
-                    assert bool((link.receive(info)["hidden"] - x).abs().max() < 3), spec
+                    assert bool((link.receive(info).state["hidden"] - x).abs().max() < 3), spec
                     continue
                 with pytest.raises(RunError) as error:
                     link.receive(info)
@@ -67,7 +67,9 @@ def damage_cache_syncs(rank: int, world_size: int, store: Path) -> None:
         for delta, damaging_rank, bit, what in itertools.product(DELTAS, (0, 1), (0, 40, 62), ("nonce", "versions")):
             case = delta, damaging_rank, bit, what
             plan = CachePlan([4], Path("unused"), ["block-00001"], "test", fresh=True)
-            factory = LinkFactory(groups.pp, CPU, [{"hidden": SPEC}], delta, EXACT, Meter(), Meter(), plan)
+            factory = LinkFactory(
+                groups.pp, groups.waits, CPU, [{"hidden": SPEC}], delta, EXACT, Meter(), Meter(), plan
+            )
             if rank == damaging_rank and what == "nonce":
                 bits += [None, None, bit]  # the first two are handshakes
             link = factory.open(0, peer=1 - rank, downstream=rank == 0)

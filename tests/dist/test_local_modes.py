@@ -220,7 +220,7 @@ def lose(rank: int, world_size: int, store: Path, spec: str) -> tuple[int, ...] 
     torch.set_num_threads(1)
     file_store = dist.FileStore(str(store), world_size)
     with connect(Topology(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups:
-        run = LocalRun(spec, Peers(groups.dp))
+        run = LocalRun(spec, Peers(groups.dp, groups.waits))
         run.train(rank, range(3))
         dist.barrier()
         if rank == 1:

@@ -13,6 +13,7 @@ from lib.training import TIMEOUT, make_config
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.options import Config
+from acsgd.dp.exchange.peers import Peers
 from acsgd.launch import Launch
 from acsgd.layers.composed import ComposedModel
 from acsgd.run.build import build_stages
@@ -45,7 +46,7 @@ def load_on_rank(rank: int, world_size: int, store: Path, config: Config) -> dic
     with connect(Topology(0, 1, 1), timeout=TIMEOUT, store=dist.HashStore()) as groups:
         composed = ComposedModel(job.model.task.build(job.model.config), job.model.description)
         before = job.streams.peak_memory_bytes()
-        stages = build_stages(job, composed, source, groups).values()
+        stages = build_stages(job, composed, source, Peers(groups.dp, groups.waits)).values()
         return {
             "grown": job.streams.peak_memory_bytes() - before,
             "own": sum(weight.param.nbytes for stage in stages for weight in stage.weights),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from lib.cache import with_shared_cache
 from lib.models import DROPOUT, blocks_of
 from lib.ranks import on_ranks
 from lib.training import RELATIVE, TOPOLOGIES, assert_same_training, losses_of_rank, make_config, oracle_losses
@@ -32,13 +34,13 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Config], list[
     Only the dropout masks depend on the micro-batch size; without dropout, the whole batch is one micro-batch.
     """
     run_dir = tmp_path_factory.mktemp("oracle")
-    known: dict[tuple[str, int], list[float]] = {}
+    known: dict[tuple[str, str, int], list[float]] = {}
 
     def losses(config: Config) -> list[float]:
         has_dropout = AutoConfig.from_pretrained(config.model.name).to_dict().get("resid_pdrop", 0.0) > 0
-        key = (config.model.name, config.pp.micro if has_dropout else config.data.batch)
+        key = (config.model.name, config.rows, config.pp.micro if has_dropout else config.data.batch)
         if key not in known:
-            pipeline = dataclasses.replace(config.pp, micro=key[1], forward="none")
+            pipeline = dataclasses.replace(config.pp, micro=key[-1], forward="none")
             alone = dataclasses.replace(config, pp=pipeline, log=LogConfig(dir=str(run_dir / "run")))
             known[key] = oracle_losses(alone)
         return known[key]
@@ -50,7 +52,12 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Config], list[
 def test_stages_and_replicas_do_not_change_the_training(
     world_size: int, tiny_model: TinyModel, tmp_path: Path, oracle: Callable[[Config], list[float]]
 ) -> None:
-    """A Latin square: every pair of topology and model, of topology and schedule, and of model and schedule."""
+    """A Latin square: every pair of topology and model, of topology and schedule, and of model and schedule.
+
+    Besides, each topology with padded rows, whose micro-batches are cut to the longest row; the oracle's are not.
+    """
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("\n".join(json.dumps({"text": "tell " * (1 + n % 5) + str(n)}) for n in range(60)))
     configs = []
     for row, (stages, replicas) in enumerate(TOPOLOGIES):
         for column, (family, options) in enumerate(MODELS):
@@ -63,7 +70,18 @@ def test_stages_and_replicas_do_not_change_the_training(
                 configs.append(
                     make_config(model, tmp_path, stages=stages, schedule=schedule, micro=micro, forward=forward)
                 )
+        if stages * replicas == world_size:
+            schedule = ("1f1b", "interleaved:chunks=2")[row % 2] if stages < 4 else "interleaved:chunks=2"
+            model = tiny_model("gpt2", **blocks_of("gpt2", 6))
+            configs.append(padded_rows(make_config(model, tmp_path, stages=stages, schedule=schedule, micro=1), texts))
     assert_same_training(configs, world_size, tmp_path, oracle)
+
+
+def padded_rows(config: Config, texts: Path) -> Config:
+    """Return a run on texts, one per row."""
+    return with_shared_cache(
+        dataclasses.replace(config, data=dataclasses.replace(config.data, sources=str(texts), rows="single"))
+    )
 
 
 def test_the_loss_is_the_mean_over_the_targets_of_the_global_batch(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from acsgd.config.options import (
     PipelineConfig,
 )
 from acsgd.io.sampling.batches import Batch
+from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.seeds import mix_seed
 from acsgd.shards.manifest import Manifest
 from acsgd.tasks import TASKS
@@ -40,6 +42,8 @@ whatever its mask. Those of t5 are larger."""
 
 DECODERS = ("opt", "gptj", "gpt_neox", "bloom", "gemma2", "qwen3", "mixtral")
 TYPES = (*DECODERS, "deberta-v2", "albert", "t5", "bart")
+PADDED = {"opt": "4 stages", "bloom": "2 stages x 2 replicas"}
+"""Decoders that are trained on padded rows, too, whose micro-batches are cut to the longest row; and how."""
 SMOOTHED = "bart"
 """Type that is trained with label smoothing."""
 DROPOUT = {
@@ -159,6 +163,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for model_type, options in DROPOUT.items():
         for split in DROPOUT_SPLITS.get(model_type, ("2 stages", "4 stages")):
             runs.add(model_type, split, "dropout", **options)
+    for model_type, split in PADDED.items():
+        runs.add(model_type, split, "padded rows", **{"data.rows": "single"})
     runs.add("deberta-v2", "2 stages", "regression", **{"model.task": "regression", "num_labels": 1})
     runs.add("bart", "4 stages", "classifier", **{"model.task": "classification", "num_labels": 3})
     runs.add("bart", "2 stages", "fixpoint", **{"pp.forward": "fixpoint:bits=8", "pp.backward": "fixpoint:bits=8"})
@@ -198,6 +204,24 @@ def test_dropout_does_not_depend_on_the_stages(model_type: str, runs: Runs) -> N
     assert_equal(two, result_of(four))
     without = result_of(runs.configs[f"{model_type}, 2 stages"]).losses
     assert result_of(four).losses != pytest.approx(without, rel=10 * RELATIVE), "dropout is not active"
+
+
+@pytest.mark.parametrize("model_type", PADDED)
+def test_losses_of_padded_rows_are_those_of_one_process(model_type: str, runs: Runs) -> None:
+    """The loop of one process pads all rows to the same length."""
+    config = runs.configs[f"{model_type}, {PADDED[model_type]}, padded rows"]
+    assert_equal(config, oracle(config))
+
+
+def test_messages_are_as_long_as_the_longest_row_of_their_micro_batch(runs: Runs) -> None:
+    cut, full = (runs.configs[f"opt, 4 stages{special}"] for special in (", padded rows", ""))
+    width = small_config("opt").hidden_size
+    for number, (ours, others) in enumerate(zip(bytes_of(cut), bytes_of(full), strict=True)):
+        lengths = [rows.sequence for rows in Drawn.whole(cut).batch(number).longest_rows or ()]
+        cut_lengths = [min(8 * math.ceil(length / 8), SEQUENCE) for length in lengths]
+        for sent, sizes in ((ours, cut_lengths), (others, [SEQUENCE] * len(lengths))):
+            assert sent == sum(3 * (HEADER_BYTES + cut.pp.micro * size * width * 4) for size in sizes)
+    assert sum(bytes_of(cut)) < sum(bytes_of(full))
 
 
 def test_losses_of_a_regression_are_those_of_one_process(runs: Runs) -> None:
@@ -276,9 +300,19 @@ class Result(NamedTuple):
     eval_loss: float
 
 
+def bytes_of(config: Config) -> list[int]:
+    """Return the bytes of the activations that were sent in each step."""
+    return [record["pp_forward_bytes"] for record in records_of(config)]
+
+
+def records_of(config: Config) -> list[dict[str, Any]]:
+    """Read the lines of metrics.jsonl."""
+    return [json.loads(line) for line in (Path(config.log.dir) / "metrics.jsonl").read_text().splitlines()]
+
+
 def result_of(config: Config) -> Result:
     """Read the result of a run."""
-    lines = [json.loads(line) for line in (Path(config.log.dir) / "metrics.jsonl").read_text().splitlines()]
+    lines = records_of(config)
     assert [line["step"] for line in lines] == list(range(1, config.optim.steps + 1))
     return Result([line["loss"] for line in lines], lines[-1]["eval_loss"])
 

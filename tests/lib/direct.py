@@ -29,6 +29,7 @@ from acsgd.shards.weights import Weight
 from acsgd.tasks import TASKS
 from acsgd.topology import connect
 from lib.cache import with_shared_cache
+from lib.models import layers_of
 from lib.training import TIMEOUT
 
 VOCABULARY = 512
@@ -45,6 +46,7 @@ class DrawnBatch:
     micro_ids: range
     sample_ids: Tensor
     upcoming_ids: Tensor
+    longest_rows: None = None
 
 
 def make_config(
@@ -115,7 +117,7 @@ def build_stages(
     options: of Stage.
     """
     task = TASKS["lm"]
-    description = task.layers(config)
+    description = layers_of(config)
     source = RandomWeights(task, config, description, seed=0)
     cpu = torch.device("cpu")
     stages = []

@@ -25,6 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from acsgd import main, train
+from acsgd.__main__ import end_process
 from acsgd.config.options import (
     CheckpointConfig,
     Config,
@@ -36,6 +37,7 @@ from acsgd.config.options import (
     PipelineConfig,
     RunConfig,
 )
+from acsgd.errors import ReportedError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.metrics import Metrics
@@ -177,8 +179,14 @@ def run_rank(
     launch = Launch(rank, rank, world_size, world_size, error_file=str(error_file))
     store = dist.TCPStore("127.0.0.1", port)
     barrier.wait()
-    with contextlib.ExitStack() as stack, report_failure(clone_store(store, launch), launch) as context:
-        main.run(config, launch, store, context, stack)
+    try:
+        with (
+            contextlib.ExitStack() as stack,
+            report_failure(clone_store(store, launch), launch, end_process) as context,
+        ):
+            main.run(config, launch, store, context, stack, end_process)
+    except ReportedError as error:
+        end_process(error.exit_code)
 
 
 def finish(config: Config, processes: int) -> Result:

@@ -123,7 +123,8 @@ def _run(rank: int, groups: Groups, scenario: Scenario, directory: Path) -> Reco
         groups.all_gather_text(f"{directory} {number}", "", timeout_s=30.0)
         meter = Meter()
         plan = CachePlan([session.capacity], directory, [session.layer], "test", session.fresh)
-        factory = LinkFactory(*(groups.pp, CPU, [{"hidden": SPEC}], scenario.delta, Identity(), meter, Meter(), plan))
+        codecs = scenario.delta, Identity()
+        factory = LinkFactory(groups.pp, groups.waits, CPU, [{"hidden": SPEC}], *codecs, meter, Meter(), plan)
         link = factory.open(0, peer=1 - rank, downstream=rank == 0)
         records.append([])
         for index, micros in enumerate(session.steps):
@@ -147,7 +148,7 @@ def _transfer(rank: int, link: Link, step: int, micros: Step, session: LinkSessi
         info = TransferInfo(step, micro, exact, tuple(ids))
         if rank == 1:
             link.inbox.post()
-            received.append(link.receive(info)["hidden"])
+            received.append(link.receive(info).state["hidden"])
             continue
         x = activations(step, ids)
         if session.poison is not None and session.poison[0] == step:

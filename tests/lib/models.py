@@ -42,9 +42,21 @@ DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 """Options of a GPT-2 with dropout."""
 
 
+_derived: dict[str, ModelLayers] = {}
+"""Layers by the config of a language model."""
+
+
+def layers_of(config: PreTrainedConfig) -> ModelLayers:
+    """Return the layers of a language model, derived once per config."""
+    key = config.to_json_string(use_diff=False)
+    if key not in _derived:
+        _derived[key] = TASKS["lm"].layers(config)
+    return _derived[key]
+
+
 def first_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the module of each layer of a language model that runs first."""
-    description = TASKS["lm"].layers(model.config)
+    description = layers_of(model.config)
     paths = [
         layer.block or description.own_parameters(layer.index)[0].rpartition(".")[0] for layer in description.layers
     ]

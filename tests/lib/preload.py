@@ -13,6 +13,7 @@ import torch
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen2.modeling_qwen2
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import acsgd.train
 import tests.lib.forks
@@ -20,5 +21,6 @@ import tests.lib.forks
 torch.set_num_threads(1)
 # torch makes its thread pool again at its first use after a fork; two threads that did so at once would abort
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
+get_checkpoint_conversion_mapping("")  # compiles the patterns of all types of models, once per process
 gc.freeze()  # or each rank would visit, and thus copy, the objects of all these modules
 __all__ = ["acsgd", "pydoc_data", "pytest", "rich", "tests", "transformers"]

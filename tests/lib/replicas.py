@@ -119,7 +119,7 @@ def _connected(body: Any, rank: int, world_size: int, store: Path, *args: Any) -
     torch.set_num_threads(1)
     file_store = dist.FileStore(str(store), world_size)
     with connect(Topology(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups:
-        result = body(rank, Peers(groups.dp), *args)
+        result = body(rank, Peers(groups.dp, groups.waits), *args)
         dist.barrier()  # a rank that leaves early would disturb the others' connections
         return result
 

@@ -20,6 +20,7 @@ from acsgd.io.checkpoint.progress import Progress, RunIdentity
 from acsgd.io.checkpoint.resume import find
 from acsgd.io.sampling.batches import Batch
 from acsgd.launch import Launch
+from acsgd.layers.lengths import Lengths
 from acsgd.run.inputs import Inputs, open_weight_source, plan_activation_caches
 from acsgd.run.job import Job, prepare
 from acsgd.run.lock import RunLock
@@ -79,33 +80,47 @@ class Drawn:
         """Yield the batches for evaluation."""
         yield self._draw(SAMPLES, SAMPLES)
 
+    def stream_states(self, step: int) -> tuple[()]:
+        return ()
+
+    def restore(self, states: Sequence[object]) -> None:
+        pass
+
+    def close(self) -> None:
+        """Nothing is open."""
+
     def _draw(self, first: int, upcoming: int) -> Batch:
         micro = self._config.pp.micro
         offsets = torch.arange(self._micros.start * micro, self._micros.stop * micro)
         samples = [self._sample(first + int(offset)) for offset in offsets]
         tensors = {name: self._in_micros(torch.stack([sample[name] for sample in samples])) for name in samples[0]}
         labels = tensors.pop("labels")
+        longest_rows = [Lengths(*rows) for rows in tensors.pop("lengths").amax(dim=1).tolist()]
         return Batch(
             inputs=tensors if self._wants_inputs else None,
             labels=labels if self._wants_labels else None,
             sample_ids=self._in_micros(first + offsets),
             micro_ids=self._micros,
             upcoming_ids=self._in_micros(upcoming + offsets),
+            longest_rows=longest_rows if self._wants_inputs or self._wants_labels else None,
         )
 
     def _in_micros(self, rows: Tensor) -> Tensor:
         return rows.unflatten(0, (len(self._micros), -1))
 
     def _sample(self, index: int) -> dict[str, Tensor]:
-        """Return the inputs and the labels of one sequence."""
+        """Return the inputs, the labels and the lengths of one sequence."""
         generator = torch.Generator().manual_seed(index)
         tokens, target = torch.randint(3, VOCABULARY, (2, SEQUENCE), generator=generator)
-        length, target_length = torch.randint(SEQUENCE // 2, SEQUENCE + 1, (2,), generator=generator)
+        lengths = torch.randint(SEQUENCE // 4, SEQUENCE + 1, (2,), generator=generator)
+        length, target_length = lengths
         place = torch.arange(SEQUENCE)
         task = self._config.model.task
         if task == "lm":
-            return {"input_ids": tokens, "labels": tokens.roll(-1).where(place < length - 1, -100)}
-        padded = {"input_ids": tokens.where(place < length, 0), "attention_mask": (place < length).long()}
+            labels = tokens.roll(-1).where(place < length - 1, -100)
+            return {"input_ids": tokens, "labels": labels, "lengths": lengths}
+        is_token = (place < length).long()
+        padded = {"input_ids": tokens * is_token, "attention_mask": is_token, "lengths": lengths}
         if task == "seq2seq":
             labels = target.where(place < target_length, -100)
             return {**padded, "decoder_input_ids": torch.cat([START, labels[:-1].clamp(min=0)]), "labels": labels}

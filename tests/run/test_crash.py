@@ -23,10 +23,10 @@ from tests.lib.crashes import Campaign, summary
 from tests.lib.forks import checkpoints_of, finish, make_config, started
 from tests.lib.launched import MARGIN_S, TORCHRUN, TRAIN, running
 
-STEPS = 60
+STEPS = 40
 
 
-@pytest.mark.parametrize(("processes", "kills"), [(1, 10), (2, 10)])
+@pytest.mark.parametrize(("processes", "kills"), [(1, 6), (2, 6)])
 def test_a_run_that_is_killed_repeatedly_equals_the_undisturbed_one(processes: int, kills: int, tmp_path: Path) -> None:
     campaign = Campaign(tmp_path, processes, seed=processes, steps=STEPS)
     campaign.run(kills)
@@ -42,7 +42,7 @@ def test_a_run_that_is_stopped_repeatedly_equals_the_undisturbed_one(tmp_path: P
     campaign = Campaign(tmp_path, 2, signal.SIGTERM, steps=STEPS)
     for number in (signal.SIGUSR1, signal.SIGINT):
         campaign.interrupt(number)
-    campaign.run(6)
+    campaign.run(4)
     assert summary(campaign, 0.0)["leftovers"] == 0
 
 

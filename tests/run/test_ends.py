@@ -282,7 +282,7 @@ else:
                 time.sleep(0.01)
             return torchrun
         signals.find_torchrun = find_and_kill
-    signals.end_with_torchrun(parent, is_main=True)
+    signals.end_with_torchrun(parent, is_main=True, end=os._exit)
     print("started", flush=True)
 time.sleep(600)
 """

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from acsgd import cli
 from acsgd.config.run_file import parse
+from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.shards.disk import ShardDirectory
 from tests.lib.forks import finish
 from tests.lib.launched import TORCHRUN, TRAIN, running
@@ -54,37 +55,45 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_of_four_is_the_run_of_one_and_its_export_is_what_it_trained(
+def test_runs_of_two_and_of_four_are_the_run_of_one_and_their_exports_are_what_it_trained(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
+    """Two ranks under torchrun; four without it, since each interpreter takes seconds to start."""
     file = run_file(tmp_path, tiny_model())
     train_forked(1, file)
-    flags = f"--pp.stages 2 --log.dir {tmp_path}/runs/four --checkpoint.every 4"
-    with running([*TORCHRUN, "4", TRAIN, str(file), *flags.split()], tmp_path) as run:
+    flags = ["--pp.stages", "2", "--checkpoint.every", "4"]
+    train_forked(4, file, *flags, "--log.dir", f"{tmp_path}/runs/four")
+    with running([*TORCHRUN, "2", TRAIN, str(file), *flags, "--log.dir", f"{tmp_path}/runs/two"], tmp_path) as run:
         assert run.process.wait(LIMIT_S) == 0, run.stderr
-    one, other = (records(tmp_path / "runs" / name) for name in ("one", "four"))
+    for name in ("two", "four"):
+        assert_same_run(tmp_path, name)
+
+
+def assert_same_run(directory: Path, name: str) -> None:
+    """Compare the records, the checkpoints and the exported weights of a run with those of the run of one."""
+    one, other = (records(directory / "runs" / each) for each in ("one", name))
     assert [r["step"] for r in one] == [r["step"] for r in other] == list(range(1, STEPS + 1))
     for mine, theirs in zip(one, other, strict=True):
         assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-5)
         assert theirs["grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-4)
         assert mine["pp_forward_bytes"] == mine["dp_bytes"] == 0
         assert mine["tokens"] == theirs["tokens"] == mine["step"] * 6 * 32
-    # three micro-batches of 2 x 32 x 32 floats cross one boundary, each behind a header of 32 bytes
-    assert other[0]["pp_forward_bytes"] == 3 * (2 * 32 * 32 * 4 + 32)
-    assert [path.name for path in sorted((tmp_path / "runs/four/checkpoints").iterdir())] == [
+    # three micro-batches of 2 x 32 x 32 floats cross one boundary, each behind a header
+    assert other[0]["pp_forward_bytes"] == 3 * (2 * 32 * 32 * 4 + HEADER_BYTES)
+    assert [path.name for path in sorted((directory / "runs" / name / "checkpoints").iterdir())] == [
         "step-00000004",
         "step-00000006",
     ]
-    assert_same_weights(tmp_path)
+    assert_same_weights(directory, name)
 
 
-def assert_same_weights(directory: Path) -> None:
-    """Export the last checkpoints of both runs, load them with transformers, and compare the weights."""
+def assert_same_weights(directory: Path, name: str) -> None:
+    """Export the last checkpoints of a run and of the run of one, load them with transformers, compare the weights."""
     models = []
-    for name in ("one", "four"):
-        checkpoint = directory / "runs" / name / "checkpoints" / f"step-{STEPS:08d}"
+    for each in ("one", name):
+        checkpoint = directory / "runs" / each / "checkpoints" / f"step-{STEPS:08d}"
         assert ShardDirectory(checkpoint).step == STEPS
-        target = directory / f"hf-{name}"
+        target = directory / f"hf-{each}-for-{name}"
         cli.run(["convert", "to-hf", str(checkpoint), str(target)])
         models.append(AutoModelForCausalLM.from_pretrained(target))
     for key, tensor in models[0].state_dict().items():
@@ -106,7 +115,7 @@ def test_a_run_starts_from_a_checkpoint_of_another_run_in_bf16_and_interleaved(
     assert after[0]["loss"] == pytest.approx(before[-1]["loss"], abs=0.3)
     assert after[0]["loss"] < before[0]["loss"] - 0.1
     # interleaved: three boundaries between four stages, in bf16
-    assert after[0]["pp_forward_bytes"] == 3 * 3 * (2 * 32 * 32 * 2 + 32)
+    assert after[0]["pp_forward_bytes"] == 3 * 3 * (2 * 32 * 32 * 2 + HEADER_BYTES)
 
 
 def test_an_error_at_start_is_printed_once_before_anything_is_written(tiny_model: TinyModel, tmp_path: Path) -> None:

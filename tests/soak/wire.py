@@ -26,6 +26,7 @@ from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.streams import Streams
+from acsgd.waits import DIRECT
 from tests.soak.area import ACCEPTED, Case, Outcome
 from tests.soak.loopback import Change, Loopback, loopback
 from tests.soak.mutate import changed_bytes
@@ -82,7 +83,7 @@ class Wire:
         change, description = any_change(draw)
         case.describe(f"{n} elements between replicas, {codec}: {description}")
         self._network.change = change
-        peers = Peers(self._group)
+        peers = Peers(self._group, DIRECT)
         longest = codec.max_bytes(n)
         exchange = peers.submit(lambda: peers.exchange({0: message}, {0: longest}, Meter()))
         received = attempt(exchange.wait, ["replica 0"])
@@ -145,7 +146,9 @@ class _Transfer:
         delta = isinstance(self._codec, Delta)
         plan = _RecordedCaches([100], Path("caches"), ["block-00001"], "run", fresh=True) if delta else None
         backward = CODECS["none"]() if delta else self._codec
-        factory = LinkFactory(group, CPU, [{"hidden": self.spec}], self._codec, backward, Meter(), Meter(), plan)
+        factory = LinkFactory(
+            group, DIRECT, CPU, [{"hidden": self.spec}], self._codec, backward, Meter(), Meter(), plan
+        )
         generator = torch.Generator().manual_seed(self._seed)
         torch.manual_seed(self._seed)  # of stochastic rounding
         with contextlib.ExitStack() as stack:
@@ -181,7 +184,7 @@ class _Transfer:
                     outbox.drain()
                 finally:
                     network.change = lambda sent: sent
-                received = attempt(lambda info=info: inbox.receive(info)[name], ["rank 1"])
+                received = attempt(lambda info=info: inbox.receive(info).state[name], ["rank 1"])
             yield received, plan.opened if plan else []
 
 

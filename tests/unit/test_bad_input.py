@@ -127,6 +127,29 @@ def test_an_impossible_run_is_refused(
     assert "\n" not in refused
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--optim.steps None --optim.epochs 2", "optim.epochs needs the length of stream:a.jsonl"),
+        ("--data.eval_fraction 0.1", "data.eval_fraction=0.1 holds out the end of stream:a.jsonl"),
+        ("--data.eval_sources stream:a.jsonl", "data.eval_sources: stream:a.jsonl cannot be streamed"),
+        ("--data.weights tokens", "data.weights=tokens needs the number of target tokens of stream:a.jsonl"),
+        ("--data.sources stream:a.jsonl,demo", 'write, for example, data.sources="stream:a.jsonl:0.5,demo:0.5"'),
+        ("--pp.forward delta:bits=4", "pp.forward=delta:bits=4 keeps the activations of all sequences"),
+        ("--model.dropout_mask sample", "model.dropout_mask=sample repeats the masks of all sequences"),
+        ("--data.sources stream:demo", "demo cannot be streamed"),
+    ],
+)
+def test_what_a_streamed_source_cannot_do_is_refused(
+    flags: str, message: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n')
+    given = flags if "--data.sources" in flags else f"--data.sources stream:a.jsonl {flags}"
+    refused = refuse(tmp_path, f"--model.name {tiny_model()} {given}")
+    assert message in refused
+    assert "\n" not in refused
+
+
 def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     assert "model.name=nothing is a directory without config.json" in refuse(tmp_path, "--model.name nothing")

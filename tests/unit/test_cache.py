@@ -16,7 +16,7 @@ from lib.processes import CONTEXT, WAIT_S, kill, started, wait_for_a_signal, wai
 from acsgd import notes as notes_module
 from acsgd.atomic import build_atomically, describe_build
 from acsgd.errors import CorruptFileError, RunError
-from acsgd.io.cache import _lock_file, open_cached
+from acsgd.io.cache import lock_file, open_cached
 
 
 def build_slowly(target: Path) -> None:
@@ -197,5 +197,5 @@ def test_a_directory_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> N
 
 def test_waiting_for_a_build_times_out(tmp_path: Path) -> None:
     path = tmp_path / "a.npy"
-    with FileLock(_lock_file(path)), pytest.raises(RuntimeError, match=rf"waited 0\.1 s .* build {path}"):
+    with FileLock(lock_file(path)), pytest.raises(RuntimeError, match=rf"waited 0\.1 s .* build {path}"):
         open_cached(path, build_slowly, Path, timeout_s=0.1)

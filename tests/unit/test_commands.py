@@ -30,7 +30,7 @@ def test_acsgd_train_passes_all_arguments_on(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "stdout", sys.stdout)  # the command replaces them
     monkeypatch.setattr(sys, "stderr", sys.stderr)
     arguments = "--model.name m --data.sources demo --data.sequence 8 --data.batch 2 --optim.lr 1 --optim.steps 3"
-    monkeypatch.setattr(main, "main", lambda argv, launch, *, prog: calls.append((argv, prog)))
+    monkeypatch.setattr(main, "main", lambda argv, launch, *, prog, end: calls.append((argv, prog)))
     monkeypatch.setattr(sys, "argv", ["acsgd", "train", *arguments.split()])
     cli.main()
     assert calls == [(arguments.split(), "acsgd train")]

@@ -115,6 +115,10 @@ def test_a_missing_file_is_named() -> None:
         ("--optim.epochs 0", "optim.epochs=0.0 must be greater than 0, at most 1000000"),
         ("--optim.epochs nan", "optim.epochs=nan must be greater than 0"),
         ("--optim.warmup 9", "optim.warmup=9 must be at most optim.steps=5"),
+        (
+            "--elastic.min_replicas 3 --elastic.max_replicas 2",
+            "elastic.min_replicas=3 must be at most elastic.max_replicas=2",
+        ),
         ("--optim.betas 0.9 1.0", "optim.betas contains 1.0, which must be at least 0, less than 1"),
         ("--optim.spike 1", "optim.spike=1.0 must be greater than 1, at most 1000000"),
         ("--optim.spike nan", "optim.spike=nan must be greater than 1"),

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from acsgd.errors import RunError
 from acsgd.meter import Meter
 from acsgd.run.control import NO_VOTES, StepReport, StepSummary, Votes
 from acsgd.run.session import Session
 from acsgd.topology import Topology
+from acsgd.waits import DIRECT
 
 REPORT = StepReport(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -27,22 +29,24 @@ def summarize(reports: list[StepReport], *, rank: int = 0, stages: int = 1) -> S
 
 
 def test_a_report_counts_targets_and_bytes_and_resets_the_meters() -> None:
-    batch: Any = SimpleNamespace(labels=torch.tensor([[[3, -100], [5, 1]]]), num_tokens=4, wait_s=0.5)
+    batch: Any = SimpleNamespace(
+        labels=torch.tensor([[[3, -100], [5, 1]]]), num_tokens=4, wait_s=0.5, checksum=2**33 + 1
+    )
     stages: Any = {n: SimpleNamespace(sync=SimpleNamespace(meter=Meter(sent_bytes=n))) for n in (30, 40)}
     job: Any = SimpleNamespace(streams=SimpleNamespace(peak_memory_bytes=lambda: 5))
     unused: Any = None
     forward, backward = Meter(sent_bytes=10), Meter(sent_bytes=20)
-    forward.wait(Instant(), posted_at=0.0)
-    session = Session(job, unused, stages, [], unused, unused, forward, backward)
+    forward.wait(DIRECT, Instant(), posted_at=0.0)
+    session = Session(job, unused, unused, stages, [], unused, unused, forward, backward)
     report = session.report(torch.tensor(1.5), batch, Votes(stop=True))
     assert (report.loss, report.targets, report.squared_grad_norm, report.peak_memory_bytes) == (1.5, 3.0, 0.0, 5)
-    assert (report.tokens, report.data_wait_s) == (4, 0.5)
+    assert (report.tokens, report.data_wait_s, report.checksum) == (4, 0.5, 2**33 + 1)
     assert (report.pp_forward_bytes, report.pp_backward_bytes, report.dp_bytes) == (10, 20, 70)
     assert report.in_flight_s > report.waited_s >= 0
     assert (report.stop_votes, report.save_votes, report.failed_saves) == (1, 0, 0)
     batch.labels = None
     again = session.report(torch.tensor(0.0), batch, NO_VOTES)
-    assert again == REPORT._replace(peak_memory_bytes=5, data_wait_s=0.5)
+    assert again == REPORT._replace(peak_memory_bytes=5, data_wait_s=0.5, checksum=2**33 + 1)
 
 
 def test_the_hidden_share_is_the_fraction_of_transfer_time_not_spent_waiting() -> None:
@@ -59,6 +63,14 @@ def test_one_vote_is_enough() -> None:
     ):
         summary = summarize([REPORT, REPORT._replace(**votes), REPORT])
         assert [name for name in ("stop", "save", "failed_save") if getattr(summary, name)] == [field]
+
+
+def test_ranks_that_read_other_texts_are_named() -> None:
+    """Those that read none report 0."""
+    reports = [REPORT._replace(checksum=checksum) for checksum in (0.0, 7.0, 0.0, 7.0)]
+    summarize(reports)
+    with pytest.raises(RunError, match=r"ranks \[2, 4\] read other texts from a streamed source than rank 1"):
+        summarize([*reports[:2], REPORT._replace(checksum=8.0), reports[3], REPORT._replace(checksum=9.0)])
 
 
 @pytest.mark.parametrize("replica", [0, 1])

@@ -14,7 +14,7 @@ from acsgd.codecs.base import pack, unpack, wire_bytes
 from acsgd.codecs.cache_update import decode_update
 from acsgd.codecs.entropy import compress_
 from acsgd.errors import RunError
-from acsgd.pp.wire.channel import NOT_FINITE, check_header
+from acsgd.pp.wire.channel import NOT_FINITE, check_header, read_header
 from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
 
 SPECS = [
@@ -43,7 +43,7 @@ def message_of(spec: str) -> tuple[Header, Tensor]:
 def assert_refused(message: Tensor, expected: Header, case: str) -> None:
     for allow_shorter in (False, True):
         with pytest.raises(RunError) as error:
-            check_header(message, expected, 0, allow_shorter=allow_shorter)
+            check_header(read_header(message, expected, 0), expected, 0, allow_shorter=allow_shorter)
         for text in ("boundary 3-4, step 42, micro-batch 6", "rank 0 sent a corrupt message", "start the run again"):
             assert text in str(error.value), (case, str(error.value))
 
@@ -51,7 +51,7 @@ def assert_refused(message: Tensor, expected: Header, case: str) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_flip_of_a_header_and_of_a_sample_of_payload_bits_is_refused(spec: str) -> None:
     header, message = message_of(spec)
-    assert check_header(message, header, 0) == header
+    assert check_header(read_header(message, header, 0), header, 0) == header
     payload_bits = range(8 * HEADER_BYTES, 8 * len(message))
     sample = random.Random(spec).sample(payload_bits, min(PAYLOAD_FLIPS, len(payload_bits)))
     for bit in [*range(8 * HEADER_BYTES), *sample, payload_bits[0], payload_bits[-1]]:
@@ -68,7 +68,8 @@ def test_messages_that_are_shortened_moved_or_mixed_are_refused() -> None:
         moved = torch.cat([message[:HEADER_BYTES], message[HEADER_BYTES:].roll(1)])
         assert_refused(moved, header, f"{spec}: moved by a byte")
         other = header._replace(micro=7).pack(message[HEADER_BYTES:])
-        mixed = torch.cat([torch.frombuffer(bytearray(other[:24]), dtype=torch.uint8), message[24:]])
+        mixed, before_checksum = message.clone(), HEADER_BYTES - 8
+        mixed[:before_checksum] = torch.frombuffer(bytearray(other[:before_checksum]), dtype=torch.uint8)
         assert_refused(mixed, header, f"{spec}: header of another message")
 
 
@@ -76,7 +77,7 @@ def test_the_mark_of_a_tensor_that_is_not_finite_has_a_checksum_too() -> None:
     header, message = message_of("fixpoint")
     empty = torch.empty(0, dtype=torch.uint8)
     mark = torch.frombuffer(bytearray(header._replace(length=NOT_FINITE).pack(empty)), dtype=torch.uint8)
-    assert check_header(mark, header, 0).length == NOT_FINITE
+    assert check_header(read_header(mark, header, 0), header, 0).length == NOT_FINITE
     length = message.clone()
     length[16:24] = 0  # a damaged length must not turn a tensor into NaN
     assert_refused(length, header, "length 0")

@@ -160,3 +160,10 @@ def test_short_texts_are_compared_as_a_whole() -> None:
     assert shingles("") == [""]
     assert shingles("One two") == ["one two"]
     assert shingles("a b c d e f") == ["a b c d e", "b c d e f"]
+
+
+def test_a_streamed_source_is_refused(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(LINES[0])
+    code, _, errors = run(f"stream:{tmp_path / 'a.jsonl'}", tmp_path / "out.jsonl")
+    assert code == 2
+    assert "dedup reads all records of stream:" in errors

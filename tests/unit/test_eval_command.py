@@ -28,6 +28,8 @@ from acsgd.generation.command import open_generator
 from acsgd.generation.options import Decoding
 from acsgd.launch import Launch
 from acsgd.run.failures import RunContext
+from acsgd.run.job import prepare
+from acsgd.streams import Streams
 
 TinyModel = Callable[..., Path]
 
@@ -36,7 +38,7 @@ def evaluate(*arguments: object) -> dict[str, object]:
     """Run the command in this process and return its JSON."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        command.main([*map(str, arguments), "--json"], Launch(), prog="acsgd eval")
+        command.main([*map(str, arguments), "--json"], Launch(), prog="acsgd eval", end=sys.exit)
     return json.loads(output.getvalue())
 
 
@@ -74,7 +76,10 @@ def test_it_finds_what_the_run_found_in_every_form_of_the_model(run: Path, tmp_p
 def test_the_table_names_model_data_and_metrics(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = run.parents[1] / "held-out.txt"
     command.main(
-        [str(run), "--data", str(source), "--cache", str(tmp_path / "runs/cache")], Launch(), prog="acsgd eval"
+        [str(run), "--data", str(source), "--cache", str(tmp_path / "runs/cache")],
+        Launch(),
+        prog="acsgd eval",
+        end=sys.exit,
     )
     output = capsys.readouterr().out
     assert f"step-00000002 (lm) on {source}, " in output
@@ -115,7 +120,40 @@ def test_a_model_that_does_not_fit_the_command_is_refused(tiny_model: TinyModel,
         config_of(options, find_evaluated(options.model), 4)
 
 
-def test_a_classifier_without_a_head_is_not_evaluated(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+WRONG = [
+    (["--data", "none.jsonl", "--sequence", "8"], r"^--data=\"none\.jsonl\": "),
+    (["--data", "demo", "--sequence", "1000"], r"^--sequence=1000 exceeds .*; use --sequence=64 or less$"),
+    (["--data", "demo", "--sequence", "8", "--format", "jsom"], r'^--format="jsom": unknown format'),
+    (["--data", "demo", "--sequence", "8", "--metrics", "none"], r"^--metrics"),
+]
+"""Flags, and the message."""
+
+
+@pytest.mark.parametrize(("flags", "message"), WRONG)
+def test_errors_name_what_was_typed(flags: list[str], message: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    flags = [str(tiny_model()), *flags, "--cache", str(tmp_path / "runs" / "cache")]
+    options = parse_flags(EvalOptions, flags, prog="acsgd eval")
+    with contextlib.ExitStack() as stack, pytest.raises(ValueError, match=message):
+        command.evaluate(options, Launch(), dist.HashStore(), RunContext(), stack)
+
+
+def test_an_evaluation_needs_memory_for_weights_alone(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = EvalOptions(str(tiny_model()), data="demo", sequence=8, cache=tmp_path / "runs" / "cache")
+    config = config_of(options, find_evaluated(options.model), 1)
+    size = prepare(config, Launch()).model.num_parameters
+    for available, allowed in ((4 * size, True), (4 * size - 1, False)):
+        monkeypatch.setattr(Streams, "memory_bytes", lambda _, available=available: available)
+        with contextlib.nullcontext() if allowed else pytest.raises(ValueError, match=r"; weights in fp32 need"):
+            prepare(config, Launch(), trains=False)
+        with pytest.raises(ValueError, match=r"; weights and gradients in fp32 need"):
+            prepare(config, Launch())
+
+
+def test_a_classifier_without_a_head_is_not_evaluated_and_one_with_a_new_head_with_a_warning(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     special = with_special_tokens(tokenizer)
     save_model(tmp_path / "bert", special, "bert", "classification", num_labels=2)
     AutoModel.from_pretrained(tmp_path / "bert").save_pretrained(tmp_path / "bert")
@@ -129,6 +167,13 @@ def test_a_classifier_without_a_head_is_not_evaluated(tokenizer: PreTrainedToken
     )
     with contextlib.ExitStack() as stack, pytest.raises(ValueError, match="bert has no head for classification, class"):
         command.evaluate(options, Launch(), dist.HashStore(), RunContext(), stack)
+    code, _ = acsgd("convert", "from-hf", tmp_path / "bert", tmp_path / "base", "--task", "classification")
+    assert code == 0
+    options = dataclasses.replace(options, model=str(tmp_path / "base"))
+    with contextlib.ExitStack() as stack, contextlib.redirect_stderr(io.StringIO()) as printed:
+        command.evaluate(options, Launch(), dist.HashStore(), RunContext(), stack)
+    warning = f"warning: the head of {tmp_path / 'base'}, classifier.bias, classifier.weight, has random weights"
+    assert printed.getvalue().count(warning) == 1
 
 
 def test_rouge_and_exact_match_are_those_of_their_definitions() -> None:
@@ -244,7 +289,9 @@ def test_lm_eval_runs_on_an_export_that_is_removed_afterwards(
     monkeypatch.setattr(sys, "path", [str(package.parent), *sys.path])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        command.main([str(run), "--lm-eval", "arc", "--lm-eval-args=--limit 5"], Launch(), prog="acsgd eval")
+        command.main(
+            [str(run), "--lm-eval", "arc", "--lm-eval-args=--limit 5"], Launch(), prog="acsgd eval", end=sys.exit
+        )
     assert ended.value.code == 7
     arguments, directory, files = json.loads((tmp_path / "called").read_text())
     assert {"config.json", "model.safetensors", "tokenizer.json"} < {*files}

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from acsgd.errors import RunError, reason
+from acsgd.errors import ReportedError, RunError, reason
 from acsgd.launch import Launch
 from acsgd.run import failures as failure
 from acsgd.run.error_report import report_startup_error
@@ -71,18 +71,13 @@ class DeadStore(DictStore):
     set = add = get = check = gone  # type: ignore[assignment]
 
 
-class ProcessExit(BaseException):
-    """Raised in place of os._exit."""
+def refuse(code: int) -> None:
+    raise AssertionError(f"the process would end with code {code}")
 
 
 @pytest.fixture(autouse=True)
-def _replace_exit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Raise ProcessExit instead of ending the process, and restore the handler of SIGTERM."""
-
-    def end(code: int) -> None:
-        raise ProcessExit(code)
-
-    monkeypatch.setattr(failure.os, "_exit", end)
+def _restore_sigterm() -> Iterator[None]:
+    """Restore the handler of SIGTERM."""
     former = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, former)
@@ -111,7 +106,7 @@ def test_a_message_that_quotes_control_characters_is_one_line(capsys: pytest.Cap
     assert capsys.readouterr().err == '\nerror: a="x\\ny\\x1b\\udcff" must be ä\n'
 
 
-@pytest.mark.parametrize("report", [report_startup_error, lambda launch: report_failure(DictStore(), launch)])
+@pytest.mark.parametrize("report", [report_startup_error, lambda launch: report_failure(DictStore(), launch, refuse)])
 def test_help_is_not_a_failure(report: Callable[[Launch], AbstractContextManager[Any]]) -> None:
     with pytest.raises(SystemExit) as ended, report(Launch(3, 1)):
         raise SystemExit(0)
@@ -135,13 +130,13 @@ def fail(
     """Fail in training, or before it, and check the exit code."""
 
     def run() -> None:
-        with report_failure(store, launch or Launch(rank, rank, world_size, world_size)) as context:
+        with report_failure(store, launch or Launch(rank, rank, world_size, world_size), refuse) as context:
             context.timeout_s, context.run_dir, context.is_training = 0.4, run_dir, is_training
             raise error
 
-    with pytest.raises(ProcessExit) as ended:
+    with pytest.raises(ReportedError) as ended:
         run()
-    assert ended.value.args == (1 if is_training else 2,)
+    assert ended.value.code == (1 if is_training else 2)
 
 
 OUTSIDE = [
@@ -216,8 +211,7 @@ def test_before_training_an_error_of_another_rank_ends_this_one_with_code_2(capf
         exits.append(code)
         ended.set()
 
-    failure.os._exit = end  # type: ignore[assignment,attr-defined]  # restored by the fixture
-    with report_failure(store, Launch(1, 1, 2, 2)) as context:
+    with report_failure(store, Launch(1, 1, 2, 2), end) as context:
         context.cleanup = lambda: cleaned.append(True)
         board = FailureBoard(client_of(store), 0, 2)
         board.report(Report("rank 0 lacks a file", ()))
@@ -262,7 +256,7 @@ def test_the_silent_rank_is_named_with_its_host(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_rank_answers_when_another_fails_and_when_it_has_finished(finished: bool) -> None:
     store = DictStore()
-    with report_failure(store, Launch(1, 1, 2, 2)) as context:
+    with report_failure(store, Launch(1, 1, 2, 2), refuse) as context:
         context.start_training()
         if not finished:
             store.add("acsgd/failures", 1)

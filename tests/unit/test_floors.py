@@ -19,6 +19,8 @@ ORDER = """
     launch
     fields
     seeds
+    waits
+    connections
     meter
     streams
     read_ahead
@@ -45,6 +47,7 @@ ORDER = """
     codecs.topk
     codecs
     layers.description
+    layers.lengths
     layers.capture
     layers.skeleton
     layers.relative_bias
@@ -56,6 +59,7 @@ ORDER = """
     layers.masks
     layers.composed
     layers.compare
+    layers.padding
     layers.small_config
     layers.verify
     metrics
@@ -153,6 +157,7 @@ ORDER = """
     pp.tied_weights
     pp.stage
     pp.nan_probe
+    pp.micro_shapes
     pp.runtime
     io.cache
     io.entry
@@ -166,6 +171,9 @@ ORDER = """
     io.sources.files
     io.sources.url
     io.sources.hub
+    io.sources.remote
+    io.sources.seekable
+    io.sources.streamed
     io.sources.sets
     io.sources.wikitext
     io.sources.natural_instructions
@@ -182,11 +190,15 @@ ORDER = """
     io.sampling.sampler
     io.sampling.arrays
     io.sampling.targets
+    io.sampling.plain_specials
     io.sampling.encode
     io.sampling.encode_examples
     io.sampling.pipeline
     io.sampling.corpus_writer
     io.sampling.tokens
+    io.sampling.segments
+    io.sampling.segment_files
+    io.sampling.segment_cache
     io.rows.base
     io.rows.described
     io.rows.concat
@@ -194,8 +206,10 @@ ORDER = """
     io.rows.objectives
     io.rows.ul2r
     io.rows.layout
+    io.rows.cuts
     io.rows.documents
     io.rows.labelled
+    io.rows.streamed
     io.sampling.batches
     io.sampling.held_out
     io.checkpoint.source_identity
@@ -218,19 +232,39 @@ ORDER = """
     run.plugins
     run.layers_cache
     run.model
+    run.streams
     run.job
     run.lease
     run.lock
     run.rows
     run.data
+    run.padding
     run.inputs
     run.session
+    run.loop_state
     run.nan_diagnosis
     run.build
     run.state
     run.checkpointing
     run.spike_guard
+    run.after_step
     train
+    elastic.plan
+    elastic.messages
+    elastic.effects
+    elastic.presence
+    elastic.views
+    elastic.register
+    elastic.transport
+    elastic.local_workers
+    elastic.daemon
+    elastic.rendezvous
+    elastic.control
+    elastic.transfer
+    elastic.setup
+    elastic.events
+    elastic.worker
+    elastic
     main
     generation.options
     generation.model
@@ -268,14 +302,18 @@ RESERVED = {
         "acsgd.dp",
         "acsgd.io.checkpoint",
         "acsgd.run.control",
+        "acsgd.elastic",
         "acsgd.main",
         "acsgd.evaluation.command",
     ),
     "torch.cuda": ("acsgd.streams", "acsgd.codecs"),
     "os.environ": ("acsgd.launch",),
+    "os._exit": ("acsgd.__main__",),
 }
 TORCH_FREE = (
     "acsgd.errors",
+    "acsgd.waits",
+    "acsgd.connections",
     "acsgd.launch",
     "acsgd.run.stdio",
     "acsgd.run.processes",
@@ -377,6 +415,35 @@ def test_reserved_names_are_used_only_where_allowed(name: str) -> None:
             continue
         used = [used for used in _names(ast.parse(path.read_text())) if _within(used, name)]
         assert not used, f"{module} names {used[0]}; only {RESERVED[name]} may"
+
+
+# Calls without arguments of a method `wait`, which are no waits for an operation of torch, by file.
+OTHER_WAITS = {
+    "acsgd.waits": {"work"},
+    "acsgd.dp.exchange.local_weights": {"self._exact"},
+    "acsgd.dp.modes.cocktail": {"super()"},
+    "acsgd.dp.modes.powersgd": {"super()"},
+    "acsgd.elastic.daemon": {"self._ended"},
+    "acsgd.pp.runtime": {"stage.sync"},
+    "acsgd.pp.wire.cache_sync": {"exchange"},
+    "acsgd.pp.wire.channel": {"exchange"},
+    "acsgd.run.checkpointing": {"self._saver"},
+}
+BLOCKING = {"send", "recv", "barrier", "broadcast", "reduce", "gather", "scatter", "monitored_barrier"}
+
+
+def test_all_waits_for_other_ranks_are_those_of_acsgd_waits() -> None:
+    """So that they can be interrupted: no file waits for an operation itself, or calls a blocking one."""
+    for module, path in FILES.items():
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            if not isinstance(call.func, ast.Attribute):
+                continue
+            owner, name = ast.unparse(call.func.value), call.func.attr
+            if name == "wait" and not call.args:
+                assert owner in OTHER_WAITS.get(module, ()), f"{module} calls {owner}.wait(); use Waits.wait"
+            if owner == "dist" and (name in BLOCKING or name.startswith(("all_", "reduce_", "batch_"))):
+                is_async = any(k.arg == "async_op" and ast.unparse(k.value) == "True" for k in call.keywords)
+                assert is_async, f"{module} calls dist.{name}, which blocks; pass async_op=True, and use Waits.wait"
 
 
 @pytest.mark.parametrize("module", TORCH_FREE)

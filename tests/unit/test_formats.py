@@ -355,4 +355,4 @@ def test_special_tokens_in_the_text_of_a_message_are_found(
     encoder.encode([plain], encoder.tokenize([plain]))
     assert encoder.note is None
     encoder.encode([found, plain, found], encoder.tokenize([found, plain, found]))
-    assert encoder.note == "chats with special tokens of the tokenizer in the text of a message: 2"
+    assert encoder.note == "chats with special tokens of the tokenizer in the text of a message: as ordinary text 2"

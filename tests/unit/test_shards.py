@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lib.model_types import TYPES, small_config, task_of
 from lib.models import TINY
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -222,6 +224,19 @@ def test_new_weights_depend_on_seed_and_layer_alone_and_are_drawn_as_transformer
         assert abs(float(tensor.std()) - std) <= 5 * 2 * std / (2 * n) ** 0.5, key
         assert abs(float(tensor.mean() - theirs[key].mean())) <= 5 * 2 * std / n**0.5 + 1e-7, key
     assert any(not torch.equal(drawn[key], tensor) for key, tensor in draw(2, 4).items())
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_new_weight_is_set(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the code between two blocks, too, as the last norm of an encoder."""
+    task, config = task_of(model_type), small_config(model_type)
+    model, description = task.build(config), task.layers(config)
+    empty = partial(torch.full_like, fill_value=torch.nan)
+    monkeypatch.setattr(torch, "empty_like", lambda x, **options: empty(x, **options))
+    source = RandomWeights(task, config, description, seed=1)
+    for layer in description.layers:
+        for key, tensor in source.tensors(layer.name, layer_tensors(model, description, layer.index)).items():
+            assert tensor.isfinite().all(), (layer.name, key)
 
 
 def test_new_weights_of_all_layers_build_the_structure_of_the_model_once(tiny_model: TinyModel) -> None:

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from acsgd.run import signals
 from acsgd.run.signals import REPEAT_S, STOP_SIGNALS, StopSignals
 
 INT, TERM, USR1, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 
 
-class ProcessExit(BaseException):
-    """Raised in place of os._exit."""
+def refuse(code: int) -> None:
+    raise AssertionError(f"the process would end with code {code}")
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +40,7 @@ def wait_for_signal(stop: StopSignals) -> str | None:
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_recorded(number: signal.Signals) -> None:
-    with StopSignals() as stop:
+    with StopSignals(refuse) as stop:
         assert stop.received is None
         os.kill(os.getpid(), number)
         assert wait_for_signal(stop) == number.name
@@ -50,7 +49,7 @@ def test_a_signal_is_recorded(number: signal.Signals) -> None:
 def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
     former = signal.signal(HUP, signal.SIG_IGN)
     try:
-        with StopSignals() as stop:
+        with StopSignals(refuse) as stop:
             os.kill(os.getpid(), HUP)
             os.kill(os.getpid(), USR1)
             assert wait_for_signal(stop) == "SIGUSR1"
@@ -62,7 +61,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
 def test_a_signal_is_recorded_while_the_main_thread_runs_no_python() -> None:
     """A Python handler would run only once the lock is acquired, or a wait inside gloo has ended."""
     lock, recorded = threading.Lock(), []
-    with StopSignals() as stop, lock:
+    with StopSignals(refuse) as stop, lock:
 
         def interrupt() -> None:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
@@ -88,26 +87,18 @@ def test_a_signal_is_recorded_while_the_main_thread_runs_no_python() -> None:
         pytest.param([(HUP, 0), (HUP, 0.1), (TERM, 9)], False, id="hangups-through-torchrun"),
     ],
 )
-def test_only_a_second_interrupt_ends_the_process(
-    received: list[tuple[signal.Signals, float]], ends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def end(code: int) -> None:
-        raise ProcessExit(code)
-
-    monkeypatch.setattr(signals.os, "_exit", end)
-    stop, codes = StopSignals(), []
+def test_only_a_second_interrupt_ends_the_process(received: list[tuple[signal.Signals, float]], ends: bool) -> None:
+    codes = list[tuple[int, int]]()
+    stop = StopSignals(lambda code: codes.append((number, code)))
     for number, now in received:
-        try:
-            stop._record(number, 100.0 + now)
-        except ProcessExit as ended:
-            codes.append((number, ended.args[0]))
+        stop._record(number, 100.0 + now)
     assert codes == ([(received[-1][0], 130)] if ends else [])
     assert stop.received == received[0][0].name
 
 
 def test_after_an_exception_signals_stay_caught_for_the_failure_report() -> None:
     former = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    stop = StopSignals()
+    stop = StopSignals(refuse)
     with pytest.raises(ZeroDivisionError), stop:
         raise ZeroDivisionError
     assert signal.getsignal(signal.SIGTERM) != former[signal.SIGTERM]

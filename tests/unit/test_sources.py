@@ -72,6 +72,7 @@ def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     write(tmp_path / "ni" / "tasks" / "task1.json", json.dumps(task))
     return {
         "demo": "demo",
+        "stream:*": f"stream:{tmp_path / 'dir'}/",
         "hf:*": f"hf:{tmp_path / 'hub'}",
         "wikitext:*": f"wikitext:{write(tmp_path / 'wiki.txt', LINES)}",
         "cot:*": f"cot:{write(tmp_path / 'cot.json', json.dumps({'algebra': 'text'}))}",

@@ -10,9 +10,10 @@ import pytest
 import torch.distributed as dist
 from lib.proxy import proxied_store
 
-from acsgd.errors import RunError
+from acsgd.errors import RunError, WaitInterruptedError
 from acsgd.liveness import FAILURES, Heartbeat, PeerWatch, heartbeat
 from acsgd.store import CallThread, StoreClient, StoreError
+from acsgd.waits import InterruptibleWaits
 
 TIMEOUT_S = 0.2
 NAME = r"torchrun's store at 127.0.0.1:\d+"
@@ -154,3 +155,14 @@ def test_a_reported_failure_ends_the_wait_for_ranks_that_live() -> None:
     beating.close()
     assert str(error) == "a rank failed, and ranks [1] did not answer"
     assert error.awaited == (1,)
+
+
+def test_an_interrupt_ends_a_call_that_blocks() -> None:
+    waits, release = InterruptibleWaits(), threading.Event()
+    thread = CallThread("test", waits)
+    threading.Timer(0.05, waits.interrupt, ["rank 1 has ended"]).start()
+    for blocked in (True, False):
+        with pytest.raises(WaitInterruptedError, match="rank 1 has ended"):
+            thread.call(lambda: release.wait(60.0 if blocked else 0.0), timeout_s=60.0)  # noqa: B023
+    release.set()
+    thread.close()

@@ -159,14 +159,14 @@ class AllReduceSync(BucketSync):
 
     def __init__(self, buckets: list[Bucket], peers: Peers, dtype: Dtype = "fp32") -> None:
         super().__init__(buckets)
-        self._group = peers.group
+        self._peers = peers
         self._dtype = DTYPES[dtype]
         self._divisor = peers.size if dtype == "fp16" else 1  # fp16 sums the mean, which overflows no sooner
 
     def start_reduction(self, bucket: Bucket) -> Callable[[], None]:
         flat, divisor = bucket.flat, self._divisor
         message = (flat / divisor if divisor > 1 else flat).to(self._dtype)
-        wait = start_all_reduce(message, self._group, self.meter)
+        wait = start_all_reduce(message, self._peers, self.meter)
 
         def finish() -> None:
             wait()
@@ -176,14 +176,14 @@ class AllReduceSync(BucketSync):
         return finish
 
 
-def start_all_reduce(message: Tensor, group: dist.ProcessGroup, meter: Meter) -> Callable[[], None]:
+def start_all_reduce(message: Tensor, peers: Peers, meter: Meter) -> Callable[[], None]:
     """Start to all-reduce a tensor, in place; return a function that waits for the sum. That may raise RunError."""
-    since = time.perf_counter()
+    since, group = time.perf_counter(), peers.group
     work = dist.all_reduce(message, group=group, async_op=True)
     meter.sent_bytes += 2 * (group.size() - 1) * message.nbytes // group.size()  # per rank of a ring
 
     def wait() -> None:
         with collective_errors("summing gradients", group):
-            meter.wait(work, since)
+            meter.wait(peers.waits, work, since)
 
     return wait

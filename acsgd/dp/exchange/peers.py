@@ -20,6 +20,7 @@ from torch import Tensor
 from acsgd.checksum import CHECKSUM_BYTES, REMEDY, checksum
 from acsgd.errors import RunError, reason
 from acsgd.meter import Meter
+from acsgd.waits import Waits
 
 T = TypeVar("T")
 TAG = 2
@@ -39,8 +40,9 @@ _ABORTED = _LENGTHS - 1
 class AsyncResult(Generic[T]):
     """Result of work in the thread of `Peers`."""
 
-    def __init__(self, future: Future[T]) -> None:
+    def __init__(self, future: Future[T], waits: Waits) -> None:
         self._future = future
+        self._waits = waits
         self._since = time.perf_counter()
 
     def wait(self) -> bool:
@@ -50,7 +52,7 @@ class AsyncResult(Generic[T]):
 
     def result(self, meter: Meter) -> T:
         """Wait for the work, record the wait in `meter`, and return its result. Raises what it raised."""
-        meter.wait(self, self._since)
+        meter.wait(self._waits, self, self._since)
         return self._future.result()
 
 
@@ -58,10 +60,12 @@ class Peers:
     """A data-parallel group, seen from one of its replicas.
 
     One thread per rank runs all exchanges in the order in which they were submitted, the same on all replicas.
+    waits: all waits for other replicas.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, waits: Waits) -> None:
         self.group = group
+        self.waits = waits
         self.size = group.size()
         """Number of replicas, R."""
         self.replica = group.rank()
@@ -73,7 +77,7 @@ class Peers:
 
     def submit(self, work: Callable[[], T]) -> AsyncResult[T]:
         """Run a function in the thread."""
-        return AsyncResult(self._thread.submit(work))
+        return AsyncResult(self._thread.submit(work), self.waits)
 
     def exchange(self, outgoing: Mapping[int, Tensor], longest: Mapping[int, int], meter: Meter) -> dict[int, Tensor]:
         """Send a message to some replicas, and receive one from some. Call it in the thread.
@@ -100,12 +104,16 @@ class Peers:
         received = {}
         for peer, buffer in buffers.items():
             with self._errors_of(peer, since):
-                receiving[peer].wait()
+                self.waits.wait(receiving[peer])
             received[peer] = self._body(peer, buffer)  # an aborted peer no longer receives: raise before waiting for it
         for peer, sent in sending.items():
             with self._errors_of(peer, since):
-                sent.wait()
+                self.waits.wait(sent)
         return received
+
+    def close(self) -> None:
+        """Discard the work that the thread has not begun, and end it. After an interrupt it waits for no peer."""
+        self._thread.shutdown(cancel_futures=True)
 
     def abort(self) -> None:
         """Make the next exchange of all other replicas fail now instead of at its timeout.

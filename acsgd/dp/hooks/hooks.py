@@ -33,6 +33,7 @@ from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.hooks.param_buffer import SECOND_MOMENT, ParamBuffer, make_param_buffers
 from acsgd.dp.hooks.pending import PendingBucket, SideStream
 from acsgd.meter import Meter
+from acsgd.waits import DIRECT
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class HookState:
         self.meter = Meter()
         """Bytes sent by this replica since `meter.reset()`."""
         self._precondition = precondition
-        self._peers = Peers(_new_group(model, timeout))
+        self._peers = Peers(_new_group(model, timeout), DIRECT)
         self._buffers = make_param_buffers(
             model, self._peers, codec, precondition=precondition, moment_correction=moment_correction
         )

@@ -43,6 +43,8 @@ class LocalSync(LocalWeightsSync):
         for buffer in self.buffers:
             buffer.shared.copy_(buffer.local)
             with collective_errors("averaging weights", self.peers.group):
-                dist.all_reduce(buffer.shared, group=self.peers.group)
+                work = dist.all_reduce(buffer.shared, group=self.peers.group, async_op=True)
+                assert work is not None
+                self.peers.waits.wait(work)
             buffer.shared /= self.peers.size
         return super().global_weights()

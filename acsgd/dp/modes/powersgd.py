@@ -104,7 +104,7 @@ class PowerSGDSync(BucketSync):
             grads[key].add_(self._residuals[key], alpha=self._scale)
         matrices = {key: grad for key, grad in grads.items() if self._mode.compresses(grad, self._step)}
         if not matrices:
-            return start_all_reduce(bucket.flat, self._peers.group, self.meter)
+            return start_all_reduce(bucket.flat, self._peers, self.meter)
         exact = [grad for key, grad in grads.items() if key not in matrices]
         lefts = [matrix @ self._basis(key, matrix) for key, matrix in matrices.items()]
         wait, sums = self._start_sums(lefts + exact)
@@ -168,7 +168,7 @@ class PowerSGDSync(BucketSync):
         message = torch.cat([tensor.flatten() for tensor in tensors])
         pieces = message.split([tensor.numel() for tensor in tensors])
         views = [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
-        return start_all_reduce(message, self._peers.group, self.meter), views
+        return start_all_reduce(message, self._peers, self.meter), views
 
 
 def _matrix_shape(weight: Tensor) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from acsgd.config.options import Config
 from acsgd.errors import CorruptFileError
 from acsgd.fields import Finite, Natural, from_json
 from acsgd.io.checkpoint.source_identity import SourceIdentity, differing_sources, differing_weights
+from acsgd.io.rows.streamed import StreamState
 from acsgd.metrics import EVAL_LOSS, Scores, is_better
 from acsgd.optim.loss_scale import LossScale
 from acsgd.shards.disk import ShardDirectory
@@ -191,6 +192,8 @@ class RunState:
     """Whether its value of checkpoint.best was the best so far."""
     origin: dict[str, str] = field(default_factory=dict)
     """Names of the "model" and the "sources" of the run, without directories; for the model card."""
+    streams: tuple[StreamState | None, ...] = ()
+    """Where each source of data.sources is read on, None if it is not streamed; empty if none is."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import socket
 import threading
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from acsgd.config.options import CheckpointConfig
-from acsgd.errors import NonFiniteError, RunError, explain
+from acsgd.errors import NonFiniteError, RunError, WaitInterruptedError, explain
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.layers.description import ModelLayers
 from acsgd.shards.disk import copy_model_files, flush, write_layer
@@ -135,6 +136,11 @@ class Saver:
         """Result of the save in progress once it has ended on this rank; on other ranks it may end some steps later."""
         return self._result
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether the save in progress has not ended on this rank."""
+        return self._thread is not None and self._result is None
+
     def wait(self) -> SaveResult | None:
         """Wait for the save in progress and return its result; None if there is none.
 
@@ -148,8 +154,13 @@ class Saver:
 
     def _join(self) -> None:
         if self._thread is not None:
-            self._thread.join()
+            self._groups.waits.poll(self._has_ended, math.inf)  # the thread waits for other ranks
             self._thread = None
+
+    def _has_ended(self, within_s: float) -> bool:
+        assert self._thread is not None
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
 
     def _copy(self, state: LayerState) -> LayerState:
         """Copy the part of a layer that this rank writes."""
@@ -194,7 +205,7 @@ class Saver:
         report = {"files": [asdict(file) for file in written], "error": error}
         try:
             reports = self._all_gather("writing a checkpoint", report)
-        except RunError:
+        except (RunError, WaitInterruptedError):
             if self._topology.rank == 0:  # another rank does not know whether rank 0 has all reports
                 shutil.rmtree(partial, ignore_errors=True)
             raise

@@ -11,6 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from acsgd.io.sources.base import ReadOptions, Record
 from acsgd.io.sources.text import excerpt
 
+Span = tuple[int, int]
+"""First character of a part of a text, and its end."""
+
 
 class Segment(NamedTuple):
     """A part of the text of an example."""
@@ -37,6 +40,8 @@ class Example(NamedTuple):
     white space of the prompt."""
     control_token: str | None = None
     """First special token of the tokenizer that a message of a chat has in its text; None if there is none."""
+    plain: tuple[Span, ...] = ()
+    """Spans of the text in which special tokens are ordinary text: where messages have them in theirs."""
 
     @property
     def text(self) -> str:

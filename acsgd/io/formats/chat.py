@@ -9,13 +9,11 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from acsgd.io.formats.base import Example, FormatError, OptionsOfFormat, Segment, names_of
+from acsgd.io.formats.base import Example, FormatError, OptionsOfFormat, Segment, Span, names_of
 from acsgd.io.sources.base import Record
 from acsgd.io.sources.text import excerpt
 
 Message = dict[str, Any]
-Span = tuple[int, int]
-"""First character of a part of a text, and its end."""
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 SPEAKERS = {
@@ -42,6 +40,8 @@ MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Tag with which a chat template marks what the assistant writes."""
 NOTHING = "(?!)"
 """Pattern that is found nowhere."""
+PLACEHOLDER = "\U00100000"
+"""Character that stands for those of a special token in a message, to find where the template puts it."""
 
 
 class Messages(OptionsOfFormat):
@@ -64,11 +64,13 @@ class Messages(OptionsOfFormat):
             )
         messages = self._messages(record.fields)
         text, spans = self._marked(messages) if MARKS.search(self._template) else self._derived(messages)
+        control_token = self._control_token(messages)
         return Example(
             _segments(text, spans),
             has_special_tokens=True,
             answers_begin_tokens=True,
-            control_token=self._control_token(messages),
+            control_token=control_token,
+            plain=self._plain(messages, text) if control_token and self.options.split_special_tokens else (),
         )
 
     def _control_token(self, messages: Sequence[Message]) -> str | None:
@@ -76,11 +78,32 @@ class Messages(OptionsOfFormat):
         texts = (message["content"] for message in messages if isinstance(message["content"], str))
         return next((found[0] for text in texts if (found := self._special_tokens.search(text))), None)
 
+    def _plain(self, messages: Sequence[Message], text: str) -> tuple[Span, ...]:
+        """Return where the text of a chat has special tokens of its messages; nothing if that cannot be known.
+
+        The template writes the chat again, with placeholders of the same length in the messages.
+        """
+        masked = [{**message, "content": self._masked(message["content"])} for message in messages]
+        try:
+            [found] = self._rendered([masked])
+        except FormatError:
+            return ()
+        if len(found) != len(text) or PLACEHOLDER in text:
+            return ()
+        if any(there not in (here, PLACEHOLDER) for here, there in zip(text, found, strict=True)):
+            return ()
+        return tuple(run.span() for run in re.finditer(f"{PLACEHOLDER}+", found))
+
+    def _masked(self, content: str) -> str:
+        """Return the text of a message with placeholders in place of special tokens."""
+        return self._special_tokens.sub(lambda token: PLACEHOLDER * len(token[0]), content)
+
     @cached_property
     def _special_tokens(self) -> re.Pattern[str]:
         """Texts that the tokenizer takes for control tokens wherever they are."""
         added = self.tokenizer.added_tokens_decoder.values()
-        return re.compile("|".join(re.escape(token.content) for token in added if token.special) or NOTHING)
+        special = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, special)) or NOTHING)
 
     def _messages(self, fields: Mapping[str, Any]) -> list[Message]:
         """Return the messages, in the form in which chat templates take them. Raises FormatError."""

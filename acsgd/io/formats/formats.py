@@ -45,15 +45,24 @@ def read_options(data: DataConfig, *, has_labels: bool = False) -> ReadOptions:
         if option.count(f"__{name}__") != 1:
             raise ValueError(f'data.{name}_format="{option}" must contain __{name}__ once')
     return ReadOptions(
-        data.on_error, form, _parse_fields(data.fields), data.targets, data.input_format, data.output_format
+        data.on_error,
+        form,
+        _parse_fields(data.fields),
+        data.targets,
+        data.input_format,
+        data.output_format,
+        data.split_special_tokens,
     )
 
 
 def read_each(
     source: Source, tokenizer: PreTrainedTokenizerBase, counts: RecordCounts
 ) -> Iterator[tuple[str, Example | BadRecord]]:
-    """Yield place and example of each record, or why there is none. counts: updated in place, but for `skipped`."""
-    reader = _Reader(source.options, tokenizer)
+    """Yield place and example of each record, or why there is none.
+
+    counts: updated in place, but for `skipped`. A format that it names is that of all records.
+    """
+    reader = _Reader(source.options, tokenizer, counts.format)
     for record in source.records(counts):
         example = reader.example(record)
         counts.format = reader.format
@@ -61,12 +70,12 @@ def read_each(
 
 
 class _Reader:
-    """Makes examples of records, all in one format."""
+    """Makes examples of records, all in one format. known: its name; empty = the first record decides."""
 
-    def __init__(self, options: ReadOptions, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, options: ReadOptions, tokenizer: PreTrainedTokenizerBase, known: str) -> None:
         self._options = options
         self._formats = {name: make(options, tokenizer) for name, make in FORMATS.items()}
-        self.format = "" if options.format == "auto" else options.format
+        self.format = known if options.format == "auto" else options.format
         """Name of the format; empty until it is detected."""
 
     def example(self, record: Record | BadRecord) -> Example | BadRecord:

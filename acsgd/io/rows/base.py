@@ -16,17 +16,24 @@ from torch import Tensor
 
 from acsgd.io.sampling.sampler import Ints
 from acsgd.io.sampling.tokens import Corpus
+from acsgd.layers.lengths import Lengths, longest
 from acsgd.tasks import IGNORED
 
-INPUT_IDS, LABELS, LENGTH = "input_ids", "labels", "length"
-"""Names of the tokens, of the labels, and of the number of input tokens without padding in a row."""
+INPUT_IDS, LABELS, LENGTHS = "input_ids", "labels", "lengths"
+"""Names of the tokens, of the labels, and of the numbers of input tokens without padding in a row: `Lengths`, int [2].
+"""
 
 Row = Mapping[str, NDArray[Any]]
-"""Inputs of the model, LABELS and LENGTH of one sample by name. An array has the same shape in every row."""
+"""Inputs of the model, LABELS and LENGTHS of one sample by name. An array has the same shape in every row."""
 
 
 class Rows(Protocol):
-    """Samples of one corpus."""
+    """Samples of one corpus, or of one streamed source."""
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the number of rows is unknown. Then `read` takes the number of earlier reads in place of an index."""
+        ...
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -42,7 +49,9 @@ class Rows(Protocol):
         """Mean number of labels of a row that are not IGNORED."""
         ...
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Return the number of rows; 0 if they are streamed."""
+        ...
 
     def read(self, index: int, epoch: int = 0) -> Row:
         """Read one row from disk. epoch: number of earlier epochs; objectives draw anew in each."""
@@ -58,6 +67,8 @@ class RowTensors(NamedTuple):
     """Labels; None if they are not wanted."""
     num_tokens: int
     """Number of input tokens, without padding; 0 if neither is wanted."""
+    longest_rows: Sequence[Lengths] | None
+    """Longest row of each micro-batch, without padding; None if neither is wanted."""
 
 
 def read_window(corpus: Corpus, start: int, stop: int) -> tuple[Ints, Ints]:
@@ -95,14 +106,15 @@ class RowReader:
         epochs: number of earlier epochs of each row. Default: 0.
         """
         if not (self.wants_inputs or self.wants_labels):
-            return RowTensors(None, None, 0)
+            return RowTensors(None, None, 0, None)
         places = zip(sources, indices, np.zeros_like(indices) if epochs is None else epochs, strict=True)
         rows = [dict(self.rows[source].read(int(index), int(epoch))) for source, index, epoch in places]
-        num_tokens = sum(int(row.pop(LENGTH)) for row in rows)
+        lengths = [Lengths(*row.pop(LENGTHS).tolist()) for row in rows]
         names = [name for name in rows[0] if (self.wants_labels if name == LABELS else self.wants_inputs)]
         tensors = {name: self._in_micros(np.stack([row[name] for row in rows])) for name in names}
         labels = tensors.pop(LABELS, None)
-        return RowTensors(tensors if self.wants_inputs else None, labels, num_tokens)
+        longest_rows = [longest(lengths[first : first + self.micro]) for first in range(0, len(rows), self.micro)]
+        return RowTensors(tensors if self.wants_inputs else None, labels, sum(map(sum, lengths)), longest_rows)
 
     def _in_micros(self, rows: NDArray[Any]) -> Tensor:
         return torch.from_numpy(rows).unflatten(0, (-1, self.micro))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from acsgd.io.rows.base import INPUT_IDS, LABELS, LENGTH, Row, read_window
+from acsgd.io.rows.base import INPUT_IDS, LABELS, LENGTHS, Row, read_window
 from acsgd.io.sampling.tokens import Corpus
 
 
@@ -14,6 +14,8 @@ class ConcatRows:
     So each token except the first is a target once per epoch. A remainder shorter than a row is dropped. Raises
     ValueError if the corpus is shorter than one row.
     """
+
+    is_streamed = False
 
     def __init__(self, corpus: Corpus, sequence: int) -> None:
         self.corpus = corpus
@@ -45,4 +47,4 @@ class ConcatRows:
     def read(self, index: int, epoch: int = 0) -> Row:
         """Read a row: row i has the tokens i T .. (i + 1) T inclusive, of which the first is no target."""
         tokens, labels = read_window(self.corpus, index * self._sequence, (index + 1) * self._sequence)
-        return {INPUT_IDS: tokens, LABELS: labels, LENGTH: np.array(len(tokens))}
+        return {INPUT_IDS: tokens, LABELS: labels, LENGTHS: np.array([len(tokens), 0])}

@@ -20,6 +20,7 @@ class DescribedRows:
     notes: tuple[str, ...]
     mean_targets: float
     """Mean number of labels of a row that are not IGNORED."""
+    is_streamed: bool = False
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return the fingerprint of the rows that were opened."""
@@ -35,9 +36,10 @@ class DescribedRows:
 
 def describe(rows: Sequence[Rows]) -> str:
     """Return a description of rows, for `described`."""
-    return json.dumps(
-        [asdict(DescribedRows(len(each), each.fingerprint(), each.notes, each.mean_targets)) for each in rows]
+    found = (
+        DescribedRows(len(each), each.fingerprint(), each.notes, each.mean_targets, each.is_streamed) for each in rows
     )
+    return json.dumps([asdict(each) for each in found])
 
 
 def described(text: str) -> list[DescribedRows]:

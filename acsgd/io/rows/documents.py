@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from acsgd.io.rows.base import INPUT_IDS, LABELS, LENGTH, Row, read_window
+from acsgd.io.rows.base import INPUT_IDS, LABELS, LENGTHS, Row, read_window
 from acsgd.io.rows.layout import Layout
 from acsgd.io.rows.objectives import CAUSAL, Objective
 from acsgd.io.sampling.arrays import sample
@@ -20,6 +20,8 @@ class DocumentRows:
     DOCUMENTS, the index of each token's part; objective: of the layout, too. Rows have PREFIXES, the index of the part
     for the tokens of its prefix, if the objective has prefixes.
     """
+
+    is_streamed = False
 
     def __init__(
         self,
@@ -67,12 +69,13 @@ class DocumentRows:
         prefixes = np.full(self._sequence, NO_PREFIX, dtype=np.int64)
         place = 0
         for document, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-            part = self._objective.apply(*read_window(self.corpus, start, start + length), start, epoch)
+            window = read_window(self.corpus, start, start + length)
+            part = self._objective.apply(*window, self.corpus.before + start, epoch)
             here = slice(place, place + len(part.tokens))
             tokens[here], labels[here] = part.tokens, part.labels
             documents[here] = document
             prefixes[place : place + part.prefix] = document
             place = here.stop
-        row = {INPUT_IDS: tokens, LABELS: labels, LENGTH: np.array(place)}
+        row = {INPUT_IDS: tokens, LABELS: labels, LENGTHS: np.array([place, 0])}
         row |= {DOCUMENTS: documents} if self._isolate else {}
         return row | {PREFIXES: prefixes} if self._objective.has_prefix else row

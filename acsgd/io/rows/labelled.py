@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-from acsgd.io.rows.base import INPUT_IDS, LABELS, LENGTH, Row
+from acsgd.io.rows.base import INPUT_IDS, LABELS, LENGTHS, Row
 from acsgd.io.sampling.arrays import sample
 from acsgd.io.sampling.sampler import Ints
 from acsgd.io.sampling.tokens import Corpus
@@ -26,6 +26,7 @@ DECODER_IDS = "decoder_input_ids"
 class _ExampleRows:
     """Rows of one example each: input_ids [T], padded at the end, and attention_mask [T]."""
 
+    is_streamed = False
     texts_per_row = 1
     """Number of texts of an example that are padded to T tokens each."""
 
@@ -95,7 +96,7 @@ class LabelledRows(_ExampleRows):
         """Read a row."""
         start, stop = self._span(index)
         row = {**self._inputs(self.corpus.tokens[start:stop]), LABELS: self._labels[index]}
-        row[LENGTH] = np.array(stop - start)
+        row[LENGTHS] = np.array([stop - start, 0])
         if self._has_types:
             types = self.corpus.types
             row[TOKEN_TYPES] = _padded([] if types is None else types[start:stop], self._sequence, 0)
@@ -131,7 +132,7 @@ class PairRows(_ExampleRows):
             **self._inputs(tokens[:prompt]),
             DECODER_IDS: _padded(entering, self._sequence, self._padding),
             LABELS: _padded(answer, self._sequence, IGNORED),
-            LENGTH: np.array(stop - start),
+            LENGTHS: np.array([prompt, len(entering)]),
         }
 
 

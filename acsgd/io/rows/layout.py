@@ -97,6 +97,27 @@ def make_layout(corpus: Corpus, sequence: int, kind: Kind, long: Long, objective
     one kind; "single" puts one document in a row, in order. long: what is done with a document that is longer than a
     row. Raises ValueError if there is no row, or if `long` is "error" and a document is longer.
     """
+    starts, lengths, num_long = parts_of(corpus, sequence, long, objective)
+    if not len(starts):
+        raise ValueError(
+            f"data.rows={kind}: no document of {corpus.name} has at least 2 tokens and fits into a row of "
+            f"data.sequence={sequence}; use another source, or data.long=split"
+        )
+    num_targets = _count_targets(corpus, starts, lengths, objective)
+    offsets = np.arange(len(starts) + 1)
+    if kind == "pack":
+        rows = best_fit(objective.sizes(lengths), sequence)
+        rows = shuffled(rows, int(rows.max()) + 1, np.zeros(len(rows), np.uint64))
+        starts, lengths, offsets = by_row(starts, lengths, rows)
+    note = _describe(corpus, sequence, kind, long, objective.mean_sizes(lengths), len(offsets) - 1, num_long)
+    return Layout(starts, lengths, offsets, note, num_targets)
+
+
+def parts_of(corpus: Corpus, sequence: int, long: Long, objective: Objective) -> tuple[Ints, Ints, int]:
+    """Return first token and number of inputs of each part of a document, in order, and the number of long documents.
+
+    long: as of `make_layout`. Raises ValueError if it is "error" and a document is longer than a row.
+    """
     starts, stops = corpus.spans()
     lengths = stops - starts - 1
     longest = longest_part(objective, sequence)
@@ -116,22 +137,13 @@ def make_layout(corpus: Corpus, sequence: int, kind: Kind, long: Long, objective
         lengths = np.minimum(lengths, longest)
     elif long == "split":
         starts, lengths = _split(starts, lengths, longest)
-    if not len(starts):
-        raise ValueError(
-            f"data.rows={kind}: no document of {corpus.name} has at least 2 tokens and fits into a row of "
-            f"data.sequence={sequence}; use another source, or data.long=split"
-        )
-    num_targets = _count_targets(corpus, starts, lengths, objective)
-    offsets = np.arange(len(starts) + 1)
-    if kind == "pack":
-        rows = best_fit(objective.sizes(lengths), sequence)
-        num_rows = int(rows.max()) + 1
-        rows = shuffled(rows, num_rows, np.zeros(len(rows), np.uint64))
-        order = np.argsort(rows, kind="stable")
-        starts, lengths = starts[order], lengths[order]
-        offsets = np.concatenate([[0], np.cumsum(np.bincount(rows))])
-    note = _describe(corpus, sequence, kind, long, objective.mean_sizes(lengths), len(offsets) - 1, int(is_long.sum()))
-    return Layout(starts, lengths, offsets, note, num_targets)
+    return starts, lengths, int(is_long.sum())
+
+
+def by_row(starts: Ints, lengths: Ints, rows: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return parts in the order of their rows, and the first part of each row with the number of parts at the end."""
+    order = np.argsort(rows, kind="stable")
+    return starts[order], lengths[order], np.concatenate([[0], np.cumsum(np.bincount(rows))])
 
 
 def _split(starts: Ints, lengths: Ints, longest: int) -> tuple[Ints, Ints]:

@@ -6,7 +6,7 @@ Shapes: M micro-batches of the replica, B sequences per micro-batch, T tokens pe
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from acsgd.io.rows.base import RowReader
+from acsgd.io.rows.streamed import StreamedRows, StreamState
 from acsgd.io.sampling.sampler import Ints, Sampler
+from acsgd.layers.lengths import Lengths
 from acsgd.read_ahead import read_ahead
 
 AHEAD = 3
@@ -39,6 +41,10 @@ class Batch:
     """Sample ids of the replica's next batch, int64 [M, B], on the host; used to prefetch cache entries."""
     num_tokens: int = 0
     """Number of input tokens, without padding; 0 on stages that need neither inputs nor labels."""
+    longest_rows: Sequence[Lengths] | None = None
+    """Longest row of each micro-batch, without padding; None on stages that need neither inputs nor labels."""
+    checksum: int = 0
+    """Checksum of segments of streamed sources, equal on all ranks that read these; 0 on others, and without any."""
     wait_s: float = 0.0
     """Time for which training waited for the batch to be read, seconds."""
 
@@ -70,9 +76,42 @@ class BatchReader:
     def batch(self, step: int) -> Batch:
         """Return the batch of a step, counted from 0, as new tensors."""
         sources, indices, ids, epochs = (field[self._mine] for field in self.sampler.samples(step).dealt())
-        inputs, labels, num_tokens = self.rows.read(sources, indices, epochs)
+        rows = self.rows.read(sources, indices, epochs)
         upcoming = self.sampler.samples(step + 1).dealt().ids[self._mine]
-        return Batch(inputs, labels, self._in_micros(ids), self.micros, self._in_micros(upcoming), num_tokens)
+        return Batch(
+            inputs=rows.inputs,
+            labels=rows.labels,
+            sample_ids=self._in_micros(ids),
+            micro_ids=self.micros,
+            upcoming_ids=self._in_micros(upcoming),
+            num_tokens=rows.num_tokens,
+            longest_rows=rows.longest_rows,
+            checksum=sum(streamed.checksum(index) for _, streamed, index in self._streams(step)),
+        )
+
+    def stream_states(self, step: int) -> tuple[StreamState | None, ...]:
+        """Return what a checkpoint of `step` steps records of each source. Empty if this rank streams none."""
+        states = {source: rows.state(index) for source, rows, index in self._streams(step)}
+        return tuple(states.get(source) for source in range(len(self.rows.rows))) if states else ()
+
+    def restore(self, states: Sequence[StreamState | None]) -> None:
+        """Read streamed sources on from what a checkpoint records of each source."""
+        for rows, state in zip(self.rows.rows, states, strict=False):
+            if isinstance(rows, StreamedRows) and state is not None:
+                rows.restore(state)
+
+    def close(self) -> None:
+        """Stop reading streamed sources."""
+        for rows in self.rows.rows:
+            if isinstance(rows, StreamedRows):
+                rows.close()
+
+    def _streams(self, step: int) -> list[tuple[int, StreamedRows, int]]:
+        """Return index and rows of each source that this rank streams, and the number of rows before a step."""
+        if not any(isinstance(rows, StreamedRows) for rows in self.rows.rows):
+            return []
+        sources = enumerate(zip(self.rows.rows, self.sampler.drawn_before(step), strict=True))
+        return [(source, rows, index) for source, (rows, index) in sources if isinstance(rows, StreamedRows)]
 
     @property
     def _mine(self) -> slice:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from acsgd.io.formats.base import Example, FormatError
+from acsgd.io.sampling.plain_specials import PlainSpecials
 from acsgd.io.sampling.targets import TextTokens, with_targets
 from acsgd.shards.tokenizer import DocumentTokens
 
@@ -43,8 +46,15 @@ NONE = Encoded(np.empty(0, np.uint32), np.empty(0, bool), np.empty(0, np.int64),
 """Tokens of no examples."""
 
 
+EncoderState = list[Any] | None
+"""What the tokens of later examples depend on, as JSON values; None before the first one, or if there is nothing."""
+
+
 class Encoder(Protocol):
     """Encodes the examples of a source, in order."""
+
+    state: EncoderState
+    """May be set before the first example, to that of another encoder."""
 
     @property
     def key(self) -> str:
@@ -79,7 +89,7 @@ class DocumentEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ValueError if the tokenizer has no eos_token."""
         self.key = ""
-        self._num_with_control = 0
+        self._num_with_control = self._num_with_plain = 0
         self._tokenizer = tokenizer
         self._special = DocumentTokens.of(tokenizer)
         self._begin = self._special.begin
@@ -92,9 +102,15 @@ class DocumentEncoder:
     @property
     def note(self) -> str | None:
         """Clause on chats whose messages have special tokens in their text, None if there are none."""
-        if not self._num_with_control:
+        counts = {"ordinary text": self._num_with_plain, "control tokens": self._num_with_control}
+        clauses = [f"as {what} {count:,}" for what, count in counts.items() if count]
+        if not clauses:
             return None
-        return f"chats with special tokens of the tokenizer in the text of a message: {self._num_with_control:,}"
+        return f"chats with special tokens of the tokenizer in the text of a message: {', '.join(clauses)}"
+
+    @cached_property
+    def _plain_specials(self) -> PlainSpecials:
+        return PlainSpecials(self._tokenizer)
 
     def tokenize(self, examples: Sequence[Example]) -> Sequence[TextTokens | FormatError]:
         """Return the tokens of the text of each example, or why it is refused.
@@ -112,9 +128,18 @@ class DocumentEncoder:
         with self._lock:
             encoded = self._tokenizer([example.text for example in examples], add_special_tokens=False, **options)
         ids: list[list[int]] = encoded["input_ids"]
-        if not is_masked:
-            return [TextTokens(each, [(0, len(each))]) for each in ids]
-        return [with_targets(*each) for each in zip(examples, ids, encoded.encodings, strict=True)]
+        has_control = [example.control_token is not None for example in examples]
+        if not is_masked and not (self._tokenizer.is_fast and any(has_control)):
+            return [TextTokens(each, [(0, len(each))], has) for each, has in zip(ids, has_control, strict=True)]
+        return [self._with_targets(*each) for each in zip(examples, ids, encoded.encodings, strict=True)]
+
+    def _with_targets(self, example: Example, ids: list[int], encoding: Encoding) -> TextTokens | FormatError:
+        """Return the tokens of an example. ids, encoding: by the tokenizer, with all special tokens recognized."""
+        if example.plain and (found := self._plain_specials.encode(example.text, example.plain, ids)):
+            return with_targets(example, found.ids, found.encoding)
+        tokens = with_targets(example, ids, encoding)
+        has_control = example.control_token is not None
+        return tokens._replace(has_control=has_control) if isinstance(tokens, TextTokens) else tokens
 
     def encode(self, examples: Sequence[Example], tokenized: Sequence[TextTokens | FormatError]) -> Encoded:
         """Return the tokens of examples. A special token around a document is a target if the text beside it is."""
@@ -127,7 +152,9 @@ class DocumentEncoder:
             if isinstance(text, FormatError):
                 refused[index] = text
                 continue
-            self._num_with_control += example.ends_document and example.control_token is not None
+            if example.ends_document and example.control_token is not None:
+                self._num_with_control += text.has_control
+                self._num_with_plain += not text.has_control
             begin, end = self._around(example)
             start, stop = total + len(begin), total + len(begin) + len(text.ids)
             first, *_, last = (example.segments[0], *example.segments)
@@ -142,6 +169,16 @@ class DocumentEncoder:
         for start, stop in targets:
             is_target[start:stop] = True
         return Encoded(flatten(parts), is_target, np.array(ends, dtype=np.int64), num_of_text, refused=refused)
+
+    @property
+    def state(self) -> EncoderState:
+        """Special tokens before the next document, and `overlap`."""
+        return [self._begin, self.overlap]
+
+    @state.setter
+    def state(self, state: EncoderState) -> None:
+        if state is not None:
+            self._begin, self.overlap = state
 
     def _around(self, example: Example) -> tuple[list[int], list[int]]:
         """Return the special tokens before and after the text of the next example."""

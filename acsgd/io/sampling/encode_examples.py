@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from acsgd.io.formats.base import Example
-from acsgd.io.sampling.encode import Encoded, flatten
+from acsgd.io.sampling.encode import Encoded, EncoderState, flatten
 from acsgd.io.sources.text import excerpt
 from acsgd.tasks import TOKEN_TYPES
 
@@ -35,6 +35,7 @@ class _ExampleEncoder:
     """
 
     overlap = 0
+    state: EncoderState = None
     _names: Sequence[str] = ("input_ids",)
     """What the tokenizer returns that is needed."""
 

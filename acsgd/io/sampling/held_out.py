@@ -113,10 +113,10 @@ class HeldOut:
         """Read micro-batches; positions from `end` on in the held-out set are padding."""
         positions = np.arange(micro_ids.start * self.rows.micro, micro_ids.stop * self.rows.micro)
         sample_ids = torch.from_numpy(np.minimum(positions, end - 1)).view(len(micro_ids), self.rows.micro)
-        inputs, labels, _ = self.rows.read(*self._locate(sample_ids.flatten().numpy()))
-        if labels is not None:
-            labels.flatten(0, 1)[positions >= end] = IGNORED
-        return Batch(inputs, labels, sample_ids, micro_ids)
+        rows = self.rows.read(*self._locate(sample_ids.flatten().numpy()))
+        if rows.labels is not None:
+            rows.labels.flatten(0, 1)[positions >= end] = IGNORED
+        return Batch(rows.inputs, rows.labels, sample_ids, micro_ids, longest_rows=rows.longest_rows)
 
     def _locate(self, positions: Ints) -> tuple[Ints, Ints]:
         """Return the source of each position in the held-out set, and the index of the sequence in that source."""

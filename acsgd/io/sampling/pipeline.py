@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from acsgd.io.formats.base import Example
 from acsgd.io.formats.formats import parts_of, read_each
-from acsgd.io.sampling.encode import NONE, Encoded, Encoder
+from acsgd.io.sampling.encode import NONE, Encoded, Encoder, EncoderState
 from acsgd.io.sources.base import BadRecord, RecordCounts, Source
 from acsgd.read_ahead import read_ahead
 
@@ -31,8 +31,30 @@ class Part(NamedTuple):
     example: Example
 
 
-Batch = list[Part | BadRecord]
-"""Consecutive records of a source."""
+class Mark(NamedTuple):
+    """What is known where a record begins, from which a streamed source can be read and encoded again."""
+
+    cursor: Any
+    """As of RecordCounts."""
+    records: int
+    """Number of records before."""
+    format: str
+    """Name of their format; empty if it is not known yet."""
+    encoder: EncoderState = None
+    """State of the encoder."""
+
+
+class Batch(NamedTuple):
+    """Consecutive records of a source."""
+
+    parts: Sequence[Part | BadRecord]
+    mark: Mark | None
+    """Of the first one; None if it begins within a record."""
+
+    @property
+    def examples(self) -> list[Example]:
+        """Those that can be encoded."""
+        return [part.example for part in self.parts if isinstance(part, Part)]
 
 
 class EncodedParts(NamedTuple):
@@ -43,6 +65,8 @@ class EncodedParts(NamedTuple):
     encoded: Encoded
     bad: Sequence[BadRecord]
     """Those that were not, in order."""
+    mark: Mark | None
+    """Of the first record; None if it is the rest of a record."""
 
 
 def encode_source(
@@ -55,12 +79,13 @@ def encode_source(
 
     def tokenize(batch: Batch) -> tuple[Batch, Sequence[Any]]:
         with _naming(source):
-            return batch, encoder.tokenize(examples) if (examples := _examples(batch)) else ()
+            return batch, encoder.tokenize(examples) if (examples := batch.examples) else ()
 
     for batch, tokenized in read_ahead(tokenize, _batches(source, tokenizer, counts), THREADS + 1, threads=THREADS):
+        mark = batch.mark and batch.mark._replace(encoder=encoder.state)
         with _naming(source):
-            encoded = encoder.encode(examples, tokenized) if (examples := _examples(batch)) else NONE
-        yield _collect(batch, encoded)
+            encoded = encoder.encode(examples, tokenized) if (examples := batch.examples) else NONE
+        yield _collect(batch.parts, encoded, mark)
 
 
 def stop_or_skip(record: BadRecord, source: Source, counts: RecordCounts) -> None:
@@ -79,7 +104,7 @@ def progress(action: str, source: Source, counts: RecordCounts, tokens: int, sec
     return f"{action} {done}{source.name}: {tokens / 1e6:.1f} M tokens, {tokens / seconds / 1e6:.2f} M/s{left}"
 
 
-def _collect(batch: Batch, encoded: Encoded) -> EncodedParts:
+def _collect(batch: Sequence[Part | BadRecord], encoded: Encoded, mark: Mark | None) -> EncodedParts:
     """Separate what was encoded from what was not."""
     parts: list[Part] = []
     bad: list[BadRecord] = []
@@ -93,7 +118,7 @@ def _collect(batch: Batch, encoded: Encoded) -> EncodedParts:
         else:
             parts.append(each)
         number += 1
-    return EncodedParts(parts, encoded, bad)
+    return EncodedParts(parts, encoded, bad, mark)
 
 
 @contextlib.contextmanager
@@ -105,27 +130,37 @@ def _naming(source: Source) -> Iterator[None]:
         raise ValueError(f"{source.key}: {source.name}: {error}") from None
 
 
-def _examples(batch: Batch) -> list[Example]:
-    return [part.example for part in batch if isinstance(part, Part)]
-
-
 def _batches(source: Source, tokenizer: PreTrainedTokenizerBase, counts: RecordCounts) -> Iterator[Batch]:
     """Yield the records of a source, long ones in parts, in lists of at least BATCH_CHARS characters."""
-    batch: Batch = []
+    parts: list[Part | BadRecord] = []
     chars = 0
-    for each in _parts(source, tokenizer, counts):
-        batch.append(each)
-        chars += 1 + (len(each.example.text) if isinstance(each, Part) else 0)  # empty documents count too
+    mark: Mark | None = _mark(counts)
+    for part, is_last in _parts(source, tokenizer, counts):
+        parts.append(part)
+        chars += 1 + (len(part.example.text) if isinstance(part, Part) else 0)  # empty documents count too
         if chars >= BATCH_CHARS:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
+            yield Batch(parts, mark)
+            parts, chars, mark = [], 0, _mark(counts) if is_last else None
+    if parts:
+        yield Batch(parts, mark)
 
 
-def _parts(source: Source, tokenizer: PreTrainedTokenizerBase, counts: RecordCounts) -> Iterator[Part | BadRecord]:
+def _mark(counts: RecordCounts) -> Mark:
+    """Return the mark of the next record."""
+    return Mark(counts.cursor, counts.records, counts.format)
+
+
+def _parts(
+    source: Source, tokenizer: PreTrainedTokenizerBase, counts: RecordCounts
+) -> Iterator[tuple[Part | BadRecord, bool]]:
+    """Yield each record, a long one in parts, and whether it is the last part of its record."""
     for where, example in read_each(source, tokenizer, counts):
         if isinstance(example, BadRecord):
-            yield example
-        else:
-            yield from (Part(where, part) for part in parts_of(example))
+            yield example, True
+            continue
+        parts = parts_of(example)
+        part = next(parts)
+        for following in parts:
+            yield Part(where, part), False
+            part = following
+        yield Part(where, part), True

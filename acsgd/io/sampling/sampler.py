@@ -39,11 +39,12 @@ class Samples(NamedTuple):
     sources: Ints
     """Index of the source in the mixture."""
     indices: Ints
-    """Index of the sequence in its source."""
+    """Index of the sequence in its source; of a streamed source the number of its earlier samples in the run."""
     ids: Ints
-    """Sample id: index of the sequence in the concatenation of all sources; the same in every epoch."""
+    """Sample id: index of the sequence in the concatenation of all sources, the same in every epoch. Samples of
+    streamed sources have ids above these, each its own."""
     epochs: Ints
-    """Number of earlier epochs of the source."""
+    """Number of earlier epochs of the source; 0 if it is streamed."""
 
     def dealt(self) -> Samples:
         """Return the samples in the order in which they are dealt to micro-batches and replicas.
@@ -68,49 +69,82 @@ class Sampler:
     """Global batch size, sequences per step over all replicas."""
     counts: tuple[int, ...]
     """Slots of each source per block: `block_counts`. (1,) = no weights: all sources are sampled as one."""
-    sizes: tuple[int, ...]
-    """Number of sequences of each source."""
+    sizes: tuple[int | None, ...]
+    """Number of sequences of each source; None for a streamed one, which has to have a weight beside others."""
+
+    @property
+    def num_known(self) -> int:
+        """Number of sequences of all sources that are not streamed."""
+        return sum(size or 0 for size in self.sizes)
 
     def steps_of(self, epochs: float) -> int:
         """Return the number of steps of some epochs: of that many times the sequences of all sources, rounded up."""
-        return math.ceil(Fraction(str(epochs)) * sum(self.sizes) / self.batch)
+        return math.ceil(Fraction(str(epochs)) * self.num_known / self.batch)
 
     def epochs(self, steps: int) -> tuple[float, ...]:
-        """Return how often each source, or all of them sampled as one, are passed through in a number of steps."""
+        """Return how often each source, or all of them sampled as one, are passed through in a number of steps.
+
+        0 for streamed sources.
+        """
         samples = steps * self.batch / sum(self.counts)
-        return tuple(samples * count / size for count, size in zip(self.counts, self._sizes, strict=True))
+        sizes = (math.inf if size is None else size for size in self._sizes)
+        return tuple(samples * count / size for count, size in zip(self.counts, sizes, strict=True))
+
+    def drawn_before(self, step: int) -> tuple[int, ...]:
+        """Return the number of samples of each source, or of all of them sampled as one, in all steps before one."""
+        block, offset = divmod(step * self.batch, sum(self.counts))
+        drawn = self._sources_of(np.array([block]))[0, :offset]
+        return tuple(block * count + int((drawn == source).sum()) for source, count in enumerate(self.counts))
 
     def samples(self, step: int) -> Samples:
         """Return the global batch of a step, counted from 0. The cost does not depend on the step."""
         drawn, draws = self._draws(step)
-        ids, epochs, start = np.empty_like(draws), np.empty_like(draws), 0
+        indices, ids, epochs = (np.zeros_like(draws) for _ in range(3))
+        start = 0
         for source, size in enumerate(self._sizes):
             mine = drawn == source
+            if size is None:
+                indices[mine] = draws[mine]
+                ids[mine] = self._id_of_streamed(source, draws[mine])
+                continue
             epochs[mine], positions = np.divmod(draws[mine], size)
-            ids[mine] = start + shuffled(positions, size, _key(self.seed, 1 + source, epochs[mine]))
+            indices[mine] = shuffled(positions, size, order_key(self.seed, source, epochs[mine]))
+            ids[mine] = start + indices[mine]
             start += size
-        starts = np.cumsum([0, *self.sizes[:-1]])
+        if len(self._sizes) == len(self.sizes):
+            return Samples(drawn, indices, ids, epochs)
+        starts = np.cumsum([0, *(size or 0 for size in self.sizes[:-1])])
         sources = np.searchsorted(starts, ids, side="right") - 1
         return Samples(sources, ids - starts[sources], ids, epochs)
 
+    def _id_of_streamed(self, source: int, draws: Ints) -> Ints:
+        """Return the ids of samples of a streamed source, which do not depend on the length of the source."""
+        streamed = [each for each, size in enumerate(self.sizes) if size is None]
+        return self.num_known + draws * len(streamed) + streamed.index(source)
+
     @property
-    def _sizes(self) -> tuple[int, ...]:
+    def _sizes(self) -> tuple[int | None, ...]:
         """Number of sequences of each source; without weights, of all sources together."""
-        return self.sizes if len(self.counts) == len(self.sizes) else (sum(self.sizes),)
+        return self.sizes if len(self.counts) == len(self.sizes) else (self.num_known,)
 
     def _draws(self, step: int) -> tuple[Ints, Ints]:
         """Return the source of each sample of a step, and the number of earlier samples of that source in the run."""
         size, first = sum(self.counts), step * self.batch
         blocks = np.arange(first // size, (first + self.batch - 1) // size + 1)
-        slots = np.tile(np.arange(size), len(blocks))
-        drawn = shuffled(slots, size, _key(self.seed, 0, np.repeat(blocks, size)))
-        sources = np.searchsorted(np.cumsum(self.counts), drawn, side="right").reshape(len(blocks), size)
+        sources = self._sources_of(blocks)
         draws = np.empty_like(sources)
         for source, count in enumerate(self.counts):
             mine = sources == source
             draws[mine] = (np.cumsum(mine, axis=1) - 1 + count * blocks[:, None])[mine]
         here = slice(first % size, first % size + self.batch)
         return sources.ravel()[here], draws.ravel()[here]
+
+    def _sources_of(self, blocks: Ints) -> Ints:
+        """Return the source of each slot of some blocks, [blocks, slots]."""
+        size = sum(self.counts)
+        slots = np.tile(np.arange(size), len(blocks))
+        drawn = shuffled(slots, size, _key(self.seed, 0, np.repeat(blocks, size)))
+        return np.searchsorted(np.cumsum(self.counts), drawn, side="right").reshape(len(blocks), size)
 
 
 def block_counts(weights: Sequence[float]) -> tuple[int, ...]:
@@ -154,6 +188,11 @@ def _feistel(values: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint6
         keys = _mix(keys)
         left, right = right, left ^ (_mix(keys ^ right) & mask)
     return (left << half) | right
+
+
+def order_key(seed: int, source: int, counters: Ints) -> NDArray[np.uint64]:
+    """Return the key of the order of a source for each counter: epoch, or segment of a streamed source."""
+    return _key(seed, 1 + source, counters)
 
 
 def _key(seed: int, purpose: int, counters: Ints) -> NDArray[np.uint64]:

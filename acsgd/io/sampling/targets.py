@@ -17,6 +17,8 @@ class TextTokens(NamedTuple):
     ids: Sequence[int]
     targets: Sequence[tuple[int, int]]
     """First token of each part that is learned, and its end."""
+    has_control: bool = False
+    """Whether messages of a chat have special tokens in their text that are control tokens."""
 
 
 def with_targets(example: Example, ids: Sequence[int], encoding: Encoding) -> TextTokens | FormatError:

@@ -59,6 +59,8 @@ class Corpus(NamedTuple):
     """Fraction of the tokens that are targets."""
     types: Array | None = None
     """Type of each token (token_type_ids), 0 in the first text of a pair, 1 in the second. None if none are needed."""
+    before: int = 0
+    """Number of tokens of the source before these, if this is a segment of it."""
     notes: tuple[str, ...] = ()
     """Sentences for the user: on the format of the records, and on those skipped as unreadable."""
 
@@ -117,8 +119,7 @@ def tokenize_all(
     encoder for a source; reports_wait: as of `open_cached`. Raises ValueError if the tokenizer lacks a token that the
     encoder needs, or a text cannot be read or has a token that the model has not.
     """
-    rules = tokenizer_fingerprint(tokenizer)  # before use, which may change its state
-    suffix = f"{FORMAT} {rules} {tokenizer.chat_template}"
+    suffix = tokens_key(tokenizer)  # before use, which may change its state
     return [
         _open(
             source,
@@ -149,7 +150,7 @@ def _open(
 
     def open_built(path: Path) -> Corpus:
         corpus, largest = _read_entry(path, source)
-        _check_token(largest, source, tokenizer, vocab_size)
+        check_token(largest, source, tokenizer, vocab_size)
         return corpus
 
     def build(unfinished: Path) -> None:
@@ -177,9 +178,14 @@ def _read_entry(path: Path, source: Source) -> tuple[Corpus, int]:
     classes, notes = tuple(stats.classes), stats.notes(source)
     fraction = stats.targets / len(tokens)
     corpus = Corpus(
-        source.name, path.name, tokens, offsets, targets, stats.overlap, labels, classes, fraction, types, notes
+        source.name, path.name, tokens, offsets, targets, stats.overlap, labels, classes, fraction, types, notes=notes
     )
     return corpus, stats.largest
+
+
+def tokens_key(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what the tokens depend on besides the source and the encoder; part of every cache key."""
+    return f"{FORMAT} {tokenizer_fingerprint(tokenizer)} {tokenizer.chat_template}"
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -202,12 +208,12 @@ def tokenize(
     def describe() -> str:
         return progress("tokenizing", source, counts, writer.num_tokens, time.monotonic() - started)
 
-    with CorpusWriter(directory, _token_dtype(tokenizer)) as writer, report_if_slow(print_note, describe):
-        for _, encoded, bad in encode_source(source, tokenizer, encoder, counts):
+    with CorpusWriter(directory, token_dtype(tokenizer)) as writer, report_if_slow(print_note, describe):
+        for _, encoded, bad, _ in encode_source(source, tokenizer, encoder, counts):
             for record in bad:
                 stop_or_skip(record, source, counts)
-            writer.append(encoded, _numbers(source, encoded.labels, classes))
-            _check_token(writer.largest, source, tokenizer, vocab_size)
+            writer.append(encoded, numbers_of(source, encoded.labels, classes))
+            check_token(writer.largest, source, tokenizer, vocab_size)
     skipped, too_long = counts.summary(), encoder.note
     if not writer.num_of_text:
         raise ValueError(_no_token(source, tokenizer, [clause for clause in (skipped, too_long) if clause]))
@@ -216,7 +222,7 @@ def tokenize(
     )
 
 
-def _token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype[np.unsignedinteger]:
+def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype[np.unsignedinteger]:
     """Return the smallest type that holds all tokens of a tokenizer."""
     return np.dtype("<u2" if max(tokenizer.get_vocab().values()) < 2**16 else "<u4")
 
@@ -229,7 +235,7 @@ def _no_token(source: Source, tokenizer: PreTrainedTokenizerBase, clauses: Seque
     )
 
 
-def _numbers(source: Source, labels: Sequence[Label], classes: dict[str, int]) -> NDArray[np.float64]:
+def numbers_of(source: Source, labels: Sequence[Label], classes: dict[str, int]) -> NDArray[np.float64]:
     """Return labels as numbers. classes: numbers of names, extended in place.
 
     Raises ValueError if some are names and others are not.
@@ -241,7 +247,7 @@ def _numbers(source: Source, labels: Sequence[Label], classes: dict[str, int]) -
     return np.array(values, dtype=np.float64)
 
 
-def _check_token(token: int, source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+def check_token(token: int, source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Raise ValueError if the model has no embedding of a token."""
     if token >= vocab_size:
         raise ValueError(

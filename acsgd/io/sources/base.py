@@ -26,6 +26,8 @@ class ReadOptions:
     """Which tokens are learned (data.targets)."""
     input_format: str = "__input__"
     output_format: str = "__output__"
+    split_special_tokens: bool = True
+    """Whether special tokens in the text of a message are ordinary text (data.split_special_tokens)."""
 
 
 class Record(NamedTuple):
@@ -62,6 +64,10 @@ class RecordCounts:
     """First skipped record."""
     format: str = ""
     """Name of the format of the records, once it is known."""
+    cursor: Any = None
+    """Where the next record of a streamed source begins, a JSON value; None = at its beginning, or not streamed.
+
+    A streamed source begins to read there."""
     fraction: Callable[[], float] | None = field(default=None, compare=False)
     """Returns the fraction of the source that has been read; may be called by any thread. None = unknown."""
 

@@ -23,6 +23,13 @@ def fingerprint_of(path: Path) -> str:
     return f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {digest}"
 
 
+def version_of(path: Path) -> str:
+    """Return size and hash of a file, as `fingerprint_of` does: equal for copies of it on several hosts."""
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        return f"{size} {_sampled_hash(file.fileno(), size)}"
+
+
 def _sampled_hash(file: int, size: int) -> str:
     """Hash a file of `size` bytes, or parts of it if it is large."""
     digest = hashlib.sha256()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,17 +18,18 @@ SAVED = (STATE, "dataset_dict.json")
 """Files of a directory that `save_to_disk` wrote: of one split, or of several."""
 
 
-class _Name(NamedTuple):
-    """Parts of hf:NAME[:CONFIG][:SPLIT]."""
+class DatasetName(NamedTuple):
+    """Parts of hf:NAME[@REVISION][:CONFIG][:SPLIT]."""
 
     path: str
+    revision: str | None
     config: str | None
     split: str
 
 
 @dataclass(frozen=True)
 class HubDataset(NamedSource):
-    """A dataset by its Hub id or a local directory, "hf:NAME[:CONFIG][:SPLIT]". The default split is "train"."""
+    """A dataset by its Hub id or a local directory, "hf:NAME[@REVISION][:CONFIG][:SPLIT]", by default of "train"."""
 
     @property
     def fingerprint(self) -> str:
@@ -36,7 +38,7 @@ class HubDataset(NamedSource):
 
     def check(self) -> None:
         """Raise ValueError unless the name has the parts that it must have. Does not need the network."""
-        _parse(self.name)
+        parse_name(self.name)
 
     def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
         """Yield the rows, as they are stored."""
@@ -46,35 +48,55 @@ class HubDataset(NamedSource):
         yield from rows_of((batch for table in tables for batch in table.to_batches()), self.name, counts)
 
     def _dataset(self) -> Any:
-        try:
-            return _load(*_parse(self.name))
-        except Exception as error:  # datasets and the libraries of file formats raise errors of every class
-            problem = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
-            raise ValueError(
-                f"{self.key}: {self.name} cannot be loaded: {problem}; give {PREFIX}NAME:CONFIG:SPLIT or, without a "
-                f"network, {PREFIX}DIRECTORY with a copy (hf download NAME --repo-type dataset --local-dir DIRECTORY)"
-            ) from None
+        with loading(self.name, self.key):
+            return load_dataset(parse_name(self.name))
 
 
-def _parse(name: str) -> _Name:
+@contextlib.contextmanager
+def loading(name: str, key: str) -> Iterator[None]:
+    """Turn an error of loading a dataset into a ValueError that names it."""
+    try:
+        yield
+    except Exception as error:  # datasets and the libraries of file formats raise errors of every class
+        problem = first_line(error)
+        raise ValueError(
+            f"{key}: {name} cannot be loaded: {problem}; give {PREFIX}NAME:CONFIG:SPLIT or, without a "
+            f"network, {PREFIX}DIRECTORY with a copy (hf download NAME --repo-type dataset --local-dir DIRECTORY)"
+        ) from None
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the message of an error, without a period."""
+    return str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
+
+
+def parse_name(name: str) -> DatasetName:
     """Return the parts of a name. Raises ValueError."""
     path, *rest = name.removeprefix(PREFIX).split(":")
     if not path or not all(rest) or len(rest) > 2:
         raise ValueError(f"{name} is not the name of a dataset; write {PREFIX}NAME, {PREFIX}NAME:CONFIG:SPLIT")
+    revision: str | None = None
+    if "@" in path and not os.path.lexists(os.path.expanduser(path)):
+        path, _, revision = path.partition("@")
     if len(rest) == 2:
-        return _Name(path, rest[0], rest[1])
+        return DatasetName(path, revision, rest[0], rest[1])
     if rest and rest[0] in SPLITS:
-        return _Name(path, None, rest[0])
-    return _Name(path, rest[0] if rest else None, "train")
+        return DatasetName(path, revision, None, rest[0])
+    return DatasetName(path, revision, rest[0] if rest else None, "train")
+
+
+def is_saved(path: str) -> bool:
+    """Return whether `save_to_disk` wrote a directory."""
+    return any(os.path.lexists(os.path.join(path, name)) for name in SAVED)
 
 
 @lru_cache(maxsize=8)
-def _load(path: str, config: str | None, split: str) -> Any:
+def load_dataset(name: DatasetName) -> Any:
     """Load a split, in the cache of `datasets` or memory-mapped from a directory."""
     import datasets  # takes most of a second
 
-    path = os.path.expanduser(path)
-    if not any(os.path.lexists(os.path.join(path, name)) for name in SAVED):
-        return datasets.load_dataset(path, config, split=split)
+    path = os.path.expanduser(name.path)
+    if not is_saved(path):
+        return datasets.load_dataset(path, name.config, split=name.split, revision=name.revision)
     saved = datasets.load_from_disk(path)
-    return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+    return saved[name.split] if isinstance(saved, datasets.DatasetDict) else saved

@@ -30,7 +30,7 @@ def read_json_lines(path: Path, name: str, key: str, counts: RecordCounts) -> It
         counts.fraction = partial(fraction_read, file)
         for number, line in enumerate(_lines(file), start=1):
             counts.records = number
-            fields = _object(line) if isinstance(line, str) else line
+            fields = parse_object(line) if isinstance(line, str) else line
             if isinstance(fields, LineError):
                 yield BadRecord(f"{name}, line {number}", *fields)
             elif fields is not None:
@@ -42,7 +42,7 @@ def read_json(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator
     """Yield the objects of a file: of its array, of its lines, or of the only list of objects in its object."""
     with open_text(path, key=key) as file:
         first = file.readline(MAX_RECORD_CHARS)
-        has_lines = isinstance(_object(first), dict) and bool(file.read(1))
+        has_lines = isinstance(parse_object(first), dict) and bool(file.read(1))
         text = "" if has_lines else first + _rest(file)
     if has_lines:
         yield from read_json_lines(path, name, key, counts)
@@ -135,7 +135,7 @@ def _lines(file: TextIO) -> Iterator[str | LineError]:
             pass
 
 
-def _object(line: str) -> Mapping[str, Any] | LineError | None:
+def parse_object(line: str) -> Mapping[str, Any] | LineError | None:
     """Return the JSON object in a line, or why there is none; None for a blank line."""
     if line.isspace():
         return None

@@ -26,6 +26,7 @@ from acsgd.io.sources.hub import HubDataset
 from acsgd.io.sources.natural_instructions import NaturalInstructions
 from acsgd.io.sources.sets import ChainOfThought
 from acsgd.io.sources.split_files import Arxiv21, Pile, PromptPool
+from acsgd.io.sources.streamed import Streamed
 from acsgd.io.sources.url import Url
 from acsgd.io.sources.wikitext import WikiText
 
@@ -63,6 +64,7 @@ class Demo(NamedSource):
 
 SOURCES: dict[str, Callable[[str, str, ReadOptions], Source]] = {
     "demo": Demo,
+    "stream:*": Streamed,
     "hf:*": HubDataset,
     "wikitext:*": WikiText,
     "cot:*": ChainOfThought,

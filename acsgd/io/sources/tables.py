@@ -41,7 +41,7 @@ def read_parquet(path: Path, name: str, key: str, counts: RecordCounts) -> Itera
     """Yield the rows of a Parquet file."""
     import pyarrow.parquet as pq  # takes a third of a second
 
-    with reading(path, key=key), _arrow_errors(name, key, "Parquet"), pq.ParquetFile(path) as file:
+    with reading(path, key=key), arrow_errors(name, key, "Parquet"), pq.ParquetFile(path) as file:
         total = max(1, file.metadata.num_rows)
         counts.fraction = lambda: counts.records / total
         yield from rows_of(file.iter_batches(BATCH_ROWS), name, counts)
@@ -51,7 +51,7 @@ def read_arrow(path: Path, name: str, key: str, counts: RecordCounts) -> Iterato
     """Yield the rows of an Arrow file or stream, as `datasets` writes it."""
     import pyarrow as pa
 
-    with reading(path, key=key), _arrow_errors(name, key, "Arrow"), pa.OSFile(str(path)) as file:
+    with reading(path, key=key), arrow_errors(name, key, "Arrow"), pa.OSFile(str(path)) as file:
         # not memory-mapped: if a corrupt file has a buffer beyond its end, the process would be killed by SIGBUS
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
@@ -142,7 +142,7 @@ def _sliced(batch: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _arrow_errors(name: str, key: str, kind: str) -> Iterator[None]:
+def arrow_errors(name: str, key: str, kind: str) -> Iterator[None]:
     """Turn an error of Arrow about the content of a file into a ValueError that names the file."""
     from pyarrow import ArrowException
 

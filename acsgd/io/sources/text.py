@@ -38,17 +38,24 @@ def open_text(path: Path, *, key: str) -> Iterator[TextIO]:
     Raises ValueError if the file cannot be read, or if a compressed stream is corrupt or truncated: nothing after that
     can be read.
     """
+    with (
+        decompression_errors(str(path), key=key),
+        reading(path, key=key),
+        path.open("rb") as file,
+        io.TextIOWrapper(decompressed(file, path.name), encoding="utf-8-sig", errors="surrogateescape") as text,
+    ):
+        yield text
+
+
+@contextlib.contextmanager
+def decompression_errors(name: str, *, key: str) -> Iterator[None]:
+    """Turn an error of decompressing a file into a ValueError that names the file and the configuration key."""
     try:
-        with (
-            reading(path, key=key),
-            path.open("rb") as file,
-            io.TextIOWrapper(_decompressed(file, path), encoding="utf-8-sig", errors="surrogateescape") as text,
-        ):
-            yield text
+        yield
     except (zstandard.ZstdError, zlib.error) as error:
         kind = "gzip" if isinstance(error, zlib.error) else "zstd"
         raise ValueError(
-            f"{key}: {path} is not valid {kind} ({error}); check it with {kind} -t {path} and fetch it again"
+            f"{key}: {name} is not valid {kind} ({error}); check it with {kind} -t {name} and fetch it again"
         ) from None
 
 
@@ -94,13 +101,13 @@ def _escaped(char: str) -> str:
     return "".join(f"\\x{byte:02x}" for byte in char.encode(errors="surrogateescape"))
 
 
-def _decompressed(file: BinaryIO, path: Path) -> BinaryIO:
-    if path.suffix not in (".zst", ".gz"):
+def decompressed(file: BinaryIO, name: str) -> BinaryIO:
+    """Return a file, decompressed if its name ends with .zst or .gz. Reading may raise the errors of the libraries."""
+    if not name.endswith((".zst", ".gz")):
         return file
-    frames = (
-        _frames(file, _new_zstd, zstandard.ZstdError) if path.suffix == ".zst" else _frames(file, _new_gzip, zlib.error)
-    )
-    return io.BufferedReader(_Stream(frames, file.fileno()))
+    is_zstd = name.endswith(".zst")
+    frames = _frames(file, _new_zstd, zstandard.ZstdError) if is_zstd else _frames(file, _new_gzip, zlib.error)
+    return io.BufferedReader(_Stream(frames, file))
 
 
 def _new_zstd() -> Any:
@@ -128,15 +135,15 @@ def _frames(file: BinaryIO, new: Callable[[], Any], error: type[Exception]) -> I
 
 
 class _Stream(io.RawIOBase):
-    """Readable raw stream over an iterator of byte chunks, made from the file with a descriptor."""
+    """Readable raw stream over an iterator of byte chunks, made from a file."""
 
-    def __init__(self, chunks: Iterator[bytes], descriptor: int) -> None:
+    def __init__(self, chunks: Iterator[bytes], file: BinaryIO) -> None:
         self._chunks = chunks
-        self._descriptor = descriptor
+        self._file = file
         self._rest = memoryview(b"")
 
     def fileno(self) -> int:
-        return self._descriptor
+        return self._file.fileno()
 
     def readable(self) -> bool:
         return True

@@ -27,10 +27,13 @@ class Url(NamedSource):
 
     @property
     def fingerprint(self) -> str:
-        """Address, and what the server says about the version of the file. Raises ValueError."""
+        """Address, and what the server sends about the version of the file. Raises ValueError."""
+        return f"{self.name} {self.version()}"
+
+    def version(self) -> str:
+        """Return what the server sends about the version of the file. Raises ValueError."""
         with self._open("HEAD") as response:
-            version = [response.headers.get(name) for name in ("ETag", "Last-Modified", "Content-Length")]
-        return f"{self.name} {version}"
+            return str([response.headers.get(name) for name in ("ETag", "Last-Modified", "Content-Length")])
 
     def check(self) -> None:
         """Raise ValueError unless the path ends as that of a file that can be read."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from acsgd.config.options import Config
 from acsgd.config.run_file import to_toml
-from acsgd.io.telemetry.record import Record
+from acsgd.io.telemetry.record import Event, Record
 
 
 class ConfigFile:
@@ -30,6 +30,9 @@ class ConfigFile:
 
     def note(self, text: str) -> None:
         """Do nothing."""
+
+    def event(self, event: Event) -> None:
+        pass
 
     def close(self, *, failed: bool) -> None:
         """Do nothing."""

@@ -1,15 +1,15 @@
-"""metrics.jsonl: one JSON object per optimizer step."""
+"""metrics.jsonl: one JSON object per optimizer step, and one per event."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from acsgd.io.telemetry.record import Record
+from acsgd.io.telemetry.record import Event, Record
 
 
 class JsonLinesSink:
@@ -35,17 +35,23 @@ class JsonLinesSink:
             if record.step <= self._last_step:
                 self._rewind(record.step - 1)
         self._last_step = record.step
-        self._unwritten += json.dumps(record.numbers(), allow_nan=False).encode() + b"\n"
-        with self._errors_reported():
-            self._write()
+        self._append(record.numbers())
 
     def note(self, text: str) -> None:
         pass
+
+    def event(self, event: Event) -> None:
+        self._append(event.line())
 
     def close(self, *, failed: bool) -> None:
         with contextlib.suppress(OSError):
             self._write()
             self._file.close()
+
+    def _append(self, line: Mapping[str, object]) -> None:
+        self._unwritten += json.dumps(line, allow_nan=False).encode() + b"\n"
+        with self._errors_reported():
+            self._write()
 
     @contextlib.contextmanager
     def _errors_reported(self) -> Iterator[None]:
@@ -103,10 +109,11 @@ def _truncate_after(path: Path, step: int) -> None:
 
 
 def _lines_until(lines: Iterable[bytes], step: int) -> Iterator[bytes]:
-    """Yield the lines up to that of `step`, without incomplete lines."""
+    """Yield the lines up to that of `step` and the events after it, without incomplete lines."""
     for line in lines:
         try:
-            is_kept = json.loads(line)["step"] <= step
+            fields = json.loads(line)
+            is_kept = fields["after_step" if "event" in fields else "step"] <= step
         except (ValueError, KeyError, TypeError):  # incomplete
             continue
         if is_kept:

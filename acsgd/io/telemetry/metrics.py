@@ -9,7 +9,7 @@ from types import TracebackType
 from acsgd.config.options import Config
 from acsgd.io.telemetry.config_file import ConfigFile
 from acsgd.io.telemetry.json_lines import JsonLinesSink
-from acsgd.io.telemetry.record import Record, Sink
+from acsgd.io.telemetry.record import Event, Record, Sink
 from acsgd.io.telemetry.terminal import TerminalSink
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,12 @@ class Metrics:
         """Send the record of a step to all sinks."""
         for sink in self._sinks:
             sink.log(record)
+
+    def event(self, event: Event) -> None:
+        """Send an event to all sinks and to the text log of this rank."""
+        log.info(event.text)
+        for sink in self._sinks:
+            sink.event(event)
 
     def note(self, text: str) -> None:
         """Send a sentence for the user to all sinks and to the text log of this rank."""

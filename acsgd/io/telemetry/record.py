@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -27,7 +28,7 @@ class Record(NamedTuple):
     grad_norm: float | None
     """Global gradient norm before clipping; None = not finite, update skipped."""
     pp_forward_bytes: int
-    """Sent between stages in forward."""
+    """Sent between stages in forward; less in steps of shorter texts where micro-batches of padded rows are cut."""
     pp_backward_bytes: int
     """Sent between stages in backward, including gradients of tied weights whose copies are on different ranks."""
     dp_bytes: int
@@ -56,6 +57,22 @@ class Record(NamedTuple):
         return {name: _finite(value) for name, value in numbers.items()}
 
 
+class Event(NamedTuple):
+    """Something that happens between steps: a line of metrics.jsonl of its own."""
+
+    name: str
+    after_step: int
+    """Number of completed optimizer steps."""
+    text: str
+    """A sentence for the user."""
+    fields: Mapping[str, object]
+    """Further fields of the line, JSON values."""
+
+    def line(self) -> dict[str, object]:
+        """Return the fields of the line."""
+        return {"event": self.name, "after_step": self.after_step, **self.fields}
+
+
 class Sink(Protocol):
     """A destination of records and notes."""
 
@@ -65,6 +82,10 @@ class Sink(Protocol):
 
     def note(self, text: str) -> None:
         """Write a sentence for the user."""
+        ...
+
+    def event(self, event: Event) -> None:
+        """Write an event."""
         ...
 
     def close(self, *, failed: bool) -> None:

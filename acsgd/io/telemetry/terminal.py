@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from acsgd.io.telemetry.record import Record
+from acsgd.io.telemetry.record import Event, Record
 
 PLAIN_LINES = 20
 """Number of progress lines of a whole run if standard output is not a terminal."""
@@ -42,6 +42,9 @@ class TerminalSink:
 
     def note(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)
+
+    def event(self, event: Event) -> None:
+        self.note(event.text)
 
     def close(self, *, failed: bool) -> None:
         self._progress.stop()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from acsgd.config.options import Config
-from acsgd.io.telemetry.record import Record
+from acsgd.io.telemetry.record import Event, Record
 
 if TYPE_CHECKING:
     import wandb
@@ -66,6 +66,9 @@ class WandbSink:
 
     def note(self, text: str) -> None:
         """Do nothing: notes are for the terminal and the text logs."""
+
+    def event(self, event: Event) -> None:
+        self.note(event.text)
 
     def close(self, *, failed: bool) -> None:
         """Finish the run; waits at most FINISH_TIMEOUT_S for its upload."""

@@ -40,7 +40,8 @@ class CachePlan:
         nbytes = delta.entry_bytes(spec)
         if delta.cache == "ram":
             return ActivationCache(self.capacities[boundary], HostMemoryStore(nbytes, streams))
-        identity = {"run": self.run_id, "tensor": repr(spec), "cache_bits": delta.cache_bits}
+        tensor = f"TensorSpec(shape={spec.shape}, dtype={spec.dtype})"
+        identity = {"run": self.run_id, "tensor": tensor, "cache_bits": delta.cache_bits}
         path = self.directory / f"{self.first_layers[boundary]}.{name}"
         return ActivationCache(self.capacities[boundary], DiskStore(path, nbytes, identity, streams, fresh=self.fresh))
 

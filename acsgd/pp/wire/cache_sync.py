@@ -58,6 +58,10 @@ class CacheSync:
         for cache in self._caches:
             cache.close()
 
+    def abort(self) -> None:
+        """Drop the comparison in progress."""
+        self._pending = None
+
     def _common_nonce(self) -> int:
         """Return a random number that is equal at both ends."""
         ours = torch.tensor([secrets.randbits(62)])

@@ -1,6 +1,6 @@
 """Channels: one direction of traffic between two ranks, and the checks that both ends agree on it.
 
-A message is a 32-byte header and the encoded fields of one tensor. The header identifies the message, so a receiver
+A message is a 48-byte header and the encoded fields of one tensor. The header identifies the message, so a receiver
 that is out of step reports both what it expected and what it received. Its checksum covers the whole message.
 """
 
@@ -25,6 +25,7 @@ from acsgd.meter import Meter
 from acsgd.pp.wire.coder import Coder
 from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
 from acsgd.streams import Streams
+from acsgd.waits import Waits, Work
 
 NOT_FINITE = 0
 """Message length that marks a tensor that the codec cannot encode. The receiver decodes it as NaN, so all ranks
@@ -46,6 +47,7 @@ class Channel:
     peer: int
     """Global rank of the other end."""
     group: dist.ProcessGroup
+    waits: Waits
     codec: str
     """Codec and options, compared by the handshake."""
     coders: Mapping[str, Coder]
@@ -57,6 +59,10 @@ class Channel:
     def max_message_bytes(self) -> list[int]:
         """Length of the longest message of each tensor, bytes."""
         return [HEADER_BYTES + coder.max_bytes for coder in self.coders.values()]
+
+    def wait(self, work: Work, posted_at: float) -> None:
+        """Wait for a message and count its time; as of `Meter.wait`."""
+        self.meter.wait(self.waits, work, posted_at)
 
     def tag(self, index: int) -> int:
         """Return a gloo tag that no other channel of the two ranks uses; index: of a tensor, or a reserved tag."""
@@ -104,8 +110,8 @@ class Exchange:
         with self._channel.report_failure(self._action, self._started_at):
             assert self._receive is not None
             assert self._send is not None
-            self._receive.wait()
-            self._send.wait()
+            self._channel.waits.wait(self._receive)
+            self._channel.waits.wait(self._send)
         return self._received
 
 
@@ -117,27 +123,30 @@ def handshake(channel: Channel) -> None:
     ours = Header(Kind.HANDSHAKE, channel.kind, channel.boundary, channel.digest(), 0, sum(channel.max_message_bytes))
     message = torch.frombuffer(bytearray(ours.pack(torch.empty(0, dtype=torch.uint8))), dtype=torch.uint8)
     exchange = Exchange(channel, message, tag=HANDSHAKE_TAG, action="opening a channel with")
-    check_header(exchange.wait(), ours, channel.peer)
+    check_header(read_header(exchange.wait(), ours, channel.peer), ours, channel.peer)
 
 
-def check_header(
-    buffer: Tensor, expected: Header, peer: int, *, context: bytes = b"", allow_shorter: bool = False
-) -> Header:
-    """Return the header of a message. Raises RunError unless it is the expected one or its length is NOT_FINITE.
+def read_header(buffer: Tensor, expected: Header, peer: int, *, context: bytes = b"") -> Header:
+    """Return the header of a message, whichever it is. Raises RunError if it does not match its checksum.
 
-    Also raises RunError if header, context and payload do not match their checksum. buffer: the message, in host
-    memory; context: as of `Header.pack`; allow_shorter: whether the message may have fewer bytes than expected, which
-    entropy-coded messages have.
+    buffer: the message, in host memory; expected: named in the error; context: as of `Header.pack`.
     """
     try:
-        received = Header.unpack(buffer, context)
+        return Header.unpack(buffer, context)
     except ValueError as error:
         raise RunError(f"rank {peer} sent a corrupt message: {error}; expected {expected}: {REMEDY}") from None
+
+
+def check_header(received: Header, expected: Header, peer: int, *, allow_shorter: bool = False) -> Header:
+    """Return a received header. Raises RunError unless it is the expected one or its length is NOT_FINITE.
+
+    allow_shorter: whether the message may have fewer bytes than expected, which entropy-coded messages have.
+    """
     if allow_shorter and received.length < expected.length:
         expected = expected._replace(length=received.length)
     if received not in (expected, expected._replace(length=NOT_FINITE)):
         raise RunError(
             f"rank {peer} sent {received}; expected {expected}: the two ranks run different programs, "
-            "check that all hosts have the same acsgd, run file and flags"
+            "check that all hosts have the same acsgd, run file, flags and texts"
         )
     return received

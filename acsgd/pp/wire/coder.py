@@ -9,6 +9,8 @@ from torch import Tensor
 
 from acsgd.codecs.base import Codec, Wire, wire_bytes
 from acsgd.codecs.identity import Identity
+from acsgd.layers.description import BATCH, Dim
+from acsgd.layers.lengths import Lengths
 
 EXACT = Identity()
 """The lossless codec."""
@@ -18,7 +20,17 @@ class TensorSpec(NamedTuple):
     """Shape and dtype of a tensor before encoding and after decoding."""
 
     shape: tuple[int, ...]
+    """Of a micro-batch of the longest rows. The first axis is that of the rows, if there are any."""
     dtype: torch.dtype
+    dims: tuple[Dim, ...] | None = None
+    """Sizes of the axes for rows of any length; None = the shape is always the same."""
+
+    def shape_for(self, lengths: Lengths | None) -> tuple[int, ...]:
+        """Return the shape for rows of some lengths; None = the longest."""
+        if self.dims is None or lengths is None:
+            return self.shape
+        sizes = {BATCH: self.shape[0], **lengths._asdict()}
+        return tuple(dim.resolve(sizes) for dim in self.dims)
 
 
 class TransferInfo(NamedTuple):
@@ -32,6 +44,8 @@ class TransferInfo(NamedTuple):
     """Whether to send the tensors losslessly."""
     samples: tuple[int, ...] = ()
     """Sample ids, the keys of the activation cache; empty = neither read nor update the cache."""
+    lengths: Lengths | None = None
+    """Tokens per row; None = the receiver does not know them, or the tensors do not depend on them."""
 
 
 class Coder(Protocol):
@@ -39,7 +53,11 @@ class Coder(Protocol):
 
     @property
     def spec(self) -> TensorSpec:
-        """Shape and dtype of the tensor."""
+        """Largest shape, and dtype, of the tensor."""
+        ...
+
+    def shape(self, info: TransferInfo) -> tuple[int, ...]:
+        """Return the shape of the tensor in a transfer."""
         ...
 
     @property
@@ -81,10 +99,13 @@ class StatelessCoder:
 
     @property
     def max_bytes(self) -> int:
-        return max(wire_bytes(codec.wire(*self._spec)) for codec in (self._codec, EXACT))
+        return max(wire_bytes(codec.wire(self._spec.shape, self._spec.dtype)) for codec in (self._codec, EXACT))
+
+    def shape(self, info: TransferInfo) -> tuple[int, ...]:
+        return self._spec.shape_for(info.lengths)
 
     def wire(self, info: TransferInfo) -> Wire:
-        return self._codec_of(info).wire(*self._spec)
+        return self._codec_of(info).wire(self.shape(info), self._spec.dtype)
 
     def uses_entropy_coding(self, info: TransferInfo) -> bool:
         return self._codec_of(info).entropy_coding
@@ -96,7 +117,7 @@ class StatelessCoder:
         return self._codec_of(info).encode(x)
 
     def decode(self, fields: tuple[Tensor, ...], info: TransferInfo) -> Tensor:
-        return self._codec_of(info).decode(fields, *self._spec)
+        return self._codec_of(info).decode(fields, self.shape(info), self._spec.dtype)
 
     def _codec_of(self, info: TransferInfo) -> Codec:
         return EXACT if info.exact else self._codec

@@ -116,7 +116,9 @@ class Delta:
 
 
 class DeltaCoder:
-    """One end's coder of a tensor whose samples are cached. spec: of a micro-batch, [B, ...].
+    """One end's coder of a tensor whose samples are cached. spec: of a micro-batch, [B, ...], of the longest rows.
+
+    All rows have the same length, since an entry must fit every visit of its sample.
 
     Encoding and decoding update the cache, equally at both ends if micro-batches are processed in the same order. It
     holds finite numbers only: the sender raises NotFiniteError for a difference that is not finite, neither end caches
@@ -142,7 +144,10 @@ class DeltaCoder:
     def max_bytes(self) -> int:
         batch = self._spec.shape[0]
         wires = (self._wire_of(self._delta.first_codec, hits, batch - hits) for hits in range(batch + 1))
-        return max(map(wire_bytes, (EXACT.wire(*self._spec), *wires)))
+        return max(map(wire_bytes, (EXACT.wire(self._spec.shape, self._spec.dtype), *wires)))
+
+    def shape(self, info: TransferInfo) -> tuple[int, ...]:
+        return self._spec.shape
 
     def wire(self, info: TransferInfo) -> Wire:
         hits, misses = self._hits_and_misses(info)

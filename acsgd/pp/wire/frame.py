@@ -1,4 +1,4 @@
-"""The 32-byte header of every message between stages."""
+"""The 48-byte header of every message between stages."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from acsgd.checksum import checksum
+from acsgd.layers.lengths import Lengths
 
-_MAGIC = b"ACS2"
-_IDENTITY = struct.Struct("<4sBBHIIQ")
+_MAGIC = b"ACS3"
+_IDENTITY = struct.Struct("<4sBBHIIQQQ")
 _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _IDENTITY.size + _CHECKSUM.size
 """A multiple of 16, so that the fields after the header are aligned."""
@@ -27,7 +28,7 @@ class Kind(IntEnum):
 
 
 class Header(NamedTuple):
-    """Identity and length of a message."""
+    """Identity and length of a message, and the lengths of its rows."""
 
     kind: int
     tensor: int
@@ -40,9 +41,18 @@ class Header(NamedTuple):
     """Index of the micro-batch in the step."""
     length: int
     """Bytes that follow the header."""
+    sequence: int = 0
+    """Tokens per row of the micro-batch: of its `Lengths`. 0 = the message does not depend on them."""
+    target: int = 0
+    """Tokens per row for the decoder after an encoder: of the `Lengths`, too."""
+
+    @property
+    def lengths(self) -> Lengths:
+        """Tokens per row of the micro-batch."""
+        return Lengths(self.sequence, self.target)
 
     def pack(self, payload: Tensor, context: bytes = b"") -> bytes:
-        """Return the 32 bytes of the header of a message.
+        """Return the 48 bytes of the header of a message.
 
         payload: uint8[length] in host memory; context: covered by the checksum, but not sent.
         """
@@ -69,7 +79,8 @@ class Header(NamedTuple):
 
     def __str__(self) -> str:
         kind = Kind(self.kind).name.lower().replace("_", " ") if self.kind in list(Kind) else f"kind {self.kind}"
+        rows = f" with rows of {' and '.join(str(n) for n in self.lengths if n)} tokens" if self.sequence else ""
         return (
             f"{kind} {self.tensor} across boundary {self.boundary}-{self.boundary + 1}, step {self.step + 1}, "
-            f"micro-batch {self.micro}, {self.length} bytes"
+            f"micro-batch {self.micro}{rows}, {self.length} bytes"
         )

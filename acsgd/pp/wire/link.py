@@ -16,8 +16,9 @@ from acsgd.pp.wire.channel import Channel, handshake
 from acsgd.pp.wire.coder import EXACT, Coder, StatelessCoder, TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta, DeltaCoder
 from acsgd.pp.wire.frame import Kind
-from acsgd.pp.wire.mailbox import Inbox, Outbox
+from acsgd.pp.wire.mailbox import Inbox, Outbox, Received
 from acsgd.streams import Streams
+from acsgd.waits import Waits
 
 
 class Link:
@@ -37,7 +38,7 @@ class Link:
         self._cache_sync.finish()
         self.outbox.send(info, state)
 
-    def receive(self, info: TransferInfo) -> State:
+    def receive(self, info: TransferInfo) -> Received:
         """Wait for the tensors of a micro-batch, whose receives have been posted."""
         self._cache_sync.finish()
         return self.inbox.receive(info)
@@ -47,15 +48,22 @@ class Link:
         self.outbox.close()
         self._cache_sync.close()
 
+    def abort(self) -> None:
+        """End the link's threads without sending or waiting for anything; its activation caches stay open."""
+        self.outbox.abort()
+        self.inbox.abort()
+        self._cache_sync.abort()
+
 
 @dataclass(frozen=True)
 class LinkFactory:
     """Opens the links of one rank, all with the same codecs and meters."""
 
     group: dist.ProcessGroup
+    waits: Waits
     streams: Streams
     boundaries: Sequence[Mapping[str, TensorSpec]]
-    """By boundary, the named tensors that cross it, of one micro-batch. The first axis is that of the sequences."""
+    """By boundary, the named tensors that cross it, of one micro-batch. The first axis is that of the rows."""
     forward: Codec | Delta
     """Codec of activations."""
     backward: Codec
@@ -113,6 +121,6 @@ class LinkFactory:
     def _open_channel(
         self, kind: Kind, boundary: int, peer: int, codec: Codec | Delta, coders: Mapping[str, Coder], meter: Meter
     ) -> Channel:
-        channel = Channel(kind, boundary, peer, self.group, repr(codec), coders, self.streams, meter)
+        channel = Channel(kind, boundary, peer, self.group, self.waits, repr(codec), coders, self.streams, meter)
         handshake(channel)
         return channel

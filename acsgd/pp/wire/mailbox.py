@@ -15,11 +15,12 @@ from acsgd.codecs.base import NotFiniteError, pack, unpack, wire_bytes
 from acsgd.codecs.entropy import compress_, decompress
 from acsgd.errors import RunError
 from acsgd.layers.composed import State
-from acsgd.meter import Work
-from acsgd.pp.wire.channel import NOT_FINITE, Channel, check_header
+from acsgd.layers.lengths import Lengths
+from acsgd.pp.wire.channel import NOT_FINITE, Channel, check_header, read_header
 from acsgd.pp.wire.coder import Coder, TransferInfo
 from acsgd.pp.wire.frame import HEADER_BYTES, Header
 from acsgd.streams import Event, Streams
+from acsgd.waits import Work
 
 MAX_SENDS_IN_FLIGHT = 16
 """Sends that an outbox leaves unfinished before it waits for the oldest; bounds the memory of their buffers."""
@@ -56,6 +57,14 @@ class _Encoding(NamedTuple):
 
     def ready(self) -> bool:
         return self.length.done() if self.length is not None else self.encoded.query()
+
+
+class Received(NamedTuple):
+    """The tensors of a micro-batch."""
+
+    state: State
+    lengths: Lengths | None
+    """Tokens per row: those that the receiver expected, or else those in the messages."""
 
 
 class _InFlight(NamedTuple):
@@ -107,6 +116,12 @@ class Outbox:
         """End the entropy coder's thread. Sends nothing: call `drain` first to send what is left."""
         self._entropy_coder.shutdown()
 
+    def abort(self) -> None:
+        """Drop all messages that are not sent, and end the entropy coder's thread after its present one."""
+        self._encoding.clear()
+        self._in_flight.clear()
+        self._entropy_coder.shutdown(cancel_futures=True)
+
     def _encode(self, index: int, coder: Coder, x: Tensor, info: TransferInfo) -> _Encoding:
         channel, length, entropy_coding = self._channel, wire_bytes(coder.wire(info)), coder.uses_entropy_coding(info)
         buffer, context = self._pools[index].acquire(), coder.context(info)
@@ -122,7 +137,7 @@ class Outbox:
             length = compress_(body)
         elif entropy_coding:
             coded_length = self._entropy_coder.submit(_entropy_code, body, encoded)
-        header = Header(channel.kind, index, channel.boundary, info.step, info.micro, length)
+        header = _header(channel, index, info, length)
         return _Encoding(header, context, buffer, encoded, coded_length)
 
     def _post(self, header: Header, buffer: Tensor) -> None:
@@ -136,7 +151,7 @@ class Outbox:
     def _finish_oldest(self) -> None:
         buffer, work, posted_at, pool = self._in_flight.popleft()
         with self._channel.report_failure(self._action, posted_at):
-            self._channel.meter.wait(work, time.perf_counter())  # the receiver counts the time of the transfer
+            self._channel.wait(work, time.perf_counter())  # the receiver counts the time of the transfer
         pool.release(buffer)
 
 
@@ -159,37 +174,43 @@ class Inbox:
             assert work is not None
             posted.append(_InFlight(buffer, work, posted_at, pool))
 
-    def receive(self, info: TransferInfo) -> State:
+    def abort(self) -> None:
+        """Drop the receives that are posted, whose connection must be shut down."""
+        for posted in self._posted:
+            posted.clear()
+
+    def receive(self, info: TransferInfo) -> Received:
         """Wait for the micro-batch whose receives were posted first, and return its tensors, on the device.
 
         Raises RunError if the peer fails or sent something other than `info` says.
         """
-        coders = self._channel.coders
-        return {name: self._receive(index, coder, info) for index, (name, coder) in enumerate(coders.items())}
+        state = {}
+        for index, (name, coder) in enumerate(self._channel.coders.items()):
+            state[name], info = self._receive(index, coder, info)
+        return Received(state, info.lengths)
 
-    def _receive(self, index: int, coder: Coder, info: TransferInfo) -> Tensor:
-        channel, wire = self._channel, coder.wire(info)
+    def _receive(self, index: int, coder: Coder, info: TransferInfo) -> tuple[Tensor, TransferInfo]:
+        """Return a tensor, and `info` with the lengths of its rows."""
+        channel = self._channel
         buffer, work, posted_at, pool = self._posted[index].popleft()
-        expected = Header(channel.kind, index, channel.boundary, info.step, info.micro, wire_bytes(wire))
+        expected = _header(channel, index, info, wire_bytes(coder.wire(info)))
         with channel.report_failure(f"waiting for {expected} from", posted_at):
-            channel.meter.wait(work, posted_at)
-        header = check_header(
-            buffer,
-            expected,
-            channel.peer,
-            context=coder.context(info),
-            allow_shorter=coder.uses_entropy_coding(info),
-        )
+            channel.wait(work, posted_at)
+        received = read_header(buffer, expected, channel.peer, context=coder.context(info))
+        if info.lengths is None and received.sequence:
+            info = info._replace(lengths=received.lengths)
+            expected = _header(channel, index, info, wire_bytes(coder.wire(info)))
+        header = check_header(received, expected, channel.peer, allow_shorter=coder.uses_entropy_coding(info))
         if header.length == NOT_FINITE:
             pool.release(buffer)
-            shape, dtype = coder.spec
-            return torch.full(shape, torch.nan, dtype=dtype, device=channel.streams.device)
+            shape, dtype = coder.shape(info), coder.spec.dtype
+            return torch.full(shape, torch.nan, dtype=dtype, device=channel.streams.device), info
         if header.length < expected.length:
             buffer = self._entropy_decode(buffer, header, expected.length, pool)
-        fields = unpack(buffer[HEADER_BYTES:], wire)
+        fields = unpack(buffer[HEADER_BYTES:], coder.wire(info))
         x = coder.decode(tuple(f.to(channel.streams.device, non_blocking=True, copy=True) for f in fields), info)
         pool.release(buffer)
-        return x
+        return x, info
 
     def _entropy_decode(self, buffer: Tensor, header: Header, length: int, pool: _BufferPool) -> Tensor:
         """Return another buffer with the decoded message, whose body has `length` bytes; releases `buffer`."""
@@ -201,6 +222,12 @@ class Inbox:
             raise RunError(f"rank {self._channel.peer} sent {header}, which cannot be decoded: {error}") from None
         pool.release(buffer)
         return decoded
+
+
+def _header(channel: Channel, index: int, info: TransferInfo, length: int) -> Header:
+    """Return the header of a message. index: of the tensor; length: in bytes."""
+    lengths = info.lengths or ()
+    return Header(channel.kind, index, channel.boundary, info.step, info.micro, length, *lengths)
 
 
 def _entropy_code(body: Tensor, encoded: Event) -> int:

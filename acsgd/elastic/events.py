@@ -1,0 +1,30 @@
+"""The event of a new view."""
+
+from __future__ import annotations
+
+from acsgd.elastic.messages import View
+from acsgd.io.telemetry.record import Event
+
+
+def view_event(view: View, before: View | None, step: int, seconds: float) -> Event:
+    """Return the event of a new view. seconds: since this rank has stopped in the view before."""
+    plan, known = view.plan, before.hosts if before else ()
+    fields = {
+        "view": view.epoch,
+        "reason": view.reason,
+        "hosts": len(view.hosts),
+        "replicas": plan.replicas,
+        "stages": plan.stages,
+        "spares": len(plan.spares),
+        "joined": [host.address for host in view.hosts if host not in known],
+        "left": [host.address for host in known if host not in view.hosts],
+        "copies": len(plan.copies),
+        "from_disk": plan.from_disk,
+        "recovery_s": round(seconds, 3),
+    }
+    text = f"view {view.epoch}: {plan.replicas} x {plan.stages} on {len(view.hosts)} hosts"
+    if plan.spares:
+        text += f" and {len(plan.spares)} spares"
+    if before is not None:
+        text += f", after {seconds:.2f} s: {view.reason}"
+    return Event("view", step, text, fields)

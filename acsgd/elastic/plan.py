@@ -1,0 +1,150 @@
+"""The plan of a view: the rank of each worker, the step they continue from, and whose state is copied to whom."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from acsgd.fields import Natural
+
+
+@dataclass(frozen=True)
+class WorkerState:
+    """What a worker reports once it has stopped."""
+
+    step: Natural = 0
+    """Number of steps applied to the state it holds."""
+    stage_rank: int | None = None
+    """Position in the pipeline whose layers it holds; None = it holds no state."""
+    ready: bool = False
+    """Whether its gradients of the next step are reduced, and it has sent its report of that step."""
+    progress: dict[str, Any] | None = None
+    """Progress of the run after `step` steps; None if it holds no state."""
+    summary: dict[str, Any] | None = None
+    """Summary of the reports of all ranks of the last applied step; None if it has applied none in this process."""
+    is_open: bool = False
+    """Whether evaluation, log and save after its last step are incomplete."""
+    store_port: Natural = 0
+    """Port of the store that it has opened for the next view, used if it becomes rank 0."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A transfer of the state of one pipeline position from one rank to another."""
+
+    source: Natural
+    target: Natural
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the workers of a view do. A worker is named by its host and its number on that host: "f3a0/1"."""
+
+    stages: Natural
+    """Ranks per pipeline."""
+    ranks: tuple[str, ...] = ()
+    """Worker of each rank; empty if there are fewer workers than a pipeline needs."""
+    spares: tuple[str, ...] = ()
+    """Workers without a rank."""
+    store_port: Natural = 0
+    """Port of the view's store, on the host of rank 0."""
+    step: Natural = 0
+    """Number of applied steps from which all ranks continue."""
+    from_disk: bool = True
+    """Whether all ranks start from the newest checkpoint, or from the initial weights if there is none."""
+    copies: tuple[Copy, ...] = ()
+    """Transfers of state between memories, before training continues."""
+    behind: tuple[str, ...] = ()
+    """Workers that have not applied step `step` yet. Their gradients are complete, so they apply it by `summary`."""
+    progress: dict[str, Any] | None = None
+    """Progress of the run after `step` steps; None if `from_disk`."""
+    summary: dict[str, Any] | None = None
+    """Summary of the reports of the last of these steps; None if this view's workers have applied none yet."""
+    is_open: bool = False
+    """Whether evaluation, log and save after the last step are incomplete."""
+    is_first: bool = False
+    """Whether no host was in an earlier view."""
+
+    @property
+    def replicas(self) -> int:
+        return len(self.ranks) // self.stages
+
+    def rank_of(self, worker: str) -> int | None:
+        """Return the rank of a worker, None if it is a spare."""
+        return self.ranks.index(worker) if worker in self.ranks else None
+
+
+def make_plan(
+    workers: Mapping[str, WorkerState],
+    *,
+    staying: Sequence[str],
+    stages: int,
+    min_replicas: int = 1,
+    max_replicas: int | None = None,
+) -> Plan:
+    """Plan the next view from the states of the workers that have stopped.
+
+    workers: by name; staying: those of the hosts of the view, most senior first. Others leave: their states decide
+    the step, and nothing else. With fewer than `min_replicas`, all workers are spares, which keep what they hold.
+
+    Every rank of a stopped view has reported a step before any rank applies it (docs/architecture/step.md). So holders
+    of state are at most one step apart, and those behind can apply it alone.
+    """
+    holders = {name: state for name, state in workers.items() if state.stage_rank is not None}
+    ahead = max(holders.values(), key=lambda state: (state.step, state.is_open), default=WorkerState())
+    held = {name: holders[name].stage_rank for name in staying if name in holders and _reaches(holders[name], ahead)}
+    replicas = min(len(staying) // stages, max_replicas or len(staying))
+    replicas = replicas if replicas >= min_replicas else 0
+    ranks = _assign(staying, held, stages, replicas)
+    spares = tuple(name for name in staying if name not in ranks)
+    keepers = [rank for rank, name in enumerate(ranks) if held.get(name) == rank % stages]
+    store_port = workers[ranks[0]].store_port if ranks else 0
+    if len({rank % stages for rank in keepers}) < stages:  # also if there are no ranks
+        return Plan(stages, ranks, spares, store_port)
+    return Plan(
+        stages,
+        ranks,
+        spares,
+        store_port,
+        ahead.step,
+        from_disk=False,
+        copies=_copies(keepers, len(ranks), stages),
+        behind=tuple(ranks[rank] for rank in keepers if holders[ranks[rank]].step < ahead.step),
+        progress=ahead.progress,
+        summary=ahead.summary,
+        is_open=ahead.is_open or any(holders[ranks[rank]].step < ahead.step for rank in keepers),
+    )
+
+
+def _reaches(state: WorkerState, ahead: WorkerState) -> bool:
+    """Return whether a holder has applied as many steps as the one that is ahead, or can apply the last one alone."""
+    return state.step == ahead.step or (state.step == ahead.step - 1 and state.ready and ahead.summary is not None)
+
+
+def _assign(workers: Sequence[str], held: Mapping[str, int | None], stages: int, replicas: int) -> tuple[str, ...]:
+    """Return the worker of each rank: where possible one that holds its stage already."""
+    free = list(workers)
+    ranks: dict[int, str] = {}
+    for rank in range(replicas * stages):
+        if holder := next((name for name in free if held.get(name) == rank % stages), None):
+            ranks[rank] = holder
+            free.remove(holder)
+    for rank in range(replicas * stages):
+        if rank not in ranks:
+            ranks[rank] = free.pop(0)
+    return tuple(ranks[rank] for rank in range(replicas * stages))
+
+
+def _copies(keepers: Sequence[int], num_ranks: int, stages: int) -> tuple[Copy, ...]:
+    """Return a transfer to each rank that does not hold its stage, spread evenly over the ranks that do."""
+    load = Counter[int]()
+    copies = []
+    for target in sorted(set(range(num_ranks)) - set(keepers)):
+        source = min(
+            (rank for rank in keepers if rank % stages == target % stages), key=lambda rank: (load[rank], rank)
+        )
+        load[source] += 1
+        copies.append(Copy(source, target))
+    return tuple(copies)

@@ -1,0 +1,54 @@
+"""The register of a run's views: one file per epoch, which is written once, by whoever is first."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from dataclasses import asdict
+from pathlib import Path
+
+from acsgd.elastic.messages import View
+from acsgd.fields import from_json
+
+KEPT = 100
+"""Number of epochs whose files are kept."""
+
+
+class ViewRegister:
+    """The recorded views of a run, in a directory that all of its hosts share.
+
+    Requires that a hard link to a name that exists fails, as on every local file system and on NFS.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def newest(self) -> View | None:
+        """Return the view of the highest epoch; None if there is none. Raises OSError, or ValueError for a bad file."""
+        epochs = [int(path.stem) for path in self._directory.glob("*.json") if path.stem.isdecimal()]
+        return self._read(max(epochs)) if epochs else None
+
+    def record(self, view: View) -> View:
+        """Record a view unless its epoch has one; return the one that its epoch has. Raises OSError."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._path(view.epoch)
+        new = self._directory / f".{path.name}.{secrets.token_hex(8)}"
+        try:
+            with new.open("x") as file:
+                json.dump(asdict(view), file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(new, path)
+        except FileExistsError:
+            pass
+        finally:
+            new.unlink(missing_ok=True)
+        self._path(max(0, view.epoch - KEPT)).unlink(missing_ok=True)
+        return self._read(view.epoch)
+
+    def _path(self, epoch: int) -> Path:
+        return self._directory / f"{epoch:08d}.json"
+
+    def _read(self, epoch: int) -> View:
+        return from_json(View, json.loads(self._path(epoch).read_text()))

@@ -1,0 +1,295 @@
+"""A worker of an elastic run: one process that trains in one view after another."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from acsgd.config.options import Config
+from acsgd.elastic.control import Control
+from acsgd.elastic.events import view_event
+from acsgd.elastic.messages import Broken, Done, End, Hello, Leave, Run, Setup, Stop, Stopped, View
+from acsgd.elastic.plan import Plan, WorkerState
+from acsgd.elastic.setup import check_elastic, setup_of
+from acsgd.elastic.transfer import receive_layers, send_layers
+from acsgd.errors import RunError, WaitInterruptedError, reason
+from acsgd.fields import from_json
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.telemetry.metrics import Metrics
+from acsgd.io.telemetry.text_log import open_text_log
+from acsgd.launch import Launch
+from acsgd.run.build import build_session, reconnect
+from acsgd.run.checkpointing import Checkpointing
+from acsgd.run.control import StepSummary
+from acsgd.run.failures import RunContext
+from acsgd.run.inputs import Inputs, open_inputs
+from acsgd.run.job import Job, prepare
+from acsgd.run.lock import RunLock, leases_of
+from acsgd.run.loop_state import LoopState
+from acsgd.run.session import Session
+from acsgd.run.signals import StopSignals
+from acsgd.run.state import Start, start
+from acsgd.run.stdio import enter_training
+from acsgd.topology import Groups, connect
+from acsgd.train import apply_step, run_steps
+from acsgd.waits import InterruptibleWaits
+
+STORE_TIMEOUT_S = 8.0
+"""Time to connect to the store of a view, seconds."""
+
+
+def run_elastic(config: Config, launch: Launch, context: RunContext, end: Callable[[int], None]) -> None:
+    """Take part in an elastic run until it ends.
+
+    context: receives what failure reports need; end: ends the process, from any thread.
+    """
+    context.run_dir = Path(config.log.dir)
+    job = prepare(config, replace(launch, rank=0, world_size=config.pp.stages))
+    check_elastic(job)
+    inputs = open_inputs(job)  # every worker may get a rank that reads tokens
+    with contextlib.ExitStack() as stack:
+        control = stack.enter_context(contextlib.closing(Control(Path(launch.daemon))))
+        worker = ElasticWorker(config, launch, control)
+        stack.callback(worker.close)
+        signals = stack.enter_context(StopSignals(end, on_signal=lambda: control.send(Leave())))
+        worker.run(setup_of(job, inputs), signals, context)
+
+
+class ElasticWorker:
+    """One process of an elastic run. Keeps the weights and the optimizer state of its stages from view to view."""
+
+    def __init__(self, config: Config, launch: Launch, control: Control) -> None:
+        self._config = config
+        self._launch = launch
+        self._control = control
+        self._session: Session | None = None
+        self._state = LoopState(Progress(), is_elastic=True)
+        self._metrics: Metrics | None = None
+        self._lock: RunLock | None = None
+        self._is_lock_holder = False
+        self._has_dropped_save = False
+        self._view: View | None = None
+        """The view in which this worker has trained last."""
+        self._stopped_at = time.monotonic()
+        self._store = _open_store()
+
+    def run(self, setup: Setup, signals: StopSignals, context: RunContext) -> None:
+        """Train in the views that the daemon sends, until the run ends or this host leaves it.
+
+        Raises RunError if the run has failed on this worker.
+        """
+        name, size = str(self._launch.local_rank), self._launch.local_world_size
+        self._control.send(Hello(name, size, os.getpid(), setup, self._report()))
+        while True:
+            match self._control.next_message():
+                case Run(view, worker):
+                    if self._run_view(view, worker, signals, context):
+                        self._control.send(Done())
+                        return
+                case Stop():
+                    self._store = _open_store()
+                    self._control.send(Stopped(self._report()))
+                case End(error):
+                    if error is not None:
+                        raise RunError(error)
+                    return
+
+    def close(self) -> None:
+        """Close the logs and release the lock."""
+        if self._session is not None:
+            self._session.close()
+        if self._metrics is not None:
+            self._metrics.__exit__(None, None, None)
+        if self._lock is not None:
+            self._lock.release()
+
+    def _report(self) -> WorkerState:
+        """Return the state of this worker, which has stopped."""
+        port, state = self._store.port, self._state
+        if self._session is None:
+            return WorkerState(store_port=port)
+        return WorkerState(
+            step=state.progress.step,
+            stage_rank=self._session.job.topology.stage_rank,
+            ready=state.has_reported,
+            progress=state.progress.to_dict(),
+            summary=asdict(state.summary) if state.summary else None,
+            is_open=state.is_open,
+            store_port=port,
+        )
+
+    def _run_view(self, view: View, name: str, signals: StopSignals, context: RunContext) -> bool:
+        """Train in a view, until it ends; return whether the run has ended."""
+        self._roll_forward(view.plan, name)
+        rank = view.plan.rank_of(name)
+        if rank is None:
+            self._wait_as_spare(view.plan)
+            return False
+        waits, before = InterruptibleWaits(), self._session
+        self._state.has_reported = self._state.pause_requested = False
+        self._control.attach(waits, self._state)
+        try:
+            self._train(view, rank, waits, signals, context)
+        except WaitInterruptedError:
+            return False
+        except RunError as error:
+            if not error.awaited:
+                raise
+            self._control.send(Broken(view.epoch, str(error)))
+            return False
+        finally:
+            self._control.detach()
+            self._stopped_at = time.monotonic()
+            if self._session is not None and self._session is not before:
+                self._session.abort(f"view {view.epoch} has ended")
+        assert self._session is not None
+        return self._state.is_stopped or self._state.progress.step >= self._session.job.config.optim.num_steps
+
+    def _wait_as_spare(self, plan: Plan) -> None:
+        """Drop the state, which others change from now on; keep it if nobody trains."""
+        if plan.ranks:
+            self._session = None
+        elif self._session is not None and self._config.elastic.below_min == "end":
+            raise RunError(
+                f"fewer than elastic.min_replicas={self._config.elastic.min_replicas} replicas of {plan.stages} stages "
+                "are left (elastic.below_min=end); start the run again on more hosts"
+            )
+
+    def _roll_forward(self, plan: Plan, name: str) -> None:
+        """Apply the step that other workers have applied already, if this worker has not: its gradients are there."""
+        if name in plan.behind:
+            assert self._session is not None
+            assert plan.summary is not None
+            result = apply_step(self._session, None, self._state.progress, StepSummary(**plan.summary))
+            self._state.complete(result)
+
+    def _train(
+        self, view: View, rank: int, waits: InterruptibleWaits, signals: StopSignals, context: RunContext
+    ) -> None:
+        """Form the groups of a view, bring the state of this rank there, and train."""
+        config, plan = self._config, view.plan
+        if not plan.is_first:  # the run's own checkpoints
+            config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+        job = prepare(config, replace(self._launch, rank=rank, world_size=len(plan.ranks)))
+        timeout = timedelta(seconds=config.run.timeout)
+        with contextlib.ExitStack() as stack:
+            store = self._store if rank == 0 else _connect_store(*view.store_address())
+            groups = stack.enter_context(connect(job.topology, timeout=timeout, store=store, waits=waits))
+            self._hold_lock(job, groups, plan)
+            inputs = open_inputs(job, groups)
+            stack.callback(inputs.reader.close)
+            job = replace(job, config=config.with_steps(inputs.steps))
+            if "text" in config.log.to.split(","):
+                replica = job.topology.replica
+                log = open_text_log(Path(config.log.dir), rank=rank, stages=job.stages, replica=replica)
+                stack.enter_context(log)
+            begin = self._begin(job, inputs, groups, plan)
+            self._session = begin.session
+            metrics = self._open_metrics(job)
+            for note in self._notes(job, inputs, begin):
+                metrics.note(note)
+            assert self._lock is not None
+            checkpointing = Checkpointing.open(begin, inputs, groups, self._lock, note=metrics.note)
+            stack.enter_context(checkpointing)
+            if self._has_dropped_save:
+                checkpointing.request_save()
+            groups.wait_for_all("setting up", timeout_s=job.disk_timeout_s)
+            metrics.event(view_event(view, self._view, begin.progress.step, time.monotonic() - self._stopped_at))
+            self._view = view
+            context.start_training()
+            enter_training()
+            try:
+                run_steps(begin.session, begin.progress, inputs, metrics, checkpointing, signals, self._state)
+            finally:
+                self._has_dropped_save = checkpointing.is_saving
+
+    def _begin(self, job: Job, inputs: Inputs, groups: Groups, plan: Plan) -> Start:
+        """Return the session of this rank: from disk, from its own memory, or from that of another rank."""
+        rank = job.topology.rank
+        if plan.from_disk:
+            self._session = None
+            begin = start(job, inputs, groups)
+            self._state.restart(begin.progress)
+            return begin
+        assert plan.progress is not None
+        source = next((copy.source for copy in plan.copies if copy.target == rank), None)
+        if source is not None:
+            self._session = None
+            received = receive_layers(groups, source)
+            session = build_session(job, received, groups, inputs.cache_plan)
+            received.restore_optimizer(session)
+            self._state.restart(Progress())
+            self._state.summary = StepSummary(**plan.summary) if plan.summary else None
+        else:
+            assert self._session is not None
+            session = reconnect(self._session, job, groups, inputs.cache_plan)
+            for copy in plan.copies:
+                if copy.source == rank:
+                    send_layers(session, copy.target)
+        progress = from_json(Progress, plan.progress)
+        self._state.progress, self._state.is_open = progress, plan.is_open
+        newest = inputs.candidates.checkpoints[0].path if inputs.candidates.checkpoints else None
+        return Start(session, progress, newest, [])
+
+    def _notes(self, job: Job, inputs: Inputs, begin: Start) -> list[str]:
+        """Return what rank 0 prints at the start of a view; what does not change, in the first alone."""
+        return begin.notes if self._view else [job.describe(), *inputs.notes, *begin.notes]
+
+    def _hold_lock(self, job: Job, groups: Groups, plan: Plan) -> None:
+        """Give rank 0 the lock of the run; all ranks together."""
+        is_holder = job.topology.rank == 0
+        if self._lock is None or self._is_lock_holder != is_holder:
+            if self._lock is not None:
+                self._lock.release()
+            self._lock, self._is_lock_holder = RunLock(leases_of(job)), is_holder
+            if not plan.is_first:
+                self._lock.take_over()
+        if plan.is_first:
+            self._lock.acquire(groups, self._config.run.timeout)
+
+    def _open_metrics(self, job: Job) -> Metrics:
+        """Return the sinks of rank 0, which are kept from view to view."""
+        is_main = job.topology.rank == 0
+        if self._metrics is not None and not is_main:
+            self._metrics.__exit__(None, None, None)
+            self._metrics = None
+        if self._metrics is None and is_main:
+            self._metrics = open_metrics(job.config, self._state)
+        return self._metrics or Metrics([])
+
+
+def open_metrics(config: Config, state: LoopState) -> Metrics:
+    """Open the sinks on a new rank 0, and log the last step again if this rank has its metrics.
+
+    The rank 0 before may have ended after that step and before it had logged it.
+    """
+    record = state.record if state.record and state.record.step == state.progress.step else None
+    logged = state.progress.step - (record is not None or state.is_open)
+    metrics = Metrics.open(config, Path(config.log.dir), resumed_at=logged, is_main=True)
+    if record is not None and not state.is_open:
+        metrics.log(record)
+    return metrics
+
+
+def _open_store() -> dist.TCPStore:
+    """Open a store on a free port of this host."""
+    timeout = timedelta(seconds=STORE_TIMEOUT_S)
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+
+
+def _connect_store(host: str, port: int) -> dist.TCPStore:
+    """Connect to the store of a view. Raises RunError if its host does not answer."""
+    try:
+        timeout = timedelta(seconds=STORE_TIMEOUT_S)
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    except RuntimeError as error:
+        raise RunError(
+            f"the store of rank 0 at {host}:{port} cannot be reached ({reason(error)})", awaited=[0]
+        ) from error

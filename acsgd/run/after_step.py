@@ -1,0 +1,43 @@
+"""What follows a step: evaluation, log, save."""
+
+from __future__ import annotations
+
+from acsgd.io.sampling.held_out import HeldOut
+from acsgd.io.telemetry.metrics import Metrics
+from acsgd.metrics import describe
+from acsgd.run.checkpointing import Checkpointing
+from acsgd.run.inputs import Inputs
+from acsgd.run.loop_state import LoopState
+from acsgd.run.session import Session
+
+
+def evaluate_log_save(
+    session: Session, state: LoopState, inputs: Inputs, metrics: Metrics, checkpointing: Checkpointing
+) -> None:
+    """Evaluate, log and save after the last completed step, each if it is due."""
+    config, summary, progress = session.job.config, state.summary, state.progress
+    assert summary is not None
+    state.is_stopped = summary.all_stop if state.is_elastic else summary.stop
+    evaluation, is_best, steps = dict[str, float](), False, config.optim.num_steps
+    if inputs.held_out is not None and _is_due(progress.step, config.eval.every, steps):
+        evaluation = evaluate(session, inputs.held_out, progress.step, metrics)
+        progress = progress.evaluated(evaluation)
+        is_best = progress.improves(state.progress, config.checkpoint.best)
+    save = state.is_stopped or summary.save or _is_due(progress.step, config.checkpoint.every_steps, steps)
+    stall_s = checkpointing.copy_state(progress, due=save, best=is_best)
+    if state.record is not None:
+        state.record = state.record._replace(save_stall_s=stall_s, evaluation=evaluation)
+        metrics.log(state.record)
+    checkpointing.start_write()  # after the log, so that no checkpoint is ahead of metrics.jsonl
+    state.progress, state.is_open = progress, False
+
+
+def evaluate(session: Session, held_out: HeldOut, step: int, metrics: Metrics) -> dict[str, float]:
+    """Return the metrics of the held-out data after `step` steps, and print them."""
+    scores = session.evaluate(held_out.batches(len(session.job.micro_ids)), step - 1)
+    metrics.note(f"step {step}: {describe(scores)} ({len(held_out)} sequences{session.job.eval_form})")
+    return scores
+
+
+def _is_due(step: int, every: int | None, steps: int) -> bool:
+    return step == steps or (every is not None and step % every == 0)

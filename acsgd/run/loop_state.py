@@ -1,0 +1,46 @@
+"""How far the training loop of a rank is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.telemetry.record import Record
+from acsgd.run.control import StepSummary
+from acsgd.run.session import StepResult
+
+
+@dataclass
+class LoopState:
+    """State of the training loop besides the session; valid also after an exception has ended the loop."""
+
+    progress: Progress
+    is_elastic: bool = False
+    """Whether a stop signal concerns one host alone, so that the run stops only if all ranks vote for it."""
+    pause_requested: bool = False
+    """Whether this rank was asked to pause at the end of a step; set by another thread."""
+    has_reported: bool = False
+    """Whether the gradients of the next step are complete, and their report may have reached other ranks."""
+    summary: StepSummary | None = None
+    """Summary of the reports of the last completed step."""
+    record: Record | None = None
+    """Metrics of that step; None if another process has completed it."""
+    is_open: bool = False
+    """Whether evaluation, log and save after that step are incomplete."""
+    is_stopped: bool = False
+    """Whether stop signals have ended the run."""
+
+    started_at: float = 0.0
+    """Start of the step in progress, or of the last one; a time.perf_counter()."""
+
+    def restart(self, progress: Progress) -> None:
+        """Start from a state that was loaded, not trained, here."""
+        self.progress, self.summary, self.record = progress, None, None
+        self.has_reported = self.is_open = self.is_stopped = False
+
+    def complete(self, result: StepResult) -> None:
+        """Note that a step is complete: weights and progress are those after it."""
+        record = result.record(time.perf_counter() - self.started_at)
+        self.progress, self.summary, self.record = result.progress, result.summary, record
+        self.has_reported, self.is_open = False, True

@@ -1,0 +1,153 @@
+"""Ranks that lose a peer leave their waits, and form new groups in the same process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lib.processes import CONTEXT, WAIT_S, started, wait_until
+from lib.ranks import on_ranks
+
+from acsgd.errors import WaitInterruptedError
+from acsgd.run.control import Gather
+from acsgd.topology import Groups, Topology, connect
+from acsgd.waits import InterruptibleWaits
+
+TIMEOUT = timedelta(seconds=60)
+SOON_S = 10.0
+"""Time limit for what takes 10 ms, on a busy machine; far below the timeout."""
+ELEMENTS = 1 << 24
+"""Of a message that is longer than what sockets buffer."""
+VICTIM = 2
+
+
+def exchange_with_victim(rank: int, groups: Groups, store: dist.Store) -> None:
+    """Send (rank 0) or receive (rank 1) one message after another. The victim stops in the middle of the first ones."""
+    message, other = torch.ones(ELEMENTS), torch.ones(ELEMENTS)
+    if rank == VICTIM:
+        store.wait(["posted 0", "posted 1"], TIMEOUT)
+        works = dist.isend(other, 1, groups.world), dist.irecv(message, 0, groups.world)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        assert not works
+    while True:
+        work = dist.isend(message, VICTIM, groups.world) if rank == 0 else dist.irecv(message, VICTIM, groups.world)
+        assert work is not None
+        store.set(f"posted {rank}", "")
+        groups.waits.wait(work)
+
+
+def survive(rank: int, port: int, pipe: Connection) -> None:
+    """Lose a peer in the middle of a message; leave when the test says so; communicate without the peer.
+
+    Sends how long it took to leave, and to form new groups, and what the new groups gathered.
+    """
+    store, waits, interrupted_at = dist.TCPStore("127.0.0.1", port), InterruptibleWaits(), list[float]()
+
+    def interrupt() -> None:
+        pipe.recv()
+        interrupted_at.append(time.monotonic())
+        waits.interrupt("rank 2 has ended")
+
+    control = threading.Thread(target=interrupt, daemon=True)
+    control.start()
+    view = connect(Topology(rank, 3, 1), timeout=TIMEOUT, store=dist.PrefixStore("0", store), waits=waits)
+    with contextlib.suppress(WaitInterruptedError, RuntimeError), view as groups:  # gloo may notice the end
+        exchange_with_victim(rank, groups, store)
+    left_at = time.monotonic()
+    control.join(WAIT_S)
+    new_store, new_waits = dist.PrefixStore("1", store), InterruptibleWaits()
+    with connect(Topology(rank, 2, 1), timeout=TIMEOUT, store=new_store, waits=new_waits) as groups:
+        formed_at = time.monotonic()
+        rows = Gather([2, 2], groups).rows(torch.full((2,), float(rank), dtype=torch.float64))
+        assert groups.all_equal("text")
+        assert groups.all_gather_text("names", str(rank), timeout_s=60) == ["0", "1"]
+        pipe.send((left_at - interrupted_at[0], formed_at - left_at, [row.tolist() for row in rows]))
+        pipe.recv()
+
+
+def test_survivors_of_a_peer_killed_in_the_middle_of_a_message_form_new_groups() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [CONTEXT.Pipe() for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(started(survive, rank, store.port, pipes[rank][1])) for rank in range(3)]
+        pid = ranks[VICTIM].pid
+        wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().split()[2] == "T", ranks[VICTIM])
+        ranks[VICTIM].kill()
+        ranks[VICTIM].join(WAIT_S)
+        time.sleep(0.2)  # gloo could notice the end by now
+        for pipe, _ in pipes[:2]:
+            pipe.send("interrupt")
+        results: list[Any] = []
+        for pipe, _ in pipes[:2]:
+            assert pipe.poll(WAIT_S)
+            results.append(pipe.recv())
+        for pipe, _ in pipes[:2]:
+            pipe.send("end")
+        for rank in ranks[:2]:
+            rank.join(WAIT_S)
+        assert [rank.exitcode for rank in ranks[:2]] == [0, 0]
+    for left_s, formed_s, rows in results:
+        assert left_s < SOON_S
+        assert formed_s < SOON_S
+        assert rows == [[0.0, 0.0], [1.0, 1.0]]
+
+
+def connect_without_peer(rank: int, world_size: int, path: Path) -> float:
+    """Interrupt a connect whose peer never comes, then connect with it; return how long it took to leave."""
+    store = dist.FileStore(str(path), world_size)
+    if rank == 0:
+        waits, left_at = InterruptibleWaits(), list[float]()
+        timer = threading.Timer(0.2, waits.interrupt, ["rank 1 does not come"])
+        timer.start()
+        view = connect(Topology(0, 2, 1), timeout=TIMEOUT, store=dist.PrefixStore("0", store), waits=waits)
+        with contextlib.suppress(WaitInterruptedError), view:
+            raise AssertionError("connected to nobody")
+        left_at.append(time.monotonic())
+        store.set("left", "")
+    store.wait(["left"], TIMEOUT)
+    with connect(Topology(rank, 2, 1), timeout=TIMEOUT, store=dist.PrefixStore("1", store)) as groups:
+        begin = time.monotonic()
+        assert groups.all_equal("text")
+        return time.monotonic() - begin
+
+
+def test_a_connect_can_be_interrupted_and_another_one_follows(tmp_path: Path) -> None:
+    assert max(on_ranks(2, connect_without_peer, tmp_path / "store")) < SOON_S
+
+
+def lose_peer_often(rank: int, world_size: int, path: Path, rounds: int) -> list[tuple[int, int, int]]:
+    """Form groups and abort them again and again; return file descriptors, threads and memory after each round."""
+    used, store = [], dist.FileStore(str(path), world_size)
+    for number in range(rounds):
+        waits, prefix = InterruptibleWaits(), dist.PrefixStore(str(number), store)
+        view = connect(Topology(rank, world_size, 1), timeout=TIMEOUT, store=prefix, waits=waits)
+        with contextlib.suppress(WaitInterruptedError, RuntimeError), view as groups:  # the other rank may be earlier
+            assert groups.all_equal("text")
+            work = dist.irecv(torch.empty(1 << 20), 1 - rank, groups.world)
+            assert work is not None
+            threading.Timer(0.01, waits.interrupt, ["the view changes"]).start()
+            waits.wait(work)
+        del groups, work, waits, view
+        deadline = time.monotonic() + SOON_S
+        while any(thread.name == "aborted groups" for thread in threading.enumerate()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        used.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), pages * 4096))
+    return used
+
+
+def test_aborted_groups_leave_no_files_and_no_threads(tmp_path: Path) -> None:
+    for used in on_ranks(2, lose_peer_often, tmp_path / "store", 8):
+        files, threads, _ = zip(*used, strict=True)
+        assert max(files[1:]) <= files[1] + 1  # one that is being closed
+        assert max(threads[1:]) <= threads[1] + 1

@@ -1,0 +1,95 @@
+"""Law: a session that is aborted in the middle of a step keeps its state, with which training continues."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from lib.ranks import on_ranks
+from lib.training import RELATIVE, TIMEOUT, batches_of, make_config, oracle_losses
+
+from acsgd.config.options import Config
+from acsgd.errors import RunError, WaitInterruptedError
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.sampling.batches import Batch
+from acsgd.launch import Launch
+from acsgd.run.build import build_session
+from acsgd.run.inputs import open_weight_source
+from acsgd.run.job import prepare
+from acsgd.run.session import Session
+from acsgd.topology import Groups, connect
+from acsgd.train import train_step
+from acsgd.waits import InterruptibleWaits
+
+STEPS = 6
+VIEWS = 3
+OWN_THREADS = ("waits", "replicas", "entropy", "store", "heartbeat")
+INTERRUPT_S = 0.3
+"""Time after which ranks leave a step that one of them does not take part in."""
+
+
+def train_in_views(rank: int, world_size: int, store: Path, config: Config) -> tuple[list[float], list[str], float]:
+    """Train two steps in each view. Every rank but the last begins another step, which it must leave.
+
+    Returns the losses, the names of threads that the views have left, and the longest time to leave.
+    """
+    torch.set_num_threads(1)
+    job, losses, progress, longest_s = prepare(config, Launch(rank, rank, world_size)), list[float](), Progress(), 0.0
+    file_store, source, batches = dist.FileStore(str(store), world_size), open_weight_source(job), list(batches_of(job))
+    session: Session | None = None
+    before = set(threading.enumerate())
+    for view in range(VIEWS):
+        prefix, waits = dist.PrefixStore(str(view), file_store), InterruptibleWaits()
+        with connect(job.topology, timeout=TIMEOUT, store=prefix, waits=waits) as groups:
+            previous, session = session, build_session(job, source, groups)
+            if previous is not None:
+                copy_state(previous, session)
+            for batch in batches[2 * view : 2 * view + 2]:
+                result = train_step(session, batch, progress)
+                progress = result.progress
+                losses.append(result.loss)
+            if view < VIEWS - 1:
+                left_s = leave(session, groups, batches[2 * view + 2], progress, takes_part=rank < world_size - 1)
+                longest_s = max(longest_s, left_s)
+    left = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith(OWN_THREADS)]
+    for thread in left:  # a helper that was left behind in a wait ends at the timeout of its group at the latest
+        thread.join(2 * TIMEOUT.total_seconds())
+    return losses, [thread.name for thread in left if thread.is_alive()], longest_s
+
+
+def leave(session: Session, groups: Groups, batch: Batch, progress: Progress, *, takes_part: bool) -> float:
+    """Begin a step that not all ranks take part in, be interrupted, and abort; return the time from the interrupt."""
+    if not takes_part:
+        time.sleep(INTERRUPT_S)
+    else:
+        threading.Timer(INTERRUPT_S, groups.interrupt, ["the view changes"]).start()
+        with pytest.raises((WaitInterruptedError, RunError)):  # RunError: the others were earlier
+            train_step(session, batch, progress)
+    begin = time.monotonic()
+    session.abort("the view changes")
+    groups.abort("the view changes")
+    groups.abort("again")
+    return time.monotonic() - begin
+
+
+def copy_state(old: Session, new: Session) -> None:
+    """Copy weights and optimizer state from one session to another of the same stages."""
+    with torch.no_grad():
+        for source, weight in zip(old.weights, new.weights, strict=True):
+            weight.master.copy_(source.master)
+            new.optimizer.load_state_of(weight, old.optimizer.state_of([source]), weight.key)
+
+
+def test_training_continues_in_new_groups_as_if_nothing_had_happened(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = make_config(tiny_model(), tmp_path, steps=STEPS, stages=2)
+    for losses, threads, longest_s in on_ranks(4, train_in_views, tmp_path / "store", config):
+        assert losses == pytest.approx(oracle_losses(config), rel=RELATIVE)
+        assert not threads
+        assert longest_s < 5.0  # milliseconds on a machine that is not busy

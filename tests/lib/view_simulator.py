@@ -1,0 +1,285 @@
+"""Histories of elastic runs in virtual time: hosts that run `Membership` over a network that loses, delays and cuts."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from acsgd.elastic.effects import Contact, Excluded, Install, Record, Send, StopWorkers, Timing
+from acsgd.elastic.messages import Host, Message, View
+from acsgd.elastic.plan import WorkerState, make_plan
+from acsgd.elastic.views import Membership
+
+TIMING = Timing(heartbeat_s=0.5)
+STEP_S = 0.1
+"""Seconds between two attempts to complete a training step."""
+
+
+class SimulatedHost:
+    """One host: its membership, and its workers as a set of names that run a view or have stopped."""
+
+    def __init__(self, simulation: Simulation, address: str, workers: int) -> None:
+        self.simulation = simulation
+        self.address = address
+        self.workers = workers
+        self.is_alive = True
+        self.is_paused = False
+        self.inbox: list[Callable[[], None]] = []
+        """Inputs that arrived while the host was paused."""
+        self.held: tuple[int, int] | None = None
+        """(applied steps, position in the pipeline) of the state that its workers hold; the same for all of them."""
+        self.join()
+
+    def join(self) -> None:
+        """Start a new membership."""
+        simulation = self.simulation
+        self.me = Host(f"{self.address}-{next(simulation.numbers)}", self.address)
+        self.running: View | None = None
+        self.states: dict[str, WorkerState] = {}
+        self.membership = Membership(
+            self.me,
+            endpoints=simulation.endpoints,
+            min_hosts=simulation.min_hosts,
+            max_hosts=8,
+            planner=partial(make_plan, stages=simulation.stages, max_replicas=simulation.max_replicas),
+            newest=simulation.register.get(max(simulation.register, default=0)),
+            timing=TIMING,
+            now=simulation.now,
+        )
+        self.states = {str(number): WorkerState() for number in range(self.workers)}
+        self.membership.stopped(self.states)
+        simulation.at(simulation.random.uniform(0, TIMING.heartbeat_s), partial(self.on_timer, self.membership))
+
+    def on_timer(self, membership: Membership) -> None:
+        if self.is_alive and self.membership is membership:
+            if membership.newest and self.simulation.is_abandoned(membership.newest):
+                self.input(lambda: membership.abandoned(self.simulation.now))
+            self.input(lambda: membership.on_timer(self.simulation.now))
+            self.simulation.at(TIMING.heartbeat_s, partial(self.on_timer, membership))
+
+    def input(self, call: Callable[[], None]) -> None:
+        """Let the membership handle an input, now or when the host is resumed."""
+        if self.is_paused:
+            self.inbox.append(call)
+        elif self.is_alive:
+            call()
+            for effect in self.membership.take_effects():
+                self.carry_out(effect)
+
+    def carry_out(self, effect: object) -> None:
+        simulation, membership = self.simulation, self.membership
+        match effect:
+            case Send(to, message):
+                simulation.send(self, to.address, message, to.id)
+            case Contact(address, message):
+                simulation.send(self, address, message, None)
+            case StopWorkers():
+                simulation.at(simulation.random.expovariate(10), partial(self.stop_workers, membership))
+            case Record(view):
+                simulation.at(simulation.random.expovariate(20), partial(self.record, membership, view))
+            case Install(view):
+                assert simulation.register[view.epoch] == view, "a view that is not the recorded one"
+                assert self.running is None, f"view {view.epoch} is installed while the workers run another one"
+                self.running = view
+                if not self.workers:
+                    self.stop_workers(membership)
+            case Excluded():
+                self.running = None
+                self.join()
+
+    def stop_workers(self, membership: Membership) -> None:
+        """Stop the workers, and report their states."""
+        if self.is_alive and membership is self.membership:
+            if self.is_paused:
+                self.inbox.append(partial(self.stop_workers, membership))
+                return
+            self.states = {str(n): self.simulation.state_of(self, str(n)) for n in range(self.workers)}
+            self.running = None
+            self.input(lambda: membership.stopped(self.states))
+
+    def record(self, membership: Membership, view: View) -> None:
+        if not self.is_alive or membership is not self.membership:
+            return
+        if self.simulation.random.random() < self.simulation.register_loss:
+            self.input(membership.recording_failed)
+            return
+        winner = self.simulation.register.setdefault(view.epoch, view)
+        self.input(lambda: membership.recorded(winner, self.simulation.now))
+
+
+class Simulation:
+    """A run of several hosts in virtual time. Raises AssertionError when a law is broken.
+
+    The laws: a step completes only in the newest view that has completed one; hosts run only recorded views, and stop
+    before they run another one.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        hosts: int,
+        workers: int = 1,
+        stages: int = 1,
+        min_hosts: int = 1,
+        max_replicas: int | None = None,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.numbers = itertools.count()
+        self.stages, self.min_hosts, self.max_replicas = stages, min_hosts, max_replicas
+        self.endpoints = [f"host{number}:1" for number in range(min(hosts, 3))]
+        self.register: dict[int, View] = {}
+        self.register_loss = 0.0
+        self.loss = 0.0
+        """Share of messages that are lost."""
+        self.cuts: set[frozenset[str]] = set()
+        """Pairs of addresses between which nothing arrives."""
+        self.steps: list[int] = []
+        """Epoch of each completed step."""
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self.hosts = [SimulatedHost(self, f"host{number}:1", workers) for number in range(hosts)]
+        self.at(STEP_S, self._try_step)
+
+    def at(self, delay_s: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + delay_s, next(self.numbers), call))
+
+    def run(self, seconds: float) -> None:
+        """Run for some virtual seconds."""
+        end = self.now + seconds
+        while self._events and self._events[0][0] <= end:
+            self.now, _, call = heapq.heappop(self._events)
+            call()
+        self.now = end
+
+    def send(self, sender: SimulatedHost, address: str, message: Message, host_id: str | None) -> None:
+        """Deliver a message after a random delay, unless it is lost; refuse it if no process listens."""
+        delay = self.random.expovariate(50)
+        me = sender.me
+
+        def deliver() -> None:
+            receiver = next((host for host in self.hosts if host.address == address and host.is_alive), None)
+            if sender.address != address and frozenset((sender.address, address)) in self.cuts:
+                return
+            if receiver is None:
+                sender.input(partial(sender.membership.ended, address, host_id))
+            elif host_id in (None, receiver.me.id):
+                receiver.input(lambda: receiver.membership.receive(me, message, self.now))
+            elif sender.me == me:  # another process listens there by now
+                sender.input(partial(sender.membership.ended, address, host_id))
+
+        if sender.address == address or self.random.random() >= self.loss:
+            self.at(delay, deliver)
+
+    def state_of(self, host: SimulatedHost, name: str) -> WorkerState:
+        """Return the state of a worker as it stops."""
+        plan = host.running.plan if host.running else None
+        rank = plan.rank_of(f"{host.me.id}/{name}") if plan else None
+        if plan is None or rank is None:
+            return WorkerState()
+        return WorkerState(len(self.steps), rank % self.stages, True, {}, {})
+
+    def is_abandoned(self, view: View) -> bool:
+        """Return whether no host runs a view or may still install it, as its lease on the run directory shows."""
+        return not any(host.is_alive and view.has(host.me.id) for host in self.hosts)
+
+    def can_step(self, view: View) -> bool:
+        """Whether all ranks of a view run it and reach each other."""
+        members = [next((host for host in self.hosts if host.me == each), None) for each in view.hosts]
+        ranks = [host for host in members if host is None or host.me.id in view.rank_hosts()]
+        if not ranks or any(h is None or not h.is_alive or h.is_paused or h.running is not view for h in ranks):
+            return False
+        pairs = itertools.combinations([host.address for host in ranks if host], 2)
+        return not any(frozenset(pair) in self.cuts for pair in pairs)
+
+    def _try_step(self) -> None:
+        views = {host.running.epoch: host.running for host in self.hosts if host.running}
+        able = [epoch for epoch, view in views.items() if self.can_step(view)]
+        assert len(able) <= 1, f"views {able} train at the same time"
+        if able:
+            assert not self.steps or able[0] >= self.steps[-1], f"view {able[0]} trains after view {self.steps[-1]}"
+            self.steps.append(able[0])
+        self.at(STEP_S, self._try_step)
+
+    # Faults.
+
+    def kill(self, host: SimulatedHost) -> None:
+        host.is_alive = False
+        host.running = None
+
+    def restart(self, host: SimulatedHost) -> None:
+        host.is_alive, host.is_paused = True, False
+        host.inbox.clear()
+        host.join()
+
+    def resume(self, host: SimulatedHost) -> None:
+        """Continue a host that was paused; it handles what arrived meanwhile."""
+        host.is_paused = False
+        waiting, host.inbox = host.inbox, []
+        for call in waiting:
+            host.input(call)
+
+    def partition(self, part: Iterable[SimulatedHost]) -> None:
+        """Cut all links between `part` and the other hosts."""
+        inside = {host.address for host in part}
+        for a, b in itertools.combinations([host.address for host in self.hosts], 2):
+            if (a in inside) != (b in inside):
+                self.cuts.add(frozenset((a, b)))
+
+    def heal(self) -> None:
+        """Undo all cuts and losses; resume and restart all hosts."""
+        self.cuts.clear()
+        self.loss = self.register_loss = 0.0
+        for host in self.hosts:
+            if host.is_paused and host.is_alive:
+                self.resume(host)
+            elif not host.is_alive:
+                self.restart(host)
+
+
+def run_history(seed: int) -> Simulation:
+    """Run a random history of faults; then heal everything, and check that all hosts train again."""
+    choose = random.Random(f"history {seed}")
+    workers = choose.choice((1, 1, 2))
+    hosts = choose.randint(2, 5)
+    stages = choose.choice([n for n in (1, 2) if n <= hosts * workers])
+    simulation = Simulation(seed, hosts=hosts, workers=workers, stages=stages, min_hosts=choose.randint(1, hosts))
+    simulation.loss = choose.choice((0.0, 0.0, 0.02, 0.3))
+    simulation.register_loss = choose.choice((0.0, 0.3))
+    simulation.run(choose.uniform(2, 8))
+    for _ in range(choose.randint(1, 8)):
+        host = choose.choice(simulation.hosts)
+        fault = choose.choice(
+            ("kill", "restart", "pause", "resume", "partition", "cut", "heal links", "leave", "broken")
+        )
+        if fault == "kill":
+            simulation.kill(host)
+        elif fault == "restart" and not host.is_alive:
+            simulation.restart(host)
+        elif fault == "pause" and host.is_alive:
+            host.is_paused = True
+        elif fault == "resume" and host.is_alive:
+            simulation.resume(host)
+        elif fault == "partition":
+            simulation.partition(choose.sample(simulation.hosts, choose.randint(1, hosts - 1)))
+        elif fault == "cut" and hosts > 1:
+            simulation.cuts.add(frozenset(each.address for each in choose.sample(simulation.hosts, 2)))
+        elif fault == "heal links":
+            simulation.cuts.clear()
+        elif fault == "leave" and host.is_alive:
+            host.membership.leave()
+        elif fault == "broken" and host.is_alive:
+            at_step_end = choose.random() < 0.5
+            host.input(partial(host.membership.request_change, "a test", at_step_end=at_step_end))
+        simulation.run(choose.choice((0.05, 0.5, 3.0, 8.0)))
+    simulation.heal()
+    simulation.run(60)
+    before = len(simulation.steps)
+    simulation.run(5)
+    newest = simulation.register[max(simulation.register)]
+    assert len(simulation.steps) > before, f"nothing trains after everything was healed: {newest}"
+    assert len(newest.hosts) == hosts, f"{len(newest.hosts)} of {hosts} hosts are in the view: {newest}"
+    return simulation

@@ -1,0 +1,156 @@
+"""Laws of membership: at most one view trains at any time, and the run continues wherever it can."""
+
+from __future__ import annotations
+
+import pytest
+from lib.view_simulator import TIMING, Simulation, run_history
+
+HISTORIES = 150
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_random_histories(part: int) -> None:
+    """Hosts are killed, started again, paused, cut off; messages and records are lost. The simulator has the laws."""
+    steps = [len(run_history(part * HISTORIES + seed).steps) for seed in range(HISTORIES)]
+    assert min(steps) > 0
+
+
+def simulation(hosts: int, **options: int) -> Simulation:
+    """Return a run in which all hosts train together."""
+    result = Simulation(1, hosts=hosts, min_hosts=hosts, **options)
+    result.run(10)
+    assert hosts_of(result) == hosts
+    return result
+
+
+def hosts_of(result: Simulation) -> int:
+    """Return the number of hosts of the newest view, which trains."""
+    before = len(result.steps)
+    result.run(1)
+    newest = max(result.register)
+    assert len(result.steps) > before, "nothing trains"
+    assert result.steps[-1] == newest
+    return len(result.register[newest].hosts)
+
+
+@pytest.mark.parametrize("dead", [[0], [1], [0, 1], [1, 2], [0, 1, 2]])
+def test_the_others_train_on_when_any_hosts_end(dead: list[int]) -> None:
+    run = simulation(4)
+    for number in dead:
+        run.kill(run.hosts[number])
+    run.run(2)  # a port that refuses is noticed at once
+    assert hosts_of(run) == 4 - len(dead)
+
+
+def test_a_host_that_ends_while_the_next_view_is_formed_is_left_out_as_well() -> None:
+    run = simulation(4)
+    run.kill(run.hosts[3])
+    run.run(0.15)
+    run.kill(run.hosts[0])
+    run.run(3)
+    assert hosts_of(run) == 2
+
+
+def test_a_host_that_is_started_again_joins() -> None:
+    run = simulation(3)
+    run.kill(run.hosts[0])
+    run.run(3)
+    run.restart(run.hosts[0])
+    run.run(4)
+    assert hosts_of(run) == 3
+
+
+def test_in_a_partition_the_larger_part_trains_on_and_the_smaller_joins_again_afterwards() -> None:
+    run = simulation(5)
+    run.partition(run.hosts[:2])
+    run.run(4 * TIMING.silence_s)
+    assert {host.address for host in run.register[max(run.register)].hosts} == {f"host{n}:1" for n in (2, 3, 4)}
+    assert hosts_of(run) == 3
+    run.heal()
+    run.run(6)
+    assert hosts_of(run) == 5
+
+
+def test_of_two_halves_that_of_the_most_senior_host_trains_on() -> None:
+    run = simulation(4)
+    senior = run.register[max(run.register)].hosts[0].address
+    half = [host for host in run.hosts if host.address == senior][:1]
+    half += [host for host in run.hosts if host.address != senior][:1]
+    run.partition(half)
+    run.run(5 * TIMING.silence_s)
+    assert {host.address for host in run.register[max(run.register)].hosts} == {host.address for host in half}
+    assert hosts_of(run) == 2
+
+
+def test_a_host_that_was_paused_joins_again_without_disturbing_the_others() -> None:
+    run = simulation(3)
+    run.hosts[0].is_paused = True
+    run.run(4)
+    assert hosts_of(run) == 2
+    run.resume(run.hosts[0])
+    run.run(4)
+    assert hosts_of(run) == 3
+
+
+def test_a_link_between_two_hosts_that_breaks_leaves_out_one_of_them() -> None:
+    run = simulation(3)
+    run.cuts.add(frozenset((run.hosts[1].address, run.hosts[2].address)))
+    run.run(8)
+    epoch = max(run.register)
+    run.run(20)
+    assert hosts_of(run) == 2
+    assert max(run.register) == epoch  # the one that is left out does not come back before the link does
+    run.heal()
+    run.run(4)
+    assert hosts_of(run) == 3
+
+
+def test_spares_alone_do_not_continue_while_the_ranks_may_train() -> None:
+    run = simulation(3, stages=2)  # one pipeline of two hosts, and a spare
+    view = run.register[max(run.register)]
+    spare = next(host for host in run.hosts if host.me.id not in view.rank_hosts())
+    run.partition([spare])
+    run.run(60)
+    assert hosts_of(run) == 2
+    assert spare.running is None or spare.running.epoch == view.epoch
+
+
+def test_a_spare_does_not_train_while_the_ranks_are_paused_and_may_go_on() -> None:
+    run = simulation(2, max_replicas=1)
+    view = run.register[max(run.register)]
+    (trainer,) = (host for host in run.hosts if host.me.id in view.rank_hosts())
+    trainer.is_paused = True
+    run.run(60)
+    assert max(run.register) == view.epoch
+    run.resume(trainer)
+    run.run(5)
+    assert hosts_of(run) == 2
+    run.kill(trainer)  # that it has ended is certain, so the spare continues
+    run.run(5)
+    assert hosts_of(run) == 1
+
+
+def test_a_host_that_leaves_is_not_missed_and_the_last_one_stays() -> None:
+    run = simulation(2)
+    first, last = run.hosts
+    first.membership.leave()
+    run.run(1)
+    run.kill(first)
+    assert hosts_of(run) == 1
+    last.membership.leave()
+    run.run(10)
+    assert hosts_of(run) == 1
+
+
+def test_a_run_starts_again_after_all_of_its_hosts_have_ended_with_a_higher_epoch() -> None:
+    run = simulation(3)
+    before = max(run.register)
+    for host in run.hosts:
+        run.kill(host)
+    run.run(5)
+    run.min_hosts = 1
+    for host in run.hosts[:2]:
+        run.restart(host)
+    run.run(10)
+    assert hosts_of(run) == 2
+    assert max(run.register) > before
