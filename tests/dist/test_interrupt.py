@@ -124,19 +124,26 @@ def test_a_connect_can_be_interrupted_and_another_one_follows(tmp_path: Path) ->
     assert max(on_ranks(2, connect_without_peer, tmp_path / "store")) < SOON_S
 
 
+def lose_peer(rank: int, world_size: int, store: dist.Store) -> None:
+    """Form groups, and abort them while an operation waits."""
+    waits = InterruptibleWaits()
+    timer = threading.Timer(0.01, waits.interrupt, ["the view changes"])
+    with connect(Topology(rank, world_size, 1), timeout=TIMEOUT, store=store, waits=waits) as groups:
+        try:
+            assert groups.all_equal("text")
+            work = dist.irecv(torch.empty(1 << 20), 1 - rank, groups.world)
+            assert work is not None
+            timer.start()
+            waits.wait(work)
+        except (WaitInterruptedError, RuntimeError):  # the other rank may be earlier
+            groups.abort("the view changes")
+
+
 def lose_peer_often(rank: int, world_size: int, path: Path, rounds: int) -> list[tuple[int, int, int]]:
     """Form groups and abort them again and again; return file descriptors, threads and memory after each round."""
     used, store = [], dist.FileStore(str(path), world_size)
     for number in range(rounds):
-        waits, prefix = InterruptibleWaits(), dist.PrefixStore(str(number), store)
-        view = connect(Topology(rank, world_size, 1), timeout=TIMEOUT, store=prefix, waits=waits)
-        with contextlib.suppress(WaitInterruptedError, RuntimeError), view as groups:  # the other rank may be earlier
-            assert groups.all_equal("text")
-            work = dist.irecv(torch.empty(1 << 20), 1 - rank, groups.world)
-            assert work is not None
-            threading.Timer(0.01, waits.interrupt, ["the view changes"]).start()
-            waits.wait(work)
-        del groups, work, waits, view
+        lose_peer(rank, world_size, dist.PrefixStore(str(number), store))
         deadline = time.monotonic() + SOON_S
         while any(thread.name == "aborted groups" for thread in threading.enumerate()):
             assert time.monotonic() < deadline
