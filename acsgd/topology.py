@@ -245,7 +245,6 @@ def connect(topology: Topology, *, timeout: timedelta, store: dist.Store, waits:
         yield groups
     except BaseException:
         waits.interrupt("the groups are closed after an error")
-        connection.connections.shut_down()
         connection.abort(timeout_s)
         raise
     connection.close()
@@ -310,6 +309,7 @@ class _Connection:
 
     def close(self) -> None:
         """Close the groups, which are not in use any more."""
+        self.connections.close()
         if self._is_open:
             self._is_open = False
             if self._heartbeat is not None:
@@ -319,6 +319,8 @@ class _Connection:
 
     def abort(self, timeout_s: float) -> None:
         """Drop the groups, as far as they are open, without waiting for other ranks. timeout_s: of the groups."""
+        self.connections.shut_down()
+        self.connections.close()
         if self._is_open:
             self._is_open = False
             if self._heartbeat is not None:
