@@ -10,41 +10,31 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import secrets
 import socket
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from acsgd.connections import GlooConnections
 from acsgd.errors import RunError, reason
 from acsgd.launch import Launch
-from acsgd.liveness import Heartbeat, PeerWatch, heartbeat_interval_s
+from acsgd.liveness import PeerWatch, heartbeat_interval_s
+from acsgd.process_groups import MARGIN_S, ProcessGroups
 from acsgd.store import CallThread, StoreClient
-from acsgd.waits import DIRECT, SLICE_S, Waits
+from acsgd.waits import DIRECT, Waits
 
 T = TypeVar("T")
 
-_RUN_ID = "acsgd/run"
 POLL_S = 0.01
 """Seconds between two reads of the store while waiting; one read takes about 0.2 ms."""
-MIN_CONNECT_POLL_S, MAX_CONNECT_POLL_S = 0.002, 0.05
-"""Seconds between two reads of the store while groups are opened: fewer if ranks start seconds apart, which would load
-the store of many ranks."""
 STORE_TIMEOUT_S = 60.0
 """Maximum time to connect to torchrun's store, seconds."""
-MARGIN_S = 1.0
-"""Time that torch gets beyond the timeout of an operation to raise its own error, which has a reason, seconds."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +96,7 @@ class Groups:
     """Random text, equal on all ranks and different for each start."""
     waits: Waits
     """All waits of this rank for others."""
-    _connection: _Connection
+    _opened: ProcessGroups
     _rounds: Counter[str] = field(default_factory=Counter)
     """Number of text exchanges so far, by name."""
 
@@ -182,7 +172,7 @@ class Groups:
         An operation that is posted afterwards may also fail as if its peer had ended.
         """
         self.waits.interrupt(reason)
-        self._connection.connections.shut_down()  # which direct waits do not
+        self._opened.connections.shut_down()  # which direct waits do not
 
     def abort(self, reason: str) -> None:
         """Interrupt, and drop the groups, without waiting for any rank; `connect` may then form new ones.
@@ -190,7 +180,7 @@ class Groups:
         Call it in the training thread, once its threads have left their waits. Only the first call has an effect.
         """
         self.interrupt(reason)
-        self._connection.abort(self.timeout_s)
+        self._opened.abort()
 
 
 @contextlib.contextmanager
@@ -237,145 +227,20 @@ def connect(topology: Topology, *, timeout: timedelta, store: dist.Store, waits:
     time.
     """
     rank, timeout_s = topology.rank, timeout.total_seconds()
-    connection = _Connection(store, waits, rank, timeout_s)
-    waits.on_interrupt(connection.connections.shut_down)
+    opened = ProcessGroups(store, waits, rank, timeout)
+    waits.on_interrupt(opened.connections.shut_down)
+    pipelines = [topology.pipeline(replica) for replica in range(topology.replicas)]
+    peers = [topology.peers(stage_rank) for stage_rank in range(topology.stages)]
     try:
         with _connection_errors(rank, topology.world_size, timeout_s):
-            groups = connection.open(topology, timeout)
-        yield groups
+            run_id, (world, pp, dp) = opened.open(topology.world_size, [*pipelines, *peers])
+        yield Groups(pp, dp, world, opened.client, timeout_s, run_id, waits, opened)
     except BaseException:
         waits.interrupt("the groups are closed after an error")
-        connection.abort(timeout_s)
+        opened.abort()
         raise
-    connection.close()
+    opened.close()
     waits.interrupt("the groups are closed")
-
-
-class _Connection:
-    """What a rank opens to communicate with the others: threads, connections and groups."""
-
-    def __init__(self, store: dist.Store, waits: Waits, rank: int, timeout_s: float) -> None:
-        self.connections = GlooConnections()
-        self._thread = CallThread("store", waits)
-        self._client = StoreClient(store, self._thread, timeout_s=timeout_s)
-        self._store = _GroupStore(self._client, timeout_s)
-        self._waits = waits
-        self._rank = rank
-        self._heartbeat: Heartbeat | None = None
-        self._groups: list[dist.ProcessGroup] = []
-        self._is_open = False
-
-    def open(self, topology: Topology, timeout: timedelta) -> Groups:
-        """Open all groups together with the other ranks."""
-        rank, timeout_s = self._rank, timeout.total_seconds()
-        publish_host(self._client, rank)
-        if rank == 0:
-            self._client.set(_RUN_ID, secrets.token_hex(4))
-        thread = CallThread("connect", self._waits)  # torch's timeouts do not hold everywhere
-
-        def bounded(call: Callable[[], T]) -> T:
-            return thread.call(call, timeout_s=timeout_s + MARGIN_S)
-
-        def init() -> None:
-            dist.init_process_group(
-                "gloo", store=self._store, rank=rank, world_size=topology.world_size, timeout=timeout
-            )
-
-        def open_group(ranks: list[int]) -> dist.ProcessGroup:
-            group = bounded(partial(dist.new_group, ranks, timeout=timeout))
-            if rank in ranks:
-                self._groups.append(group)
-            return group
-
-        self._is_open = True
-        try:
-            bounded(init)
-            world = dist.group.WORLD
-            assert world is not None
-            self._groups.append(world)
-            # new_group is a collective of all ranks: each opens every group, in the same order, and keeps its own two.
-            pipelines = [open_group(topology.pipeline(replica)) for replica in range(topology.replicas)]
-            peers = [open_group(topology.peers(stage_rank)) for stage_rank in range(topology.stages)]
-        except BaseException:
-            self.connections.shut_down()
-            thread.close(within_s=MARGIN_S)  # torch's state is global: leave no thread that changes it
-            raise
-        thread.close()
-        self.connections.seal()
-        run_id = self._client.get(_RUN_ID)
-        self._heartbeat = Heartbeat(self._client, rank, heartbeat_interval_s(timeout_s))
-        pp, dp = pipelines[topology.replica], peers[topology.stage_rank]
-        return Groups(pp, dp, world, self._client, timeout_s, run_id, self._waits, self)
-
-    def close(self) -> None:
-        """Close the groups, which are not in use any more."""
-        self.connections.close()
-        if self._is_open:
-            self._is_open = False
-            if self._heartbeat is not None:
-                self._heartbeat.close()
-            dist.destroy_process_group()
-        self._thread.close()
-
-    def abort(self, timeout_s: float) -> None:
-        """Drop the groups, as far as they are open, without waiting for other ranks. timeout_s: of the groups."""
-        self.connections.shut_down()
-        self.connections.close()
-        if self._is_open:
-            self._is_open = False
-            if self._heartbeat is not None:
-                self._heartbeat.close(within_s=SLICE_S)
-            if not dist.is_initialized():  # torch numbers groups; only a destroyed world resets the number
-                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            dist.destroy_process_group()
-            args = self._groups, time.monotonic() + timeout_s
-            threading.Thread(target=_drop, args=args, name="aborted groups", daemon=True).start()
-        self._thread.close()
-
-
-def _drop(groups: list[dist.ProcessGroup], deadline: float) -> None:
-    """Drop each group after all other references to it, so that its destructor runs in this thread.
-
-    It waits for the collectives in progress, which may last until the timeout of the group, the deadline.
-    """
-    while groups and time.monotonic() < deadline:
-        groups[:] = [group for group in groups if sys.getrefcount(group) > _REFERENCES]
-        time.sleep(POLL_S)
-
-
-_REFERENCES = 3
-"""References to a group that only `_drop` refers to: the list, the variable, the argument of getrefcount."""
-
-
-class _GroupStore(dist.Store):
-    """Store that groups are opened with: each of its waits ends in time, and at an interrupt."""
-
-    def __init__(self, client: StoreClient, timeout_s: float) -> None:
-        super().__init__()
-        self._client = client
-        self._timeout_s = timeout_s
-
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch calls it with bytes
-        self._client.set_bytes(key, value)
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._client.get_bytes(key)
-
-    def add(self, key: str, value: int) -> int:
-        return self._client.add(key, value)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._client.has(*keys)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        started = time.monotonic()
-        while not self._client.has(*keys):
-            waited_s = time.monotonic() - started
-            if waited_s > limit_s:
-                raise RuntimeError(f"a process has not started, or has ended: {' '.join(keys)} is not in the store")
-            time.sleep(min(MAX_CONNECT_POLL_S, MIN_CONNECT_POLL_S + waited_s / 20))
 
 
 @contextlib.contextmanager
@@ -397,21 +262,6 @@ def _bounded(call: Callable[[], T], timeout_s: float) -> T:
         return thread.call(call, timeout_s=timeout_s + MARGIN_S)
     finally:
         thread.close()
-
-
-def publish_host(store: StoreClient, rank: int) -> None:
-    """Store this rank's host name, for error messages of other ranks."""
-    store.set(_host_key(rank), socket.gethostname())
-
-
-def published_host(store: StoreClient, rank: int) -> str:
-    """Return a rank's host name."""
-    key = _host_key(rank)
-    return store.get(key) if store.has(key) else "an unknown host"
-
-
-def _host_key(rank: int) -> str:
-    return f"acsgd/host/{rank}"
 
 
 def _published_key(name: str, run_id: str) -> str:

@@ -78,3 +78,21 @@ class Finish:
 
 
 Effect = Send | Contact | StopWorkers | Record | Install | Refused | Excluded | KillHung | Finish
+
+
+class Outbox:
+    """Collects the effects of an input, in order."""
+
+    def __init__(self) -> None:
+        self._effects: list[Effect] = []
+
+    def add(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def send(self, to: Host, message: Message) -> None:
+        self._effects.append(Send(to, message))
+
+    def take(self) -> list[Effect]:
+        """Return the effects since the last call."""
+        effects, self._effects = self._effects, []
+        return effects

@@ -18,7 +18,7 @@ class Presence:
         self.ended: set[str] = set()
         """Ids of hosts whose processes have ended."""
         self.leaving: set[str] = set()
-        """Ids of hosts that want to leave."""
+        """Ids of hosts that want to leave; this one may be among them."""
         self.newcomer_at = now
         """When the first message of the last newcomer arrived."""
         self._me = me
@@ -73,6 +73,10 @@ class Presence:
         if host == self._me:
             return False
         return host.id in self.ended or now - self._message_at.get(host.id, now) >= self._silence_s
+
+    def stays(self, host: Host) -> bool:
+        """Return whether a host does not want to leave."""
+        return host.id not in self.leaving
 
     def live(self, hosts: Iterable[Host], now: float) -> list[Host]:
         """Return the hosts that are not lost."""

@@ -15,10 +15,11 @@ from pathlib import Path
 from acsgd.errors import ReportedError, RunError
 from acsgd.launch import Launch
 from acsgd.liveness import FAILURES
+from acsgd.process_groups import published_host
 from acsgd.run.error_report import is_first_of_host, message_of, print_error, record_error
 from acsgd.run.signals import WATCH_S
 from acsgd.store import CallThread, Store, StoreClient, StoreError
-from acsgd.topology import STORE_TIMEOUT_S, published_host
+from acsgd.topology import STORE_TIMEOUT_S
 
 GRACE_S = 5.0
 """Upper limit, seconds, for one wait for other ranks' reports. torchrun kills after 30 s: all waits must fit in."""

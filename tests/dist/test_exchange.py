@@ -13,7 +13,7 @@ from lib.ranks import on_ranks
 
 from acsgd.errors import RunError
 from acsgd.launch import Launch
-from acsgd.topology import MARGIN_S as TORCH_MARGIN_S
+from acsgd.process_groups import MARGIN_S as TORCH_MARGIN_S
 from acsgd.topology import Topology, connect, open_store
 
 TIMEOUT_S = 2.0

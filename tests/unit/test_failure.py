@@ -18,12 +18,12 @@ import pytest
 
 from acsgd.errors import ReportedError, RunError, reason
 from acsgd.launch import Launch
+from acsgd.process_groups import publish_host
 from acsgd.run import failures as failure
 from acsgd.run.error_report import report_startup_error
 from acsgd.run.failures import FailureBoard, Report, attribute_failure, report_failure
 from acsgd.run.signals import WATCH_S
 from acsgd.store import CallThread, StoreClient, StoreError
-from acsgd.topology import publish_host
 
 HOST = socket.gethostname()
 

@@ -101,6 +101,7 @@ ORDER = """
     optim
     store
     liveness
+    process_groups
     topology
     run.stdio
     run.processes
@@ -253,6 +254,10 @@ ORDER = """
     elastic.messages
     elastic.effects
     elastic.presence
+    elastic.candidate
+    elastic.member
+    elastic.preparation
+    elastic.promises
     elastic.views
     elastic.register
     elastic.transport
@@ -297,6 +302,7 @@ POSITION = {f"acsgd.{name}": position for position, name in enumerate(ORDER.spli
 RESERVED = {
     "torch.distributed": (
         "acsgd.store",
+        "acsgd.process_groups",
         "acsgd.topology",
         "acsgd.pp.wire",
         "acsgd.dp",

@@ -1,0 +1,64 @@
+"""A host that is in no view."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from acsgd.elastic.effects import Contact, Outbox, Timing
+from acsgd.elastic.messages import Host, Join
+from acsgd.elastic.presence import Presence
+
+
+class Candidate:
+    """A host in no view: it requests to join, or forms the first view if it has the first endpoint.
+
+    me: this host; endpoints: addresses to which a host that joins turns; min_hosts: of the first view; setup: as in
+    Join.
+    """
+
+    def __init__(
+        self,
+        me: Host,
+        *,
+        endpoints: Iterable[str],
+        min_hosts: int,
+        setup: Mapping[str, str],
+        presence: Presence,
+        timing: Timing,
+        outbox: Outbox,
+    ) -> None:
+        self._me = me
+        self._endpoints = list(endpoints)
+        self._min_hosts = min_hosts
+        self._setup = dict(setup)
+        self._presence = presence
+        self._timing = timing
+        self._outbox = outbox
+
+    def differs(self, join: Join) -> tuple[str, ...]:
+        """Return the names of what a host that requests to join has different."""
+        return tuple(name for name in self._setup if join.setup.get(name) != self._setup[name])
+
+    def on_timer(self, known: Iterable[Host]) -> None:
+        """Send the request to join. known: the hosts of the newest view."""
+        for address in dict.fromkeys([*self._endpoints, *(host.address for host in known)]):
+            if address != self._me.address:
+                self._outbox.add(Contact(address, Join(self._setup)))
+
+    def may_found(self, known: Iterable[Host], now: float) -> bool:
+        """Return whether this host forms the first view: it has the first endpoint of those that answer."""
+        if self._me.address not in self._endpoints:
+            return False
+        if now - self._presence.newcomer_at < self._timing.last_call_s:
+            return False
+        candidates = self._presence.candidates(now)
+        if len(candidates) + 1 < self._min_hosts or not all(self.precedes(host) for host in candidates):
+            return False
+        return all(host.id in self._presence.ended for host in known)
+
+    def precedes(self, other: Host) -> bool:
+        """Return whether this host comes before another among the endpoints."""
+        if self._me.address not in self._endpoints:
+            return False
+        before_me = self._endpoints[: self._endpoints.index(self._me.address)]
+        return other.address not in before_me
