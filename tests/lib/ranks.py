@@ -24,11 +24,17 @@ def on_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_s: f
     with ProcessPoolExecutor(world_size, mp_context=CONTEXT, initializer=_keep, initargs=(barrier,)) as pool:
         futures = [pool.submit(_run_together, body, rank, world_size, *args) for rank in range(world_size)]
         try:
-            return [future.result(timeout=timeout_s) for future in futures]
+            errors = [future.exception(timeout=timeout_s) for future in futures]
         except TimeoutError:
             for process in list(pool._processes.values()):  # or leaving the pool would wait for them
                 process.kill()
             raise
+    failed = {rank: error for rank, error in enumerate(errors) if error is not None}
+    if failed:  # one rank often fails because another one did, and later
+        first = next(iter(failed.values()))
+        first.add_note("; ".join(f"rank {rank} failed: {error!r:.200}" for rank, error in failed.items()))
+        raise first
+    return [future.result() for future in futures]
 
 
 _barrier: Barrier
