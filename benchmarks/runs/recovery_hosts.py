@@ -157,6 +157,12 @@ class Hosts:
                 stderr=subprocess.STDOUT,
             )
 
+    def interrupt(self, name: str) -> float:
+        """Press Ctrl-C on a host; return the time.monotonic() just before."""
+        started = time.monotonic()
+        self._processes[name].send_signal(signal.SIGINT)
+        return started
+
     def start_all(self) -> None:
         """Start all hosts; return when they train."""
         for name in NAMES:
