@@ -121,6 +121,7 @@ class Daemon:
             self._is_listening.set()
         self._start(self._tick())
         await self._ended.wait()
+        self._membership = None  # handlers that are cancelled below have no effects: these would start new tasks
         self._workers.close()
         self._connections.close()
 

@@ -107,6 +107,7 @@ class LocalWorkers:
         self._workers: dict[str, _Worker] = {}
         self._server: asyncio.Server | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._is_closed = False
 
     async def listen(self, path: Path) -> None:
         """Listen at a path that only this user can open."""
@@ -114,6 +115,8 @@ class LocalWorkers:
         os.chmod(path, 0o600)
 
     def close(self) -> None:
+        """Close the server. From now on, there are no events."""
+        self._is_closed = True
         if self._server is not None:
             self._server.close()
 
@@ -210,7 +213,7 @@ class LocalWorkers:
             writer.close()
             if worker is not None and self._workers.get(worker.hello.name) is worker:
                 del self._workers[worker.hello.name]
-                if not worker.is_done:
+                if not (worker.is_done or self._is_closed):
                     self._events.on_lost(worker.hello.name)
 
     def _handle(self, worker: _Worker, message: FromWorker) -> None:

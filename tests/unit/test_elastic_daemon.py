@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
 import threading
 import time
@@ -34,6 +35,21 @@ from acsgd.elastic.plan import WorkerState
 
 TIMING = Timing(heartbeat_s=0.02, silence_s=0.4, settle_s=0.01, last_call_s=0.1)
 LIMIT_S = 20.0
+
+pytestmark = pytest.mark.filterwarnings(
+    "error::RuntimeWarning",
+    "error::pytest.PytestUnraisableExceptionWarning",
+    "error::pytest.PytestUnhandledThreadExceptionWarning",
+)
+
+
+@pytest.fixture(autouse=True)
+def complete_tasks(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fail if a daemon leaves a task behind, or an exception in one: asyncio reports that when the task is collected."""
+    yield
+    gc.collect()
+    records = [*caplog.get_records("call"), *caplog.get_records("teardown")]
+    assert not [record.getMessage() for record in records if record.name == "asyncio"]
 
 
 class Worker:
@@ -71,7 +87,8 @@ class Worker:
         for line in self._socket.makefile("rb"):
             message = from_line(line, ToWorker)
             if isinstance(message, Stop):
-                self.send(Stopped(self._state))
+                with contextlib.suppress(OSError):  # the daemon has ended meanwhile
+                    self.send(Stopped(self._state))
                 continue
             if isinstance(message, Run):
                 self._state = WorkerState(5, 0, progress={}, summary={})
