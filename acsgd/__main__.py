@@ -8,20 +8,26 @@ import sys
 from typing import NoReturn
 
 from acsgd.errors import ReportedError
-from acsgd.launch import Launch
+from acsgd.launch import Launch, forbid_restart
 from acsgd.run.signals import end_with_torchrun
 from acsgd.run.stdio import protect_streams
 
 EVAL = "eval"
 """Name of the command that evaluates."""
+INVALID = 2
+"""Exit code of a failure before training, which would be repeated."""
 
 
 def main(argv: list[str], *, prog: str) -> None:
     """Run a command, and end the process if it fails. prog: name of the command in its help."""
     try:
         run(argv, prog=prog)
-    except ReportedError as error:
-        end_process(error.exit_code)
+    except SystemExit as error:
+        if error.code == INVALID:
+            forbid_restart()
+        if isinstance(error, ReportedError):
+            end_process(error.exit_code)
+        raise
 
 
 def end_process(code: int) -> NoReturn:

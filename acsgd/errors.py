@@ -47,6 +47,10 @@ class RunError(RuntimeError):
         self.awaited = tuple(awaited)
 
 
+class RefusedError(RunError):
+    """This host cannot take part in the run: starting its workers again would not help."""
+
+
 class WaitInterruptedError(Exception):
     """The waits of this rank for other ranks were interrupted; the message says why.
 

@@ -63,6 +63,21 @@ def publish_daemon(socket: Path) -> None:
     os.environ[_DAEMON] = str(socket)
 
 
+def forbid_restart() -> None:
+    """Let torchrun of this host end after this worker, instead of starting it again: it would fail again."""
+    if daemon := os.environ.get(_DAEMON):
+        _forbidden(Path(daemon)).touch()
+
+
+def is_restart_forbidden(daemon: Path) -> bool:
+    """Return whether a worker has called `forbid_restart`. daemon: the socket of the daemon."""
+    return _forbidden(daemon).exists()
+
+
+def _forbidden(daemon: Path) -> Path:
+    return daemon.with_suffix(".failed")
+
+
 def _number(variable: str, default: int) -> int:
     text = os.environ.get(variable, str(default))
     if not text.isdecimal():

@@ -52,13 +52,23 @@ class Candidate:
         if now - self._presence.newcomer_at < self._timing.last_call_s:
             return False
         candidates = self._presence.candidates(now)
-        if len(candidates) + 1 < self._min_hosts or not all(self.precedes(host) for host in candidates):
+        if len(candidates) + 1 < self._min_hosts or not all(self.precedes(host.address) for host in candidates):
             return False
         return all(host.id in self._presence.ended for host in known)
 
-    def precedes(self, other: Host) -> bool:
-        """Return whether this host comes before another among the endpoints."""
+    def absent(self, now: float) -> str:
+        """Return for which hosts this one waits."""
+        endpoints = ",".join(address for address in self._endpoints if address != self._me.address)
+        if not self._presence.has_heard:
+            return f"no other host answers; start one, or check --rdzv-endpoint ({endpoints or 'only this host'})"
+        here = len(self._presence.candidates(now)) + 1
+        if here < self._min_hosts:
+            return f"{here} of at least {self._min_hosts} hosts (--nnodes) are here; start the others"
+        return f"the first view is formed by the host with the first endpoint that answers ({endpoints})"
+
+    def precedes(self, address: str) -> bool:
+        """Return whether this host comes before the one at an address among the endpoints."""
         if self._me.address not in self._endpoints:
             return False
         before_me = self._endpoints[: self._endpoints.index(self._me.address)]
-        return other.address not in before_me
+        return address not in before_me

@@ -8,8 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,43 +22,24 @@ from acsgd.elastic.effects import (
     Record,
     Send,
     StopWorkers,
-    Timing,
 )
+from acsgd.elastic.joining import DaemonOptions, open_membership
 from acsgd.elastic.local_workers import LocalWorkers
 from acsgd.elastic.messages import Change, Host, Message, Refused, View
-from acsgd.elastic.plan import make_plan
-from acsgd.elastic.register import ViewRegister
-from acsgd.elastic.transport import Connections
+from acsgd.elastic.refusal import refusal
+from acsgd.elastic.run_directory import RunDirectory
+from acsgd.elastic.transport import Connections, Rejection
 from acsgd.elastic.views import Membership
-from acsgd.run.lease import LeaseWatch
+from acsgd.errors import explain
 
 log = logging.getLogger(__name__)
 
-DEFAULT_TIMING = Timing()
 REJOIN_S = 0.5
 """Time between the exclusion of a host and its next request to join, seconds."""
-ABANDONED_S = 5.0
-"""Time for which nobody holds the lease on the run directory before its hosts count as ended, seconds."""
+WAIT_S = 10.0
+"""Time in no view after which a host prints for what it waits, seconds."""
 END_S = 8.0
 """Time for the daemon to start or to end, seconds."""
-VIEWS = "views"
-"""Directory of the register in the run directory."""
-
-
-@dataclass(frozen=True)
-class DaemonOptions:
-    """How a host takes part in a run."""
-
-    run: str
-    """Name of the run, torchrun's --rdzv-id."""
-    address: str
-    """host:port at which other hosts reach this one."""
-    endpoints: tuple[str, ...]
-    secret: bytes
-    min_hosts: int
-    max_hosts: int
-    timing: Timing = DEFAULT_TIMING
-    """Without the limits that are options of the run."""
 
 
 class Daemon:
@@ -75,9 +55,10 @@ class Daemon:
         self._me = Host(secrets.token_hex(4), options.address)
         self._workers = LocalWorkers(self)
         self._membership: Membership | None = None
-        self._register: ViewRegister
-        self._lease: LeaseWatch
-        self._leased_at = 0.0
+        self._directory: RunDirectory
+        self._joined_at = 0.0
+        self._notes: set[str] = set()
+        """What has been printed once."""
         self._refused: set[str] = set()
         """Ids of hosts of a view that have refused a connection."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -107,8 +88,10 @@ class Daemon:
             self._options.run,
             self._options.secret,
             sender=lambda: self._me,
+            is_in_view=lambda: self._membership is not None and self._membership.view is not None,
             on_message=self._on_message,
             on_refused=self._on_refused,
+            on_rejected=self._on_rejected,
             connect_timeout_s=self._timing.silence_s / 2,
         )
         try:
@@ -131,6 +114,7 @@ class Daemon:
                 membership.working_s = self._workers.working_s(self._timing.silence_s)
                 await self._check_lease(membership)
                 self._on_timer()
+                self._note_wait(membership)
             await asyncio.sleep(self._timing.heartbeat_s)
 
     def _expedite_change(self) -> None:
@@ -143,38 +127,33 @@ class Daemon:
 
     async def _check_lease(self, membership: Membership) -> None:
         """Report to a membership without a view that the lease on the run directory has expired, if it has."""
-        if membership.view is None and membership.newest is not None:
-            now = time.monotonic()
-            if not await asyncio.to_thread(self._lease.has_expired):
-                self._leased_at = now
-            elif now - self._leased_at >= ABANDONED_S:
-                self._input(lambda membership: membership.abandoned(now))
+        is_unknown = membership.view is None and membership.newest is not None
+        if is_unknown and await asyncio.to_thread(self._directory.is_abandoned):
+            self._input(lambda membership: membership.abandoned(time.monotonic()))
+
+    def _note_wait(self, membership: Membership) -> None:
+        now = time.monotonic()
+        if membership.view is None and now - self._joined_at >= WAIT_S:
+            self._note(f"run {self._options.run}: this host waits: {membership.candidate.absent(now)}")
+
+    def _note(self, text: str) -> None:
+        """Print a sentence, once."""
+        if text not in self._notes:
+            self._notes.add(text)
+            log.warning("%s", text)
 
     # The membership, and what it decides.
 
     def _join(self) -> None:
         """Open a membership for the workers of this host, which are ready."""
         setup = self._workers.setup
-        run_dir, options = Path(setup.run_dir), self._options
-        self._timing = replace(options.timing, silence_s=setup.silence_s, hang_s=setup.hang_s)
-        self._register = ViewRegister(run_dir / VIEWS)
-        self._lease, self._leased_at = LeaseWatch(run_dir), time.monotonic()
-        self._membership = Membership(
-            self._me,
-            endpoints=options.endpoints,
-            min_hosts=options.min_hosts,
-            max_hosts=options.max_hosts,
-            planner=partial(
-                make_plan,
-                stages=setup.stages,
-                min_replicas=setup.min_replicas,
-                max_replicas=setup.max_replicas,
-            ),
-            setup=setup.parts,
-            newest=self._register.newest(),
-            timing=self._timing,
-            now=time.monotonic(),
-        )
+        self._timing, self._joined_at = self._options.timing_of(setup), time.monotonic()
+        self._directory = RunDirectory(Path(setup.run_dir))
+        try:
+            self._membership = open_membership(self._me, self._options, setup, self._directory.register)
+        except (OSError, ValueError) as error:
+            self._workers.end(f"the views in {setup.run_dir} cannot be used: {explain(error) or error}")
+            return
         self.on_stopped()
 
     def _input(self, call: Callable[[Membership], None]) -> None:
@@ -201,8 +180,7 @@ class Daemon:
             case Excluded(left):
                 self._exclude(left=left)
             case Refused(parts):
-                where = f"run {self._options.run}: this host differs from the others in {' and '.join(parts)}"
-                self._workers.end(f"{where}; start it with the same run file, flags, data and versions")
+                self._refuse(refusal(self._options.run, parts))
             case KillHung():
                 self._workers.kill_hung(self._timing.hang_s, self._timing.silence_s)
             case Finish():
@@ -212,9 +190,9 @@ class Daemon:
     async def _record(self, view: View) -> None:
         membership = self._membership
         try:
-            recorded = await asyncio.to_thread(self._register.record, view)
+            recorded = await asyncio.to_thread(self._directory.register.record, view)
         except (OSError, ValueError) as error:
-            log.warning("view %d cannot be recorded: %s", view.epoch, error)
+            self._note(f"view {view.epoch} cannot be recorded: {explain(error) or error}")
             self._input(lambda membership: membership.recording_failed())
             return
         if membership is self._membership:
@@ -257,6 +235,22 @@ class Daemon:
         if host_id is not None and host_id not in self._refused:  # the next heartbeats to it are refused, too
             self._refused.add(host_id)
             self._expedite_change()
+
+    def _on_rejected(self, rejection: Rejection) -> None:
+        """End the workers if this host cannot take part; if it waits for others, print it."""
+        if self._membership is None or self._membership.view is not None:
+            return
+        text = f"run {self._options.run}: {rejection.address} {rejection.problem}"
+        is_first = self._membership.candidate.precedes(rejection.address)
+        if rejection.is_in_view or not is_first:  # of two hosts in no view, the first waits for others
+            self._refuse(text)
+        else:
+            self._note(text)
+
+    def _refuse(self, text: str) -> None:
+        """End the workers of this host, which cannot take part."""
+        self._membership = None
+        self._workers.end(text)
 
     # Workers of this host, as `WorkerEvents` describes.
 

@@ -18,6 +18,8 @@ from acsgd.fields import Natural, from_json
 
 MAX_BYTES = 1 << 20
 """Maximum length of a message, bytes."""
+PROTOCOL = 1
+"""Version of the protocol between daemons: a new one whenever messages change."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,10 @@ class Envelope:
         return message
 
 
+class SignatureError(ValueError):
+    """A message was not signed with the secret of the run."""
+
+
 def seal(secret: bytes, run: str, sender: Host, connection: str, number: int, message: Message) -> bytes:
     """Return the line of a message."""
     envelope = Envelope(run, sender, connection, number, type(message).__name__, asdict(message))
@@ -170,7 +176,7 @@ def unseal(secret: bytes, line: bytes) -> Envelope:
     """Return the envelope of a line. Raises ValueError if its signature or its form is wrong."""
     signature, _, text = line.rstrip(b"\n").partition(b" ")
     if not hmac.compare_digest(signature, _signature(secret, text)):
-        raise ValueError("the signature is wrong: another run, or another secret")
+        raise SignatureError("the signature is wrong: another run, or another secret")
     return from_json(Envelope, json.loads(text))
 
 

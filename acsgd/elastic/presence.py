@@ -27,6 +27,11 @@ class Presence:
         self._candidates: dict[str, tuple[Host, float]] = {}
         self._heartbeats: dict[str, Heartbeat] = {}
 
+    @property
+    def has_heard(self) -> bool:
+        """Whether a message of another host has arrived."""
+        return any(host_id != self._me.id for host_id in self._message_at)
+
     def record_message(self, host: Host, now: float) -> None:
         """Record that a message of a host arrived."""
         self._message_at[host.id] = now

@@ -31,12 +31,23 @@ class ViewRegister:
 
     def record(self, view: View) -> View:
         """Record a view unless its epoch has one; return the one that its epoch has. Raises OSError."""
+        self._write_once(self._path(view.epoch), json.dumps(asdict(view)))
+        self._path(max(0, view.epoch - KEPT)).unlink(missing_ok=True)
+        return self._read(view.epoch)
+
+    def identity(self) -> str:
+        """Return a random text, equal on all hosts that see this directory and on no others. Raises OSError."""
+        path = self._directory / "id"
+        self._write_once(path, secrets.token_hex(8))
+        return path.read_text()
+
+    def _write_once(self, path: Path, text: str) -> None:
+        """Write a file unless it exists: never in part, and not twice."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._path(view.epoch)
         new = self._directory / f".{path.name}.{secrets.token_hex(8)}"
         try:
             with new.open("x") as file:
-                json.dump(asdict(view), file)
+                file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             os.link(new, path)
@@ -44,8 +55,6 @@ class ViewRegister:
             pass
         finally:
             new.unlink(missing_ok=True)
-        self._path(max(0, view.epoch - KEPT)).unlink(missing_ok=True)
-        return self._read(view.epoch)
 
     def _path(self, epoch: int) -> Path:
         return self._directory / f"{epoch:08d}.json"

@@ -15,8 +15,11 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from acsgd.elastic.daemon import Daemon, DaemonOptions
-from acsgd.launch import publish_daemon, run_secret
+from acsgd.elastic.daemon import Daemon
+from acsgd.elastic.joining import DaemonOptions
+from acsgd.errors import explain
+from acsgd.launch import is_restart_forbidden, publish_daemon, run_secret
+from acsgd.run.error_report import print_error
 
 DEFAULT_PORT = 29400
 START_ATTEMPTS = 10
@@ -29,6 +32,7 @@ class AcsgdRendezvous(RendezvousHandler):
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._parameters = parameters
         self._daemon: Daemon | None = None
+        self._socket: Path
 
     def get_backend(self) -> str:
         return "acsgd"
@@ -38,8 +42,15 @@ class AcsgdRendezvous(RendezvousHandler):
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
+        """Start the daemon, or let torchrun start the workers again. Raises SystemExit if that is useless."""
         if self._daemon is None:
-            self._daemon = _start_daemon(self._parameters)
+            try:
+                self._daemon, self._socket = _start_daemon(self._parameters)
+            except (OSError, ValueError) as error:
+                print_error(explain(error) or str(error))
+                raise SystemExit(2) from None
+        elif is_restart_forbidden(self._socket):
+            raise SystemExit(2)
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("localhost", 0))
 
     def is_closed(self) -> bool:
@@ -65,7 +76,8 @@ def rendezvous_handler() -> type[AcsgdRendezvous]:
     return AcsgdRendezvous
 
 
-def _start_daemon(parameters: RendezvousParameters) -> Daemon:
+def _start_daemon(parameters: RendezvousParameters) -> tuple[Daemon, Path]:
+    """Start the daemon at an address that is free; return it and the path of its socket. Raises OSError, ValueError."""
     endpoints = parse_endpoints(parameters.endpoint)
     directory = Path(tempfile.mkdtemp(prefix="acsgd-"))
     for attempt in range(START_ATTEMPTS):
@@ -77,7 +89,8 @@ def _start_daemon(parameters: RendezvousParameters) -> Daemon:
             min_hosts=parameters.min_nodes,
             max_hosts=parameters.max_nodes,
         )
-        daemon = Daemon(options, directory / str(attempt))
+        path = directory / str(attempt)
+        daemon = Daemon(options, path)
         try:
             daemon.start()
         except OSError as error:
@@ -85,8 +98,8 @@ def _start_daemon(parameters: RendezvousParameters) -> Daemon:
                 continue  # another torchrun of this machine took the port meanwhile
             raise
         break
-    publish_daemon(directory / str(attempt))
-    return daemon
+    publish_daemon(path)
+    return daemon, path
 
 
 def parse_endpoints(text: str) -> tuple[str, ...]:

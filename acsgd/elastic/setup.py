@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import transformers
 
-from acsgd import __version__
 from acsgd.elastic.messages import Setup
 from acsgd.io.sources.streamed import Streamed
 from acsgd.run.inputs import Inputs
@@ -28,13 +28,13 @@ def check_elastic(job: Job) -> None:
 
 def setup_of(job: Job, inputs: Inputs) -> Setup:
     """Return what all workers of a run must have in common."""
-    parts = {
-        "options": repr(asdict(job.config)),
+    parts = _options(job) | {
         "model": job.model.config.to_json_string(),
         "data": inputs.reader.fingerprint(),
-        "versions": f"acsgd {__version__}, torch {torch.__version__}",
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "code": _digest_of_code(),
     }
-    digests = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in parts.items()}
+    digests = {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in parts.items()}
     elastic = job.config.elastic
     return Setup(
         stages=job.topology.stages,
@@ -45,3 +45,17 @@ def setup_of(job: Job, inputs: Inputs) -> Setup:
         hang_s=elastic.hang,
         parts=digests,
     )
+
+
+def _options(job: Job) -> dict[str, str]:
+    """Return the value of each option, by the name that a user types."""
+    sections = asdict(job.config)
+    return {f"{name}.{key}": repr(value) for name, section in sections.items() for key, value in section.items()}
+
+
+def _digest_of_code() -> str:
+    """Return a digest of the source files of this package."""
+    digest, package = hashlib.sha256(), Path(__file__).parents[1]
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()

@@ -9,11 +9,16 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from acsgd.elastic.messages import MAX_BYTES, Host, Message, seal, unseal
+from acsgd.elastic.messages import MAX_BYTES, PROTOCOL, Host, Message, SignatureError, seal, unseal
 
 log = logging.getLogger(__name__)
 
 GREETING_BYTES = 64
+REFUSED = b"refused\n"
+"""Answer to a message of another run."""
+OTHER_RUN = "belongs to another run: give all hosts the same --rdzv-id and the same ACSGD_SECRET"
+OTHER_PROTOCOL = "speaks another version of the protocol: install the same version of acsgd on all hosts"
+OTHER_PROGRAM = "is no daemon of acsgd: give another port in --rdzv-endpoint"
 
 
 @dataclass
@@ -23,17 +28,31 @@ class _Outgoing:
     writer: asyncio.StreamWriter
     name: str
     """Random text that the receiver chose."""
+    is_in_view: bool
+    """Whether the receiver was in a view when it was connected."""
     number: int = 0
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why the process at an address does not take messages of this host."""
+
+    address: str
+    problem: str
+    is_in_view: bool
+    """Whether that process is a host in a view."""
 
 
 class Connections:
     """The connections of one daemon.
 
-    A receiver greets each connection with a random text, which is signed with every message: what was recorded on
-    another connection is refused. A connection with a wrong signature is closed without an answer.
+    A receiver greets each connection with the version of the protocol, whether it is in a view, and a random text,
+    which is signed with every message: what was recorded on another connection is refused. No clock is involved. A
+    connection with a wrong signature is closed.
 
-    sender: returns this host; on_message: called with each message and its sender; on_refused: called with an address
-    at which no process listens, and the id of the host that was expected there.
+    sender: returns this host; is_in_view: returns whether this host is in a view; on_message: called with each message
+    and its sender; on_refused: called with an address at which no process listens, and the id of the host that was
+    expected there; on_rejected: called with each rejection.
     """
 
     def __init__(
@@ -42,15 +61,19 @@ class Connections:
         secret: bytes,
         *,
         sender: Callable[[], Host],
+        is_in_view: Callable[[], bool],
         on_message: Callable[[Host, Message], None],
         on_refused: Callable[[str, str | None], None],
+        on_rejected: Callable[[Rejection], None],
         connect_timeout_s: float,
     ) -> None:
         self._run = run
         self._secret = secret
         self._sender = sender
+        self._is_in_view = is_in_view
         self._on_message = on_message
         self._on_refused = on_refused
+        self._on_rejected = on_rejected
         self._connect_timeout_s = connect_timeout_s
         self._outgoing: dict[str, _Outgoing] = {}
         self._connecting: dict[str, asyncio.Lock] = {}
@@ -103,20 +126,28 @@ class Connections:
             return None
         except (OSError, TimeoutError, ValueError):
             return None
-        if not greeting or len(greeting) > GREETING_BYTES:
-            writer.close()
-            return None
-        outgoing = self._outgoing[address] = _Outgoing(writer, greeting.decode(errors="replace").strip())
+        match greeting.decode(errors="replace").split():
+            case ["acsgd", protocol, ("member" | "candidate") as state, name] if protocol == str(PROTOCOL):
+                outgoing = self._outgoing[address] = _Outgoing(writer, name, state == "member")
+            case parts:
+                writer.close()
+                if parts:
+                    problem = OTHER_PROTOCOL if parts[0] == "acsgd" else OTHER_PROGRAM
+                    self._on_rejected(Rejection(address, problem, is_in_view="member" in parts))
+                return None
         self._watching.add(watch := asyncio.create_task(self._watch(address, reader)))
         watch.add_done_callback(self._watching.discard)
         return outgoing
 
     async def _watch(self, address: str, reader: asyncio.StreamReader) -> None:
-        """When the other end closes a connection, find out whether its process has ended."""
+        """When the other end closes a connection, find out why, and whether its process has ended."""
+        answer = b""
         with contextlib.suppress(OSError, ValueError):
-            while await reader.read(GREETING_BYTES):
-                pass
+            while received := await reader.read(GREETING_BYTES):
+                answer = received
         outgoing = self._outgoing.pop(address, None)
+        if outgoing is not None and answer == REFUSED:
+            self._on_rejected(Rejection(address, OTHER_RUN, outgoing.is_in_view))
         if outgoing is not None and not self._is_closed:
             outgoing.writer.close()
             async with self._connecting[address]:
@@ -126,11 +157,12 @@ class Connections:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         name, number = secrets.token_hex(16), 0
         try:
-            writer.write(f"{name}\n".encode())
+            state = "member" if self._is_in_view() else "candidate"
+            writer.write(f"acsgd {PROTOCOL} {state} {name}\n".encode())
             while line := await reader.readline():
                 envelope = unseal(self._secret, line)
                 if envelope.run != self._run:
-                    raise ValueError(f"it is of run {envelope.run!r:.50}")
+                    raise SignatureError(f"it is of run {envelope.run!r:.50}")
                 if envelope.connection != name or envelope.number <= number:
                     raise ValueError("it was sent before")
                 number = envelope.number
@@ -139,5 +171,7 @@ class Connections:
             pass  # the daemon ends
         except (OSError, ValueError) as error:  # a port that is open to others gets garbage
             log.info("closed a connection from %s: %s", writer.get_extra_info("peername"), error)
+            if isinstance(error, SignatureError):
+                writer.write(REFUSED)
         finally:
             writer.close()

@@ -74,7 +74,7 @@ class Membership:
         self._timing = timing
         self._outbox = Outbox()
         self._presence = Presence(me, timing.silence_s, now)
-        self._candidate = Candidate(
+        self.candidate = Candidate(
             me,
             endpoints=endpoints,
             min_hosts=min_hosts,
@@ -172,8 +172,8 @@ class Membership:
                 self._member.receive(sender, message)
 
     def _on_join(self, sender: Host, join: Join, now: float) -> None:
-        if differing := self._candidate.differs(join):
-            if self._member is not None or self._candidate.precedes(sender):
+        if differing := self.candidate.differs(join):
+            if self._member is not None or self.candidate.precedes(sender.address):
                 self._outbox.send(sender, Refused(differing))
             return
         if self.newest is not None:
@@ -199,7 +199,7 @@ class Membership:
         if self._member is not None:
             self._member.on_timer(self.working_s, now)
         elif self._promises.are_stopped:
-            self._candidate.on_timer(self._known)
+            self.candidate.on_timer(self._known)
         if self._preparation is not None:
             self._continue_preparation(self._preparation, now)
         elif self._is_view_due(now):
@@ -209,7 +209,7 @@ class Membership:
     def _is_view_due(self, now: float) -> bool:
         """Return whether this host has to form the next view, or the first one."""
         if self._member is None:
-            return self._promises.are_stopped and self._candidate.may_found(self._known, now)
+            return self._promises.are_stopped and self.candidate.may_found(self._known, now)
         return self._member.is_change_due(self._newcomers(now), now, is_stopping=self._promises.is_requested)
 
     def _prepare(self, now: float) -> None:

@@ -19,7 +19,7 @@ from acsgd.elastic.messages import Broken, Done, End, Hello, Leave, Run, Setup, 
 from acsgd.elastic.plan import Plan, WorkerState
 from acsgd.elastic.setup import check_elastic, setup_of
 from acsgd.elastic.transfer import receive_layers, send_layers
-from acsgd.errors import RunError, WaitInterruptedError, reason
+from acsgd.errors import RefusedError, RunError, WaitInterruptedError, reason
 from acsgd.fields import from_json
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.metrics import Metrics
@@ -98,7 +98,7 @@ class ElasticWorker:
                     self._control.send(Stopped(self._report()))
                 case End(error):
                     if error is not None:
-                        raise RunError(error)
+                        raise RefusedError(error)
                     return
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class ElasticWorker:
         if plan.ranks:
             self._session = None
         elif self._session is not None and self._config.elastic.below_min == "end":
-            raise RunError(
+            raise RefusedError(
                 f"fewer than elastic.min_replicas={self._config.elastic.min_replicas} replicas of {plan.stages} stages "
                 "are left (elastic.below_min=end); start the run again on more hosts"
             )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from acsgd.errors import ReportedError, RunError
+from acsgd.errors import RefusedError, ReportedError, RunError
 from acsgd.launch import Launch
 from acsgd.liveness import FAILURES
 from acsgd.process_groups import published_host
@@ -87,7 +87,7 @@ def report_failure(store: Store, launch: Launch, end: Callable[[int], None]) -> 
                 if not (context.is_training or launch.is_one_host):  # the store may end with this rank's host
                     _wait_for(lambda: not board.silent(), context.grace_s)
         _clean_up(context)
-        raise ReportedError(context.exit_code) from error
+        raise ReportedError(2 if isinstance(error, RefusedError) else context.exit_code) from error
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,12 @@ def _clean_up(context: RunContext) -> None:
 
 
 def _settle(board: FailureBoard, report: Report, context: RunContext, launch: Launch) -> tuple[bool, str]:
-    """Return whether this rank prints the message, and the message. If the store is gone, one rank per host prints."""
+    """Return whether this rank prints the message, and the message. If the store is gone, one rank per host prints.
+
+    In an elastic run, each host is a run of its own, whose workers share no store.
+    """
+    if launch.daemon:
+        return is_first_of_host(launch), report.text
     try:
         if not board.report(report):
             _wait_for(lambda: board.published() is not None, 2 * context.grace_s)

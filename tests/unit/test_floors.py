@@ -260,7 +260,10 @@ ORDER = """
     elastic.promises
     elastic.views
     elastic.register
+    elastic.run_directory
+    elastic.refusal
     elastic.transport
+    elastic.joining
     elastic.local_workers
     elastic.daemon
     elastic.rendezvous

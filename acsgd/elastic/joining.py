@@ -1,0 +1,58 @@
+"""How a host takes part in a run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+
+from acsgd.elastic.effects import Timing
+from acsgd.elastic.messages import Host, Setup
+from acsgd.elastic.plan import make_plan
+from acsgd.elastic.register import ViewRegister
+from acsgd.elastic.views import Membership
+
+DEFAULT_TIMING = Timing()
+
+
+@dataclass(frozen=True)
+class DaemonOptions:
+    """What torchrun of this host was given."""
+
+    run: str
+    """Name of the run, torchrun's --rdzv-id."""
+    address: str
+    """host:port at which other hosts reach this one."""
+    endpoints: tuple[str, ...]
+    secret: bytes
+    min_hosts: int
+    max_hosts: int
+    timing: Timing = DEFAULT_TIMING
+    """Without the limits that are options of the run."""
+
+    def timing_of(self, setup: Setup) -> Timing:
+        """Return the timing with the limits of the run."""
+        return replace(self.timing, silence_s=setup.silence_s, hang_s=setup.hang_s)
+
+
+def open_membership(me: Host, options: DaemonOptions, setup: Setup, register: ViewRegister) -> Membership:
+    """Return the membership of a host that joins. setup: of its workers.
+
+    Raises OSError; ValueError for files that are no views.
+    """
+    return Membership(
+        me,
+        endpoints=options.endpoints,
+        min_hosts=options.min_hosts,
+        max_hosts=options.max_hosts,
+        planner=partial(
+            make_plan,
+            stages=setup.stages,
+            min_replicas=setup.min_replicas,
+            max_replicas=setup.max_replicas,
+        ),
+        setup={**setup.parts, "run directory": register.identity()},
+        newest=register.newest(),
+        timing=options.timing_of(setup),
+        now=time.monotonic(),
+    )

@@ -1,0 +1,200 @@
+"""Hosts that cannot take part in a run: one sentence on that host, and the run of the others continues."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Empty
+
+import pytest
+from lib.daemons import COMPLETE, Worker, complete_tasks, free_addresses, host
+
+from acsgd.elastic import daemon, transport
+from acsgd.elastic.messages import PROTOCOL, End, Heartbeat, Host, seal
+
+pytestmark = COMPLETE
+
+
+@pytest.fixture(autouse=True)
+def tasks(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with complete_tasks(caplog):
+        yield
+
+
+@pytest.fixture
+def addresses() -> list[str]:
+    """Three free addresses of this host."""
+    return free_addresses(3)
+
+
+def refusal(worker: Worker) -> str:
+    """Return why the daemon ends a worker."""
+    message = worker.next()
+    assert isinstance(message, End)
+    assert message.error
+    return message.error
+
+
+def assert_undisturbed(worker: Worker) -> None:
+    """Check that a worker trains on in the view that it is in."""
+    with pytest.raises(Empty):
+        worker.next(timeout_s=0.3)
+
+
+def test_a_host_is_refused_by_what_differs_and_the_run_continues(addresses: list[str], tmp_path: Path) -> None:
+    run = {"optim.lr": "1", "data.batch": "8", "model": "a", "data": "b", "versions": "c", "code": "d"}
+    with host(addresses, 0, tmp_path) as first, host(addresses, 1, tmp_path) as second:
+        a = Worker(first, tmp_path / "run", **run)
+        a.next_view()
+        for differing in (("optim.lr", "data.batch"), ("model",), ("data",), ("versions",), ("code",)):
+            b = Worker(second, tmp_path / "run", **run | dict.fromkeys(differing, "x"))
+            text = refusal(b)
+            assert text.startswith(f"run run: this host differs from the others in {' and '.join(differing)}; "), text
+            b.close()
+        assert_undisturbed(a)
+        b = Worker(second, tmp_path / "run", **run)
+        assert len(b.next_view(2).hosts) == 2
+
+
+def test_a_host_with_another_run_directory_is_refused(addresses: list[str], tmp_path: Path) -> None:
+    """The same relative log.dir may be two directories. Then the hosts would not see each other's views."""
+    with host(addresses, 0, tmp_path) as first, host(addresses, 2, tmp_path) as second:
+        a = Worker(first, tmp_path / "run")
+        a.next_view()
+        assert "differs from the others in run directory; give all hosts the same log.dir" in refusal(
+            Worker(second, tmp_path / "other")
+        )
+        assert_undisturbed(a)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_host_with_another_secret_is_refused_by_a_run(number: int, addresses: list[str], tmp_path: Path) -> None:
+    """Also if it has the first endpoint."""
+    with host(addresses, 1, tmp_path) as first:
+        a = Worker(first, tmp_path / "run")
+        a.next_view()
+        with host(addresses, number, tmp_path, secret="x") as second:
+            text = refusal(Worker(second, tmp_path / "run"))
+            assert text == f"run run: {addresses[1]} {transport.OTHER_RUN}"
+            assert_undisturbed(a)
+
+
+def test_of_two_hosts_with_different_secrets_the_one_with_the_first_endpoint_starts(
+    addresses: list[str], tmp_path: Path
+) -> None:
+    with host(addresses, 0, tmp_path) as first, host(addresses, 1, tmp_path, secret="x") as second:
+        a, b = Worker(first, tmp_path / "run"), Worker(second, tmp_path / "run")
+        assert transport.OTHER_RUN in refusal(b)
+        assert len(a.next_view().hosts) == 1
+
+
+def test_a_host_of_another_protocol_is_refused(addresses: list[str], tmp_path: Path) -> None:
+    greeting = f"acsgd {PROTOCOL + 1} member {'0' * 32}\n".encode()
+    with _greeting(greeting) as port, host([f"127.0.0.1:{port}", *addresses], 3, tmp_path) as second:
+        text = refusal(Worker(second, tmp_path / "run"))
+        assert text == f"run run: 127.0.0.1:{port} {transport.OTHER_PROTOCOL}"
+
+
+def test_a_host_that_waits_prints_for_what_once(
+    addresses: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(daemon, "WAIT_S", 0.1)
+    with host(addresses, 2, tmp_path) as third:
+        Worker(third, tmp_path / "run")
+        time.sleep(0.5)
+        endpoints = ",".join(addresses[:2])
+        text = f"no other host answers; start one, or check --rdzv-endpoint ({endpoints})"
+        assert [record.getMessage() for record in caplog.records] == [f"run run: this host waits: {text}"]
+        caplog.clear()
+        with host(addresses, 0, tmp_path, min_hosts=3) as first:
+            Worker(first, tmp_path / "run")
+            time.sleep(0.5)
+            texts = [record.getMessage() for record in caplog.records]
+    assert "run run: this host waits: 2 of at least 3 hosts (--nnodes) are here; start the others" in texts
+    assert len(set(texts)) == len(texts)
+
+
+def test_another_program_at_an_endpoint_is_named(
+    addresses: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _greeting(b"SSH-2.0-OpenSSH_9.2\r\n") as port, host([addresses[0], f"127.0.0.1:{port}"], 0, tmp_path) as first:
+        a = Worker(first, tmp_path / "run")
+        assert len(a.next_view().hosts) == 1
+    assert f"run run: 127.0.0.1:{port} {transport.OTHER_PROGRAM}" in [each.getMessage() for each in caplog.records]
+
+
+def test_a_run_directory_that_cannot_be_written_ends_this_host_alone(addresses: list[str], tmp_path: Path) -> None:
+    with host(addresses, 0, tmp_path) as first, host(addresses, 1, tmp_path) as second:
+        a = Worker(first, tmp_path / "run")
+        a.next_view()
+        (tmp_path / "file").write_text("")
+        text = refusal(Worker(second, tmp_path / "file" / "run"))
+        assert text.startswith(f"the views in {tmp_path / 'file' / 'run'} cannot be used: ")
+        assert_undisturbed(a)
+
+
+def test_garbage_on_the_port_changes_nothing(addresses: list[str], tmp_path: Path) -> None:
+    with host(addresses, 0, tmp_path) as first, host(addresses, 1, tmp_path) as second:
+        a = Worker(first, tmp_path / "run")
+        a.next_view()
+        port = int(addresses[0].rpartition(":")[2])
+        for garbage in (b"\n", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 16, b"x" * (1 << 21)):
+            _exchange(port, garbage)
+        assert_undisturbed(a)
+        b = Worker(second, tmp_path / "run")
+        assert len(b.next_view(2).hosts) == 2
+
+
+def test_a_message_that_was_recorded_is_refused_whatever_the_clock(addresses: list[str], tmp_path: Path) -> None:
+    """A message counts on one connection, once: neither is a matter of time."""
+    me = Host("x", addresses[2])
+    with host(addresses, 0, tmp_path) as first:
+        a = Worker(first, tmp_path / "run")
+        a.next_view()
+        port = int(addresses[0].rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as client, client.makefile("rb") as lines:
+            name = lines.readline().split()[-1].decode()
+            line = seal(b"s", "run", me, name, 1, Heartbeat(0))
+            client.sendall(line)
+            client.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                client.recv(1)  # it is valid, so the connection stays open
+            client.settimeout(None)
+            client.sendall(line)
+            assert not client.recv(1)  # the same number again
+        assert len(_exchange(port, line).splitlines()) == 1  # another connection: a greeting, and its end
+        assert_undisturbed(a)
+
+
+def _exchange(port: int, data: bytes) -> bytes:
+    """Send data on a new connection; return everything that is received."""
+    received = b""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(data)
+        client.shutdown(socket.SHUT_WR)
+        while part := client.recv(1 << 16):
+            received += part
+    return received
+
+
+@contextlib.contextmanager
+def _greeting(line: bytes) -> Iterator[int]:
+    """A program that greets every client with a line; yields its port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    client, _ = server.accept()
+                    client.sendall(line)
+                    client.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
