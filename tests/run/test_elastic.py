@@ -18,10 +18,19 @@ import torch
 
 from acsgd.config.run_file import parse
 from tests.lib.forks import finish
-from tests.lib.launched import TRAIN, Run, running
+from tests.lib.launched import ROOT, TRAIN, Run, running
 
 TinyModel = Callable[..., Path]
 STEPS = 120
+YEAR_S = 365 * 86400.0
+CLOCK = """
+import time
+
+real, real_ns = time.time, time.time_ns
+time.time = lambda: real() + {clock_s}
+time.time_ns = lambda: real_ns() + int({clock_s} * 10**9)
+"""
+"""Shifts the clock of all Python processes of a host."""
 LIMIT_S = 150.0
 
 
@@ -36,11 +45,13 @@ class Hosts:
             servers = [ports.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
             self._endpoints = ",".join(f"127.0.0.1:{server.getsockname()[1]}" for server in servers)
 
-    def start(self, name: str, *, min_hosts: int = 1) -> Run:
-        """Start a host, or start it again."""
+    def start(self, name: str, *, min_hosts: int = 1, clock_s: float = 0.0) -> Run:
+        """Start a host, or start it again. clock_s: by how much its clock is ahead."""
         (cwd := self._directory / name).mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{min_hosts}:4"]
-        command += ["--nproc-per-node", str(self._workers), "--max-restarts", "3", "--monitor-interval", "0.1"]
+        (cwd / "sitecustomize.py").write_text(CLOCK.format(clock_s=clock_s))
+        command = ["env", f"PYTHONPATH={cwd}:{ROOT}", sys.executable, "-m", "torch.distributed.run"]
+        command += ["--nnodes", f"{min_hosts}:4", "--nproc-per-node", str(self._workers)]
+        command += ["--max-restarts", "3", "--monitor-interval", "0.1"]
         command += ["--rdzv-backend", "acsgd", "--rdzv-endpoint", self._endpoints, "--rdzv-id", "test"]
         command += [TRAIN, str(self._run_file), "--log.dir", str(self.run_dir), *self._flags]
         return self._stack.enter_context(running(command, cwd))
@@ -118,7 +129,8 @@ def assert_same_losses(hosts: Hosts, run_file: Path, tmp_path: Path, *flags: str
 def test_a_run_of_which_hosts_end_join_and_leave_is_the_calm_run(run_file: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
         hosts = Hosts(tmp_path, run_file, stack, 1, ("--elastic.min_replicas", "2", "--checkpoint.every", "40"))
-        a, b, c = (hosts.start(name, min_hosts=3) for name in "abc")
+        clocks = {"a": 0.0, "b": -60.0, "c": YEAR_S}  # which nothing compares
+        a, b, c = (hosts.start(name, min_hosts=3, clock_s=clock_s) for name, clock_s in clocks.items())
         hosts.wait_for_step(b, 3)
         worker = next(iter(c.ranks().values()))
         kill(a)  # it has the first endpoint, and probably rank 0
@@ -159,3 +171,16 @@ def test_stages_on_hosts_that_hang_and_end(run_file: Path, tmp_path: Path) -> No
         assert a.process.wait(LIMIT_S) == 0
         assert not a.errors
         assert_same_losses(hosts, run_file, tmp_path)
+
+
+def test_an_error_in_the_options_is_printed_once_and_workers_are_not_started_again(
+    run_file: Path, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        model = tmp_path / "none"
+        host = Hosts(tmp_path, run_file, stack, 2, ("--model.name", str(model))).start("a")
+        assert host.process.wait(LIMIT_S) == 2
+        assert host.errors == [
+            f"error: model.name={model} is not a directory; give a directory or a Hugging Face id, owner/name"
+        ]
+        assert "Traceback" not in host.stderr
