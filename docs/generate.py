@@ -33,6 +33,8 @@ from acsgd.dp import MODES
 from acsgd.io import SOURCES
 from acsgd.io.telemetry.record import Record
 from acsgd.metrics import METRICS
+from acsgd.optim import OPTIMIZERS
+from acsgd.optim.schedule import RATE_SCHEDULES
 from acsgd.pp import SCHEDULES
 from acsgd.pp.wire.delta import Delta
 from acsgd.tasks import TASKS
@@ -79,6 +81,10 @@ def plugins() -> str:
         *(_plugin(name, kind) for name, kind in MODES.items()),
         "## Schedules\n\nValues of `pp.schedule`.\n",
         *(_plugin(name, kind) for name, kind in SCHEDULES.items()),
+        "## Optimizers\n\nValues of `optim.name`.\n",
+        *(_plugin(name, kind) for name, kind in OPTIMIZERS.items()),
+        "## Learning-rate schedules\n\nValues of `optim.schedule`, after the warm-up.\n",
+        *(_plugin(name, kind) for name, kind in RATE_SCHEDULES.items()),
         "## Sources\n\nNames in `data.sources` and `data.eval_sources`.\n",
         _table(("name", "content"), ((f"`{name}`", _docstring(kind)) for name, kind in SOURCES.items())),
     ]

@@ -163,15 +163,17 @@ class OptimConfig:
     """Length of the run in place of optim.steps: number of sequences of the run, divided by the number of training
     sequences of all sources; 0.5 = as many as half of them."""
     name: str = "adamw"
-    """Optimizer: "adamw", in fp32 on the master weights."""
+    """Optimizer: "adamw", "adafactor", "lion" or "sgd", in fp32 on the master weights. Modes of `dp.mode` that keep
+    second moments need AdamW's."""
     warmup: Annotated[int, COUNT_OR_NONE] = 0
     """Number of steps over which the learning rate rises linearly to its peak."""
-    schedule: Literal["linear", "cosine"] = "linear"
-    """Learning-rate decay from the peak to 0 at the last step."""
+    schedule: str = "linear"
+    """Learning rate after the warm-up: "linear" or "cosine" to 0 at the last step, "constant", "polynomial:power=2",
+    "exponential:min=0.01", or "wsd:decay=0.2", which stays at the peak and falls at the end."""
     clip: Annotated[float, Range(0, math.inf, above=True)] = 1.0
     """Maximum global gradient norm; inf = no clipping."""
     weight_decay: Annotated[float, Range(0, 1000)] = 0.01
-    """Decoupled weight decay, of matrices and embeddings only (not of norms and biases)."""
+    """Decoupled weight decay, times the learning rate, of matrices and embeddings only (not of norms and biases)."""
     betas: tuple[Annotated[float, Range(0, 1, below=True)], Annotated[float, Range(0, 1, below=True)]] = (0.9, 0.999)
     """Decay rates of AdamW's first and second moments."""
     eps: Annotated[float, Range(0, 1, above=True)] = 1e-8

@@ -41,8 +41,9 @@ class ReplicaState(NamedTuple):
     name: str
     """Name in checkpoints."""
     merge: Merge
-    shape: Callable[[Tensor], tuple[int, ...]] = weight_shape
-    """Shape of the tensor of a weight. A tensor of another shape, saved under other options, is not restored."""
+    shape: Callable[[Tensor], tuple[int, ...] | None] = weight_shape
+    """Shape of the tensor of a weight; None if this weight has none. A tensor of another shape, saved under other
+    options, is not restored."""
     single: Single = "drop"
     tied: TiedCopy = "equal"
     required: bool = True

@@ -5,7 +5,11 @@ A new optimizer is one file and one line in the table.
 
 from __future__ import annotations
 
+from acsgd.optim.adafactor import Adafactor
 from acsgd.optim.adamw import AdamW
 from acsgd.optim.base import OptimizerSpec
+from acsgd.optim.lion import Lion
+from acsgd.optim.sgd import SGD
 
-OPTIMIZERS: dict[str, type[OptimizerSpec]] = {"adamw": AdamW}
+OPTIMIZERS: dict[str, type[OptimizerSpec]] = {"adamw": AdamW, "adafactor": Adafactor, "lion": Lion, "sgd": SGD}
+"""All of them update fp32 masters."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor
 
 from acsgd.config.options import OptimConfig
-from acsgd.optim.base import PLAIN_STEP, Capability, LocalStep, SecondMoments
-from acsgd.optim.schedule import learning_rate
-from acsgd.shards.weights import StateTensor, Weight, WeightState
+from acsgd.optim.base import Capability, LocalStep, SecondMoments
+from acsgd.optim.torch_optimizer import TorchOptimizer
+from acsgd.shards.weights import StateTensor, Weight
 
 
 @dataclass(frozen=True)
@@ -34,44 +33,28 @@ class AdamW:
         return AdamWOptimizer(weights, config)
 
 
-class AdamWOptimizer:
-    """AdamW over one rank's weights. Norms and biases have no weight decay."""
+class AdamWOptimizer(TorchOptimizer):
+    """AdamW over one rank's weights."""
 
     def __init__(self, weights: Sequence[Weight], config: OptimConfig) -> None:
-        self._config = config
-        self._keys = {weight.master: weight.key for weight in weights}
-        self._rounded = [weight for weight in weights if weight.master is not weight.param]
-        matrices = [weight.master for weight in weights if weight.master.dim() > 1]
-        vectors = [weight.master for weight in weights if weight.master.dim() <= 1]  # norms and biases
-        groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
+        super().__init__(
+            weights,
+            config,
+            lambda groups: torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True),
         )
+        self._keys = {weight.master: weight.key for weight in weights}
 
-    def step(self, step: int, how: LocalStep = PLAIN_STEP) -> None:
-        """Update masters and parameters of step `step`, counted from 0, with the gradients of the masters."""
-        rate = learning_rate(step, self._config)
-        for group in self._adamw.param_groups:
-            group["lr"] = rate
+    def _update(self, step: int, rate: float, how: LocalStep) -> None:
+        for group in self._optimizer.param_groups:
             group["betas"] = (self._config.betas[0] if how.momentum else 0.0, self._config.betas[1])
-        frozen = how.frozen and any(self._adamw.state.values())  # all steps so far may have been skipped
+        frozen = how.frozen and any(self._optimizer.state.values())  # all steps so far may have been skipped
         if frozen or how.shares:
-            self._step_variant(step, rate, how, frozen=frozen)
+            self._update_variant(step, rate, how, frozen=frozen)
         else:
-            self._adamw.step()
-        if self._rounded:
-            with torch.no_grad():
-                torch._foreach_copy_([w.param for w in self._rounded], [w.master for w in self._rounded])
+            self._optimizer.step()
 
     @torch.no_grad()
-    def _step_variant(self, step: int, rate: float, how: LocalStep, *, frozen: bool) -> None:
+    def _update_variant(self, step: int, rate: float, how: LocalStep, *, frozen: bool) -> None:
         """Update the masters with frozen second moments and step count, or with those that accumulate shares.
 
         Frozen second moments are lower bounds. An element without a gradient before the freeze, such as one of the
@@ -80,10 +63,10 @@ class AdamWOptimizer:
         the other replicas had none, as is usual for a rare token. Other elements are rarely affected: their gradient
         would have to exceed `replicas` times the root of the sum of all earlier squares.
         """
-        for group in self._adamw.param_groups:
+        for group in self._optimizer.param_groups:
             beta1, beta2 = group["betas"]
             for master in group["params"]:
-                state = self._adamw.state[master]
+                state = self._optimizer.state[master]
                 if master.grad is None or (frozen and not state):
                     continue
                 if not state:
@@ -109,26 +92,9 @@ class AdamWOptimizer:
 
     def second_moments(self, weights: Sequence[Weight]) -> SecondMoments:
         """Return the second moments of some weights, not copied."""
-        states = {weight.key: self._adamw.state.get(weight.master) for weight in weights}
+        states = {weight.key: self._optimizer.state.get(weight.master) for weight in weights}
         by_key = {key: state["exp_avg_sq"] for key, state in states.items() if state}
         return SecondMoments(by_key, self._config.betas[1])
-
-    def state_of(self, weights: Sequence[Weight]) -> WeightState:
-        """Return step count and moments of some weights, not copied; empty before the first step."""
-        state: WeightState = defaultdict(dict)
-        for weight in weights:
-            for name, tensor in self._adamw.state[weight.master].items():
-                state[name][weight.key] = tensor
-        return dict(state)
-
-    def load_state_of(self, weight: Weight, state: WeightState, key: str) -> None:
-        """Load a copy of what `state_of` returned for `key` as the state of a weight."""
-        self._adamw.state[weight.master] = {
-            # AdamW keeps its step count where the weights are
-            name: by_key[key].to(weight.master.device, copy=True)
-            for name, by_key in state.items()
-            if key in by_key
-        }
 
 
 def denominator(second_moment: Tensor, beta2: float, steps: int | Tensor, eps: float) -> Tensor:

@@ -67,8 +67,11 @@ class OptimizerSpec(Protocol):
     """An optimizer as chosen by optim.name; a frozen dataclass."""
 
     capabilities: ClassVar[frozenset[Capability]]
-    states: ClassVar[tuple[StateTensor, ...]]
-    """The state of a weight, complete from its first update on; a checkpoint without it is invalid."""
+
+    @property
+    def states(self) -> tuple[StateTensor, ...]:
+        """The state of a weight, complete from its first update on; a checkpoint without it is invalid."""
+        ...
 
     def open(self, weights: Sequence[Weight], config: OptimConfig) -> Optimizer:
         """Return the optimizer of these weights."""

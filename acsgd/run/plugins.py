@@ -12,6 +12,7 @@ from acsgd.dp import MODES
 from acsgd.dp.sync import Mode
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import Capability, OptimizerSpec
+from acsgd.optim.schedule import parse_schedule
 from acsgd.pp.schedules.schedules import SCHEDULES, Schedule
 from acsgd.pp.wire.delta import Delta
 
@@ -30,6 +31,7 @@ class Plugins(NamedTuple):
 
 def parse_plugins(config: Config) -> Plugins:
     """Parse the spec strings of a configuration. Raises ValueError that names the key."""
+    parse_schedule(config.optim.schedule)  # kept in a cache for `learning_rate`
     return Plugins(
         schedule=from_spec(config.pp.schedule, SCHEDULES, key="pp.schedule"),
         forward=from_spec(config.pp.forward, {**codecs.CODECS, "delta": Delta}, key="pp.forward"),

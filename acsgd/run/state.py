@@ -13,7 +13,7 @@ import torch
 
 from acsgd.dp.resize import ReplicaState, add_tied_copy, merge_tied_copy
 from acsgd.dp.resize import restore as restore_replica
-from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents
+from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents, optimizer_spec
 from acsgd.io.checkpoint.progress import Progress, changed_options, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.io.checkpoint.saver import LayerState
@@ -62,6 +62,9 @@ def start(job: Job, inputs: Inputs, groups: Groups) -> Start:
     progress = restore(session, checkpoint)
     inputs.reader.restore(checkpoint.run.streams)
     notes.append(f"resuming from {checkpoint.path}: {progress}")
+    if not _has_same_optimizer(job, checkpoint):
+        saved, present = optimizer_spec(checkpoint.run), job.config.optim.name
+        notes.append(f"the optimizer starts without state: the checkpoint has that of {saved}, not of {present}")
     if changed := changed_options(checkpoint.run.options, recorded_options(job.config)):
         notes.append(f"options that differ from those of the checkpoint: {'; '.join(changed)}")
     return Start(session, progress, checkpoint.path, notes)
@@ -93,12 +96,16 @@ def restore(session: Session, checkpoint: Checkpoint) -> Progress:
 
     Returns the progress of that run.
     """
+    has_same_optimizer = _has_same_optimizer(session.job, checkpoint)
     for stage in session.stages.values():
         replicas: list[WeightState] = []
         for layer in stage.layers:
-            _restore_layer(session, checkpoint.shards, layer)
+            _restore_layer(session, checkpoint.shards, layer, has_same_optimizer=has_same_optimizer)
             states = _replica_states(session, checkpoint.shards, layer)
-            _restore_local_optimizer(session, layer.weights, states)
+            if has_same_optimizer:
+                _restore_local_optimizer(session, layer.weights, states)
+            else:
+                _drop_local_optimizer(states)
             _merge_layer(replicas, states)
         stage.sync.load_state_dict(replicas)
     progress = checkpoint.run.progress
@@ -126,13 +133,16 @@ def _layers_read(job: Job) -> set[int]:
     return own | tied | ({len(description.layers) - 1} if description.layers[-1].buffers else set())
 
 
-def _restore_layer(session: Session, checkpoint: ShardDirectory, layer: LoadedLayer) -> None:
+def _restore_layer(
+    session: Session, checkpoint: ShardDirectory, layer: LoadedLayer, *, has_same_optimizer: bool
+) -> None:
     description = session.job.model.description
     read = functools.cache(lambda name: (checkpoint.read(checkpoint.file_of(name)), checkpoint.state(name)))
     for weight in layer.weights:
         tensors, state = read(description.first_holder(weight.key).name)
         weight.master.copy_(tensors[weight.key])
-        session.optimizer.load_state_of(weight, state, weight.key)
+        if has_same_optimizer:
+            session.optimizer.load_state_of(weight, state, weight.key)
         if weight.param is not weight.master:
             weight.param.copy_(weight.master)
 
@@ -174,6 +184,19 @@ def _restore_local_optimizer(session: Session, weights: Sequence[Weight], saved:
     for weight in weights:
         if any(weight.key in tensors for tensors in local.values()):
             session.optimizer.load_state_of(weight, local, weight.key)
+
+
+def _drop_local_optimizer(saved: Sequence[WeightState]) -> None:
+    """Remove optimizer state that was saved per replica from `saved`, in place."""
+    for each in saved:
+        for name in [name for name in each if name.startswith(LOCAL_OPTIMIZER)]:
+            del each[name]
+
+
+def _has_same_optimizer(job: Job, checkpoint: Checkpoint) -> bool:
+    """Return whether the optimizer of this run saved the checkpoint, maybe with other options."""
+    saved, _, _ = optimizer_spec(checkpoint.run).partition(":")
+    return saved == job.config.optim.name.partition(":")[0]
 
 
 def _of_keys(state: WeightState, keys: set[str]) -> WeightState:

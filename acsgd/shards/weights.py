@@ -33,8 +33,8 @@ class StateTensor(NamedTuple):
 
     name: str
     """Name in checkpoints."""
-    shape: Callable[[Tensor], tuple[int, ...]] = weight_shape
-    """Shape of the tensor of a weight."""
+    shape: Callable[[Tensor], tuple[int, ...] | None] = weight_shape
+    """Shape of the tensor of a weight; None if this weight has no such tensor."""
     non_negative: bool = False
     """Whether no value is less than 0."""
 

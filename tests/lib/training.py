@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,20 +139,17 @@ def train_whole(
     *,
     loss: Callable[[Tensor, Tensor], Tensor] = summed_cross_entropy,
     before: Callable[[int, int, Batch], None] = lambda *_: None,
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
 ) -> list[float]:
     """Train a whole model with torch's AdamW and clip_grad_norm_, a step per batch; return the losses.
 
     loss: of logits and labels, summed over the labels. before: called with step, micro-batch and batch before each
-    forward.
+    forward. make: returns another optimizer of two parameter groups.
     """
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
-    adamw = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=optim.lr,
-        betas=optim.betas,
-        eps=optim.eps,
-    )
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = make(groups) if make else torch.optim.AdamW(groups, betas=optim.betas, eps=optim.eps)
     losses = []
     for step, batch in enumerate(batches):
         assert batch.inputs is not None
@@ -165,10 +163,10 @@ def train_whole(
             part.backward()
             total += part.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
-        for group in adamw.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, optim)
-        adamw.step()
-        adamw.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(total)
     return losses
 

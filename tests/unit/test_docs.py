@@ -28,6 +28,8 @@ from acsgd.config.spec import from_spec
 from acsgd.dp import MODES, hooks
 from acsgd.io.formats.base import Example, OptionsOfFormat, Segment
 from acsgd.io.sources.base import ReadOptions, Record, RecordCounts
+from acsgd.optim import OPTIMIZERS
+from acsgd.optim.schedule import RATE_SCHEDULES
 from acsgd.pp import SCHEDULES, Action, Op, lower, validate
 from acsgd.pp.wire.delta import Delta
 
@@ -195,7 +197,7 @@ def test_links_of_the_readme_lead_to_files() -> None:
 
 
 def _check_specs(page: str, specs: list[str]) -> None:
-    tables = {**CODECS, "delta": Delta, **MODES, **SCHEDULES}
+    tables = {**CODECS, "delta": Delta, **MODES, **SCHEDULES, **OPTIMIZERS, **RATE_SCHEDULES}
     for spec in specs:
         try:
             from_spec(spec, tables, key=page)

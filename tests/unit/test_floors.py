@@ -97,7 +97,11 @@ ORDER = """
     optim.schedule
     optim.clipping
     optim.loss_scale
+    optim.torch_optimizer
     optim.adamw
+    optim.adafactor
+    optim.lion
+    optim.sgd
     optim
     store
     liveness

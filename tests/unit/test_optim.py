@@ -15,23 +15,57 @@ from acsgd.dp import MODES
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.adamw import AdamW, AdamWOptimizer
 from acsgd.optim.base import LocalStep
-from acsgd.optim.schedule import learning_rate
-from acsgd.run.plugins import check_capabilities
+from acsgd.optim.schedule import RATE_SCHEDULES, learning_rate
+from acsgd.run.plugins import check_capabilities, parse_plugins
 from acsgd.shards.weights import Weight
 
 MODEL = ModelConfig("m")
 CONFIG = OptimConfig(lr=1.0, steps=100, warmup=10)
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_the_learning_rate_rises_to_its_peak_and_falls_to_zero(schedule: str) -> None:
-    config = dataclasses.replace(CONFIG, schedule=schedule)  # type: ignore[arg-type]
+SCHEDULES = {
+    "linear": (0.5, 0.0),
+    "linear:min=0.2": (0.6, 0.2),
+    "cosine": (0.5, 0.0),
+    "cosine:min=0.2": (0.6, 0.2),
+    "constant": (1.0, 1.0),
+    "polynomial": (0.25, 0.0),
+    "polynomial:power=3,min=0.2": (0.3, 0.2),
+    "exponential": (0.1, 0.01),
+    "exponential:min=0.25": (0.5, 0.25),
+    "wsd": (1.0, 0.0),
+    "wsd:decay=1,min=0.2": (0.6, 0.2),
+}
+"""Values halfway and at the end."""
+
+
+def test_every_schedule_is_tested() -> None:
+    assert {spec.partition(":")[0] for spec in SCHEDULES} == {*RATE_SCHEDULES}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_end(schedule: str) -> None:
+    config = dataclasses.replace(CONFIG, schedule=schedule)
     rates = [learning_rate(step, config) for step in range(101)]
     assert rates[10] == max(rates) == 1.0
     assert rates[:11] == pytest.approx([(step + 1) / 11 for step in range(11)])
     assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[55] == pytest.approx(0.5)
-    assert rates[99] > rates[100] == 0.0
+    assert (rates[55], rates[100]) == pytest.approx(SCHEDULES[schedule], abs=1e-15)
+    assert rates[99] > rates[100] or schedule == "constant"
+
+
+def test_wsd_stays_at_the_peak_until_it_falls_along_a_line() -> None:
+    config = dataclasses.replace(CONFIG, schedule="wsd:decay=0.3")
+    rates = [learning_rate(step, config) for step in range(10, 101)]
+    assert rates[:64] == [1.0] * 64
+    assert rates[63:] == pytest.approx([1 - step / 27 for step in range(28)], abs=1e-12)
+
+
+@pytest.mark.parametrize("spec", ["cosine:min=2", "exponential:min=0", "wsd:decay=0", "steps"])
+def test_a_wrong_schedule_is_refused_by_its_key(spec: str) -> None:
+    config = Config(MODEL, DataConfig("demo", sequence=8, batch=2), dataclasses.replace(CONFIG, schedule=spec))
+    with pytest.raises(ValueError, match=rf'^optim\.schedule="{spec}": '):
+        parse_plugins(config)
 
 
 def test_without_warmup_the_first_step_has_the_peak_learning_rate() -> None:

@@ -23,6 +23,7 @@ from acsgd.errors import CorruptFileError
 from acsgd.io.checkpoint.progress import RunState
 from acsgd.layers.description import LayerSpec
 from acsgd.optim import OPTIMIZERS
+from acsgd.optim.base import OptimizerSpec
 from acsgd.shards.check import FLOATING, Expected, check_tensors, expected_tensors, first_names
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.layer_tensors import layer_tensors
@@ -117,10 +118,11 @@ class Contents:
         has_updates = self.run is not None and self.run.progress.step > self.run.progress.skipped
         return {
             f"{prefix}{state.name}/{key}": Expected(
-                state.shape(weight), required=has_updates and key in originals, non_negative=state.non_negative
+                shape, required=has_updates and key in originals, non_negative=state.non_negative
             )
             for state in self.optimizer or ()
             for key, weight in weights.items()
+            if (shape := state.shape(weight)) is not None
         }
 
     def _expected_mode(self, weights: Mapping[str, Tensor], originals: Collection[str]) -> dict[str, Expected]:
@@ -128,19 +130,26 @@ class Contents:
         several = self.run is not None and self.run.replicas is not None and self.run.replicas > 1
         return {
             f"{state.name}/{key}": Expected(
-                state.shape(weight),
-                required=several and state.required and key in originals,
-                may_be_nan=state.may_be_nan,
+                shape, required=several and state.required and key in originals, may_be_nan=state.may_be_nan
             )
             for state in self.mode or ()
             for key, weight in weights.items()
+            if (shape := state.shape(weight)) is not None
         }
+
+
+def optimizer_spec(run: RunState) -> str:
+    """Return the value of optim.name of the run that saved a checkpoint."""
+    return run.options.get("optim.name") or DEFAULT_OPTIMIZER
 
 
 def _optimizer_states(run: RunState) -> Sequence[StateTensor] | None:
     """Return the state of the optimizer that saved a checkpoint; None if this installation does not have it."""
-    optimizer = OPTIMIZERS.get(run.options.get("optim.name") or DEFAULT_OPTIMIZER)
-    return optimizer.states if optimizer else None
+    try:
+        optimizer: OptimizerSpec = from_spec(optimizer_spec(run), OPTIMIZERS, key="optim.name")
+    except ValueError:
+        return None
+    return optimizer.states
 
 
 def _mode_states(run: RunState) -> Sequence[ReplicaState] | None:

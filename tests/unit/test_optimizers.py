@@ -1,0 +1,158 @@
+"""Optimizers of the table: their updates, and the state that they declare and hand over."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from acsgd.config.options import OptimConfig
+from acsgd.config.spec import from_spec
+from acsgd.optim import OPTIMIZERS
+from acsgd.optim.base import Optimizer, OptimizerSpec
+from acsgd.optim.schedule import learning_rate
+from acsgd.shards.weights import Weight
+
+CONFIG = OptimConfig(lr=0.01, steps=10, weight_decay=0.1, schedule="constant")
+SHAPES = {"matrix": (4, 3), "experts": (2, 4, 3), "norm": (4,)}
+SPECS = ("adamw", "adafactor", "lion", "sgd", "sgd:nesterov=true", "sgd:momentum=0")
+ROUNDING = 2.0**-24
+"""Largest relative error of an operation in fp32."""
+
+
+def test_every_optimizer_is_tested() -> None:
+    assert {spec.partition(":")[0] for spec in SPECS} == {*OPTIMIZERS}
+
+
+def drawn(key: str, step: int) -> Tensor:
+    """Return the gradient of a step, or with step -1 the initial weight."""
+    return torch.randn(SHAPES[key], generator=torch.Generator().manual_seed(100 * (step + 1) + len(key)))
+
+
+def new_weights(dtype: torch.dtype = torch.float32) -> list[Weight]:
+    made = []
+    for key in SHAPES:
+        master = nn.Parameter(drawn(key, -1))
+        made.append(Weight(key, master if dtype == torch.float32 else nn.Parameter(master.detach().to(dtype)), master))
+    return made
+
+
+def opened(spec: str, weights: Sequence[Weight]) -> Optimizer:
+    plugin: OptimizerSpec = from_spec(spec, OPTIMIZERS, key="optim.name")
+    return plugin.open(weights, CONFIG)
+
+
+def train(optimizer: Optimizer, weights: Sequence[Weight], steps: range) -> None:
+    for step in steps:
+        for weight in weights:
+            weight.master.grad = drawn(weight.key, step)
+        optimizer.step(step)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_state_is_what_the_optimizer_declares(spec: str) -> None:
+    """A checkpoint with anything else is refused."""
+    weights = new_weights()
+    optimizer = opened(spec, weights)
+    assert optimizer.state_of(weights) == {}
+    train(optimizer, weights, range(2))
+    held = {
+        (name, key): (tuple(tensor.shape), tensor.dtype, bool((tensor < 0).any()))
+        for name, by_key in optimizer.state_of(weights).items()
+        for key, tensor in by_key.items()
+    }
+    states = from_spec(spec, OPTIMIZERS, key="optim.name").states
+    shapes = {(state.name, weight.key): state.shape(weight.master) for state in states for weight in weights}
+    assert {each: shape for each, (shape, _, _) in held.items()} == {k: s for k, s in shapes.items() if s is not None}
+    non_negative = {state.name for state in states if state.non_negative}
+    assert all(dtype == torch.float32 for _, dtype, _ in held.values())
+    assert not any(has_negative for (name, _), (_, _, has_negative) in held.items() if name in non_negative)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_an_optimizer_continues_bit_for_bit_from_the_state_of_another(spec: str) -> None:
+    weights, others = new_weights(), new_weights()
+    optimizer = opened(spec, weights)
+    train(optimizer, weights, range(3))
+    resumed = opened(spec, others)
+    state = optimizer.state_of(weights)
+    for weight, other in zip(weights, others, strict=True):
+        other.master.data.copy_(weight.master)
+        resumed.load_state_of(other, state, weight.key)
+    train(optimizer, weights, range(3, 6))
+    train(resumed, others, range(3, 6))
+    for weight, other in zip(weights, others, strict=True):
+        assert torch.equal(weight.master, other.master)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_parameters_are_the_rounded_masters(spec: str) -> None:
+    weights = new_weights(torch.bfloat16)
+    train(opened(spec, weights), weights, range(2))
+    for weight in weights:
+        assert torch.equal(weight.param, weight.master.bfloat16())
+        assert not torch.equal(weight.master, drawn(weight.key, -1))
+
+
+def decayed(weight: Tensor, step: int) -> Tensor:
+    """Apply decoupled weight decay to matrices."""
+    return weight * (1 - learning_rate(step, CONFIG) * (CONFIG.weight_decay if weight.dim() > 1 else 0.0))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_is_its_formula_in_fp64(nesterov: bool) -> None:
+    weights, steps = new_weights(), 5
+    train(opened(f"sgd:momentum=0.8,nesterov={str(nesterov).lower()}", weights), weights, range(steps))
+    for weight in weights:
+        expected, momentum = drawn(weight.key, -1).double(), torch.zeros(SHAPES[weight.key]).double()
+        for step in range(steps):
+            grad = drawn(weight.key, step).double()
+            momentum = 0.8 * momentum + grad
+            expected = decayed(expected, step) - 0.01 * (grad + 0.8 * momentum if nesterov else momentum)
+        # of each step, 6 operations on values below 8 (weights) and .01 * 5 * 4 * 1.8 (updates)
+        assert (weight.master - expected).abs().max() <= 6 * steps * ROUNDING * 8
+
+
+def test_lion_is_its_formula_in_fp64() -> None:
+    weights, steps = new_weights(), 5
+    train(opened("lion:beta1=0.8,beta2=0.95", weights), weights, range(steps))
+    for weight in weights:
+        expected, momentum = drawn(weight.key, -1).double(), torch.zeros(SHAPES[weight.key]).double()
+        for step in range(steps):
+            grad = drawn(weight.key, step).double()
+            expected = decayed(expected, step) - 0.01 * (0.8 * momentum + 0.2 * grad).sign()
+            momentum = 0.95 * momentum + 0.05 * grad
+        assert (weight.master - expected).abs().max() <= 3 * steps * ROUNDING * 8
+
+
+def test_adafactor_is_that_of_torch() -> None:
+    weights = new_weights()
+    train(opened("adafactor:decay=-0.7,clip=2", weights), weights, range(5))
+    expected = {key: nn.Parameter(drawn(key, -1)) for key in SHAPES}
+    groups = [
+        {"params": [expected["matrix"], expected["experts"]], "weight_decay": CONFIG.weight_decay},
+        {"params": [expected["norm"]], "weight_decay": 0.0},
+    ]
+    theirs = torch.optim.Adafactor(groups, lr=CONFIG.lr, beta2_decay=-0.7, d=2.0)
+    for step in range(5):
+        for key, param in expected.items():
+            param.grad = drawn(key, step)
+        theirs.step()
+    assert all(torch.equal(weight.master, expected[weight.key]) for weight in weights)
+
+
+def test_the_learning_rate_is_that_of_the_schedule() -> None:
+    config = dataclasses.replace(CONFIG, schedule="linear", weight_decay=0.0)
+    for spec in SPECS:
+        weights = new_weights()
+        plugin: OptimizerSpec = from_spec(spec, OPTIMIZERS, key="optim.name")
+        train(plugin.open(weights, config), weights, range(10, 11))
+        assert all(torch.equal(weight.master, drawn(weight.key, -1)) for weight in weights), "0 at the end"
+
+
+def test_nesterov_needs_momentum() -> None:
+    with pytest.raises(ValueError, match=r'^optim\.name="sgd:momentum=0,nesterov=true": nesterov=true needs a mom'):
+        from_spec("sgd:momentum=0,nesterov=true", OPTIMIZERS, key="optim.name")
