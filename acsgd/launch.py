@@ -9,6 +9,9 @@ from pathlib import Path
 
 _DAEMON = "ACSGD_DAEMON"
 """Environment variable with the socket of this host's daemon, in an elastic run."""
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable with the network interface that gloo uses. Default: that to whose address the host's name
+resolves."""
 _SECRET = "ACSGD_SECRET"
 """Environment variable with the secret by which the hosts of an elastic run know each other."""
 
@@ -58,9 +61,14 @@ def run_secret() -> str | None:
     return os.environ.get(_SECRET)
 
 
-def publish_daemon(socket: Path) -> None:
-    """Give the workers that this process starts the socket of the daemon."""
+def publish_daemon(socket: Path, *, interface: str | None) -> None:
+    """Give the workers that this process starts the socket of the daemon, and gloo's network interface.
+
+    interface: None leaves the choice to gloo, as does a variable that the user has set.
+    """
     os.environ[_DAEMON] = str(socket)
+    if interface is not None:
+        os.environ.setdefault(_INTERFACE, interface)
 
 
 def forbid_restart() -> None:

@@ -7,7 +7,6 @@ store is shared. Which hosts take part is decided between the daemons.
 from __future__ import annotations
 
 import errno
-import socket
 import tempfile
 from pathlib import Path
 
@@ -15,13 +14,13 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
+from acsgd.elastic.addresses import find_address, find_interface, parse_endpoints
 from acsgd.elastic.daemon import Daemon
 from acsgd.elastic.joining import DaemonOptions
 from acsgd.errors import explain
 from acsgd.launch import is_restart_forbidden, publish_daemon, run_secret
 from acsgd.run.error_report import print_error
 
-DEFAULT_PORT = 29400
 START_ATTEMPTS = 10
 """Number of addresses that a host tries."""
 
@@ -81,9 +80,10 @@ def _start_daemon(parameters: RendezvousParameters) -> tuple[Daemon, Path]:
     endpoints = parse_endpoints(parameters.endpoint)
     directory = Path(tempfile.mkdtemp(prefix="acsgd-"))
     for attempt in range(START_ATTEMPTS):
+        address = find_address(endpoints, parameters.local_addr)
         options = DaemonOptions(
             run=parameters.run_id,
-            address=find_address(endpoints, parameters.local_addr),
+            address=address,
             endpoints=endpoints,
             secret=(run_secret() or parameters.run_id).encode(),
             min_hosts=parameters.min_nodes,
@@ -98,59 +98,5 @@ def _start_daemon(parameters: RendezvousParameters) -> tuple[Daemon, Path]:
                 continue  # another torchrun of this machine took the port meanwhile
             raise
         break
-    publish_daemon(path)
+    publish_daemon(path, interface=find_interface(address, endpoints))
     return daemon, path
-
-
-def parse_endpoints(text: str) -> tuple[str, ...]:
-    """Return host:port of each endpoint of --rdzv-endpoint. Raises ValueError that says what to type."""
-    endpoints = []
-    for part in text.split(","):
-        host, colon, port = part.strip().rpartition(":")
-        if not colon:
-            host, port = port, str(DEFAULT_PORT)
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(
-                f"--rdzv-endpoint={text}: {part.strip() or 'an empty part'} is not host:port; give one or more hosts, "
-                f"such as hostA:{DEFAULT_PORT},hostB:{DEFAULT_PORT}"
-            )
-        endpoints.append(f"{host}:{port}")
-    return tuple(dict.fromkeys(endpoints))
-
-
-def find_address(endpoints: tuple[str, ...], local_address: str | None) -> str:
-    """Return host:port at which other hosts reach this one.
-
-    It is the first endpoint that is this host's and whose port is free; else a free port of `local_address` (torchrun's
-    --local-addr), or of the address from which this host reaches the first endpoint. Raises OSError if it reaches none.
-    """
-    for endpoint in endpoints:
-        host, _, port = endpoint.rpartition(":")
-        if _can_bind(host, int(port)):
-            return endpoint
-    host = local_address or _address_towards(endpoints)
-    with socket.create_server((host, 0)) as server:
-        return f"{host}:{server.getsockname()[1]}"
-
-
-def _can_bind(host: str, port: int) -> bool:
-    """Return whether an address is of this host, and nothing listens there."""
-    try:
-        with socket.create_server((host, port)):
-            return True
-    except OSError:
-        return False
-
-
-def _address_towards(endpoints: tuple[str, ...]) -> str:
-    errors = []
-    for endpoint in endpoints:
-        host, _, port = endpoint.rpartition(":")
-        try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, int(port)))  # sends nothing
-                address: str = probe.getsockname()[0]
-                return address
-        except OSError as error:
-            errors.append(f"{endpoint}: {error}")
-    raise OSError(f"no endpoint of --rdzv-endpoint can be reached ({'; '.join(errors)})")

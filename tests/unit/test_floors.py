@@ -270,6 +270,7 @@ ORDER = """
     elastic.joining
     elastic.local_workers
     elastic.daemon
+    elastic.addresses
     elastic.rendezvous
     elastic.control
     elastic.transfer
