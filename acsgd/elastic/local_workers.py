@@ -35,8 +35,6 @@ log = logging.getLogger(__name__)
 
 STOP_S = 8.0
 """Time for workers to stop, seconds; then they are killed, and torchrun starts them again."""
-STEP_END_S = 60.0
-"""Time for workers to complete their step and to stop, seconds."""
 
 
 class WorkerEvents(Protocol):
@@ -156,12 +154,15 @@ class LocalWorkers:
         return True
 
     def stop(self, *, at_step_end: bool) -> None:
-        """Request all workers to stop; kill those that do not within a limit."""
+        """Request all workers to stop; kill those that do not within STOP_S.
+
+        at_step_end: after their step, which has no limit of its own: a step may take minutes, a save even longer.
+        """
         self._cancel_deadline()
         for worker in self._workers.values():
             worker.send(Stop(at_step_end))
-        limit_s = STEP_END_S if at_step_end else STOP_S
-        self._deadline = asyncio.get_running_loop().call_later(limit_s, self._kill_late, limit_s)
+        if not at_step_end:
+            self._deadline = asyncio.get_running_loop().call_later(STOP_S, self._kill_late)
 
     def end(self, error: str | None) -> None:
         """Request all workers to end. error: why, if it is a failure; one of them reports it."""
@@ -182,10 +183,10 @@ class LocalWorkers:
                 log.warning("worker %s is killed: it has not moved for %.0f s, and all others wait", name, seconds)
                 worker.kill()
 
-    def _kill_late(self, limit_s: float) -> None:
+    def _kill_late(self) -> None:
         for name, worker in self._workers.items():
             if worker.state is None:
-                log.warning("worker %s is killed: it did not stop within %g s", name, limit_s)
+                log.warning("worker %s is killed: it did not stop within %g s", name, STOP_S)
                 worker.kill()
 
     def _cancel_deadline(self) -> None:

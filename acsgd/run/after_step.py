@@ -6,6 +6,7 @@ from acsgd.io.sampling.held_out import HeldOut
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.metrics import describe
 from acsgd.run.checkpointing import Checkpointing
+from acsgd.run.control import StepSummary
 from acsgd.run.inputs import Inputs
 from acsgd.run.loop_state import LoopState
 from acsgd.run.session import Session
@@ -23,13 +24,19 @@ def evaluate_log_save(
         evaluation = evaluate(session, inputs.held_out, progress.step, metrics)
         progress = progress.evaluated(evaluation)
         is_best = progress.improves(state.progress, config.checkpoint.best)
-    save = state.is_stopped or summary.save or _is_due(progress.step, config.checkpoint.every_steps, steps)
+    must_save = state.is_stopped or is_handed_over(summary) or summary.save
+    save = must_save or _is_due(progress.step, config.checkpoint.every_steps, steps)
     stall_s = checkpointing.copy_state(progress, due=save, best=is_best)
     if state.record is not None:
         state.record = state.record._replace(save_stall_s=stall_s, evaluation=evaluation)
         metrics.log(state.record)
     checkpointing.start_write()  # after the log, so that no checkpoint is ahead of metrics.jsonl
     state.progress, state.is_open = progress, False
+
+
+def is_handed_over(summary: StepSummary) -> bool:
+    """Return whether the run pauses, and hosts then leave that alone hold some weights: others need a checkpoint."""
+    return summary.pause and summary.loses_stage
 
 
 def evaluate(session: Session, held_out: HeldOut, step: int, metrics: Metrics) -> dict[str, float]:

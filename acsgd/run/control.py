@@ -96,6 +96,8 @@ class StepSummary:
     """Whether any rank reports a failed save."""
     pause: bool
     """Whether any rank votes to pause."""
+    loses_stage: bool
+    """Whether all ranks with the same stages vote to stop, so that nobody else holds these weights."""
 
     @classmethod
     def of(cls, rows: Tensor, topology: Topology) -> StepSummary:
@@ -105,6 +107,7 @@ class StepSummary:
         """
         _check_texts([StepReport(*row).checksum for row in rows.tolist()])
         by_replica = rows.view(topology.replicas, topology.stages, -1)
+        by_stage = by_replica.transpose(0, 1)
         total = StepReport(*rows.sum(0).tolist())
         replicas = [StepReport(*row) for row in by_replica.sum(1).tolist()]
         largest = StepReport(*by_replica[topology.replica].amax(0).tolist())
@@ -125,6 +128,7 @@ class StepSummary:
             save=total.save_votes > 0,
             failed_save=total.failed_saves > 0,
             pause=total.pause_votes > 0,
+            loses_stage=any(all(StepReport(*row).stop_votes for row in peers) for peers in by_stage.tolist()),
         )
 
 

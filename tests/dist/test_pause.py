@@ -1,0 +1,66 @@
+"""Runs that pause for the next view of an elastic run: what is saved if ranks leave then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lib.forks import checkpoints_of, finish, make_config, save_model, started
+
+from acsgd import train
+from acsgd.config.options import CheckpointConfig, Config
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.sampling.batches import Batch
+from acsgd.run.loop_state import LoopState
+from acsgd.run.session import Session, StepResult
+from acsgd.run.signals import StopSignals
+
+STEPS, PAUSED = 6, 4
+"""Steps of the run; steps before the pause."""
+
+
+def pause(rank: int, leaving: Sequence[int]) -> None:
+    """Let this rank pause after PAUSED steps, and before that receive a stop signal if it leaves."""
+    run_steps, train_step, state = train.run_steps, train.train_step, LoopState(Progress(), is_elastic=True)
+    received: list[StopSignals] = []
+
+    def paused_run_steps(session: Session, progress: Progress, *args: Any) -> None:
+        state.progress = progress
+        received.append(args[-1])
+        run_steps(session, progress, *args, state)
+        assert (state.progress.step, state.is_stopped) == (PAUSED, False)
+
+    def disturbed_step(session: Session, batch: Batch, before: Progress, *args: Any, **options: Any) -> StepResult:
+        result = train_step(session, batch, before, *args, **options)
+        if result.progress.step == PAUSED - 1:  # the signal comes first: the pause is its result
+            state.pause_requested = True
+            received[0].received = "SIGINT" if rank in leaving else None
+        return result
+
+    train.run_steps, train.train_step = paused_run_steps, disturbed_step
+
+
+def paused(directory: Path, leaving: Sequence[int]) -> Config:
+    """Train until the pause; return the config."""
+    model = save_model(directory / "model")
+    config = make_config(
+        model, directory / "run", processes=4, steps=STEPS, checkpoint=CheckpointConfig(every=str(STEPS))
+    )
+    with started(config, 4, setup=partial(pause, leaving=leaving), fsync_s=0.01) as run:
+        assert run.join() == [0] * 4, run.stderr
+    return config
+
+
+def test_a_pause_saves_nothing_if_some_who_stay_hold_each_stage(tmp_path: Path) -> None:
+    """Ranks 0 and 2 have the first stage."""
+    assert checkpoints_of(paused(tmp_path, leaving=(0, 3))).steps() == []
+
+
+def test_no_step_is_lost_if_all_holders_of_a_stage_leave(tmp_path: Path) -> None:
+    config = paused(tmp_path / "paused", leaving=(0, 1, 3))
+    assert checkpoints_of(config).steps() == [PAUSED]
+    calm = replace(config, log=replace(config.log, dir=str(tmp_path / "calm")))
+    assert finish(config, 4) == finish(calm, 4)
