@@ -129,7 +129,7 @@ def test_toml_blocks_and_training_commands_parse(tmp_path: Path) -> None:
         parse([str(path), *(f"--{key}={value}" for key, value in REQUIRED.items() if key not in given)])
         seen += 1
     for page, words in commands():
-        for script in ("train.py", "slurm/train.sbatch"):
+        for script in ("train.py", "slurm/train.sbatch", "slurm/elastic.sbatch"):
             if script in words and "--help" not in words:
                 arguments = words[words.index(script) + (1 if script == "train.py" else 2) :]
                 try:
