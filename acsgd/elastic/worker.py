@@ -76,8 +76,9 @@ class ElasticWorker:
         self._is_lock_holder = False
         self._has_dropped_save = False
         self._view: View | None = None
-        """The view in which this worker has trained last."""
-        self._stopped_at = time.monotonic()
+        """The view in which this worker has trained last, or has waited while others trained."""
+        self._stopped_at: float | None = time.monotonic()
+        """When training stopped in the view before; None on a spare while others train."""
         self._store = _open_store()
 
     def run(self, setup: Setup, signals: StopSignals, context: RunContext) -> None:
@@ -94,6 +95,7 @@ class ElasticWorker:
                         self._control.send(Done())
                         return
                 case Stop():
+                    self._stopped_at = self._stopped_at or time.monotonic()
                     self._store = _open_store()
                     self._control.send(Stopped(self._report()))
                 case End(error):
@@ -130,7 +132,7 @@ class ElasticWorker:
         self._roll_forward(view.plan, name)
         rank = view.plan.rank_of(name)
         if rank is None:
-            self._wait_as_spare(view.plan)
+            self._wait_as_spare(view)
             return False
         waits, before = InterruptibleWaits(), self._session
         self._state.has_reported = self._state.pause_requested = False
@@ -152,10 +154,11 @@ class ElasticWorker:
         assert self._session is not None
         return self._state.is_stopped or self._state.progress.step >= self._session.job.config.optim.num_steps
 
-    def _wait_as_spare(self, plan: Plan) -> None:
+    def _wait_as_spare(self, view: View) -> None:
         """Drop the state, which others change from now on; keep it if nobody trains."""
+        plan = view.plan
         if plan.ranks:
-            self._session = None
+            self._session, self._view, self._stopped_at = None, view, None
         elif self._session is not None and self._config.elastic.below_min == "end":
             raise RefusedError(
                 f"fewer than elastic.min_replicas={self._config.elastic.min_replicas} replicas of {plan.stages} stages "
@@ -201,6 +204,7 @@ class ElasticWorker:
             if self._has_dropped_save:
                 checkpointing.request_save()
             groups.wait_for_all("setting up", timeout_s=job.disk_timeout_s)
+            assert self._stopped_at is not None
             metrics.event(view_event(view, self._view, begin.progress.step, time.monotonic() - self._stopped_at))
             self._view = view
             context.start_training()
