@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from dataclasses import dataclass
@@ -74,7 +75,8 @@ def publish_daemon(socket: Path, *, interface: str | None) -> None:
 def forbid_restart() -> None:
     """Let torchrun of this host end after this worker, instead of starting it again: it would fail again."""
     if daemon := os.environ.get(_DAEMON):
-        _forbidden(Path(daemon)).touch()
+        with contextlib.suppress(OSError):  # torchrun has ended already
+            _forbidden(Path(daemon)).touch()
 
 
 def is_restart_forbidden(daemon: Path) -> bool:

@@ -6,7 +6,9 @@ store is shared. Which hosts take part is decided between the daemons.
 
 from __future__ import annotations
 
+import atexit
 import errno
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -79,6 +81,7 @@ def _start_daemon(parameters: RendezvousParameters) -> tuple[Daemon, Path]:
     """Start the daemon at an address that is free; return it and the path of its socket. Raises OSError, ValueError."""
     endpoints = parse_endpoints(parameters.endpoint)
     directory = Path(tempfile.mkdtemp(prefix="acsgd-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     for attempt in range(START_ATTEMPTS):
         address = find_address(endpoints, parameters.local_addr)
         options = DaemonOptions(
