@@ -240,6 +240,10 @@ class Simulation:
                 self.restart(host)
 
 
+HEALED_S, CHECK_S = 60, 5
+"""Simulated time within which all hosts train again, and between two checks of that, seconds."""
+
+
 def run_history(seed: int) -> Simulation:
     """Run a random history of faults; then heal everything, and check that all hosts train again."""
     choose = random.Random(f"history {seed}")
@@ -276,10 +280,10 @@ def run_history(seed: int) -> Simulation:
             host.input(partial(host.membership.request_change, "a test", at_step_end=at_step_end))
         simulation.run(choose.choice((0.05, 0.5, 3.0, 8.0)))
     simulation.heal()
-    simulation.run(60)
-    before = len(simulation.steps)
-    simulation.run(5)
-    newest = simulation.register[max(simulation.register)]
-    assert len(simulation.steps) > before, f"nothing trains after everything was healed: {newest}"
-    assert len(newest.hosts) == hosts, f"{len(newest.hosts)} of {hosts} hosts are in the view: {newest}"
-    return simulation
+    for _ in range(HEALED_S // CHECK_S):
+        before = len(simulation.steps)
+        simulation.run(CHECK_S)
+        newest = simulation.register[max(simulation.register)]
+        if len(simulation.steps) > before and len(newest.hosts) == hosts:
+            return simulation
+    raise AssertionError(f"after everything was healed, not all {hosts} hosts train within {HEALED_S} s: {newest}")

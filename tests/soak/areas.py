@@ -10,6 +10,7 @@ from tests.soak.data import Data
 from tests.soak.kills import Kills
 from tests.soak.leases import Leases, LeasesOnFuse
 from tests.soak.network import Network
+from tests.soak.views import Views
 from tests.soak.wire import Wire
 
 AREAS: dict[str, type[Area]] = {
@@ -22,4 +23,5 @@ AREAS: dict[str, type[Area]] = {
     "leases": Leases,
     "leases_on_fuse": LeasesOnFuse,
     "network": Network,
+    "views": Views,
 }
