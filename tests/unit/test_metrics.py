@@ -14,6 +14,7 @@ from lib.records import RECORD
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
 from acsgd.io.telemetry.metrics import Metrics
+from acsgd.io.telemetry.record import Event
 from acsgd.io.telemetry.terminal import PLAIN_LINES
 
 LINE = {name: value for name, value in RECORD._asdict().items() if name != "evaluation"}
@@ -119,6 +120,21 @@ def test_a_return_to_an_earlier_step_drops_later_lines(back_to: int, resumed_at:
             metrics.log(RECORD._replace(step=step))
             assert [line["step"] for line in read_lines(tmp_path)] == list(range(1, step + 1))
     assert {path.name for path in tmp_path.iterdir()} == {"config.toml", "metrics.jsonl"}
+
+
+@pytest.mark.parametrize("back_to", [0, 2, 4])
+def test_the_event_of_a_return_to_an_earlier_step_is_kept_behind_the_dropped_lines(
+    back_to: int, tmp_path: Path
+) -> None:
+    """The event is written before the first repeated step drops the lines."""
+    with Metrics.open(configure("jsonl"), tmp_path, resumed_at=0, is_main=True) as metrics:
+        for step in range(1, 5):
+            metrics.log(RECORD._replace(step=step))
+        metrics.event(Event("view", back_to, "", {"hosts": 2}))
+        metrics.log(RECORD._replace(step=back_to + 1))
+    steps = [LINE | {"step": step} for step in range(1, back_to + 2)]
+    event = {"event": "view", "after_step": back_to, "hosts": 2}
+    assert read_lines(tmp_path) == [*steps[:-1], event, steps[-1]]
 
 
 def test_a_return_to_an_earlier_step_drops_unwritten_lines(tmp_path: Path) -> None:

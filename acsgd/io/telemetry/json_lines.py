@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -87,11 +88,16 @@ class JsonLinesSink:
         return self._file.read()
 
     def _rewind(self, step: int) -> None:
-        """Drop the lines after `step`, written and unwritten, by one truncation, which also works on a full disk."""
+        """Drop the lines after `step`, written and unwritten.
+
+        The event of the return to this step comes after them. It is written again behind the truncated part, so that a
+        full disk has room for it.
+        """
         written = self._written()
-        kept = b"".join(_lines_until((written + self._unwritten).splitlines(), step))
-        self._file.truncate(min(len(kept), len(written)))
-        self._unwritten = kept[len(written) :]
+        kept = list(_lines_until((written + self._unwritten).splitlines(), step))
+        unchanged = _count_common(written.splitlines(keepends=True), kept)
+        self._file.truncate(sum(map(len, kept[:unchanged])))
+        self._unwritten = b"".join(kept[unchanged:])
 
     def _write(self) -> None:
         while self._unwritten:
@@ -118,3 +124,9 @@ def _lines_until(lines: Iterable[bytes], step: int) -> Iterator[bytes]:
             continue
         if is_kept:
             yield line.rstrip() + b"\n"
+
+
+def _count_common(lines: list[bytes], others: list[bytes]) -> int:
+    """Return the number of lines at the start that are the same in both lists."""
+    pairs = zip(lines, others, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
