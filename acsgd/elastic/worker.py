@@ -88,13 +88,18 @@ class ElasticWorker:
         """
         name, size = str(self._launch.local_rank), self._launch.local_world_size
         self._control.send(Hello(name, size, os.getpid(), setup, self._report()))
+        has_reported = True
         while True:
             match self._control.next_message():
                 case Run(view, worker):
+                    has_reported = False
                     if self._run_view(view, worker, signals, context):
                         self._control.send(Done())
                         return
+                case Stop() if has_reported:
+                    pass  # a more urgent request; a second report could reach the daemon when the next view runs
                 case Stop():
+                    has_reported = True
                     self._stopped_at = self._stopped_at or time.monotonic()
                     self._store = _open_store()
                     self._control.send(Stopped(self._report()))

@@ -77,7 +77,8 @@ class SimulatedHost:
             case Contact(address, message):
                 simulation.send(self, address, message, None)
             case StopWorkers():
-                simulation.at(simulation.random.expovariate(10), partial(self.stop_workers, membership))
+                stop = partial(self.stop_workers, membership, self.running)
+                simulation.at(simulation.random.expovariate(10), stop)
             case Record(view):
                 simulation.at(simulation.random.expovariate(20), partial(self.record, membership, view))
             case Install(view):
@@ -85,16 +86,19 @@ class SimulatedHost:
                 assert self.running is None, f"view {view.epoch} is installed while the workers run another one"
                 self.running = view
                 if not self.workers:
-                    self.stop_workers(membership)
+                    self.stop_workers(membership, view)
             case Excluded():
                 self.running = None
                 self.join()
 
-    def stop_workers(self, membership: Membership) -> None:
-        """Stop the workers, and report their states."""
-        if self.is_alive and membership is self.membership:
+    def stop_workers(self, membership: Membership, view: View | None) -> None:
+        """Stop the workers, and report their states, once: requests reach them in order, before the next view does.
+
+        view: that they ran when this was requested.
+        """
+        if self.is_alive and membership is self.membership and self.running is view:
             if self.is_paused:
-                self.inbox.append(partial(self.stop_workers, membership))
+                self.inbox.append(partial(self.stop_workers, membership, view))
                 return
             self.states = {str(n): self.simulation.state_of(self, str(n)) for n in range(self.workers)}
             self.running = None

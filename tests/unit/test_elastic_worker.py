@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
-from acsgd.elastic.worker import open_metrics
+from acsgd.elastic.messages import End, Hello, Run, Setup, Stop, Stopped, View
+from acsgd.elastic.plan import Plan
+from acsgd.elastic.worker import ElasticWorker, open_metrics
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.record import Record
+from acsgd.launch import Launch
+from acsgd.run.failures import RunContext
 from acsgd.run.loop_state import LoopState
+from acsgd.run.signals import StopSignals
 
 
 def record(step: int) -> Record:
@@ -32,3 +38,29 @@ def test_a_new_rank_0_logs_the_last_step_unless_the_rank_0_before_has(tmp_path: 
     with open_metrics(config, state) as metrics:
         metrics.log(record(4))
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+class Script:
+    """Stands for the daemon: gives messages, and records the answers."""
+
+    def __init__(self, *messages: Run | Stop | End) -> None:
+        self.messages = list(messages)
+        self.sent: list[object] = []
+
+    def next_message(self) -> Run | Stop | End:
+        return self.messages.pop(0)
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+def test_a_worker_reports_once_per_view_however_often_it_is_asked_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is more urgent follows the first one; its answer could reach the daemon after the next view."""
+    monkeypatch.setattr(ElasticWorker, "_run_view", lambda *_: False)
+    run = Run(View(1, (), Plan(stages=1)), "a/0")
+    script = Script(Stop(False), run, Stop(True), Stop(False), run, Stop(False), End(None))
+    config = Config(ModelConfig("m"), DataConfig("demo", 8, 2), OptimConfig(lr=1e-3, steps=9))
+    worker = ElasticWorker(config, Launch(), script)  # type: ignore[arg-type]
+    setup = Setup(1, "run", 1, None, 1.0, 1.0, {})
+    worker.run(setup, cast(StopSignals, None), cast(RunContext, None))
+    assert [type(message) for message in script.sent] == [Hello, Stopped, Stopped]
