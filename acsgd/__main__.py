@@ -7,15 +7,13 @@ import signal
 import sys
 from typing import NoReturn
 
-from acsgd.errors import ReportedError
+from acsgd.errors import BEFORE_TRAINING, ReportedError
 from acsgd.launch import Launch, forbid_restart
 from acsgd.run.signals import end_with_torchrun
 from acsgd.run.stdio import protect_streams
 
 EVAL = "eval"
 """Name of the command that evaluates."""
-INVALID = 2
-"""Exit code of a failure before training, which would be repeated."""
 
 
 def main(argv: list[str], *, prog: str) -> None:
@@ -23,7 +21,7 @@ def main(argv: list[str], *, prog: str) -> None:
     try:
         run(argv, prog=prog)
     except SystemExit as error:
-        if error.code == INVALID:
+        if error.code == BEFORE_TRAINING:
             forbid_restart()
         if isinstance(error, ReportedError):
             end_process(error.exit_code)

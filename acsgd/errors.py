@@ -58,6 +58,10 @@ class WaitInterruptedError(Exception):
     """
 
 
+BEFORE_TRAINING, IN_TRAINING = 2, 1
+"""Exit codes of failures. One before training would occur again if the process were started again."""
+
+
 class ReportedError(SystemExit):
     """A failure that has been reported to the user. The entry of the program ends the process with its exit code.
 

@@ -18,7 +18,7 @@ from acsgd.io.telemetry.text_log import open_text_log
 from acsgd.optim.base import PLAIN_STEP
 from acsgd.optim.loss_scale import GradientScale
 from acsgd.optim.schedule import learning_rate
-from acsgd.run.after_step import evaluate_log_save, is_handed_over
+from acsgd.run.after_step import evaluate_log_save, pause_needs_checkpoint
 from acsgd.run.checkpointing import Checkpointing
 from acsgd.run.control import NO_VOTES, StepExchange, StepSummary, Votes
 from acsgd.run.inputs import Inputs
@@ -107,7 +107,7 @@ def run_steps(
             continue
         evaluate_log_save(session, state, inputs, metrics, checkpointing)
         if result.summary.pause and state.progress.step < steps and not state.is_stopped:
-            if is_handed_over(result.summary):
+            if pause_needs_checkpoint(result.summary):
                 checkpointing.finish_save(wait=True)
             return
     checkpointing.finish_save(wait=True, last=True)

@@ -59,7 +59,10 @@ class Member:
                 self._outbox.send(host, message)
 
     def is_change_due(self, newcomers: Sequence[Host], now: float, *, is_stopping: bool) -> bool:
-        """Return whether this host has to form the next view now. is_stopping: whether another one has begun to."""
+        """Return whether this host has to form the next view now.
+
+        is_stopping: whether another host has requested to stop the workers.
+        """
         live = self._presence.live(self.view.hosts, now)
         leaving = [host for host in live if not self._presence.stays(host)]
         is_needed = (

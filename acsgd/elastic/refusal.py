@@ -11,7 +11,7 @@ REMEDIES = {
     "versions": "install the same versions of torch and transformers on all hosts",
     "code": "install the same version of acsgd on all hosts",
 }
-"""What to do, by what differs; anything else is an option."""
+"""What the user can do, by the name of the part that differs. All other names are options of the run."""
 OPTIONS = "start it with the same run file and the same flags"
 
 

@@ -10,16 +10,15 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
-
 from acsgd.config.options import Config
 from acsgd.elastic.control import Control
 from acsgd.elastic.events import view_event
 from acsgd.elastic.messages import Broken, Done, End, Hello, Leave, Run, Setup, Stop, Stopped, View
 from acsgd.elastic.plan import Plan, WorkerState
 from acsgd.elastic.setup import check_elastic, setup_of
+from acsgd.elastic.stores import connect_store, open_store
 from acsgd.elastic.transfer import receive_layers, send_layers
-from acsgd.errors import RefusedError, RunError, WaitInterruptedError, reason
+from acsgd.errors import RefusedError, RunError, WaitInterruptedError
 from acsgd.fields import from_json
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.metrics import Metrics
@@ -40,9 +39,6 @@ from acsgd.run.stdio import enter_training
 from acsgd.topology import Groups, connect
 from acsgd.train import apply_step, run_steps
 from acsgd.waits import InterruptibleWaits
-
-STORE_TIMEOUT_S = 8.0
-"""Time to connect to the store of a view, seconds."""
 
 
 def run_elastic(config: Config, launch: Launch, context: RunContext, end: Callable[[int], None]) -> None:
@@ -79,7 +75,7 @@ class ElasticWorker:
         """The view in which this worker has trained last, or has waited while others trained."""
         self._stopped_at: float | None = time.monotonic()
         """When training stopped in the view before; None on a spare while others train."""
-        self._store = _open_store()
+        self._store = open_store()
 
     def run(self, setup: Setup, signals: StopSignals, context: RunContext) -> None:
         """Train in the views that the daemon sends, until the run ends or this host leaves it.
@@ -101,7 +97,7 @@ class ElasticWorker:
                 case Stop():
                     has_reported = True
                     self._stopped_at = self._stopped_at or time.monotonic()
-                    self._store = _open_store()
+                    self._store = open_store()
                     self._control.send(Stopped(self._report()))
                 case End(error):
                     if error is not None:
@@ -188,7 +184,7 @@ class ElasticWorker:
         job = prepare(config, replace(self._launch, rank=rank, world_size=len(plan.ranks)))
         timeout = timedelta(seconds=config.run.timeout)
         with contextlib.ExitStack() as stack:
-            store = self._store if rank == 0 else _connect_store(*view.store_address())
+            store = self._store if rank == 0 else connect_store(*view.store_address())
             groups = stack.enter_context(connect(job.topology, timeout=timeout, store=store, waits=waits))
             self._hold_lock(job, groups, plan)
             inputs = open_inputs(job, groups)
@@ -285,20 +281,3 @@ def open_metrics(config: Config, state: LoopState) -> Metrics:
     if record is not None and not state.is_open:
         metrics.log(record)
     return metrics
-
-
-def _open_store() -> dist.TCPStore:
-    """Open a store on a free port of this host."""
-    timeout = timedelta(seconds=STORE_TIMEOUT_S)
-    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-
-
-def _connect_store(host: str, port: int) -> dist.TCPStore:
-    """Connect to the store of a view. Raises RunError if its host does not answer."""
-    try:
-        timeout = timedelta(seconds=STORE_TIMEOUT_S)
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    except RuntimeError as error:
-        raise RunError(
-            f"the store of rank 0 at {host}:{port} cannot be reached ({reason(error)})", awaited=[0]
-        ) from error

@@ -24,7 +24,7 @@ def evaluate_log_save(
         evaluation = evaluate(session, inputs.held_out, progress.step, metrics)
         progress = progress.evaluated(evaluation)
         is_best = progress.improves(state.progress, config.checkpoint.best)
-    must_save = state.is_stopped or is_handed_over(summary) or summary.save
+    must_save = state.is_stopped or pause_needs_checkpoint(summary) or summary.save
     save = must_save or _is_due(progress.step, config.checkpoint.every_steps, steps)
     stall_s = checkpointing.copy_state(progress, due=save, best=is_best)
     if state.record is not None:
@@ -34,8 +34,8 @@ def evaluate_log_save(
     state.progress, state.is_open = progress, False
 
 
-def is_handed_over(summary: StepSummary) -> bool:
-    """Return whether the run pauses, and hosts then leave that alone hold some weights: others need a checkpoint."""
+def pause_needs_checkpoint(summary: StepSummary) -> bool:
+    """Return whether the run pauses, and the ranks that leave then are the only ones with some of its weights."""
     return summary.pause and summary.loses_stage
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from acsgd.errors import RefusedError, ReportedError, RunError
+from acsgd.errors import BEFORE_TRAINING, IN_TRAINING, RefusedError, ReportedError, RunError
 from acsgd.launch import Launch
 from acsgd.liveness import FAILURES
 from acsgd.process_groups import published_host
@@ -48,8 +48,8 @@ class RunContext:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a failure: 2 before training, 1 in training."""
-        return 1 if self.is_training else 2
+        """Exit code of a failure at this time."""
+        return IN_TRAINING if self.is_training else BEFORE_TRAINING
 
     def start_training(self) -> None:
         """Note that all ranks have finished their set-up."""
@@ -87,7 +87,7 @@ def report_failure(store: Store, launch: Launch, end: Callable[[int], None]) -> 
                 if not (context.is_training or launch.is_one_host):  # the store may end with this rank's host
                     _wait_for(lambda: not board.silent(), context.grace_s)
         _clean_up(context)
-        raise ReportedError(2 if isinstance(error, RefusedError) else context.exit_code) from error
+        raise ReportedError(BEFORE_TRAINING if isinstance(error, RefusedError) else context.exit_code) from error
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lib.forks import finish
-from lib.training import assert_same_training, make_config, train_whole, whole_batches
-from safetensors import safe_open
+from lib.training import RELATIVE, assert_same_training, make_config, train_whole, whole_batches
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from acsgd.config.options import Config
+from acsgd.config.options import Config, ReplicaConfig
 from acsgd.optim.schedule import learning_rate
 
 TinyModel = Callable[..., Path]
@@ -55,22 +56,51 @@ def test_stages_and_replicas_do_not_change_the_training(tiny_model: TinyModel, t
     assert_same_training(configs, 4, tmp_path, oracle)
 
 
-def test_a_run_resumes_bit_for_bit_and_with_another_optimizer_anew(tiny_model: TinyModel, tmp_path: Path) -> None:
-    def run(name: str, directory: str, steps: int) -> list[float]:
-        config = make_config(tiny_model(), tmp_path, steps=steps)
-        config = with_optimizer(config, name, 0.01, schedule="constant", warmup=0)
-        log = dataclasses.replace(config.log, dir=str(tmp_path / directory), to="jsonl")
-        finish(dataclasses.replace(config, log=log), 1)
-        lines = (tmp_path / directory / "metrics.jsonl").read_text().splitlines()
+class Runs:
+    """Runs of one model in a directory, each with an optimizer."""
+
+    def __init__(self, model: Path, directory: Path) -> None:
+        self._model, self._directory = model, directory
+
+    def train(self, optimizer: str, name: str, steps: int, *, ranks: int = 1, mode: str = "allreduce") -> list[float]:
+        """Train a run to a step, from its newest checkpoint if it has one; return all losses. Two ranks: two stages,
+        or in a mode with local weights, two replicas.
+        """
+        stages = ranks if mode == "allreduce" else 1
+        config = make_config(self._model, self._directory, steps=steps, stages=stages)
+        config = with_optimizer(config, optimizer, 0.01, schedule="constant", warmup=0)
+        log = dataclasses.replace(config.log, dir=str(self._directory / name), to="jsonl")
+        finish(dataclasses.replace(config, log=log, dp=ReplicaConfig(mode)), ranks)
+        lines = (self._directory / name / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["loss"] for line in lines]
 
-    expected = run("adafactor", "whole", 4)
-    assert run("adafactor", "part", 2) == expected[:2]
-    shutil.copytree(tmp_path / "part", tmp_path / "other")
-    assert run("adafactor", "part", 4) == expected
-    other = run("lion", "other", 4)
-    assert other[:3] == expected[:3]
-    assert other[3] != expected[3]
-    (saved,) = (tmp_path / "other").glob("checkpoints/step-00000004/embed.safetensors")
-    with safe_open(saved, "pt") as file:
-        assert {name.partition("/")[0] for name in file.keys() if "/" in name} == {"exp_avg"}  # noqa: SIM118
+    def copy(self, name: str, to: str) -> None:
+        shutil.copytree(self._directory / name, self._directory / to)
+
+    def states(self, name: str, step: int) -> set[str]:
+        """Return the names of the saved optimizer state of the first layer."""
+        files = (self._directory / name / f"checkpoints/step-{step:08}").glob("**/embed*.safetensors")
+        names = {key for file in files for key in load_file(file)}
+        return {key.partition("/")[0] for key in names if "/" in key}
+
+
+def test_a_run_resumes_bit_for_bit_and_at_another_size(tiny_model: TinyModel, tmp_path: Path) -> None:
+    runs = Runs(tiny_model(), tmp_path)
+    expected = runs.train("adafactor", "whole", 4)
+    assert runs.train("adafactor", "part", 2) == expected[:2]
+    runs.copy("part", "other size")
+    assert runs.train("adafactor", "part", 4) == expected
+    assert runs.train("adafactor", "other size", 4, ranks=2) == pytest.approx(expected, rel=RELATIVE)
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "diloco:inner=2,moment_correction=false"])
+def test_the_state_of_another_optimizer_is_not_used(tiny_model: TinyModel, tmp_path: Path, mode: str) -> None:
+    """In modes with local weights, replicas save optimizer state of their own."""
+    runs = Runs(tiny_model(), tmp_path)
+    expected = runs.train("adafactor", "run", 2, ranks=2, mode=mode)
+    assert any("row_var" in name for name in runs.states("run", 2))
+    losses = runs.train("lion", "run", 4, ranks=2, mode=mode)
+    assert losses[:2] == expected
+    states = runs.states("run", 4)
+    assert any("exp_avg" in name for name in states)
+    assert not any("_var" in name for name in states)

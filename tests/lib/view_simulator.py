@@ -259,29 +259,7 @@ def run_history(seed: int) -> Simulation:
     simulation.register_loss = choose.choice((0.0, 0.3))
     simulation.run(choose.uniform(2, 8))
     for _ in range(choose.randint(1, 8)):
-        host = choose.choice(simulation.hosts)
-        fault = choose.choice(
-            ("kill", "restart", "pause", "resume", "partition", "cut", "heal links", "leave", "broken")
-        )
-        if fault == "kill":
-            simulation.kill(host)
-        elif fault == "restart" and not host.is_alive:
-            simulation.restart(host)
-        elif fault == "pause" and host.is_alive:
-            host.is_paused = True
-        elif fault == "resume" and host.is_alive:
-            simulation.resume(host)
-        elif fault == "partition":
-            simulation.partition(choose.sample(simulation.hosts, choose.randint(1, hosts - 1)))
-        elif fault == "cut" and hosts > 1:
-            simulation.cuts.add(frozenset(each.address for each in choose.sample(simulation.hosts, 2)))
-        elif fault == "heal links":
-            simulation.cuts.clear()
-        elif fault == "leave" and host.is_alive:
-            host.membership.leave()
-        elif fault == "broken" and host.is_alive:
-            at_step_end = choose.random() < 0.5
-            host.input(partial(host.membership.request_change, "a test", at_step_end=at_step_end))
+        inject_fault(simulation, choose)
         simulation.run(choose.choice((0.05, 0.5, 3.0, 8.0)))
     simulation.heal()
     for _ in range(HEALED_S // CHECK_S):
@@ -291,3 +269,28 @@ def run_history(seed: int) -> Simulation:
         if len(simulation.steps) > before and len(newest.hosts) == hosts:
             return simulation
     raise AssertionError(f"after everything was healed, not all {hosts} hosts train within {HEALED_S} s: {newest}")
+
+
+def inject_fault(simulation: Simulation, choose: random.Random) -> None:
+    """Let a random fault occur, or undo one."""
+    host = choose.choice(simulation.hosts)
+    fault = choose.choice(("kill", "restart", "pause", "resume", "partition", "cut", "heal links", "leave", "broken"))
+    if fault == "kill":
+        simulation.kill(host)
+    elif fault == "restart" and not host.is_alive:
+        simulation.restart(host)
+    elif fault == "pause" and host.is_alive:
+        host.is_paused = True
+    elif fault == "resume" and host.is_alive:
+        simulation.resume(host)
+    elif fault == "partition":
+        simulation.partition(choose.sample(simulation.hosts, choose.randint(1, len(simulation.hosts) - 1)))
+    elif fault == "cut" and len(simulation.hosts) > 1:
+        simulation.cuts.add(frozenset(each.address for each in choose.sample(simulation.hosts, 2)))
+    elif fault == "heal links":
+        simulation.cuts.clear()
+    elif fault == "leave" and host.is_alive:
+        host.membership.leave()
+    elif fault == "broken" and host.is_alive:
+        at_step_end = choose.random() < 0.5
+        host.input(partial(host.membership.request_change, "a test", at_step_end=at_step_end))

@@ -275,6 +275,7 @@ ORDER = """
     elastic.control
     elastic.transfer
     elastic.setup
+    elastic.stores
     elastic.events
     elastic.worker
     elastic
