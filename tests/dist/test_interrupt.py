@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -101,11 +102,20 @@ def test_survivors_of_a_peer_killed_in_the_middle_of_a_message_form_new_groups()
         assert rows == [[0.0, 0.0], [1.0, 1.0]]
 
 
+class LateWaits(InterruptibleWaits):
+    """Keeps what an interrupt calls, so that a test can call it late, as a thread does that was not scheduled."""
+
+    def on_interrupt(self, callback: Callable[[], None]) -> None:
+        self.callback = callback
+        super().on_interrupt(callback)
+
+
 def connect_without_peer(rank: int, world_size: int, path: Path) -> float:
     """Interrupt a connect whose peer never comes, then connect with it; return how long it took to leave."""
     store = dist.FileStore(str(path), world_size)
+    waits = LateWaits()
     if rank == 0:
-        waits, left_at = InterruptibleWaits(), list[float]()
+        left_at = list[float]()
         timer = threading.Timer(0.2, waits.interrupt, ["rank 1 does not come"])
         timer.start()
         view = connect(Topology(0, 2, 1), timeout=TIMEOUT, store=dist.PrefixStore("0", store), waits=waits)
@@ -116,6 +126,8 @@ def connect_without_peer(rank: int, world_size: int, path: Path) -> float:
     store.wait(["left"], TIMEOUT)
     with connect(Topology(rank, 2, 1), timeout=TIMEOUT, store=dist.PrefixStore("1", store)) as groups:
         begin = time.monotonic()
+        if rank == 0:
+            waits.callback()
         assert groups.all_equal("text")
         return time.monotonic() - begin
 
