@@ -96,6 +96,7 @@ def run_steps(
         evaluate_log_save(session, state, inputs, metrics, checkpointing)
     batches = iter(Dataset(inputs.reader, range(state.progress.step, steps)))
     while (before := state.progress).step < steps and not state.is_stopped:
+        state.started_at = time.perf_counter()  # the wait for the batch is part of the step
         pause = state.pause_requested and not checkpointing.is_saving  # a save takes longer than others should wait
         votes = checkpointing.votes(stop=signals.received is not None)._replace(pause=pause)
         update = before.step not in spike_guard.skipped_steps
@@ -127,8 +128,7 @@ def train_step(
 
     Raises RunError, the same on all ranks, if loss or gradients are not finite and optim.on_nan is "stop".
     """
-    state = state or LoopState(progress)
-    state.started_at = time.perf_counter()
+    state = state or LoopState(progress, started_at=time.perf_counter())
     scale = GradientScale.of(session.job.max_targets, progress.loss_scale)
     batch = batch.to(session.job.streams.device)
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from acsgd.config.run_file import parse
 from acsgd.io.rows import layout as layout_module
 from acsgd.io.rows.documents import DocumentRows
 from acsgd.io.rows.layout import Kind, Long, make_layout
-from acsgd.io.sampling.batches import BatchReader, Dataset
+from acsgd.io.sampling.batches import Batch, BatchReader, Dataset
 from acsgd.io.sampling.sampler import BLOCK, Sampler, block_counts
 from acsgd.launch import Launch
 from acsgd.run.data import Data, open_data
@@ -198,6 +199,24 @@ def check_rates(config: Config) -> None:
         totals += [targets, tokens]
         assert 0 < line["data_wait_s"] < line["step_s"]
     assert 0 < totals[0] < totals[1] < len(lines) * 2 * 32, "some tokens are prompts, some padding"
+
+
+def test_a_step_lasts_longer_than_the_wait_for_its_batch(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which the wait is a part, also if reading takes far longer than training."""
+    read = BatchReader.batch
+
+    def slow_batch(reader: BatchReader, step: int) -> Batch:
+        time.sleep(0.3)
+        return read(reader, step)
+
+    monkeypatch.setattr(BatchReader, "batch", slow_batch)
+    train_alone(config := small_run(tiny_model("gpt2", **SMALL), tmp_path / "run", steps=3, every=None))
+    lines = map(json.loads, (Path(config.log.dir) / "metrics.jsonl").read_text().splitlines())
+    times = [(line["data_wait_s"], line["step_s"]) for line in lines]
+    assert len(times) == 3
+    assert all(0 < wait_s < step_s for wait_s, step_s in times), times
 
 
 def test_a_run_of_epochs_is_that_of_as_many_steps(
