@@ -36,8 +36,9 @@ test: lint
 	$(MAKE) --no-print-directory --jobs 2 tests types docs
 
 # Files side by side, those that take longest first. Three even on two cores, since tests of runs that end often wait.
+# A worker that dies is not replaced: with --dist loadfile, pytest-xdist would run the same test again, or wait forever.
 tests: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=10
 
 # Not part of `make test`, which runs a few cases: see docs/howto/soak.md.
 soak: setup

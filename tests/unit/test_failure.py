@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lib.sleeps import record_sleeps
 
 from acsgd.errors import ReportedError, RunError, reason
 from acsgd.launch import Launch
@@ -86,9 +87,7 @@ def _restore_sigterm() -> Iterator[None]:
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Record the arguments of time.sleep instead of sleeping."""
-    waits: list[float] = []
-    monkeypatch.setattr(failure.time, "sleep", waits.append)
-    return waits
+    return record_sleeps(failure, monkeypatch)
 
 
 def test_a_startup_error_is_one_sentence_and_code_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

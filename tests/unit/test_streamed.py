@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from lib.sleeps import record_sleeps
 
 from acsgd.io.sources import hub, remote, seekable, streamed
 from acsgd.io.sources.base import BadRecord, ReadOptions, Record, RecordCounts
@@ -227,10 +228,8 @@ def serving(server: Server, ending: str) -> Iterator[str]:
 @pytest.fixture
 def delays(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that were waited; nothing waits."""
-    waited: list[float] = []
-    monkeypatch.setattr(streamed.time, "sleep", waited.append)
     monkeypatch.setattr(streamed, "BUFFER_BYTES", 100)
-    return waited
+    return record_sleeps(streamed, monkeypatch)
 
 
 @pytest.mark.parametrize("has_ranges", [True, False])
