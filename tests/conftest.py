@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -10,10 +11,19 @@ from typing import Any
 import pytest
 import torch
 from lib.models import save_tiny_model
+from lib.shared_layers import DIRECTORY, share_layers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and a process that is forked would wait for them
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_layers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let all tests share the verified layers of models, also those of other workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    os.environ[DIRECTORY] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "layers")
+    share_layers()
 
 
 @pytest.fixture(scope="session")
