@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import os
+import re
 import signal
 import socket
 import sys
@@ -87,8 +88,9 @@ def test_a_rank_that_hangs_or_dies_is_named_once_and_all_others_end(
         assert [process.exitcode for process in others] == [1] * len(others)
         (error,) = run.errors
         assert f"; rank {at_rank} on {HOST} is silent: ended or hanging" in error
-        assert error.startswith("error: step 3, stage ")
-        assert ", action " in error.partition(": rank ")[0]
+        # a rank of another pipeline may be late, in the reports of the step before
+        assert re.match(rf"error: (step 3, stage \d, action .+: |)rank \d on {HOST}: ", error)
+        assert error.startswith("error: step") or "exchanging loss and gradient norm" in error
         cause = error.partition(";")[0]
         assert f"rank {at_rank}" in cause or f"{at_rank}]" in cause
         assert "Traceback" not in run.stderr
