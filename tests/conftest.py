@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lib.models import save_tiny_model
-from lib.shared_layers import DIRECTORY, share_layers
+from lib.shared_layers import DIRECTORY, remember_layers, share_layers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -24,6 +24,12 @@ def _shared_layers(tmp_path_factory: pytest.TempPathFactory) -> None:
     base = tmp_path_factory.getbasetemp()
     os.environ[DIRECTORY] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "layers")
     share_layers()
+
+
+@pytest.fixture
+def known_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examine the config of a model once for all tests that use this, not once per command."""
+    remember_layers(monkeypatch)
 
 
 @pytest.fixture(scope="session")

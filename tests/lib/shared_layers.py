@@ -1,14 +1,19 @@
-"""Verified layers of models, one cache for all tests: to derive and compare the layers of a model takes a second."""
+"""Layers of models, derived and compared once for many tests: for one model that takes a second."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import pytest
+from transformers import PreTrainedConfig
+
 from acsgd.config.options import Config
+from acsgd.layers.description import ModelLayers
 from acsgd.run import job, model
 from acsgd.run.layers_cache import LayersCache
-from acsgd.tasks import TASKS
+from acsgd.shards import config as configs
+from acsgd.tasks import TASKS, Task
 
 DIRECTORY = "ACSGD_TEST_LAYERS"
 """Environment variable with the directory of the cache, for the server that processes are forked from."""
@@ -22,3 +27,27 @@ def share_layers() -> None:
 
 def _shared_cache(config: Config) -> LayersCache:
     return LayersCache(Path(os.environ[DIRECTORY]), TASKS[config.model.task])
+
+
+_derived: dict[tuple[str, str], ModelLayers] = {}
+_run: set[tuple[str, str]] = set()
+
+
+def remember_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands in this process derive the layers of a config once, and run one block of it once, for all tests."""
+    derive, run_one_block = Task.layers, configs._run_one_block
+
+    def layers(task: Task, config: PreTrainedConfig) -> ModelLayers:
+        key = (task.name, config.to_json_string(use_diff=False))
+        if key not in _derived:
+            _derived[key] = derive(task, config)
+        return _derived[key]
+
+    def run_once(config: PreTrainedConfig, task: Task) -> None:
+        key = (task.name, config.to_json_string(use_diff=False))
+        if key not in _run:
+            run_one_block(config, task)
+            _run.add(key)
+
+    monkeypatch.setattr(Task, "layers", layers)
+    monkeypatch.setattr(configs, "_run_one_block", run_once)

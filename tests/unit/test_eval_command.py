@@ -31,6 +31,8 @@ from acsgd.run.failures import RunContext
 from acsgd.run.job import prepare
 from acsgd.streams import Streams
 
+pytestmark = pytest.mark.usefixtures("known_models")
+
 TinyModel = Callable[..., Path]
 
 

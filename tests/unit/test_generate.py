@@ -39,6 +39,8 @@ from acsgd.generation.decode import Generator
 from acsgd.generation.model import load
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 
+pytestmark = pytest.mark.usefixtures("known_models")
+
 TinyModel = Callable[..., Path]
 
 TEXTS = ["The", "The statement of the list", "x =", "A class definition is an executable", "for", "and so on: 1, 2, 3"]

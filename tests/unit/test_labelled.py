@@ -25,6 +25,8 @@ from acsgd.run.inputs import open_inputs
 from acsgd.run.job import Job, prepare
 from acsgd.tasks import IGNORED, squared_error
 
+pytestmark = pytest.mark.usefixtures("known_models")
+
 SENTENCES = ["One two three.", "No", "A sentence that is longer than all the others here, by far.", "What? This!"]
 LABELS = [1, 0, 2, 1]
 T = 12

@@ -26,6 +26,8 @@ from acsgd.shards.files import tensor_headers
 from acsgd.shards.hub import open_model
 from acsgd.shards.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.usefixtures("known_models")
+
 TinyModel = Callable[..., Path]
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%064d\nsize 1000\n" % 0
 
