@@ -51,8 +51,16 @@ class GradSync(Protocol):
         """
         ...
 
+    def exchange(self, step: int, moments: SecondMoments) -> None:
+        """Exchange with the other replicas what follows optimizer step `step`, if anything does.
+
+        Changes nothing that lasts, so that it can be run again if a replica fails. moments: those of the stage's
+        weights.
+        """
+        ...
+
     def after_step(self, step: int, moments: SecondMoments) -> None:
-        """Handle the end of optimizer step `step`. moments: those of the stage's weights; may be changed in place."""
+        """Apply what `exchange` has received to weights, residuals and, in place, moments. Does not communicate."""
         ...
 
     def global_weights(self) -> Mapping[str, Tensor] | None:

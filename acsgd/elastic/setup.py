@@ -18,8 +18,11 @@ from acsgd.run.job import Job
 def check_elastic(job: Job) -> None:
     """Raise ValueError for options that do not work while hosts join and leave."""
     config = job.config
-    if config.dp.mode.partition(":")[0] != "allreduce":
-        raise ValueError(f"dp.mode={config.dp.mode} keeps state per replica, which elastic runs cannot; use allreduce")
+    if job.plugins.mode.states:
+        raise ValueError(
+            f"dp.mode={config.dp.mode} keeps state per replica, which elastic runs cannot yet; use allreduce, "
+            "sharded_ps or central_ps"
+        )
     if config.pp.forward.startswith("delta"):
         raise ValueError(f"pp.forward={config.pp.forward} keeps activations of samples, which elastic runs cannot yet")
     if any(isinstance(source, Streamed) for source, _ in job.sources):

@@ -135,9 +135,15 @@ class Session:
             stage.sync.commit()
 
     def sync_after_step(self, step: int) -> None:
-        """Run the part of data-parallel synchronization that follows the optimizer step."""
-        for stage in self.stages.values():
-            stage.sync.after_step(step, self.optimizer.second_moments(stage.weights))
+        """Run the part of data-parallel synchronization that follows the optimizer step.
+
+        Changes nothing that lasts before the last message of all stages has arrived.
+        """
+        moments = {stage: self.optimizer.second_moments(stage.weights) for stage in self.stages.values()}
+        for stage, of_stage in moments.items():
+            stage.sync.exchange(step, of_stage)
+        for stage, of_stage in moments.items():
+            stage.sync.after_step(step, of_stage)
 
     def evaluate(self, batches: Iterable[Batch], step: int) -> dict[str, float]:
         """Return the metrics of the batches of all replicas by name, without dropout. The loss is the first.

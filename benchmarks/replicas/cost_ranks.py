@@ -95,7 +95,9 @@ class Replica:
             before = time.thread_time()
             self._optimizer.step(number, self.sync.local_step(number) or LocalStep())
             adamw_s += time.thread_time() - before
-            self.sync.after_step(number, self._optimizer.second_moments(self._weights))
+            moments = self._optimizer.second_moments(self._weights)
+            self.sync.exchange(number, moments)
+            self.sync.after_step(number, moments)
         self._peers.submit(lambda: None).result(Meter())  # it runs in the thread of all exchanges, after them
         mode_s = time.process_time() - started - gradients_s - adamw_s
         return Cost(*(total / len(numbers) for total in (mode_s, adamw_s, self.sync.meter.sent_bytes)))

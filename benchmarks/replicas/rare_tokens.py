@@ -81,7 +81,9 @@ def train(peers: Peers, spec: str, config: OptimConfig, exact_steps: int, *, pub
         if how is not None and published:
             how = how._replace(replicas=AS_PUBLISHED)
         optimizer.step(step, how or PLAIN_STEP)
-        sync.after_step(step, optimizer.second_moments(weights))
+        moments = optimizer.second_moments(weights)
+        sync.exchange(step, moments)
+        sync.after_step(step, moments)
         total = loss.detach().clone()
         dist.all_reduce(total)
         losses.append(float(total) / peers.size)

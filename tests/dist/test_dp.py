@@ -107,6 +107,7 @@ def _make_step(sync: GradSync, weights: Sequence[Weight], rank: int, step: int, 
         sync.commit()
     masters = [weight.master for weight in weights]
     grads = [torch.zeros_like(m) if m.grad is None else m.grad.clone() for m in masters]
+    sync.exchange(step, SecondMoments({}, 0.999))
     sync.after_step(step, SecondMoments({}, 0.999))
     return Reduced(grads, sync.meter.sent_bytes, sum(sent), len(sent))
 
@@ -127,11 +128,12 @@ def test_every_mode_is_tested() -> None:
 
 
 def changes_before_commit(rank: int, peers: Peers) -> list[str]:
-    """Run some steps of each mode; return those in which weights or states changed before the step was committed."""
+    """Run some steps of each mode; return those in which weights or states changed before they may."""
     changed: list[str] = []
     for spec in [*SPECS, *LOCAL_SPECS]:
         weights = make_weights()
         sync = from_spec(spec, MODES, key="dp.mode").open(weights, peers)
+        watch_exchange(changed, sync, weights, spec)
         for step in range(2 * STEPS):
             before = state_of(sync, weights, spec)
             compare = partial(note_change, changed, before, sync, weights, spec)
@@ -155,8 +157,20 @@ def note_change(
         changed.append(spec)
 
 
-def test_a_step_changes_gradients_alone_until_it_is_committed(tmp_path: Path) -> None:
-    """So that it can be run again if a rank fails before all have reported."""
+def watch_exchange(changed: list[str], sync: GradSync, weights: Sequence[Weight], spec: str) -> None:
+    """Note the mode if its exchange after an optimizer step changes anything."""
+    exchange = sync.exchange
+
+    def watched(step: int, moments: SecondMoments) -> None:
+        before = state_of(sync, weights, spec)
+        exchange(step, moments)
+        note_change(changed, before, sync, weights, spec)
+
+    sync.exchange = watched  # type: ignore[method-assign]
+
+
+def test_communication_changes_gradients_alone(tmp_path: Path) -> None:
+    """Until a step is committed, and in the exchange after it, so that both can be run again if a rank fails."""
     assert on_replicas(2, changes_before_commit, tmp_path / "store") == [[], []]
 
 

@@ -64,10 +64,12 @@ class Replica:
                 weight.master.grad = GRADS[weight.key](step, rank)
             self.optimizer.step(step, LocalStep(shares=self.correction.shares()))
             moments = self.optimizer.second_moments(self.weights)
-            self.correction.decay(step, moments)
+            measured = None
             if self.correction.is_due(step):
                 grads = {weight.key: weight.master.grad for weight in self.weights if weight.master.grad is not None}
-                self.peers.submit(partial(self.correction.measure, step, grads, moments, Meter())).result(Meter())
+                measuring = self.peers.submit(partial(self.correction.measure, step, grads, moments, Meter()))
+                measured = measuring.result(Meter())
+            self.correction.update(step, moments, measured)
 
     def moments(self) -> dict[str, Tensor]:
         return dict(self.optimizer.second_moments(self.weights).by_key)

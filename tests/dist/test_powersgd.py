@@ -69,6 +69,7 @@ class Run:
         for weight in self.weights:
             _grad(weight).mul_(0.5)  # as clipping does
         if update:
+            self.sync.exchange(step, SecondMoments({}, 0.999))
             self.sync.after_step(step, SecondMoments({}, 0.999))
         return Step(before, applied, copied(self.sync.state_dict()))
 

@@ -55,7 +55,9 @@ def train(rank: int, peers: Peers, spec: str, *, is_tied: bool) -> Trained:
         sync.wait()
         sync.commit()
         optimizer.step(step, how or PLAIN_STEP)
-        sync.after_step(step, optimizer.second_moments(weights))
+        moments = optimizer.second_moments(weights)
+        sync.exchange(step, moments)
+        sync.after_step(step, moments)
         losses.append(float(loss.detach()))
     return Trained(losses, made[0].detach().norm(dim=1))
 

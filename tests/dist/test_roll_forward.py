@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from lib.ranks import on_ranks
 from lib.training import RELATIVE, TIMEOUT, batches_of, make_config, oracle_losses
 
 from acsgd import train
-from acsgd.config.options import Config
+from acsgd.config.options import Config, ReplicaConfig
 from acsgd.errors import WaitInterruptedError
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
@@ -45,7 +45,7 @@ def train_with_an_interrupt(rank: int, world_size: int, store: Path, config: Con
                 else:
                     train.train_step(session, batch, state.progress, state=state)
             if step == INTERRUPTED and not is_late:
-                file_store.set(f"summary of {rank}", json.dumps(asdict(state.summary)))
+                file_store.set(f"summary of {rank}", json.dumps(dataclasses.asdict(state.summary)))
             elif step == INTERRUPTED:
                 assert (state.progress.step, state.has_reported) == (step, True)
                 summary = StepSummary(**json.loads(file_store.get("summary of 0")))
@@ -61,8 +61,11 @@ def interrupted(*args: object, **options: object) -> None:
     raise WaitInterruptedError("another view follows")
 
 
-def test_a_rank_that_is_behind_completes_the_step_alone(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    config = make_config(tiny_model(), tmp_path, steps=STEPS, stages=2)
+@pytest.mark.parametrize("mode", ["allreduce", "sharded_ps", "central_ps"])
+def test_a_rank_that_is_behind_completes_the_step_alone(
+    mode: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = dataclasses.replace(make_config(tiny_model(), tmp_path, steps=STEPS, stages=2), dp=ReplicaConfig(mode))
     expected = pytest.approx(oracle_losses(config), rel=RELATIVE)
     for losses in on_ranks(4, train_with_an_interrupt, tmp_path / "store", config):
         assert losses == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from lib.ranks import on_ranks
 from lib.training import RELATIVE, TIMEOUT, batches_of, make_config, oracle_losses
 
-from acsgd.config.options import Config
+from acsgd.config.options import Config, ReplicaConfig
 from acsgd.errors import RunError, WaitInterruptedError
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
@@ -85,10 +86,11 @@ def copy_state(old: Session, new: Session) -> None:
             new.optimizer.load_state_of(weight, old.optimizer.state_of([source]), weight.key)
 
 
+@pytest.mark.parametrize("mode", ["allreduce", "sharded_ps"])
 def test_training_continues_in_new_groups_as_if_nothing_had_happened(
-    tiny_model: Callable[..., Path], tmp_path: Path
+    mode: str, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    config = make_config(tiny_model(), tmp_path, steps=STEPS, stages=2)
+    config = dataclasses.replace(make_config(tiny_model(), tmp_path, steps=STEPS, stages=2), dp=ReplicaConfig(mode))
     for losses, threads, longest_s in on_ranks(4, train_in_views, tmp_path / "store", config):
         assert losses == pytest.approx(oracle_losses(config), rel=RELATIVE)
         assert not threads

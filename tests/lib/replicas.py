@@ -83,7 +83,9 @@ def make_step(
             assert weight.master.grad is not None
             scale = 1.0 if sync.local_step(step) else 1.0 / dist.get_world_size()
             weight.master.sub_(LR * scale * weight.master.grad)
-    sync.after_step(step, SecondMoments({}, 0.999))
+    moments = SecondMoments({}, 0.999)
+    sync.exchange(step, moments)
+    sync.after_step(step, moments)
 
 
 class LocalRun:

@@ -134,6 +134,9 @@ class BucketSync:
     def commit(self) -> None:
         pass
 
+    def exchange(self, step: int, moments: SecondMoments) -> None:
+        pass
+
     def after_step(self, step: int, moments: SecondMoments) -> None:
         pass
 

@@ -6,6 +6,8 @@ Sources: Karimireddy et al. 2019, arXiv:1901.09847; for both directions, Tang et
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,17 @@ RESIDUAL = ReplicaState("residual", merge="mean", single="add_to_weight")
 """Residual of a replica's updates."""
 SERVER_RESIDUAL = ReplicaState("server_residual", merge="sum", single="add_to_weight")
 """Residual of the means that a replica computes, 0 outside of the part that it owns."""
+
+
+class Exchanged(NamedTuple):
+    """Result of an exchange, and the residuals after it."""
+
+    mean: Tensor
+    """[n], the decoded mean, equal on all replicas."""
+    residual: Tensor
+    """[n]"""
+    server_residual: Tensor
+    """[n_r]"""
 
 
 class ErrorFeedback:
@@ -40,32 +53,38 @@ class ErrorFeedback:
         """Add a vector [n] to the residual, as input of the next exchange."""
         self.residual += x
 
-    def subtract(self, x: Tensor) -> None:
-        """Subtract a vector [n] from the residual."""
-        self.residual -= x
-
     @torch.no_grad()
     def sharded_mean(self, codec: MessageCodec, meter: Meter) -> Tensor:
         """Send the residual; return the decoded mean [n], equal on all replicas. Both directions are compressed.
 
         Call it in the thread of the peers. Raises RunError.
         """
-        parts = split_evenly(self.residual, self._peers.size)
-        result = sharded_mean(parts, self.server_residual, codec, self._peers, meter)
-        for part, sent in zip(parts, result.sent, strict=True):
-            part -= sent
-        self.server_residual = result.server_residual
-        return torch.cat(result.mean)
+        exchanged = self.exchange_sharded(self.residual, codec, meter)
+        self.apply(exchanged)
+        return exchanged.mean
 
     @torch.no_grad()
-    def gathered_mean(self, codec: MessageCodec, meter: Meter) -> Tensor:
-        """All-gather the compressed residuals; return the decoded mean [n], equal on all replicas.
+    def exchange_sharded(self, x: Tensor, codec: MessageCodec, meter: Meter) -> Exchanged:
+        """Send a vector [n], which includes the residual; both directions are compressed. Changes no residual.
 
         Call it in the thread of the peers. Raises RunError.
         """
-        sent, mean = gathered_mean(self.residual, codec, self._peers, meter)
-        self.subtract(sent)
-        return mean
+        result = sharded_mean(split_evenly(x, self._peers.size), self.server_residual, codec, self._peers, meter)
+        return Exchanged(torch.cat(result.mean), torch.cat(result.sent).neg_().add_(x), result.server_residual)
+
+    @torch.no_grad()
+    def exchange_gathered(self, x: Tensor, codec: MessageCodec, meter: Meter) -> Exchanged:
+        """All-gather compressed vectors [n], each of which includes the residual. Changes no residual.
+
+        Call it in the thread of the peers. Raises RunError.
+        """
+        sent, mean = gathered_mean(x, codec, self._peers, meter)
+        return Exchanged(mean, sent.neg_().add_(x), self.server_residual)
+
+    def apply(self, exchanged: Exchanged) -> None:
+        """Replace the residuals by those after an exchange."""
+        self.residual.copy_(exchanged.residual)  # in place: others may have views of it
+        self.server_residual = exchanged.server_residual
 
 
 def pad_part(part: Tensor, like: Tensor, peers: Peers) -> Tensor:

@@ -16,7 +16,7 @@ from acsgd.dp.exchange.buckets import AllReduceSync, make_buckets
 from acsgd.dp.exchange.error_feedback import pad_part
 from acsgd.dp.exchange.flat import FlatLayout
 from acsgd.dp.exchange.peers import Peers
-from acsgd.dp.exchange.second_moments import SecondMomentCorrection
+from acsgd.dp.exchange.second_moments import Measurement, SecondMomentCorrection
 from acsgd.dp.resize import ReplicaState, check_names, restore
 from acsgd.meter import Meter
 from acsgd.optim.base import LocalStep, SecondMoments
@@ -24,8 +24,8 @@ from acsgd.shards.weights import Weight, WeightState
 
 LOCAL_WEIGHTS = ReplicaState("local_weights", merge="mean", single="replace_weight")
 MAX_ELEMENTS = 1 << 25
-"""Elements of a buffer, unless one weight has more. An exchange needs memory for a few times its buffer; more buffers
-are more messages, each of which waits for the latency of the link."""
+"""Elements of a buffer, unless one weight has more. An exchange needs memory for a few times its buffer, besides its
+results; more buffers are more messages, each of which waits for the latency of the link."""
 
 
 class WeightBuffer:
@@ -40,6 +40,13 @@ class WeightBuffer:
         self.shared = self.local.clone()
         """[n], the global weights, equal on all replicas."""
         self._rounded = [weight for weight in weights if weight.master is not weight.param]
+
+    @torch.no_grad()
+    def load_shared(self, update: Tensor, scale: float = 1.0) -> None:
+        """Add `scale` times an update [n] to the global weights, and load them into the local ones."""
+        self.shared.add_(update, alpha=scale)
+        self.local.copy_(self.shared)
+        self.update_params()
 
     @torch.no_grad()
     def update_params(self) -> None:
@@ -97,6 +104,7 @@ class LocalWeightsSync:
         self._exact: AllReduceSync | None = None
         """Reduces the gradients of exact steps; None in local steps."""
         self._correction = SecondMomentCorrection(self._by_key, peers) if moment_correction else None
+        self._measured: Measurement | None = None
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Return the tensors of this mode's state by name, one per buffer: [n], or this replica's part [n_r]."""
@@ -133,13 +141,18 @@ class LocalWeightsSync:
     def commit(self) -> None:
         pass
 
-    def after_step(self, step: int, moments: SecondMoments) -> None:
-        if self._correction is None or step < self.exact_steps:
-            return
-        self._correction.decay(step, moments)
-        if self._correction.is_due(step - self.exact_steps):
+    def exchange(self, step: int, moments: SecondMoments) -> None:
+        self._measured = None
+        correction, local_steps = self._correction, step - self.exact_steps
+        if correction is not None and local_steps >= 0 and correction.is_due(local_steps):
             grads = {weight.key: weight.master.grad for weight in self._weights if weight.master.grad is not None}
-            self.peers.submit(partial(self._correction.measure, step, grads, moments, self.meter)).result(self.meter)
+            measuring = self.peers.submit(partial(correction.measure, step, grads, moments, self.meter))
+            self._measured = measuring.result(self.meter)
+
+    def after_step(self, step: int, moments: SecondMoments) -> None:
+        if self._correction is not None and step >= self.exact_steps:
+            self._correction.update(step, moments, self._measured)
+            self._measured = None
 
     def global_weights(self) -> Mapping[str, Tensor] | None:
         return {key: view for buffer in self.buffers for key, view in buffer.layout.views(buffer.shared).items()}

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.message import MessageCodec
-from acsgd.dp.exchange.error_feedback import RESIDUAL, SERVER_RESIDUAL, ErrorFeedback
-from acsgd.dp.exchange.local_weights import LocalWeightsSync, WeightBuffer
+from acsgd.dp.exchange.error_feedback import RESIDUAL, SERVER_RESIDUAL, ErrorFeedback, Exchanged
+from acsgd.dp.exchange.local_weights import LocalWeightsSync
 from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.exchange.second_moments import moment_states
 from acsgd.dp.resize import ReplicaState
@@ -52,6 +52,7 @@ class ReducedUpdateSync(LocalWeightsSync):
         )
         self._codec = codec
         self._feedback = [ErrorFeedback(buffer.local, peers) for buffer in self.buffers]
+        self._exchanged: list[Exchanged] = []
 
     def tensors(self) -> dict[str, list[Tensor]]:
         return {
@@ -60,19 +61,23 @@ class ReducedUpdateSync(LocalWeightsSync):
         }
 
     @torch.no_grad()
+    def exchange(self, step: int, moments: SecondMoments) -> None:
+        self._exchanged = []
+        if step >= self.exact_steps:
+            for buffer, feedback in zip(self.buffers, self._feedback, strict=True):
+                x = (buffer.local - buffer.shared).add_(feedback.residual)
+                exchange = partial(feedback.exchange_sharded, x, self._codec, self.meter)
+                self._exchanged.append(self.peers.submit(exchange).result(self.meter))
+        super().exchange(step, moments)
+
+    @torch.no_grad()
     def after_step(self, step: int, moments: SecondMoments) -> None:
         if step < self.exact_steps:
             for buffer in self.buffers:
                 buffer.shared.copy_(buffer.local)
             return
-        for buffer, feedback in zip(self.buffers, self._feedback, strict=True):
-            self._exchange(buffer, feedback)
+        for buffer, feedback, exchanged in zip(self.buffers, self._feedback, self._exchanged, strict=True):
+            feedback.apply(exchanged)
+            buffer.load_shared(exchanged.mean)
+        self._exchanged = []
         super().after_step(step, moments)
-
-    def _exchange(self, buffer: WeightBuffer, feedback: ErrorFeedback) -> None:
-        """Replace this replica's update by the mean of all."""
-        feedback.add(buffer.local.sub_(buffer.shared))
-        exchange = partial(feedback.sharded_mean, self._codec, self.meter)
-        buffer.shared += self.peers.submit(exchange).result(self.meter)
-        buffer.local.copy_(buffer.shared)
-        buffer.update_params()

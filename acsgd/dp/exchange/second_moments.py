@@ -53,6 +53,21 @@ class _RowStatistics(NamedTuple):
     """Decayed number of measurements in which the row had a gradient."""
 
 
+class Measurement(NamedTuple):
+    """What the replicas have measured of each row after a step, fp32 [N] each."""
+
+    present: Tensor
+    """Mean second moment of the row on this replica."""
+    mean: Tensor
+    """Mean second moment on which the replicas have agreed before, decayed."""
+    added: Tensor
+    """Mean over the replicas of what gradients have added to second moments since."""
+    squares: Tensor
+    """Mean over the replicas of p^2, where p is a replica's projection of g."""
+    projected: Tensor
+    """Mean of p."""
+
+
 def _rows_shape(weight: Tensor) -> tuple[int, ...]:
     return (len(by_rows(weight)),)
 
@@ -90,20 +105,9 @@ class SecondMomentCorrection:
         """Return the fraction of squared gradients that second moments accumulate, by key, [rows]."""
         return self._layout.views(self._shares)
 
-    def decay(self, step: int, moments: SecondMoments) -> None:
-        """Decay the row means as the optimizer has decayed the second moments in local step `step`.
-
-        A weight without a gradient in this step has not decayed; the next measurement corrects that.
-        """
-        if step == 0:
-            self._rows.mean.zero_()
-        self._rows.mean.mul_(moments.decay)
-
     @torch.no_grad()
-    def measure(self, step: int, grads: Mapping[str, Tensor], moments: SecondMoments, meter: Meter) -> None:
-        """Exchange row statistics, update the shares, and scale the second moments to the agreed row means, in place.
-
-        Called in the thread of the peers, by all of them, after `decay`.
+    def measure(self, step: int, grads: Mapping[str, Tensor], moments: SecondMoments, meter: Meter) -> Measurement:
+        """Exchange row statistics. Called in the thread of the peers, by all of them. Changes nothing.
 
         Args:
             step: The step that was made.
@@ -111,9 +115,9 @@ class SecondMomentCorrection:
             moments: The second moments after it.
             meter: Counts the bytes sent.
         """
-        mean, *sums = self._rows
         present = self._present_means(moments)
-        mean.copy_(torch.where(mean.isnan(), present, mean))
+        mean = self._decayed_means(step, moments)
+        mean = torch.where(mean.isnan(), present, mean)
         projected = torch.zeros_like(present)
         for key, piece in self._layout.views(projected).items():
             if key in grads:
@@ -123,11 +127,26 @@ class SecondMomentCorrection:
         statistics = torch.cat([(present - mean).clamp_min_(0) / self._shares, projected.square(), projected])
         means = sharded_mean(split_evenly(statistics, self._peers.size), None, levels, self._peers, meter).mean
         added, squares, projected = torch.cat(means).split(len(present))
-        for total, latest in zip(sums, (projected.square(), squares, torch.ones_like(squares)), strict=True):
-            total.copy_(torch.where(squares > 0, DECAY * total + latest, total))
+        return Measurement(present, mean, added, squares, projected)
+
+    @torch.no_grad()
+    def update(self, step: int, moments: SecondMoments, measured: Measurement | None) -> None:
+        """Decay the row means as the optimizer has decayed the second moments in local step `step`.
+
+        After a measurement, also update the shares, and scale the second moments to the agreed row means, in place.
+        A weight without a gradient in this step has not decayed; the next measurement corrects that.
+        """
+        mean, *sums = self._rows
+        if measured is None:
+            mean.copy_(self._decayed_means(step, moments))
+            return
+        squares = measured.squares
+        latest = measured.projected.square(), squares, torch.ones_like(squares)
+        for total, each in zip(sums, latest, strict=True):
+            total.copy_(torch.where(squares > 0, DECAY * total + each, total))
         self._update_shares()
-        mean.add_(self._shares * added)
-        self._scale_rows(moments, present)
+        mean.copy_(measured.mean + self._shares * measured.added)
+        self._scale_rows(moments, measured.present)
 
     def state_dict(self) -> WeightState:
         """Return the row statistics, by key: [rows] and [rows, 3]."""
@@ -151,6 +170,11 @@ class SecondMomentCorrection:
         for total, column in zip(self._rows[1:], columns.unbind(1), strict=True):
             total.copy_(column)
         self._update_shares()
+
+    def _decayed_means(self, step: int, moments: SecondMoments) -> Tensor:
+        """Return the agreed row means as the optimizer has decayed them in a step, [N]."""
+        mean = self._rows.mean
+        return (torch.zeros_like(mean) if step == 0 else mean) * moments.decay
 
     def _present_means(self, moments: SecondMoments) -> Tensor:
         """Return the row means of second moments, [N]; 0 for weights that have none yet."""

@@ -48,6 +48,9 @@ class SingleReplicaSync:
     def commit(self) -> None:
         pass
 
+    def exchange(self, step: int, moments: SecondMoments) -> None:
+        pass
+
     def after_step(self, step: int, moments: SecondMoments) -> None:
         self._residuals = {}
 

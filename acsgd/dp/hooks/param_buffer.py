@@ -153,10 +153,11 @@ class ParamBuffer:
         """Correct the second moments after a step with these gradients, by parameter."""
         assert self._precondition is not None
         step, moments = max(self.steps.values()) - 1, SecondMoments(self._shaped, self._precondition)
-        correction.decay(step, moments)
+        measured = None
         if correction.is_due(step):
             shaped = {name: grad.view(self.params[name].shape) for name, grad in grads.items()}
-            correction.measure(step, shaped, moments, meter)
+            measured = correction.measure(step, shaped, moments, meter)
+        correction.update(step, moments, measured)
 
     def _exchange(self, meter: Meter) -> Tensor:
         if self._peers.size > 1:

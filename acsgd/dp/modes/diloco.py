@@ -111,6 +111,10 @@ class DiLoCoSync(LocalWeightsSync):
         self._momentum = [torch.zeros_like(buffer.local) for buffer in self.buffers]
         self._sent = [torch.zeros_like(buffer.local) for buffer in self.buffers] if mode.delay else []
         self._pending: AsyncResult[list[ShardedMean]] | None = None
+        self._updates: list[Tensor] = []
+        """Updates sent after this step, by buffer; empty if none is due."""
+        self._results: list[ShardedMean] = []
+        """Mean updates to apply after this step, by buffer; empty if none is due."""
 
     def tensors(self) -> dict[str, list[Tensor]]:
         sent = {SENT_UPDATE.name: self._sent} if self._sent else {}
@@ -123,15 +127,26 @@ class DiLoCoSync(LocalWeightsSync):
             self._send([self._fragment(sent, last) for sent in self._sent])
 
     @torch.no_grad()
+    def exchange(self, step: int, moments: SecondMoments) -> None:
+        last, self._updates, self._results = self._mode.last_send(step), [], []
+        if last == step:
+            self._updates = [self._fragment(buf.shared, step) - self._fragment(buf.local, step) for buf in self.buffers]
+            self._send(self._updates)
+        if last is not None and last + self._mode.delay == step:
+            assert self._pending is not None
+            self._results = self._pending.result(self.meter)
+            self._pending = None
+        super().exchange(step, moments)
+
+    @torch.no_grad()
     def after_step(self, step: int, moments: SecondMoments) -> None:
         last = self._mode.last_send(step)
-        if last == step:
-            updates = [self._fragment(buf.shared, step) - self._fragment(buf.local, step) for buf in self.buffers]
-            for sent, update in zip(self._sent, updates, strict=False):
-                self._fragment(sent, step).copy_(update)
-            self._send(updates)
-        if last is not None and last + self._mode.delay == step:
-            self._outer_step(last)
+        for sent, update in zip(self._sent, self._updates, strict=False):
+            self._fragment(sent, step).copy_(update)
+        if self._results:
+            assert last is not None
+            self._outer_step(last, self._results)
+        self._updates, self._results = [], []
         super().after_step(step, moments)
 
     @torch.no_grad()
@@ -146,11 +161,8 @@ class DiLoCoSync(LocalWeightsSync):
         parts = [split_evenly(update, self.peers.size) for update in updates]
         return [sharded_mean(each, None, self._codec, self.peers, self.meter) for each in parts]
 
-    def _outer_step(self, last: int) -> None:
+    def _outer_step(self, last: int, results: Sequence[ShardedMean]) -> None:
         """Apply the outer optimizer to the fragment sent after step `last`, and load it into the local weights."""
-        assert self._pending is not None
-        results = self._pending.result(self.meter)
-        self._pending = None
         mode = self._mode
         for buffer, momentum, result in zip(self.buffers, self._momentum, results, strict=True):
             m, shared, local = (self._fragment(flat, last) for flat in (momentum, buffer.shared, buffer.local))

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from acsgd.codecs.topk import TopK
 from acsgd.config.ranges import Range
-from acsgd.dp.exchange.error_feedback import RESIDUAL, ErrorFeedback
-from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync, WeightBuffer
+from acsgd.dp.exchange.error_feedback import RESIDUAL, ErrorFeedback, Exchanged
+from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync
 from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.exchange.second_moments import moment_states
 from acsgd.dp.exchange.single_replica import SingleReplicaSync
@@ -85,23 +85,25 @@ class SparseLoCoSync(LocalWeightsSync):
         super().__init__(weights, peers, mode.states, moment_correction=mode.moment_correction)
         self._mode = mode
         self._feedback = [ErrorFeedback(buffer.local, peers, server=False) for buffer in self.buffers]
+        self._exchanged: list[Exchanged] = []
+        """Exchange after this step, by buffer; empty if none is due."""
 
     def tensors(self) -> dict[str, list[Tensor]]:
         return super().tensors() | {RESIDUAL.name: [feedback.residual for feedback in self._feedback]}
 
     @torch.no_grad()
-    def after_step(self, step: int, moments: SecondMoments) -> None:
+    def exchange(self, step: int, moments: SecondMoments) -> None:
+        self._exchanged = []
         if (step + 1) % self._mode.inner == 0:
             for buffer, feedback in zip(self.buffers, self._feedback, strict=True):
-                self._exchange(buffer, feedback)
-        super().after_step(step, moments)
+                x = (feedback.residual * self._mode.decay).add_(buffer.local).sub_(buffer.shared)
+                exchange = partial(feedback.exchange_gathered, x, self._mode.codec(), self.meter)
+                self._exchanged.append(self.peers.submit(exchange).result(self.meter))
+        super().exchange(step, moments)
 
-    def _exchange(self, buffer: WeightBuffer, feedback: ErrorFeedback) -> None:
-        feedback.residual *= self._mode.decay
-        feedback.add(buffer.local)
-        feedback.subtract(buffer.shared)
-        exchange = partial(feedback.gathered_mean, self._mode.codec(), self.meter)
-        mean = self.peers.submit(exchange).result(self.meter)
-        buffer.shared.add_(mean, alpha=self._mode.outer_lr)
-        buffer.local.copy_(buffer.shared)
-        buffer.update_params()
+    def after_step(self, step: int, moments: SecondMoments) -> None:
+        for buffer, feedback, exchanged in zip(self.buffers, self._feedback, self._exchanged, strict=False):
+            feedback.apply(exchanged)
+            buffer.load_shared(exchanged.mean, self._mode.outer_lr)
+        self._exchanged = []
+        super().after_step(step, moments)
