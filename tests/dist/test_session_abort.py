@@ -57,6 +57,9 @@ def train_in_views(rank: int, world_size: int, store: Path, config: Config) -> t
             if view < VIEWS - 1:
                 left_s = leave(session, groups, batches[2 * view + 2], progress, takes_part=rank < world_size - 1)
                 longest_s = max(longest_s, left_s)
+    assert session is not None
+    session.close()
+    session.peers.close()
     left = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith(OWN_THREADS)]
     for thread in left:  # a helper that was left behind in a wait ends at the timeout of its group at the latest
         thread.join(2 * TIMEOUT.total_seconds())
