@@ -124,7 +124,7 @@ class DiLoCoSync(LocalWeightsSync):
         super().begin_step(step)
         last = self._mode.last_send(step - 1)
         if self._pending is None and last is not None and step <= last + self._mode.delay:  # resumed during the delay
-            self._send([self._fragment(sent, last) for sent in self._sent])
+            self._send_again(last)
 
     @torch.no_grad()
     def exchange(self, step: int, moments: SecondMoments) -> None:
@@ -133,6 +133,8 @@ class DiLoCoSync(LocalWeightsSync):
             self._updates = [self._fragment(buf.shared, step) - self._fragment(buf.local, step) for buf in self.buffers]
             self._send(self._updates)
         if last is not None and last + self._mode.delay == step:
+            if self._pending is None:  # this runs again, after a failure
+                self._send_again(last)
             assert self._pending is not None
             self._results = self._pending.result(self.meter)
             self._pending = None
@@ -156,6 +158,10 @@ class DiLoCoSync(LocalWeightsSync):
 
     def _send(self, updates: list[Tensor]) -> None:
         self._pending = self.peers.submit(partial(self._exchange, updates))
+
+    def _send_again(self, last: int) -> None:
+        """Send the fragment that was sent after step `last`."""
+        self._send([self._fragment(sent, last) for sent in self._sent])
 
     def _exchange(self, updates: Sequence[Tensor]) -> list[ShardedMean]:
         parts = [split_evenly(update, self.peers.size) for update in updates]
