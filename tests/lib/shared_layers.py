@@ -19,10 +19,19 @@ DIRECTORY = "ACSGD_TEST_LAYERS"
 """Environment variable with the directory of the cache, for the server that processes are forked from."""
 
 
+_own_cache = model.layers_cache
+
+
 def share_layers() -> None:
     """Let runs of this process, and of those forked from it, use the directory instead of one beside each run."""
     if DIRECTORY in os.environ:
         model.layers_cache = job.layers_cache = _shared_cache
+
+
+def use_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the runs of this process use the directory beside each run, as outside of tests."""
+    for module in (model, job):
+        monkeypatch.setattr(module, "layers_cache", _own_cache)
 
 
 def _shared_cache(config: Config) -> LayersCache:

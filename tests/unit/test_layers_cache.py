@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from lib.model_types import small_config
 from lib.saved import SMALL, small_run
+from lib.shared_layers import use_own_layers
 
 from acsgd.config.options import PipelineConfig
 from acsgd.launch import Launch
@@ -92,9 +93,10 @@ def test_damaged_costs_are_estimated_again(content: bytes, tmp_path: Path) -> No
 
 
 def test_a_run_keeps_the_costs_of_its_layers_and_balances_stages_by_them(
-    tiny_model: Callable[..., Path], tmp_path: Path
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It keeps them when it opens its inputs: a run that is refused before writes nothing."""
+    use_own_layers(monkeypatch)
     config = small_run(tiny_model("gpt2", **SMALL), tmp_path / "runs" / "a")
     config = dataclasses.replace(config, pp=PipelineConfig(stages=2, micro=2))
     launch = Launch(world_size=2, local_world_size=2)
