@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import secrets
 import socket
 import sys
@@ -109,20 +110,35 @@ class ProcessGroups:
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             dist.destroy_process_group()
             args = self._groups, time.monotonic() + self._timeout.total_seconds()
-            threading.Thread(target=_drop, args=args, name="aborted groups", daemon=True).start()
+            threading.Thread(target=_drop, args=args, name=_DROPPING, daemon=True).start()
         self._thread.close()
 
 
 def _drop(groups: list[dist.ProcessGroup], deadline: float) -> None:
     """Drop each group after all other references to it, so that its destructor runs in this thread.
 
-    It waits for the collectives in progress, which may last until the timeout of the group, the deadline.
+    It waits for the collectives in progress, which may last until the timeout of the group, the deadline. Ends when the
+    interpreter does: a daemon thread that is in a C++ destructor then would abort the process.
     """
-    while groups and time.monotonic() < deadline:
+    while groups and time.monotonic() < deadline and not _interpreter_ends.wait(POLL_S):
         groups[:] = [group for group in groups if sys.getrefcount(group) > _REFERENCES]
-        time.sleep(POLL_S)
 
 
+_interpreter_ends = threading.Event()
+_END_S = 5.0
+"""Maximum time that the end of the interpreter waits for destructors of aborted groups, seconds."""
+
+
+@atexit.register
+def _end_drops() -> None:
+    _interpreter_ends.set()
+    deadline = time.monotonic() + _END_S
+    for thread in threading.enumerate():
+        if thread.name == _DROPPING:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+_DROPPING = "aborted groups"
 _REFERENCES = 3
 """References to a group that only `_drop` refers to: the list, the variable, the argument of getrefcount."""
 
