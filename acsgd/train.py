@@ -140,16 +140,20 @@ def train_step(
     summary = exchange.exchange(report)
 
     result = apply_step(session, batch, progress, summary, update=update)
-    state.complete(result)
+    if result.updated:
+        state.complete(result, is_synced=False)
+        session.sync_after_step(progress.step)
+    state.complete(result, is_synced=True)
     return result
 
 
 def apply_step(
     session: Session, batch: Batch | None, progress: Progress, summary: StepSummary, *, update: bool = True
 ) -> StepResult:
-    """Complete a step that all ranks have reported: update the weights with its gradients.
+    """Update the weights of this rank with the gradients of a step that all ranks have reported.
 
-    Communicates in modes with local steps, and to find the origin of a NaN. batch: of the step; needed for a NaN.
+    `Session.sync_after_step` completes the step, if the result says `updated`. Communicates only to find the origin of
+    a NaN. batch: of the step; needed for a NaN.
     """
     job, config, step = session.job, session.job.config, progress.step
     scale = GradientScale.of(job.max_targets, progress.loss_scale)
@@ -167,14 +171,13 @@ def apply_step(
         assert batch is not None
         raise NonFiniteError(explain_non_finite(session, batch, step, scale.loss_scale, loss=loss, grad_norm=grad_norm))
 
-    # Commit, clip, step, synchronize. Nothing has changed weights or residuals before all ranks reported.
+    # Commit, clip, step. Nothing has changed weights or residuals before all ranks reported.
     session.commit()
     updated = update and finite
     if updated:
         replica = job.topology.replica
         session.scale_and_clip(factors[replica], norms[replica])
         session.optimizer.step(step, local_step or PLAIN_STEP)
-        session.sync_after_step(step)
     log.info("step %d: loss %.6g, gradient norm %.6g%s", step + 1, loss, grad_norm, "" if updated else ", skipped")
     next_scale = progress.loss_scale.after(overflowed=overflowed)
     after = progress.after(loss if updated else None, int(summary.targets), next_scale)

@@ -1,7 +1,8 @@
 """State that replicas keep between steps, and how N saved states become those of M replicas.
 
 A mode declares its state as a table of `ReplicaState`. Every replica saves its own tensors: name -> weight -> tensor.
-Nothing else merges the states of several replicas.
+Nothing else merges the states of several replicas. If replicas join and leave while others train on, each restores what
+it has itself, since the state of those that have ended is lost.
 """
 
 from __future__ import annotations
@@ -50,6 +51,18 @@ class ReplicaState(NamedTuple):
     """Whether every checkpoint of the mode with several replicas holds it for every weight, tied copies excepted."""
     may_be_nan: bool = False
     """Whether NaN is a value that means "none yet". Other values are finite."""
+    is_common: bool = False
+    """Whether a replica that joins others starts with the tensor of one of them; else without one."""
+    moves_to: str = ""
+    """Of a "sum": name of the state of a single replica to which it is added if parts move. R times what is added there
+    is in the mean of R replicas once."""
+
+
+class Place(NamedTuple):
+    """A replica's place among others."""
+
+    replica: int
+    replicas: int
 
 
 def check_names(table: Collection[ReplicaState], saved: Sequence[WeightState]) -> None:
@@ -74,6 +87,25 @@ def restore(
         if merged is not None and tuple(merged.shape) == state.shape(weight):
             restored[key] = merged.float()
     return restored
+
+
+@torch.no_grad()
+def carry_over(table: Collection[ReplicaState], own: WeightState, *, was: Place, now: Place) -> list[WeightState]:
+    """Return the saved states from which a replica restores its own state at another place, or among other replicas.
+
+    They have no tensors of other replicas. own: its state; tensors to which others are added are changed in place.
+    """
+    kept = {name: dict(by_key) for name, by_key in own.items()}
+    for state in table:
+        if state.merge == "reset" and was.replicas != now.replicas:
+            kept.pop(state.name, None)
+        if state.merge == "sum" and was != now and now.replicas > 1:
+            for key, part in kept.pop(state.name, {}).items():
+                kept[state.moves_to][key].add_(part, alpha=now.replicas)
+    saved: list[WeightState] = [{} for _ in range(now.replicas)]
+    saved[0] = {state.name: kept[state.name] for state in table if state.merge == "first" and state.name in kept}
+    saved[now.replica] = kept
+    return saved
 
 
 @torch.no_grad()

@@ -51,6 +51,13 @@ class GradSync(Protocol):
         """
         ...
 
+    def exchanges_after(self, step: int) -> bool:
+        """Return whether the weights after step `step` depend on an exchange that follows it.
+
+        If not, this replica can complete the step alone, by `after_step` without `exchange`.
+        """
+        ...
+
     def exchange(self, step: int, moments: SecondMoments) -> None:
         """Exchange with the other replicas what follows optimizer step `step`, if anything does.
 
@@ -60,7 +67,10 @@ class GradSync(Protocol):
         ...
 
     def after_step(self, step: int, moments: SecondMoments) -> None:
-        """Apply what `exchange` has received to weights, residuals and, in place, moments. Does not communicate."""
+        """Apply what `exchange` has received to weights, residuals and, in place, moments. Does not communicate.
+
+        Without `exchange` before, if `exchanges_after` is false: complete the step without other replicas.
+        """
         ...
 
     def global_weights(self) -> Mapping[str, Tensor] | None:
@@ -72,6 +82,14 @@ class GradSync(Protocol):
 
     def state_dict(self) -> WeightState:
         """Return this replica's tensors of the mode's `states`, not copied."""
+        ...
+
+    def take_state(self) -> WeightState:
+        """Return `state_dict` for a sync of the same weights with other replicas; this one is not used any more.
+
+        Loads the global weights into the master weights, as `load_state_dict` needs. May be called between the
+        optimizer step and `after_step`, and more than once.
+        """
         ...
 
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:

@@ -24,6 +24,10 @@ class WorkerState:
     """Progress of the run after `step` steps; None if it holds no state."""
     summary: dict[str, Any] | None = None
     """Summary of the reports of all ranks of the last applied step; None if it has applied none in this process."""
+    is_synced: bool = True
+    """Whether its weights include the exchange between replicas that follows its last step, if one does."""
+    exchanges: bool = False
+    """Whether an exchange between replicas follows its next step."""
     is_open: bool = False
     """Whether evaluation, log and save after its last step are incomplete."""
     store_port: Natural = 0
@@ -58,6 +62,8 @@ class Plan:
     """Transfers of state between memories, before training continues."""
     behind: tuple[str, ...] = ()
     """Workers that have not applied step `step` yet. Their gradients are complete, so they apply it by `summary`."""
+    unsynced: tuple[int, ...] = ()
+    """Pipeline positions whose replicas all lack the exchange that follows step `step`, and run it first."""
     progress: dict[str, Any] | None = None
     """Progress of the run after `step` steps; None if `from_disk`."""
     summary: dict[str, Any] | None = None
@@ -90,11 +96,18 @@ def make_plan(
     the step, and nothing else. With fewer than `min_replicas`, all workers are spares, which keep what they hold.
 
     Every rank of a stopped view has reported a step before any rank applies it (docs/architecture/step.md). So holders
-    of state are at most one step apart, and those behind can apply it alone.
+    of state are at most one step apart, and those behind can apply it alone. If replicas exchange weights after the
+    step, some have and some have not: those that have not get the state of one that has, or run the exchange again.
     """
     holders = {name: state for name, state in workers.items() if state.stage_rank is not None}
     ahead = max(holders.values(), key=lambda state: (state.step, state.is_open), default=WorkerState())
-    held = {name: holders[name].stage_rank for name in staying if name in holders and _reaches(holders[name], ahead)}
+    reaching = {name: holders[name] for name in staying if name in holders and _reaches(holders[name], ahead)}
+    synced = {state.stage_rank for state in reaching.values() if _is_synced(state, ahead)}
+    held = {
+        name: state.stage_rank
+        for name, state in reaching.items()
+        if _is_synced(state, ahead) or state.stage_rank not in synced
+    }
     replicas = min(len(staying) // stages, max_replicas or len(staying))
     replicas = replicas if replicas >= min_replicas else 0
     ranks = _assign(staying, held, stages, replicas)
@@ -112,6 +125,7 @@ def make_plan(
         from_disk=False,
         copies=_copies(keepers, len(ranks), stages),
         behind=tuple(ranks[rank] for rank in keepers if holders[ranks[rank]].step < ahead.step),
+        unsynced=tuple(sorted(set(range(stages)) - synced)),
         progress=ahead.progress,
         summary=ahead.summary,
         is_open=ahead.is_open or any(holders[ranks[rank]].step < ahead.step for rank in keepers),
@@ -121,6 +135,11 @@ def make_plan(
 def _reaches(state: WorkerState, ahead: WorkerState) -> bool:
     """Return whether a holder has applied as many steps as the one that is ahead, or can apply the last one alone."""
     return state.step == ahead.step or (state.step == ahead.step - 1 and state.ready and ahead.summary is not None)
+
+
+def _is_synced(state: WorkerState, ahead: WorkerState) -> bool:
+    """Return whether a holder's weights after the last step do not lack an exchange that others may have made."""
+    return state.is_synced if state.step == ahead.step else not state.exchanges
 
 
 def _assign(workers: Sequence[str], held: Mapping[str, int | None], stages: int, replicas: int) -> tuple[str, ...]:

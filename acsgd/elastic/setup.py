@@ -18,15 +18,21 @@ from acsgd.run.job import Job
 def check_elastic(job: Job) -> None:
     """Raise ValueError for options that do not work while hosts join and leave."""
     config = job.config
-    if job.plugins.mode.states:
+    if any(state.tied == "equal" for state in job.plugins.mode.states) and (key := _split_tied_weight(job)):
         raise ValueError(
-            f"dp.mode={config.dp.mode} keeps state per replica, which elastic runs cannot yet; use allreduce, "
-            "sharded_ps or central_ps"
+            f"dp.mode={config.dp.mode} keeps state per replica, and {key} is on several stages: elastic runs cannot "
+            "keep its copies equal yet; use allreduce, sharded_ps, central_ps or powersgd, or pp.stages=1"
         )
     if config.pp.forward.startswith("delta"):
         raise ValueError(f"pp.forward={config.pp.forward} keeps activations of samples, which elastic runs cannot yet")
     if any(isinstance(source, Streamed) for source, _ in job.sources):
         raise ValueError("streamed sources are read on from one place, which elastic runs cannot yet; remove stream:")
+
+
+def _split_tied_weight(job: Job) -> str | None:
+    """Return a tied weight of which several ranks of a pipeline have copies, None if there is none."""
+    tied = job.model.description.tied().items()
+    return next((key for key, holders in tied if len({job.rank_of_layer(layer) for layer in holders}) > 1), None)
 
 
 def setup_of(job: Job, inputs: Inputs) -> Setup:

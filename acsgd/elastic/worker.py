@@ -6,25 +6,24 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 from acsgd.config.options import Config
 from acsgd.elastic.control import Control
 from acsgd.elastic.events import view_event
+from acsgd.elastic.handover import complete_step, hand_over, run_missing_exchange, worker_state
 from acsgd.elastic.messages import Broken, Done, End, Hello, Leave, Run, Setup, Stop, Stopped, View
 from acsgd.elastic.plan import Plan, WorkerState
 from acsgd.elastic.setup import check_elastic, setup_of
 from acsgd.elastic.stores import connect_store, open_store
-from acsgd.elastic.transfer import receive_layers, send_layers
 from acsgd.errors import RefusedError, RunError, WaitInterruptedError
 from acsgd.fields import from_json
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.text_log import open_text_log
 from acsgd.launch import Launch
-from acsgd.run.build import build_session, reconnect
 from acsgd.run.checkpointing import Checkpointing
 from acsgd.run.control import StepSummary
 from acsgd.run.failures import RunContext
@@ -37,7 +36,7 @@ from acsgd.run.signals import StopSignals
 from acsgd.run.state import Start, start
 from acsgd.run.stdio import enter_training
 from acsgd.topology import Groups, connect
-from acsgd.train import apply_step, run_steps
+from acsgd.train import run_steps
 from acsgd.waits import InterruptibleWaits
 
 
@@ -115,22 +114,12 @@ class ElasticWorker:
 
     def _report(self) -> WorkerState:
         """Return the state of this worker, which has stopped."""
-        port, state = self._store.port, self._state
-        if self._session is None:
-            return WorkerState(store_port=port)
-        return WorkerState(
-            step=state.progress.step,
-            stage_rank=self._session.job.topology.stage_rank,
-            ready=state.has_reported,
-            progress=state.progress.to_dict(),
-            summary=asdict(state.summary) if state.summary else None,
-            is_open=state.is_open,
-            store_port=port,
-        )
+        return worker_state(self._session, self._state, self._store.port)
 
     def _run_view(self, view: View, name: str, signals: StopSignals, context: RunContext) -> bool:
         """Train in a view, until it ends; return whether the run has ended."""
-        self._roll_forward(view.plan, name)
+        if self._session is not None and not view.plan.from_disk:
+            complete_step(self._session, self._state, view.plan, is_behind=name in view.plan.behind)
         rank = view.plan.rank_of(name)
         if rank is None:
             self._wait_as_spare(view)
@@ -165,14 +154,6 @@ class ElasticWorker:
                 f"fewer than elastic.min_replicas={self._config.elastic.min_replicas} replicas of {plan.stages} stages "
                 "are left (elastic.below_min=end); start the run again on more hosts"
             )
-
-    def _roll_forward(self, plan: Plan, name: str) -> None:
-        """Apply the step that other workers have applied already, if this worker has not: its gradients are there."""
-        if name in plan.behind:
-            assert self._session is not None
-            assert plan.summary is not None
-            result = apply_step(self._session, None, self._state.progress, StepSummary(**plan.summary))
-            self._state.complete(result)
 
     def _train(
         self, view: View, rank: int, waits: InterruptibleWaits, signals: StopSignals, context: RunContext
@@ -224,22 +205,14 @@ class ElasticWorker:
             self._state.restart(begin.progress)
             return begin
         assert plan.progress is not None
-        source = next((copy.source for copy in plan.copies if copy.target == rank), None)
-        if source is not None:
+        if rank in (copy.target for copy in plan.copies):
             self._session = None
-            received = receive_layers(groups, source)
-            session = build_session(job, received, groups, inputs.cache_plan)
-            received.restore_optimizer(session)
             self._state.restart(Progress())
             self._state.summary = StepSummary(**plan.summary) if plan.summary else None
-        else:
-            assert self._session is not None
-            session = reconnect(self._session, job, groups, inputs.cache_plan)
-            for copy in plan.copies:
-                if copy.source == rank:
-                    send_layers(session, copy.target)
+        self._session = session = hand_over(self._session, job, groups, plan, inputs.cache_plan)
         progress = from_json(Progress, plan.progress)
         self._state.progress, self._state.is_open = progress, plan.is_open
+        run_missing_exchange(session, self._state, plan)
         newest = inputs.candidates.checkpoints[0].path if inputs.candidates.checkpoints else None
         return Start(session, progress, newest, [])
 

@@ -8,6 +8,7 @@ import torch
 
 from acsgd.codecs.identity import DTYPES
 from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.resize import Place, carry_over
 from acsgd.layers.composed import ComposedModel, Inputs
 from acsgd.layers.skeleton import fill_with_stand_ins
 from acsgd.meter import Meter
@@ -42,12 +43,15 @@ def build_session(job: Job, source: WeightSource, groups: Groups, cache_plan: Ca
 def reconnect(session: Session, job: Job, groups: Groups, cache_plan: CachePlan | None = None) -> Session:
     """Connect the stages of a session that was aborted with the ranks of other groups. Arguments as `build_session`.
 
-    The new session takes over weights and optimizer state. job: of the same stages; the number of replicas, and which
-    this is, may differ. State of the data-parallel mode is not taken over.
+    The new session takes over weights, optimizer state, and the data-parallel mode's state of this replica. job: of the
+    same stages; the number of replicas, and which this is, may differ.
     """
-    peers = Peers(groups.dp, groups.waits)
+    peers, mode = Peers(groups.dp, groups.waits), job.plugins.mode
+    was, now = (Place(each.topology.replica, each.topology.replicas) for each in (session.job, job))
     for stage in session.stages.values():
-        stage.restart(job.plugins.mode.open(stage.weights, peers))
+        own = stage.sync.take_state()
+        stage.restart(mode.open(stage.weights, peers))
+        stage.sync.load_state_dict(carry_over(mode.states, own, was=was, now=now))
     return _connect(job, groups, peers, session.stages, session.weights, session.optimizer, cache_plan)
 
 

@@ -26,6 +26,8 @@ class LoopState:
     """Summary of the reports of the last completed step."""
     record: Record | None = None
     """Metrics of that step; None if another process has completed it."""
+    is_synced: bool = True
+    """Whether the replicas have exchanged what follows that step, if anything does."""
     is_open: bool = False
     """Whether evaluation, log and save after that step are incomplete."""
     is_stopped: bool = False
@@ -37,10 +39,13 @@ class LoopState:
     def restart(self, progress: Progress) -> None:
         """Start from a state that was loaded, not trained, here."""
         self.progress, self.summary, self.record = progress, None, None
-        self.has_reported = self.is_open = self.is_stopped = False
+        self.is_synced, self.has_reported, self.is_open, self.is_stopped = True, False, False, False
 
-    def complete(self, result: StepResult) -> None:
-        """Note that a step is complete: weights and progress are those after it."""
+    def complete(self, result: StepResult, *, is_synced: bool) -> None:
+        """Note that a step is complete: weights and progress are those after it.
+
+        is_synced: whether the exchange that follows it is, too. If not, call this again after it.
+        """
         record = result.record(time.perf_counter() - self.started_at)
         self.progress, self.summary, self.record = result.progress, result.summary, record
-        self.has_reported, self.is_open = False, True
+        self.is_synced, self.has_reported, self.is_open = is_synced, False, True

@@ -134,16 +134,23 @@ class Session:
         for stage in self.stages.values():
             stage.sync.commit()
 
+    def exchanges_after(self, step: int) -> bool:
+        """Return whether the weights after step `step` depend on an exchange that follows it."""
+        return any(stage.sync.exchanges_after(step) for stage in self.stages.values())
+
     def sync_after_step(self, step: int) -> None:
         """Run the part of data-parallel synchronization that follows the optimizer step.
 
-        Changes nothing that lasts before the last message of all stages has arrived.
+        Changes nothing that lasts before the last message of all stages has arrived, so that it can be run again.
         """
-        moments = {stage: self.optimizer.second_moments(stage.weights) for stage in self.stages.values()}
-        for stage, of_stage in moments.items():
-            stage.sync.exchange(step, of_stage)
-        for stage, of_stage in moments.items():
-            stage.sync.after_step(step, of_stage)
+        for stage in self.stages.values():
+            stage.sync.exchange(step, self.optimizer.second_moments(stage.weights))
+        self.sync_alone(step)
+
+    def sync_alone(self, step: int) -> None:
+        """Complete step `step` without other replicas. They may have exchanged something if `exchanges_after`."""
+        for stage in self.stages.values():
+            stage.sync.after_step(step, self.optimizer.second_moments(stage.weights))
 
     def evaluate(self, batches: Iterable[Batch], step: int) -> dict[str, float]:
         """Return the metrics of the batches of all replicas by name, without dropout. The loss is the first.

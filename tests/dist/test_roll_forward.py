@@ -49,7 +49,8 @@ def train_with_an_interrupt(rank: int, world_size: int, store: Path, config: Con
             elif step == INTERRUPTED:
                 assert (state.progress.step, state.has_reported) == (step, True)
                 summary = StepSummary(**json.loads(file_store.get("summary of 0")))
-                state.complete(train.apply_step(session, None, state.progress, summary))
+                state.complete(train.apply_step(session, None, state.progress, summary), is_synced=False)
+                session.sync_alone(step)
             assert (state.progress.step, state.has_reported) == (step + 1, False)
             assert state.record is not None
             assert state.record.loss is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -105,3 +106,43 @@ def test_a_step_whose_log_or_save_is_incomplete_stays_open() -> None:
     plan = make_plan(workers, staying=list(workers), stages=1)
     assert plan.is_open
     assert plan.progress == {"open": True}
+
+
+def exchanging(*ranks: tuple[int, bool]) -> dict[str, WorkerState]:
+    """States of replicas of one stage that exchange weights after step 8: number of steps applied, and is_synced."""
+    return {
+        f"h{rank}/0": WorkerState(
+            step, 0, ready=step == 7, is_synced=is_synced, exchanges=step == 7, progress={}, summary={}
+        )
+        for rank, (step, is_synced) in enumerate(ranks)
+    }
+
+
+def test_replicas_that_lack_an_exchange_get_the_state_of_one_that_has_it() -> None:
+    plan = make_plan(exchanging((7, True), (8, False), (8, True)), staying=["h0/0", "h1/0", "h2/0"], stages=1)
+    assert (plan.step, plan.behind, plan.unsynced) == (8, (), ())
+    assert {(plan.ranks[copy.source], plan.ranks[copy.target]) for copy in plan.copies} == {
+        ("h2/0", "h0/0"),
+        ("h2/0", "h1/0"),
+    }
+    fewer = make_plan(exchanging((7, True), (8, False), (8, True)), staying=["h0/0", "h2/0"], stages=1, max_replicas=1)
+    assert (fewer.ranks, fewer.copies) == (("h2/0",), ())
+
+
+def test_an_exchange_that_no_replica_that_stays_has_completed_is_run_again() -> None:
+    for states in (exchanging((8, False), (8, False)), exchanging((7, True), (8, False))):
+        plan = make_plan(states, staying=list(states), stages=1)
+        assert (plan.step, plan.copies, plan.unsynced) == (8, (), (0,))
+        assert plan.behind == tuple(name for name, state in states.items() if state.step == 7)
+    ended = exchanging((8, False), (8, True))
+    assert make_plan(ended, staying=["h0/0"], stages=1).unsynced == (0,)
+
+
+def test_each_stage_has_its_own_exchange() -> None:
+    states = exchanging((8, True), (8, False), (8, False), (8, False))
+    states = {
+        name: dataclasses.replace(state, stage_rank=rank % 2) for rank, (name, state) in enumerate(states.items())
+    }
+    plan = make_plan(states, staying=list(states), stages=2)
+    assert plan.unsynced == (1,)
+    assert [(copy.source, copy.target) for copy in plan.copies] == [(0, 2)]

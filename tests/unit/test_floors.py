@@ -274,6 +274,7 @@ ORDER = """
     elastic.rendezvous
     elastic.control
     elastic.transfer
+    elastic.handover
     elastic.setup
     elastic.stores
     elastic.events

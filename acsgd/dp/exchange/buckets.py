@@ -134,6 +134,9 @@ class BucketSync:
     def commit(self) -> None:
         pass
 
+    def exchanges_after(self, step: int) -> bool:
+        return False
+
     def exchange(self, step: int, moments: SecondMoments) -> None:
         pass
 
@@ -145,6 +148,9 @@ class BucketSync:
 
     def state_dict(self) -> WeightState:
         return {}
+
+    def take_state(self) -> WeightState:
+        return self.state_dict()
 
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
         check_names((), saved)

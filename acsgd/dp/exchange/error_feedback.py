@@ -19,7 +19,7 @@ from acsgd.meter import Meter
 
 RESIDUAL = ReplicaState("residual", merge="mean", single="add_to_weight")
 """Residual of a replica's updates."""
-SERVER_RESIDUAL = ReplicaState("server_residual", merge="sum", single="add_to_weight")
+SERVER_RESIDUAL = ReplicaState("server_residual", merge="sum", single="add_to_weight", moves_to=RESIDUAL.name)
 """Residual of the means that a replica computes, 0 outside of the part that it owns."""
 
 

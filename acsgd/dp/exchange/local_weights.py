@@ -141,6 +141,9 @@ class LocalWeightsSync:
     def commit(self) -> None:
         pass
 
+    def exchanges_after(self, step: int) -> bool:
+        return False
+
     def exchange(self, step: int, moments: SecondMoments) -> None:
         self._measured = None
         correction, local_steps = self._correction, step - self.exact_steps
@@ -160,6 +163,12 @@ class LocalWeightsSync:
     def state_dict(self) -> WeightState:
         by_name = {name: self._by_weight(tensors) for name, tensors in self.tensors().items()}
         return by_name | (self._correction.state_dict() if self._correction is not None else {})
+
+    def take_state(self) -> WeightState:
+        for buffer in self.buffers:
+            for key, view in buffer.layout.views(buffer.shared).items():
+                self._by_key[key].data = view
+        return self.state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:

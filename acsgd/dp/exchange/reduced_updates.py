@@ -18,7 +18,7 @@ from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.exchange.second_moments import moment_states
 from acsgd.dp.resize import ReplicaState
 from acsgd.optim.base import LocalStep, SecondMoments
-from acsgd.shards.weights import Weight
+from acsgd.shards.weights import Weight, WeightState
 
 
 def reduced_update_states(*, moment_correction: bool) -> tuple[ReplicaState, ...]:
@@ -60,6 +60,9 @@ class ReducedUpdateSync(LocalWeightsSync):
             SERVER_RESIDUAL.name: [feedback.server_residual for feedback in self._feedback],
         }
 
+    def exchanges_after(self, step: int) -> bool:
+        return step >= self.exact_steps
+
     @torch.no_grad()
     def exchange(self, step: int, moments: SecondMoments) -> None:
         self._exchanged = []
@@ -81,3 +84,10 @@ class ReducedUpdateSync(LocalWeightsSync):
             buffer.load_shared(exchanged.mean)
         self._exchanged = []
         super().after_step(step, moments)
+
+    @torch.no_grad()
+    def take_state(self) -> WeightState:
+        for buffer, feedback in zip(self.buffers, self._feedback, strict=True):
+            feedback.add(buffer.local - buffer.shared)  # of a step whose exchange is missing
+            buffer.local.copy_(buffer.shared)
+        return super().take_state()

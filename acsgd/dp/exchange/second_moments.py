@@ -72,9 +72,11 @@ def _rows_shape(weight: Tensor) -> tuple[int, ...]:
     return (len(by_rows(weight)),)
 
 
-ROW_MEANS = ReplicaState("second_moment_means", merge="mean", shape=_rows_shape, may_be_nan=True)
+ROW_MEANS = ReplicaState("second_moment_means", merge="mean", shape=_rows_shape, may_be_nan=True, is_common=True)
 """_RowStatistics.mean."""
-ROW_RATIOS = ReplicaState("second_moment_ratios", merge="reset", shape=lambda weight: (*_rows_shape(weight), 3))
+ROW_RATIOS = ReplicaState(
+    "second_moment_ratios", merge="reset", shape=lambda weight: (*_rows_shape(weight), 3), is_common=True
+)
 """The other fields of _RowStatistics."""
 
 

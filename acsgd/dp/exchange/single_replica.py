@@ -48,6 +48,9 @@ class SingleReplicaSync:
     def commit(self) -> None:
         pass
 
+    def exchanges_after(self, step: int) -> bool:
+        return False
+
     def exchange(self, step: int, moments: SecondMoments) -> None:
         pass
 
@@ -59,6 +62,9 @@ class SingleReplicaSync:
 
     def state_dict(self) -> WeightState:
         return {name: dict(by_key) for name, by_key in self._residuals.items()}
+
+    def take_state(self) -> WeightState:
+        return self.state_dict()
 
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
         check_names(self._states, saved)

@@ -86,7 +86,8 @@ class Cocktail:
     @property
     def states(self) -> tuple[ReplicaState, ...]:
         """The state that each of several replicas keeps between steps."""
-        return LOCAL_WEIGHTS, *moment_states(required=self.moment_correction), SERVER_RESIDUAL
+        server_residual = SERVER_RESIDUAL._replace(moves_to=LOCAL_WEIGHTS.name)  # where that of the sender is, too
+        return LOCAL_WEIGHTS, *moment_states(required=self.moment_correction), server_residual
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the synchronization of one stage's weights with the other replicas."""

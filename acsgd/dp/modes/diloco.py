@@ -20,7 +20,7 @@ from acsgd.codecs.identity import Identity
 from acsgd.codecs.message import PackedCodec
 from acsgd.config.ranges import Range
 from acsgd.dp.exchange.averaging import ShardedMean, sharded_mean, split_evenly
-from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync
+from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync, WeightBuffer
 from acsgd.dp.exchange.peers import AsyncResult, Peers
 from acsgd.dp.exchange.second_moments import moment_states
 from acsgd.dp.exchange.single_replica import SingleReplicaSync
@@ -31,7 +31,7 @@ from acsgd.shards.weights import Weight, WeightState
 
 GROUP = 128
 """Number of values that share a scale, below 16 bits."""
-OUTER_MOMENTUM = ReplicaState("outer_momentum", merge="mean")
+OUTER_MOMENTUM = ReplicaState("outer_momentum", merge="mean", is_common=True)
 SENT_UPDATE = ReplicaState("sent_update", merge="mean")
 """Global - local weights when a fragment was last sent, to send it again in a run that resumes during the delay."""
 
@@ -111,8 +111,6 @@ class DiLoCoSync(LocalWeightsSync):
         self._momentum = [torch.zeros_like(buffer.local) for buffer in self.buffers]
         self._sent = [torch.zeros_like(buffer.local) for buffer in self.buffers] if mode.delay else []
         self._pending: AsyncResult[list[ShardedMean]] | None = None
-        self._updates: list[Tensor] = []
-        """Updates sent after this step, by buffer; empty if none is due."""
         self._results: list[ShardedMean] = []
         """Mean updates to apply after this step, by buffer; empty if none is due."""
 
@@ -126,12 +124,15 @@ class DiLoCoSync(LocalWeightsSync):
         if self._pending is None and last is not None and step <= last + self._mode.delay:  # resumed during the delay
             self._send_again(last)
 
+    def exchanges_after(self, step: int) -> bool:
+        last = self._mode.last_send(step)
+        return last is not None and last + self._mode.delay == step
+
     @torch.no_grad()
     def exchange(self, step: int, moments: SecondMoments) -> None:
-        last, self._updates, self._results = self._mode.last_send(step), [], []
+        last, self._results = self._mode.last_send(step), []
         if last == step:
-            self._updates = [self._fragment(buf.shared, step) - self._fragment(buf.local, step) for buf in self.buffers]
-            self._send(self._updates)
+            self._send([self._update(buffer, step) for buffer in self.buffers])
         if last is not None and last + self._mode.delay == step:
             if self._pending is None:  # this runs again, after a failure
                 self._send_again(last)
@@ -143,12 +144,13 @@ class DiLoCoSync(LocalWeightsSync):
     @torch.no_grad()
     def after_step(self, step: int, moments: SecondMoments) -> None:
         last = self._mode.last_send(step)
-        for sent, update in zip(self._sent, self._updates, strict=False):
-            self._fragment(sent, step).copy_(update)
+        if last == step:
+            for sent, buffer in zip(self._sent, self.buffers, strict=False):
+                self._fragment(sent, step).copy_(self._update(buffer, step))
         if self._results:
             assert last is not None
             self._outer_step(last, self._results)
-        self._updates, self._results = [], []
+        self._results = []
         super().after_step(step, moments)
 
     @torch.no_grad()
@@ -177,6 +179,10 @@ class DiLoCoSync(LocalWeightsSync):
             shared.sub_(update.add_(m, alpha=mode.momentum), alpha=mode.outer_lr)
             local.lerp_(shared, 1 - mode.mix)
             buffer.update_params()
+
+    def _update(self, buffer: WeightBuffer, last: int) -> Tensor:
+        """Return the update to send after step `last`, of its fragment."""
+        return self._fragment(buffer.shared, last) - self._fragment(buffer.local, last)
 
     def _fragment(self, flat: Tensor, last: int) -> Tensor:
         """View the fragment of a tensor [n] that is sent after step `last`."""

@@ -17,7 +17,7 @@ from acsgd.dp.exchange.single_replica import SingleReplicaSync
 from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import GradSync
 from acsgd.optim.base import Capability
-from acsgd.shards.weights import Weight
+from acsgd.shards.weights import Weight, WeightState
 from acsgd.topology import collective_errors
 
 
@@ -37,6 +37,9 @@ class Local:
 
 class LocalSync(LocalWeightsSync):
     """Sync that averages weights only where they are read."""
+
+    def take_state(self) -> WeightState:
+        return self.state_dict()  # the master weights stay local: there are no global ones without an exchange
 
     @torch.no_grad()
     def global_weights(self) -> Mapping[str, Tensor] | None:

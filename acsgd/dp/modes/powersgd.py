@@ -57,7 +57,12 @@ class PowerSGD(BucketOptions):
         return (
             ReplicaState(RESIDUAL, "share", _matrix_shape, single="add_to_gradient", tied="partial", required=False),
             ReplicaState(
-                BASIS, "first", lambda weight: (_matrix_shape(weight)[1], self.rank), tied="none", required=False
+                BASIS,
+                "first",
+                lambda weight: (_matrix_shape(weight)[1], self.rank),
+                tied="none",
+                required=False,
+                is_common=True,
             ),
         )
 

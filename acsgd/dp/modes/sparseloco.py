@@ -91,10 +91,13 @@ class SparseLoCoSync(LocalWeightsSync):
     def tensors(self) -> dict[str, list[Tensor]]:
         return super().tensors() | {RESIDUAL.name: [feedback.residual for feedback in self._feedback]}
 
+    def exchanges_after(self, step: int) -> bool:
+        return (step + 1) % self._mode.inner == 0
+
     @torch.no_grad()
     def exchange(self, step: int, moments: SecondMoments) -> None:
         self._exchanged = []
-        if (step + 1) % self._mode.inner == 0:
+        if self.exchanges_after(step):
             for buffer, feedback in zip(self.buffers, self._feedback, strict=True):
                 x = (feedback.residual * self._mode.decay).add_(buffer.local).sub_(buffer.shared)
                 exchange = partial(feedback.exchange_gathered, x, self._mode.codec(), self.meter)

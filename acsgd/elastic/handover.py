@@ -1,0 +1,83 @@
+"""How the state of a rank gets from one view to the next: in its own memory, or from that of another rank."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from acsgd.elastic.plan import Plan, WorkerState
+from acsgd.elastic.transfer import receive_layers, send_layers
+from acsgd.pp.wire.cache_plan import CachePlan
+from acsgd.run.build import build_session, reconnect
+from acsgd.run.control import StepSummary
+from acsgd.run.job import Job
+from acsgd.run.loop_state import LoopState
+from acsgd.run.session import Session
+from acsgd.topology import Groups
+from acsgd.train import apply_step
+
+
+def worker_state(session: Session | None, state: LoopState, store_port: int = 0) -> WorkerState:
+    """Return what a worker reports that has stopped. session: None if it holds no state."""
+    if session is None:
+        return WorkerState(store_port=store_port)
+    step = state.progress.step
+    return WorkerState(
+        step=step,
+        stage_rank=session.job.topology.stage_rank,
+        ready=state.has_reported,
+        is_synced=state.is_synced or not session.exchanges_after(step - 1),
+        exchanges=session.exchanges_after(step),
+        progress=state.progress.to_dict(),
+        summary=asdict(state.summary) if state.summary else None,
+        is_open=state.is_open,
+        store_port=store_port,
+    )
+
+
+def complete_step(session: Session, state: LoopState, plan: Plan, *, is_behind: bool) -> None:
+    """Complete the last step as far as this rank can alone, so that its state is that after `plan.step` steps.
+
+    is_behind: whether other ranks have applied a step more. The gradients of this rank are there, too.
+    """
+    if is_behind:
+        assert plan.summary is not None
+        result = apply_step(session, None, state.progress, StepSummary(**plan.summary))
+        state.complete(result, is_synced=not result.updated)
+    last = state.progress.step - 1
+    if not state.is_synced and not session.exchanges_after(last):
+        session.sync_alone(last)
+        state.is_synced = True
+
+
+def hand_over(
+    session: Session | None, job: Job, groups: Groups, plan: Plan, cache_plan: CachePlan | None = None
+) -> Session:
+    """Return the session of this rank in a new view, with the state after `plan.step` steps.
+
+    All ranks call it. session: that of the view before, which was aborted; ranks that get the state of another need
+    none. Another rank may get state from this one.
+    """
+    rank = job.topology.rank
+    source = next((copy.source for copy in plan.copies if copy.target == rank), None)
+    if source is not None:
+        received = receive_layers(groups, source)
+        session = build_session(job, received, groups, cache_plan)
+        received.restore(session)
+    else:
+        assert session is not None
+        for copy in plan.copies:
+            if copy.source == rank:
+                send_layers(session, groups, copy.target)
+        session = reconnect(session, job, groups, cache_plan)
+    return session
+
+
+def run_missing_exchange(session: Session, state: LoopState, plan: Plan) -> None:
+    """Run the exchange that follows the last step, if no rank of this pipeline position has completed it.
+
+    All ranks of a position call it together.
+    """
+    if session.job.topology.stage_rank in plan.unsynced:
+        state.is_synced = False
+        session.sync_after_step(plan.step - 1)
+    state.is_synced = True

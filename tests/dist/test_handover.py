@@ -1,0 +1,98 @@
+"""Laws of the state of replicas when a view follows another one, for all data-parallel modes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from lib.ranks import on_ranks
+from lib.training import RELATIVE, make_config
+from lib.views import ScriptedView, Trained, train_in_views
+
+from acsgd.config.options import ReplicaConfig
+
+STEPS = 7
+EXCHANGES = ("cocktail_grad:topk=.25", "diloco:inner=4", "sparseloco:inner=4,topk=.25")
+"""Modes that exchange weights after step 4."""
+OTHERS = ("powersgd:rank=1", "cocktail:random=.5,topk=.5", "diloco:inner=4,fragments=2,delay=1", "local")
+"""Modes that do not, nor after step 6: a replica can complete these steps alone."""
+MODES = (*EXCHANGES, *OTHERS)
+MEMBERS = (0, 1, 2)
+
+
+def scripts_of(mode: str) -> dict[str, list[ScriptedView]]:
+    """Return what happens to the three processes of a run."""
+    interrupted = [
+        ScriptedView(MEMBERS, 2),  # between two steps
+        ScriptedView(MEMBERS, 3, late=MEMBERS),  # nobody has applied step 4: it is repeated
+        ScriptedView(MEMBERS, 3, unsynced=MEMBERS),  # all have, and not its exchange
+        ScriptedView(MEMBERS, STEPS),
+    ]
+    if mode in OTHERS:  # one has not
+        interrupted.insert(3, ScriptedView(MEMBERS, 5, late=(1,)))
+    return {
+        "calm": [ScriptedView(MEMBERS, STEPS)],
+        "interrupted": interrupted,
+        "one misses the exchange": [ScriptedView(MEMBERS, 3, unsynced=(1,)), ScriptedView(MEMBERS, STEPS)],
+        "members change": [
+            ScriptedView(MEMBERS, 3, unsynced=MEMBERS),
+            ScriptedView((2, 1), 4),
+            ScriptedView((1,), 5),
+            ScriptedView((1, 0, 2), STEPS),
+        ],
+    }
+
+
+Runs = list[dict[str, Trained]]
+"""What the processes have done, by name of the run."""
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """All scripts with all modes, in the same processes: starting them takes longer than training."""
+    path, all_runs = tmp_path_factory.mktemp("views"), {}
+    config = make_config(tiny_model(), path, steps=STEPS)
+    for mode in MODES:
+        for name, script in scripts_of(mode).items():
+            all_runs[f"{mode}, {name}"] = dataclasses.replace(config, dp=ReplicaConfig(mode)), script
+    return on_ranks(3, train_in_views, path / "store", all_runs)
+
+
+def losses_of(runs: Runs, mode: str, script: str) -> Mapping[int, float]:
+    """Return the loss of each step, on which all processes agree.
+
+    Checks that after each step the global weights are equal on all replicas, bit for bit.
+    """
+    losses: dict[int, float] = {}
+    processes = [process[f"{mode}, {script}"] for process in runs]
+    for process in processes:
+        for step, loss in process.losses.items():
+            assert losses.setdefault(step, loss) == loss, step
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    for step in losses:
+        digests = {process.digests[step] for process in processes if step in process.digests}
+        assert len(digests) == 1 or mode == "local", (step, digests)
+    return losses
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_view_of_the_same_replicas_changes_nothing_wherever_the_one_before_ended(runs: Runs, mode: str) -> None:
+    assert losses_of(runs, mode, "interrupted") == pytest.approx(losses_of(runs, mode, "calm"), rel=RELATIVE)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_replicas_whose_exchange_ended_differently_continue_from_the_same_weights(runs: Runs, mode: str) -> None:
+    losses, calm = (losses_of(runs, mode, script) for script in ("one misses the exchange", "calm"))
+    assert [losses[step] for step in range(1, 5)] == [calm[step] for step in range(1, 5)]
+    if mode in OTHERS:  # it has missed nothing
+        assert losses == pytest.approx(calm, rel=RELATIVE)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_replicas_that_are_left_and_that_join_have_the_same_weights(runs: Runs, mode: str) -> None:
+    """3 replicas, of which one ends in the exchange after step 4; 2, of which one ends; 1; 3 again."""
+    losses, calm = (losses_of(runs, mode, script) for script in ("members change", "calm"))
+    assert losses[4] == calm[4]
+    assert losses[STEPS] < losses[1]

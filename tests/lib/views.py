@@ -1,0 +1,179 @@
+"""An elastic run of N processes without torchrun and daemons: which of them train, and where they stop, is scripted."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from acsgd import train
+from acsgd.config.options import Config
+from acsgd.elastic.handover import complete_step, hand_over, run_missing_exchange, worker_state
+from acsgd.elastic.plan import Plan, WorkerState, make_plan
+from acsgd.errors import WaitInterruptedError
+from acsgd.fields import from_json
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.sampling.batches import Batch
+from acsgd.launch import Launch
+from acsgd.run.build import build_session
+from acsgd.run.data import open_data
+from acsgd.run.inputs import open_weight_source
+from acsgd.run.job import Job, prepare
+from acsgd.run.loop_state import LoopState
+from acsgd.run.session import Session
+from acsgd.topology import connect
+from acsgd.waits import InterruptibleWaits
+from lib.training import TIMEOUT
+
+
+class ScriptedView(NamedTuple):
+    """Which processes train together, and how they stop."""
+
+    members: Sequence[int]
+    """Processes, most senior first; those that are not in a view have ended."""
+    until: int
+    """Number of steps after which it ends."""
+    late: Sequence[int] = ()
+    """Members that are interrupted in the next step when they have reported it, before they apply it."""
+    unsynced: Sequence[int] = ()
+    """Members that are interrupted in the next step when they have applied it, before they apply its exchange. If none
+    of both, the view ends between two steps."""
+
+
+class Trained(NamedTuple):
+    """What one process has done."""
+
+    losses: dict[int, float]
+    """Loss of each completed step, counted from 1."""
+    digests: dict[int, tuple[int, str]]
+    """Stage, and digest of its global weights, after each step."""
+
+
+Script = Sequence[ScriptedView]
+
+
+def train_in_views(
+    rank: int, world_size: int, path: Path, runs: Mapping[str, tuple[Config, Script]]
+) -> dict[str, Trained]:
+    """Train in one view after another, as a worker of an elastic run does; return what it did by name of the run."""
+    torch.set_num_threads(1)
+    store, trained = dist.FileStore(str(path), world_size), {}
+    for name, (config, script) in runs.items():
+        process = _Process(rank, dist.PrefixStore(name, store), config)
+        for number, view in enumerate(script):
+            process.run_view(number, view)
+        trained[name] = Trained(process.losses, process.digests)
+    return trained
+
+
+class _Process:
+    def __init__(self, number: int, store: dist.Store, config: Config) -> None:
+        self._number = number
+        self._store = store
+        self._config = config
+        self._session: Session | None = None
+        self._state = LoopState(Progress(), is_elastic=True)
+        self.losses: dict[int, float] = {}
+        self.digests: dict[int, tuple[int, str]] = {}
+
+    def run_view(self, number: int, view: ScriptedView) -> None:
+        """Take part in a view, or drop the state."""
+        if self._number not in view.members:
+            self._session, self._state = None, LoopState(Progress(), is_elastic=True)
+            return
+        plan = self._plan(number, view)
+        rank = plan.rank_of(str(self._number))
+        assert rank is not None
+        if self._session is not None:
+            complete_step(self._session, self._state, plan, is_behind=str(self._number) in plan.behind)
+            self._note_step()
+        job = prepare(self._config, Launch(rank, rank, len(plan.ranks)))
+        store, waits = dist.PrefixStore(f"view {number}", self._store), InterruptibleWaits()
+        with connect(job.topology, timeout=TIMEOUT, store=store, waits=waits) as groups:
+            if plan.from_disk:
+                self._session = build_session(job, open_weight_source(job), groups)
+            else:
+                if rank in (copy.target for copy in plan.copies):
+                    self._session = None
+                    self._state.restart(Progress())
+                self._session = hand_over(self._session, job, groups, plan)
+                self._state.progress = from_json(Progress, plan.progress)
+                run_missing_exchange(self._session, self._state, plan)
+                self._note_step()
+            self._train(job, self._session, view)
+            groups.wait_for_all("ending the view", timeout_s=TIMEOUT.total_seconds())
+            self._session.abort("the view has ended")
+            groups.abort("the view has ended")
+
+    def _plan(self, number: int, view: ScriptedView) -> Plan:
+        """Report, and plan the view from the reports of all members."""
+        mine = worker_state(self._session, self._state)
+        self._store.set(f"{number}/{self._number}", json.dumps(dataclasses.asdict(mine)))
+        states = {
+            str(member): from_json(WorkerState, json.loads(self._store.get(f"{number}/{member}")))
+            for member in view.members
+        }
+        return make_plan(states, staying=list(states), stages=self._config.pp.stages)
+
+    def _train(self, job: Job, session: Session, view: ScriptedView) -> None:
+        """Train until the end of a view."""
+        self._state.has_reported = False
+        batches = open_data(job).reader
+        while (step := self._state.progress.step) < view.until:
+            train.train_step(session, batches.batch(step), self._state.progress, state=self._state)
+            self._note_step()
+        if view.late or view.unsynced:
+            with _interrupted(self._number in view.late, self._number in view.unsynced):
+                self._begin_step(session, batches.batch(view.until))
+                self._note_step()
+
+    def _begin_step(self, session: Session, batch: Batch) -> None:
+        with contextlib.suppress(WaitInterruptedError):
+            train.train_step(session, batch, self._state.progress, state=self._state)
+
+    def _note_step(self) -> None:
+        """Note loss and weights if the last step is complete."""
+        state, session = self._state, self._session
+        assert session is not None
+        if not state.is_synced or state.progress.step == 0:
+            return
+        if state.record is not None and state.record.loss is not None:
+            self.losses[state.progress.step] = state.record.loss
+        if state.progress.step not in self.digests:  # a single replica that continues alone folds residuals into them
+            self.digests[state.progress.step] = session.job.topology.stage_rank, _digest(session)
+
+
+@contextlib.contextmanager
+def _interrupted(is_late: bool, is_unsynced: bool) -> Iterator[None]:
+    def interrupt(*args: Any, **options: Any) -> None:
+        raise WaitInterruptedError("the view has ended")
+
+    def exchange_in_vain(session: Session, step: int) -> None:
+        for stage in session.stages.values():
+            stage.sync.exchange(step, session.optimizer.second_moments(stage.weights))
+        interrupt()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if is_late:
+            patch.setattr(train, "apply_step", interrupt)
+        if is_unsynced:
+            patch.setattr(Session, "sync_after_step", exchange_in_vain)
+        yield
+
+
+def _digest(session: Session) -> str:
+    """Return a digest of the global weights of a rank; of the local ones if getting those communicates."""
+    digest, is_local = hashlib.sha256(), session.job.config.dp.mode == "local"
+    for stage in session.stages.values():
+        shared = None if is_local else stage.sync.global_weights()
+        for weight in stage.weights:
+            digest.update((weight.master if shared is None else shared[weight.key]).detach().numpy().tobytes())
+    return digest.hexdigest()[:16]
