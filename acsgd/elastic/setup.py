@@ -11,6 +11,7 @@ import transformers
 
 from acsgd.elastic.messages import Setup
 from acsgd.io.sources.streamed import Streamed
+from acsgd.pp.wire.delta import Delta
 from acsgd.run.inputs import Inputs
 from acsgd.run.job import Job
 
@@ -23,8 +24,11 @@ def check_elastic(job: Job) -> None:
             f"dp.mode={config.dp.mode} keeps state per replica, and {key} is on several stages: elastic runs cannot "
             "keep its copies equal yet; use allreduce, sharded_ps, central_ps or powersgd, or pp.stages=1"
         )
-    if config.pp.forward.startswith("delta"):
-        raise ValueError(f"pp.forward={config.pp.forward} keeps activations of samples, which elastic runs cannot yet")
+    if isinstance(job.plugins.forward, Delta) and job.plugins.forward.cache == "disk":
+        raise ValueError(
+            f"pp.forward={config.pp.forward}: the files of caches belong to replicas, whose ranks change in an elastic "
+            "run; use cache=ram"
+        )
     if any(isinstance(source, Streamed) for source, _ in job.sources):
         raise ValueError("streamed sources are read on from one place, which elastic runs cannot yet; remove stream:")
 

@@ -168,7 +168,7 @@ class ElasticWorker:
             store = self._store if rank == 0 else connect_store(*view.store_address())
             groups = stack.enter_context(connect(job.topology, timeout=timeout, store=store, waits=waits))
             self._hold_lock(job, groups, plan)
-            inputs = open_inputs(job, groups)
+            inputs = open_inputs(job, groups, has_caches=self._session is not None and bool(self._session.caches))
             stack.callback(inputs.reader.close)
             job = replace(job, config=config.with_steps(inputs.steps))
             if "text" in config.log.to.split(","):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -43,8 +44,8 @@ def build_session(job: Job, source: WeightSource, groups: Groups, cache_plan: Ca
 def reconnect(session: Session, job: Job, groups: Groups, cache_plan: CachePlan | None = None) -> Session:
     """Connect the stages of a session that was aborted with the ranks of other groups. Arguments as `build_session`.
 
-    The new session takes over weights, optimizer state, and the data-parallel mode's state of this replica. job: of the
-    same stages; the number of replicas, and which this is, may differ.
+    The new session takes over weights, optimizer state, activation caches, and the data-parallel mode's state of this
+    replica. job: of the same stages; the number of replicas, and which this is, may differ.
     """
     peers, mode = Peers(groups.dp, groups.waits), job.plugins.mode
     was, now = (Place(each.topology.replica, each.topology.replicas) for each in (session.job, job))
@@ -52,6 +53,8 @@ def reconnect(session: Session, job: Job, groups: Groups, cache_plan: CachePlan 
         own = stage.sync.take_state()
         stage.restart(mode.open(stage.weights, peers))
         stage.sync.load_state_dict(carry_over(mode.states, own, was=was, now=now))
+    if cache_plan is not None:
+        cache_plan = replace(cache_plan, kept=session.caches)
     return _connect(job, groups, peers, session.stages, session.weights, session.optimizer, cache_plan)
 
 
@@ -90,6 +93,7 @@ def _connect(
         optimizer=optimizer,
         forward_meter=meters[0],
         backward_meter=meters[1],
+        caches=factory.caches,
     )
 
 

@@ -65,11 +65,11 @@ class Inputs:
         return self.reader.fingerprint() + repr((self.held_out and self.held_out.fingerprint(), self.steps, steps))
 
 
-def open_inputs(job: Job, groups: Groups | None = None) -> Inputs:
+def open_inputs(job: Job, groups: Groups | None = None, *, has_caches: bool = False) -> Inputs:
     """Find and check the inputs of a job. Verified layers, tokens and converted weights get into the cache if need be.
 
-    Writes nothing else. groups: as of `open_data`. Raises ValueError if an input is missing or invalid, or if a
-    checkpoint has another identity.
+    Writes nothing else. groups: as of `open_data`; has_caches: whether this process has its activation caches already.
+    Raises ValueError if an input is missing or invalid, or if a checkpoint has another identity.
     """
     verify_layers(job)
     reader, held, steps, notes = open_data(job, groups)
@@ -94,7 +94,8 @@ def open_inputs(job: Job, groups: Groups | None = None) -> Inputs:
     )
     candidates = find(job.checkpoints, job.config.checkpoint.resume, identity)
     fresh = not candidates.checkpoints and not candidates.rejected
-    cache_plan = plan_activation_caches(job, reader.sampler.num_known, run_id=identity.digest(), fresh=fresh)
+    known = reader.sampler.num_known
+    cache_plan = plan_activation_caches(job, known, run_id=identity.digest(), fresh=fresh, are_kept=has_caches)
     source = open_weight_source(job) if fresh else None
     notes = (*notes, *describe_padding(job))
     return Inputs(reader, held, identity, candidates, source, cache_plan, _describe_tokens(job), steps, notes)
@@ -206,10 +207,13 @@ class CachedModel(ShardDirectory):
             ) from None
 
 
-def plan_activation_caches(job: Job, samples: int, *, run_id: str, fresh: bool) -> CachePlan | None:
+def plan_activation_caches(
+    job: Job, samples: int, *, run_id: str, fresh: bool, are_kept: bool = False
+) -> CachePlan | None:
     """Plan the activation caches of this rank's links; None without delta or without links.
 
-    samples: number of training samples; run_id, fresh: see CachePlan. Raises ValueError if they do not fit.
+    samples: number of training samples; run_id, fresh: see CachePlan; are_kept: as of `plan_caches`. Raises ValueError
+    if they do not fit.
     """
     delta = job.plugins.forward
     if not isinstance(delta, Delta) or job.topology.stages == 1:
@@ -227,6 +231,7 @@ def plan_activation_caches(job: Job, samples: int, *, run_id: str, fresh: bool) 
             first_layers=[job.model.layers[start].name for start, _ in job.specs[1:]],
             run_id=run_id,
             fresh=fresh,
+            are_kept=are_kept,
         )
     except ValueError as error:
         raise ValueError(f'pp.forward="{job.config.pp.forward}": {error}') from None

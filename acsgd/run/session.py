@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ from acsgd.optim.base import LocalStep, Optimizer
 from acsgd.optim.clipping import clip_factor, scale_gradients_, squared_norm
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.stage import Stage
+from acsgd.pp.wire.cache import ActivationCache
+from acsgd.pp.wire.cache_plan import CacheKey
 from acsgd.run.control import StepReport, StepSummary, Votes
 from acsgd.run.evaluation import Evaluation
 from acsgd.run.job import Job
@@ -83,6 +85,8 @@ class Session:
     """Transfers of activations."""
     backward_meter: Meter
     """Transfers of activation gradients."""
+    caches: Mapping[CacheKey, ActivationCache]
+    """Activation caches of the links of this rank."""
 
     def forward_backward(self, batch: Batch, step: int, loss_scale: float) -> Tensor:
         """Run forward, backward and the data-parallel reduce of a step, as the pipeline's program orders them.

@@ -25,13 +25,16 @@ from acsgd.io.sampling.batches import Batch
 from acsgd.launch import Launch
 from acsgd.run.build import build_session
 from acsgd.run.data import open_data
-from acsgd.run.inputs import open_weight_source
+from acsgd.run.inputs import open_weight_source, plan_activation_caches
 from acsgd.run.job import Job, prepare
 from acsgd.run.loop_state import LoopState
 from acsgd.run.session import Session
 from acsgd.topology import connect
 from acsgd.waits import InterruptibleWaits
 from lib.training import TIMEOUT
+
+SAMPLES = 100
+"""Samples of which activation caches hold entries, with delta."""
 
 
 class ScriptedView(NamedTuple):
@@ -55,6 +58,8 @@ class Trained(NamedTuple):
     """Loss of each completed step, counted from 1."""
     digests: dict[int, tuple[int, str]]
     """Stage, and digest of its global weights, after each step."""
+    forward_bytes: dict[int, int]
+    """Bytes of activations that all ranks sent in each step."""
 
 
 Script = Sequence[ScriptedView]
@@ -70,7 +75,7 @@ def train_in_views(
         process = _Process(rank, dist.PrefixStore(name, store), config)
         for number, view in enumerate(script):
             process.run_view(number, view)
-        trained[name] = Trained(process.losses, process.digests)
+        trained[name] = Trained(process.losses, process.digests, process.forward_bytes)
     return trained
 
 
@@ -83,6 +88,7 @@ class _Process:
         self._state = LoopState(Progress(), is_elastic=True)
         self.losses: dict[int, float] = {}
         self.digests: dict[int, tuple[int, str]] = {}
+        self.forward_bytes: dict[int, int] = {}
 
     def run_view(self, number: int, view: ScriptedView) -> None:
         """Take part in a view, or drop the state."""
@@ -96,15 +102,16 @@ class _Process:
             complete_step(self._session, self._state, plan, is_behind=str(self._number) in plan.behind)
             self._note_step()
         job = prepare(self._config, Launch(rank, rank, len(plan.ranks)))
+        caches = plan_activation_caches(job, SAMPLES, run_id="run", fresh=True)
         store, waits = dist.PrefixStore(f"view {number}", self._store), InterruptibleWaits()
         with connect(job.topology, timeout=TIMEOUT, store=store, waits=waits) as groups:
             if plan.from_disk:
-                self._session = build_session(job, open_weight_source(job), groups)
+                self._session = build_session(job, open_weight_source(job), groups, caches)
             else:
                 if rank in (copy.target for copy in plan.copies):
                     self._session = None
                     self._state.restart(Progress())
-                self._session = hand_over(self._session, job, groups, plan)
+                self._session = hand_over(self._session, job, groups, plan, caches)
                 self._state.progress = from_json(Progress, plan.progress)
                 run_missing_exchange(self._session, self._state, plan)
                 self._note_step()
@@ -147,6 +154,7 @@ class _Process:
             return
         if state.record is not None and state.record.loss is not None:
             self.losses[state.progress.step] = state.record.loss
+            self.forward_bytes[state.progress.step] = state.record.pp_forward_bytes
         if state.progress.step not in self.digests:  # a single replica that continues alone folds residuals into them
             self.digests[state.progress.step] = session.job.topology.stage_rank, _digest(session)
 

@@ -15,6 +15,18 @@ from acsgd.launch import Launch
 from acsgd.run.job import prepare
 
 
+@pytest.mark.parametrize(("cache", "is_refused"), [("ram", False), ("disk", True)])
+def test_caches_in_files_of_replicas_are_refused(
+    cache: str, is_refused: bool, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    job = prepare(make_config(tiny_model(), tmp_path, stages=2, forward=f"delta:bits=4,cache={cache}"), Launch(0, 0, 2))
+    if not is_refused:
+        check_elastic(job)
+        return
+    with pytest.raises(ValueError, match="use cache=ram"):
+        check_elastic(job)
+
+
 @pytest.mark.parametrize(
     ("mode", "stages", "tied", "is_refused"),
     [

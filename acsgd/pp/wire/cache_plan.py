@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 import shutil
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from acsgd.pp.wire.cache import ActivationCache, HostMemoryStore
@@ -13,6 +13,9 @@ from acsgd.pp.wire.cache_disk import DiskStore
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
 from acsgd.streams import Streams, available_memory_bytes
+
+CacheKey = tuple[int, str]
+"""Boundary, and name of the cache there."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,16 @@ class CachePlan:
     """Whether the run starts without a checkpoint, so that no cache file is reused."""
     note: str = ""
     """Size and place, in words."""
+    kept: Mapping[CacheKey, ActivationCache] = field(default_factory=dict)
+    """Caches of links that were connected before, which are used again."""
 
     def open(self, boundary: int, name: str, delta: Delta, spec: TensorSpec, streams: Streams) -> ActivationCache:
-        """Open the cache of one tensor at one end of a boundary; name: unique at this boundary.
+        """Open the cache of one tensor at one end of a boundary, unless it is kept; name: unique at this boundary.
 
         Raises RunError if its file cannot be written.
         """
+        if (boundary, name) in self.kept:
+            return self.kept[boundary, name]
         nbytes = delta.entry_bytes(spec)
         if delta.cache == "ram":
             return ActivationCache(self.capacities[boundary], HostMemoryStore(nbytes, streams))
@@ -99,18 +106,20 @@ def plan_caches(
     first_layers: Sequence[str],
     run_id: str,
     fresh: bool,
+    are_kept: bool = False,
 ) -> CachePlan:
     """Plan the caches of one rank.
 
     boundaries: by boundary, the tensors that cross it; samples, per_step: as of `plan_capacity`; ends: boundaries of
     which this rank has an end; processes, directory: as of `check_space`; first_layers, run_id, fresh: as of
-    `CachePlan`. Raises ValueError if there is no room for them.
+    `CachePlan`; are_kept: whether this process has them already. Raises ValueError if there is no room for them.
     """
     entry_bytes = [
         sum(delta.entry_bytes(spec) for spec in specs if spec.dtype.is_floating_point) for specs in boundaries
     ]
     capacities = [plan_capacity(delta, nbytes, samples=samples, per_step=per_step) for nbytes in entry_bytes]
-    check_space(delta, directory, [capacities[each] * entry_bytes[each] for each in ends], processes=processes)
+    if not are_kept:
+        check_space(delta, directory, [capacities[each] * entry_bytes[each] for each in ends], processes=processes)
     place = "host memory" if delta.cache == "ram" else str(directory)
     fewest, most = min(capacities), max(map(operator.mul, capacities, entry_bytes))
     rest = "" if fewest == samples else " (the others are always cache misses)"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from acsgd.codecs.base import Codec
 from acsgd.layers.composed import State
 from acsgd.meter import Meter
-from acsgd.pp.wire.cache_plan import CachePlan
+from acsgd.pp.wire.cache import ActivationCache
+from acsgd.pp.wire.cache_plan import CacheKey, CachePlan
 from acsgd.pp.wire.cache_sync import CacheSync
 from acsgd.pp.wire.channel import Channel, handshake
 from acsgd.pp.wire.coder import EXACT, Coder, StatelessCoder, TensorSpec, TransferInfo
@@ -72,6 +73,8 @@ class LinkFactory:
     backward_meter: Meter
     cache_plan: CachePlan | None = None
     """Size and place of the activation caches; required if `forward` is a Delta."""
+    caches: dict[CacheKey, ActivationCache] = field(default_factory=dict)
+    """Those of the links that were opened."""
 
     def open(self, boundary: int, *, peer: int, downstream: bool) -> Link:
         """Open this rank's end of a boundary, together with the peer.
@@ -115,7 +118,8 @@ class LinkFactory:
         if not isinstance(self.forward, Delta):
             return StatelessCoder(self.forward, spec)
         assert self.cache_plan is not None, "delta needs a cache plan"
-        cache = self.cache_plan.open(boundary, f"{side}.{name}", self.forward, spec, self.streams)
+        key = boundary, f"{side}.{name}"
+        cache = self.caches[key] = self.cache_plan.open(*key, self.forward, spec, self.streams)
         return DeltaCoder(self.forward, spec, cache, self.streams)
 
     def _open_channel(
