@@ -1,4 +1,4 @@
-"""The `acsgd` command: train, evaluate, convert checkpoints, inspect checkpoints, generate text, check data.
+"""The `acsgd` command: train, evaluate, convert and inspect checkpoints, generate text, check data, inject faults.
 
 Each subcommand imports what it needs when it runs: --help does not load torch, which takes seconds.
 """
@@ -23,6 +23,7 @@ from acsgd.__main__ import EVAL
 from acsgd.__main__ import main as start
 from acsgd.atomic import build_atomically, resumable_directory
 from acsgd.data.command import Data
+from acsgd.elastic.chaos import Chaos
 from acsgd.evaluation.options import EvalOptions
 from acsgd.generation.options import GenerateOptions
 from acsgd.launch import Launch
@@ -226,11 +227,8 @@ def main() -> None:
 
 def run(argv: list[str]) -> None:
     """Run a subcommand other than train and eval. Raises SystemExit if it fails."""
-    command = tyro.extras.subcommand_cli_from_dict(
-        {"train": Train, EVAL: Eval, "convert": Convert, "inspect": Inspect, "generate": Generate, "data": Data},
-        prog="acsgd",
-        args=argv,
-    )
+    models = {"train": Train, EVAL: Eval, "convert": Convert, "inspect": Inspect, "generate": Generate}
+    command = tyro.extras.subcommand_cli_from_dict({**models, "data": Data, "chaos": Chaos}, prog="acsgd", args=argv)
     with report_startup_error(Launch()):
         command.run()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class Launch:
             local_world_size=_number("LOCAL_WORLD_SIZE", 1),
             under_torchrun="TORCHELASTIC_RUN_ID" in env,
             error_file=env.get("TORCHELASTIC_ERROR_FILE", ""),
-            daemon=env.get(_DAEMON, ""),
+            daemon=daemon_of(env),
         )
 
     @property
@@ -70,6 +71,11 @@ def publish_daemon(socket: Path, *, interface: str | None) -> None:
     os.environ[_DAEMON] = str(socket)
     if interface is not None:
         os.environ.setdefault(_INTERFACE, interface)
+
+
+def daemon_of(environment: Mapping[str, str]) -> str:
+    """Return the socket of the daemon in the environment of a worker; empty if that of another process is given."""
+    return environment.get(_DAEMON, "")
 
 
 def forbid_restart() -> None:

@@ -95,7 +95,7 @@ class Daemon:
             connect_timeout_s=self._timing.silence_s / 2,
         )
         try:
-            await self._workers.listen(self._socket_path)
+            await self._workers.listen(self._socket_path, self._options.address)
             await self._connections.listen(self._options.address)
         except OSError as error:
             self._failure = error

@@ -30,6 +30,7 @@ from acsgd.elastic.messages import (
     to_line,
 )
 from acsgd.elastic.plan import WorkerState
+from acsgd.elastic.processes import describe
 
 log = logging.getLogger(__name__)
 
@@ -107,8 +108,9 @@ class LocalWorkers:
         self._deadline: asyncio.TimerHandle | None = None
         self._is_closed = False
 
-    async def listen(self, path: Path) -> None:
-        """Listen at a path that only this user can open."""
+    async def listen(self, path: Path, address: str) -> None:
+        """Listen at a path that only this user can open. address: of this host, in the description of its processes."""
+        self._path, self._address = path, address
         self._server = await asyncio.start_unix_server(self._serve, path)
         os.chmod(path, 0o600)
 
@@ -117,6 +119,11 @@ class LocalWorkers:
         self._is_closed = True
         if self._server is not None:
             self._server.close()
+
+    def _describe_processes(self) -> None:
+        pids = {name: worker.hello.pid for name, worker in self._workers.items()}
+        with contextlib.suppress(OSError):  # a worker has ended already
+            describe(self._path, self.setup.run_dir, self._address, pids)
 
     @property
     def setup(self) -> Setup:
@@ -203,6 +210,7 @@ class LocalWorkers:
                     worker = _Worker(message, writer, message.state, tick, time.monotonic())
                     self._workers[message.name] = worker
                     if self.are_complete:
+                        self._describe_processes()
                         self._events.on_ready()
                 elif worker is not None:
                     self._handle(worker, message)

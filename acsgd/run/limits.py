@@ -7,6 +7,7 @@ from pathlib import Path
 
 from acsgd.config.options import Config, LogConfig
 from acsgd.io.sampling.batches import reading_bytes
+from acsgd.io.telemetry.json_lines import METRICS
 from acsgd.run.error_report import log_file
 from acsgd.streams import Streams, available_memory_bytes
 from acsgd.tasks import TASKS
@@ -91,7 +92,7 @@ def _check_writable(key: str, directory: str) -> None:
 def _check_run_files(log: LogConfig, rank: int) -> None:
     """Raise ValueError if a file of the run directory, or of the directory beside it, is of another type."""
     run_dir = Path(log.dir)
-    for path in (run_dir / "config.toml", run_dir / "metrics.jsonl", log_file(run_dir, rank)):
+    for path in (run_dir / "config.toml", run_dir / METRICS, log_file(run_dir, rank)):
         if path.exists() and not path.is_file():
             raise ValueError(f"log.dir={log.dir}: {path} is not a file; remove it, or give another directory")
     for path in (run_dir / "logs", run_dir.parent / "cache"):

@@ -61,7 +61,7 @@ def test_a_stop_signal_counts_only_while_all_workers_are_there(loses_a_worker: b
     async def run() -> None:
         events = Events()
         workers, path = LocalWorkers(events), tmp_path / "socket"
-        await workers.listen(path)
+        await workers.listen(path, "h:1")
         first, second = await connect(path, "0"), await connect(path, "1")
         assert await events.next() == "ready"
         if loses_a_worker:

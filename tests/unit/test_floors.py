@@ -267,6 +267,7 @@ ORDER = """
     elastic.run_directory
     elastic.refusal
     elastic.transport
+    elastic.processes
     elastic.joining
     elastic.local_workers
     elastic.daemon
@@ -279,6 +280,7 @@ ORDER = """
     elastic.stores
     elastic.events
     elastic.worker
+    elastic.chaos
     elastic
     main
     generation.options

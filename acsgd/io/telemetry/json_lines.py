@@ -12,6 +12,9 @@ from typing import BinaryIO
 
 from acsgd.io.telemetry.record import Event, Record
 
+METRICS = "metrics.jsonl"
+"""Name of the file in the run directory."""
+
 
 class JsonLinesSink:
     """Writes metrics.jsonl: every step once, in order, written when `log` returns.

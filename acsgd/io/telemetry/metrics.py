@@ -8,7 +8,7 @@ from types import TracebackType
 
 from acsgd.config.options import Config
 from acsgd.io.telemetry.config_file import ConfigFile
-from acsgd.io.telemetry.json_lines import JsonLinesSink
+from acsgd.io.telemetry.json_lines import METRICS, JsonLinesSink
 from acsgd.io.telemetry.record import Event, Record, Sink
 from acsgd.io.telemetry.terminal import TerminalSink
 
@@ -33,7 +33,7 @@ class Metrics:
         if is_main:
             metrics._sinks.append(ConfigFile(config.as_given, run_dir, notify=metrics.note))
         if "jsonl" in names:
-            path = run_dir / "metrics.jsonl"
+            path = run_dir / METRICS
             metrics._sinks.append(JsonLinesSink(path, resumed_at=resumed_at, notify=metrics.note))
         if "print" in names:
             fp16 = config.model.dtype == "fp16"

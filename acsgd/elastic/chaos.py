@@ -1,0 +1,196 @@
+"""The command `acsgd chaos`: faults in an elastic run of one's own, to see that it goes on.
+
+Kills or stops processes of the run that are on this machine and belong to this user, and no others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import tyro
+
+from acsgd.elastic.processes import HostProcesses, Process, find_hosts
+from acsgd.io.telemetry.json_lines import METRICS
+
+Fault = Literal["kill", "stop", "host"]
+UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Chaos:
+    """Kill or stop processes of a running elastic run on this machine, again and again, and tell how it went on.
+
+    Ends with the run on this machine, after --count faults, or with Ctrl-C. Exits with 1 if the run did not go on, or a
+    step is missing from metrics.jsonl or is there twice.
+    """
+
+    run_dir: tyro.conf.Positional[Path]
+    """log.dir of the run."""
+    every: str = "30s"
+    """Mean time between two faults, such as 20s, 5m or 1h; the times are random."""
+    faults: str = "kill,stop"
+    """What may happen, comma-separated: kill a worker, stop a worker for a while, kill a whole host with its torchrun,
+    which does not come back."""
+    stop: str = "5s"
+    """Longest time for which a worker is stopped."""
+    limit: str = "2m"
+    """Time within which a step must follow a fault."""
+    count: int | None = None
+    """Number of faults. Default: no limit."""
+    seed: int | None = None
+    """Seed of what happens when. Default: another one each time."""
+
+    def run(self) -> None:
+        """Run the command. Raises ValueError if an option is invalid, or the run has no processes here."""
+        faults = _parse_faults(self.faults)
+        every_s, stop_s, limit_s = (_parse_s(name, getattr(self, name)) for name in ("every", "stop", "limit"))
+        if self.count is not None and self.count < 1:
+            raise ValueError(f"--count {self.count} must be 1 or more")
+        if not find_hosts(self.run_dir):
+            raise ValueError(
+                f"{self.run_dir}: no worker of this user on this machine trains in this run directory under "
+                "--rdzv-backend acsgd; start the run first, or run this on one of its hosts"
+            )
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        injector = Injector(self.run_dir, random.Random(self.seed), stop_s=stop_s, limit_s=limit_s)
+        with contextlib.suppress(KeyboardInterrupt):
+            injector.run(faults, every_s, self.count)
+        sys.exit(injector.summarize())
+
+
+class Injected(NamedTuple):
+    """A fault, and what followed."""
+
+    text: str
+    recovery_s: float | None
+    """Time until the next step was logged, from the fault or, for a process that was stopped, from its end; None if
+    none was."""
+
+
+class Injector:
+    """Injects faults, one after another, each after the run has gone on."""
+
+    def __init__(self, run_dir: Path, draw: random.Random, *, stop_s: float, limit_s: float) -> None:
+        self._run_dir = run_dir
+        self._draw = draw
+        self._stop_s = stop_s
+        self._limit_s = limit_s
+        self.injected: list[Injected] = []
+
+    def run(self, faults: Sequence[Fault], every_s: float, count: int | None) -> None:
+        """Inject faults until there are `count`, the run has ended here, or it does not go on."""
+        while count is None or len(self.injected) < count:
+            time.sleep(self._draw.expovariate(1 / every_s))
+            hosts = find_hosts(self._run_dir)
+            if not hosts:
+                print("the run has no processes on this machine any more")
+                return
+            if (text := self._inject(self._draw.choice(faults), hosts)) is None:
+                continue
+            injected = Injected(text, self._wait_for_step())
+            self.injected.append(injected)
+            print(f"{time.strftime('%H:%M:%S')}  {text}: {_describe(injected)}", flush=True)
+            if injected.recovery_s is None and find_hosts(self._run_dir):
+                return
+
+    def summarize(self) -> int:
+        """Print how the run went on; return the exit code."""
+        steps = _steps(self._run_dir)
+        wrong = [step for before, step in itertools.pairwise(steps) if step != before + 1]
+        times = sorted(each.recovery_s for each in self.injected if each.recovery_s is not None)
+        lost = len(self.injected) - len(times)
+        print(f"{len(self.injected)} faults; {len(steps)} steps in {METRICS}", end="")
+        if times:
+            print(f"; a step followed after {times[len(times) // 2]:.2f} s (median), at most {times[-1]:.2f} s", end="")
+        print(f"; after {lost} faults no step followed" if lost else "")
+        if wrong:
+            print(f"step {wrong[0]} does not follow the one before it: a step is missing, or there twice")
+        return 1 if wrong or (lost and find_hosts(self._run_dir)) else 0
+
+    def _inject(self, fault: Fault, hosts: Sequence[HostProcesses]) -> str | None:
+        """Inject a fault into one of the hosts; return what happened, None if nothing did."""
+        after = f"after step {(_steps(self._run_dir) or [0])[-1]}"
+        host = self._draw.choice(hosts)
+        if fault == "host":
+            for process in (host.agent, *host.workers.values()):  # torchrun first, so that it restarts nothing
+                process.send_signal(signal.SIGKILL)
+            return f"{after}, host {host.address} killed"
+        name = self._draw.choice(sorted(host.workers))
+        worker = host.workers[name]
+        if fault == "stop":
+            seconds = self._draw.uniform(0, self._stop_s)
+            with _stopped(worker) as is_there:
+                time.sleep(seconds if is_there else 0)
+            return f"{after}, worker {name} of {host.address} stopped for {seconds:.1f} s" if is_there else None
+        with contextlib.suppress(OSError):
+            if host.restarts_left() < 1:
+                raise ValueError(
+                    f"torchrun of {host.address} has no restarts left, so a killed worker would end the host; start it "
+                    "again with a larger --max-restarts, or give --faults stop"
+                )
+        return f"{after}, worker {name} of {host.address} killed" if worker.send_signal(signal.SIGKILL) else None
+
+    def _wait_for_step(self) -> float | None:
+        """Wait until another step is logged; return how long that took, None if it does not happen."""
+        since, count = time.monotonic(), len(_steps(self._run_dir))
+        while time.monotonic() - since < self._limit_s:
+            time.sleep(POLL_S)
+            if (now := len(_steps(self._run_dir))) > count:
+                return time.monotonic() - since
+            count = now  # fewer, if the run has returned to a checkpoint
+            if not find_hosts(self._run_dir):
+                return None
+        return None
+
+
+@contextlib.contextmanager
+def _stopped(process: Process) -> Iterator[bool]:
+    """Stop a process, and let it go on at the end, however that comes. Gives whether the process is there."""
+    try:
+        yield process.send_signal(signal.SIGSTOP)
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def _steps(run_dir: Path) -> list[int]:
+    """Return the steps in metrics.jsonl, in the order of its complete lines."""
+    try:
+        lines = (run_dir / METRICS).read_bytes().splitlines(keepends=True)
+    except OSError:
+        return []
+    records = (json.loads(line) for line in lines if line.endswith(b"\n"))
+    return [record["step"] for record in records if "step" in record]
+
+
+def _describe(injected: Injected) -> str:
+    return "no step followed" if injected.recovery_s is None else f"a step followed after {injected.recovery_s:.2f} s"
+
+
+def _parse_faults(text: str) -> list[Fault]:
+    """Return the kinds of faults. Raises ValueError."""
+    known: tuple[Fault, ...] = ("kill", "stop", "host")
+    faults = [fault for fault in known if fault in text.split(",")]
+    if unknown := set(text.split(",")) - {*known}:
+        raise ValueError(f'--faults: "{sorted(unknown)[0]}" is none of {", ".join(known)}')
+    return faults
+
+
+def _parse_s(name: str, text: str) -> float:
+    """Return a time in seconds. Raises ValueError."""
+    match = re.fullmatch(r"(\d+\.?\d*)([smh])", text)
+    if match is None or not float(match[1]):
+        raise ValueError(f'--{name} {text} is not a time; give a number with a unit, such as "30s" or "5m"')
+    return float(match[1]) * UNITS_S[match[2]]
