@@ -49,13 +49,14 @@ def reconnect(session: Session, job: Job, groups: Groups, cache_plan: CachePlan 
     """
     peers, mode = Peers(groups.dp, groups.waits), job.plugins.mode
     was, now = (Place(each.topology.replica, each.topology.replicas) for each in (session.job, job))
-    for stage in session.stages.values():
+    if cache_plan is not None:
+        cache_plan = replace(cache_plan, kept=session.caches)
+    new = _connect(job, groups, peers, session.stages, session.weights, session.optimizer, cache_plan)
+    for stage in session.stages.values():  # after the last wait: an interrupt leaves the old session as it is
         own = stage.sync.take_state()
         stage.restart(mode.open(stage.weights, peers))
         stage.sync.load_state_dict(carry_over(mode.states, own, was=was, now=now))
-    if cache_plan is not None:
-        cache_plan = replace(cache_plan, kept=session.caches)
-    return _connect(job, groups, peers, session.stages, session.weights, session.optimizer, cache_plan)
+    return new
 
 
 def _connect(

@@ -26,12 +26,13 @@ def scripts_of(mode: str) -> dict[str, list[ScriptedView]]:
     """Return what happens to the three processes of a run."""
     interrupted = [
         ScriptedView(MEMBERS, 2),  # between two steps
+        ScriptedView((2, 0, 1), 2, is_formed=False),  # in which all would have other places
         ScriptedView(MEMBERS, 3, late=MEMBERS),  # nobody has applied step 4: it is repeated
         ScriptedView(MEMBERS, 3, unsynced=MEMBERS),  # all have, and not its exchange
         ScriptedView(MEMBERS, STEPS),
     ]
     if mode in OTHERS:  # one has not
-        interrupted.insert(3, ScriptedView(MEMBERS, 5, late=(1,)))
+        interrupted.insert(4, ScriptedView(MEMBERS, 5, late=(1,)))
     return {
         "calm": [ScriptedView(MEMBERS, STEPS)],
         "interrupted": interrupted,

@@ -34,7 +34,7 @@ from acsgd.seeds import mix_seed
 from acsgd.shards.manifest import Manifest
 from acsgd.tasks import TASKS
 
-STEPS, HALF = 6, 3
+STEPS, HALF = 4, 2
 SMALL, SCALE = 0.05, 4.0
 """New matrices with a standard deviation below SMALL are multiplied by SCALE: attention would be nearly uniform,
 whatever its mask. Those of t5 are larger."""

@@ -228,10 +228,17 @@ def make_config(model: Path, run_dir: Path, *, processes: int, steps: int, check
     )
 
 
-def save_model(directory: Path, *, blocks: int = 2) -> Path:
+def save_model(directory: Path, *, blocks: int = 2, tied: bool = True) -> Path:
     """Write a GPT-2 of about 10 thousand parameters with random weights and a tokenizer whose tokens are bytes."""
     config = GPT2Config(
-        vocab_size=257, n_positions=16, n_embd=16, n_layer=blocks, n_head=2, bos_token_id=0, eos_token_id=0
+        vocab_size=257,
+        n_positions=16,
+        n_embd=16,
+        n_layer=blocks,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=tied,
     )
     torch.manual_seed(0)
     GPT2LMHeadModel(config).save_pretrained(directory)

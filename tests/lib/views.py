@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from acsgd.fields import from_json
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
 from acsgd.launch import Launch
+from acsgd.run import build
 from acsgd.run.build import build_session
 from acsgd.run.data import open_data
 from acsgd.run.inputs import open_weight_source, plan_activation_caches
@@ -49,6 +51,8 @@ class ScriptedView(NamedTuple):
     unsynced: Sequence[int] = ()
     """Members that are interrupted in the next step when they have applied it, before they apply its exchange. If none
     of both, the view ends between two steps."""
+    is_formed: bool = True
+    """Whether it comes to training; else all members are interrupted while they connect their links."""
 
 
 class Trained(NamedTuple):
@@ -111,6 +115,10 @@ class _Process:
                 if rank in (copy.target for copy in plan.copies):
                     self._session = None
                     self._state.restart(Progress())
+                if not view.is_formed:
+                    self._fail_to_form(partial(hand_over, self._session, job, groups, plan, caches))
+                    groups.abort("the view was not formed")
+                    return
                 self._session = hand_over(self._session, job, groups, plan, caches)
                 self._state.progress = from_json(Progress, plan.progress)
                 run_missing_exchange(self._session, self._state, plan)
@@ -119,6 +127,12 @@ class _Process:
             groups.wait_for_all("ending the view", timeout_s=TIMEOUT.total_seconds())
             self._session.abort("the view has ended")
             groups.abort("the view has ended")
+
+    def _fail_to_form(self, hand_over: Callable[[], object]) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "_connect", _interrupt)
+            with pytest.raises(WaitInterruptedError):
+                hand_over()
 
     def _plan(self, number: int, view: ScriptedView) -> Plan:
         """Report, and plan the view from the reports of all members."""
@@ -161,20 +175,21 @@ class _Process:
 
 @contextlib.contextmanager
 def _interrupted(is_late: bool, is_unsynced: bool) -> Iterator[None]:
-    def interrupt(*args: Any, **options: Any) -> None:
-        raise WaitInterruptedError("the view has ended")
-
     def exchange_in_vain(session: Session, step: int) -> None:
         for stage in session.stages.values():
             stage.sync.exchange(step, session.optimizer.second_moments(stage.weights))
-        interrupt()
+        _interrupt()
 
     with pytest.MonkeyPatch.context() as patch:
         if is_late:
-            patch.setattr(train, "apply_step", interrupt)
+            patch.setattr(train, "apply_step", _interrupt)
         if is_unsynced:
             patch.setattr(Session, "sync_after_step", exchange_in_vain)
         yield
+
+
+def _interrupt(*args: Any, **options: Any) -> None:
+    raise WaitInterruptedError("the view has ended")
 
 
 def _digest(session: Session) -> str:

@@ -7,6 +7,7 @@ from tests.soak.caches import Caches
 from tests.soak.checkpoints import Checkpoints
 from tests.soak.configs import Configs
 from tests.soak.data import Data
+from tests.soak.hosts import ElasticHosts
 from tests.soak.kills import Kills
 from tests.soak.leases import Leases, LeasesOnFuse
 from tests.soak.network import Network
@@ -24,4 +25,5 @@ AREAS: dict[str, type[Area]] = {
     "leases_on_fuse": LeasesOnFuse,
     "network": Network,
     "views": Views,
+    "hosts": ElasticHosts,
 }
