@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from acsgd.elastic.messages import View
 from acsgd.elastic.plan import Plan, WorkerState
 from acsgd.elastic.transfer import receive_layers, send_layers
 from acsgd.pp.wire.cache_plan import CachePlan
@@ -81,3 +82,14 @@ def run_missing_exchange(session: Session, state: LoopState, plan: Plan) -> None
         state.is_synced = False
         session.sync_after_step(plan.step - 1)
     state.is_synced = True
+
+
+def is_run_over(view: View, state: LoopState, num_steps: int) -> bool:
+    """Return whether the run has ended for all hosts of a view in which training has stopped.
+
+    It has not if all ranks have received stop signals, and some hosts have no ranks, such as those whose workers start
+    again. These go on from the checkpoint that the ranks have saved.
+    """
+    if state.progress.step >= num_steps:
+        return True
+    return state.is_stopped and len(view.rank_hosts()) == len(view.hosts)

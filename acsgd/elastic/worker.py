@@ -13,7 +13,7 @@ from pathlib import Path
 from acsgd.config.options import Config
 from acsgd.elastic.control import Control
 from acsgd.elastic.events import view_event
-from acsgd.elastic.handover import complete_step, hand_over, run_missing_exchange, worker_state
+from acsgd.elastic.handover import complete_step, hand_over, is_run_over, run_missing_exchange, worker_state
 from acsgd.elastic.messages import Broken, Done, End, Hello, Leave, Run, Setup, Stop, Stopped, View
 from acsgd.elastic.plan import Plan, WorkerState
 from acsgd.elastic.setup import check_elastic, setup_of
@@ -125,7 +125,7 @@ class ElasticWorker:
             self._wait_as_spare(view)
             return False
         waits, before = InterruptibleWaits(), self._session
-        self._state.has_reported = self._state.pause_requested = False
+        self._state.has_reported = self._state.pause_requested = self._state.is_stopped = False
         self._control.attach(waits, self._state)
         try:
             self._train(view, rank, waits, signals, context)
@@ -142,7 +142,7 @@ class ElasticWorker:
             if self._session is not None and self._session is not before:
                 self._session.abort(f"view {view.epoch} has ended")
         assert self._session is not None
-        return self._state.is_stopped or self._state.progress.step >= self._session.job.config.optim.num_steps
+        return is_run_over(view, self._state, self._session.job.config.optim.num_steps)
 
     def _wait_as_spare(self, view: View) -> None:
         """Drop the state, which others change from now on; keep it if nobody trains."""

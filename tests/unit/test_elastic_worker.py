@@ -9,7 +9,8 @@ from typing import cast
 import pytest
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
-from acsgd.elastic.messages import End, Hello, Run, Setup, Stop, Stopped, View
+from acsgd.elastic.handover import is_run_over
+from acsgd.elastic.messages import End, Hello, Host, Run, Setup, Stop, Stopped, View
 from acsgd.elastic.plan import Plan
 from acsgd.elastic.worker import ElasticWorker, open_metrics
 from acsgd.io.checkpoint.progress import Progress
@@ -64,3 +65,14 @@ def test_a_worker_reports_once_per_view_however_often_it_is_asked_to_stop(monkey
     setup = Setup(1, "run", 1, None, 1.0, 1.0, {})
     worker.run(setup, cast(StopSignals, None), cast(RunContext, None))
     assert [type(message) for message in script.sent] == [Hello, Stopped, Stopped]
+
+
+@pytest.mark.parametrize(("step", "stopped", "is_over"), [(9, False, True), (5, True, False), (5, False, False)])
+def test_a_host_whose_workers_start_again_goes_on_after_all_others_have_left(
+    step: int, stopped: bool, is_over: bool
+) -> None:
+    """Its workers have no ranks, so that those of the others are all that can vote to stop."""
+    hosts = Host("a", "h:1"), Host("b", "h:2")
+    state = LoopState(Progress(step), is_elastic=True, is_stopped=stopped)
+    assert is_run_over(View(3, hosts, Plan(1, ranks=("a/0",))), state, 9) == is_over
+    assert is_run_over(View(3, hosts, Plan(1, ranks=("a/0", "b/0"))), state, 9) == (is_over or stopped)
