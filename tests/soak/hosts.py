@@ -61,6 +61,8 @@ RELATIVE = 1e-3
 PROGRESS_S = 120.0
 """Time within which a step must follow once every host is alive; starting one takes 10 s on a busy machine."""
 NUM_HOSTS = 3
+MIN_HOSTS = 2
+"""Hosts that always suffice for a pipeline of two stages."""
 
 
 class ElasticHosts:
@@ -86,9 +88,10 @@ class ElasticHosts:
         stages, workers, mode = case.draw.choice([1, 2]), case.draw.choice([1, 2]), case.draw.choice(MODES)
         forward = case.draw.choice(["none", "delta:bits=8"]) if stages == 2 else "none"
         flags = ("--pp.stages", str(stages), "--dp.mode", mode, "--pp.forward", forward)
-        case.describe(f"{NUM_HOSTS} hosts of {workers} workers, {' '.join(flags)}")
         with ExitStack() as stack:
             storm = Storm(Hosts(case.directory, self._run_file, stack, workers, flags), case)
+            storm.describe(f"{NUM_HOSTS} hosts of {workers} workers, {' '.join(flags)}")
+            storm.start_hosts()
             storm.rage(case.draw.randint(3, 10))
             storm.calm_down()
         losses = [line["loss"] for line in storm.hosts.steps()]
@@ -105,30 +108,39 @@ class Storm:
 
     def __init__(self, hosts: Hosts, case: Case) -> None:
         self.hosts = hosts
-        self._draw, self._describe = case.draw, case.describe
+        self._draw, self._case = case.draw, case
+        self._events: list[str] = []
         self._started = 0
         self._alive: dict[str, Run] = {}
+
+    def start_hosts(self) -> None:
+        """Start the run."""
         for _ in range(NUM_HOSTS):
             self._start(min_hosts=NUM_HOSTS)
+
+    def describe(self, event: str) -> None:
+        """Describe the case by all events so far."""
+        self._events.append(event)
+        self._case.describe("; ".join(self._events))
 
     def rage(self, events: int) -> None:
         """Let events happen while the run trains."""
         self._wait_for_progress(self._draw.randint(1, 100))
         for _ in range(events):
-            if len(self._alive) < 2:
+            if len(self._alive) < MIN_HOSTS:
                 self._start()
             elif self._is_over():
                 return
             else:
                 self._draw.choice(self._possible())()
-            if self._draw.random() < 0.7:
+            if len(self._alive) >= MIN_HOSTS and self._draw.random() < 0.7:
                 self._wait_for_progress(self._draw.randint(1, 100))
             else:
                 time.sleep(self._draw.uniform(0.0, 2.0))
 
     def calm_down(self) -> None:
         """Wait for the end of the run, with enough hosts; check what it leaves."""
-        while len(self._alive) < 2 and not self._is_over():
+        while len(self._alive) < MIN_HOSTS and not self._is_over():
             self._start()
         survivors = list(self._alive.values())
         while not all(host.process.poll() is not None for host in survivors):
@@ -145,7 +157,7 @@ class Storm:
 
     def _start(self, *, min_hosts: int = 1) -> None:
         name = f"host {self._started}"
-        self._describe(f"{name} starts")
+        self.describe(f"{name} starts")
         self._started += 1
         self._alive[name] = self.hosts.start(name, min_hosts=min_hosts, restarts=100)
 
@@ -171,7 +183,7 @@ class Storm:
 
     def _choose(self, event: str) -> str:
         name = self._draw.choice(sorted(self._alive))
-        self._describe(f"after step {len(self.hosts.steps())}, {name} {event}")
+        self.describe(f"after step {len(self.hosts.steps())}, {name} {event}")
         return name
 
     def _choose_worker(self, event: str) -> list[int]:
@@ -188,6 +200,7 @@ class Storm:
         deadline, last = time.monotonic() + PROGRESS_S, len(self.hosts.steps())
         while len(self.hosts.steps()) in range(last, last + steps) and not self._is_over():
             output = "\n".join(f"{name}: {host.stderr[-1500:]}" for name, host in self._alive.items())
+            output += "".join(f"\n{event}" for event in self.hosts.events())
             assert time.monotonic() < deadline, f"no {steps} steps after step {last} in {PROGRESS_S:g} s\n{output}"
             assert any(host.process.poll() is None for host in self._alive.values()), f"all hosts have ended\n{output}"
             time.sleep(0.05)
