@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import tyro
 
@@ -98,9 +98,10 @@ class Injector:
             if not hosts:
                 print("the run has no processes on this machine any more")
                 return
-            if (text := self._inject(self._draw.choice(faults), hosts)) is None:
+            fault, view = self._draw.choice(faults), _newest_view(self._run_dir)
+            if (text := self._inject(fault, hosts)) is None:
                 continue
-            injected = Injected(text, self._wait_for_step())
+            injected = Injected(text, self._wait_for_step(None if fault == "stop" else view))
             self.injected.append(injected)
             print(f"{time.strftime('%H:%M:%S')}  {text}: {_describe(injected)}", flush=True)
             if injected.recovery_s is None and find_hosts(self._run_dir):
@@ -143,9 +144,18 @@ class Injector:
                 )
         return f"{after}, worker {name} of {host.address} killed" if worker.send_signal(signal.SIGKILL) else None
 
-    def _wait_for_step(self) -> float | None:
-        """Wait until another step is logged; return how long that took, None if it does not happen."""
+    def _wait_for_step(self, view: int | None) -> float | None:
+        """Wait until another step is logged; return how long that took, None if it does not happen.
+
+        view: of the workers that were killed. A step that was almost complete may still be logged after their end, so
+        only steps of a later view count. None = steps of any view.
+        """
         since, count = time.monotonic(), len(_steps(self._run_dir))
+        while view is not None and _newest_view(self._run_dir) <= view:
+            if time.monotonic() - since >= self._limit_s or not find_hosts(self._run_dir):
+                return None
+            time.sleep(POLL_S)
+            count = len(_steps(self._run_dir))
         while time.monotonic() - since < self._limit_s:
             time.sleep(POLL_S)
             if (now := len(_steps(self._run_dir))) > count:
@@ -167,12 +177,19 @@ def _stopped(process: Process) -> Iterator[bool]:
 
 def _steps(run_dir: Path) -> list[int]:
     """Return the steps in metrics.jsonl, in the order of its complete lines."""
-    try:
+    return [record["step"] for record in _records(run_dir) if "step" in record]
+
+
+def _newest_view(run_dir: Path) -> int:
+    """Return the number of the newest view in metrics.jsonl; 0 if there is none."""
+    return max((record["view"] for record in _records(run_dir) if "view" in record), default=0)
+
+
+def _records(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Yield the complete lines of metrics.jsonl."""
+    with contextlib.suppress(OSError):
         lines = (run_dir / METRICS).read_bytes().splitlines(keepends=True)
-    except OSError:
-        return []
-    records = (json.loads(line) for line in lines if line.endswith(b"\n"))
-    return [record["step"] for record in records if "step" in record]
+        yield from (json.loads(line) for line in lines if line.endswith(b"\n"))
 
 
 def _describe(injected: Injected) -> str:

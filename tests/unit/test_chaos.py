@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -131,6 +132,25 @@ def test_a_worker_is_not_killed_where_torchrun_would_not_start_it_again(make_hos
     with pytest.raises(ValueError, match="h:1 has no restarts left"):
         host.injector().run(["kill"], 0.01, 1)
     assert [worker.poll() for worker in host.workers] == [None, None]
+
+
+def test_after_a_kill_only_steps_of_a_later_view_count(make_host: Callable[..., Host]) -> None:
+    host = make_host()
+    injector = host.injector(seed=0, limit_s=0.5)
+    injector.run(["kill"], 0.01, 1)
+    ((text, recovery_s),) = injector.injected
+    assert "worker 1" in text, "the one that logs steps still runs"
+    assert recovery_s is None, "a step of the view that was killed counts"
+
+    def add_view() -> None:
+        with (host.run_dir / METRICS).open("a") as file:
+            file.write(json.dumps({"event": "view", "view": 1}) + "\n")
+
+    timer = threading.Timer(0.3, add_view)
+    timer.start()
+    assert host.injector()._wait_for_step(0) is not None
+    assert '"view"' in (host.run_dir / METRICS).read_text(), "a step before the next view counts"
+    timer.join()
 
 
 def test_a_host_is_killed_with_its_torchrun(make_host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch) -> None:
