@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import random
 import re
 import signal
@@ -26,6 +27,8 @@ from acsgd.io.telemetry.json_lines import METRICS
 Fault = Literal["kill", "stop", "host"]
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 POLL_S = 0.02
+LINE_BYTES = 2**16
+"""More than the longest line of metrics.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +101,10 @@ class Injector:
             if not hosts:
                 print("the run has no processes on this machine any more")
                 return
-            fault, view = self._draw.choice(faults), _newest_view(self._run_dir)
+            fault, view, position = self._draw.choice(faults), _newest_view(self._run_dir), _size(self._run_dir)
             if (text := self._inject(fault, hosts)) is None:
                 continue
-            injected = Injected(text, self._wait_for_step(None if fault == "stop" else view))
+            injected = Injected(text, self._wait_for_step(None if fault == "stop" else view, position))
             self.injected.append(injected)
             print(f"{time.strftime('%H:%M:%S')}  {text}: {_describe(injected)}", flush=True)
             if injected.recovery_s is None and find_hosts(self._run_dir):
@@ -144,23 +147,22 @@ class Injector:
                 )
         return f"{after}, worker {name} of {host.address} killed" if worker.send_signal(signal.SIGKILL) else None
 
-    def _wait_for_step(self, view: int | None) -> float | None:
+    def _wait_for_step(self, view: int | None, position: int) -> float | None:
         """Wait until another step is logged; return how long that took, None if it does not happen.
 
         view: of the workers that were killed. A step that was almost complete may still be logged after their end, so
-        only steps of a later view count. None = steps of any view.
+        only steps of a later view count. None = steps of any view. position: in the file, before the fault.
         """
-        since, count = time.monotonic(), len(_steps(self._run_dir))
-        while view is not None and _newest_view(self._run_dir) <= view:
-            if time.monotonic() - since >= self._limit_s or not find_hosts(self._run_dir):
-                return None
-            time.sleep(POLL_S)
-            count = len(_steps(self._run_dir))
+        since, last_view = time.monotonic(), -1 if view is None else view
+        if view is None:  # a worker was stopped, and the others may have gone on
+            position = _size(self._run_dir)
         while time.monotonic() - since < self._limit_s:
             time.sleep(POLL_S)
-            if (now := len(_steps(self._run_dir))) > count:
+            if (size := _size(self._run_dir)) < position:  # the run has returned to a checkpoint
+                position = size if view is None else 0
+            new = itertools.dropwhile(lambda line: line.get("view", 0) <= last_view, _lines(self._run_dir, position))
+            if any("step" in line for line in new):
                 return time.monotonic() - since
-            count = now  # fewer, if the run has returned to a checkpoint
             if not find_hosts(self._run_dir):
                 return None
         return None
@@ -176,20 +178,31 @@ def _stopped(process: Process) -> Iterator[bool]:
 
 
 def _steps(run_dir: Path) -> list[int]:
-    """Return the steps in metrics.jsonl, in the order of its complete lines."""
-    return [record["step"] for record in _records(run_dir) if "step" in record]
+    """Return the steps in metrics.jsonl, in the order of its lines."""
+    return [line["step"] for line in _lines(run_dir) if "step" in line]
 
 
 def _newest_view(run_dir: Path) -> int:
     """Return the number of the newest view in metrics.jsonl; 0 if there is none."""
-    return max((record["view"] for record in _records(run_dir) if "view" in record), default=0)
+    return max((line["view"] for line in _lines(run_dir) if "view" in line), default=0)
 
 
-def _records(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines of metrics.jsonl."""
-    with contextlib.suppress(OSError):
-        lines = (run_dir / METRICS).read_bytes().splitlines(keepends=True)
-        yield from (json.loads(line) for line in lines if line.endswith(b"\n"))
+def _lines(run_dir: Path, position: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the complete lines of metrics.jsonl from a position on, which is the start of a line."""
+    with contextlib.suppress(OSError), (run_dir / METRICS).open("rb") as file:
+        file.seek(position)
+        yield from (json.loads(line) for line in file if line.endswith(b"\n"))
+
+
+def _size(run_dir: Path) -> int:
+    """Return the size of the complete lines of metrics.jsonl, bytes."""
+    try:
+        with (run_dir / METRICS).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = file.seek(max(0, size - LINE_BYTES))
+            return start + file.read(size - start).rfind(b"\n") + 1
+    except OSError:
+        return 0
 
 
 def _describe(injected: Injected) -> str:

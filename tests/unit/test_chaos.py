@@ -148,7 +148,7 @@ def test_after_a_kill_only_steps_of_a_later_view_count(make_host: Callable[..., 
 
     timer = threading.Timer(0.3, add_view)
     timer.start()
-    assert host.injector()._wait_for_step(0) is not None
+    assert host.injector()._wait_for_step(0, 0) is not None
     assert '"view"' in (host.run_dir / METRICS).read_text(), "a step before the next view counts"
     timer.join()
 
