@@ -37,7 +37,7 @@ def test_a_report_counts_targets_and_bytes_and_resets_the_meters() -> None:
     unused: Any = None
     forward, backward = Meter(sent_bytes=10), Meter(sent_bytes=20)
     forward.wait(DIRECT, Instant(), posted_at=0.0)
-    session = Session(job, unused, unused, stages, [], unused, unused, forward, backward)
+    session = Session(job, unused, unused, stages, [], unused, unused, forward, backward, {})
     report = session.report(torch.tensor(1.5), batch, Votes(stop=True))
     assert (report.loss, report.targets, report.squared_grad_norm, report.peak_memory_bytes) == (1.5, 3.0, 0.0, 5)
     assert (report.tokens, report.data_wait_s, report.checksum) == (4, 0.5, 2**33 + 1)
