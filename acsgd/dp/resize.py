@@ -54,15 +54,17 @@ class ReplicaState(NamedTuple):
     is_common: bool = False
     """Whether a replica that joins others starts with the tensor of one of them; else without one."""
     moves_to: str = ""
-    """Of a "sum": name of the state of a single replica to which it is added if parts move. R times what is added there
-    is in the mean of R replicas once."""
+    """Of a "sum": name of the state to which a replica adds its part, times R, if parts get other owners. The next mean
+    of R replicas then contains the part once."""
 
 
 class Place(NamedTuple):
     """A replica's place among others."""
 
     replica: int
+    """Its index."""
     replicas: int
+    """Number of replicas, R."""
 
 
 def check_names(table: Collection[ReplicaState], saved: Sequence[WeightState]) -> None:

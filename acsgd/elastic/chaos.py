@@ -1,4 +1,4 @@
-"""The command `acsgd chaos`: faults in an elastic run of one's own, to see that it goes on.
+"""The command `acsgd chaos`: faults in a running elastic run, and a check that it continues.
 
 Kills or stops processes of the run that are on this machine and belong to this user, and no others.
 """
@@ -33,10 +33,10 @@ LINE_BYTES = 2**16
 
 @dataclass(frozen=True)
 class Chaos:
-    """Kill or stop processes of a running elastic run on this machine, again and again, and tell how it went on.
+    """Kill or stop processes of a running elastic run on this machine, repeatedly, and report how it continues.
 
-    Ends with the run on this machine, after --count faults, or with Ctrl-C. Exits with 1 if the run did not go on, or a
-    step is missing from metrics.jsonl or is there twice.
+    Ends with the run on this machine, after --count faults, or with Ctrl-C. Exits with 1 if the run did not continue,
+    or a step is missing from metrics.jsonl or is there twice.
     """
 
     run_dir: tyro.conf.Positional[Path]
@@ -84,7 +84,7 @@ class Injected(NamedTuple):
 
 
 class Injector:
-    """Injects faults, one after another, each after the run has gone on."""
+    """Injects faults, one after another, each after the run has continued."""
 
     def __init__(self, run_dir: Path, draw: random.Random, *, stop_s: float, limit_s: float) -> None:
         self._run_dir = run_dir
@@ -94,7 +94,7 @@ class Injector:
         self.injected: list[Injected] = []
 
     def run(self, faults: Sequence[Fault], every_s: float, count: int | None) -> None:
-        """Inject faults until there are `count`, the run has ended here, or it does not go on."""
+        """Inject faults until there are `count`, the run has ended here, or it does not continue."""
         while count is None or len(self.injected) < count:
             time.sleep(self._draw.expovariate(1 / every_s))
             hosts = find_hosts(self._run_dir)
@@ -111,7 +111,7 @@ class Injector:
                 return
 
     def summarize(self) -> int:
-        """Print how the run went on; return the exit code."""
+        """Print how the run has continued; return the exit code."""
         steps = _steps(self._run_dir)
         wrong = [step for before, step in itertools.pairwise(steps) if step != before + 1]
         times = sorted(each.recovery_s for each in self.injected if each.recovery_s is not None)
@@ -154,7 +154,7 @@ class Injector:
         only steps of a later view count. None = steps of any view. position: in the file, before the fault.
         """
         since, last_view = time.monotonic(), -1 if view is None else view
-        if view is None:  # a worker was stopped, and the others may have gone on
+        if view is None:  # a worker was stopped, and the others may have continued
             position = _size(self._run_dir)
         while time.monotonic() - since < self._limit_s:
             time.sleep(POLL_S)
@@ -170,7 +170,7 @@ class Injector:
 
 @contextlib.contextmanager
 def _stopped(process: Process) -> Iterator[bool]:
-    """Stop a process, and let it go on at the end, however that comes. Gives whether the process is there."""
+    """Stop a process, and continue it at the end, also after an exception. Yields whether the process is there."""
     try:
         yield process.send_signal(signal.SIGSTOP)
     finally:

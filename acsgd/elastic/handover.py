@@ -38,7 +38,7 @@ def worker_state(session: Session | None, state: LoopState, store_port: int = 0)
 def complete_step(session: Session, state: LoopState, plan: Plan, *, is_behind: bool) -> None:
     """Complete the last step as far as this rank can alone, so that its state is that after `plan.step` steps.
 
-    is_behind: whether other ranks have applied a step more. The gradients of this rank are there, too.
+    is_behind: whether other ranks have applied one step more. The gradients of this rank for it are complete.
     """
     if is_behind:
         assert plan.summary is not None
@@ -55,8 +55,8 @@ def hand_over(
 ) -> Session:
     """Return the session of this rank in a new view, with the state after `plan.step` steps.
 
-    All ranks call it. session: that of the view before, which was aborted; ranks that get the state of another need
-    none. Another rank may get state from this one.
+    All ranks call it together, since some send their state to others. session: that of the view before, which was
+    aborted; not used on ranks that receive their state.
     """
     rank = job.topology.rank
     source = next((copy.source for copy in plan.copies if copy.target == rank), None)
@@ -88,7 +88,7 @@ def is_run_over(view: View, state: LoopState, num_steps: int) -> bool:
     """Return whether the run has ended for all hosts of a view in which training has stopped.
 
     It has not if all ranks have received stop signals, and some hosts have no ranks, such as those whose workers start
-    again. These go on from the checkpoint that the ranks have saved.
+    again. These resume from the checkpoint that the ranks have saved.
     """
     if state.progress.step >= num_steps:
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from acsgd.fields import Natural
@@ -101,35 +101,41 @@ def make_plan(
     """
     holders = {name: state for name, state in workers.items() if state.stage_rank is not None}
     ahead = max(holders.values(), key=lambda state: (state.step, state.is_open), default=WorkerState())
+    held = _held(holders, staying, ahead)
+    replicas = min(len(staying) // stages, max_replicas or len(staying))
+    replicas = replicas if replicas >= min_replicas else 0
+    ranks = _assign(staying, held, stages, replicas)
+    keepers = [rank for rank, name in enumerate(ranks) if held.get(name) == rank % stages]
+    store_port = workers[ranks[0]].store_port if ranks else 0
+    from_disk = Plan(stages, ranks, tuple(name for name in staying if name not in ranks), store_port)
+    if len({rank % stages for rank in keepers}) < stages:  # also if there are no ranks
+        return from_disk
+    behind = tuple(ranks[rank] for rank in keepers if holders[ranks[rank]].step < ahead.step)
+    return replace(
+        from_disk,
+        step=ahead.step,
+        from_disk=False,
+        copies=_copies(keepers, len(ranks), stages),
+        behind=behind,
+        unsynced=tuple(sorted({rank % stages for rank in keepers if not _is_synced(holders[ranks[rank]], ahead)})),
+        progress=ahead.progress,
+        summary=ahead.summary,
+        is_open=ahead.is_open or bool(behind),
+    )
+
+
+def _held(holders: Mapping[str, WorkerState], staying: Sequence[str], ahead: WorkerState) -> dict[str, int | None]:
+    """Return the pipeline position of each worker that stays and can keep its state.
+
+    Of a position of which some workers have completed the last exchange and others have not, only the former can.
+    """
     reaching = {name: holders[name] for name in staying if name in holders and _reaches(holders[name], ahead)}
     synced = {state.stage_rank for state in reaching.values() if _is_synced(state, ahead)}
-    held = {
+    return {
         name: state.stage_rank
         for name, state in reaching.items()
         if _is_synced(state, ahead) or state.stage_rank not in synced
     }
-    replicas = min(len(staying) // stages, max_replicas or len(staying))
-    replicas = replicas if replicas >= min_replicas else 0
-    ranks = _assign(staying, held, stages, replicas)
-    spares = tuple(name for name in staying if name not in ranks)
-    keepers = [rank for rank, name in enumerate(ranks) if held.get(name) == rank % stages]
-    store_port = workers[ranks[0]].store_port if ranks else 0
-    if len({rank % stages for rank in keepers}) < stages:  # also if there are no ranks
-        return Plan(stages, ranks, spares, store_port)
-    return Plan(
-        stages,
-        ranks,
-        spares,
-        store_port,
-        ahead.step,
-        from_disk=False,
-        copies=_copies(keepers, len(ranks), stages),
-        behind=tuple(ranks[rank] for rank in keepers if holders[ranks[rank]].step < ahead.step),
-        unsynced=tuple(sorted(set(range(stages)) - synced)),
-        progress=ahead.progress,
-        summary=ahead.summary,
-        is_open=ahead.is_open or any(holders[ranks[rank]].step < ahead.step for rank in keepers),
-    )
 
 
 def _reaches(state: WorkerState, ahead: WorkerState) -> bool:

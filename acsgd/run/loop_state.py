@@ -27,7 +27,7 @@ class LoopState:
     record: Record | None = None
     """Metrics of that step; None if another process has completed it."""
     is_synced: bool = True
-    """Whether the replicas have exchanged what follows that step, if anything does."""
+    """Whether the exchange between replicas after that step is complete; True if there is none."""
     is_open: bool = False
     """Whether evaluation, log and save after that step are incomplete."""
     is_stopped: bool = False

@@ -92,8 +92,8 @@ class ElasticHosts:
             storm = Storm(Hosts(case.directory, self._run_file, stack, workers, flags), case)
             storm.describe(f"{NUM_HOSTS} hosts of {workers} workers, {' '.join(flags)}")
             storm.start_hosts()
-            storm.rage(case.draw.randint(3, 10))
-            storm.calm_down()
+            storm.inject_events(case.draw.randint(3, 10))
+            storm.wait_for_end()
         losses = [line["loss"] for line in storm.hosts.steps()]
         assert all(map(math.isfinite, losses))
         if mode in EXACT and forward == "none":
@@ -123,7 +123,7 @@ class Storm:
         self._events.append(event)
         self._case.describe("; ".join(self._events))
 
-    def rage(self, events: int) -> None:
+    def inject_events(self, events: int) -> None:
         """Let events happen while the run trains."""
         self._wait_for_progress(self._draw.randint(1, 100))
         for _ in range(events):
@@ -138,7 +138,7 @@ class Storm:
             else:
                 time.sleep(self._draw.uniform(0.0, 2.0))
 
-    def calm_down(self) -> None:
+    def wait_for_end(self) -> None:
         """Wait for the end of the run, with enough hosts; check what it leaves."""
         while len(self._alive) < MIN_HOSTS and not self._is_over():
             self._start()
