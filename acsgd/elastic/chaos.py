@@ -29,6 +29,8 @@ UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 POLL_S = 0.02
 LINE_BYTES = 2**16
 """More than the longest line of metrics.jsonl."""
+READS = 5
+"""A file that is cut off and written again while it is read may give lines that never were in it; it is read again."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,18 @@ class Injected(NamedTuple):
     none was."""
 
 
+class Mark(NamedTuple):
+    """A place in metrics.jsonl that is recognized after the file was cut off and written again."""
+
+    position: int
+    """Of the place, which is the start of a line, in bytes."""
+    line: bytes
+    """The line before it; b"" at the start of the file."""
+
+
+START = Mark(0, b"")
+
+
 class Injector:
     """Injects faults, one after another, each after the run has continued."""
 
@@ -101,10 +115,10 @@ class Injector:
             if not hosts:
                 print("the run has no processes on this machine any more")
                 return
-            fault, view, position = self._draw.choice(faults), _newest_view(self._run_dir), _size(self._run_dir)
+            fault, view, mark = self._draw.choice(faults), _newest_view(self._run_dir), _end(self._run_dir)
             if (text := self._inject(fault, hosts)) is None:
                 continue
-            injected = Injected(text, self._wait_for_step(None if fault == "stop" else view, position))
+            injected = Injected(text, self._wait_for_step(None if fault == "stop" else view, mark))
             self.injected.append(injected)
             print(f"{time.strftime('%H:%M:%S')}  {text}: {_describe(injected)}", flush=True)
             if injected.recovery_s is None and find_hosts(self._run_dir):
@@ -147,20 +161,21 @@ class Injector:
                 )
         return f"{after}, worker {name} of {host.address} killed" if worker.send_signal(signal.SIGKILL) else None
 
-    def _wait_for_step(self, view: int | None, position: int) -> float | None:
+    def _wait_for_step(self, view: int | None, mark: Mark) -> float | None:
         """Wait until another step is logged; return how long that took, None if it does not happen.
 
         view: of the workers that were killed. A step that was almost complete may still be logged after their end, so
-        only steps of a later view count. None = steps of any view. position: in the file, before the fault.
+        only steps of a later view count. None = steps of any view. mark: the end of the file before the fault.
         """
         since, last_view = time.monotonic(), -1 if view is None else view
         if view is None:  # a worker was stopped, and the others may have continued
-            position = _size(self._run_dir)
+            mark = _end(self._run_dir)
         while time.monotonic() - since < self._limit_s:
             time.sleep(POLL_S)
-            if (size := _size(self._run_dir)) < position:  # the run has returned to a checkpoint
-                position = size if view is None else 0
-            new = itertools.dropwhile(lambda line: line.get("view", 0) <= last_view, _lines(self._run_dir, position))
+            if (lines := _lines_after(self._run_dir, mark)) is None:  # the run has returned to a checkpoint
+                mark = START if view is not None else _end(self._run_dir)
+                continue
+            new = itertools.dropwhile(lambda line: line.get("view", 0) <= last_view, lines)
             if any("step" in line for line in new):
                 return time.monotonic() - since
             if not find_hosts(self._run_dir):
@@ -187,22 +202,41 @@ def _newest_view(run_dir: Path) -> int:
     return max((line["view"] for line in _lines(run_dir) if "view" in line), default=0)
 
 
-def _lines(run_dir: Path, position: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines of metrics.jsonl from a position on, which is the start of a line."""
-    with contextlib.suppress(OSError), (run_dir / METRICS).open("rb") as file:
-        file.seek(position)
-        yield from (json.loads(line) for line in file if line.endswith(b"\n"))
+def _lines(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of metrics.jsonl. Raises ValueError if it is damaged."""
+    for _ in range(READS):
+        if (lines := _lines_after(run_dir, START)) is not None:
+            return lines
+        time.sleep(POLL_S)
+    raise ValueError(f"{run_dir / METRICS}: a line is not JSON; is the file damaged?")
 
 
-def _size(run_dir: Path) -> int:
-    """Return the size of the complete lines of metrics.jsonl, bytes."""
+def _lines_after(run_dir: Path, mark: Mark) -> list[dict[str, Any]] | None:
+    """Return the complete lines of metrics.jsonl after a mark; None if the file was cut off before it, or just now."""
+    try:
+        with (run_dir / METRICS).open("rb") as file:
+            file.seek(mark.position - len(mark.line))
+            text = file.read()
+        if not text.startswith(mark.line):
+            return None
+        return [json.loads(line) for line in text[len(mark.line) : text.rfind(b"\n") + 1].splitlines()]
+    except FileNotFoundError:
+        return []
+    except ValueError:
+        return None
+
+
+def _end(run_dir: Path) -> Mark:
+    """Return the end of the complete lines of metrics.jsonl."""
     try:
         with (run_dir / METRICS).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             start = file.seek(max(0, size - LINE_BYTES))
-            return start + file.read(size - start).rfind(b"\n") + 1
-    except OSError:
-        return 0
+            text = file.read(size - start)
+    except FileNotFoundError:
+        return START
+    text = text[: text.rfind(b"\n") + 1]
+    return Mark(start + len(text), text[text.rfind(b"\n", 0, -1) + 1 :])
 
 
 def _describe(injected: Injected) -> str:

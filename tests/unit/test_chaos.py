@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from acsgd import cli
-from acsgd.elastic.chaos import Injector
+from acsgd.elastic.chaos import START, Injector, _end, _lines_after
 from acsgd.elastic.processes import HostProcesses, Process, describe, find_hosts
 from acsgd.io.telemetry.json_lines import METRICS
 
@@ -148,9 +148,37 @@ def test_after_a_kill_only_steps_of_a_later_view_count(make_host: Callable[..., 
 
     timer = threading.Timer(0.3, add_view)
     timer.start()
-    assert host.injector()._wait_for_step(0, 0) is not None
+    assert host.injector()._wait_for_step(0, START) is not None
     assert '"view"' in (host.run_dir / METRICS).read_text(), "a step before the next view counts"
     timer.join()
+
+
+def write_lines(run_dir: Path, *lines: dict[str, object]) -> None:
+    (run_dir / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_lines_after_a_mark_are_not_read_from_a_file_that_was_cut_off_and_has_grown_again(tmp_path: Path) -> None:
+    assert _lines_after(tmp_path, _end(tmp_path)) == []
+    write_lines(tmp_path, {"step": 1}, {"step": 2})
+    mark = _end(tmp_path)
+    assert _lines_after(tmp_path, mark) == []
+    with (tmp_path / METRICS).open("a") as file:
+        file.write('{"step": 3}\n{"step": 4')
+    assert _lines_after(tmp_path, mark) == [{"step": 3}], "a line that is not complete is read"
+    for text in ("", "again", "again, and longer than before"):
+        write_lines(tmp_path, {"step": 1, "text": text})
+        assert _lines_after(tmp_path, mark) is None
+    assert _lines_after(tmp_path, START) == [{"step": 1, "text": text}]
+
+
+def test_after_a_kill_steps_of_a_file_that_was_written_again_count(tmp_path: Path) -> None:
+    injector = Injector(tmp_path, random.Random(0), stop_s=0.1, limit_s=LIMIT_S)
+    write_lines(tmp_path, {"event": "view", "view": 1}, {"step": 1}, {"step": 2})
+    mark = _end(tmp_path)
+    write_lines(tmp_path, {"event": "view", "view": 1}, {"step": 1}, {"event": "returned to step 1"})
+    assert injector._wait_for_step(1, mark) is None, "the step of the view that was killed counts"
+    write_lines(tmp_path, {"event": "view", "view": 1}, {"step": 1}, {"event": "view", "view": 2}, {"step": 2})
+    assert injector._wait_for_step(1, mark) is not None
 
 
 def test_a_host_is_killed_with_its_torchrun(make_host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch) -> None:
