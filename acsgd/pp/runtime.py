@@ -16,6 +16,7 @@ from acsgd.pp.micro_shapes import MicroShapes
 from acsgd.pp.nan_probe import NaNProbe
 from acsgd.pp.nonfinite import NonFiniteTensor
 from acsgd.pp.schedules.actions import ACTIVATION, GRADIENT, OPERATIONS, Action, Op, Route
+from acsgd.pp.schedules.programs import StepActions
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.pp.tied_weights import TiedGroup, sum_tied_gradients
 from acsgd.pp.wire.coder import TransferInfo
@@ -73,7 +74,7 @@ class Pipeline:
     """This rank's part of one pipeline.
 
     Args:
-        train_actions, eval_actions: this rank's actions in the lowered programs of a training step and of an evaluation
+        actions: returns this rank's actions for some number of micro-batches
         stages: the stages this rank holds, by index
         links: this rank's end of each boundary that it shares with another rank, by the stage before the boundary
         tied: the tied weights of which other ranks hold copies
@@ -86,8 +87,7 @@ class Pipeline:
 
     def __init__(
         self,
-        train_actions: Sequence[Action],
-        eval_actions: Sequence[Action],
+        actions: Callable[[int], StepActions],
         stages: Mapping[int, Stage],
         links: Mapping[int, Link],
         tied: Sequence[TiedGroup],
@@ -101,14 +101,12 @@ class Pipeline:
         self._mark = mark
         self._exact_steps = exact_steps
         self._exact_eval = exact_eval
-        self._train_actions = train_actions
-        self._eval_actions = eval_actions
+        self._actions = actions
         self._stages = stages
         self._links = links
         self._tied = tied
         self._placeholders = placeholders
         self._shapes = shapes
-        self._last_backward = {action.stage: action for action in train_actions if action.operation.completes}
         self._training = self._handlers({Op.F: self._forward, Op.B: self._backward})
         self._evaluation = self._handlers({Op.F: self._evaluate})
 
@@ -130,13 +128,13 @@ class Pipeline:
     def evaluate(self, batch: Batch, step: int) -> Evaluated:
         """Evaluate a batch without dropout and gradients, and without effect on training.
 
-        The batch has as many micro-batches as one of training; labels of -100 are ignored. step: number named in
-        errors, the same on all ranks. Raises RunError as `run` does.
+        Labels of -100 are ignored. step: number named in errors, the same on all ranks. Raises RunError as `run` does.
         """
+        actions = self._actions(len(batch.micro_ids)).evaluate
         with contextlib.ExitStack() as modes:
             for stage in self._stages.values():
                 modes.enter_context(stage.evaluating())
-            self._execute(self._eval_actions, self._evaluation, batch, step, exact=self._exact_eval, use_caches=False)
+            self._execute(actions, self._evaluation, batch, step, exact=self._exact_eval, use_caches=False)
         for index in self._stages:
             with self._naming(Action(Op.F, index)):
                 self._drain()
@@ -189,7 +187,9 @@ class Pipeline:
         for link in self._links.values():
             link.begin_step(batch.sample_ids.flatten().tolist(), batch.upcoming_ids.flatten().tolist())
         exact = step < self._exact_steps
-        self._execute(self._train_actions, handlers, batch, step, exact=exact, use_caches=True)
+        actions = self._actions(len(batch.micro_ids)).train
+        self._last_backward = {action.stage: action for action in actions if action.operation.completes}
+        self._execute(actions, handlers, batch, step, exact=exact, use_caches=True)
         self._finish()
         return self._total_loss()
 

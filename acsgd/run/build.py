@@ -80,8 +80,7 @@ def _connect(
         stages=stages,
         weights=weights,
         pipeline=Pipeline(
-            job.train_actions,
-            job.eval_actions,
+            job.programs.actions,
             stages,
             _open_links(job, factory),
             _open_tied_groups(job, weights, factory),

@@ -30,11 +30,8 @@ from acsgd.launch import Launch
 from acsgd.layers.description import LayerSpec
 from acsgd.metrics import choose_metrics
 from acsgd.notes import print_note, report_if_slow
-from acsgd.pp.schedules.actions import Action, Program, forwards
-from acsgd.pp.schedules.lowering import lower
 from acsgd.pp.schedules.placement import Placement
-from acsgd.pp.schedules.schedules import Schedule
-from acsgd.pp.schedules.validation import validate
+from acsgd.pp.schedules.programs import RankPrograms
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.layers_cache import LayersCache
@@ -62,12 +59,10 @@ class Job:
     """Range of layers of each stage."""
     costs: tuple[float, ...] | None
     """Estimated cost of each layer; None if it was not needed for `specs`."""
-    train_actions: tuple[Action, ...]
-    """Pipeline actions of this rank in a training step."""
-    eval_actions: tuple[Action, ...]
-    """Pipeline actions of this rank in an evaluation of as many micro-batches."""
+    programs: RankPrograms
+    """Pipeline actions of this rank."""
     micro_ids: range
-    """Micro-batches of the global batch that this replica trains on."""
+    """Micro-batches of the global batch that this replica trains on if they are dealt evenly."""
     plugins: Plugins
     tokenizer: PreTrainedTokenizerBase
     sources: tuple[WeightedSource, ...]
@@ -206,7 +201,8 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True) -> Job:
     with report_if_slow(print_note, lambda: f"planning {model.describe_size()}", enabled=launch.rank == 0):
         costs = _costs(config, model, num_stages, streams)
         specs = _plan(config, model, num_stages, costs)
-    program, evaluation = _programs(plugins.schedule, topology.stages, len(micro_ids))
+    programs = RankPrograms(plugins.schedule, topology.stages, topology.stage_rank)
+    programs.actions(len(micro_ids))
     return Job(
         config=config,
         topology=topology,
@@ -215,8 +211,7 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True) -> Job:
         model=model,
         specs=tuple(specs),
         costs=costs,
-        train_actions=tuple(program[topology.stage_rank]),
-        eval_actions=tuple(evaluation[topology.stage_rank]),
+        programs=programs,
         micro_ids=micro_ids,
         plugins=plugins,
         tokenizer=load_tokenizer(model.directory, model.config),
@@ -248,7 +243,7 @@ def _span(shards: Sequence[LayerSpec]) -> str:
 
 
 def _deal(config: Config, topology: Topology) -> range:
-    """Return the micro-batches of this replica. Raises ValueError if there are fewer than replicas."""
+    """Return an even share of the micro-batches. Raises ValueError if there are fewer than replicas."""
     num_micros = config.data.batch // config.pp.micro
     if num_micros < topology.replicas:
         raise ValueError(
@@ -256,16 +251,7 @@ def _deal(config: Config, topology: Topology) -> range:
             f"for {topology.replicas} replicas; use a smaller pp.micro, or data.batch of at least "
             f"{config.pp.micro * topology.replicas}"
         )
-    return deal(num_micros, topology.replicas, topology.replica)
-
-
-def _programs(schedule: Schedule, stages: int, micros: int) -> tuple[Program, Program]:
-    """Return the validated programs of a training step and of an evaluation."""
-    computes = schedule.program(stages, micros)
-    program, evaluation = lower(computes), lower(forwards(computes))
-    validate(program)
-    validate(evaluation, forward_only=True)
-    return program, evaluation
+    return deal(num_micros, [1.0] * topology.replicas)[topology.replica]
 
 
 def _costs(config: Config, model: RunModel, stages: int, streams: Streams) -> tuple[float, ...] | None:

@@ -19,7 +19,7 @@ def explain_non_finite(
     tensor = session.pipeline.find_non_finite(batch, step, loss_scale)
     found = None
     if tensor is not None:
-        micro = None if tensor.micro is None else tensor.micro - session.job.micro_ids.start
+        micro = None if tensor.micro is None else tensor.micro - batch.micro_ids.start
         ids = batch.sample_ids if micro is None else batch.sample_ids[micro]
         found = {"tensor": tensor.to_dict(), "ids": ids.flatten().tolist()}
     timeout_s = session.job.config.run.timeout

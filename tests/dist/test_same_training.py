@@ -14,7 +14,7 @@ from lib.ranks import on_ranks
 from lib.training import RELATIVE, TOPOLOGIES, assert_same_training, losses_of_rank, make_config, oracle_losses
 from transformers import AutoConfig
 
-from acsgd.config.options import Config, LogConfig, ModelConfig, PipelineConfig
+from acsgd.config.options import Config, LogConfig, ModelConfig, PipelineConfig, ReplicaConfig
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved:chunks=2", "1f1b:lead=2", "interleaved:chunks=3"]
 MODELS = [
@@ -89,6 +89,20 @@ def test_the_loss_is_the_mean_over_the_targets_of_the_global_batch(tiny_model: T
     losses = on_ranks(4, losses_of_rank, tmp_path / "store", [config], True)[0]
     assert losses[0] == pytest.approx(oracle_losses(config, masked=True), rel=RELATIVE)
     assert losses[0] != pytest.approx(oracle_losses(config), rel=10 * RELATIVE), "nothing was masked"
+
+
+def test_any_split_of_the_micro_batches_is_the_same_training(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """With dropout, masked labels, tied weights on two ranks, and replicas without any micro-batch."""
+    speeds = [(1.0, 1.0), (0.0, 1.0), (5.0, 1.0), (1.0, 0.0)]
+    base = make_config(tiny_model("gpt2", n_layer=6, **DROPOUT), tmp_path, stages=2, micro=1, forward="none:dtype=fp32")
+    modes = ("powersgd:rank=1", "powersgd:rank=1", "allreduce", "sharded_ps", "central_ps")
+    configs = [dataclasses.replace(base, dp=ReplicaConfig(mode)) for mode in modes]
+    configs += [dataclasses.replace(base, pp=dataclasses.replace(base.pp, schedule="interleaved:chunks=2"))]
+    uneven = dict.fromkeys(range(1, len(configs)), speeds)
+    even, *losses = on_ranks(4, losses_of_rank, tmp_path / "store", configs, True, uneven)[0]
+    exact = oracle_losses(base, masked=True)
+    for config, found, expected in zip(configs[1:], losses, [even, *[exact] * 4], strict=True):
+        assert found == pytest.approx(expected, rel=RELATIVE), (config.dp, config.pp)
 
 
 def test_bf16_is_the_same_training_up_to_its_rounding(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch
+from acsgd.io.sampling.sampler import deal
 from acsgd.launch import Launch
 from acsgd.optim.loss_scale import LossScale
 from acsgd.optim.schedule import learning_rate
@@ -69,11 +72,17 @@ def assert_same_training(
 
 
 def losses_of_rank(
-    rank: int, world_size: int, store: Path, configs: Sequence[Config], masked: bool = False
+    rank: int,
+    world_size: int,
+    store: Path,
+    configs: Sequence[Config],
+    masked: bool = False,
+    speeds: Mapping[int, Sequence[Sequence[float]]] = MappingProxyType({}),
 ) -> list[list[float]]:
     """Train each config on this rank, one after the other; return the loss of every step of each.
 
-    masked: whether some labels are ignored, more of them in some replicas than in others.
+    masked: whether some labels are ignored, more of them in some replicas than in others. speeds: by number of the
+    config, and by step, the speeds of the replicas, by which micro-batches are dealt. Default: equal speeds.
     """
     torch.set_num_threads(1)
     all_losses = []
@@ -82,7 +91,7 @@ def losses_of_rank(
         file_store = dist.FileStore(f"{store}-{number}", world_size)
         with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
             session = build_session(job, open_weight_source(job), groups)
-            batches = batches_of(job)
+            batches = batches_of(job, speeds.get(number, ()))
             all_losses.append(train(session, map(mask, batches) if masked else batches))
     return all_losses
 
@@ -97,10 +106,11 @@ def train(session: Session, batches: Iterable[Batch]) -> list[float]:
     return losses
 
 
-def batches_of(job: Job) -> Iterator[Batch]:
-    """Return the batch of every step of a job."""
-    reader = open_data(job).reader
-    return map(reader.batch, range(job.config.optim.steps))
+def batches_of(job: Job, speeds: Sequence[Sequence[float]] = ()) -> Iterator[Batch]:
+    """Return the batch of every step of a job. speeds: of the replicas, by step. Default: equal speeds."""
+    reader, num_micros = open_data(job).reader, job.config.data.batch // job.config.pp.micro
+    deals = [deal(num_micros, of_step)[job.topology.replica] for of_step in speeds]
+    return map(reader.batch, range(job.config.optim.num_steps), deals or itertools.repeat(None))
 
 
 Wire = Callable[[Tensor, Sequence[int]], Tensor]

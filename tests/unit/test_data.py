@@ -11,7 +11,7 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -585,9 +585,34 @@ def test_the_order_of_a_seed_never_changes() -> None:
 
 def test_micro_batches_are_dealt_in_order_and_evenly() -> None:
     for micros, replicas in itertools.product([1, 4, 6, 7], [1, 2, 3, 4]):
-        parts = [deal(micros, replicas, replica) for replica in range(replicas)]
+        parts = deal(micros, [1.0] * replicas)
         assert list(itertools.chain(*parts)) == list(range(micros)), (micros, replicas)
         assert max(map(len, parts)) - min(map(len, parts)) <= 1, (micros, replicas)
+
+
+SPEEDS = ((1.0, 1.0), (1.0, 1.9), (1.0, 3.0), (2.0, 0.1, 1.0), (1.0, 0.0, 1.5), (0.0, 7.0))
+
+
+@pytest.mark.parametrize(("micros", "fill"), list(itertools.product([1, 2, 4, 7, 12], [0.0, 2.5])))
+@pytest.mark.parametrize("speeds", SPEEDS)
+def test_no_other_split_lets_the_replicas_finish_earlier(micros: int, fill: float, speeds: tuple[float, ...]) -> None:
+    def end(counts: Sequence[int]) -> float:
+        return max((count + fill) / speed for count, speed in zip(counts, speeds, strict=True) if count)
+
+    parts = deal(micros, speeds, fill)
+    counts = [len(part) for part in parts]
+    assert list(itertools.chain(*parts)) == list(range(micros))
+    working = sum(speed > 0 for speed in speeds)
+    splits = [
+        split
+        for split in itertools.product(range(micros + 1), repeat=len(speeds))
+        if sum(split) == micros
+        and all(speed > 0 or not count for count, speed in zip(split, speeds, strict=True))
+        and sum(count > 0 for count in split) == min(micros, working)
+    ]
+    assert tuple(counts) in splits
+    if micros >= working:
+        assert end(counts) == min(map(end, splits))
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:
@@ -599,9 +624,10 @@ def tensors_of(batch: Batch) -> list[Tensor]:
 
 def test_a_step_is_the_same_for_any_number_of_replicas() -> None:
     whole = reader(range(6)).batch(5)
-    for replicas in range(1, 7):
-        parts = [reader(deal(6, replicas, replica)).batch(5) for replica in range(replicas)]
+    for replicas in range(1, 8):  # of 7, one has no micro-batch
+        parts = [reader(range(6)).batch(5, part) for part in deal(6, [1.0] * (replicas - 1) + [0.5])]
         assert list(itertools.chain(*(part.micro_ids for part in parts))) == list(whole.micro_ids), replicas
+        parts = [part for part in parts if part.micro_ids]
         for tensors in zip(tensors_of(whole), *map(tensors_of, parts), strict=True):
             assert torch.equal(torch.cat(tensors[1:]), tensors[0]), replicas
     assert sorted(whole.sample_ids.flatten().tolist()) == sorted(MIXTURE.samples(5).ids.tolist())

@@ -118,6 +118,7 @@ ORDER = """
     pp.schedules.lowering
     pp.schedules.validation
     pp.schedules.schedules
+    pp.schedules.programs
     pp.schedules.simulate
     pp
     pp.wire.frame

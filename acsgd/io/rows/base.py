@@ -103,9 +103,9 @@ class RowReader:
     def read(self, sources: Ints, indices: Ints, epochs: Ints | None = None) -> RowTensors:
         """Read rows, given by source and index [n], from disk into new tensors. n: a multiple of B.
 
-        epochs: number of earlier epochs of each row. Default: 0.
+        epochs: number of earlier epochs of each row. Default: 0. Reads nothing if there are no rows.
         """
-        if not (self.wants_inputs or self.wants_labels):
+        if not (len(sources) and (self.wants_inputs or self.wants_labels)):
             return RowTensors(None, None, 0, None)
         places = zip(sources, indices, np.zeros_like(indices) if epochs is None else epochs, strict=True)
         rows = [dict(self.rows[source].read(int(index), int(epoch))) for source, index, epoch in places]

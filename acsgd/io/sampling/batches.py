@@ -62,7 +62,7 @@ class BatchReader:
     rows: RowReader
     sampler: Sampler
     micros: range
-    """Micro-batches of the global batch that the replica trains on: `deal`."""
+    """Micro-batches of the global batch that the replica trains on, where `batch` is not given others."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -73,16 +73,21 @@ class BatchReader:
         """Return a string that differs between hosts with different texts."""
         return self.rows.fingerprint()
 
-    def batch(self, step: int) -> Batch:
-        """Return the batch of a step, counted from 0, as new tensors."""
-        sources, indices, ids, epochs = (field[self._mine] for field in self.sampler.samples(step).dealt())
+    def batch(self, step: int, micros: range | None = None) -> Batch:
+        """Return the batch of a step, counted from 0, as new tensors.
+
+        micros: micro-batches of the global batch, contiguous; may be empty. Default: those of this reader.
+        """
+        micros = self.micros if micros is None else micros
+        mine = slice(micros.start * self.rows.micro, micros.stop * self.rows.micro)
+        sources, indices, ids, epochs = (field[mine] for field in self.sampler.samples(step).dealt())
         rows = self.rows.read(sources, indices, epochs)
-        upcoming = self.sampler.samples(step + 1).dealt().ids[self._mine]
+        upcoming = self.sampler.samples(step + 1).dealt().ids[mine]
         return Batch(
             inputs=rows.inputs,
             labels=rows.labels,
             sample_ids=self._in_micros(ids),
-            micro_ids=self.micros,
+            micro_ids=micros,
             upcoming_ids=self._in_micros(upcoming),
             num_tokens=rows.num_tokens,
             longest_rows=rows.longest_rows,
@@ -113,13 +118,8 @@ class BatchReader:
         sources = enumerate(zip(self.rows.rows, self.sampler.drawn_before(step), strict=True))
         return [(source, rows, index) for source, (rows, index) in sources if isinstance(rows, StreamedRows)]
 
-    @property
-    def _mine(self) -> slice:
-        """Samples of this replica among those of the global batch."""
-        return slice(self.micros.start * self.rows.micro, self.micros.stop * self.rows.micro)
-
     def _in_micros(self, ids: Ints) -> Tensor:
-        return torch.from_numpy(ids.copy()).view(len(self.micros), self.rows.micro)
+        return torch.from_numpy(ids.copy()).unflatten(0, (len(ids) // self.rows.micro, self.rows.micro))
 
 
 class Dataset:

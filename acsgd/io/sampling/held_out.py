@@ -105,7 +105,7 @@ class HeldOut:
         ids are indices in the held-out set, not those of training samples.
         """
         micro = self.rows.micro
-        mine = deal(-(-len(self) // micro), self.replicas, self.replica)
+        mine = deal(-(-len(self) // micro), [1.0] * self.replicas)[self.replica]
         for first in range(mine.start, mine.stop, micros):
             yield self._batch(range(first, first + micros), end=min(mine.stop * micro, len(self)))
 

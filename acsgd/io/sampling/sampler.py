@@ -6,10 +6,12 @@ neither on the number of ranks nor on whether the run was resumed.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -21,12 +23,23 @@ BLOCK = 1000
 """Maximum length of a block of the mixture, samples. Every block has the same number of samples of each source."""
 
 
-def deal(micros: int, replicas: int, replica: int) -> range:
-    """Return the micro-batches of the global batch that a replica trains on.
+def deal(micros: int, speeds: Sequence[float], fill: float = 0.0) -> tuple[range, ...]:
+    """Return the micro-batches of the global batch of each replica: contiguous ranges in the order of the replicas.
 
-    Contiguous, in the order of the replicas; the counts of two replicas differ by at most 1.
+    The replicas finish as early as any split allows in which each has at least one micro-batch, if there are enough.
+    With equal speeds, their counts differ by at most 1.
+
+    speeds: micro-batches per time of each replica; those with 0 get none. fill: time to fill and drain the pipeline of
+    a replica, in micro-batches.
     """
-    return range(micros * replica // replicas, micros * (replica + 1) // replicas)
+    counts = [0] * len(speeds)
+    ends = [(0.0, -replica) for replica, speed in enumerate(speeds) if speed > 0]
+    heapq.heapify(ends)
+    for _ in range(micros):
+        replica = -ends[0][1]
+        counts[replica] += 1
+        heapq.heapreplace(ends, ((counts[replica] + 1 + fill) / speeds[replica], -replica))
+    return tuple(range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0)))
 
 
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
