@@ -26,6 +26,7 @@ from acsgd.run.job import Job
 from acsgd.run.lock import RunLock
 from acsgd.run.loop_state import LoopState
 from acsgd.run.nan_diagnosis import explain_non_finite
+from acsgd.run.pace import Pace
 from acsgd.run.session import Session, StepResult
 from acsgd.run.signals import StopSignals
 from acsgd.run.spike_guard import SpikeGuard
@@ -94,7 +95,8 @@ def run_steps(
     spike_guard = SpikeGuard(session, checkpointing, metrics.note)
     if state.is_open:
         evaluate_log_save(session, state, inputs, metrics, checkpointing)
-    batches = iter(Dataset(inputs.reader, range(state.progress.step, steps)))
+    pace = Pace(session, metrics.event)
+    batches = iter(Dataset(inputs.reader, range(state.progress.step, steps), micros=pace.micros))
     while (before := state.progress).step < steps and not state.is_stopped:
         state.started_at = time.perf_counter()  # the wait for the batch is part of the step
         pause = state.pause_requested and not checkpointing.is_saving  # a save takes longer than others should wait
@@ -104,9 +106,10 @@ def run_steps(
         checkpointing.finish_save(wait=result.summary.failed_save)
         if result.updated and (restored := spike_guard.restore_before_spike(before, result.loss)):
             state.progress, state.is_open = restored, False
-            batches = iter(Dataset(inputs.reader, range(restored.step, steps)))
+            batches = iter(Dataset(inputs.reader, range(restored.step, steps), micros=pace.micros))
             continue
         evaluate_log_save(session, state, inputs, metrics, checkpointing)
+        pace.record(result.summary, state.progress.step)
         if result.summary.pause and state.progress.step < steps and not state.is_stopped:
             if pause_needs_checkpoint(result.summary):
                 checkpointing.finish_save(wait=True)
@@ -134,8 +137,8 @@ def train_step(
 
     # Forward, backward and data-parallel reduce; then every rank reports its losses, norms and votes to all others.
     exchange = StepExchange(session.groups, session.job.topology)  # posts receives: reports need no round trip
-    loss_part = session.forward_backward(batch, progress.step, scale.loss_scale)
-    report = session.report(loss_part, batch, votes)
+    loss_part, compute_s = session.forward_backward(batch, progress.step, scale.loss_scale)
+    report = session.report(loss_part, batch, votes, compute_s=compute_s)
     state.has_reported = True
     summary = exchange.exchange(report)
 

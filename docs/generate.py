@@ -99,8 +99,9 @@ def metrics() -> str:
     return (
         "# metrics.jsonl\n\nOne JSON object per optimizer step, written by rank 0 into the run directory.\n\n"
         f"{_docstring(Record)} Lines of steps with an evaluation also have its metrics, of the held-out data after the "
-        "update; null = not defined.\n\nElastic runs also have one line per change of hosts: `event`, `after_step` "
-        "(completed steps) and what [changed](../howto/elastic.md#what-happens-when).\n\n"
+        "update; null = not defined.\n\nLines with `event` and `after_step` (completed steps) are events: a change of "
+        "the [hosts](../howto/elastic.md#what-happens-when) of an elastic run, or of the "
+        "[speed](../howto/several-hosts.md#hosts-of-different-speed) of ranks.\n\n"
         f"{_table(('field', 'type', 'meaning'), rows)}\n"
     )
 

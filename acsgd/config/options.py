@@ -59,6 +59,9 @@ class DataConfig:
     """Sequence length, tokens."""
     batch: Annotated[int, Range(1, 2**24)]
     """Global batch size, sequences per optimizer step over all replicas. Independent of the number of ranks."""
+    deal: Literal["even", "speed"] = "even"
+    """How the micro-batches of a batch are dealt to replicas: "even", or by measured "speed", so that slower hosts get
+    fewer. Which sequences a step trains on stays the same."""
     objective: Literal["causal", "prefix", "ul2r"] = "causal"
     """What model.task="lm" learns: "causal" predicts each token from those before it; "prefix" attends to a prefix in
     both directions, and predicts the rest; "ul2r" restores what denoisers removed (Tay et al. 2022)."""

@@ -109,6 +109,12 @@ class Mode(Protocol):
         ...
 
     @property
+    def local_steps(self) -> bool:
+        """Whether replicas make steps on their own gradients, at least after some initial steps; else all of them step
+        on the sum of the gradients of all, whichever replica has computed which part of it."""
+        ...
+
+    @property
     def states(self) -> Sequence[ReplicaState]:
         """The state that each of several replicas keeps between steps. Names must not depend on the options."""
         ...

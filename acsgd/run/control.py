@@ -56,6 +56,10 @@ class StepReport(NamedTuple):
     data_wait_s: float
     checksum: float = 0.0
     """Of the batch: an integer, which fp64 represents exactly."""
+    micros: float = 0.0
+    """Number of micro-batches of the rank's replica."""
+    compute_s: float = 0.0
+    """Time from the first action to the reduced gradients, without waits for other ranks, seconds."""
     stop_votes: float = 0.0
     save_votes: float = 0.0
     failed_saves: float = 0.0
@@ -86,6 +90,8 @@ class StepSummary:
     """Maximum over the ranks of this pipeline."""
     data_wait_s: float
     """Maximum over all ranks."""
+    micro_s: list[list[float]]
+    """Computing time per micro-batch of each rank, [replicas][ranks per pipeline], seconds; 0 = it had none."""
     stop: bool
     """Whether any rank votes to stop."""
     all_stop: bool
@@ -123,6 +129,7 @@ class StepSummary:
             hidden_share=1.0 - total.waited_s / total.in_flight_s if total.in_flight_s else 1.0,
             peak_memory_bytes=int(largest.peak_memory_bytes),
             data_wait_s=StepReport(*rows.amax(0).tolist()).data_wait_s,
+            micro_s=[[_micro_s(StepReport(*row)) for row in pipeline] for pipeline in by_replica.tolist()],
             stop=total.stop_votes > 0,
             all_stop=total.stop_votes == len(rows),
             save=total.save_votes > 0,
@@ -130,6 +137,10 @@ class StepSummary:
             pause=total.pause_votes > 0,
             loses_stage=any(all(StepReport(*row).stop_votes for row in peers) for peers in by_stage.tolist()),
         )
+
+
+def _micro_s(report: StepReport) -> float:
+    return report.compute_s / report.micros if report.micros else 0.0
 
 
 def _check_texts(checksums: Sequence[float]) -> None:

@@ -37,7 +37,7 @@ from acsgd.pp.wire.delta import Delta
 from acsgd.run.layers_cache import LayersCache
 from acsgd.run.limits import check_computes, check_directories, check_reading
 from acsgd.run.model import RunModel, layers_cache, open_run_model
-from acsgd.run.plugins import Plugins, check_capabilities, parse_plugins
+from acsgd.run.plugins import Plugins, check_capabilities, check_deal, parse_plugins
 from acsgd.run.streams import check_streams
 from acsgd.shards.plan import StageSpec, plan, plan_blocks
 from acsgd.shards.tokenizer import load_tokenizer
@@ -121,6 +121,16 @@ class Job:
         return self.rank_of(next(stage for stage, spec in enumerate(self.specs) if spec.first <= layer < spec.last))
 
     @property
+    def num_micros(self) -> int:
+        """Number of micro-batches of the global batch."""
+        return self.config.data.batch // self.config.pp.micro
+
+    @property
+    def fill(self) -> float:
+        """Time to fill and drain the pipeline of a replica, in micro-batches, without that of messages."""
+        return (self.topology.stages - 1) / self.plugins.schedule.chunks
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Sizes of a micro-batch of the longest rows, by the symbols of shapes."""
         return _sizes(self.config)
@@ -192,10 +202,12 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True) -> Job:
     check_streams(config, sources, eval_sources, plugins)
     check_weights(sources, config.data.weights)
     metrics = _choose_metrics(config, eval_sources or sources)
+    check_deal(config, plugins)
     micro_ids = _deal(config, topology)
     num_stages = topology.stages * plugins.schedule.chunks
-    check_computes(config, num_stages, len(micro_ids))
-    check_reading(config, len(micro_ids), launch.local_world_size)
+    most = config.data.batch // config.pp.micro if config.data.deal == "speed" else len(micro_ids)
+    check_computes(config, num_stages, most)
+    check_reading(config, most, launch.local_world_size)
     streams = open_streams(config.run.device, launch.local_rank)
     model = open_run_model(config, launch, streams, trains=trains)
     with report_if_slow(print_note, lambda: f"planning {model.describe_size()}", enabled=launch.rank == 0):

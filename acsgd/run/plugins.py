@@ -51,6 +51,22 @@ def check_capabilities(config: Config, required: frozenset[Capability], provided
         )
 
 
+def check_deal(config: Config, plugins: Plugins) -> None:
+    """Raise ValueError if micro-batches are dealt by speed, and what a replica computes depends on which it gets."""
+    if config.data.deal != "speed":
+        return
+    if plugins.mode.local_steps:
+        raise ValueError(
+            f"data.deal=speed: with dp.mode={config.dp.mode} each replica makes steps of its own, so the result would "
+            "depend on the speed of hosts; use data.deal=even, or allreduce, sharded_ps, central_ps or powersgd"
+        )
+    if isinstance(plugins.forward, Delta):
+        raise ValueError(
+            f"data.deal=speed: with pp.forward={config.pp.forward} a sequence should return to the same replica, which "
+            "has its activations; use data.deal=even, or another codec, such as fixpoint:bits=8"
+        )
+
+
 def _parse_backward(spec: str) -> Codec:
     if spec.partition(":")[0] == "delta":
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -88,17 +89,19 @@ class Session:
     caches: Mapping[CacheKey, ActivationCache]
     """Activation caches of the links of this rank."""
 
-    def forward_backward(self, batch: Batch, step: int, loss_scale: float) -> Tensor:
+    def forward_backward(self, batch: Batch, step: int, loss_scale: float) -> tuple[Tensor, float]:
         """Run forward, backward and the data-parallel reduce of a step, as the pipeline's program orders them.
 
-        Returns this rank's part of the loss, fp64 on the host. Leaves gradients times `loss_scale` in the masters.
+        Returns this rank's part of the loss, fp64 on the host, and the time without waits for other ranks, seconds.
+        Leaves gradients times `loss_scale` in the masters.
         """
-        return self.pipeline.run(batch, step, loss_scale)
+        started, waited_before_s = time.perf_counter(), self._waited_s()
+        loss = self.pipeline.run(batch, step, loss_scale)
+        return loss, time.perf_counter() - started - (self._waited_s() - waited_before_s)
 
-    def report(self, loss: Tensor, batch: Batch, votes: Votes) -> StepReport:
-        """Return this rank's report of a step, and reset the meters."""
-        dp_meters = [stage.sync.meter for stage in self.stages.values()]
-        meters = [self.forward_meter, self.backward_meter, *dp_meters]
+    def report(self, loss: Tensor, batch: Batch, votes: Votes, *, compute_s: float) -> StepReport:
+        """Return this rank's report of a step, and reset the meters. loss, compute_s: of `forward_backward`."""
+        meters = self._meters()
         report = StepReport(
             loss=float(loss),
             targets=0.0 if batch.labels is None else float((batch.labels != -100).sum()),
@@ -106,12 +109,14 @@ class Session:
             squared_grad_norm=squared_norm(self.weights),
             pp_forward_bytes=self.forward_meter.sent_bytes,
             pp_backward_bytes=self.backward_meter.sent_bytes,
-            dp_bytes=sum(meter.sent_bytes for meter in dp_meters),
+            dp_bytes=sum(stage.sync.meter.sent_bytes for stage in self.stages.values()),
             in_flight_s=sum(meter.in_flight_s for meter in meters),
             waited_s=sum(meter.waited_s for meter in meters),
             peak_memory_bytes=self.job.streams.peak_memory_bytes(),
             data_wait_s=batch.wait_s,
             checksum=float(batch.checksum),
+            micros=float(len(batch.micro_ids)),
+            compute_s=compute_s,
             stop_votes=votes.stop,
             save_votes=votes.save,
             failed_saves=votes.failed_save,
@@ -121,6 +126,13 @@ class Session:
             meter.reset()
         log.info("waited %.3f s of %.3f s with transfers in flight", report.waited_s, report.in_flight_s)
         return report
+
+    def _meters(self) -> list[Meter]:
+        return [self.forward_meter, self.backward_meter, *(stage.sync.meter for stage in self.stages.values())]
+
+    def _waited_s(self) -> float:
+        """Return the time of waits for other ranks since the last report, seconds."""
+        return sum(meter.waited_s for meter in self._meters())
 
     def local_step(self, step: int) -> LocalStep | None:
         """Return how each replica steps on its own gradients, the same on all stages; None if gradients are summed."""

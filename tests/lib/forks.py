@@ -202,7 +202,7 @@ def result_of(config: Config) -> Result:
     directory = checkpoints_of(config)
     manifest = Manifest.read(directory.of(config.optim.steps))
     lines = [json.loads(line) for line in (Path(config.log.dir) / "metrics.jsonl").read_text().splitlines()]
-    losses = [(line["step"], line["loss"], line.get("eval_loss")) for line in lines]
+    losses = [(line["step"], line["loss"], line.get("eval_loss")) for line in lines if "event" not in line]
     steps = [step for step, _, _ in losses]
     assert steps == list(range(1, config.optim.steps + 1)), f"metrics.jsonl does not have each step once: {steps}"
     best = directory.best()

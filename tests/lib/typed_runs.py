@@ -72,8 +72,8 @@ class Drawn:
         """Return the number of samples for evaluation."""
         return self._config.data.batch
 
-    def batch(self, step: int) -> Batch:
-        """Return the batch of a step."""
+    def batch(self, step: int, micros: object = None) -> Batch:
+        """Return the batch of a step. micros: not used, since dealing is even."""
         return self._draw(step % 2 * BATCH, (step + 1) % 2 * BATCH)
 
     def batches(self, micros: int) -> Iterator[Batch]:

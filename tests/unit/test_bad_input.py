@@ -114,6 +114,8 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             'empty.jsonl is not a complete checkpoint; give the path of a checkpoint, ".../step-00000100", or "auto"',
         ),
         ("--run.device cuda", 1, "local rank 0 has no GPU of its own"),
+        ("--data.deal speed --dp.mode diloco", 1, "data.deal=speed: with dp.mode=diloco each replica makes steps of"),
+        ("--data.deal speed --pp.forward delta:bits=4", 1, "data.deal=speed: with pp.forward=delta:bits=4 a sequence"),
     ],
 )
 def test_an_impossible_run_is_refused(

@@ -1,11 +1,17 @@
-"""Invalid options of data-parallel modes are refused with the spec and the reason."""
+"""Options of data-parallel modes: invalid ones are refused with the spec and the reason; what modes declare is so."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
 
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
+from acsgd.shards.weights import Weight
 
 INVALID = [
     ("powersgd:rank=0", "rank=0 must be 1 or more"),
@@ -38,3 +44,12 @@ def test_invalid_options_are_refused() -> None:
         with pytest.raises(ValueError) as error:
             from_spec(spec, MODES, key="dp.mode")
         assert f'dp.mode="{spec}": {message}' in str(error.value)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_mode_declares_whether_replicas_make_steps_of_their_own(name: str) -> None:
+    peers: Any = SimpleNamespace(size=2, replica=0)
+    mode = from_spec(name, MODES, key="dp.mode")
+    master = nn.Parameter(torch.zeros(4, 4))
+    sync = mode.open([Weight("weight", master, master)], peers)
+    assert mode.local_steps == (sync.local_step(10**6) is not None)

@@ -30,7 +30,7 @@ def summarize(reports: list[StepReport], *, rank: int = 0, stages: int = 1) -> S
 
 def test_a_report_counts_targets_and_bytes_and_resets_the_meters() -> None:
     batch: Any = SimpleNamespace(
-        labels=torch.tensor([[[3, -100], [5, 1]]]), num_tokens=4, wait_s=0.5, checksum=2**33 + 1
+        labels=torch.tensor([[[3, -100], [5, 1]]]), num_tokens=4, wait_s=0.5, checksum=2**33 + 1, micro_ids=range(3, 5)
     )
     stages: Any = {n: SimpleNamespace(sync=SimpleNamespace(meter=Meter(sent_bytes=n))) for n in (30, 40)}
     job: Any = SimpleNamespace(streams=SimpleNamespace(peak_memory_bytes=lambda: 5))
@@ -38,15 +38,16 @@ def test_a_report_counts_targets_and_bytes_and_resets_the_meters() -> None:
     forward, backward = Meter(sent_bytes=10), Meter(sent_bytes=20)
     forward.wait(DIRECT, Instant(), posted_at=0.0)
     session = Session(job, unused, unused, stages, [], unused, unused, forward, backward, {})
-    report = session.report(torch.tensor(1.5), batch, Votes(stop=True))
+    report = session.report(torch.tensor(1.5), batch, Votes(stop=True), compute_s=3.5)
     assert (report.loss, report.targets, report.squared_grad_norm, report.peak_memory_bytes) == (1.5, 3.0, 0.0, 5)
     assert (report.tokens, report.data_wait_s, report.checksum) == (4, 0.5, 2**33 + 1)
     assert (report.pp_forward_bytes, report.pp_backward_bytes, report.dp_bytes) == (10, 20, 70)
     assert report.in_flight_s > report.waited_s >= 0
+    assert (report.micros, report.compute_s) == (2, 3.5)
     assert (report.stop_votes, report.save_votes, report.failed_saves) == (1, 0, 0)
     batch.labels = None
-    again = session.report(torch.tensor(0.0), batch, NO_VOTES)
-    assert again == REPORT._replace(peak_memory_bytes=5, data_wait_s=0.5, checksum=2**33 + 1)
+    again = session.report(torch.tensor(0.0), batch, NO_VOTES, compute_s=0.0)
+    assert again == REPORT._replace(peak_memory_bytes=5, data_wait_s=0.5, checksum=2**33 + 1, micros=2)
 
 
 def test_the_hidden_share_is_the_fraction_of_transfer_time_not_spent_waiting() -> None:

@@ -708,22 +708,25 @@ def test_the_thread_ends_with_the_data() -> None:
     assert not read_ahead_threads()
 
 
-def test_reading_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-    original = BatchReader.batch
-    monkeypatch.setattr(BatchReader, "batch", lambda self, step: (read.append(step), original(self, step))[1])
-    with Dataset(reader(range(6)), range(10), ahead=2) as dataset:
-        for step, _ in zip(range(4), dataset, strict=False):
-            assert max(read) <= step + 2
-    assert read == sorted(read)
+def test_reading_ahead_is_bounded_and_micro_batches_are_those_known_when_a_read_begins() -> None:
+    requested: list[int] = []
+
+    def micros(step: int) -> range:
+        requested.append(step)
+        return range(step)
+
+    with Dataset(reader(range(6)), range(10), micros=micros, ahead=2) as dataset:
+        for step, batch in zip(range(4), dataset, strict=False):
+            assert requested == list(range(step + 3))
+            assert batch.micro_ids == range(step)
 
 
 def test_the_time_that_training_waits_for_a_batch_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     may_read, ends, original = threading.Event(), list[float](), BatchReader.batch
 
-    def read(self: BatchReader, step: int) -> Batch:
+    def read(self: BatchReader, step: int, micros: range | None) -> Batch:
         assert step < 2 or may_read.wait(60)
-        batch = original(self, step)
+        batch = original(self, step, micros)
         ends.append(time.perf_counter())
         return batch
 

@@ -247,6 +247,9 @@ ORDER = """
     run.padding
     run.inputs
     run.session
+    run.dealing
+    run.stragglers
+    run.pace
     run.loop_state
     run.nan_diagnosis
     run.build

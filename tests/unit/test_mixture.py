@@ -207,9 +207,9 @@ def test_a_step_lasts_longer_than_the_wait_for_its_batch(
     """Of which the wait is a part, also if reading takes far longer than training."""
     read = BatchReader.batch
 
-    def slow_batch(reader: BatchReader, step: int) -> Batch:
+    def slow_batch(reader: BatchReader, step: int, micros: range) -> Batch:
         time.sleep(0.3)
-        return read(reader, step)
+        return read(reader, step, micros)
 
     monkeypatch.setattr(BatchReader, "batch", slow_batch)
     train_alone(config := small_run(tiny_model("gpt2", **SMALL), tmp_path / "run", steps=3, every=None))

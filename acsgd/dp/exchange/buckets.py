@@ -78,6 +78,7 @@ class BucketOptions:
     """Options of the modes that reduce gradients in buckets."""
 
     requires: ClassVar[frozenset[Capability]] = frozenset()
+    local_steps: ClassVar[bool] = False
 
     bucket_mb: Annotated[float, Range(0, 2**20, above=True)] = BUCKET_MB
     """Gradients per message, megabytes. Smaller = earlier start, more messages."""

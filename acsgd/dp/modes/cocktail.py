@@ -41,6 +41,7 @@ class Cocktail:
     during forward and backward of the next step.
     """
 
+    local_steps: ClassVar[bool] = True
     RENAMED: ClassVar[dict[str, str]] = {
         "bucket": "group",
         "draw": "sampling",

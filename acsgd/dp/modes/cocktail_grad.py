@@ -30,6 +30,7 @@ class CocktailGrad:
     AdamW runs without its first moment, whatever optim.betas is.
     """
 
+    local_steps: ClassVar[bool] = True
     RENAMED: ClassVar[dict[str, str]] = {"bucket": "group", "moments": "moment_correction"}
 
     topk: float = 0.02

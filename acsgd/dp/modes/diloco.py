@@ -43,6 +43,7 @@ class DiLoCo:
     Then all replicas load the global weights. Each keeps its own AdamW moments.
     """
 
+    local_steps: ClassVar[bool] = True
     RENAMED: ClassVar[dict[str, str]] = {"moments": "moment_correction"}
 
     inner: int = 50

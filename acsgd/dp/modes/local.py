@@ -26,6 +26,7 @@ class Local:
     """Local steps without communication; the mean weights are evaluated and saved. Baseline of the other modes."""
 
     requires: ClassVar[frozenset[Capability]] = frozenset()
+    local_steps: ClassVar[bool] = True
     states: ClassVar[tuple[ReplicaState, ...]] = (LOCAL_WEIGHTS, *moment_states(required=False))
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:

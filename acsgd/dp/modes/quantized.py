@@ -31,6 +31,7 @@ from acsgd.shards.weights import Weight
 class Quantized:
     """Exact all-reduce for `exact_steps`, then quantized updates with error feedback in both directions."""
 
+    local_steps: ClassVar[bool] = True
     RENAMED: ClassVar[dict[str, str]] = {"bucket": "group"}
 
     bits: int = 4

@@ -33,6 +33,7 @@ class SparseLoCo:
     Then all replicas load the global weights.
     """
 
+    local_steps: ClassVar[bool] = True
     RENAMED: ClassVar[dict[str, str]] = {"moments": "moment_correction"}
 
     inner: int = 30

@@ -6,7 +6,7 @@ Shapes: M micro-batches of the replica, B sequences per micro-batch, T tokens pe
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
@@ -128,12 +128,21 @@ class Dataset:
     Can be iterated once. Errors of a read are raised by the iteration. To stop the thread early, close the dataset or
     use it as a context manager.
 
-    ahead: maximum number of batches read ahead.
+    micros: returns the micro-batches of a step, as of `BatchReader.batch`; called by the thread that iterates, when the
+    batch `ahead` steps before is taken. ahead: maximum number of batches read ahead.
     """
 
-    def __init__(self, reader: BatchReader, steps: range, *, ahead: int = AHEAD) -> None:
+    def __init__(
+        self,
+        reader: BatchReader,
+        steps: range,
+        *,
+        micros: Callable[[int], range | None] = lambda _: None,
+        ahead: int = AHEAD,
+    ) -> None:
         self.reader = reader
-        self._batches = read_ahead(reader.batch, steps, ahead)
+        keys = ((step, micros(step)) for step in steps)
+        self._batches = read_ahead(lambda key: reader.batch(*key), keys, ahead)
 
     def __iter__(self) -> Iterator[Batch]:
         return self

@@ -1,0 +1,152 @@
+"""Step time with one slow rank: micro-batches dealt by speed against dealt evenly.
+
+    .venv/bin/python -m benchmarks.runs.dealing [--json runs/benchmarks/dealing.json]
+
+2 and 3 replicas of a GPT-2 of 9 M parameters, one process each. Rank 0 sleeps after each forward and backward for twice
+the time that it took, so it is 3 times as slow. The two sides alternate in the same processes, with the same weights
+and tokens; their losses in the warm-up, in which the speeds are measured, must agree to LOSS_TOLERANCE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from transformers.utils import logging as transformers_logging
+
+from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.sampling.batches import Batch
+from acsgd.launch import Launch
+from acsgd.pp.stage import Stage
+from acsgd.run.build import build_session
+from acsgd.run.inputs import open_weight_source
+from acsgd.run.job import prepare
+from acsgd.run.pace import Pace
+from acsgd.run.session import Session
+from acsgd.topology import connect
+from acsgd.train import train_step
+from benchmarks.common.compare import Comparison, RankRounds, Step, alternate, on_ranks, summarise
+from benchmarks.runs.speed import SEQUENCE, VOCABULARY, save_model
+
+MICROS, FACTOR = 4, 3
+"""Micro-batches per replica if dealt evenly; how many times as slow rank 0 is."""
+WARMUP, STEPS_PER_BLOCK = 12, 2
+LOSS_TOLERANCE = 1e-5
+
+
+def config_of(model: Path, replicas: int, deal: Any) -> Config:
+    """Return a run of single sequences per micro-batch."""
+    return Config(
+        model=ModelConfig(name=str(model)),
+        data=DataConfig(sources="demo", sequence=SEQUENCE, batch=MICROS * replicas, deal=deal),
+        optim=OptimConfig(lr=3e-4, steps=10**9),
+        pp=PipelineConfig(),
+        log=LogConfig(dir=str(model.parent / "run")),
+    )
+
+
+def step_of(session: Session, deals: list[list[int]]) -> Step:
+    """Return a step of a run, on random tokens; each new dealing is appended to `deals`."""
+    pace = Pace(session, lambda event: deals.append(event.fields["micros"]) if event.name == "deal" else None)
+
+    def step(number: int) -> float:
+        mine = pace.micros(number)
+        generator = torch.Generator().manual_seed(number % 4)
+        tokens = torch.randint(VOCABULARY, (session.job.num_micros, 1, SEQUENCE + 1), generator=generator)
+        tokens = tokens[mine.start : mine.stop]
+        ids = torch.zeros(len(tokens), 1, dtype=torch.int64)
+        batch = Batch({"input_ids": tokens[..., :-1]}, tokens[..., 1:], sample_ids=ids, micro_ids=mine)
+        result = train_step(session, batch, Progress(step=number))
+        pace.record(result.summary, number + 1)
+        return result.loss / session.job.topology.world_size
+
+    return step
+
+
+def slow_down(name: str) -> None:
+    """Make a method of Stage take FACTOR times as long."""
+    method: Callable[..., Any] = getattr(Stage, name)
+
+    def slow(*args: Any, **options: Any) -> Any:
+        started = time.perf_counter()
+        result = method(*args, **options)
+        time.sleep((FACTOR - 1) * (time.perf_counter() - started))
+        return result
+
+    setattr(Stage, name, slow)
+
+
+def rank_rounds(
+    rank: int, replicas: int, model: Path, store: str, rounds: int
+) -> tuple[RankRounds, list[list[int]]]:
+    """Run one rank; return its times, and how the micro-batches were dealt by speed."""
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    if rank == 0:
+        for name in ("forward", "backward"):
+            slow_down(name)
+    jobs = [prepare(config_of(model, replicas, deal), Launch(rank, rank, replicas)) for deal in ("speed", "even")]
+    file_store, deals = dist.FileStore(store, replicas), list[list[int]]()
+    with connect(jobs[0].topology, timeout=timedelta(seconds=120), store=file_store) as groups:
+        ours, theirs = (step_of(build_session(job, open_weight_source(job), groups), deals) for job in jobs)
+        measured = alternate(
+            ours, theirs, warmup=WARMUP, rounds=rounds, steps=STEPS_PER_BLOCK, barrier=dist.barrier
+        )
+    return measured, deals
+
+
+def measure(replicas: int, rounds: int) -> tuple[Comparison, list[int]]:
+    """Compare the two; return how the micro-batches were dealt at the end. Raises RuntimeError if losses differ."""
+    with tempfile.TemporaryDirectory() as directory:
+        model = save_model(Path(directory) / "model", tied=True)
+        ranks = on_ranks(replicas, rank_rounds, replicas, model, str(Path(directory) / "store"), rounds)
+    result = summarise([measured for measured, _ in ranks], steps=STEPS_PER_BLOCK)
+    if result.loss_error > LOSS_TOLERANCE:
+        raise RuntimeError(f"{replicas} replicas: the losses differ by {result.loss_error:.1e}, relatively")
+    return result, ranks[0][1][-1]
+
+
+def main() -> None:
+    """Measure, print, save."""
+    transformers_logging.disable_progress_bar()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/dealing.json"), help="path of the results")
+    parser.add_argument("--rounds", type=int, default=10, help=f"of {STEPS_PER_BLOCK} steps of each side")
+    options = parser.parse_args()
+    shown = Table(title=f"Step time with rank 0 {FACTOR} times as slow, dealt by speed and evenly")
+    for name in ("replicas", "micro-batches by speed", "by speed, s", "evenly, s", "ratio", "quartiles", "loss error"):
+        shown.add_column(name, justify="right")
+    rows = []
+    for replicas in (2, 3):
+        result, micros = measure(replicas, options.rounds)
+        low, high = result.quartiles
+        shown.add_row(
+            str(replicas),
+            " ".join(map(str, micros)),
+            f"{result.ours_s:.3f}",
+            f"{result.theirs_s:.3f}",
+            f"{result.median:.2f}",
+            f"{low:.2f} - {high:.2f}",
+            f"{result.loss_error:.1e}",
+        )
+        rows.append({"replicas": replicas, "micros": micros, **result._asdict()})
+    Console(width=120).print(shown)
+    about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.processor()}
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"about": about, "cases": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Laws of dealing by speed and of naming slow ranks, as functions of measured times."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from acsgd.run.dealing import MIN_GAIN, WINDOW, Dealer
+from acsgd.run.stragglers import NORMAL, PATIENCE, SLOW, Change, Stragglers
+
+
+def counts_over(dealer: Dealer, times: Iterable[Sequence[float]]) -> list[list[int]]:
+    """Return the micro-batches of each replica at first and after each change."""
+    return [dealer.counts, *(dealer.counts for of_step in times if dealer.record(of_step))]
+
+
+def test_a_slow_replica_gets_as_many_micro_batches_as_it_computes_in_the_time_of_the_others() -> None:
+    assert counts_over(Dealer(14, 3, 0.0), [(1.0, 3.0, 1.0)] * 50) == [[4, 5, 5], [6, 2, 6]]
+    assert counts_over(Dealer(8, 2, 0.0), [(1.0, 1.0)] * 20 + [(3.0, 1.0)] * 20 + [(1.0, 1.0)] * 20) == [
+        [4, 4],
+        [2, 6],
+        [4, 4],
+    ]
+
+
+def test_filling_the_pipeline_counts() -> None:
+    """That takes the slow replica 9 s: 4 of 16 micro-batches, as without it, are too many."""
+    assert counts_over(Dealer(16, 2, 3.0), [(3.0, 1.0)] * 9)[-1] == [2, 14]
+
+
+def test_measurements_that_vary_by_less_than_the_gain_change_nothing() -> None:
+    """A replica computes at most (1 + v) / (1 - v) times as fast as another, so no split saves more than MIN_GAIN."""
+    generator, v = random.Random(0), MIN_GAIN / 2
+    varying = [[1 + generator.uniform(-v, v) for _ in range(3)] for _ in range(1000)]
+    assert counts_over(Dealer(300, 3, 0.0), varying) == [[100] * 3]
+
+
+def test_single_slow_steps_change_nothing() -> None:
+    times = [(9.0, 1.0) if step % WINDOW == 0 else (1.0, 1.0) for step in range(100)]
+    assert counts_over(Dealer(8, 2, 0.0), times) == [[4, 4]]
+
+
+def test_steps_of_a_replica_without_micro_batches_change_nothing() -> None:
+    assert counts_over(Dealer(8, 2, 0.0), [(0.0, 1.0)] * 20) == [[4, 4]]
+
+
+def changes_over(times: Iterable[list[list[float]]]) -> list[tuple[int, Change]]:
+    """Return each change with its step, counted from 1."""
+    stragglers = Stragglers()
+    return [(step, change) for step, of_step in enumerate(times, 1) for change in stragglers.record(of_step)]
+
+
+def test_a_slow_rank_is_named_once_and_when_it_is_normal_again() -> None:
+    """Of 3 replicas x 2 stages, whose second stage takes longer everywhere: that is not slow."""
+    normal, slow = [[1.0, 5.0]] * 3, [[1.0, 5.0], [1.0, 15.0], [1.0, 5.0]]
+    assert changes_over([normal] * 5 + [slow] * 100 + [normal] * 100) == [
+        (5 + PATIENCE, Change(3, True, 3.0)),
+        (105 + PATIENCE, Change(3, False, 1.0)),
+    ]
+
+
+def test_two_replicas_are_compared_with_each_other() -> None:
+    assert changes_over([[[1.0], [SLOW + 1]]] * 30) == [(PATIENCE, Change(1, True, SLOW + 1))]
+
+
+@pytest.mark.parametrize("pause", [[[1.0], [1.0]], [[1.0], [SLOW]]])
+def test_a_rank_is_named_only_if_all_its_last_steps_were_slow(pause: list[list[float]]) -> None:
+    steps = ([[[1.0], [3.0]]] * (PATIENCE - 1) + [pause]) * 3
+    assert changes_over(steps) == []
+
+
+def test_a_slow_rank_that_is_a_little_faster_is_still_slow() -> None:
+    steps = [[[1.0], [3.0]]] * PATIENCE + [[[1.0], [(NORMAL + SLOW) / 2]]] * 100
+    assert [step for step, _ in changes_over(steps)] == [PATIENCE]
+
+
+def test_nothing_is_compared_with_ranks_that_had_no_micro_batches_or_do_not_exist() -> None:
+    assert changes_over([[[1.0], [0.0]]] * 100) == []
+    assert changes_over([[[1.0, 9.0]]] * 100) == []
