@@ -256,7 +256,7 @@ class Pipeline:
         grads = None if stage.is_last else self._take_input(action, GRADIENT)
         last = self._last_backward[action.stage] == action
         input_grads = stage.backward(action.micro, grads, last=last, scale=self._scale)
-        if not stage.is_first:
+        if stage.sends_gradient:
             self._outputs[GRADIENT, action.stage, action.micro] = input_grads
 
     def _take_input(self, action: Action, route: Route) -> State:

@@ -46,6 +46,7 @@ class Stage:
         label_smoothing: fraction of the target distribution that training spreads evenly over all classes
         recompute: activation checkpointing per layer (Chen et al. 2016, arXiv:1604.06174): keep only the input of each
             layer and recompute the rest in the backward; gradients are the same, bit for bit
+        first_trained: index of the first layer of the model with a trained parameter; a stage below it runs no backward
         mask_per_sample: draw dropout masks from (seed, sample, layer) instead of (seed, step, micro-batch, layer)
 
     Reseeds torch's global generators before each layer if the model has dropout. With mask_per_sample, training with
@@ -64,6 +65,7 @@ class Stage:
         predict: Predict | None = None,
         label_smoothing: float = 0.0,
         recompute: bool = False,
+        first_trained: int = 0,
         mask_per_sample: bool = False,
     ) -> None:
         self.layers = layers
@@ -76,7 +78,8 @@ class Stage:
         self._targets = targets
         self._seed_number = seed
         self._label_smoothing = label_smoothing
-        self._recompute = recompute
+        self._first_trained = first_trained
+        self._recompute = recompute and self.runs_backward
         self._random = any(layer.random for layer in composed.layers)
         self._per_sequence = self._random and mask_per_sample
         self._in_flight: dict[int, list[_Pass]] = {}  # by local index of the micro-batch
@@ -93,6 +96,16 @@ class Stage:
     def is_last(self) -> bool:
         """Whether the stage ends with the last layer and computes the loss."""
         return self._range.stop == len(self.composed.layers)
+
+    @property
+    def runs_backward(self) -> bool:
+        """Whether the stage or one below it has trained parameters."""
+        return self._range.stop > self._first_trained
+
+    @property
+    def sends_gradient(self) -> bool:
+        """Whether the backward returns gradients of the inputs, since a layer of a stage below is trained."""
+        return self._range.start > self._first_trained
 
     def restart(self, sync: GradSync) -> None:
         """Forget micro-batches whose backward was not run, and use another gradient sync of the same weights."""
@@ -119,11 +132,12 @@ class Stage:
         scalar}, the loss summed over `labels` and divided by `targets`.
         """
         passes = [self._run_pass(part, rows, inputs, state, labels) for part, rows in self._parts(micro)]
-        self._in_flight[micro.local_index] = passes
+        if self.runs_backward:
+            self._in_flight[micro.local_index] = passes
         return {name: tensor.detach() for name, tensor in _join([each.outputs for each in passes]).items()}
 
     def backward(self, micro: int, grads: State | None, *, last: bool, scale: float = 1.0) -> State:
-        """Run the backward of a micro-batch: accumulate gradients of the weights, return those of the inputs.
+        """Run the backward of a micro-batch: accumulate gradients of the weights, return those of the inputs if needed.
 
         grads: gradients of the outputs; None for the last stage, whose loss gets the gradient `scale`. last: whether
         this is the last backward of the step, after which the gradients are final.
@@ -138,7 +152,7 @@ class Stage:
             ]
             torch.autograd.backward(list(differentiable.values()), output_grads)
         self._last_backward = False
-        return _join([_gradients(each.state) for each in passes])
+        return _join([_gradients(each.state) for each in passes]) if self.sends_gradient else {}
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -170,7 +184,7 @@ class Stage:
         inputs = {name: tensor[rows] for name, tensor in inputs.items()}
         state = {name: tensor[rows] for name, tensor in state.items()}
         for tensor in state.values():
-            tensor.requires_grad_(tensor.is_floating_point())
+            tensor.requires_grad_(tensor.is_floating_point() and self.sends_gradient)
         if labels is None:
             return _Pass(rows, state, self._run_layers(micro, inputs, state, None))
         loss = self._run_layers(micro, inputs, state, labels[rows])["loss"]

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedConfig
 
 from acsgd.layers.composed import ComposedModel, State
-from acsgd.layers.description import BATCH, LOGITS, ModelLayers
+from acsgd.layers.description import BATCH, LOGITS, LayerSpec, ModelLayers
 from acsgd.layers.known_values import KnownValues, probe_batch
 from acsgd.layers.skeleton import experts_without_values
 from acsgd.layers.trace import on_fake_tensors
@@ -71,6 +71,21 @@ def plan_blocks(blocks: Sequence[int], num_blocks: int, stages: int) -> list[Sta
     cuts = [0, *(1 + n for n in itertools.accumulate(blocks))]
     cuts[-1] += 1
     return [StageSpec(first, last) for first, last in itertools.pairwise(cuts)]
+
+
+def training_costs(costs: Sequence[float], layers: ModelLayers) -> list[float]:
+    """Return the costs of layers without what frozen parameters save.
+
+    Forward, gradients of inputs, and gradients of weights cost about the same. Layers up to the first trained one need
+    no gradients of inputs, and layers without trained parameters none of weights.
+    """
+    first, frozen = layers.first_trained, {*layers.frozen}
+
+    def remaining(layer: LayerSpec) -> float:
+        now = 1 + (layer.index > first) + (not frozen.issuperset(layer.parameters))
+        return now / (1 + (layer.index > 0) + bool(layer.parameters))
+
+    return [cost * remaining(layer) for cost, layer in zip(costs, layers.layers, strict=True)]
 
 
 def layer_costs(

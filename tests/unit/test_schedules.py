@@ -118,6 +118,34 @@ def test_no_order_that_can_run_deadlocks_after_lowering(ahead: int) -> None:
         validate(lower(forwards(computes), ahead), forward_only=True)
 
 
+@every_schedule
+def test_stages_below_the_first_trained_one_run_forwards_alone(schedule: Schedule) -> None:
+    for ranks, micros in SIZES:
+        computes, stages = schedule.program(ranks, micros), ranks * schedule.chunks
+        for first in {0, 1, ranks // 2, stages - 1} & {*range(stages)}:
+            program = lower(computes, ahead=1 + (ranks + micros) % 3, first_backward=first)
+            validate(program, first_backward=first)
+            actions = [action for of_rank in program for action in of_rank]
+            assert {action.stage for action in actions if action.op is Op.F} == {*range(stages)}
+            assert {action.stage for action in actions if action.op in (Op.B, Op.R)} == {*range(first, stages)}
+            assert all(action.stage > first for action in actions if action.op is Op.SB)
+            assert all(action.stage >= first for action in actions if action.op is Op.RB)
+            assert (program == lower(computes, ahead=1 + (ranks + micros) % 3)) == (first == 0)
+            if first:
+                with pytest.raises(ValueError, match="is missing"):
+                    validate(program)
+                with pytest.raises(ValueError, match=f"the first {first} run no backward"):
+                    validate(lower(computes), first_backward=first)
+
+
+def test_frozen_stages_keep_no_activations_and_shorten_the_step() -> None:
+    program = lower(OneFOneB().program(4, 8), first_backward=2)
+    timeline = simulate(program, Cost(forward=1, backward=2))
+    assert timeline.busy == [8, 8, 24, 24]
+    assert timeline.peak_in_flight == [0, 0, 2, 1]
+    assert timeline.makespan < simulate(lower(OneFOneB().program(4, 8)), Cost(forward=1, backward=2)).makespan
+
+
 def test_lowered_program_of_two_ranks() -> None:
     program = lower(OneFOneB().program(2, 2), ahead=1)
     assert program == [

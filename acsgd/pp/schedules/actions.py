@@ -136,6 +136,17 @@ def forwards(program: Program) -> Program:
     return [[action for action in actions if action.operation.phase == "forward"] for actions in program]
 
 
+def without_backwards(program: Program, below: int) -> Program:
+    """Return a program without the backwards of the stages with an index less than `below`, whose weights are frozen.
+
+    If the program can run, so can this one: only backwards of such stages wait for them.
+    """
+    return [
+        [action for action in actions if action.operation.phase != "backward" or action.stage >= below]
+        for actions in program
+    ]
+
+
 def draw(program: Program, mark: Collection[Position] = ()) -> str:
     """Draw the computations of each rank in order, one line per rank, and every marked action as >action<."""
     cells = [

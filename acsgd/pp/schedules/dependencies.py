@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from acsgd.pp.schedules.actions import PRODUCERS, Action, Position, Program, Route, draw
+from acsgd.pp.schedules.actions import GRADIENT, PRODUCERS, Action, Position, Program, Route, draw
 from acsgd.pp.schedules.placement import Placement
 
 
@@ -13,18 +13,20 @@ class Dependencies:
     Args:
         placement: which rank holds which stage
         actions: all actions of the program
+        first_backward: first stage that runs backward; gradients travel no further
     """
 
-    def __init__(self, placement: Placement, actions: Collection[Action]) -> None:
+    def __init__(self, placement: Placement, actions: Collection[Action], first_backward: int = 0) -> None:
         self.placement = placement
         self._actions = frozenset(actions)
+        self._first_backward = first_backward
 
     @classmethod
-    def of(cls, program: Program) -> "Dependencies":
-        """Return the dependencies of a program, whose stages count from 0."""
+    def of(cls, program: Program, first_backward: int = 0) -> "Dependencies":
+        """Return the dependencies of a program, whose stages count from 0. first_backward: as of the class."""
         actions = [action for of_rank in program for action in of_rank]
         stages = 1 + max((action.stage for action in actions), default=-1)
-        return cls(Placement(len(program), stages), actions)
+        return cls(Placement(len(program), stages), actions, first_backward)
 
     def source(self, compute: Action) -> Action | None:
         """Return the computation of a neighbouring stage that gives a computation its input, if there is one."""
@@ -32,9 +34,11 @@ class Dependencies:
         return self._producer(route, compute.stage - route.step, compute.micro) if route else None
 
     def messages(self, compute: Action) -> tuple[Action, ...]:
-        """Return the send and the receive of a computation's output; () if it stays on its rank."""
+        """Return the send and the receive of a computation's output; () if it stays on its rank, or is not needed."""
         route = compute.operation.route
         if route is None or self.placement.ranks == 1 or not self._exists(compute.stage + route.step):
+            return ()
+        if route == GRADIENT and compute.stage <= self._first_backward:
             return ()
         _, stage, micro = compute
         return Action(route.send, stage, micro), Action(route.receive, stage + route.step, micro)

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from itertools import accumulate
 
-from acsgd.pp.schedules.actions import Action, Op, Program
+from acsgd.pp.schedules.actions import Action, Op, Program, without_backwards
 from acsgd.pp.schedules.dependencies import Dependencies, walk
 
 AHEAD = 8
@@ -12,16 +12,18 @@ AHEAD = 8
 sender knows that its receive is posted, so on a slow link more receives must be posted than messages are in flight."""
 
 
-def lower(program: Program, ahead: int = AHEAD) -> Program:
+def lower(program: Program, ahead: int = AHEAD, *, first_backward: int = 0) -> Program:
     """Add sends, receives and one reduce per stage to a program of computations.
 
     A send follows the computation that makes its tensor. A receive is posted `ahead` computations before the one
     that needs it, and no later than its peer sends it in a run where every computation takes one step: so the
     ranks cannot deadlock, even where a send blocks until its receive is posted. Messages of one boundary
     and direction are received in the order in which they are sent. A reduce follows the last computation that
-    completes a micro-batch of its stage, if there is one. Raises ValueError if the computations alone cannot run.
+    completes a micro-batch of its stage, if there is one. Stages below `first_backward`, whose weights are frozen, run
+    no backward, and no gradient travels to them. Raises ValueError if the computations alone cannot run.
     """
-    dependencies = Dependencies.of(program)
+    program = without_backwards(program, first_backward)
+    dependencies = Dependencies.of(program, first_backward)
     steps = _steps(program, dependencies)
     return [
         _lower_rank(computes, _receives(computes, steps, dependencies, ahead), dependencies) for computes in program

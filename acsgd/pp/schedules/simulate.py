@@ -102,8 +102,9 @@ def _computes(actions: list[Action]) -> list[Action]:
 
 def _peak_in_flight(actions: list[Action]) -> int:
     in_flight = peak = 0
+    trained = {action.stage for action in actions if action.operation.completes}  # others keep nothing
     for action in actions:
-        in_flight += (action.operation.phase == "forward") - action.operation.completes
+        in_flight += (action.operation.phase == "forward" and action.stage in trained) - action.operation.completes
         peak = max(peak, in_flight)
     return peak
 
@@ -142,10 +143,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--ahead", type=int, default=AHEAD, help="number of computations by which a receive is posted before its use"
     )
+    parser.add_argument(
+        "--first-backward", type=int, default=0, help="first stage with trained weights; those below run no backward"
+    )
     options = parser.parse_args(arguments)
     schedule = cast(Schedule, from_spec(options.schedule, SCHEDULES, key="pp.schedule"))
     cost = Cost(options.forward, options.backward, options.message)
-    timeline = simulate(lower(schedule.program(options.ranks, options.micros), options.ahead), cost)
+    computes = schedule.program(options.ranks, options.micros)
+    timeline = simulate(lower(computes, options.ahead, first_backward=options.first_backward), cost)
     print(timeline.draw())
     print(f"makespan {float(timeline.makespan):g}, bubble {float(timeline.bubble):.1%}")
     print(f"micro-batches in flight, at most, by rank: {', '.join(map(str, timeline.peak_in_flight))}")

@@ -8,16 +8,19 @@ from acsgd.pp.schedules.dependencies import Dependencies, walk
 from acsgd.pp.schedules.placement import Placement
 
 
-def validate(program: Program, *, forward_only: bool = False) -> None:
+def validate(program: Program, *, forward_only: bool = False, first_backward: int = 0) -> None:
     """Check that a lowered program trains on every micro-batch once and that its ranks never deadlock.
 
-    forward_only: check instead that it evaluates every micro-batch once, without backwards and reduces.
+    forward_only: check instead that it evaluates every micro-batch once, without backwards and reduces. first_backward:
+    first stage that runs backward; those below have forwards alone.
     A send counts as blocking until the peer has posted the receive: the strictest network.
     Raises ValueError that names the action and draws the program with it marked.
     """
-    dependencies = Dependencies.of(program)
+    dependencies = Dependencies.of(program, first_backward)
+    if forward_only:
+        first_backward = dependencies.placement.stages
     _check_placement(program, dependencies.placement)
-    _check_complete(program, dependencies, forward_only)
+    _check_complete(program, dependencies, first_backward)
     _check_message_order(program, dependencies.placement)
     _check_reduced_last(program)
     for _ in walk(program, dependencies.needs):
@@ -34,16 +37,18 @@ def _check_placement(program: Program, placement: Placement) -> None:
             raise _error(program, rank, action, f"stage {action.stage} is on rank {holder}", (rank, index))
 
 
-def _check_complete(program: Program, dependencies: Dependencies, forward_only: bool) -> None:
+def _check_complete(program: Program, dependencies: Dependencies, first_backward: int) -> None:
     placement = dependencies.placement
-    expected = _expected_actions(program, dependencies, forward_only)
+    expected = _expected_actions(program, dependencies, first_backward)
     found: dict[Action, Position] = {}
     for position, action in _positions(program):
         if action in found:
             raise _error(program, position[0], action, "appears twice", found[action], position)
         if action not in expected:
-            purpose = "an evaluation" if forward_only else "a training step"
+            purpose = "an evaluation" if first_backward == placement.stages else "a training step"
             text = f"is not part of {purpose} of {placement.stages} stages on {placement.ranks} ranks"
+            if 0 < first_backward < placement.stages:
+                text += f", of which the first {first_backward} run no backward"
             raise _error(program, position[0], action, text, position)
         found[action] = position
     for missing in sorted(expected - found.keys(), key=lambda action: (action.micro, action.stage)):
@@ -53,7 +58,7 @@ def _check_complete(program: Program, dependencies: Dependencies, forward_only: 
         raise _error(program, rank, missing, text, *(found[action] for action in dependents))
 
 
-def _expected_actions(program: Program, dependencies: Dependencies, forward_only: bool) -> set[Action]:
+def _expected_actions(program: Program, dependencies: Dependencies, first_backward: int) -> set[Action]:
     """Return the actions of a complete program with the stages and micro-batches of `program`."""
     present = {action for _, action in _positions(program)}
     stages = range(dependencies.placement.stages)
@@ -61,10 +66,11 @@ def _expected_actions(program: Program, dependencies: Dependencies, forward_only
     computes: list[Action] = []
     for stage in stages:
         for micro in micros:
-            ways = [[Action(op, stage, micro) for op in ops] for ops in (EVALUATION if forward_only else TRAINING)]
+            ops_of_ways = TRAINING if stage >= first_backward else EVALUATION
+            ways = [[Action(op, stage, micro) for op in ops] for ops in ops_of_ways]
             computes += max(ways, key=lambda way: len(present.intersection(way)))
     messages = [message for compute in computes for message in dependencies.messages(compute)]
-    reduces = [] if forward_only else [Action(Op.R, stage) for stage in stages]
+    reduces = [Action(Op.R, stage) for stage in stages[first_backward:]]
     return {*computes, *messages, *reduces}
 
 
