@@ -213,8 +213,9 @@ class ElasticWorker:
         progress = from_json(Progress, plan.progress)
         self._state.progress, self._state.is_open = progress, plan.is_open
         run_missing_exchange(session, self._state, plan)
-        newest = inputs.candidates.checkpoints[0].path if inputs.candidates.checkpoints else None
-        return Start(session, progress, newest, [])
+        newest = inputs.candidates.checkpoints[0] if inputs.candidates.checkpoints else None
+        source = newest.shards if newest else inputs.weight_source
+        return Start(session, progress, newest.path if newest else None, [], source)
 
     def _notes(self, job: Job, inputs: Inputs, begin: Start) -> list[str]:
         """Return what rank 0 prints at the start of a view; what does not change, in the first alone."""

@@ -8,7 +8,8 @@ code after the last block. Each layer is a function of its inputs and its parame
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -129,8 +130,8 @@ class ModelLayers:
 
     layers: tuple[LayerSpec, ...]
     frozen: tuple[str, ...]
-    """Parameters without gradients: used without autograd, such as tables of sinusoids, or not used at all. Those that
-    no layer uses are stored with the last one."""
+    """Parameters without gradients: used without autograd, such as tables of sinusoids, not used at all, or frozen by
+    `freeze`. Those that no layer uses are stored with the last one."""
     context_inputs: tuple[str, ...]
     """Inputs of the model whose values, not only shapes, determine masks, positions and other arguments of blocks."""
     version: str
@@ -140,6 +141,26 @@ class ModelLayers:
     def blocks(self) -> list[str]:
         """Module paths of all blocks, in the order of the calls."""
         return [layer.block for layer in self.layers if layer.block is not None]
+
+    @property
+    def first_trained(self) -> int:
+        """Index of the first layer with a parameter that is trained. Gradients travel down to this layer."""
+        frozen = {*self.frozen}
+        return next(layer.index for layer in self.layers if not frozen.issuperset(layer.parameters))
+
+    def freeze(self, patterns: Sequence[str]) -> ModelLayers:
+        """Return the layers with further frozen parameters: those whose names match a shell-style pattern.
+
+        Raises ValueError if a pattern matches no trained parameter, or if none remains.
+        """
+        trained = [key for key in self.holders() if key not in self.frozen]
+        for pattern in patterns:
+            if not any(fnmatchcase(key, pattern) for key in trained):
+                raise ValueError(f'"{pattern}" matches no parameter; names are {", ".join(trained[:3])}, ...')
+        frozen = [key for key in trained if any(fnmatchcase(key, pattern) for pattern in patterns)]
+        if len(frozen) == len(trained):
+            raise ValueError("no parameter is left to train")
+        return replace(self, frozen=(*self.frozen, *frozen))
 
     def index(self, name: str) -> int:
         """Return the position of a layer."""
@@ -168,6 +189,11 @@ class ModelLayers:
         if index == len(self.layers) - 1:
             keys += [key for key in self.frozen if key not in keys]
         return [key for key in keys if key not in earlier]
+
+    def own_constants(self, index: int) -> list[str]:
+        """Return the tensors stored with a layer that are not trained: frozen parameters, then buffers."""
+        frozen = {*self.frozen}
+        return [*(key for key in self.own_parameters(index) if key in frozen), *self.layers[index].buffers]
 
     def stored(self) -> dict[str, list[str]]:
         """Return the names of the tensors in the file of each layer, first layer first."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from acsgd.errors import NonFiniteError, RunError
+from acsgd.io.checkpoint.constants import ConstantsFiles
 from acsgd.io.checkpoint.progress import Progress, RunState, origin_of, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint, newest_valid
 from acsgd.io.checkpoint.saver import Saver
@@ -18,6 +19,7 @@ from acsgd.run.inputs import Inputs
 from acsgd.run.lock import RunLock
 from acsgd.run.session import Session
 from acsgd.run.state import Start, check_files, layer_states
+from acsgd.shards.disk import ShardDirectory
 from acsgd.topology import Groups
 
 
@@ -65,6 +67,7 @@ class Checkpointing:
             groups=groups,
             streams=job.streams,
             timeout_s=job.disk_timeout_s,
+            constants=ConstantsFiles([start.source] if isinstance(start.source, ShardDirectory) else []),
             verify=lock.verify,
         )
         return cls(start.session, saver, inputs, start.newest, lock, note)

@@ -26,7 +26,7 @@ from acsgd.run.inputs import Inputs
 from acsgd.run.job import Job
 from acsgd.run.session import Session
 from acsgd.shards.disk import ShardDirectory
-from acsgd.shards.load import LoadedLayer
+from acsgd.shards.load import LoadedLayer, WeightSource
 from acsgd.shards.weights import Weight, WeightState
 from acsgd.topology import Groups
 
@@ -40,6 +40,8 @@ class Start(NamedTuple):
     """Checkpoint that the run resumes from."""
     notes: list[str]
     """Messages for the user, on rank 0."""
+    source: WeightSource | None
+    """Where the weights of a run on disk are: the checkpoint, or the initial weights; None if not known."""
 
 
 def start(job: Job, inputs: Inputs, groups: Groups) -> Start:
@@ -58,7 +60,7 @@ def start(job: Job, inputs: Inputs, groups: Groups) -> Start:
     with report_if_slow(print_note, lambda: f"loading {job.model.describe_size()}", enabled=job.topology.rank == 0):
         session = build_session(job, source, groups, inputs.cache_plan)
     if checkpoint is None:
-        return Start(session, Progress(loss_scale=LossScale.of(job.config)), None, notes)
+        return Start(session, Progress(loss_scale=LossScale.of(job.config)), None, notes, source)
     progress = restore(session, checkpoint)
     inputs.reader.restore(checkpoint.run.streams)
     notes.append(f"resuming from {checkpoint.path}: {progress}")
@@ -67,7 +69,7 @@ def start(job: Job, inputs: Inputs, groups: Groups) -> Start:
         notes.append(f"the optimizer starts without state: the checkpoint has that of {saved}, not of {present}")
     if changed := changed_options(checkpoint.run.options, recorded_options(job.config)):
         notes.append(f"options that differ from those of the checkpoint: {'; '.join(changed)}")
-    return Start(session, progress, checkpoint.path, notes)
+    return Start(session, progress, checkpoint.path, notes, source)
 
 
 def layer_states(session: Session) -> list[LayerState]:
@@ -83,11 +85,11 @@ def _stage_states(stage: Stage, optimizer: Optimizer) -> Iterator[LayerState]:
         name, index = layer.spec.name, layer.spec.index
         if global_weights is None:
             masters = {weight.key: weight.master for weight in originals}
-            yield LayerState(name, index, masters | layer.constants, optimizer.state_of(originals), replica)
+            yield LayerState(name, index, masters, layer.constants, optimizer.state_of(originals), replica)
         else:  # each replica has its own optimizer state
             model = {weight.key: global_weights[weight.key] for weight in originals}
             local = {LOCAL_OPTIMIZER + name: by_key for name, by_key in optimizer.state_of(layer.weights).items()}
-            yield LayerState(name, index, model | layer.constants, {}, replica | local)
+            yield LayerState(name, index, model, layer.constants, {}, replica | local)
 
 
 @torch.no_grad()
@@ -137,7 +139,7 @@ def _restore_layer(
     session: Session, checkpoint: ShardDirectory, layer: LoadedLayer, *, has_same_optimizer: bool
 ) -> None:
     description = session.job.model.description
-    read = functools.cache(lambda name: (checkpoint.read(checkpoint.file_of(name)), checkpoint.state(name)))
+    read = functools.cache(lambda name: (checkpoint.read_layer(name), checkpoint.state(name)))
     for weight in layer.weights:
         tensors, state = read(description.first_holder(weight.key).name)
         weight.master.copy_(tensors[weight.key])

@@ -7,6 +7,9 @@
     head.safetensors
     config.json, tokenizer   as Hugging Face wrote them
 
+In a checkpoint the constants of a layer (frozen parameters and stored buffers) have a file of their own, such as
+block-00000.constants.safetensors: a hard link to a file that has them, if the file system has links.
+
 No name holds a rank or a stage, so any number of ranks can read what any other number wrote. Checksums cover every
 byte: the manifest has those of all files, and its last field is its own.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -26,8 +29,8 @@ from torch import Tensor
 from acsgd.checksum import file_checksum
 from acsgd.errors import CorruptFileError
 from acsgd.layers.description import ModelLayers
-from acsgd.shards.check import FLOATING, check_tensors, expected_tensors
-from acsgd.shards.files import check_file_name, open_tensors, unusable
+from acsgd.shards.check import FLOATING, check_tensors, expected_tensors, first_names
+from acsgd.shards.files import TensorHeader, check_file_name, open_tensors, tensor_headers, unusable
 from acsgd.shards.layer_tensors import LayerTensors
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 from acsgd.shards.weights import WeightState
@@ -115,14 +118,50 @@ class ShardDirectory:
         stored: their names and shapes. Raises CorruptFileError if the file is corrupt,
         or if its parameters are others, are not floating-point numbers, or are not finite.
         """
-        entry = self.file_of(layer)
-        tensors = {key: tensor for key, tensor in self.read(entry).items() if "/" not in key}
-        check_tensors(self.path / entry.file, tensors, expected_tensors(stored), FLOATING, is_complete=True)
+        tensors, path = self.read_layer(layer), self.path / self.file_of(layer).file
+        check_tensors(path, tensors, expected_tensors(stored), FLOATING, is_complete=True)
         return tensors
 
+    def read_layer(self, layer: str) -> dict[str, Tensor]:
+        """Read parameters and buffers of one layer, not checked; they lie in memory-mapped files."""
+        tensors = {key: tensor for key, tensor in self.read(self.file_of(layer)).items() if "/" not in key}
+        return tensors | self.read_constants(layer)
+
+    def read_constants(self, layer: str) -> dict[str, Tensor]:
+        """Read the constants of a layer that has a file of them. Raises CorruptFileError if it lacks one."""
+        if (entry := self.manifest.constants.get(layer)) is None:
+            return {}
+        found, names = self.read(entry), self._constants(layer)
+        if missing := [name for name in names if name not in found]:
+            raise CorruptFileError(self.path / entry.file, f"is invalid: it lacks {first_names(missing)}")
+        return {name: found[name] for name in names}
+
+    def file_with(self, layer: str, constants: Collection[str]) -> StoredFile | None:
+        """Return a file that has these constants of a layer, and no state of an optimizer; None if there is none."""
+        if (entry := self.manifest.constants.get(layer)) is not None:
+            return entry if {*self._constants(layer)}.issuperset(constants) else None
+        entry = self.manifest.layers.get(layer)
+        if entry is None or self.manifest.run is not None:
+            return None
+        return entry if self.tensor_headers(layer).keys() >= {*constants} else None
+
+    def tensor_headers(self, layer: str) -> dict[str, TensorHeader]:
+        """Read dtype and shape of all tensors in the files of a layer."""
+        headers, constants = tensor_headers(self.path / self.file_of(layer).file), self.manifest.constants.get(layer)
+        if constants is None:
+            return headers
+        of_file = tensor_headers(self.path / constants.file)
+        return headers | {name: of_file[name] for name in self._constants(layer) if name in of_file}
+
+    def _constants(self, layer: str) -> list[str]:
+        """Return the names of the constants of a layer."""
+        return self.manifest.model.own_constants(self.manifest.model.index(layer))
+
     def tensor(self, layer: str, key: str) -> Tensor:
-        """Read one parameter of one layer."""
-        with open_tensors(self.verify(self.file_of(layer))) as file:
+        """Read one parameter or buffer of one layer."""
+        constants = self.manifest.constants.get(layer)
+        is_constant = constants is not None and key in self._constants(layer)
+        with open_tensors(self.verify(constants if constants and is_constant else self.file_of(layer))) as file:
             return file.get_tensor(key)
 
     def state(self, layer: str) -> WeightState:

@@ -16,7 +16,7 @@ from acsgd.read_ahead import read_ahead
 from acsgd.shards.config import CONFIG
 from acsgd.shards.convert import Report
 from acsgd.shards.disk import ShardDirectory, copy_model_files
-from acsgd.shards.files import TensorHeader, tensor_headers
+from acsgd.shards.files import TensorHeader
 from acsgd.shards.hf_model import tensor_of
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.locate import TIE, open_shards
@@ -131,7 +131,7 @@ def _headers(
     directory: ShardDirectory, layer: str, names: Sequence[str], model: PreTrainedModel, dtype: str | None
 ) -> dict[str, TensorHeader]:
     """Return the headers of the tensors that a layer becomes, from those in its file; reads no values."""
-    stored = tensor_headers(directory.path / directory.file_of(layer).file)
+    stored = directory.tensor_headers(layer)
     tensors = {
         name: torch.empty(tensor.shape, dtype=DTYPES[stored.get(name, header_of(tensor)).dtype], device="meta")
         for name in names

@@ -11,7 +11,7 @@ from acsgd.layers.description import ModelLayers
 
 
 class LayerTensors(NamedTuple):
-    """The tensors of a layer's file, by their names in the Hugging Face model. They may be on the meta device."""
+    """The tensors stored with a layer, by their names in the Hugging Face model. They may be on the meta device."""
 
     weights: dict[str, Tensor]
     """Trained parameters."""
@@ -22,6 +22,6 @@ class LayerTensors(NamedTuple):
 def layer_tensors(model: PreTrainedModel, layers: ModelLayers, index: int) -> LayerTensors:
     """Return the tensors that are stored with a layer: a tied parameter with the first layer that uses it."""
     params = {key: model.get_parameter(key) for key in layers.own_parameters(index)}
-    frozen = {key: param.detach() for key, param in params.items() if key in layers.frozen}
     buffers = {key: model.get_buffer(key) for key in layers.layers[index].buffers}
-    return LayerTensors({key: param for key, param in params.items() if key not in frozen}, frozen | buffers)
+    constants = {key: (params | buffers)[key].detach() for key in layers.own_constants(index)}
+    return LayerTensors({key: param for key, param in params.items() if key not in constants}, constants)

@@ -37,7 +37,7 @@ class LoadedLayer(NamedTuple):
     weights: list[Weight]
     """Without tied parameters that an earlier layer on this rank has."""
     constants: dict[str, Tensor]
-    """Tensors stored with the layer that are not trained, by name."""
+    """Tensors stored with the layer that are not trained, by name, as stored."""
 
 
 class LayerLoader:
@@ -80,7 +80,12 @@ class LayerLoader:
                 weights.append(self._weight(key, param, tensor, is_copy=first != index))
         for key in layer.buffers:
             self._set_buffer(key, tensors[key])
-        return LoadedLayer(layer, weights, {key: tensors[key] for key in stored.constants})
+        return LoadedLayer(layer, weights, {key: self._constant(key, tensors[key]) for key in stored.constants})
+
+    def _constant(self, key: str, tensor: Tensor) -> Tensor:
+        """Return a constant as it is stored: the parameter in use, which takes no more memory, if it is the same."""
+        param = self._model.get_parameter(key) if key in self._names else None
+        return tensor if param is None or param.is_meta or param.dtype != tensor.dtype else param.detach()
 
     def _weight(self, key: str, param: nn.Parameter, tensor: Tensor, *, is_copy: bool) -> Weight:
         master = param if self._dtype == torch.float32 else nn.Parameter(_copy(tensor, self._device, torch.float32))

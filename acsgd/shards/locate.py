@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from acsgd.shards.check import first_names
 from acsgd.shards.config import CONFIG, MANY_BLOCKS, number_of_blocks, read_config
 from acsgd.shards.disk import ShardDirectory, model_files
-from acsgd.shards.files import read_json_object, tensor_headers
+from acsgd.shards.files import read_json_object
 from acsgd.shards.hf_model import HFModel, LocatedTensor, names_of, read_located, tensor_of
 from acsgd.shards.manifest import MANIFEST
 from acsgd.shards.names import Conversion, conversions, names_in_files
@@ -91,8 +91,7 @@ def open_shards(directory: Path) -> ShardModel:
         setattr(config, UNTIED, untied)
         model = TASKS[shards.manifest.task].build(config)
     for layer, names in layers.items():
-        path = directory / shards.file_of(layer).file
-        headers = tensor_headers(path)
+        path, headers = directory / shards.file_of(layer).file, shards.tensor_headers(layer)
         for name in names:
             if name in headers:  # reading the layer finds those missing
                 at, tensor = StoredTensor(path, name, headers[name]), tensor_of(model, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,11 +58,15 @@ class Manifest:
     """Comparison of the layers with the whole model, if it was made when the model was converted."""
     new: tuple[str, ...] = ()
     """Parameters of a head that was initialised when the model was converted, and that nothing has trained."""
+    constants: dict[str, StoredFile] = field(default_factory=dict)
+    """For each layer with constants, the file that has them, besides other tensors that do not count: the checkpoints
+    of a run share it by hard links. Empty in a converted model, whose layers have one file each."""
 
     @property
     def files(self) -> list[StoredFile]:
         """All files except the manifest."""
-        return [*self.layers.values(), *(file for files in self.replicas.values() for file in files), *self.model_files]
+        replicas = (file for files in self.replicas.values() for file in files)
+        return [*self.layers.values(), *self.constants.values(), *replicas, *self.model_files]
 
     def write(self, directory: Path) -> None:
         """Write the manifest, which completes a shard directory, and wait until it is on disk."""

@@ -221,6 +221,8 @@ ORDER = """
     io.checkpoint.source_identity
     io.checkpoint.progress
     io.checkpoint.directory
+    io.checkpoint.constants
+    io.checkpoint.written
     io.checkpoint.saver
     io.checkpoint.resume
     io.checkpoint.contents

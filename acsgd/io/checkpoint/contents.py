@@ -58,8 +58,8 @@ class Contents:
 
         Raises CorruptFileError if its manifest does not list exactly the layers of the model.
         """
-        layers = {layer.name for layer in shards.manifest.model.layers}
-        if differing := sorted(layers ^ shards.manifest.layers.keys()):
+        layers, manifest = {layer.name for layer in shards.manifest.model.layers}, shards.manifest
+        if differing := sorted((layers ^ manifest.layers.keys()) | (manifest.constants.keys() - layers)):
             raise CorruptFileError(
                 shards.path / MANIFEST, f"is invalid: its layers are not those of the model ({first_names(differing)})"
             )
@@ -78,7 +78,7 @@ class Contents:
         layer = manifest.model.layers[index]
         entry, entries = manifest.layers[layer.name], manifest.replicas.get(layer.name, [])
         self._check_count(layer, len(entries))
-        tensors = self.shards.read(entry)
+        tensors, constants = self.shards.read(entry), self.shards.read_constants(layer.name)
         replicas = {path / each.file: self.shards.read(each) for each in entries}
 
         weights = {key: self.model.get_parameter(key) for key in layer.parameters if key not in manifest.model.frozen}
@@ -86,6 +86,9 @@ class Contents:
         originals = stored.weights
         is_local = any(key.startswith(LOCAL_OPTIMIZER) for each in replicas.values() for key in each)
         expected = expected_tensors(stored)
+        if constants:
+            file = path / manifest.constants[layer.name].file
+            check_tensors(file, constants, {key: expected.pop(key) for key in constants}, FLOATING, is_complete=True)
         if not is_local:
             expected |= self._expected_optimizer(originals, originals)
         dtypes = FLOATING if self.run is None else {torch.float32}

@@ -18,7 +18,6 @@ from acsgd.io.checkpoint.directory import CheckpointDirectory, step_of
 from acsgd.io.checkpoint.progress import RunState
 from acsgd.shards.config import read_config
 from acsgd.shards.disk import ShardDirectory
-from acsgd.shards.files import tensor_headers
 from acsgd.shards.manifest import MANIFEST
 
 DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
@@ -31,7 +30,9 @@ class LayerReport:
 
     layer: str
     file: str
+    """File of its trained parameters."""
     bytes: int
+    """Size of this file and of that of its constants, if it has one."""
     parameters: int
     dtype: str
     """Type of the weights."""
@@ -93,9 +94,10 @@ def _report(path: Path) -> CheckpointReport:
     errors = _errors(shards)
     layers = []
     for layer, file in manifest.layers.items():
-        if file.file not in errors:
+        constants = manifest.constants.get(layer)
+        if not errors.keys() & {file.file, constants and constants.file}:
             try:
-                layers.append(_layer(path, layer, file.file))
+                layers.append(_layer(shards, layer))
             except CorruptFileError as corrupt:
                 errors[file.file] = str(corrupt)
     progress = run.progress if run else None
@@ -130,14 +132,14 @@ def _errors(shards: ShardDirectory) -> dict[str, str]:
     return errors
 
 
-def _layer(directory: Path, layer: str, name: str) -> LayerReport:
-    path = directory / name
-    headers = tensor_headers(path)
+def _layer(shards: ShardDirectory, layer: str) -> LayerReport:
+    files = [shards.file_of(layer), *filter(None, [shards.manifest.constants.get(layer)])]
+    headers = shards.tensor_headers(layer)
     weights = [header for key, header in headers.items() if "/" not in key]
     return LayerReport(
         layer=layer,
-        file=name,
-        bytes=path.stat().st_size,
+        file=files[0].file,
+        bytes=sum((shards.path / file.file).stat().st_size for file in files),
         parameters=sum(prod(weight.shape) for weight in weights),
         dtype=", ".join(sorted({DTYPES.get(weight.dtype, weight.dtype) for weight in weights})),
         optimizer_state=sorted({key.partition("/")[0] for key in headers if "/" in key}),

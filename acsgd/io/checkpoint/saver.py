@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +24,12 @@ from torch import Tensor
 
 from acsgd.config.options import CheckpointConfig
 from acsgd.errors import NonFiniteError, RunError, WaitInterruptedError, explain
+from acsgd.io.checkpoint.constants import ConstantsFiles
 from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.checkpoint.written import WrittenFile, check_visible, files_of_layers, files_of_replicas
 from acsgd.layers.description import ModelLayers
-from acsgd.shards.disk import copy_model_files, flush, write_layer
-from acsgd.shards.manifest import Manifest, StoredFile
+from acsgd.shards.disk import copy_model_files, write_layer
+from acsgd.shards.manifest import Manifest
 from acsgd.shards.weights import WeightState
 from acsgd.streams import Event, Streams
 from acsgd.topology import Groups, Topology
@@ -42,8 +44,10 @@ class LayerState(NamedTuple):
     position: int
     """Index of the layer in the model, 0 = first."""
     weights: Mapping[str, Tensor] | None
-    """fp32 master weights and constants by their names. A tied weight belongs to one layer only. None on ranks that do
-    not write the layer."""
+    """fp32 master weights by their names. A tied weight belongs to one layer only. None on ranks that do not write the
+    layer."""
+    constants: Mapping[str, Tensor]
+    """Tensors of the layer that never change, by their names."""
     optimizer: WeightState
     """State of the optimizer."""
     replica: WeightState
@@ -67,8 +71,8 @@ class Saver:
     A context manager: leaving it waits for the save in progress, unless an exception was raised on this rank alone.
 
     model_dir: directory from which config.json and the tokenizer are copied; task, model: for the manifest; timeout_s:
-    maximum time to wait for the other ranks to finish writing, seconds; verify: raises RunError if another run owns the
-    directory, called on rank 0 before it publishes a checkpoint.
+    maximum time to wait for the other ranks to finish writing, seconds; constants: adds those of layers; verify: raises
+    RunError if another run owns the directory, called on rank 0 before it publishes a checkpoint.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Saver:
         groups: Groups,
         streams: Streams,
         timeout_s: float,
+        constants: ConstantsFiles,
         verify: Callable[[], None],
     ) -> None:
         self._directory = directory
@@ -94,6 +99,7 @@ class Saver:
         self._groups = groups
         self._streams = streams
         self._timeout_s = timeout_s
+        self._constants = constants
         self._verify = verify
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -167,10 +173,12 @@ class Saver:
         layer = state.layer
         replica = self._copies(f"{layer} replica", state.replica)
         if state.position % self._topology.replicas != self._topology.replica:
-            return LayerState(layer, state.position, None, {}, replica)
+            return LayerState(layer, state.position, None, {}, {}, replica)
         assert state.weights is not None
         weights = self._copies(layer, {"": state.weights})[""]
-        return LayerState(layer, state.position, weights, self._copies(layer, state.optimizer), replica)
+        return LayerState(
+            layer, state.position, weights, state.constants, self._copies(layer, state.optimizer), replica
+        )
 
     def _copies(self, owner: str, state: Mapping[str, Mapping[str, Tensor]]) -> WeightState:
         return {
@@ -200,8 +208,8 @@ class Saver:
     ) -> str | None:
         """Write this rank's files and, on rank 0, complete the checkpoint. Return the first error of any rank."""
         partial = self._directory.partial(step, self._groups.run_id)
-        written: list[_WrittenFile] = []
-        error = self._attempt(lambda: written.extend(self._write_layers(partial, copies, event)))
+        written: list[WrittenFile] = []
+        error = self._attempt(lambda: written.extend(self._write_layers(step, copies, event)))
         report = {"files": [asdict(file) for file in written], "error": error}
         try:
             reports = self._all_gather("writing a checkpoint", report)
@@ -213,41 +221,41 @@ class Saver:
         if error is not None:
             shutil.rmtree(partial, ignore_errors=True)
         elif self._topology.rank == 0:
-            files = [_WrittenFile(**file) for report in reports for file in report["files"]]
+            files = [WrittenFile(**file) for report in reports for file in report["files"]]
             error = self._attempt(lambda: self._complete(step, files, run, best))
             if error is not None:
                 shutil.rmtree(partial, ignore_errors=True)
         return _first_error(self._all_gather("completing a checkpoint", {"error": error}))
 
-    def _write_layers(self, partial: Path, copies: Sequence[LayerState], event: Event) -> Iterator[_WrittenFile]:
+    def _write_layers(self, step: int, copies: Sequence[LayerState], event: Event) -> Iterator[WrittenFile]:
+        partial, published = self._directory.partial(step, self._groups.run_id), self._directory.of(step)
         event.synchronize()
         partial.mkdir(parents=True, exist_ok=True)
         for copy in copies:
             if copy.weights is not None:
                 file = write_layer(partial, copy.layer, copy.weights, copy.optimizer)
-                yield _written(partial, copy.layer, None, file)
+                yield WrittenFile.of(partial, "layer", copy.layer, file)
+            if copy.constants:
+                file = self._constants.add(partial, published, copy.layer, copy.constants)
+                yield WrittenFile.of(partial, "constants", copy.layer, file)
             if copy.replica:
                 replica = self._topology.replica
                 file = write_layer(partial, f"{copy.layer}.replica-{replica:05d}", {}, copy.replica)
-                yield _written(partial, copy.layer, replica, file)
+                yield WrittenFile.of(partial, "replica", copy.layer, file, replica)
 
-    def _complete(self, step: int, written: Sequence[_WrittenFile], run: dict[str, Any], best: bool) -> None:
+    def _complete(self, step: int, written: Sequence[WrittenFile], run: dict[str, Any], best: bool) -> None:
         """Write the manifest of a checkpoint whose layers are written, publish it, and remove old checkpoints."""
         partial = self._directory.partial(step, self._groups.run_id)
-        _check_visible(partial, written)
-        layers = {file.layer: StoredFile(**file.entry) for file in written if file.replica is None}
-        parts = sorted((file for file in written if file.replica is not None), key=lambda file: file.replica or 0)
+        check_visible(partial, written)
         Manifest(
             step=step,
             task=self._task,
             model=self._model,
-            layers={layer.name: layers[layer.name] for layer in self._model.layers},
-            replicas={
-                layer: [StoredFile(**file.entry) for file in parts if file.layer == layer]
-                for layer in sorted({file.layer for file in parts})
-            },
+            layers=files_of_layers(written, "layer", self._model),
+            replicas=files_of_replicas(written),
             model_files=copy_model_files(self._model_dir, partial),
             run=run,
+            constants=files_of_layers(written, "constants", self._model),
         ).write(partial)
         self._verify()
         self._directory.publish(step, self._groups.run_id)
@@ -272,21 +280,6 @@ class Saver:
         return None
 
 
-@dataclass(frozen=True)
-class _WrittenFile:
-    """Report of one written file. replica: None for the files that all replicas share."""
-
-    layer: str
-    replica: int | None
-    entry: dict[str, Any]
-
-
-def _written(directory: Path, layer: str, replica: int | None, file: StoredFile) -> _WrittenFile:
-    """Wait until a file is on disk; return the report of it."""
-    flush(directory / file.file)
-    return _WrittenFile(layer, replica, asdict(file))
-
-
 def _message(error: Exception) -> str:
     """Return one sentence on an error, with its type if the cause is not known."""
     return explain(error) or f"{type(error).__name__}: {error}"
@@ -294,12 +287,3 @@ def _message(error: Exception) -> str:
 
 def _first_error(reports: Sequence[dict[str, Any]]) -> str | None:
     return next((report["error"] for report in reports if report["error"]), None)
-
-
-def _check_visible(partial: Path, written: Sequence[_WrittenFile]) -> None:
-    absent = [file.entry["file"] for file in written if not (partial / file.entry["file"]).is_file()]
-    if absent:
-        raise RunError(
-            f"{partial} has no {', '.join(absent[:3])}, which other ranks have written; "
-            "put checkpoint.dir on a file system that all hosts share"
-        )
