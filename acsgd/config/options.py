@@ -39,6 +39,10 @@ class ModelConfig:
     """Type of parameters and activations. bf16 and fp16 keep fp32 master weights and accumulate gradients in fp32."""
     recompute: Literal["none", "layers"] = "none"
     """Activation recomputation: "layers" keeps only each layer's input for backward. Less memory, more time."""
+    freeze: str | None = None
+    """Parameters that are not trained, comma-separated patterns of names: "transformer.wte.*,transformer.h.[0-5].*".
+    They take no memory for gradients and optimizer state, and stages below the first trained parameter run no backward.
+    Default: none."""
     dropout_mask: Literal["step", "sample"] = "step"
     """What a dropout mask depends on: "step" draws new masks in every step; "sample" gives a sequence the same masks in
     every epoch, so that its activations change little between epochs, as delta codecs need. "sample" computes one

@@ -26,6 +26,6 @@ def clip_factor(norm: float, clip: float) -> float:
 
 def scale_gradients_(weights: Sequence[Weight], factor: float) -> None:
     """Multiply the masters' gradients by `factor`, in place."""
-    if factor != 1.0:
-        grads = [weight.master.grad for weight in weights if weight.master.grad is not None]
+    grads = [weight.master.grad for weight in weights if weight.master.grad is not None]
+    if factor != 1.0 and grads:
         torch._foreach_mul_(grads, factor)

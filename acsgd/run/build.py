@@ -116,6 +116,7 @@ def build_stages(job: Job, composed: ComposedModel, source: WeightSource, peers:
             predict=job.model.task.predict,
             label_smoothing=config.optim.label_smoothing,
             recompute=config.model.recompute == "layers",
+            first_trained=job.model.description.first_trained,
             mask_per_sample=config.model.dropout_mask == "sample",
         )
     fill_with_stand_ins(model, job.model.description.blocks, device, dtype)

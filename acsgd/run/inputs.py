@@ -142,7 +142,7 @@ def verify_layers(job: Job) -> None:
     """Verify the layers of the model, unless they are, and keep them and their costs in the cache."""
     model, cache, data = job.model, job.layers_cache, job.config.data
     if not model.is_verified or data.isolate or data.objective != "causal" or has_padding(job):
-        result = cache.verify(model.config, model.description, reports_wait=job.is_first_on_host)
+        result = cache.verify(model.config, model.derived, reports_wait=job.is_first_on_host)
         if data.isolate and PACKED not in result.batches:
             raise ValueError(
                 f"data.isolate: {model.config.model_type} does not keep the documents of a sequence apart; use "
@@ -155,13 +155,13 @@ def verify_layers(job: Job) -> None:
                 "remove data.objective"
             )
     if job.costs is not None:
-        cache.keep_costs(model.config, model.description, job.sizes, job.costs, device=job.streams.device.type)
+        cache.keep_costs(model.config, model.derived, job.sizes, job.costs, device=job.streams.device.type)
 
 
 def open_weight_source(job: Job) -> WeightSource:
     """Return the initial weights. Converts a Hugging Face directory into the cache if it is not there yet."""
     if job.config.model.init == "scratch":
-        return RandomWeights(job.model.task, job.model.config, job.model.description, seed=job.config.data.seed)
+        return RandomWeights(job.model.task, job.model.config, job.model.derived, seed=job.config.data.seed)
     if (job.model.directory / MANIFEST).is_file():
         return ShardDirectory(job.model.directory)
     files = sorted(
@@ -175,7 +175,7 @@ def open_weight_source(job: Job) -> WeightSource:
 
     def convert(target: Path) -> None:
         target.mkdir(exist_ok=True)
-        from_hf(job.model.directory, target, task=task, layers=job.model.description)
+        from_hf(job.model.directory, target, task=task, layers=job.model.derived)
 
     path = job.cache_dir / "models" / name
     return open_cached(path, convert, CachedModel, resumable=True, reports_wait=job.is_first_on_host)

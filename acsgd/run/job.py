@@ -39,7 +39,7 @@ from acsgd.run.limits import check_computes, check_directories, check_reading
 from acsgd.run.model import RunModel, layers_cache, open_run_model
 from acsgd.run.plugins import Plugins, check_capabilities, check_deal, parse_plugins
 from acsgd.run.streams import check_streams
-from acsgd.shards.plan import StageSpec, plan, plan_blocks
+from acsgd.shards.plan import StageSpec, plan, plan_blocks, training_costs
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams, open_streams
 from acsgd.topology import Topology
@@ -213,7 +213,8 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True) -> Job:
     with report_if_slow(print_note, lambda: f"planning {model.describe_size()}", enabled=launch.rank == 0):
         costs = _costs(config, model, num_stages, streams)
         specs = _plan(config, model, num_stages, costs)
-    programs = RankPrograms(plugins.schedule, topology.stages, topology.stage_rank)
+    first_backward = next(stage for stage, spec in enumerate(specs) if spec.last > model.description.first_trained)
+    programs = RankPrograms(plugins.schedule, topology.stages, topology.stage_rank, first_backward)
     programs.actions(len(micro_ids))
     return Job(
         config=config,
@@ -270,7 +271,7 @@ def _costs(config: Config, model: RunModel, stages: int, streams: Streams) -> tu
     """Return the estimated cost of each layer; None if there is nothing to balance."""
     if stages == 1 or stages > len(model.layers) or config.pp.layers is not None:
         return None
-    return layers_cache(config).costs(model.config, model.description, _sizes(config), device=streams.device.type)
+    return layers_cache(config).costs(model.config, model.derived, _sizes(config), device=streams.device.type)
 
 
 def _plan(config: Config, model: RunModel, stages: int, costs: Sequence[float] | None) -> list[StageSpec]:
@@ -283,4 +284,4 @@ def _plan(config: Config, model: RunModel, stages: int, costs: Sequence[float] |
         )
     if config.pp.layers is not None:
         return plan_blocks(config.pp.layers, num_layers - 2, stages)
-    return [StageSpec(0, num_layers)] if costs is None else plan(costs, stages)
+    return [StageSpec(0, num_layers)] if costs is None else plan(training_costs(costs, model.description), stages)

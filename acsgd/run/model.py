@@ -28,7 +28,10 @@ class RunModel(NamedTuple):
     num_parameters: int
     """Number of parameters of the whole model."""
     task: Task
+    derived: ModelLayers
+    """Layers as derived from the model's forward."""
     description: ModelLayers
+    """Layers of the run, with the parameters that it freezes."""
     is_verified: bool
     """Whether the layers were compared with the whole model when it was converted."""
 
@@ -55,11 +58,29 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
     task, cache = TASKS[config.model.task], layers_cache(config)
     found = open_model(config.model, is_valid=lambda config: cache.find(config) is not None)
     check_sequence(config.data.sequence, longest_sequence(found.config))
+    # with frozen parameters, gradients may need hardly any memory
+    trains = trains and config.model.freeze is None
     check_memory(found.num_parameters, config.pp.stages, launch.local_world_size, streams, trains=trains)
-    description = found.layers or cache.find(found.config) or derive_layers(found.directory, found.config, task.name)
+    derived = found.layers or cache.find(found.config) or derive_layers(found.directory, found.config, task.name)
     return RunModel(
-        found.directory, found.config, found.num_parameters, task, description, is_verified=found.layers is not None
+        found.directory,
+        found.config,
+        found.num_parameters,
+        task,
+        derived,
+        _freeze(derived, config.model.freeze),
+        is_verified=found.layers is not None,
     )
+
+
+def _freeze(layers: ModelLayers, patterns: str | None) -> ModelLayers:
+    """Return the layers without training for the parameters that model.freeze names. Raises ValueError."""
+    if patterns is None:
+        return layers
+    try:
+        return layers.freeze([pattern.strip() for pattern in patterns.split(",")])
+    except ValueError as error:
+        raise ValueError(f'model.freeze="{patterns}": {error}') from None
 
 
 def layers_cache(config: Config) -> LayersCache:

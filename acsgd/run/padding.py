@@ -37,7 +37,7 @@ def reason_for_padding(job: Job) -> str | None:
         return "pp.forward=delta caches activations by sample and position"
     if job.config.model.dropout_mask == "sample":
         return "model.dropout_mask=sample draws the masks of a sample for all of its positions"
-    verification = job.layers_cache.verify(model.config, model.description, reports_wait=job.is_first_on_host)
+    verification = job.layers_cache.verify(model.config, model.derived, reports_wait=job.is_first_on_host)
     if not verification.ignores_padding or depends_on_length(model.config, job.config.data.sequence):
         return f"the results of {model.config.model_type} depend on it"
     return None

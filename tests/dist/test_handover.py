@@ -24,6 +24,8 @@ OTHERS = (
 """Modes that do not, nor after step 6: a replica can complete these steps alone."""
 MODES = (*EXCHANGES, *OTHERS)
 MEMBERS = (0, 1, 2)
+FROZEN = "transformer.w[tp]e.*,*.h.0.*"
+"""Parameters that are not trained."""
 
 
 def scripts_of(mode: str) -> dict[str, list[ScriptedView]]:
@@ -64,6 +66,9 @@ def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     for mode in MODES:
         for name, script in scripts_of(mode).items():
             all_runs[f"{mode}, {name}"] = dataclasses.replace(config, dp=ReplicaConfig(mode)), script
+    model = dataclasses.replace(config.model, freeze=FROZEN)
+    all_runs[f"{FROZEN}, calm"] = dataclasses.replace(config, model=model), scripts_of("")["calm"]
+    all_runs[f"{FROZEN}, members change"] = dataclasses.replace(config, model=model), scripts_of("")["members change"]
     return on_ranks(3, train_in_views, path / "store", all_runs)
 
 
@@ -110,3 +115,9 @@ def test_a_replica_that_joins_takes_part_in_an_exchange_that_is_run_again(runs: 
     losses = losses_of(runs, mode, "one joins in the exchange")
     assert 4 in runs[2][f"{mode}, one joins in the exchange"].digests, "it has the weights after that exchange"
     assert losses[STEPS] < losses[1]
+
+
+def test_layers_with_frozen_parameters_are_handed_over(runs: Runs) -> None:
+    """Without optimizer state, and to replicas that have never loaded them."""
+    losses, calm = (losses_of(runs, FROZEN, script) for script in ("members change", "calm"))
+    assert losses == pytest.approx(calm, rel=RELATIVE)

@@ -103,7 +103,7 @@ class LocalWeightsSync:
         self._how = how
         self._exact: AllReduceSync | None = None
         """Reduces the gradients of exact steps; None in local steps."""
-        self._correction = SecondMomentCorrection(self._by_key, peers) if moment_correction else None
+        self._correction = SecondMomentCorrection(self._by_key, peers) if moment_correction and weights else None
         self._measured: Measurement | None = None
 
     def tensors(self) -> dict[str, list[Tensor]]:

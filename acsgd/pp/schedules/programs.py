@@ -30,6 +30,8 @@ class RankPrograms:
     ranks: int
     """Ranks of the pipeline."""
     rank: int
+    first_backward: int = 0
+    """First stage that runs backward, as of `lower`."""
 
     def actions(self, micros: int) -> StepActions:
         """Return the actions for some number of micro-batches of the replica, lowered and validated.
@@ -38,15 +40,16 @@ class RankPrograms:
         """
         if micros == 0:  # in the order of those of a replica with micro-batches, which ends with its first stage
             stages = Placement(self.ranks, self.ranks * self.schedule.chunks).stages_of(self.rank)
-            return StepActions(tuple(Action(Op.R, stage) for stage in reversed(stages)), ())
-        return _programs(self.schedule, self.ranks, micros)[self.rank]  # type: ignore[arg-type]  # schedules are frozen
+            trained = [stage for stage in reversed(stages) if stage >= self.first_backward]
+            return StepActions(tuple(Action(Op.R, stage) for stage in trained), ())
+        return _programs(self.schedule, self.ranks, micros, self.first_backward)[self.rank]  # type: ignore[arg-type]  # schedules are frozen
 
 
 @functools.lru_cache(maxsize=64)
-def _programs(schedule: Schedule, ranks: int, micros: int) -> tuple[StepActions, ...]:
+def _programs(schedule: Schedule, ranks: int, micros: int, first_backward: int) -> tuple[StepActions, ...]:
     """Return the actions of all ranks. Kept, since they take 0.1 ms per forward."""
     computes = schedule.program(ranks, micros)
-    program, evaluation = lower(computes), lower(forwards(computes))
-    validate(program)
+    program, evaluation = lower(computes, first_backward=first_backward), lower(forwards(computes))
+    validate(program, first_backward=first_backward)
     validate(evaluation, forward_only=True)
     return tuple(StepActions(tuple(train), tuple(only)) for train, only in zip(program, evaluation, strict=True))

@@ -1,0 +1,159 @@
+"""Laws of frozen parameters: they never move, cost no state, no traffic and no backward, and are stored once."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from lib.ranks import on_ranks
+from lib.resume import HALF, checkpoint_of, losses_of, stopped_half_way, train_ranks
+from lib.resume import make_config as make_saved_config
+from lib.training import RELATIVE, TIMEOUT, batches_of, make_config, train_whole, whole_batches
+from transformers import AutoModelForCausalLM
+
+from acsgd.config.options import Config, ReplicaConfig
+from acsgd.dp import MODES
+from acsgd.generation.model import load
+from acsgd.io.checkpoint.inspect import inspect
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.launch import Launch
+from acsgd.run.build import build_session
+from acsgd.run.inputs import open_weight_source
+from acsgd.run.job import prepare
+from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.export import to_hf
+from acsgd.shards.manifest import Manifest
+from acsgd.topology import connect
+from acsgd.train import train_step
+
+TinyModel = Callable[..., Path]
+LOWER = "transformer.w[tp]e.*,transformer.h.[0-2].*"
+"""The embeddings and the first three blocks of a GPT-2; the table of tokens is also its head."""
+
+
+class Outcome(NamedTuple):
+    """What a rank did in a run."""
+
+    losses: list[float]
+    backward_bytes: float
+    """Bytes of activation gradients that all ranks have sent."""
+    moved: list[str]
+    """Frozen parameters of this rank whose bits have changed, or that have a gradient."""
+    updated: set[str]
+    """Parameters of this rank with optimizer state."""
+
+
+def train_rank(rank: int, world_size: int, store: Path, configs: list[Config]) -> list[Outcome]:
+    """Train each config on this rank."""
+    torch.set_num_threads(1)
+    return [_train(rank, world_size, Path(f"{store}-{number}"), config) for number, config in enumerate(configs)]
+
+
+def _train(rank: int, world_size: int, store: Path, config: Config) -> Outcome:
+    job = prepare(config, Launch(rank, rank, world_size))
+    with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups:
+        session = build_session(job, open_weight_source(job), groups)
+        layers = [layer for stage in session.stages.values() for layer in stage.layers]
+        model, frozen = next(iter(session.stages.values())).composed.model, {*job.model.description.frozen}
+        own = {key: model.get_parameter(key) for layer in layers for key in layer.spec.parameters if key in frozen}
+        before = {key: param.detach().clone() for key, param in own.items()}
+        progress, results = Progress(), []
+        for batch in batches_of(job):
+            results.append(train_step(session, batch, progress))
+            progress = results[-1].progress
+        moved = [key for key, param in own.items() if not torch.equal(param, before[key]) or param.grad is not None]
+        state = session.optimizer.state_of(session.weights)
+        sent = sum(result.summary.pp_backward_bytes for result in results)
+        return Outcome(
+            [result.loss for result in results], sent, moved, {key for each in state.values() for key in each}
+        )
+
+
+def oracle_losses(config: Config, frozen: Callable[[str], bool]) -> list[float]:
+    """Train in one process with the Hugging Face model, some of whose parameters require no gradient."""
+    model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32).train()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not frozen(name))
+    return train_whole(model, config.optim, whole_batches(config))
+
+
+def freezing(config: Config, patterns: str, mode: str = "allreduce") -> Config:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, freeze=patterns), dp=ReplicaConfig(mode))
+
+
+def test_frozen_parameters_change_nothing_but_the_work(tiny_model: TinyModel, tmp_path: Path) -> None:
+    gpt2, llama = tiny_model("gpt2", n_layer=4), tiny_model("llama", num_hidden_layers=4)
+    pp = {"stages": 2, "layers": (2, 2), "micro": 1}
+    every_mode = [freezing(make_config(gpt2, tmp_path, steps=3, **pp), LOWER, mode) for mode in MODES]
+    norms = freezing(make_config(llama, tmp_path, steps=3, stages=2, micro=1), "*embed*,*proj*,lm_head*")
+    recomputed = dataclasses.replace(norms, model=dataclasses.replace(norms.model, recompute="layers"))
+    by_rank = on_ranks(4, train_rank, tmp_path / "store", [*every_mode, norms, recomputed])
+
+    lower = ("transformer.wte", "transformer.wpe", "transformer.h.0", "transformer.h.1", "transformer.h.2")
+    expected = oracle_losses(every_mode[0], lambda name: name.startswith(lower))
+    for outcomes in by_rank:
+        assert all(outcome.moved == [] for outcome in outcomes)
+        assert outcomes[list(MODES).index("allreduce")].losses == pytest.approx(expected, rel=RELATIVE)
+        assert all(outcome.losses[0] == pytest.approx(expected[0], rel=RELATIVE) for outcome in outcomes[: len(MODES)])
+        assert all(outcome.backward_bytes == 0 for outcome in outcomes[: len(MODES)])
+        assert not any(key.startswith(lower) for outcome in outcomes[: len(MODES)] for key in outcome.updated)
+    by_stage = [by_rank[0][0].updated, by_rank[1][0].updated]
+    assert by_stage[0] == set()
+    assert by_stage[1] == {name for name in parameter_names(gpt2) if not name.startswith(lower)}
+
+    expected = oracle_losses(norms, lambda name: "norm" not in name)
+    for outcome in by_rank[0][len(MODES) :]:
+        assert outcome.losses == pytest.approx(expected, rel=RELATIVE)
+        assert outcome.backward_bytes > 0
+
+
+def parameter_names(model: Path) -> list[str]:
+    return [name for name, _ in AutoModelForCausalLM.from_pretrained(model).named_parameters()]
+
+
+def test_checkpoints_share_the_files_of_constants(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model("gpt2", n_layer=4), model)
+    whole = freezing(make_saved_config(model, tmp_path / "whole", "bf16", "none"), LOWER)
+    on_ranks(1, train_ranks, tmp_path / "store", [whole])
+    same, split = stopped_half_way(whole, tmp_path / "same"), stopped_half_way(whole, tmp_path / "split")
+    split = dataclasses.replace(split, pp=dataclasses.replace(split.pp, stages=2))
+    other = freezing(stopped_half_way(whole, tmp_path / "other"), "transformer.w[tp]e.*,transformer.h.3.*")
+    on_ranks(1, train_ranks, tmp_path / "store-same", [same, other])
+    on_ranks(2, train_ranks, tmp_path / "store-split", [split])
+    assert losses_of(same) == losses_of(whole)
+    assert losses_of(split) == pytest.approx(losses_of(whole), rel=2.0**-8)
+
+    before, after = (ShardDirectory(checkpoint_of(*each)) for each in [(whole, HALF), (other,)])
+    for layer, is_frozen in {"embed": True, "block-00000": False, "block-00003": True}.items():
+        tensors = before.read_layer(layer)
+        assert all(torch.equal(tensors[key], x) == is_frozen for key, x in after.read_layer(layer).items()), layer
+
+    first, last = checkpoint_of(whole, HALF), checkpoint_of(whole)
+    manifest = Manifest.read(last)
+    assert [*manifest.constants] == ["embed", "block-00000", "block-00001", "block-00002"]
+    assert manifest.constants == Manifest.read(first).constants
+    assert manifest.layers == Manifest.read(checkpoint_of(same)).layers
+    for entry in manifest.constants.values():
+        assert (last / entry.file).samefile(first / entry.file)
+    shutil.rmtree(first)
+    shutil.rmtree(model)
+    for checkpoint in (last, checkpoint_of(other)):
+        (report,) = inspect(checkpoint)
+        assert report.errors == []
+
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    to_hf(last, exported)
+    trained = load(str(last), dtype=torch.float32, device=torch.device("cpu")).model.state_dict()
+    base = AutoModelForCausalLM.from_pretrained(tiny_model("gpt2", n_layer=4), dtype=torch.float32).state_dict()
+    for name, tensor in AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).state_dict().items():
+        assert torch.equal(tensor, trained[name])
+        is_frozen = name.startswith(("transformer.w", "transformer.h.0", "transformer.h.1", "transformer.h.2", "lm_"))
+        assert torch.equal(tensor, base[name]) == is_frozen, name
