@@ -3,51 +3,70 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
-import sys
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.lib.launched import ROOT, TRAIN, Run, running
+from tests.lib.forked_torchrun import ForkedTorchrun, Host, Setup, forked_torchrun, nothing
+from tests.lib.launched import TRAIN
 
-CLOCK = """
-import time
-
-real, real_ns = time.time, time.time_ns
-time.time = lambda: real() + {clock_s}
-time.time_ns = lambda: real_ns() + int({clock_s} * 10**9)
-"""
-"""Shifts the clock of all Python processes of a host."""
 LIMIT_S = 150.0
+SECRET = "ACSGD_SECRET"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 class Hosts:
-    """Hosts of one elastic run. flags: of all of them."""
+    """Hosts of one elastic run.
 
-    def __init__(self, directory: Path, run_file: Path, stack: ExitStack, workers: int, flags: tuple[str, ...]) -> None:
+    workers: of each host; flags: of all hosts; addresses, namespaces: of hosts on a network of their own, by name.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        run_file: Path,
+        stack: ExitStack,
+        workers: int,
+        flags: tuple[str, ...],
+        *,
+        endpoints: Sequence[str] = (),
+    ) -> None:
         self._directory, self._run_file, self._stack = directory, run_file, stack
         self._workers, self._flags = workers, flags
         self.run_dir = directory / "run"
-        with ExitStack() as ports:
-            servers = [ports.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
-            self._endpoints = ",".join(f"127.0.0.1:{server.getsockname()[1]}" for server in servers)
+        self.endpoints = list(endpoints) or _free_addresses(2)
 
-    def start(self, name: str, *, min_hosts: int = 1, clock_s: float = 0.0, restarts: int = 3) -> Run:
-        """Start a host, or start it again.
+    def start(
+        self,
+        name: str,
+        *,
+        min_hosts: int = 1,
+        restarts: int = 3,
+        clock_s: float = 0.0,
+        agent: Setup = nothing,
+        worker: Setup = nothing,
+        namespace: str | None = None,
+        secret: str | None = None,
+    ) -> ForkedTorchrun:
+        """Start a host.
 
-        clock_s: by how much its clock is ahead; restarts: how often torchrun starts its workers again.
+        restarts: how often torchrun starts its workers again; clock_s: by how much its clock is ahead; agent, worker:
+        run first in the process of torchrun and in those of the workers.
         """
-        (cwd := self._directory / name).mkdir(exist_ok=True)
-        (cwd / "sitecustomize.py").write_text(CLOCK.format(clock_s=clock_s))
-        command = ["env", f"PYTHONPATH={cwd}:{ROOT}", sys.executable, "-m", "torch.distributed.run"]
-        command += ["--nnodes", f"{min_hosts}:4", "--nproc-per-node", str(self._workers)]
-        command += ["--max-restarts", str(restarts), "--monitor-interval", "0.1"]
-        command += ["--rdzv-backend", "acsgd", "--rdzv-endpoint", self._endpoints, "--rdzv-id", "test"]
-        command += [TRAIN, str(self._run_file), "--log.dir", str(self.run_dir), *self._flags]
-        return self._stack.enter_context(running(command, cwd))
+        (directory := self._directory / name).mkdir()
+        arguments = ["--nnodes", f"{min_hosts}:4", "--nproc-per-node", str(self._workers)]
+        arguments += ["--max-restarts", str(restarts), "--monitor-interval", "0.1"]
+        arguments += ["--rdzv-backend", "acsgd", "--rdzv-endpoint", ",".join(self.endpoints), "--rdzv-id", "test"]
+        arguments += [TRAIN, str(self._run_file), "--log.dir", str(self.run_dir), *self._flags]
+        if clock_s:
+            agent, worker = partial(_shift_clock, clock_s, agent), partial(_shift_clock, clock_s, worker)
+        environment = ENVIRONMENT | ({SECRET: secret} if secret is not None else {})
+        host = Host(arguments, environment, directory, namespace, agent, worker)
+        return self._stack.enter_context(forked_torchrun(host))
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the complete lines of metrics.jsonl."""
@@ -67,17 +86,25 @@ class Hosts:
         pid: int = json.loads(lease.read_text())["pid"]
         return pid
 
-    def wait_for_step(self, host: Run, step: int) -> int:
+    def wait_for_step(self, host: ForkedTorchrun, step: int) -> int:
         """Wait until a step is complete; return the number of complete steps."""
         host.wait_until(lambda: len(self.steps()) >= step, LIMIT_S)
         return len(self.steps())
 
-    def wait_for_replicas(self, host: Run, replicas: int) -> None:
-        """Wait until the run trains with a number of replicas."""
-        host.wait_until(lambda: self.events() and self.events()[-1]["replicas"] == replicas, LIMIT_S)
+    def wait_for_replicas(self, host: ForkedTorchrun, replicas: int) -> None:
+        """Wait until the run has trained with a number of replicas."""
+        host.wait_until(lambda: any(event["replicas"] == replicas for event in self.events()), LIMIT_S)
 
 
-def kill(host: Run) -> None:
-    """End a host as a power failure does: all of its processes at once."""
-    for pid in host.environments():
-        os.kill(pid, signal.SIGKILL)
+def _free_addresses(number: int) -> list[str]:
+    with ExitStack() as ports:
+        servers = [ports.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        return [f"127.0.0.1:{server.getsockname()[1]}" for server in servers]
+
+
+def _shift_clock(seconds: float, then: Setup) -> None:
+    """Shift the clock of this process."""
+    real, real_ns = time.time, time.time_ns
+    time.time = lambda: real() + seconds
+    time.time_ns = lambda: real_ns() + int(seconds * 10**9)
+    then()

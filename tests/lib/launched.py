@@ -20,29 +20,12 @@ MARGIN_S = 30.0
 """Time limit for the end of a process that has loaded torch, on a busy machine."""
 
 
-class Run:
-    """A running command.
+class Output:
+    """Standard output and error of a command, as files in a directory."""
 
-    output: descriptor of its standard output and error, instead of files in `cwd`. A terminal becomes its controlling
-    terminal.
-    """
-
-    def __init__(self, command: list[str], cwd: Path, *, output: int | None = None) -> None:
-        self.directory = cwd
-        self._mark = f"ACSGD_TEST_RUN={cwd}"
-        self._out, self._err = cwd / "stdout", cwd / "stderr"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-        environment |= dict([self._mark.split("=", 1)])
-        with self._out.open("w") as out, self._err.open("w") as err:
-            self.process = subprocess.Popen(
-                command,
-                cwd=cwd,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out if output is None else output,
-                stderr=err if output is None else output,
-                preexec_fn=_take_terminal if output is not None and os.isatty(output) else None,
-            )
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._out, self._err = directory / "stdout", directory / "stderr"
 
     @property
     def stdout(self) -> str:
@@ -56,6 +39,36 @@ class Run:
     def errors(self) -> list[str]:
         """Lines of stderr that begin with "error: "."""
         return [line for line in self.stderr.splitlines() if line.startswith("error: ")]
+
+    def wait_until(self, condition: Callable[[], object], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"{self.stdout}\n{self.stderr}"
+            time.sleep(0.05)
+
+
+class Run(Output):
+    """A running command.
+
+    output: descriptor of its standard output and error, instead of files in `cwd`. A terminal becomes its controlling
+    terminal.
+    """
+
+    def __init__(self, command: list[str], cwd: Path, *, output: int | None = None) -> None:
+        super().__init__(cwd)
+        self._mark = f"ACSGD_TEST_RUN={cwd}"
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        environment |= dict([self._mark.split("=", 1)])
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self.process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out if output is None else output,
+                stderr=err if output is None else output,
+                preexec_fn=_take_terminal if output is not None and os.isatty(output) else None,
+            )
 
     def environments(self) -> dict[int, list[str]]:
         """Return the environment of each process of this command that still runs, by pid."""
@@ -74,12 +87,6 @@ class Run:
             ranks = [entry.removeprefix("RANK=") for entry in environment if entry.startswith("RANK=")]
             pids |= {int(rank): pid for rank in ranks}
         return pids
-
-    def wait_until(self, condition: Callable[[], object], timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"{self.stdout}\n{self.stderr}"
-            time.sleep(0.05)
 
 
 @contextlib.contextmanager

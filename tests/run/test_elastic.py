@@ -15,7 +15,7 @@ import torch
 
 from acsgd.config.run_file import parse
 from tests.lib.forks import finish
-from tests.lib.hosts import LIMIT_S, Hosts, kill
+from tests.lib.hosts import LIMIT_S, Hosts
 
 TinyModel = Callable[..., Path]
 STEPS = 120
@@ -64,25 +64,25 @@ def test_a_run_of_which_hosts_end_join_and_leave_is_the_calm_run(run_file: Path,
         clocks = {"a": 0.0, "b": -60.0, "c": YEAR_S}  # which nothing compares
         a, b, c = (hosts.start(name, min_hosts=3, clock_s=clock_s) for name, clock_s in clocks.items())
         hosts.wait_for_step(b, 3)
-        worker = next(iter(c.ranks().values()))
-        kill(a)  # it has the first endpoint, and probably rank 0
+        worker = c.workers[0]
+        a.kill()  # it has the first endpoint, and probably rank 0
         hosts.wait_for_step(b, len(hosts.steps()) + 3)
         assert hosts.events()[-1]["left"], "the run has not noticed"
-        assert hosts.lease_holder() in [*b.ranks().values(), *c.ranks().values()]
+        assert hosts.lease_holder() in [*b.workers, *c.workers]
 
-        os.kill(next(iter(b.ranks().values())), signal.SIGKILL)  # c waits for it, then sends its state
+        os.kill(b.workers[0], signal.SIGKILL)  # c waits for it, then sends its state
         hosts.wait_for_step(c, len(hosts.steps()) + 3)
         assert hosts.events()[-1]["copies"] == 1
 
-        os.kill(b.process.pid, signal.SIGINT)  # b leaves; c waits again
-        b.process.wait(LIMIT_S)
-        assert next(iter(c.ranks().values())) == worker, "c was not disturbed"
+        b.signal(signal.SIGINT)  # b leaves; c waits again
+        b.wait(LIMIT_S)
+        assert c.workers[0] == worker, "c was not disturbed"
         a = hosts.start("a2")
-        assert a.process.wait(LIMIT_S) == 0
-        assert c.process.wait(LIMIT_S) == 0
+        assert a.wait(LIMIT_S) == 0
+        assert c.wait(LIMIT_S) == 0
         assert next(iter(hosts.events()[-1]["joined"])), "the new host has not joined"
         assert not a.errors + b.errors + c.errors
-        assert not a.environments() | c.environments()
+        assert not a.pids() + c.pids()
         recoveries = [event["recovery_s"] for event in hosts.events()[1:]]
         assert len(recoveries) >= 3
         assert_same_losses(hosts, run_file, tmp_path)
@@ -94,13 +94,13 @@ def test_stages_on_hosts_that_hang_and_end(run_file: Path, tmp_path: Path) -> No
         hosts = Hosts(tmp_path, run_file, stack, 2, flags)
         a, b = (hosts.start(name, min_hosts=2) for name in "ab")
         hosts.wait_for_step(a, 3)
-        stopped = next(iter(b.ranks().values()))
+        stopped = b.workers[0]
         os.kill(stopped, signal.SIGSTOP)
         started = time.monotonic()
         hosts.wait_for_replicas(a, 1)
         assert time.monotonic() - started < 30
-        kill(b)
-        assert a.process.wait(LIMIT_S) == 0
+        b.kill()
+        assert a.wait(LIMIT_S) == 0
         assert not a.errors
         assert_same_losses(hosts, run_file, tmp_path)
 
@@ -111,7 +111,7 @@ def test_an_error_in_the_options_is_printed_once_and_workers_are_not_started_aga
     with ExitStack() as stack:
         model = tmp_path / "none"
         host = Hosts(tmp_path, run_file, stack, 2, ("--model.name", str(model))).start("a")
-        assert host.process.wait(LIMIT_S) == 2
+        assert host.wait(LIMIT_S) == 2
         assert host.errors == [
             f"error: model.name={model} is not a directory; give a directory or a Hugging Face id, owner/name"
         ]

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar
 
 from acsgd.config.run_file import parse
+from tests.lib.forked_torchrun import ForkedTorchrun, send
 from tests.lib.forks import save_model, started
-from tests.lib.hosts import Hosts, kill
-from tests.lib.launched import Run
+from tests.lib.hosts import LIMIT_S, Hosts
 from tests.soak.area import ACCEPTED, Case, Outcome
 
 STEPS = 1000
@@ -111,7 +110,7 @@ class Storm:
         self._draw, self._case = case.draw, case
         self._events: list[str] = []
         self._started = 0
-        self._alive: dict[str, Run] = {}
+        self._alive: dict[str, ForkedTorchrun] = {}
 
     def start_hosts(self) -> None:
         """Start the run."""
@@ -143,13 +142,13 @@ class Storm:
         while len(self._alive) < MIN_HOSTS and not self._is_over():
             self._start()
         survivors = list(self._alive.values())
-        while not all(host.process.poll() is not None for host in survivors):
+        while not all(host.exit_code is not None for host in survivors):
             self._wait_for_progress(100)
         steps = [line["step"] for line in self.hosts.steps()]
         assert steps == list(range(1, STEPS + 1)), f"{len(steps)} lines are not the steps 1 to {STEPS}, each once"
         for host in survivors:
-            assert host.process.returncode == 0, f"a host ended with {host.process.returncode}: {host.stderr[-2000:]}"
-            assert not host.environments(), "processes have outlived torchrun"
+            assert host.wait(LIMIT_S) == 0, f"a host ended with {host.exit_code}: {host.stderr[-2000:]}"
+            assert not host.pids(), "processes have outlived torchrun"
 
     def _possible(self) -> list[Callable[[], None]]:
         events = [self._kill_host, self._kill_worker, self._stop_worker, self._stop_host, self._leave]
@@ -163,14 +162,14 @@ class Storm:
 
     def _kill_host(self) -> None:
         name = self._choose("is killed")
-        kill(self._alive.pop(name))
+        self._alive.pop(name).kill()
 
     def _leave(self) -> None:
         name = self._choose("leaves")
-        self._alive.pop(name).process.send_signal(signal.SIGINT)
+        self._alive.pop(name).signal(signal.SIGINT)
 
     def _kill_worker(self) -> None:
-        _signal(self._choose_worker("is killed"), signal.SIGKILL)
+        send(signal.SIGKILL, self._choose_worker("is killed"))
 
     def _stop_worker(self) -> None:
         seconds = self._draw.uniform(0.1, 8.0)
@@ -179,7 +178,7 @@ class Storm:
     def _stop_host(self) -> None:
         seconds = self._draw.uniform(0.1, 6.0)
         name = self._choose(f"is stopped for {seconds:.1f} s")
-        _stop([*self._alive[name].environments()], seconds)
+        _stop(self._alive[name].pids(), seconds)
 
     def _choose(self, event: str) -> str:
         name = self._draw.choice(sorted(self._alive))
@@ -189,7 +188,7 @@ class Storm:
     def _choose_worker(self, event: str) -> list[int]:
         """Return the process of a worker, none if its host has not started it yet."""
         name = self._choose(f"has a worker that {event}")
-        pids = sorted(self._alive[name].ranks().values())
+        pids = self._alive[name].workers
         return [self._draw.choice(pids)] if pids else []
 
     def _is_over(self) -> bool:
@@ -202,19 +201,13 @@ class Storm:
             output = "\n".join(f"{name}: {host.stderr[-1500:]}" for name, host in self._alive.items())
             output += "".join(f"\n{event}" for event in self.hosts.events())
             assert time.monotonic() < deadline, f"no {steps} steps after step {last} in {PROGRESS_S:g} s\n{output}"
-            assert any(host.process.poll() is None for host in self._alive.values()), f"all hosts have ended\n{output}"
+            assert any(host.exit_code is None for host in self._alive.values()), f"all hosts have ended\n{output}"
             time.sleep(0.05)
         time.sleep(0.05)
 
 
 def _stop(pids: list[int], seconds: float) -> None:
     """Stop processes for a while."""
-    _signal(pids, signal.SIGSTOP)
+    send(signal.SIGSTOP, pids)
     time.sleep(seconds)
-    _signal(pids, signal.SIGCONT)
-
-
-def _signal(pids: list[int], number: int) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+    send(signal.SIGCONT, pids)

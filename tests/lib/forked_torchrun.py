@@ -1,0 +1,244 @@
+"""torchrun and its workers, forked from a server that has imported everything: a host trains within a second.
+
+The agent is torchrun's own code and starts workers as ever, with its arguments and environment. But where it would
+start an interpreter, a process without threads forks: the helper of the agent, which ends with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+from acsgd.run.processes import start_time
+from tests.lib.launched import MARGIN_S, Output
+from tests.lib.processes import CONTEXT
+
+PIDS = "pids"
+"""File in the directory of a host: role, pid and start time of each of its processes, one per line."""
+AGENT, HELPER, WORKER = "agent", "helper", "worker"
+POLL_S = 0.01
+PR_SET_PDEATHSIG = 1
+
+Setup = Callable[[], None]
+"""Function that runs first in a process, e.g. to inject a fault."""
+
+
+def nothing() -> None:
+    """Set up nothing."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """How a host is started."""
+
+    arguments: list[str]
+    """Of torchrun."""
+    environment: Mapping[str, str]
+    """Added to that of this process."""
+    directory: Path
+    """Empty directory: current directory of all processes, with their stdout, stderr and pids."""
+    namespace: str | None = None
+    """Network namespace."""
+    agent: Setup = nothing
+    worker: Setup = nothing
+
+
+class ForkedTorchrun(Output):
+    """A running torchrun with all processes of its host."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host.directory)
+        for name in (PIDS, "stdout", "stderr"):
+            (host.directory / name).touch()
+        self._agent = CONTEXT.Process(target=_run_agent, args=(host,), daemon=True)
+        self._agent.start()
+
+    def pids(self, *roles: str) -> list[int]:
+        """Return the processes with some roles, by default all, that still run."""
+        lines = [line.split() for line in (self.directory / PIDS).read_text().splitlines()]
+        alive = [(role, int(pid)) for role, pid, started in lines if start_time(int(pid)) == started]
+        return [pid for role, pid in alive if role in (roles or (AGENT, HELPER, WORKER))]
+
+    @property
+    def workers(self) -> list[int]:
+        """The workers that run."""
+        return self.pids(WORKER)
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of torchrun; minus the number of the signal that ended it; None while it runs."""
+        return self._agent.exitcode
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to torchrun alone."""
+        assert self._agent.pid is not None
+        os.kill(self._agent.pid, number)
+
+    def kill(self) -> None:
+        """End all processes at once, as a power failure does."""
+        while pids := self.pids():
+            send(signal.SIGKILL, pids)
+            time.sleep(POLL_S)
+        self._agent.join(MARGIN_S)
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for the end of torchrun, and then of its helper; return its exit code."""
+        self.wait_until(lambda: self.exit_code is not None and not self.pids(HELPER), timeout_s)
+        assert self.exit_code is not None
+        return self.exit_code
+
+
+@contextlib.contextmanager
+def forked_torchrun(host: Host) -> Iterator[ForkedTorchrun]:
+    """Start torchrun on a host; kill all of its processes on exit."""
+    run = ForkedTorchrun(host)
+    try:
+        yield run
+    finally:
+        run.kill()
+
+
+def send(number: signal.Signals, pids: Sequence[int]) -> float:
+    """Send a signal to processes; return the time.monotonic() just before. Those that have ended are skipped."""
+    started = time.monotonic()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+    return started
+
+
+def _run_agent(host: Host) -> NoReturn:
+    """Be torchrun of a host."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(
+        PR_SET_PDEATHSIG, signal.SIGKILL
+    )  # with the server, which ends with the process of the test
+    os.chdir(host.directory)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(host.directory / name, os.O_WRONLY | os.O_APPEND), number)
+    if host.namespace is not None:
+        from benchmarks.common.netlab import enter
+
+        enter(host.namespace)
+    os.environ.update(host.environment)
+    _note_pid(AGENT)
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        _fork_workers(theirs, host)
+    theirs.close()
+    helper = _Helper(ours)
+    subprocess_handler.SubprocessHandler._popen = lambda self, args, env: helper.start(args, env)  # type: ignore[method-assign,return-value,assignment]
+    host.agent()
+    _exit_with(lambda: torchrun.main(host.arguments))
+
+
+class _Helper:
+    """The agent's connection to the process that forks its workers, and is their parent."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._answers = connection.makefile("r")
+
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Worker:
+        """Start a worker."""
+        return Worker(self._request([list(arguments), dict(environment)]), self)
+
+    def poll(self, pid: int) -> int | None:
+        """Return the exit code of a worker, None while it runs. Afterwards, there is no process with this pid."""
+        return self._request(pid)
+
+    def _request(self, request: object) -> Any:
+        self._connection.sendall(json.dumps(request).encode() + b"\n")
+        return json.loads(self._answers.readline())
+
+
+@dataclass
+class Worker:
+    """A worker, as torchrun uses it: the part of subprocess.Popen that it calls."""
+
+    pid: int
+    helper: _Helper
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self.helper.poll(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("worker", timeout)
+            time.sleep(POLL_S)
+        return code
+
+
+def _fork_workers(connection: socket.socket, host: Host) -> NoReturn:
+    """Serve the requests of the agent; end with it."""
+    _note_pid(HELPER)
+    for line in connection.makefile("r"):
+        request = json.loads(line)
+        if isinstance(request, int):
+            ended, status = os.waitpid(request, os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if ended else None
+        elif (answer := os.fork()) == 0:
+            connection.close()
+            _run_worker(*request, host)
+        with contextlib.suppress(BrokenPipeError):
+            connection.sendall(json.dumps(answer).encode() + b"\n")
+    os._exit(0)
+
+
+def _run_worker(arguments: Sequence[str], environment: Mapping[str, str], host: Host) -> NoReturn:
+    """Be a worker. arguments: python -u PROGRAM ARGUMENT..."""
+    os.setsid()
+    _note_pid(WORKER)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]  # as by -u
+    program = arguments[2]
+    sys.argv = [program, *arguments[3:]]
+    host.worker()
+    _exit_with(lambda: runpy.run_path(program, run_name="__main__"))
+
+
+def _exit_with(function: Callable[[], Any]) -> NoReturn:
+    """Run a program, and end this process as the interpreter would."""
+    code = 0
+    try:
+        function()
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    atexit._run_exitfuncs()
+    os._exit(code)
+
+
+def _note_pid(role: str) -> None:
+    with open(PIDS, "a") as file:
+        file.write(f"{role} {os.getpid()} {start_time(os.getpid())}\n")
