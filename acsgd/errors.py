@@ -51,6 +51,10 @@ class RefusedError(RunError):
     """This host cannot take part in the run: starting its workers again would not help."""
 
 
+class ConnectError(RunError):
+    """The groups of a run could not be formed: another rank has not come, or has ended meanwhile."""
+
+
 class WaitInterruptedError(Exception):
     """The waits of this rank for other ranks were interrupted; the message says why.
 

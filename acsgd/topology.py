@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from acsgd.errors import RunError, reason
+from acsgd.errors import ConnectError, RunError, reason
 from acsgd.launch import Launch
 from acsgd.liveness import PeerWatch, heartbeat_interval_s
 from acsgd.process_groups import MARGIN_S, ProcessGroups
@@ -245,11 +245,11 @@ def connect(topology: Topology, *, timeout: timedelta, store: dist.Store, waits:
 
 @contextlib.contextmanager
 def _connection_errors(rank: int, world_size: int, timeout_s: float) -> Iterator[None]:
-    """Turn an error while connecting into a RunError."""
+    """Turn an error while connecting into a ConnectError."""
     try:
         yield
     except (RuntimeError, TimeoutError) as error:
-        raise RunError(
+        raise ConnectError(
             f"rank {rank} on {socket.gethostname()} could not connect to the other {world_size - 1} processes "
             f"within {timeout_s:g} s: {reason(error) or 'the store, which torchrun hosts, does not answer'}"
         ) from error

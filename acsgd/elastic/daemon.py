@@ -290,6 +290,9 @@ class Daemon:
     def on_done(self) -> None:
         self._input(lambda membership: membership.finish())
 
+    def on_idle(self) -> None:
+        self._input(lambda membership: membership.finish_if_all_leave())
+
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)

@@ -18,6 +18,7 @@ from acsgd.elastic.messages import (
     End,
     FromWorker,
     Hello,
+    Idle,
     Leave,
     Run,
     Setup,
@@ -63,6 +64,10 @@ class WorkerEvents(Protocol):
 
     def on_done(self) -> None:
         """A worker has completed the run."""
+        ...
+
+    def on_idle(self) -> None:
+        """Stop signals to all ranks have ended training on a worker."""
         ...
 
 
@@ -241,3 +246,5 @@ class LocalWorkers:
             case Done():
                 worker.is_done = True
                 self._events.on_done()
+            case Idle():
+                self._events.on_idle()

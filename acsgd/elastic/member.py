@@ -16,6 +16,8 @@ class Member:
         self.view = view
         self.change: Change | None = None
         """The most urgent request for the next view."""
+        self.is_idle = False
+        """Whether stop signals to all ranks have ended training in this view."""
         self._me = me
         self._presence = presence
         self._timing = timing
@@ -81,6 +83,10 @@ class Member:
             self._timing.settle_s + live.index(self._me) * self._timing.silence_s
         )  # others, if the first does not
         return now - self._changed_at >= patience
+
+    def do_all_leave(self, now: float) -> bool:
+        """Return whether all hosts of the view that are left want to leave."""
+        return not any(self._presence.stays(host) for host in self._presence.live(self.view.hosts, now))
 
     def reason(self, newcomers: Sequence[Host], now: float) -> str:
         """Return why the next view is formed."""

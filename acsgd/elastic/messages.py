@@ -251,7 +251,12 @@ class Done:
     """The run has ended: this worker has completed the last step, or stopped the run."""
 
 
-FromWorker = Hello | Stopped | Broken | Tick | Leave | Done
+@dataclass(frozen=True)
+class Idle:
+    """Stop signals to all ranks have ended training, and the run is saved. It resumes if a host without ranks stays."""
+
+
+FromWorker = Hello | Stopped | Broken | Tick | Leave | Done | Idle
 
 
 @dataclass(frozen=True)

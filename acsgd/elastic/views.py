@@ -122,6 +122,11 @@ class Membership:
             self._member.broadcast(Finished(self._member.view.epoch))
         self._finish()
 
+    def finish_if_all_leave(self) -> None:
+        """End the run once all hosts of this view want to leave: its ranks have stopped on their own."""
+        if self._member is not None:
+            self._member.is_idle = True
+
     def recorded(self, view: View, now: float) -> None:
         """Take the view that an epoch has in the register."""
         if self._preparation is not None:
@@ -198,6 +203,9 @@ class Membership:
             return
         if self._member is not None:
             self._member.on_timer(self.working_s, now)
+            if self._member.is_idle and self._member.do_all_leave(now):
+                self.finish()
+                return
         elif self._promises.are_stopped:
             self.candidate.on_timer(self._known)
         if self._preparation is not None:

@@ -14,11 +14,11 @@ from acsgd.config.options import Config
 from acsgd.elastic.control import Control
 from acsgd.elastic.events import view_event
 from acsgd.elastic.handover import complete_step, hand_over, is_run_over, run_missing_exchange, worker_state
-from acsgd.elastic.messages import Broken, Done, End, Hello, Leave, Run, Setup, Stop, Stopped, View
+from acsgd.elastic.messages import Broken, Done, End, Hello, Idle, Leave, Run, Setup, Stop, Stopped, View
 from acsgd.elastic.plan import Plan, WorkerState
 from acsgd.elastic.setup import check_elastic, setup_of
 from acsgd.elastic.stores import connect_store, open_store
-from acsgd.errors import RefusedError, RunError, WaitInterruptedError
+from acsgd.errors import ConnectError, RefusedError, RunError, WaitInterruptedError
 from acsgd.fields import from_json
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.metrics import Metrics
@@ -35,6 +35,7 @@ from acsgd.run.session import Session
 from acsgd.run.signals import StopSignals
 from acsgd.run.state import Start, start
 from acsgd.run.stdio import enter_training
+from acsgd.store import StoreError
 from acsgd.topology import Groups, connect
 from acsgd.train import run_steps
 from acsgd.waits import InterruptibleWaits
@@ -132,7 +133,7 @@ class ElasticWorker:
         except WaitInterruptedError:
             return False
         except RunError as error:
-            if not error.awaited:
+            if not (error.awaited or isinstance(error, ConnectError | StoreError)):
                 raise
             self._control.send(Broken(view.epoch, str(error)))
             return False
@@ -142,7 +143,10 @@ class ElasticWorker:
             if self._session is not None and self._session is not before:
                 self._session.abort(f"view {view.epoch} has ended")
         assert self._session is not None
-        return is_run_over(view, self._state, self._session.job.config.optim.num_steps)
+        is_over = is_run_over(view, self._state, self._session.job.config.optim.num_steps)
+        if self._state.is_stopped and not is_over:
+            self._control.send(Idle())
+        return is_over
 
     def _wait_as_spare(self, view: View) -> None:
         """Drop the state, which others change from now on; keep it if nobody trains."""
@@ -165,7 +169,7 @@ class ElasticWorker:
         job = prepare(config, replace(self._launch, rank=rank, world_size=len(plan.ranks)))
         timeout = timedelta(seconds=config.run.timeout)
         with contextlib.ExitStack() as stack:
-            store = self._store if rank == 0 else connect_store(*view.store_address())
+            store = self._store if rank == 0 else connect_store(*view.store_address(), waits)
             groups = stack.enter_context(connect(job.topology, timeout=timeout, store=store, waits=waits))
             self._hold_lock(job, groups, plan)
             inputs = open_inputs(job, groups, has_caches=self._session is not None and bool(self._session.caches))

@@ -154,3 +154,22 @@ def test_a_run_starts_again_after_all_of_its_hosts_have_ended_with_a_higher_epoc
     run.run(10)
     assert hosts_of(run) == 2
     assert max(run.register) > before
+
+
+def test_a_run_that_has_stopped_ends_once_the_hosts_without_ranks_leave_as_well() -> None:
+    run = simulation(2, max_replicas=1)
+    view = run.register[max(run.register)]
+    spare, trainer = sorted(run.hosts, key=lambda host: host.me.id in view.rank_hosts())
+    for host in run.hosts:
+        host.membership.leave()
+    trainer.input(trainer.membership.finish_if_all_leave)
+    run.run(3)
+    assert run.register[max(run.register)].hosts == (), "the run has ended"
+
+    run = simulation(2, max_replicas=1)
+    view = run.register[max(run.register)]
+    spare, trainer = sorted(run.hosts, key=lambda host: host.me.id in view.rank_hosts())
+    trainer.membership.leave()
+    trainer.input(trainer.membership.finish_if_all_leave)
+    run.run(3)
+    assert [host.address for host in run.register[view.epoch + 1].hosts] == [spare.address], "it stays"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -10,15 +11,18 @@ import pytest
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
 from acsgd.elastic.handover import is_run_over
-from acsgd.elastic.messages import End, Hello, Host, Run, Setup, Stop, Stopped, View
+from acsgd.elastic.messages import Broken, End, Hello, Host, Run, Setup, Stop, Stopped, View
 from acsgd.elastic.plan import Plan
 from acsgd.elastic.worker import ElasticWorker, open_metrics
+from acsgd.errors import ConnectError, RunError
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.record import Record
 from acsgd.launch import Launch
 from acsgd.run.failures import RunContext
 from acsgd.run.loop_state import LoopState
 from acsgd.run.signals import StopSignals
+from acsgd.store import StoreError
+from acsgd.waits import InterruptibleWaits
 
 
 def record(step: int) -> Record:
@@ -54,14 +58,45 @@ class Script:
     def send(self, message: object) -> None:
         self.sent.append(message)
 
+    def attach(self, waits: InterruptibleWaits, state: LoopState) -> None:
+        pass
+
+    def detach(self) -> None:
+        pass
+
+
+def new_worker(script: Script) -> ElasticWorker:
+    config = Config(ModelConfig("m"), DataConfig("demo", 8, 2), OptimConfig(lr=1e-3, steps=9))
+    return ElasticWorker(config, Launch(), script)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [RunError("x", awaited=[1]), ConnectError("x"), StoreError("x"), RunError("x")])
+def test_a_worker_goes_on_in_another_view_after_an_error_that_other_ranks_may_have_caused(
+    monkeypatch: pytest.MonkeyPatch, error: RunError
+) -> None:
+    """Rank 0 may end while the groups are formed, in its store."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ElasticWorker, "_train", fail)
+    script = Script()
+    view = View(7, (Host("a", "h:1"),), Plan(1, ranks=("a/0",)))
+    run = partial(new_worker(script)._run_view, view, "a/0", cast(StopSignals, None), cast(RunContext, None))
+    if type(error) is RunError and not error.awaited:
+        with pytest.raises(RunError):
+            run()
+    else:
+        assert not run()
+        assert script.sent == [Broken(7, "x")]
+
 
 def test_a_worker_reports_once_per_view_however_often_it_is_asked_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that is more urgent follows the first one; its answer could reach the daemon after the next view."""
     monkeypatch.setattr(ElasticWorker, "_run_view", lambda *_: False)
     run = Run(View(1, (), Plan(stages=1)), "a/0")
     script = Script(Stop(False), run, Stop(True), Stop(False), run, Stop(False), End(None))
-    config = Config(ModelConfig("m"), DataConfig("demo", 8, 2), OptimConfig(lr=1e-3, steps=9))
-    worker = ElasticWorker(config, Launch(), script)  # type: ignore[arg-type]
+    worker = new_worker(script)
     setup = Setup(1, "run", 1, None, 1.0, 1.0, {})
     worker.run(setup, cast(StopSignals, None), cast(RunContext, None))
     assert [type(message) for message in script.sent] == [Hello, Stopped, Stopped]

@@ -1,0 +1,32 @@
+"""The store of a view: a worker finds out at once that its host has ended."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from lib.daemons import free_addresses
+
+from acsgd.elastic.stores import STORE_TIMEOUT_S, connect_store, open_store
+from acsgd.errors import RunError, WaitInterruptedError
+from acsgd.waits import DIRECT, InterruptibleWaits
+
+
+def test_the_store_of_a_process_that_has_ended_is_not_waited_for() -> None:
+    (address,) = free_addresses(1)
+    host, _, port = address.partition(":")
+    started = time.monotonic()
+    with pytest.raises(RunError, match=address) as caught:
+        connect_store(host, int(port), DIRECT)
+    assert caught.value.awaited == (0,), "the run continues in another view"
+    assert time.monotonic() - started < STORE_TIMEOUT_S / 2
+
+
+def test_a_store_that_listens_is_connected_unless_another_view_follows() -> None:
+    store, waits = open_store(), InterruptibleWaits()
+    client = connect_store("127.0.0.1", store.port, waits)
+    store.set("key", "value")
+    assert client.get("key") == b"value"
+    waits.interrupt("another view follows")
+    with pytest.raises(WaitInterruptedError):
+        connect_store("127.0.0.1", store.port, waits)
