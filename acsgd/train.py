@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from acsgd.errors import NonFiniteError, RunError
@@ -95,8 +96,9 @@ def run_steps(
     spike_guard = SpikeGuard(session, checkpointing, metrics.note)
     if state.is_open:
         evaluate_log_save(session, state, inputs, metrics, checkpointing)
-    pace = Pace(session, metrics.event)
-    batches = iter(Dataset(inputs.reader, range(state.progress.step, steps), micros=pace.micros))
+    pace, waits = Pace(session, metrics.event), session.groups.waits
+    waits.on_interrupt(partial(inputs.reader.close, wait=False))  # else the thread that reads ahead waits on
+    batches = iter(Dataset(inputs.reader, range(state.progress.step, steps), micros=pace.micros, waits=waits))
     while (before := state.progress).step < steps and not state.is_stopped:
         state.started_at = time.perf_counter()  # the wait for the batch is part of the step
         pause = state.pause_requested and not checkpointing.is_saving  # a save takes longer than others should wait
@@ -106,16 +108,18 @@ def run_steps(
         checkpointing.finish_save(wait=result.summary.failed_save)
         if result.updated and (restored := spike_guard.restore_before_spike(before, result.loss)):
             state.progress, state.is_open = restored, False
-            batches = iter(Dataset(inputs.reader, range(restored.step, steps), micros=pace.micros))
+            batches = iter(Dataset(inputs.reader, range(restored.step, steps), micros=pace.micros, waits=waits))
             continue
         evaluate_log_save(session, state, inputs, metrics, checkpointing)
         pace.record(result.summary, state.progress.step)
         if result.summary.pause and state.progress.step < steps and not state.is_stopped:
             if pause_needs_checkpoint(result.summary):
                 checkpointing.finish_save(wait=True)
-            return
-    checkpointing.finish_save(wait=True, last=True)
-    metrics.note(checkpointing.describe_end(state.progress.step, signals.received))
+            break
+    else:
+        checkpointing.finish_save(wait=True, last=True)
+        metrics.note(checkpointing.describe_end(state.progress.step, signals.received))
+    inputs.reader.close(wait=False)
 
 
 def train_step(

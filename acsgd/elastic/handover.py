@@ -7,6 +7,9 @@ from dataclasses import asdict
 from acsgd.elastic.messages import View
 from acsgd.elastic.plan import Plan, WorkerState
 from acsgd.elastic.transfer import receive_layers, send_layers
+from acsgd.fields import from_json
+from acsgd.io.rows.streamed import StreamState
+from acsgd.io.sampling.batches import BatchReader
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.run.build import build_session, reconnect
 from acsgd.run.control import StepSummary
@@ -17,11 +20,17 @@ from acsgd.topology import Groups
 from acsgd.train import apply_step
 
 
-def worker_state(session: Session | None, state: LoopState, store_port: int = 0) -> WorkerState:
-    """Return what a worker reports that has stopped. session: None if it holds no state."""
+def worker_state(
+    session: Session | None, state: LoopState, reader: BatchReader | None, store_port: int = 0
+) -> WorkerState:
+    """Return what a worker reports that has stopped.
+
+    session: None if it holds no state; reader: of its batches in the view before.
+    """
     if session is None:
         return WorkerState(store_port=store_port)
     step = state.progress.step
+    streams = reader.stream_states(step) if reader is not None else ()
     return WorkerState(
         step=step,
         stage_rank=session.job.topology.stage_rank,
@@ -32,7 +41,13 @@ def worker_state(session: Session | None, state: LoopState, store_port: int = 0)
         summary=asdict(state.summary) if state.summary else None,
         is_open=state.is_open,
         store_port=store_port,
+        streams=tuple(None if each is None else asdict(each) for each in streams),
     )
+
+
+def restore_streams(reader: BatchReader, plan: Plan) -> None:
+    """Let streamed sources be read on from the place that a worker of the view before has reported."""
+    reader.restore([None if each is None else from_json(StreamState, each) for each in plan.streams])
 
 
 def complete_step(session: Session, state: LoopState, plan: Plan, *, is_behind: bool) -> None:

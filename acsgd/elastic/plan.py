@@ -32,6 +32,8 @@ class WorkerState:
     """Whether evaluation, log and save after its last step are incomplete."""
     store_port: Natural = 0
     """Port of the store that it has opened for the next view, used if it becomes rank 0."""
+    streams: tuple[dict[str, Any] | None, ...] = ()
+    """StreamState of each source after `step` steps, None if it is not streamed; empty if the worker streams none."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class Plan:
     """Whether evaluation, log and save after the last step are incomplete."""
     is_first: bool = False
     """Whether no host was in an earlier view."""
+    streams: tuple[dict[str, Any] | None, ...] = ()
+    """StreamState of each source, at or before the next sequence, None if it is not streamed; empty if none is."""
 
     @property
     def replicas(self) -> int:
@@ -121,6 +125,7 @@ def make_plan(
         progress=ahead.progress,
         summary=ahead.summary,
         is_open=ahead.is_open or bool(behind),
+        streams=max(holders.values(), key=_place_in_streams).streams,
     )
 
 
@@ -146,6 +151,14 @@ def _reaches(state: WorkerState, ahead: WorkerState) -> bool:
 def _is_synced(state: WorkerState, ahead: WorkerState) -> bool:
     """Return whether a holder's weights after the last step do not lack an exchange that others may have made."""
     return state.is_synced if state.step == ahead.step else not state.exchanges
+
+
+def _place_in_streams(state: WorkerState) -> tuple[int, list[int]]:
+    """Return a key by which the states that lie further ahead in the streamed sources are larger.
+
+    A place after fewer steps than others have applied is one at or before the next sequence, too.
+    """
+    return state.step if state.streams else -1, [each["segment"] for each in state.streams if each is not None]
 
 
 def _assign(workers: Sequence[str], held: Mapping[str, int | None], stages: int, replicas: int) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ import torch
 import transformers
 
 from acsgd.elastic.messages import Setup
-from acsgd.io.sources.streamed import Streamed
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.inputs import Inputs
 from acsgd.run.job import Job
@@ -29,8 +28,6 @@ def check_elastic(job: Job) -> None:
             f"pp.forward={config.pp.forward}: the files of caches belong to replicas, whose ranks change in an elastic "
             "run; use cache=ram"
         )
-    if any(isinstance(source, Streamed) for source, _ in job.sources):
-        raise ValueError("streamed sources are read on from one place, which elastic runs cannot yet; remove stream:")
 
 
 def _split_tied_weight(job: Job) -> str | None:

@@ -13,7 +13,14 @@ from pathlib import Path
 from acsgd.config.options import Config
 from acsgd.elastic.control import Control
 from acsgd.elastic.events import view_event
-from acsgd.elastic.handover import complete_step, hand_over, is_run_over, run_missing_exchange, worker_state
+from acsgd.elastic.handover import (
+    complete_step,
+    hand_over,
+    is_run_over,
+    restore_streams,
+    run_missing_exchange,
+    worker_state,
+)
 from acsgd.elastic.messages import Broken, Done, End, Hello, Idle, Leave, Run, Setup, Stop, Stopped, View
 from acsgd.elastic.plan import Plan, WorkerState
 from acsgd.elastic.setup import check_elastic, setup_of
@@ -21,6 +28,7 @@ from acsgd.elastic.stores import connect_store, open_store
 from acsgd.errors import ConnectError, RefusedError, RunError, WaitInterruptedError
 from acsgd.fields import from_json
 from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.sampling.batches import BatchReader
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.text_log import open_text_log
 from acsgd.launch import Launch
@@ -66,6 +74,8 @@ class ElasticWorker:
         self._launch = launch
         self._control = control
         self._session: Session | None = None
+        self._reader: BatchReader | None = None
+        """Of the view in which `_session` was trained."""
         self._state = LoopState(Progress(), is_elastic=True)
         self._metrics: Metrics | None = None
         self._lock: RunLock | None = None
@@ -115,7 +125,7 @@ class ElasticWorker:
 
     def _report(self) -> WorkerState:
         """Return the state of this worker, which has stopped."""
-        return worker_state(self._session, self._state, self._store.port)
+        return worker_state(self._session, self._state, self._reader, self._store.port)
 
     def _run_view(self, view: View, name: str, signals: StopSignals, context: RunContext) -> bool:
         """Train in a view, until it ends; return whether the run has ended."""
@@ -173,14 +183,14 @@ class ElasticWorker:
             groups = stack.enter_context(connect(job.topology, timeout=timeout, store=store, waits=waits))
             self._hold_lock(job, groups, plan)
             inputs = open_inputs(job, groups, has_caches=self._session is not None and bool(self._session.caches))
-            stack.callback(inputs.reader.close)
+            stack.callback(inputs.reader.close, wait=False)
             job = replace(job, config=config.with_steps(inputs.steps))
             if "text" in config.log.to.split(","):
                 replica = job.topology.replica
                 log = open_text_log(Path(config.log.dir), rank=rank, stages=job.stages, replica=replica)
                 stack.enter_context(log)
             begin = self._begin(job, inputs, groups, plan)
-            self._session = begin.session
+            self._session, self._reader = begin.session, inputs.reader
             metrics = self._open_metrics(job)
             for note in self._notes(job, inputs, begin):
                 metrics.note(note)
@@ -209,6 +219,7 @@ class ElasticWorker:
             self._state.restart(begin.progress)
             return begin
         assert plan.progress is not None
+        restore_streams(inputs.reader, plan)
         if rank in (copy.target for copy in plan.copies):
             self._session = None
             self._state.restart(Progress())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from lib.corpora import write_records
 from lib.ranks import on_ranks
 from lib.training import RELATIVE, make_config
 from lib.views import ScriptedView, Trained, train_in_views
@@ -26,6 +27,13 @@ MODES = (*EXCHANGES, *OTHERS)
 MEMBERS = (0, 1, 2)
 FROZEN = "transformer.w[tp]e.*,*.h.0.*"
 """Parameters that are not trained."""
+STREAMED = "streamed"
+JOIN = [
+    ScriptedView((0, 1), 4, late=(1,)),  # step 5, which 1 completes alone
+    ScriptedView((0, 1, 2), 6),
+    ScriptedView((2,), STEPS),
+]
+"""A process joins, and is the only one that is left."""
 
 
 def scripts_of(mode: str) -> dict[str, list[ScriptedView]]:
@@ -69,6 +77,12 @@ def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     model = dataclasses.replace(config.model, freeze=FROZEN)
     all_runs[f"{FROZEN}, calm"] = dataclasses.replace(config, model=model), scripts_of("")["calm"]
     all_runs[f"{FROZEN}, members change"] = dataclasses.replace(config, model=model), scripts_of("")["members change"]
+    write_records(path / "a.jsonl")
+    sources = f"stream:{path / 'a.jsonl'}:0.5,demo:0.5"
+    streamed = dataclasses.replace(config, data=dataclasses.replace(config.data, sources=sources, window=4))
+    for name, script in {"calm": [ScriptedView(MEMBERS, STEPS)], "one joins": JOIN}.items():
+        log = dataclasses.replace(config.log, dir=str(path / name))  # without the segments of the other run
+        all_runs[f"{STREAMED}, {name}"] = dataclasses.replace(streamed, log=log), script
     return on_ranks(3, train_in_views, path / "store", all_runs)
 
 
@@ -121,3 +135,16 @@ def test_layers_with_frozen_parameters_are_handed_over(runs: Runs) -> None:
     """Without optimizer state, and to replicas that have never loaded them."""
     losses, calm = (losses_of(runs, FROZEN, script) for script in ("members change", "calm"))
     assert losses == pytest.approx(calm, rel=RELATIVE)
+
+
+def test_streamed_sources_are_read_on_where_the_view_before_has_ended(runs: Runs) -> None:
+    """Also by a process that joins, which has none of their segments, and by it alone."""
+    assert losses_of(runs, STREAMED, "one joins") == pytest.approx(losses_of(runs, STREAMED, "calm"), rel=RELATIVE)
+    views = [process[f"{STREAMED}, one joins"].streams for process in runs]
+    assert [sorted(each) for each in views] == [[0, 5], [0, 5], [5, 6]]
+    for step in (5, 6):  # of which 3 sequences each are streamed, in windows of 4
+        places = [each[step] for each in views if step in each]
+        assert places == places[:1] * len(places)
+        assert places[0] is not None
+        assert places[0].segment == step * 3 // 4
+        assert places[0].position.tokens > 0

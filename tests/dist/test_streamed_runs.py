@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
-import numpy as np
 import pytest
+from lib.corpora import write_records
 from lib.models import DROPOUT
 from lib.ranks import on_ranks
 from lib.resume import HALF, TinyModel, checkpoint_of, losses_of, make_config, stopped_half_way, train_ranks
@@ -15,15 +14,6 @@ from lib.training import RELATIVE
 
 from acsgd.config.options import DataConfig
 from acsgd.io.checkpoint.resume import Checkpoint
-
-
-def write_records(path: Path) -> None:
-    """Write more documents than the first steps need."""
-    draw = np.random.default_rng(0)
-    with path.open("w") as file:
-        for number in range(3000):
-            words = " ".join(map(str, draw.integers(0, 10**6, 20)))
-            file.write(json.dumps({"text": f"{number}: {words}"}) + "\n")
 
 
 def test_a_streamed_run_trains_alike_at_every_size_and_after_a_kill(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
-"""Corpora in memory."""
+"""Corpora in memory, and files of records."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,3 +50,12 @@ def encoded_of(tokenizer: Any, *examples: Example) -> Encoded:
     """Return the tokens of examples."""
     encoder = DocumentEncoder(tokenizer)
     return encoder.encode(examples, encoder.tokenize(examples))
+
+
+def write_records(path: Path) -> None:
+    """Write more documents than the first steps of a small run need."""
+    draw = np.random.default_rng(0)
+    with path.open("w") as file:
+        for number in range(3000):
+            words = " ".join(map(str, draw.integers(0, 10**6, 20)))
+            file.write(json.dumps({"text": f"{number}: {words}"}) + "\n")

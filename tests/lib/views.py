@@ -17,18 +17,19 @@ import torch.distributed as dist
 
 from acsgd import train
 from acsgd.config.options import Config
-from acsgd.elastic.handover import complete_step, hand_over, run_missing_exchange, worker_state
+from acsgd.elastic.handover import complete_step, hand_over, restore_streams, run_missing_exchange, worker_state
 from acsgd.elastic.plan import Plan, WorkerState, make_plan
 from acsgd.errors import WaitInterruptedError
 from acsgd.fields import from_json
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.sampling.batches import Batch
+from acsgd.io.rows.streamed import StreamState
+from acsgd.io.sampling.batches import Batch, BatchReader
 from acsgd.launch import Launch
 from acsgd.run import build
 from acsgd.run.build import build_session
 from acsgd.run.data import open_data
 from acsgd.run.inputs import open_weight_source, plan_activation_caches
-from acsgd.run.job import Job, prepare
+from acsgd.run.job import prepare
 from acsgd.run.loop_state import LoopState
 from acsgd.run.session import Session
 from acsgd.topology import connect
@@ -64,6 +65,8 @@ class Trained(NamedTuple):
     """Stage, and digest of its global weights, after each step."""
     forward_bytes: dict[int, int]
     """Bytes of activations that all ranks sent in each step."""
+    streams: dict[int, StreamState | None]
+    """Where the first source was read on at the beginning of each view, by the number of steps before it."""
 
 
 Script = Sequence[ScriptedView]
@@ -76,10 +79,11 @@ def train_in_views(
     torch.set_num_threads(1)
     store, trained = dist.FileStore(str(path), world_size), {}
     for name, (config, script) in runs.items():
-        process = _Process(rank, dist.PrefixStore(name, store), config)
+        log = dataclasses.replace(config.log, dir=f"{config.log.dir}-{rank}")  # with streamed segments of its own
+        process = _Process(rank, dist.PrefixStore(name, store), dataclasses.replace(config, log=log))
         for number, view in enumerate(script):
             process.run_view(number, view)
-        trained[name] = Trained(process.losses, process.digests, process.forward_bytes)
+        trained[name] = Trained(process.losses, process.digests, process.forward_bytes, process.streams)
     return trained
 
 
@@ -89,10 +93,12 @@ class _Process:
         self._store = store
         self._config = config
         self._session: Session | None = None
+        self._reader: BatchReader | None = None
         self._state = LoopState(Progress(), is_elastic=True)
         self.losses: dict[int, float] = {}
         self.digests: dict[int, tuple[int, str]] = {}
         self.forward_bytes: dict[int, int] = {}
+        self.streams: dict[int, StreamState | None] = {}
 
     def run_view(self, number: int, view: ScriptedView) -> None:
         """Take part in a view, or drop the state."""
@@ -106,12 +112,13 @@ class _Process:
             complete_step(self._session, self._state, plan, is_behind=str(self._number) in plan.behind)
             self._note_step()
         job = prepare(self._config, Launch(rank, rank, len(plan.ranks)))
-        caches = plan_activation_caches(job, SAMPLES, run_id="run", fresh=True)
+        caches, reader = plan_activation_caches(job, SAMPLES, run_id="run", fresh=True), open_data(job).reader
         store, waits = dist.PrefixStore(f"view {number}", self._store), InterruptibleWaits()
         with connect(job.topology, timeout=TIMEOUT, store=store, waits=waits) as groups:
             if plan.from_disk:
                 self._session = build_session(job, open_weight_source(job), groups, caches)
             else:
+                restore_streams(reader, plan)
                 if rank in (copy.target for copy in plan.copies):
                     self._session = None
                     self._state.restart(Progress())
@@ -123,7 +130,10 @@ class _Process:
                 self._state.progress = from_json(Progress, plan.progress)
                 run_missing_exchange(self._session, self._state, plan)
                 self._note_step()
-            self._train(job, self._session, view)
+            self._reader = reader
+            self.streams[plan.step] = next(iter(reader.stream_states(plan.step)), None)
+            self._train(self._session, reader, view)
+            reader.close()
             groups.wait_for_all("ending the view", timeout_s=TIMEOUT.total_seconds())
             self._session.abort("the view has ended")
             groups.abort("the view has ended")
@@ -136,7 +146,7 @@ class _Process:
 
     def _plan(self, number: int, view: ScriptedView) -> Plan:
         """Report, and plan the view from the reports of all members."""
-        mine = worker_state(self._session, self._state)
+        mine = worker_state(self._session, self._state, self._reader)
         self._store.set(f"{number}/{self._number}", json.dumps(dataclasses.asdict(mine)))
         states = {
             str(member): from_json(WorkerState, json.loads(self._store.get(f"{number}/{member}")))
@@ -144,10 +154,9 @@ class _Process:
         }
         return make_plan(states, staying=list(states), stages=self._config.pp.stages)
 
-    def _train(self, job: Job, session: Session, view: ScriptedView) -> None:
+    def _train(self, session: Session, batches: BatchReader, view: ScriptedView) -> None:
         """Train until the end of a view."""
         self._state.has_reported = False
-        batches = open_data(job).reader
         while (step := self._state.progress.step) < view.until:
             train.train_step(session, batches.batch(step), self._state.progress, state=self._state)
             self._note_step()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from acsgd.config.run_file import parse
+from tests.lib.corpora import write_records
 from tests.lib.forks import finish
 from tests.lib.hosts import LIMIT_S, Hosts
 
@@ -24,13 +25,16 @@ YEAR_S = 365 * 86400.0
 
 @pytest.fixture
 def run_file(tiny_model: TinyModel, tmp_path: Path) -> Path:
+    """Half of the sequences are streamed."""
+    write_records(tmp_path / "a.jsonl")
     path = tmp_path / "run.toml"
     path.write_text(
         f"""
         [model]
         name = "{tiny_model()}"
         [data]
-        sources = "demo"
+        sources = "stream:{tmp_path / "a.jsonl"}:0.5,demo:0.5"
+        window = 32
         sequence = 32
         batch = 8
         [pp]

@@ -146,3 +146,21 @@ def test_each_stage_has_its_own_exchange() -> None:
     plan = make_plan(states, staying=list(states), stages=2)
     assert plan.unsynced == (1,)
     assert [(copy.source, copy.target) for copy in plan.copies] == [(0, 2)]
+
+
+def test_streamed_sources_are_read_on_from_the_latest_place_that_a_worker_knows() -> None:
+    def place(step: int, *streams: dict[str, int] | None) -> WorkerState:
+        return WorkerState(step, 0, ready=True, progress={}, summary={}, streams=streams)
+
+    known, later = (None, {"segment": 4}), (None, {"segment": 5})
+    first = (None, {"segment": 0})  # of the next epoch
+    cases = [
+        (later, [place(7, *known), place(7, *later), place(8)]),
+        (first, [place(7, *later), place(8, *first)]),
+        ((), [place(7), place(8)]),
+    ]
+    for latest, workers in cases:
+        states = {f"h{number}/0": worker for number, worker in enumerate(workers)}
+        for order in itertools.permutations(states):
+            plan = make_plan({name: states[name] for name in order}, staying=list(order), stages=1)
+            assert plan.streams == latest

@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from lib.labelled import with_special_tokens
 from tokenizers import processors
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
-from acsgd.errors import RunError
+from acsgd.errors import RunError, WaitInterruptedError
 from acsgd.fields import from_json
+from acsgd.io.cache import lock_file
 from acsgd.io.formats.formats import read_options
 from acsgd.io.rows.base import LABELS, RowReader, Rows
 from acsgd.io.rows.best_fit import best_fit
@@ -245,7 +248,7 @@ def test_the_end_of_the_source_is_found_by_its_last_segment(maker: Maker) -> Non
 
 def test_one_process_of_a_host_writes_and_another_takes_over(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_cache, "AHEAD", 0)
-    with closing(maker.streamed()) as second:
+    with closing(maker.streamed()) as second, closing(maker.streamed()) as third:
         with closing(maker.streamed()) as first:
             expected = read(first, range(WINDOW))
             assert read(second, range(WINDOW)) == expected
@@ -253,11 +256,29 @@ def test_one_process_of_a_host_writes_and_another_takes_over(maker: Maker, monke
         taken_over = read(second, range(WINDOW, 2 * WINDOW))
         assert second.cache.writes
         second.close()
-        with closing(maker.streamed()) as first:
-            later = read(first, range(2 * WINDOW, 3 * WINDOW))
-        assert read(second, range(WINDOW, 4 * WINDOW))[: 2 * WINDOW] == taken_over + later
+        assert read(third, range(2 * WINDOW)) == expected + taken_over
+        assert not third.cache.writes
+        later = read(third, range(2 * WINDOW, 3 * WINDOW))
+        assert third.cache.writes
     with closing(maker.streamed("alone")) as alone:
-        assert read(alone, range(WINDOW, 2 * WINDOW)) == taken_over
+        assert read(alone, range(WINDOW, 3 * WINDOW)) == taken_over + later
+
+
+def test_a_process_writes_beside_one_that_stands_still(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_cache, "STALL_S", 0.1)
+    with closing(maker.streamed("alone")) as alone, closing(maker.streamed()) as rows:
+        with FileLock(lock_file(rows.cache._directory)):  # of a process that is stopped
+            assert read(rows, range(3 * WINDOW)) == read(alone, range(3 * WINDOW))
+        assert rows.cache.writes
+
+
+def test_closing_ends_a_wait_for_a_segment(maker: Maker) -> None:
+    with closing(maker.streamed()) as rows, FileLock(lock_file(rows.cache._directory)), ThreadPoolExecutor() as pool:
+        reading = pool.submit(rows.read, 0)
+        assert not wait([reading], 0.1).done
+        rows.close(wait=False)
+        with pytest.raises(WaitInterruptedError):
+            reading.result(60)
 
 
 def test_a_damaged_segment_is_made_again(maker: Maker) -> None:

@@ -105,9 +105,9 @@ class StreamedRows:
         """Read on from what a checkpoint records."""
         self.cache.restore(state.segment, state.position, state.rows)
 
-    def close(self) -> None:
-        """Stop to tokenize."""
-        self.cache.close()
+    def close(self, *, wait: bool = True) -> None:
+        """Stop to tokenize. wait: as of SegmentCache."""
+        self.cache.close(wait=wait)
 
     def _locate(self, index: int) -> tuple[int, _Current]:
         """Return the place of a row in the order of its segment, and the segment."""

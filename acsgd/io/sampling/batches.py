@@ -18,6 +18,7 @@ from acsgd.io.rows.streamed import StreamedRows, StreamState
 from acsgd.io.sampling.sampler import Ints, Sampler
 from acsgd.layers.lengths import Lengths
 from acsgd.read_ahead import read_ahead
+from acsgd.waits import DIRECT, Waits
 
 AHEAD = 3
 """Maximum number of batches read ahead."""
@@ -105,11 +106,14 @@ class BatchReader:
             if isinstance(rows, StreamedRows) and state is not None:
                 rows.restore(state)
 
-    def close(self) -> None:
-        """Stop reading streamed sources."""
+    def close(self, *, wait: bool = True) -> None:
+        """Stop reading streamed sources: a `batch` that waits for one raises WaitInterruptedError.
+
+        wait: for the thread that tokenizes, for a few seconds; else it ends later.
+        """
         for rows in self.rows.rows:
             if isinstance(rows, StreamedRows):
-                rows.close()
+                rows.close(wait=wait)
 
     def _streams(self, step: int) -> list[tuple[int, StreamedRows, int]]:
         """Return index and rows of each source that this rank streams, and the number of rows before a step."""
@@ -129,7 +133,8 @@ class Dataset:
     use it as a context manager.
 
     micros: returns the micro-batches of a step, as of `BatchReader.batch`; called by the thread that iterates, when the
-    batch `ahead` steps before is taken. ahead: maximum number of batches read ahead.
+    batch `ahead` steps before is taken. ahead: maximum number of batches read ahead. waits: in which training waits for
+    a batch.
     """
 
     def __init__(
@@ -139,10 +144,11 @@ class Dataset:
         *,
         micros: Callable[[int], range | None] = lambda _: None,
         ahead: int = AHEAD,
+        waits: Waits = DIRECT,
     ) -> None:
         self.reader = reader
         keys = ((step, micros(step)) for step in steps)
-        self._batches = read_ahead(lambda key: reader.batch(*key), keys, ahead)
+        self._batches = read_ahead(lambda key: reader.batch(*key), keys, ahead, waits=waits)
 
     def __iter__(self) -> Iterator[Batch]:
         return self

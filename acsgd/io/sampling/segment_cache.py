@@ -3,8 +3,9 @@
     segment-00000012    directory, as of `write_segment`
     end.json            number of rows of the source, once its end was read
 
-Every process of a run that needs tokens has a SegmentCache on the same directory. One of them holds a lock and writes;
-when it ends, another one takes over.
+Every process of a run that needs tokens has a SegmentCache on the same directory. One process of each host holds a lock
+and writes; when it ends or stands still, another one takes over. Two that write do no harm: their segments are equal,
+and appear complete.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +24,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from acsgd.atomic import build_atomically
-from acsgd.errors import CorruptFileError, RunError, explain
+from acsgd.errors import CorruptFileError, RunError, WaitInterruptedError, explain
 from acsgd.io.cache import lock_file
 from acsgd.io.sampling.segment_files import OpenSegment, open_segment, read_about, write_segment
 from acsgd.io.sampling.segments import Position, Segment
@@ -32,10 +34,12 @@ AHEAD = 8
 """Number of segments that are written ahead of the one that was read last."""
 BEHIND = 32
 """Number of segments that are kept behind it. Those further away are removed."""
+STALL_S = 30.0
+"""Time without a new segment after which a process that waits for one writes it without the lock, seconds."""
 POLL_S = 0.05
 """Seconds between two looks for a segment that another process writes."""
 JOIN_S = 5.0
-"""Maximum time to wait for the writing thread at the end, seconds."""
+"""Maximum time to wait for the thread that writes at the end, seconds."""
 NAME = "segment-"
 END = "end.json"
 
@@ -107,8 +111,10 @@ class SegmentCache:
     def segment(self, index: int) -> OpenSegment | None:
         """Return a segment, waiting until it is written; None if the source ends before it.
 
-        Raises RunError if the source cannot be read or the segment cannot be written.
+        Raises RunError if the source cannot be read or the segment cannot be written, WaitInterruptedError after
+        `close`.
         """
+        started = time.monotonic()
         with self._changed:
             self._wanted = index
             self._changed.notify_all()
@@ -118,7 +124,9 @@ class SegmentCache:
                     return None
                 if self._error is not None:
                     raise self._error
-                self._start_thread()
+                if self._is_closed:
+                    raise WaitInterruptedError("reading has ended")
+                self._start_thread(must_write=time.monotonic() - started > STALL_S)
                 with self._changed:
                     self._changed.wait(POLL_S)
         return found
@@ -128,12 +136,15 @@ class SegmentCache:
         known = [Known(0, Position()), self._saved, *self._on_disk(index)]
         return max((each for each in known if each.segment <= index), key=lambda each: each.segment)
 
-    def close(self) -> None:
-        """Stop writing, and let another process write. A later `segment` may start again."""
+    def close(self, *, wait: bool = True) -> None:
+        """Stop to write, and let another process write. From any thread.
+
+        wait: for the thread that writes, for at most JOIN_S; else it ends after the segment that it reads.
+        """
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        if self._thread is not None:
+        if wait and self._thread is not None:
             self._thread.join(JOIN_S)
 
     def _path(self, index: int) -> Path:
@@ -166,14 +177,17 @@ class SegmentCache:
                 return [Known(each, about.start) if each == index else Known(each + 1, about.after)]
         return []
 
-    def _start_thread(self) -> None:
-        """Start to write if no process of this host does."""
-        if not self.writes:
-            with contextlib.suppress(Timeout):
-                self._lock.acquire(timeout=0)
-                self._is_closed = False
-                self._thread = threading.Thread(target=self._run, name="streaming", daemon=True)
-                self._thread.start()
+    def _start_thread(self, *, must_write: bool) -> None:
+        """Start to write if no process of this host does, or if this one must."""
+        if self.writes:
+            return
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            if not must_write:
+                return
+        self._thread = threading.Thread(target=self._run, name="streaming", daemon=True)
+        self._thread.start()
 
     # The rest runs in the thread.
 
