@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -32,6 +33,12 @@ def lines(fields: list[dict[str, object]]) -> bytes:
     return "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in fields).encode()
 
 
+def write_arrow(path: Path, fields: list[dict[str, object]], new: Callable[..., Any] = pa.ipc.new_stream) -> None:
+    table = pa.Table.from_pylist(fields)
+    with new(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=GROUP)
+
+
 def write_parquet(path: Path, fields: list[dict[str, object]]) -> None:
     pq.write_table(pa.Table.from_pylist(fields), path, row_group_size=GROUP)
 
@@ -41,6 +48,7 @@ WRITERS: dict[str, Write] = {
     ".jsonl.gz": lambda path, fields: (path.write_bytes(gzip.compress(lines(fields))), None)[1],
     ".jsonl.zst": lambda path, fields: (path.write_bytes(zstandard.compress(lines(fields))), None)[1],
     ".parquet": write_parquet,
+    ".arrow": write_arrow,
 }
 
 
@@ -92,6 +100,15 @@ def test_a_source_is_read_from_any_record_on(name: str) -> None:
     assert [count for _, count in after] == list(range(1, 41))
     for number, (cursor, count) in enumerate(after, start=1):
         assert read(stream(name), cursor, count)[0] == records[number:], number
+
+
+def test_an_arrow_file_is_read_as_a_stream_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    write_arrow(path, FIELDS, pa.ipc.new_file)
+    records, after = read(stream(str(path)))
+    assert fields_of(records) == FIELDS
+    for number in range(len(FIELDS)):
+        assert read(stream(str(path)), *after[number])[0] == records[number + 1 :]
 
 
 def test_what_lies_before_the_cursor_is_not_read(tmp_path: Path) -> None:

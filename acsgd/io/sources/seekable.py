@@ -1,4 +1,4 @@
-"""Readers of files that can begin at any record: JSON lines and Parquet."""
+"""Readers of files that can begin at any record: JSON lines, Parquet and Arrow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import BinaryIO, NamedTuple
 
 from acsgd.io.sources.base import BadRecord, Record, RecordCounts
 from acsgd.io.sources.json_records import MAX_RECORD_CHARS, SKIPPED_CHARS, parse_object
-from acsgd.io.sources.tables import BATCH_ROWS, arrow_errors, rows_of
+from acsgd.io.sources.tables import BATCH_ROWS, arrow_errors, batches_of, rows_of, sliced
 from acsgd.io.sources.text import LineError, decompressed, decompression_errors, excerpt
 
 BOM = "\ufeff"
@@ -20,7 +20,7 @@ class Place(NamedTuple):
     record: int = 0
     """Number of records, or lines, before it."""
     byte: int = 0
-    """Number of bytes before it, decompressed; 0 in Parquet."""
+    """Number of bytes before it, decompressed; 0 in Parquet and Arrow."""
 
 
 Found = tuple[Record | BadRecord, Place]
@@ -69,11 +69,23 @@ def parquet_from(file: BinaryIO, name: str, key: str, place: Place) -> Iterator[
                 yield record, Place(counts.records)
 
 
+def arrow_from(file: BinaryIO, name: str, key: str, place: Place) -> Iterator[Found]:
+    """Yield the rows after a place. What lies before it is read, since the sizes of its batches are, but not parsed."""
+    start, counts = 0, RecordCounts(records=place.record)
+    with arrow_errors(name, key, "Arrow"):
+        for batch in batches_of(file):
+            rest = batch.slice(min(batch.num_rows, max(0, place.record - start)))
+            start += batch.num_rows
+            for record in rows_of(sliced(rest), name, counts):
+                yield record, Place(counts.records)
+
+
 SEEKABLE: Mapping[str, Callable[[BinaryIO, str, str, Place], Iterator[Found]]] = {
     ".jsonl": json_lines_from,
     ".jsonl.zst": json_lines_from,
     ".jsonl.gz": json_lines_from,
     ".parquet": parquet_from,
+    ".arrow": arrow_from,
 }
 """Ending of a file name -> reader, called with the open file, its name, the configuration key, and where to begin."""
 

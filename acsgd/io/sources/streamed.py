@@ -103,7 +103,7 @@ class Streamed(NamedSource):
 
 
 class FileStream:
-    """Records of files of JSON lines or Parquet: local ones, or one at an address.
+    """Records of files of JSON lines, Parquet or Arrow: local ones, or one at an address.
 
     A cursor is the number of a file and a place in it: [file, record, byte].
     """

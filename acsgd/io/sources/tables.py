@@ -53,12 +53,18 @@ def read_arrow(path: Path, name: str, key: str, counts: RecordCounts) -> Iterato
 
     with reading(path, key=key), arrow_errors(name, key, "Arrow"), pa.OSFile(str(path)) as file:
         # not memory-mapped: if a corrupt file has a buffer beyond its end, the process would be killed by SIGBUS
-        is_file = file.read(6) == b"ARROW1"
-        file.seek(0)
         counts.fraction = lambda: 0.0 if file.closed else file.tell() / max(1, file.size())
-        opened = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
-        batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else opened
-        yield from rows_of((part for batch in batches for part in _sliced(batch)), name, counts)
+        yield from rows_of((part for batch in batches_of(file) for part in sliced(batch)), name, counts)
+
+
+def batches_of(file: Any) -> Iterator[Any]:
+    """Yield the record batches of an open Arrow file or stream. Raises ArrowException."""
+    import pyarrow as pa
+
+    is_file = file.read(6) == b"ARROW1"
+    file.seek(0)
+    opened = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
+    yield from map(opened.get_batch, range(opened.num_record_batches)) if is_file else opened
 
 
 def _read_delimited(
@@ -136,7 +142,7 @@ def _is_not_utf8(error: ValueError) -> bool:
     return isinstance(error, UnicodeDecodeError) or "UTF8" in str(error)
 
 
-def _sliced(batch: Any) -> Iterator[Any]:
+def sliced(batch: Any) -> Iterator[Any]:
     """Cut a record batch, which may have millions of rows, without a copy."""
     yield from (batch.slice(start, BATCH_ROWS) for start in range(0, batch.num_rows, BATCH_ROWS))
 
