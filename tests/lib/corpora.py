@@ -18,6 +18,7 @@ from acsgd.io.sampling.encode import DocumentEncoder, Encoded
 from acsgd.io.sampling.pipeline import stop_or_skip
 from acsgd.io.sampling.tokens import Corpus
 from acsgd.io.sources.base import BadRecord, RecordCounts, Source
+from acsgd.io.sources.sources import parse_sources
 
 
 def one_document(tokens: NDArray[Any], *notes: str) -> Corpus:
@@ -59,3 +60,9 @@ def write_records(path: Path) -> None:
         for number in range(3000):
             words = " ".join(map(str, draw.integers(0, 10**6, 20)))
             file.write(json.dumps({"text": f"{number}: {words}"}) + "\n")
+
+
+def source_of(path: Path, text: str) -> Source:
+    """Write a text and return it as a source."""
+    path.write_text(text)
+    return parse_sources(str(path))[0].source
