@@ -122,6 +122,17 @@ def test_a_return_to_an_earlier_step_drops_later_lines(back_to: int, resumed_at:
     assert {path.name for path in tmp_path.iterdir()} == {"config.toml", "metrics.jsonl"}
 
 
+def test_the_event_of_a_view_is_kept_if_the_step_before_it_is_logged_again(tmp_path: Path) -> None:
+    """A rank 0 that has logged a step evaluates and logs it again if others had not completed it."""
+    with Metrics.open(configure("jsonl"), tmp_path, resumed_at=0, is_main=True) as metrics:
+        for step in (1, 2):
+            metrics.log(RECORD._replace(step=step))
+        metrics.event(Event("view", 2, "", {"hosts": 2}))
+        for step in (2, 3):
+            metrics.log(RECORD._replace(step=step))
+    assert [line.get("event", line.get("step")) for line in read_lines(tmp_path)] == [1, 2, "view", 3]
+
+
 @pytest.mark.parametrize("back_to", [0, 2, 4])
 def test_the_event_of_a_return_to_an_earlier_step_is_kept_behind_the_dropped_lines(
     back_to: int, tmp_path: Path

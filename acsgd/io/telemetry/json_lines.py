@@ -19,8 +19,9 @@ METRICS = "metrics.jsonl"
 class JsonLinesSink:
     """Writes metrics.jsonl: every step once, in order, written when `log` returns.
 
-    If training returns to an earlier step, the lines after it are dropped. A full disk does not end the run: lines that
-    cannot be written are kept and written later. A file that is removed during the run is written again.
+    If training returns to an earlier step, the lines after it are dropped. If the last step is logged again, the events
+    after it are kept: a view may begin with the evaluation of a step whose line is there. A full disk does not end the
+    run: lines that cannot be written are kept and written later. A file that was removed is written again.
 
     resumed_at: completed steps of the checkpoint the run resumed from; 0 = a new run, whose file starts empty.
     notify: prints a sentence for the user.
@@ -34,12 +35,14 @@ class JsonLinesSink:
         self._file = self._open()
 
     def log(self, record: Record) -> None:
+        events = b""
         with self._errors_reported():
             self._restore()
             if record.step <= self._last_step:
+                events = self._events_after(record.step) if record.step == self._last_step else b""
                 self._rewind(record.step - 1)
         self._last_step = record.step
-        self._append(record.numbers())
+        self._append(record.numbers(), then=events)
 
     def note(self, text: str) -> None:
         pass
@@ -52,8 +55,8 @@ class JsonLinesSink:
             self._write()
             self._file.close()
 
-    def _append(self, line: Mapping[str, object]) -> None:
-        self._unwritten += json.dumps(line, allow_nan=False).encode() + b"\n"
+    def _append(self, line: Mapping[str, object], then: bytes = b"") -> None:
+        self._unwritten += json.dumps(line, allow_nan=False).encode() + b"\n" + then
         with self._errors_reported():
             self._write()
 
@@ -89,6 +92,11 @@ class JsonLinesSink:
     def _written(self) -> bytes:
         self._file.seek(0)
         return self._file.read()
+
+    def _events_after(self, step: int) -> bytes:
+        """Return the lines of the events after the last step."""
+        lines = [*_lines_until((self._written() + self._unwritten).splitlines(), step)]
+        return b"".join(line for line in lines if json.loads(line).get("after_step") == step)
 
     def _rewind(self, step: int) -> None:
         """Drop the lines after `step`, written and unwritten.
