@@ -16,7 +16,7 @@ from acsgd.run.control import StepSummary
 from acsgd.run.job import Job
 from acsgd.run.loop_state import LoopState
 from acsgd.run.session import Session
-from acsgd.topology import Groups
+from acsgd.topology import Groups, collective_errors
 from acsgd.train import apply_step
 
 
@@ -71,19 +71,21 @@ def hand_over(
     """Return the session of this rank in a new view, with the state after `plan.step` steps.
 
     All ranks call it together, since some send their state to others. session: that of the view before, which was
-    aborted; not used on ranks that receive their state.
+    aborted; not used on ranks that receive their state. Raises RunError if one of these ranks fails.
     """
     rank = job.topology.rank
     source = next((copy.source for copy in plan.copies if copy.target == rank), None)
     if source is not None:
-        received = receive_layers(groups, source)
+        with collective_errors("handing over state", groups.world):
+            received = receive_layers(groups, source)
         session = build_session(job, received, groups, cache_plan)
         received.restore(session)
     else:
         assert session is not None
         for copy in plan.copies:
             if copy.source == rank:
-                send_layers(session, groups, copy.target)
+                with collective_errors("handing over state", groups.world):
+                    send_layers(session, groups, copy.target)
         session = reconnect(session, job, groups, cache_plan)
     return session
 
