@@ -92,16 +92,20 @@ def restore(
 
 
 @torch.no_grad()
-def carry_over(table: Collection[ReplicaState], own: WeightState, *, was: Place, now: Place) -> list[WeightState]:
+def carry_over(
+    table: Collection[ReplicaState], own: WeightState, *, was: Place, now: Place, is_same_stage: bool = True
+) -> list[WeightState]:
     """Return the saved states from which a replica restores its own state at another place, or among other replicas.
 
     They have no tensors of other replicas. own: its state; tensors to which others are added are changed in place.
+    is_same_stage: whether the stage has the same weights as before, so that a replica at the same place owns the same
+    part of them.
     """
     kept = {name: dict(by_key) for name, by_key in own.items()}
     for state in table:
         if state.merge == "reset" and was.replicas != now.replicas:
             kept.pop(state.name, None)
-        if state.merge == "sum" and was != now and now.replicas > 1:
+        if state.merge == "sum" and not (was == now and is_same_stage) and now.replicas > 1:
             for key, part in kept.pop(state.name, {}).items():
                 kept[state.moves_to][key].add_(part, alpha=now.replicas)
     saved: list[WeightState] = [{} for _ in range(now.replicas)]

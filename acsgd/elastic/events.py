@@ -6,8 +6,11 @@ from acsgd.elastic.messages import View
 from acsgd.io.telemetry.record import Event
 
 
-def view_event(view: View, before: View | None, step: int, seconds: float) -> Event:
-    """Return the event of a new view. seconds: since this rank has stopped in the view before."""
+def view_event(view: View, before: View | None, step: int, seconds: float, moved_bytes: int) -> Event:
+    """Return the event of a new view.
+
+    seconds: since this rank has stopped in the view before; moved_bytes: size of the state that ranks have received.
+    """
     plan, known = view.plan, before.hosts if before else ()
     fields = {
         "view": view.epoch,
@@ -18,7 +21,8 @@ def view_event(view: View, before: View | None, step: int, seconds: float) -> Ev
         "spares": len(plan.spares),
         "joined": [host.address for host in view.hosts if host not in known],
         "left": [host.address for host in known if host not in view.hosts],
-        "copies": len(plan.copies),
+        "moved_layers": sum(len(transfer.layers) for transfer in plan.transfers),
+        "moved_bytes": moved_bytes,
         "from_disk": plan.from_disk,
         "recovery_s": round(seconds, 3),
     }

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import NamedTuple
 
+from acsgd.dp.resize import Place
 from acsgd.elastic.messages import View
 from acsgd.elastic.plan import Plan, WorkerState
-from acsgd.elastic.transfer import receive_layers, send_layers
+from acsgd.elastic.transfer import HeldLayers, LayersInMemory, receive_layers
 from acsgd.fields import from_json
 from acsgd.io.rows.streamed import StreamState
 from acsgd.io.sampling.batches import BatchReader
 from acsgd.pp.wire.cache_plan import CachePlan
-from acsgd.run.build import build_session, reconnect
+from acsgd.run.build import build_session, keep_caches, reconnect
 from acsgd.run.control import StepSummary
 from acsgd.run.job import Job
 from acsgd.run.loop_state import LoopState
@@ -33,7 +35,7 @@ def worker_state(
     streams = reader.stream_states(step) if reader is not None else ()
     return WorkerState(
         step=step,
-        stage_rank=session.job.topology.stage_rank,
+        layers=tuple(sorted(layer.spec.index for layer in session.layers)),
         ready=state.has_reported,
         is_synced=state.is_synced or not session.exchanges_after(step - 1),
         exchanges=session.exchanges_after(step),
@@ -65,29 +67,43 @@ def complete_step(session: Session, state: LoopState, plan: Plan, *, is_behind: 
         state.is_synced = True
 
 
+class HandedOver(NamedTuple):
+    """The session of a rank in a new view."""
+
+    session: Session
+    received_bytes: int
+    """Size of the state that this rank has received from others, bytes."""
+
+
 def hand_over(
     session: Session | None, job: Job, groups: Groups, plan: Plan, cache_plan: CachePlan | None = None
-) -> Session:
+) -> HandedOver:
     """Return the session of this rank in a new view, with the state after `plan.step` steps.
 
     All ranks call it together, since some send their state to others. session: that of the view before, which was
-    aborted; not used on ranks that receive their state. Raises RunError if one of these ranks fails.
+    aborted; None on ranks that are no holders of the plan. Raises RunError if one of these ranks fails.
     """
-    rank = job.topology.rank
-    source = next((copy.source for copy in plan.copies if copy.target == rank), None)
-    if source is not None:
-        with collective_errors("handing over state", groups.world):
-            received = receive_layers(groups, source)
-        session = build_session(job, received, groups, cache_plan)
-        received.restore(session)
-    else:
-        assert session is not None
-        for copy in plan.copies:
-            if copy.source == rank:
-                with collective_errors("handing over state", groups.world):
-                    send_layers(session, groups, copy.target)
-        session = reconnect(session, job, groups, cache_plan)
-    return session
+    rank, received, received_bytes = job.topology.rank, LayersInMemory(), 0
+    incoming = [transfer for transfer in plan.transfers if transfer.target == rank]
+    is_same = session is not None and not incoming and session.job.spans == job.spans
+    is_source = any(transfer.source == rank for transfer in plan.transfers)
+    held = HeldLayers(session, groups) if session is not None and (is_source or not is_same) else None
+    with collective_errors("handing over state", groups.world):
+        for transfer in plan.transfers:  # in the same order on all ranks, so that no two wait for each other
+            if transfer.source == rank and held is not None:
+                held.send(transfer.layers, transfer.target)
+            elif transfer.target == rank:
+                received_bytes += receive_layers(groups, transfer.source, received)
+    if session is not None and is_same:
+        return HandedOver(reconnect(session, job, groups, cache_plan), received_bytes)
+    if session is not None and held is not None:
+        kept = set(job.layers) - {layer for transfer in incoming for layer in transfer.layers}
+        held.keep(kept, received)
+        cache_plan = keep_caches(cache_plan, session, job)
+    topology = (session.job if session is not None else job).topology
+    session = build_session(job, received, groups, cache_plan)
+    received.restore(session, Place(topology.replica, topology.replicas))
+    return HandedOver(session, received_bytes)
 
 
 def run_missing_exchange(session: Session, state: LoopState, plan: Plan) -> None:

@@ -47,7 +47,7 @@ def open_membership(me: Host, options: DaemonOptions, setup: Setup, register: Vi
         max_hosts=options.max_hosts,
         planner=partial(
             make_plan,
-            stages=setup.stages,
+            cut=setup.cut,
             min_replicas=setup.min_replicas,
             max_replicas=setup.max_replicas,
         ),

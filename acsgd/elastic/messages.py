@@ -13,7 +13,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
-from acsgd.elastic.plan import Plan, WorkerState
+from acsgd.elastic.plan import Cut, Plan, WorkerState
 from acsgd.fields import Natural, from_json
 
 MAX_BYTES = 1 << 20
@@ -204,8 +204,8 @@ class Hello:
 class Setup:
     """What a run's workers have in common."""
 
-    stages: Natural
-    """Ranks per pipeline."""
+    cut: Cut
+    """The layers of each position of a pipeline."""
     run_dir: str
     min_replicas: Natural
     max_replicas: int | None

@@ -1,13 +1,16 @@
-"""The plan of a view: the rank of each worker, the step they continue from, and whose state is copied to whom."""
+"""The plan of a view: the rank of each worker, the step they continue from, and which layers move between them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from acsgd.fields import Natural
+
+Cut = tuple[tuple[Natural, ...], ...]
+"""The layers of each position of a pipeline, by their indices in the model. Each layer has one position."""
 
 
 @dataclass(frozen=True)
@@ -16,8 +19,8 @@ class WorkerState:
 
     step: Natural = 0
     """Number of steps applied to the state it holds."""
-    stage_rank: int | None = None
-    """Position in the pipeline whose layers it holds; None = it holds no state."""
+    layers: tuple[Natural, ...] = ()
+    """Layers whose state it holds; none = it holds no state."""
     ready: bool = False
     """Whether its gradients of the next step are reduced, and it has sent its report of that step."""
     progress: dict[str, Any] | None = None
@@ -37,9 +40,10 @@ class WorkerState:
 
 
 @dataclass(frozen=True)
-class Copy:
-    """A transfer of the state of one pipeline position from one rank to another."""
+class Transfer:
+    """A transfer of the state of some layers from the memory of one rank to that of another."""
 
+    layers: tuple[Natural, ...]
     source: Natural
     target: Natural
 
@@ -60,12 +64,15 @@ class Plan:
     """Number of applied steps from which all ranks continue."""
     from_disk: bool = True
     """Whether all ranks start from the newest checkpoint, or from the initial weights if there is none."""
-    copies: tuple[Copy, ...] = ()
-    """Transfers of state between memories, before training continues."""
+    holders: tuple[str, ...] = ()
+    """Workers that keep or send state. All others drop theirs."""
+    transfers: tuple[Transfer, ...] = ()
+    """Transfers of state between memories, in this order, before training continues."""
     behind: tuple[str, ...] = ()
-    """Workers that have not applied step `step` yet. Their gradients are complete, so they apply it by `summary`."""
+    """Holders that have not applied step `step` yet. Their gradients are complete, so they apply it by `summary`."""
     unsynced: tuple[int, ...] = ()
-    """Pipeline positions whose replicas all lack the exchange that follows step `step`, and run it first."""
+    """Pipeline positions with layers that lack the exchange that follows step `step` on all replicas. The replicas of
+    these positions run it first."""
     progress: dict[str, Any] | None = None
     """Progress of the run after `step` steps; None if `from_disk`."""
     summary: dict[str, Any] | None = None
@@ -90,38 +97,42 @@ def make_plan(
     workers: Mapping[str, WorkerState],
     *,
     staying: Sequence[str],
-    stages: int,
+    cut: Cut,
     min_replicas: int = 1,
     max_replicas: int | None = None,
 ) -> Plan:
     """Plan the next view from the states of the workers that have stopped.
 
     workers: by name; staying: those of the hosts of the view, most senior first. Others leave: their states decide
-    the step, and nothing else. With fewer than `min_replicas`, all workers are spares, which keep what they hold.
+    the step, and nothing else. cut: the layers of each position. With fewer than `min_replicas`, all workers are
+    spares, which keep what they hold.
 
     Every rank of a stopped view has reported a step before any rank applies it (docs/architecture/step.md). So holders
     of state are at most one step apart, and those behind can apply it alone. If replicas exchange weights after the
     step, some have and some have not: those that have not get the state of one that has, or run the exchange again.
     """
-    holders = {name: state for name, state in workers.items() if state.stage_rank is not None}
+    holders = {name: state for name, state in workers.items() if state.layers}
     ahead = max(holders.values(), key=lambda state: (state.step, state.is_open), default=WorkerState())
     held = _held(holders, staying, ahead)
-    replicas = min(len(staying) // stages, max_replicas or len(staying))
-    replicas = replicas if replicas >= min_replicas else 0
-    ranks = _assign(staying, held, stages, replicas)
-    keepers = [rank for rank, name in enumerate(ranks) if held.get(name) == rank % stages]
-    store_port = workers[ranks[0]].store_port if ranks else 0
-    from_disk = Plan(stages, ranks, tuple(name for name in staying if name not in ranks), store_port)
-    if len({rank % stages for rank in keepers}) < stages:  # also if there are no ranks
+    replicas = min(len(staying) // len(cut), max_replicas or len(staying))
+    wanted = cut * (replicas if replicas >= min_replicas else 0)
+    ranks = _assign(staying, held, wanted)
+    spares = tuple(name for name in staying if name not in ranks)
+    from_disk = Plan(len(cut), ranks, spares, workers[ranks[0]].store_port if ranks else 0)
+    if _lacks_layers(ranks, held, cut):  # also if there are no ranks
         return from_disk
-    behind = tuple(ranks[rank] for rank in keepers if holders[ranks[rank]].step < ahead.step)
+    transfers = _transfers([held.get(name, frozenset()) for name in ranks], wanted)
+    used = _holders(ranks, held, wanted, transfers)
+    behind = tuple(name for name in used if holders[name].step < ahead.step)
+    unsynced = {layer for name in used if not _is_synced(holders[name], ahead) for layer in held[name]}
     return replace(
         from_disk,
         step=ahead.step,
         from_disk=False,
-        copies=_copies(keepers, len(ranks), stages),
+        holders=used,
+        transfers=transfers,
         behind=behind,
-        unsynced=tuple(sorted({rank % stages for rank in keepers if not _is_synced(holders[ranks[rank]], ahead)})),
+        unsynced=tuple(position for position, layers in enumerate(cut) if unsynced.intersection(layers)),
         progress=ahead.progress,
         summary=ahead.summary,
         is_open=ahead.is_open or bool(behind),
@@ -129,17 +140,20 @@ def make_plan(
     )
 
 
-def _held(holders: Mapping[str, WorkerState], staying: Sequence[str], ahead: WorkerState) -> dict[str, int | None]:
-    """Return the pipeline position of each worker that stays and can keep its state.
+Held = Mapping[str, frozenset[int]]
+"""The layers of which each worker can keep or send the state; a worker without any may be missing."""
 
-    Of a position of which some workers have completed the last exchange and others have not, only the former can.
+
+def _held(holders: Mapping[str, WorkerState], staying: Sequence[str], ahead: WorkerState) -> Held:
+    """Return the layers of each worker that stays and can reach the last step.
+
+    Of a layer that some workers hold with the last exchange and others without, only the former hold it.
     """
     reaching = {name: holders[name] for name in staying if name in holders and _reaches(holders[name], ahead)}
-    synced = {state.stage_rank for state in reaching.values() if _is_synced(state, ahead)}
+    synced = {layer for state in reaching.values() if _is_synced(state, ahead) for layer in state.layers}
     return {
-        name: state.stage_rank
+        name: frozenset(state.layers) if _is_synced(state, ahead) else frozenset(state.layers) - synced
         for name, state in reaching.items()
-        if _is_synced(state, ahead) or state.stage_rank not in synced
     }
 
 
@@ -161,28 +175,47 @@ def _place_in_streams(state: WorkerState) -> tuple[int, list[int]]:
     return state.step if state.streams else -1, [each["segment"] for each in state.streams if each is not None]
 
 
-def _assign(workers: Sequence[str], held: Mapping[str, int | None], stages: int, replicas: int) -> tuple[str, ...]:
-    """Return the worker of each rank: where possible one that holds its stage already."""
-    free = list(workers)
-    ranks: dict[int, str] = {}
-    for rank in range(replicas * stages):
-        if holder := next((name for name in free if held.get(name) == rank % stages), None):
-            ranks[rank] = holder
-            free.remove(holder)
-    for rank in range(replicas * stages):
-        if rank not in ranks:
-            ranks[rank] = free.pop(0)
-    return tuple(ranks[rank] for rank in range(replicas * stages))
+def _assign(workers: Sequence[str], held: Held, wanted: Cut) -> tuple[str, ...]:
+    """Return the worker of each rank: those that hold most of its layers first. wanted: the layers of each rank."""
+    overlaps = (
+        (-len(held[name].intersection(layers)), rank, seniority)
+        for seniority, name in enumerate(workers)
+        if name in held
+        for rank, layers in enumerate(wanted)
+    )
+    free, ranks = list(workers), dict[int, str]()
+    for overlap, rank, seniority in sorted(overlaps):
+        if overlap and rank not in ranks and workers[seniority] in free:
+            ranks[rank] = workers[seniority]
+            free.remove(workers[seniority])
+    return tuple(ranks[rank] if rank in ranks else free.pop(0) for rank in range(len(wanted)))
 
 
-def _copies(keepers: Sequence[int], num_ranks: int, stages: int) -> tuple[Copy, ...]:
-    """Return a transfer to each rank that does not hold its stage, spread evenly over the ranks that do."""
-    load = Counter[int]()
-    copies = []
-    for target in sorted(set(range(num_ranks)) - set(keepers)):
-        source = min(
-            (rank for rank in keepers if rank % stages == target % stages), key=lambda rank: (load[rank], rank)
-        )
-        load[source] += 1
-        copies.append(Copy(source, target))
-    return tuple(copies)
+def _lacks_layers(ranks: Collection[str], held: Held, cut: Cut) -> bool:
+    """Return whether no rank holds some layer."""
+    return len({layer for name in ranks for layer in held.get(name, ())}) < sum(map(len, cut))
+
+
+def _transfers(held: Sequence[frozenset[int]], wanted: Cut) -> tuple[Transfer, ...]:
+    """Return the transfers that give each rank its layers, spread evenly over the ranks that hold them.
+
+    held, wanted: layers by rank. Ranks that keep a layer are preferred as its sources.
+    """
+    load, layers_of = Counter[int](), dict[tuple[int, int], list[int]]()
+    for target, layers in enumerate(wanted):
+        for layer in sorted(set(layers) - held[target]):
+            sources = (rank for rank in range(len(wanted)) if layer in held[rank])
+            source = min(sources, key=lambda rank: (layer not in wanted[rank], load[rank], rank))
+            load[source] += 1
+            layers_of.setdefault((source, target), []).append(layer)
+    return tuple(Transfer(tuple(layers), source, target) for (source, target), layers in layers_of.items())
+
+
+def _holders(ranks: Sequence[str], held: Held, wanted: Cut, transfers: Sequence[Transfer]) -> tuple[str, ...]:
+    """Return the workers that keep or send state."""
+    senders = {transfer.source for transfer in transfers}
+    return tuple(
+        name
+        for rank, name in enumerate(ranks)
+        if rank in senders or held.get(name, frozenset()).intersection(wanted[rank])
+    )

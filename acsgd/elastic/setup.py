@@ -47,7 +47,7 @@ def setup_of(job: Job, inputs: Inputs) -> Setup:
     digests = {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in parts.items()}
     elastic = job.config.elastic
     return Setup(
-        stages=job.topology.stages,
+        cut=job.cut,
         run_dir=str(Path(job.config.log.dir).resolve()),
         min_replicas=elastic.min_replicas,
         max_replicas=elastic.max_replicas,

@@ -1,4 +1,4 @@
-"""Transfer of the layers of a rank from its memory to that of another rank.
+"""Transfer of the state of layers from the memory of a rank to that of another rank.
 
 Travels: global weights, optimizer state, and what the data-parallel mode's replicas have in common. Residuals and local
 weights are those of a replica, and stay there.
@@ -7,7 +7,7 @@ weights are those of a replica, and stay there.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from acsgd.dp.resize import Place, carry_over
 from acsgd.run.session import Session
 from acsgd.shards.layer_tensors import LayerTensors
 from acsgd.shards.load import LoadedLayer
-from acsgd.shards.weights import WeightState
+from acsgd.shards.weights import WeightState, part_of
 from acsgd.topology import Groups
 
 TAG = 2
@@ -27,12 +27,10 @@ WEIGHT, OPTIMIZER, MODE, SEPARATOR = "weight", "optimizer", "mode", "\n"
 """Kinds of tensors in a message, and what separates the parts of their names."""
 
 
-class MemoryWeights:
-    """State that another rank has sent. A `WeightSource`."""
+class LayersInMemory:
+    """State of the layers that a rank needs: what it keeps, and what it has received. A `WeightSource`."""
 
     def __init__(self) -> None:
-        self.nbytes = 0
-        """Bytes received."""
         self._tensors: dict[str, Tensor] = {}
         self._optimizer: WeightState = {}
         self._mode: WeightState = {}
@@ -53,69 +51,91 @@ class MemoryWeights:
     def tensor(self, layer: str, key: str) -> Tensor:
         return self._tensors[key]
 
-    def restore(self, session: Session) -> None:
-        """Load optimizer state and state of the data-parallel mode. Weights were loaded when the session was built."""
+    def restore(self, session: Session, was: Place) -> None:
+        """Load optimizer state and state of the data-parallel mode. Weights were loaded when the session was built.
+
+        was: place of the replica whose state this is, for what replicas do not have in common.
+        """
         for weight in session.weights:
             own = {name: by_key for name, by_key in self._optimizer.items() if weight.key in by_key}
             if own:
                 session.optimizer.load_state_of(weight, own, weight.key)
         topology, table = session.job.topology, session.job.plugins.mode.states
-        place = Place(topology.replica, topology.replicas)
+        now = Place(topology.replica, topology.replicas)
         for stage in session.stages.values():
-            stage.sync.load_state_dict(carry_over(table, self._mode, was=place, now=place))
+            own = part_of(self._mode, {weight.key for weight in stage.weights})
+            stage.sync.load_state_dict(carry_over(table, own, was=was, now=now, is_same_stage=False))
 
 
-def send_layers(session: Session, groups: Groups, to: int) -> None:
-    """Send the state of all layers of this rank to a rank of new groups, one message per layer.
+class HeldLayers:
+    """The layers of a session that was aborted, to send or to keep.
 
-    Loads the global weights into the master weights, so that `reconnect` must follow.
+    Loads the global weights into the master weights, so that `reconnect` must follow, or another session. groups: of
+    the next view.
     """
-    common = _common_state(session, replicas=groups.dp.size())
-    layers = [layer for stage in session.stages.values() for layer in stage.layers]
-    _send(groups, to, struct.pack("<q", len(layers) + 1))
-    _send_tensors(groups, to, _outer_buffers(session))
-    for layer in layers:
-        _send_tensors(groups, to, _state_of(session, layer, common))
+
+    def __init__(self, session: Session, groups: Groups) -> None:
+        self._session = session
+        self._groups = groups
+        self._layers = {layer.spec.index: layer for layer in session.layers}
+        self._model = next(iter(session.stages.values())).composed.model
+        states = [stage.sync.take_state() for stage in session.stages.values()]
+        names = {name for state in states for name in state}
+        self._mode = {name: {key: x for each in states for key, x in each.get(name, {}).items()} for name in names}
+
+    def send(self, layers: Sequence[int], to: int) -> None:
+        """Send the state of some layers to a rank, one message per layer."""
+        table, is_same = self._session.job.plugins.mode.states, self._groups.dp.size() == self._replicas
+        common = [state.name for state in table if state.is_common and (is_same or state.merge != "reset")]
+        mode = {name: by_key for name, by_key in self._mode.items() if name in common}
+        _send(self._groups, to, struct.pack("<q", len(layers) + 1))
+        _send_tensors(self._groups, to, self._outer_buffers())
+        sent: set[str] = set()
+        for layer in layers:
+            tensors = self._tensors_of(self._layers[layer], mode)
+            _send_tensors(self._groups, to, {name: x for name, x in tensors.items() if name not in sent})
+            sent |= tensors.keys()  # weights that several layers share travel once
+
+    def keep(self, layers: Collection[int], memory: LayersInMemory) -> None:
+        """Add the state of some layers, not copied, with that of this replica alone."""
+        memory.add(self._outer_buffers())
+        for layer in layers:
+            memory.add(self._tensors_of(self._layers[layer], self._mode))
+
+    @property
+    def _replicas(self) -> int:
+        return self._session.job.topology.replicas
+
+    def _tensors_of(self, layer: LoadedLayer, mode: WeightState) -> dict[str, Tensor]:
+        """Return the tensors of a layer, not copied: fp32 weights, constants, optimizer state, and state of the mode.
+
+        Weights are all that the layer uses, also those that are stored with an earlier layer.
+        """
+        own = [weight for weight in self._session.weights if weight.key in layer.spec.parameters]
+        weights = {key: self._model.get_parameter(key).detach() for key in layer.spec.parameters}
+        weights |= {weight.key: weight.master.detach() for weight in own} | layer.constants
+        tensors = {f"{WEIGHT}{SEPARATOR}{key}": tensor for key, tensor in weights.items()}
+        optimizer = self._session.optimizer.state_of(own)
+        for kind, state in ((OPTIMIZER, optimizer), (MODE, part_of(mode, {weight.key for weight in own}))):
+            for name, by_key in state.items():
+                tensors |= {f"{kind}{SEPARATOR}{name}{SEPARATOR}{key}": tensor for key, tensor in by_key.items()}
+        return tensors
+
+    def _outer_buffers(self) -> dict[str, Tensor]:
+        """Return the stored buffers outside of blocks, which every rank has."""
+        last = self._session.job.model.description.layers[-1]
+        return {f"{WEIGHT}{SEPARATOR}{key}": self._model.get_buffer(key) for key in last.buffers}
 
 
-def receive_layers(groups: Groups, sender: int) -> MemoryWeights:
-    """Receive what a rank sends by `send_layers`."""
-    received = MemoryWeights()
+def receive_layers(groups: Groups, sender: int, memory: LayersInMemory) -> int:
+    """Receive what a rank sends by `HeldLayers.send`; return the number of bytes."""
     (number,) = struct.unpack("<q", _receive(groups, sender, 8))
+    nbytes = 0
     for _ in range(number):
         (length,) = struct.unpack("<q", _receive(groups, sender, 8))
-        received.add(load(_receive(groups, sender, length)))
-        received.nbytes += length
-    return received
-
-
-def _common_state(session: Session, *, replicas: int) -> WeightState:
-    """Return what the replicas of this rank's stages have in common, besides weights; load the global weights.
-
-    replicas: number of replicas of the new groups.
-    """
-    table, is_same = session.job.plugins.mode.states, replicas == session.job.topology.replicas
-    names = [state.name for state in table if state.is_common and (is_same or state.merge != "reset")]
-    own = [stage.sync.take_state() for stage in session.stages.values()]
-    return {name: {key: x for state in own for key, x in state.get(name, {}).items()} for name in names}
-
-
-def _state_of(session: Session, layer: LoadedLayer, common: WeightState) -> dict[str, Tensor]:
-    """Return the tensors of a layer, not copied: fp32 weights, constants, optimizer state, and state of the mode."""
-    weights = {weight.key: weight.master.detach() for weight in layer.weights} | layer.constants
-    tensors = {f"{WEIGHT}{SEPARATOR}{key}": tensor for key, tensor in weights.items()}
-    for name, by_key in session.optimizer.state_of(layer.weights).items():
-        tensors |= {f"{OPTIMIZER}{SEPARATOR}{name}{SEPARATOR}{key}": tensor for key, tensor in by_key.items()}
-    for name, by_key in common.items():
-        own = {weight.key: by_key[weight.key] for weight in layer.weights if weight.key in by_key}
-        tensors |= {f"{MODE}{SEPARATOR}{name}{SEPARATOR}{key}": tensor for key, tensor in own.items()}
-    return tensors
-
-
-def _outer_buffers(session: Session) -> dict[str, Tensor]:
-    """Return the stored buffers outside of blocks, which every rank has."""
-    model, last = next(iter(session.stages.values())).composed.model, session.job.model.description.layers[-1]
-    return {f"{WEIGHT}{SEPARATOR}{key}": model.get_buffer(key) for key in last.buffers}
+        memory.add(load(_receive(groups, sender, length)))
+        nbytes += length
+    return nbytes
 
 
 def _send_tensors(groups: Groups, to: int, tensors: Mapping[str, Tensor]) -> None:

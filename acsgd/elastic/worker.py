@@ -129,7 +129,7 @@ class ElasticWorker:
 
     def _run_view(self, view: View, name: str, signals: StopSignals, context: RunContext) -> bool:
         """Train in a view, until it ends; return whether the run has ended."""
-        if self._session is not None and not view.plan.from_disk:
+        if self._session is not None and name in view.plan.holders:
             complete_step(self._session, self._state, view.plan, is_behind=name in view.plan.behind)
         rank = view.plan.rank_of(name)
         if rank is None:
@@ -189,7 +189,7 @@ class ElasticWorker:
                 replica = job.topology.replica
                 log = open_text_log(Path(config.log.dir), rank=rank, stages=job.stages, replica=replica)
                 stack.enter_context(log)
-            begin = self._begin(job, inputs, groups, plan)
+            begin, received_bytes = self._begin(job, inputs, groups, plan)
             self._session, self._reader = begin.session, inputs.reader
             metrics = self._open_metrics(job)
             for note in self._notes(job, inputs, begin):
@@ -199,9 +199,10 @@ class ElasticWorker:
             stack.enter_context(checkpointing)
             if self._has_dropped_save:
                 checkpointing.request_save()
-            groups.wait_for_all("setting up", timeout_s=job.disk_timeout_s)
+            moved = groups.all_gather_text("setting up", str(received_bytes), timeout_s=job.disk_timeout_s)
             assert self._stopped_at is not None
-            metrics.event(view_event(view, self._view, begin.progress.step, time.monotonic() - self._stopped_at))
+            seconds = time.monotonic() - self._stopped_at
+            metrics.event(view_event(view, self._view, begin.progress.step, seconds, sum(map(int, moved))))
             self._view = view
             context.start_training()
             enter_training()
@@ -210,27 +211,29 @@ class ElasticWorker:
             finally:
                 self._has_dropped_save = checkpointing.is_saving
 
-    def _begin(self, job: Job, inputs: Inputs, groups: Groups, plan: Plan) -> Start:
-        """Return the session of this rank: from disk, from its own memory, or from that of another rank."""
-        rank = job.topology.rank
+    def _begin(self, job: Job, inputs: Inputs, groups: Groups, plan: Plan) -> tuple[Start, int]:
+        """Return the session of this rank: from disk, from its own memory, or from that of other ranks.
+
+        Returns with it how many bytes of state other ranks have sent.
+        """
         if plan.from_disk:
             self._session = None
             begin = start(job, inputs, groups)
             self._state.restart(begin.progress)
-            return begin
+            return begin, 0
         assert plan.progress is not None
         restore_streams(inputs.reader, plan)
-        if rank in (copy.target for copy in plan.copies):
+        if plan.ranks[job.topology.rank] not in plan.holders:
             self._session = None
             self._state.restart(Progress())
             self._state.summary = StepSummary(**plan.summary) if plan.summary else None
-        self._session = session = hand_over(self._session, job, groups, plan, inputs.cache_plan)
+        self._session, received_bytes = hand_over(self._session, job, groups, plan, inputs.cache_plan)
         progress = from_json(Progress, plan.progress)
         self._state.progress, self._state.is_open = progress, plan.is_open
-        run_missing_exchange(session, self._state, plan)
+        run_missing_exchange(self._session, self._state, plan)
         newest = inputs.candidates.checkpoints[0] if inputs.candidates.checkpoints else None
         source = newest.shards if newest else inputs.weight_source
-        return Start(session, progress, newest.path if newest else None, [], source)
+        return Start(self._session, progress, newest.path if newest else None, [], source), received_bytes
 
     def _notes(self, job: Job, inputs: Inputs, begin: Start) -> list[str]:
         """Return what rank 0 prints at the start of a view; what does not change, in the first alone."""

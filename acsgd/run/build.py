@@ -45,18 +45,30 @@ def reconnect(session: Session, job: Job, groups: Groups, cache_plan: CachePlan 
     """Connect the stages of a session that was aborted with the ranks of other groups. Arguments as `build_session`.
 
     The new session takes over weights, optimizer state, activation caches, and the data-parallel mode's state of this
-    replica. job: of the same stages; the number of replicas, and which this is, may differ.
+    replica. job: this rank holds the same layers in it; the number of replicas, and which this is, may differ.
     """
     peers, mode = Peers(groups.dp, groups.waits), job.plugins.mode
     was, now = (Place(each.topology.replica, each.topology.replicas) for each in (session.job, job))
-    if cache_plan is not None:
-        cache_plan = replace(cache_plan, kept=session.caches)
+    cache_plan = keep_caches(cache_plan, session, job)
     new = _connect(job, groups, peers, session.stages, session.weights, session.optimizer, cache_plan)
     for stage in session.stages.values():  # after the last wait: an interrupt leaves the old session as it is
         own = stage.sync.take_state()
         stage.restart(mode.open(stage.weights, peers))
         stage.sync.load_state_dict(carry_over(mode.states, own, was=was, now=now))
     return new
+
+
+def keep_caches(cache_plan: CachePlan | None, session: Session, job: Job) -> CachePlan | None:
+    """Return a plan of a job that keeps the activation caches of a session at boundaries before the same layers."""
+    if cache_plan is None:
+        return None
+    boundaries = {spec.first: boundary for boundary, spec in enumerate(job.specs[1:])}
+    kept = {}
+    for (boundary, name), cache in session.caches.items():
+        first = session.job.specs[boundary + 1].first
+        if first in boundaries:
+            kept[boundaries[first], name] = cache
+    return replace(cache_plan, kept=kept)
 
 
 def _connect(

@@ -102,6 +102,25 @@ class Job:
         """Indices of the stages this rank holds."""
         return list(self.placement.stages_of(self.topology.stage_rank))
 
+    @property
+    def cut(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each position of a pipeline."""
+        placement = self.placement
+        return tuple(
+            tuple(layer for stage in placement.stages_of(position) for layer in range(*self.specs[stage]))
+            for position in range(placement.ranks)
+        )
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that this rank holds."""
+        return self.cut[self.topology.stage_rank]
+
+    @property
+    def spans(self) -> dict[int, StageSpec]:
+        """Range of layers of each stage that this rank holds."""
+        return {stage: self.specs[stage] for stage in self.stages}
+
     def rank_of(self, stage: int) -> int:
         """Return the global rank that holds a stage of this rank's pipeline."""
         return self.topology.pipeline(self.topology.replica)[self.placement.rank_of(stage)]

@@ -27,6 +27,7 @@ from acsgd.pp.wire.cache_plan import CacheKey
 from acsgd.run.control import StepReport, StepSummary, Votes
 from acsgd.run.evaluation import Evaluation
 from acsgd.run.job import Job
+from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import Weight
 from acsgd.topology import Groups
 
@@ -88,6 +89,11 @@ class Session:
     """Transfers of activation gradients."""
     caches: Mapping[CacheKey, ActivationCache]
     """Activation caches of the links of this rank."""
+
+    @property
+    def layers(self) -> list[LoadedLayer]:
+        """The layers of all stages of this rank."""
+        return [layer for stage in self.stages.values() for layer in stage.layers]
 
     def forward_backward(self, batch: Batch, step: int, loss_scale: float) -> tuple[Tensor, float]:
         """Run forward, backward and the data-parallel reduce of a step, as the pipeline's program orders them.

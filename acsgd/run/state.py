@@ -27,7 +27,7 @@ from acsgd.run.job import Job
 from acsgd.run.session import Session
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.load import LoadedLayer, WeightSource
-from acsgd.shards.weights import Weight, WeightState
+from acsgd.shards.weights import Weight, WeightState, part_of
 from acsgd.topology import Groups
 
 
@@ -81,7 +81,7 @@ def _stage_states(stage: Stage, optimizer: Optimizer) -> Iterator[LayerState]:
     global_weights, replica_state = stage.sync.global_weights(), stage.sync.state_dict()
     for layer in stage.layers:
         originals = [weight for weight in layer.weights if not weight.is_copy]
-        replica = _of_keys(replica_state, {weight.key for weight in layer.weights})
+        replica = part_of(replica_state, {weight.key for weight in layer.weights})
         name, index = layer.spec.name, layer.spec.index
         if global_weights is None:
             masters = {weight.key: weight.master for weight in originals}
@@ -153,7 +153,7 @@ def _replica_states(session: Session, checkpoint: ShardDirectory, layer: LoadedL
     """Return the saved state of each replica for one layer, adapted to the copies of tied weights that this run has."""
     job = session.job
     own = {weight.key for weight in layer.weights}  # not that of copies which this run does not have
-    saved = [_of_keys(state, own) for state in checkpoint.replica_states(layer.spec.name)]
+    saved = [part_of(state, own) for state in checkpoint.replica_states(layer.spec.name)]
     table = [*job.plugins.mode.states, *_local_states(job.plugins.optimizer)]
     for weight in layer.weights:
         if not weight.is_tied:
@@ -199,12 +199,6 @@ def _has_same_optimizer(job: Job, checkpoint: Checkpoint) -> bool:
     """Return whether the optimizer of this run saved the checkpoint, maybe with other options."""
     saved, _, _ = optimizer_spec(checkpoint.run).partition(":")
     return saved == job.config.optim.name.partition(":")[0]
-
-
-def _of_keys(state: WeightState, keys: set[str]) -> WeightState:
-    """Return the part of a state that belongs to some weights."""
-    part = {name: {key: tensor for key, tensor in by_key.items() if key in keys} for name, by_key in state.items()}
-    return {name: by_key for name, by_key in part.items() if by_key}
 
 
 def _merge_layer(replicas: list[WeightState], layer: list[WeightState]) -> None:

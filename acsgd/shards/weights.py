@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -41,3 +41,9 @@ class StateTensor(NamedTuple):
 
 WeightState = dict[str, dict[str, Tensor]]
 """Per-parameter state that persists between steps: name ("exp_avg") -> key of the parameter -> tensor."""
+
+
+def part_of(state: WeightState, keys: Collection[str]) -> WeightState:
+    """Return the part of a state that belongs to some weights, not copied."""
+    part = {name: {key: tensor for key, tensor in by_key.items() if key in keys} for name, by_key in state.items()}
+    return {name: by_key for name, by_key in part.items() if by_key}

@@ -44,7 +44,7 @@ class SimulatedHost:
             endpoints=simulation.endpoints,
             min_hosts=simulation.min_hosts,
             max_hosts=8,
-            planner=partial(make_plan, stages=simulation.stages, max_replicas=simulation.max_replicas),
+            planner=partial(make_plan, cut=simulation.cut, max_replicas=simulation.max_replicas),
             newest=simulation.register.get(max(simulation.register, default=0)),
             timing=TIMING,
             now=simulation.now,
@@ -135,6 +135,7 @@ class Simulation:
         self.now = 0.0
         self.numbers = itertools.count()
         self.stages, self.min_hosts, self.max_replicas = stages, min_hosts, max_replicas
+        self.cut = tuple((stage,) for stage in range(stages))
         self.endpoints = [f"host{number}:1" for number in range(min(hosts, 3))]
         self.register: dict[int, View] = {}
         self.register_loss = 0.0
@@ -184,7 +185,7 @@ class Simulation:
         rank = plan.rank_of(f"{host.me.id}/{name}") if plan else None
         if plan is None or rank is None:
             return WorkerState()
-        return WorkerState(len(self.steps), rank % self.stages, True, {}, {})
+        return WorkerState(len(self.steps), (rank % self.stages,), True, {}, {})
 
     def is_abandoned(self, view: View) -> bool:
         """Return whether no host runs a view or may still install it, as its lease on the run directory shows."""

@@ -92,6 +92,7 @@ class _Process:
         self._number = number
         self._store = store
         self._config = config
+        self._cut = prepare(config, Launch(0, 0, config.pp.stages)).cut
         self._session: Session | None = None
         self._reader: BatchReader | None = None
         self._state = LoopState(Progress(), is_elastic=True)
@@ -108,7 +109,8 @@ class _Process:
         plan = self._plan(number, view)
         rank = plan.rank_of(str(self._number))
         assert rank is not None
-        if self._session is not None:
+        is_holder = str(self._number) in plan.holders
+        if self._session is not None and is_holder:
             complete_step(self._session, self._state, plan, is_behind=str(self._number) in plan.behind)
             self._note_step()
         job = prepare(self._config, Launch(rank, rank, len(plan.ranks)))
@@ -119,14 +121,14 @@ class _Process:
                 self._session = build_session(job, open_weight_source(job), groups, caches)
             else:
                 restore_streams(reader, plan)
-                if rank in (copy.target for copy in plan.copies):
+                if not is_holder:
                     self._session = None
                     self._state.restart(Progress())
                 if not view.is_formed:
                     self._fail_to_form(partial(hand_over, self._session, job, groups, plan, caches))
                     groups.abort("the view was not formed")
                     return
-                self._session = hand_over(self._session, job, groups, plan, caches)
+                self._session, _ = hand_over(self._session, job, groups, plan, caches)
                 self._state.progress = from_json(Progress, plan.progress)
                 run_missing_exchange(self._session, self._state, plan)
                 self._note_step()
@@ -152,7 +154,7 @@ class _Process:
             str(member): from_json(WorkerState, json.loads(self._store.get(f"{number}/{member}")))
             for member in view.members
         }
-        return make_plan(states, staying=list(states), stages=self._config.pp.stages)
+        return make_plan(states, staying=list(states), cut=self._cut)
 
     def _train(self, session: Session, batches: BatchReader, view: ScriptedView) -> None:
         """Train until the end of a view."""

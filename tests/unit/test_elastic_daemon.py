@@ -51,7 +51,7 @@ def test_a_host_that_joins_gets_its_state_from_another_and_nobody_else_moves(
         plan = after.plan
         assert not plan.from_disk
         assert plan.step == 5
-        assert [(copy.source, copy.target) for copy in plan.copies] == [(0, 1)]
+        assert [(transfer.source, transfer.target) for transfer in plan.transfers] == [(0, 1)]
         assert plan.ranks[0] == before.plan.ranks[0]
 
 

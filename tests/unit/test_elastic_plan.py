@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 from collections import Counter
 from collections.abc import Iterator
 
@@ -11,69 +12,124 @@ import pytest
 
 from acsgd.elastic.plan import Plan, WorkerState, make_plan
 
+Cut = tuple[tuple[int, ...], ...]
 
-def states(stages: int, replicas: int, ahead: int = 0, step: int = 7) -> dict[str, WorkerState]:
+
+def cut_of(stages: int, chunks: int = 1) -> Cut:
+    """Return layers 0, 1, ... dealt to some positions in turn, as by an interleaved schedule."""
+    return tuple(tuple(stages * chunk + position for chunk in range(chunks)) for position in range(stages))
+
+
+def states(cut: Cut, replicas: int, ahead: int = 0, step: int = 7) -> dict[str, WorkerState]:
     """States of a full run; worker i has applied one step more than the others if bit i of `ahead` is set."""
     return {
         f"h{rank}/0": WorkerState(
-            step + (ahead >> rank & 1), rank % stages, ready=True, progress={"step": step}, summary={"loss": rank}
+            step + (ahead >> rank & 1), layers, ready=True, progress={"step": step}, summary={"loss": rank}
         )
-        for rank in range(stages * replicas)
+        for rank, layers in enumerate(cut * replicas)
     }
 
 
-def cases() -> Iterator[tuple[int, dict[str, WorkerState], list[str]]]:
+def cases() -> Iterator[tuple[Cut, dict[str, WorkerState], list[str]]]:
     """Runs of up to 3 stages x 3 replicas of which any workers are left, some of them one step ahead."""
     for stages, replicas in itertools.product((1, 2, 3), (1, 2, 3)):
-        names = list(states(stages, replicas))
+        cut = cut_of(stages, chunks=2)
+        names = list(states(cut, replicas))
         for size in range(1, len(names) + 1):
             for left in itertools.combinations(names, size):
                 for ahead in {0, 1, 2, 5, 2 ** len(names) - 1}:
-                    all_states = states(stages, replicas, ahead)
-                    yield stages, {name: all_states[name] for name in left}, list(left)
+                    all_states = states(cut, replicas, ahead)
+                    yield cut, {name: all_states[name] for name in left}, list(left)
+
+
+def layers_after(plan: Plan, workers: dict[str, WorkerState], cut: Cut) -> list[set[int]]:
+    """Return the layers of each rank after all transfers: those it keeps, and those it receives.
+
+    Checks that each is received once, from a rank that has held it at the step from which the run continues.
+    """
+    wanted = cut * plan.replicas
+    kept = [
+        {*workers[name].layers} & {*layers} if name in plan.holders else set()
+        for name, layers in zip(plan.ranks, wanted, strict=True)
+    ]
+    received = Counter((each.target, layer) for each in plan.transfers for layer in each.layers)
+    assert all(number == 1 for number in received.values())
+    for each in plan.transfers:
+        source = workers[plan.ranks[each.source]]
+        assert {*each.layers} <= {*source.layers}
+        assert source.step == plan.step or plan.ranks[each.source] in plan.behind
+        assert plan.ranks[each.source] in plan.holders
+    return [layers | {layer for target, layer in received if target == rank} for rank, layers in enumerate(kept)]
 
 
 def test_each_worker_that_stays_has_one_place_and_full_replicas_train() -> None:
-    for stages, workers, left in cases():
-        plan = make_plan(workers, staying=left, stages=stages)
-        assert plan.replicas == len(left) // stages
+    for cut, workers, left in cases():
+        plan = make_plan(workers, staying=left, cut=cut)
+        assert plan.replicas == len(left) // len(cut)
         assert sorted([*plan.ranks, *plan.spares]) == sorted(left)
 
 
 def test_the_run_continues_from_the_last_step_of_any_worker_unless_a_stage_is_lost() -> None:
-    for stages, workers, left in cases():
-        plan = make_plan(workers, staying=left, stages=stages)
-        is_lost = len({state.stage_rank for state in workers.values()}) < stages
+    for cut, workers, left in cases():
+        plan = make_plan(workers, staying=left, cut=cut)
+        is_lost = len({state.layers for state in workers.values()}) < len(cut)
         assert plan.from_disk == (is_lost or not plan.ranks)
         if not plan.from_disk:
             assert plan.step == max(state.step for state in workers.values())
-            kept = {name for rank, name in enumerate(plan.ranks) if workers[name].stage_rank == rank % stages}
-            assert set(plan.behind) == {name for name in kept if workers[name].step < plan.step}
+            assert set(plan.behind) == {name for name in plan.holders if workers[name].step < plan.step}
 
 
-def test_each_rank_without_its_stage_gets_it_from_one_that_keeps_it_and_no_more_move_than_must() -> None:
-    for stages, workers, left in cases():
-        plan = make_plan(workers, staying=left, stages=stages)
+def test_each_rank_gets_its_layers_from_ranks_that_keep_them_and_no_more_move_than_must() -> None:
+    for cut, workers, left in cases():
+        plan = make_plan(workers, staying=left, cut=cut)
         if plan.from_disk:
             continue
-        targets = [copy.target for copy in plan.copies]
-        keeps = [workers[name].stage_rank == rank % stages for rank, name in enumerate(plan.ranks)]
-        assert targets == [rank for rank, kept in enumerate(keeps) if not kept]
-        assert all(keeps[copy.source] and copy.source % stages == copy.target % stages for copy in plan.copies)
-        held = Counter(state.stage_rank for state in workers.values())
-        assert len(targets) == sum(max(0, plan.replicas - held[stage]) for stage in range(stages))
+        wanted = cut * plan.replicas
+        assert layers_after(plan, workers, cut) == [set(layers) for layers in wanted]
+        assert all({*each.layers} <= {*wanted[each.source]} for each in plan.transfers)
+        held = Counter(state.layers for state in workers.values())
+        lacking = sum(max(0, plan.replicas - held[layers]) * len(layers) for layers in cut)
+        assert sum(len(each.layers) for each in plan.transfers) == lacking
+
+
+def test_any_holders_of_any_layers_give_each_rank_its_layers_or_the_run_returns_to_disk() -> None:
+    choose = random.Random(0)
+    for _ in range(3000):
+        cut = cut_of(choose.randint(1, 4), choose.randint(1, 2))
+        layers = [layer for position in cut for layer in position]
+        workers = {
+            f"h{number}/0": WorkerState(
+                choose.choice((6, 7, 7, 7)),
+                tuple(sorted(choose.sample(layers, choose.randint(0, len(layers))))),
+                ready=choose.random() < 0.8,
+                progress={},
+                summary={} if choose.random() < 0.8 else None,
+                is_synced=choose.random() < 0.8,
+            )
+            for number in range(choose.randint(1, 8))
+        }
+        plan = make_plan(workers, staying=list(workers), cut=cut)
+        if not plan.from_disk:
+            assert layers_after(plan, workers, cut) == [set(layers) for layers in cut * plan.replicas]
+        elif plan.ranks:
+            assert plan.step == 0
+            assert not plan.transfers + plan.holders + plan.behind
 
 
 def test_newcomers_get_state_and_the_sending_is_spread() -> None:
-    workers = {**states(1, 2), "new0/0": WorkerState(), "new1/0": WorkerState()}
-    plan = make_plan(workers, staying=list(workers), stages=1)
+    cut = ((0, 1, 2, 3),)
+    workers = {**states(cut, 2), "new0/0": WorkerState(), "new1/0": WorkerState()}
+    plan = make_plan(workers, staying=list(workers), cut=cut)
     assert plan.ranks == ("h0/0", "h1/0", "new0/0", "new1/0")
-    assert sorted(copy.source for copy in plan.copies) == [0, 1]
+    sent = Counter[int]()
+    for transfer in plan.transfers:
+        sent[transfer.source] += len(transfer.layers)
+    assert sent == {0: 4, 1: 4}
 
 
 def test_a_host_that_leaves_still_decides_the_step() -> None:
-    workers = states(1, 2, ahead=1)
-    plan = make_plan(workers, staying=["h1/0"], stages=1)
+    workers = states(cut_of(1), 2, ahead=1)
+    plan = make_plan(workers, staying=["h1/0"], cut=cut_of(1))
     assert plan.step == 8
     assert plan.behind == ("h1/0",)
     assert plan.summary == {"loss": 0}
@@ -82,28 +138,28 @@ def test_a_host_that_leaves_still_decides_the_step() -> None:
 @pytest.mark.parametrize(
     "stale",
     [
-        WorkerState(3, 0, ready=True, progress={}, summary={}),  # an old state, of a host that was cut off
-        WorkerState(6, 0, ready=False, progress={}, summary={}),  # its gradients are not complete
+        WorkerState(3, (0,), ready=True, progress={}, summary={}),  # an old state, of a host that was cut off
+        WorkerState(6, (0,), ready=False, progress={}, summary={}),  # its gradients are not complete
     ],
 )
 def test_state_that_cannot_reach_the_last_step_is_replaced(stale: WorkerState) -> None:
-    workers = {"old/0": stale, **states(1, 1)}
-    plan = make_plan(workers, staying=list(workers), stages=1)
+    workers = {"old/0": stale, **states(cut_of(1), 1)}
+    plan = make_plan(workers, staying=list(workers), cut=cut_of(1))
     assert plan.step == 7
     assert plan.behind == ()
-    assert [(plan.ranks[copy.source], plan.ranks[copy.target]) for copy in plan.copies] == [("h0/0", "old/0")]
+    assert [(plan.ranks[each.source], plan.ranks[each.target]) for each in plan.transfers] == [("h0/0", "old/0")]
 
 
 def test_a_run_that_has_not_started_starts_from_disk() -> None:
     workers = {"a/0": WorkerState(store_port=5), "a/1": WorkerState(), "b/0": WorkerState()}
-    plan = make_plan(workers, staying=list(workers), stages=2)
+    plan = make_plan(workers, staying=list(workers), cut=cut_of(2))
     assert plan == Plan(2, ranks=("a/0", "a/1"), spares=("b/0",), store_port=5)
 
 
 def test_a_step_whose_log_or_save_is_incomplete_stays_open() -> None:
-    workers = states(1, 3)
-    workers["h2/0"] = WorkerState(7, 0, ready=False, progress={"open": True}, summary={}, is_open=True)
-    plan = make_plan(workers, staying=list(workers), stages=1)
+    workers = states(cut_of(1), 3)
+    workers["h2/0"] = WorkerState(7, (0,), ready=False, progress={"open": True}, summary={}, is_open=True)
+    plan = make_plan(workers, staying=list(workers), cut=cut_of(1))
     assert plan.is_open
     assert plan.progress == {"open": True}
 
@@ -112,45 +168,45 @@ def exchanging(*ranks: tuple[int, bool]) -> dict[str, WorkerState]:
     """States of replicas of one stage that exchange weights after step 8: number of steps applied, and is_synced."""
     return {
         f"h{rank}/0": WorkerState(
-            step, 0, ready=step == 7, is_synced=is_synced, exchanges=step == 7, progress={}, summary={}
+            step, (0,), ready=step == 7, is_synced=is_synced, exchanges=step == 7, progress={}, summary={}
         )
         for rank, (step, is_synced) in enumerate(ranks)
     }
 
 
 def test_replicas_that_lack_an_exchange_get_the_state_of_one_that_has_it() -> None:
-    plan = make_plan(exchanging((7, True), (8, False), (8, True)), staying=["h0/0", "h1/0", "h2/0"], stages=1)
+    plan = make_plan(exchanging((7, True), (8, False), (8, True)), staying=["h0/0", "h1/0", "h2/0"], cut=cut_of(1))
     assert (plan.step, plan.behind, plan.unsynced) == (8, (), ())
-    assert {(plan.ranks[copy.source], plan.ranks[copy.target]) for copy in plan.copies} == {
+    assert {(plan.ranks[each.source], plan.ranks[each.target]) for each in plan.transfers} == {
         ("h2/0", "h0/0"),
         ("h2/0", "h1/0"),
     }
-    fewer = make_plan(exchanging((7, True), (8, False), (8, True)), staying=["h0/0", "h2/0"], stages=1, max_replicas=1)
-    assert (fewer.ranks, fewer.copies) == (("h2/0",), ())
+    fewer = make_plan(
+        exchanging((7, True), (8, False), (8, True)), staying=["h0/0", "h2/0"], cut=cut_of(1), max_replicas=1
+    )
+    assert (fewer.ranks, fewer.transfers) == (("h2/0",), ())
 
 
 def test_an_exchange_that_no_replica_that_stays_has_completed_is_run_again() -> None:
     for states in (exchanging((8, False), (8, False)), exchanging((7, True), (8, False))):
-        plan = make_plan(states, staying=list(states), stages=1)
-        assert (plan.step, plan.copies, plan.unsynced) == (8, (), (0,))
+        plan = make_plan(states, staying=list(states), cut=cut_of(1))
+        assert (plan.step, plan.transfers, plan.unsynced) == (8, (), (0,))
         assert plan.behind == tuple(name for name, state in states.items() if state.step == 7)
     ended = exchanging((8, False), (8, True))
-    assert make_plan(ended, staying=["h0/0"], stages=1).unsynced == (0,)
+    assert make_plan(ended, staying=["h0/0"], cut=cut_of(1)).unsynced == (0,)
 
 
 def test_each_stage_has_its_own_exchange() -> None:
     states = exchanging((8, True), (8, False), (8, False), (8, False))
-    states = {
-        name: dataclasses.replace(state, stage_rank=rank % 2) for rank, (name, state) in enumerate(states.items())
-    }
-    plan = make_plan(states, staying=list(states), stages=2)
+    states = {name: dataclasses.replace(state, layers=(rank % 2,)) for rank, (name, state) in enumerate(states.items())}
+    plan = make_plan(states, staying=list(states), cut=cut_of(2))
     assert plan.unsynced == (1,)
-    assert [(copy.source, copy.target) for copy in plan.copies] == [(0, 2)]
+    assert [(each.source, each.target) for each in plan.transfers] == [(0, 2)]
 
 
 def test_streamed_sources_are_read_on_from_the_latest_place_that_a_worker_knows() -> None:
     def place(step: int, *streams: dict[str, int] | None) -> WorkerState:
-        return WorkerState(step, 0, ready=True, progress={}, summary={}, streams=streams)
+        return WorkerState(step, (0,), ready=True, progress={}, summary={}, streams=streams)
 
     known, later = (None, {"segment": 4}), (None, {"segment": 5})
     first = (None, {"segment": 0})  # of the next epoch
@@ -162,5 +218,5 @@ def test_streamed_sources_are_read_on_from_the_latest_place_that_a_worker_knows(
     for latest, workers in cases:
         states = {f"h{number}/0": worker for number, worker in enumerate(workers)}
         for order in itertools.permutations(states):
-            plan = make_plan({name: states[name] for name in order}, staying=list(order), stages=1)
+            plan = make_plan({name: states[name] for name in order}, staying=list(order), cut=cut_of(1))
             assert plan.streams == latest
