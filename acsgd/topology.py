@@ -89,6 +89,9 @@ class Groups:
     """The ranks of all replicas that hold the same stages."""
     world: dist.ProcessGroup
     """All ranks."""
+    background: dist.ProcessGroup
+    """All ranks, over connections of their own, so that other messages do not wait for long ones; the same as `world`
+    unless it was requested."""
     store: StoreClient
     timeout_s: float
     """Maximum time to wait for a peer (run.timeout), seconds."""
@@ -218,13 +221,15 @@ def clone_store(store: dist.Store, launch: Launch) -> dist.Store:
 
 
 @contextlib.contextmanager
-def connect(topology: Topology, *, timeout: timedelta, store: dist.Store, waits: Waits = DIRECT) -> Iterator[Groups]:
+def connect(
+    topology: Topology, *, timeout: timedelta, store: dist.Store, waits: Waits = DIRECT, background: bool = False
+) -> Iterator[Groups]:
     """Open this rank's process groups over gloo; close them on exit, or abort them if an exception is raised.
 
     timeout: limit of each operation of each group, and of each call of the store. waits: all waits of these groups,
-    also while they are opened. A process may connect again after exit, with other ranks, with another store (such as a
-    dist.PrefixStore of a new prefix) and with other interruptible waits. Raises RunError if not all ranks connect in
-    time.
+    also while they are opened. background: whether `Groups.background` gets connections of its own. A process may
+    connect again after exit, with other ranks, with another store (such as a dist.PrefixStore of a new prefix) and with
+    other interruptible waits. Raises RunError if not all ranks connect in time.
     """
     rank, timeout_s = topology.rank, timeout.total_seconds()
     opened = ProcessGroups(store, waits, rank, timeout)
@@ -233,8 +238,9 @@ def connect(topology: Topology, *, timeout: timedelta, store: dist.Store, waits:
     peers = [topology.peers(stage_rank) for stage_rank in range(topology.stages)]
     try:
         with _connection_errors(rank, topology.world_size, timeout_s):
-            run_id, (world, pp, dp) = opened.open(topology.world_size, [*pipelines, *peers])
-        yield Groups(pp, dp, world, opened.client, timeout_s, run_id, waits, opened)
+            everyone = [list(range(topology.world_size))] if background else []
+            run_id, (world, pp, dp, *others) = opened.open(topology.world_size, [*pipelines, *peers, *everyone])
+        yield Groups(pp, dp, world, others[0] if others else world, opened.client, timeout_s, run_id, waits, opened)
     except BaseException:
         waits.interrupt("the groups are closed after an error")
         opened.abort()

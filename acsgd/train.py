@@ -19,7 +19,7 @@ from acsgd.io.telemetry.text_log import open_text_log
 from acsgd.optim.base import PLAIN_STEP
 from acsgd.optim.loss_scale import GradientScale
 from acsgd.optim.schedule import learning_rate
-from acsgd.run.after_step import evaluate_log_save, pause_needs_checkpoint
+from acsgd.run.after_step import StepSnapshots, evaluate_log_save, pause_needs_checkpoint
 from acsgd.run.checkpointing import Checkpointing
 from acsgd.run.control import NO_VOTES, StepExchange, StepSummary, Votes
 from acsgd.run.inputs import Inputs
@@ -86,6 +86,7 @@ def run_steps(
     checkpointing: Checkpointing,
     signals: StopSignals,
     state: LoopState | None = None,
+    snapshots: StepSnapshots | None = None,
 ) -> None:
     """Train until the last step, or until a rank receives a stop signal; evaluate, log and save when due.
 
@@ -103,11 +104,15 @@ def run_steps(
         state.started_at = time.perf_counter()  # the wait for the batch is part of the step
         pause = state.pause_requested and not checkpointing.is_saving  # a save takes longer than others should wait
         votes = checkpointing.votes(stop=signals.received is not None)._replace(pause=pause)
+        if snapshots is not None:
+            votes = votes._replace(snapshot_pending=snapshots.is_pending, snapshot_interval=snapshots.interval)
         update = before.step not in spike_guard.skipped_steps
         result = train_step(session, next(batches), before, votes, update=update, state=state)
         checkpointing.finish_save(wait=result.summary.failed_save)
         if result.updated and (restored := spike_guard.restore_before_spike(before, result.loss)):
             state.progress, state.is_open = restored, False
+            if snapshots is not None:
+                snapshots.return_to(restored.step)
             batches = iter(Dataset(inputs.reader, range(restored.step, steps), micros=pace.micros, waits=waits))
             continue
         evaluate_log_save(session, state, inputs, metrics, checkpointing)
@@ -116,6 +121,8 @@ def run_steps(
             if pause_needs_checkpoint(result.summary):
                 checkpointing.finish_save(wait=True)
             break
+        if snapshots is not None:
+            snapshots.after_step(state)
     else:
         checkpointing.finish_save(wait=True, last=True)
         metrics.note(checkpointing.describe_end(state.progress.step, signals.received))

@@ -119,6 +119,8 @@ def _check_elastic(elastic: ElasticConfig) -> None:
     low, high = elastic.min_replicas, elastic.max_replicas
     if high is not None and low > high:
         raise ValueError(f"elastic.min_replicas={low} must be at most elastic.max_replicas={high}")
+    if elastic.snapshot != "auto" and not (elastic.snapshot.isdecimal() and int(elastic.snapshot) <= COUNT.high):
+        raise ValueError(f'elastic.snapshot={elastic.snapshot} is not an interval; give steps, "20", "0", or "auto"')
 
 
 def _check_log(log: LogConfig) -> None:

@@ -269,6 +269,12 @@ class ElasticConfig:
     """Number of replicas beyond which workers are spares. None = no limit."""
     below_min: Literal["wait", "end"] = "wait"
     """What a run does that has trained and has fewer replicas: wait for hosts, or end."""
+    replan: bool = False
+    """Whether pipelines have fewer stages than pp.stages while there are too few workers for elastic.min_replicas of
+    pp.stages: as many as there are workers for. Needs memory for larger stages."""
+    snapshot: str = "auto"
+    """Interval between snapshots of the state in the memory of the next host, to which a run returns that has lost all
+    holders of a layer: optimizer steps, "20"; "auto" = as short as costs 3 % of the step time; "0" = none."""
     silence: Annotated[float, Range(0.2, 3600)] = 2.0
     """Time without a message after which a host counts as lost, seconds."""
     hang: Annotated[float, Range(0.5, 10**6)] = 60.0

@@ -23,7 +23,7 @@ def view_event(view: View, before: View | None, step: int, seconds: float, moved
         "left": [host.address for host in known if host not in view.hosts],
         "moved_layers": sum(len(transfer.layers) for transfer in plan.transfers),
         "moved_bytes": moved_bytes,
-        "from_disk": plan.from_disk,
+        "from": "disk" if plan.from_disk else "snapshot" if plan.from_snapshot else "memory",
         "recovery_s": round(seconds, 3),
     }
     text = f"view {view.epoch}: {plan.replicas} x {plan.stages} on {len(view.hosts)} hosts"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from acsgd.dp.resize import Place
 from acsgd.elastic.messages import View
 from acsgd.elastic.plan import Plan, WorkerState
+from acsgd.elastic.snapshot_store import Snapshot
 from acsgd.elastic.transfer import HeldLayers, LayersInMemory, receive_layers
 from acsgd.fields import from_json
 from acsgd.io.rows.streamed import StreamState
@@ -76,29 +77,38 @@ class HandedOver(NamedTuple):
 
 
 def hand_over(
-    session: Session | None, job: Job, groups: Groups, plan: Plan, cache_plan: CachePlan | None = None
+    session: Session | None,
+    job: Job,
+    groups: Groups,
+    plan: Plan,
+    cache_plan: CachePlan | None = None,
+    snapshot: Snapshot | None = None,
 ) -> HandedOver:
     """Return the session of this rank in a new view, with the state after `plan.step` steps.
 
     All ranks call it together, since some send their state to others. session: that of the view before, which was
-    aborted; None on ranks that are no holders of the plan. Raises RunError if one of these ranks fails.
+    aborted; None on ranks that are no holders of the plan. snapshot: used in its place if the plan returns to one.
+    Raises RunError if one of these ranks fails.
     """
     rank, received, received_bytes = job.topology.rank, LayersInMemory(), 0
     incoming = [transfer for transfer in plan.transfers if transfer.target == rank]
     is_same = session is not None and not incoming and session.job.spans == job.spans
     is_source = any(transfer.source == rank for transfer in plan.transfers)
-    held = HeldLayers(session, groups) if session is not None and (is_source or not is_same) else None
+    held: HeldLayers | Snapshot | None = snapshot
+    if session is not None and (is_source or not is_same):
+        held = HeldLayers(session)
     with collective_errors("handing over state", groups.world):
         for transfer in plan.transfers:  # in the same order on all ranks, so that no two wait for each other
             if transfer.source == rank and held is not None:
-                held.send(transfer.layers, transfer.target)
+                held.send(transfer.layers, groups, transfer.target)
             elif transfer.target == rank:
                 received_bytes += receive_layers(groups, transfer.source, received)
     if session is not None and is_same:
         return HandedOver(reconnect(session, job, groups, cache_plan), received_bytes)
-    if session is not None and held is not None:
-        kept = set(job.layers) - {layer for transfer in incoming for layer in transfer.layers}
-        held.keep(kept, received)
+    if held is not None:
+        incoming_layers = {layer for transfer in incoming for layer in transfer.layers}
+        held.keep([layer for layer in job.layers if layer not in incoming_layers], received)
+    if session is not None:
         cache_plan = keep_caches(cache_plan, session, job)
     topology = (session.job if session is not None else job).topology
     session = build_session(job, received, groups, cache_plan)

@@ -47,7 +47,7 @@ def open_membership(me: Host, options: DaemonOptions, setup: Setup, register: Vi
         max_hosts=options.max_hosts,
         planner=partial(
             make_plan,
-            cut=setup.cut,
+            cuts=setup.cuts,
             min_replicas=setup.min_replicas,
             max_replicas=setup.max_replicas,
         ),

@@ -18,7 +18,7 @@ from acsgd.fields import Natural, from_json
 
 MAX_BYTES = 1 << 20
 """Maximum length of a message, bytes."""
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the protocol between daemons: a new one whenever messages change."""
 
 
@@ -204,8 +204,8 @@ class Hello:
 class Setup:
     """What a run's workers have in common."""
 
-    cut: Cut
-    """The layers of each position of a pipeline."""
+    cuts: tuple[Cut, ...]
+    """The layers of each position of a pipeline, for each number of stages that it may have, most first."""
     run_dir: str
     min_replicas: Natural
     max_replicas: int | None

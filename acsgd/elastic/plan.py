@@ -14,6 +14,21 @@ Cut = tuple[tuple[Natural, ...], ...]
 
 
 @dataclass(frozen=True)
+class CopiedLayers:
+    """Copies of layers that a worker has in a snapshot."""
+
+    epoch: Natural
+    """View in which it was taken."""
+    step: Natural
+    """Number of steps applied to the copied state."""
+    layers: tuple[Natural, ...]
+    progress: dict[str, Any]
+    """Progress of the run after `step` steps."""
+    streams: tuple[dict[str, Any] | None, ...] = ()
+    """As of WorkerState."""
+
+
+@dataclass(frozen=True)
 class WorkerState:
     """What a worker reports once it has stopped."""
 
@@ -37,6 +52,9 @@ class WorkerState:
     """Port of the store that it has opened for the next view, used if it becomes rank 0."""
     streams: tuple[dict[str, Any] | None, ...] = ()
     """StreamState of each source after `step` steps, None if it is not streamed; empty if the worker streams none."""
+    snapshots: tuple[CopiedLayers, ...] = ()
+    saved_step: Natural = 0
+    """Step of the newest checkpoint that it knows of; 0 = none."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +82,8 @@ class Plan:
     """Number of applied steps from which all ranks continue."""
     from_disk: bool = True
     """Whether all ranks start from the newest checkpoint, or from the initial weights if there is none."""
+    from_snapshot: bool = False
+    """Whether all ranks return to the snapshot of step `step`, whose layers are kept and sent in place of their own."""
     holders: tuple[str, ...] = ()
     """Workers that keep or send state. All others drop theirs."""
     transfers: tuple[Transfer, ...] = ()
@@ -97,15 +117,15 @@ def make_plan(
     workers: Mapping[str, WorkerState],
     *,
     staying: Sequence[str],
-    cut: Cut,
+    cuts: Sequence[Cut],
     min_replicas: int = 1,
     max_replicas: int | None = None,
 ) -> Plan:
     """Plan the next view from the states of the workers that have stopped.
 
     workers: by name; staying: those of the hosts of the view, most senior first. Others leave: their states decide
-    the step, and nothing else. cut: the layers of each position. With fewer than `min_replicas`, all workers are
-    spares, which keep what they hold.
+    the step, and nothing else. cuts: those that pipelines may have, preferred first; the first one of which there are
+    workers for `min_replicas` is used. If there is none, all workers are spares, which keep what they hold.
 
     Every rank of a stopped view has reported a step before any rank applies it (docs/architecture/step.md). So holders
     of state are at most one step apart, and those behind can apply it alone. If replicas exchange weights after the
@@ -114,23 +134,17 @@ def make_plan(
     holders = {name: state for name, state in workers.items() if state.layers}
     ahead = max(holders.values(), key=lambda state: (state.step, state.is_open), default=WorkerState())
     held = _held(holders, staying, ahead)
+    cut = next((cut for cut in cuts if len(staying) // len(cut) >= min_replicas), cuts[0])
     replicas = min(len(staying) // len(cut), max_replicas or len(staying))
     wanted = cut * (replicas if replicas >= min_replicas else 0)
-    ranks = _assign(staying, held, wanted)
-    spares = tuple(name for name in staying if name not in ranks)
-    from_disk = Plan(len(cut), ranks, spares, workers[ranks[0]].store_port if ranks else 0)
-    if _lacks_layers(ranks, held, cut):  # also if there are no ranks
-        return from_disk
-    transfers = _transfers([held.get(name, frozenset()) for name in ranks], wanted)
-    used = _holders(ranks, held, wanted, transfers)
-    behind = tuple(name for name in used if holders[name].step < ahead.step)
-    unsynced = {layer for name in used if not _is_synced(holders[name], ahead) for layer in held[name]}
+    plan = _plan_of(workers, staying, cut, wanted, held)
+    if plan.from_disk:
+        return _plan_of_snapshot(workers, staying, cut, wanted) or plan
+    behind = tuple(name for name in plan.holders if holders[name].step < ahead.step)
+    unsynced = {layer for name in plan.holders if not _is_synced(holders[name], ahead) for layer in held[name]}
     return replace(
-        from_disk,
+        plan,
         step=ahead.step,
-        from_disk=False,
-        holders=used,
-        transfers=transfers,
         behind=behind,
         unsynced=tuple(position for position, layers in enumerate(cut) if unsynced.intersection(layers)),
         progress=ahead.progress,
@@ -155,6 +169,37 @@ def _held(holders: Mapping[str, WorkerState], staying: Sequence[str], ahead: Wor
         name: frozenset(state.layers) if _is_synced(state, ahead) else frozenset(state.layers) - synced
         for name, state in reaching.items()
     }
+
+
+def _plan_of(workers: Mapping[str, WorkerState], staying: Sequence[str], cut: Cut, wanted: Cut, held: Held) -> Plan:
+    """Return the plan for state that workers hold, without its step; from disk if they do not hold all layers.
+
+    wanted: the layers of each rank, none if there are too few workers.
+    """
+    ranks = _assign(staying, held, wanted)
+    spares = tuple(name for name in staying if name not in ranks)
+    plan = Plan(len(cut), ranks, spares, workers[ranks[0]].store_port if ranks else 0)
+    if _lacks_layers(ranks, held, cut):
+        return plan
+    transfers = _transfers([held.get(name, frozenset()) for name in ranks], wanted)
+    return replace(plan, from_disk=False, holders=_holders(ranks, held, wanted, transfers), transfers=transfers)
+
+
+def _plan_of_snapshot(workers: Mapping[str, WorkerState], staying: Sequence[str], cut: Cut, wanted: Cut) -> Plan | None:
+    """Return the plan that returns to the newest snapshot of which the ranks have all layers.
+
+    None if there is none, or a checkpoint is newer.
+    """
+    copies = {name: {(each.epoch, each.step): each for each in workers[name].snapshots} for name in staying}
+    saved_step = max((state.saved_step for state in workers.values()), default=0)
+    for epoch, step in sorted({taken for own in copies.values() for taken in own}, reverse=True):
+        held = {name: own[epoch, step] for name, own in copies.items() if (epoch, step) in own}
+        layers = {name: frozenset(each.layers) for name, each in held.items()}
+        plan = _plan_of(workers, staying, cut, wanted, layers)
+        if not plan.from_disk and step >= saved_step:
+            known = max(held.values(), key=lambda each: len(each.streams))
+            return replace(plan, step=step, from_snapshot=True, progress=known.progress, streams=known.streams)
+    return None
 
 
 def _reaches(state: WorkerState, ahead: WorkerState) -> bool:

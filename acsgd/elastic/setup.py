@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 import transformers
 
+from acsgd.config.options import Config
 from acsgd.elastic.messages import Setup
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.inputs import Inputs
-from acsgd.run.job import Job
+from acsgd.run.job import Cut, Job
+from acsgd.run.limits import check_memory
 
 
 def check_elastic(job: Job) -> None:
@@ -27,6 +29,11 @@ def check_elastic(job: Job) -> None:
         raise ValueError(
             f"pp.forward={config.pp.forward}: the files of caches belong to replicas, whose ranks change in an elastic "
             "run; use cache=ram"
+        )
+    if config.elastic.replan and config.pp.layers is not None:
+        raise ValueError(
+            f"pp.layers={list(config.pp.layers)} is for pp.stages={config.pp.stages}, but elastic.replan changes the "
+            "number of stages; remove pp.layers or elastic.replan"
         )
 
 
@@ -47,7 +54,7 @@ def setup_of(job: Job, inputs: Inputs) -> Setup:
     digests = {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in parts.items()}
     elastic = job.config.elastic
     return Setup(
-        cut=job.cut,
+        cuts=possible_cuts(job),
         run_dir=str(Path(job.config.log.dir).resolve()),
         min_replicas=elastic.min_replicas,
         max_replicas=elastic.max_replicas,
@@ -55,6 +62,31 @@ def setup_of(job: Job, inputs: Inputs) -> Setup:
         hang_s=elastic.hang,
         parts=digests,
     )
+
+
+def possible_cuts(job: Job) -> tuple[Cut, ...]:
+    """Return the cuts that pipelines of the run may have, most stages first.
+
+    With elastic.replan, those of all numbers of stages up to pp.stages whose weights and gradients fit the memory.
+    """
+    cuts = [job.cut]
+    while job.config.elastic.replan and len(cuts[-1]) > 1 and _fits(job, len(cuts[-1]) - 1):
+        cuts.append(job.cut_of(len(cuts[-1]) - 1))
+    return tuple(cuts)
+
+
+def with_stages(config: Config, stages: int) -> Config:
+    """Return the options with another number of ranks per pipeline."""
+    return replace(config, pp=replace(config.pp, stages=stages))
+
+
+def _fits(job: Job, stages: int) -> bool:
+    """Return whether the processes of this host have memory for pipelines of some number of stages."""
+    try:
+        check_memory(job.model.num_parameters, stages, job.local_world_size, job.streams)
+    except ValueError:
+        return False
+    return True
 
 
 def _options(job: Job) -> dict[str, str]:

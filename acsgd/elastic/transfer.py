@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from acsgd.dp.resize import Place, carry_over
 from acsgd.run.session import Session
@@ -67,64 +68,75 @@ class LayersInMemory:
             stage.sync.load_state_dict(carry_over(table, own, was=was, now=now, is_same_stage=False))
 
 
+OUTER = -1
+"""Number of the tensors outside of all blocks, where layers have their indices."""
+
+
 class HeldLayers:
     """The layers of a session that was aborted, to send or to keep.
 
-    Loads the global weights into the master weights, so that `reconnect` must follow, or another session. groups: of
-    the next view.
+    Loads the global weights into the master weights, so that `reconnect` must follow, or another session.
     """
 
-    def __init__(self, session: Session, groups: Groups) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self._groups = groups
         self._layers = {layer.spec.index: layer for layer in session.layers}
-        self._model = next(iter(session.stages.values())).composed.model
         states = [stage.sync.take_state() for stage in session.stages.values()]
         names = {name for state in states for name in state}
         self._mode = {name: {key: x for each in states for key, x in each.get(name, {}).items()} for name in names}
 
-    def send(self, layers: Sequence[int], to: int) -> None:
-        """Send the state of some layers to a rank, one message per layer."""
-        table, is_same = self._session.job.plugins.mode.states, self._groups.dp.size() == self._replicas
+    def send(self, layers: Sequence[int], groups: Groups, to: int) -> None:
+        """Send the state of some layers to a rank of the next view, one message per layer."""
+        job, replicas = self._session.job, groups.dp.size()
+        table, is_same = job.plugins.mode.states, replicas == job.topology.replicas
         common = [state.name for state in table if state.is_common and (is_same or state.merge != "reset")]
         mode = {name: by_key for name, by_key in self._mode.items() if name in common}
-        _send(self._groups, to, struct.pack("<q", len(layers) + 1))
-        _send_tensors(self._groups, to, self._outer_buffers())
-        sent: set[str] = set()
-        for layer in layers:
-            tensors = self._tensors_of(self._layers[layer], mode)
-            _send_tensors(self._groups, to, {name: x for name, x in tensors.items() if name not in sent})
-            sent |= tensors.keys()  # weights that several layers share travel once
+        own = [layer_tensors_of(self._session, self._layers[layer], {}, mode) for layer in layers]
+        send_tensors(groups, to, [outer_buffers(self._session), *own])
 
     def keep(self, layers: Collection[int], memory: LayersInMemory) -> None:
         """Add the state of some layers, not copied, with that of this replica alone."""
-        memory.add(self._outer_buffers())
+        memory.add(outer_buffers(self._session))
         for layer in layers:
-            memory.add(self._tensors_of(self._layers[layer], self._mode))
+            memory.add(layer_tensors_of(self._session, self._layers[layer], {}, self._mode))
 
-    @property
-    def _replicas(self) -> int:
-        return self._session.job.topology.replicas
 
-    def _tensors_of(self, layer: LoadedLayer, mode: WeightState) -> dict[str, Tensor]:
-        """Return the tensors of a layer, not copied: fp32 weights, constants, optimizer state, and state of the mode.
+def layer_tensors_of(
+    session: Session, layer: LoadedLayer, global_weights: Mapping[str, Tensor], mode: WeightState
+) -> dict[str, Tensor]:
+    """Return the tensors of a layer, not copied: fp32 weights, constants, optimizer state, and state of the mode.
 
-        Weights are all that the layer uses, also those that are stored with an earlier layer.
-        """
-        own = [weight for weight in self._session.weights if weight.key in layer.spec.parameters]
-        weights = {key: self._model.get_parameter(key).detach() for key in layer.spec.parameters}
-        weights |= {weight.key: weight.master.detach() for weight in own} | layer.constants
-        tensors = {f"{WEIGHT}{SEPARATOR}{key}": tensor for key, tensor in weights.items()}
-        optimizer = self._session.optimizer.state_of(own)
-        for kind, state in ((OPTIMIZER, optimizer), (MODE, part_of(mode, {weight.key for weight in own}))):
-            for name, by_key in state.items():
-                tensors |= {f"{kind}{SEPARATOR}{name}{SEPARATOR}{key}": tensor for key, tensor in by_key.items()}
-        return tensors
+    Weights are all that the layer uses, also those that are stored with an earlier layer: global ones where they are
+    given, else the master weights.
+    """
+    own, model = [w for w in session.weights if w.key in layer.spec.parameters], _model(session)
+    weights = {key: model.get_parameter(key).detach() for key in layer.spec.parameters}
+    weights |= {weight.key: global_weights.get(weight.key, weight.master).detach() for weight in own} | layer.constants
+    tensors = {f"{WEIGHT}{SEPARATOR}{key}": tensor for key, tensor in weights.items()}
+    keys = {weight.key for weight in own}
+    for kind, state in ((OPTIMIZER, session.optimizer.state_of(own)), (MODE, part_of(mode, keys))):
+        for name, by_key in state.items():
+            tensors |= {f"{kind}{SEPARATOR}{name}{SEPARATOR}{key}": tensor for key, tensor in by_key.items()}
+    return tensors
 
-    def _outer_buffers(self) -> dict[str, Tensor]:
-        """Return the stored buffers outside of blocks, which every rank has."""
-        last = self._session.job.model.description.layers[-1]
-        return {f"{WEIGHT}{SEPARATOR}{key}": self._model.get_buffer(key) for key in last.buffers}
+
+def outer_buffers(session: Session) -> dict[str, Tensor]:
+    """Return the stored buffers outside of blocks, which every rank has."""
+    last = session.job.model.description.layers[-1]
+    return {f"{WEIGHT}{SEPARATOR}{key}": _model(session).get_buffer(key) for key in last.buffers}
+
+
+def _model(session: Session) -> PreTrainedModel:
+    return next(iter(session.stages.values())).composed.model
+
+
+def send_tensors(groups: Groups, to: int, layers: Sequence[Mapping[str, Tensor]]) -> None:
+    """Send the tensors of some layers to a rank, one message per layer. Those that several share travel once."""
+    _send(groups, to, struct.pack("<q", len(layers)))
+    sent: set[str] = set()
+    for tensors in layers:
+        _send_tensors(groups, to, {name: tensor for name, tensor in tensors.items() if name not in sent})
+        sent |= tensors.keys()
 
 
 def receive_layers(groups: Groups, sender: int, memory: LayersInMemory) -> int:

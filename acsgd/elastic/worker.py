@@ -23,7 +23,9 @@ from acsgd.elastic.handover import (
 )
 from acsgd.elastic.messages import Broken, Done, End, Hello, Idle, Leave, Run, Setup, Stop, Stopped, View
 from acsgd.elastic.plan import Plan, WorkerState
-from acsgd.elastic.setup import check_elastic, setup_of
+from acsgd.elastic.setup import check_elastic, setup_of, with_stages
+from acsgd.elastic.snapshot_store import SnapshotStore
+from acsgd.elastic.snapshots import describe_snapshots, open_snapshots
 from acsgd.elastic.stores import connect_store, open_store
 from acsgd.errors import ConnectError, RefusedError, RunError, WaitInterruptedError
 from acsgd.fields import from_json
@@ -77,10 +79,13 @@ class ElasticWorker:
         self._reader: BatchReader | None = None
         """Of the view in which `_session` was trained."""
         self._state = LoopState(Progress(), is_elastic=True)
+        self._snapshots = SnapshotStore()
         self._metrics: Metrics | None = None
         self._lock: RunLock | None = None
         self._is_lock_holder = False
         self._has_dropped_save = False
+        self._saved_step = 0
+        """Step of the newest checkpoint that this worker knows of."""
         self._view: View | None = None
         """The view in which this worker has trained last, or has waited while others trained."""
         self._stopped_at: float | None = time.monotonic()
@@ -125,12 +130,18 @@ class ElasticWorker:
 
     def _report(self) -> WorkerState:
         """Return the state of this worker, which has stopped."""
-        return worker_state(self._session, self._state, self._reader, self._store.port)
+        state = worker_state(self._session, self._state, self._reader, self._store.port)
+        return replace(state, snapshots=self._snapshots.reports(), saved_step=self._saved_step)
 
     def _run_view(self, view: View, name: str, signals: StopSignals, context: RunContext) -> bool:
         """Train in a view, until it ends; return whether the run has ended."""
-        if self._session is not None and name in view.plan.holders:
+        if self._session is not None and name in view.plan.holders and not view.plan.from_snapshot:
             complete_step(self._session, self._state, view.plan, is_behind=name in view.plan.behind)
+        if view.plan.ranks and view.plan.from_disk:
+            self._snapshots.return_to(0)
+        elif view.plan.from_snapshot:
+            self._snapshots.return_to(view.plan.step)
+            self._snapshots.complete(view.plan.step)
         rank = view.plan.rank_of(name)
         if rank is None:
             self._wait_as_spare(view)
@@ -173,14 +184,16 @@ class ElasticWorker:
         self, view: View, rank: int, waits: InterruptibleWaits, signals: StopSignals, context: RunContext
     ) -> None:
         """Form the groups of a view, bring the state of this rank there, and train."""
-        config, plan = self._config, view.plan
+        plan = view.plan
+        config = with_stages(self._config, plan.stages)
         if not plan.is_first:  # the run's own checkpoints
             config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
         job = prepare(config, replace(self._launch, rank=rank, world_size=len(plan.ranks)))
         timeout = timedelta(seconds=config.run.timeout)
         with contextlib.ExitStack() as stack:
             store = self._store if rank == 0 else connect_store(*view.store_address(), waits)
-            groups = stack.enter_context(connect(job.topology, timeout=timeout, store=store, waits=waits))
+            connecting = connect(job.topology, timeout=timeout, store=store, waits=waits, background=True)
+            groups = stack.enter_context(connecting)
             self._hold_lock(job, groups, plan)
             inputs = open_inputs(job, groups, has_caches=self._session is not None and bool(self._session.caches))
             stack.callback(inputs.reader.close, wait=False)
@@ -194,21 +207,32 @@ class ElasticWorker:
             metrics = self._open_metrics(job)
             for note in self._notes(job, inputs, begin):
                 metrics.note(note)
+            snapshots = open_snapshots(self._snapshots, begin.session, inputs.reader, groups, view)
+            if snapshots is not None:
+                stack.callback(snapshots.close)
             assert self._lock is not None
             checkpointing = Checkpointing.open(begin, inputs, groups, self._lock, note=metrics.note)
             stack.enter_context(checkpointing)
             if self._has_dropped_save:
                 checkpointing.request_save()
-            moved = groups.all_gather_text("setting up", str(received_bytes), timeout_s=job.disk_timeout_s)
+            needed_bytes = snapshots.memory_bytes() if snapshots else 0
+            reports = groups.all_gather_text(
+                "setting up", f"{received_bytes} {needed_bytes}", timeout_s=job.disk_timeout_s
+            )
+            moved, needed = zip(*(map(int, report.split()) for report in reports), strict=True)
+            if self._view is None and snapshots is not None:
+                metrics.note(describe_snapshots(config.elastic.snapshot, max(needed)))
             assert self._stopped_at is not None
             seconds = time.monotonic() - self._stopped_at
-            metrics.event(view_event(view, self._view, begin.progress.step, seconds, sum(map(int, moved))))
+            metrics.event(view_event(view, self._view, begin.progress.step, seconds, sum(moved)))
             self._view = view
             context.start_training()
             enter_training()
             try:
-                run_steps(begin.session, begin.progress, inputs, metrics, checkpointing, signals, self._state)
+                session, state = begin.session, self._state
+                run_steps(session, begin.progress, inputs, metrics, checkpointing, signals, state, snapshots)
             finally:
+                self._saved_step = checkpointing.newest_step
                 self._has_dropped_save = checkpointing.is_saving
 
     def _begin(self, job: Job, inputs: Inputs, groups: Groups, plan: Plan) -> tuple[Start, int]:
@@ -223,11 +247,13 @@ class ElasticWorker:
             return begin, 0
         assert plan.progress is not None
         restore_streams(inputs.reader, plan)
-        if plan.ranks[job.topology.rank] not in plan.holders:
+        if plan.from_snapshot or plan.ranks[job.topology.rank] not in plan.holders:
             self._session = None
             self._state.restart(Progress())
             self._state.summary = StepSummary(**plan.summary) if plan.summary else None
-        self._session, received_bytes = hand_over(self._session, job, groups, plan, inputs.cache_plan)
+        snapshot = self._snapshots.by_step.get(plan.step) if plan.from_snapshot else None
+        handed_over = hand_over(self._session, job, groups, plan, inputs.cache_plan, snapshot)
+        self._session, received_bytes = handed_over
         progress = from_json(Progress, plan.progress)
         self._state.progress, self._state.is_open = progress, plan.is_open
         run_missing_exchange(self._session, self._state, plan)

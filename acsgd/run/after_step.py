@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from acsgd.io.sampling.held_out import HeldOut
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.metrics import describe
@@ -10,6 +12,28 @@ from acsgd.run.control import StepSummary
 from acsgd.run.inputs import Inputs
 from acsgd.run.loop_state import LoopState
 from acsgd.run.session import Session
+
+
+class StepSnapshots(Protocol):
+    """Snapshots of the state, which are taken between steps."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the snapshot in progress is incomplete on this rank."""
+        ...
+
+    @property
+    def interval(self) -> int:
+        """Number of steps between two snapshots that this rank wants."""
+        ...
+
+    def after_step(self, state: LoopState) -> None:
+        """Take a snapshot if one is due. Collective."""
+        ...
+
+    def return_to(self, step: int) -> None:
+        """Drop the snapshots after a step to which the weights were returned."""
+        ...
 
 
 def evaluate_log_save(

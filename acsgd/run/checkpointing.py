@@ -83,6 +83,12 @@ class Checkpointing:
                 self.finish_save(wait=False)
 
     @property
+    def newest_step(self) -> int:
+        """Step of the newest checkpoint of this run; 0 = there is none."""
+        number = self.newest.name.rpartition("-")[2] if self.newest is not None else ""
+        return int(number) if number.isdecimal() else 0
+
+    @property
     def is_saving(self) -> bool:
         """Whether a save is in progress on this rank."""
         return self._has_copy or self._saver.is_writing

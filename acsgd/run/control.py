@@ -31,6 +31,10 @@ class Votes(NamedTuple):
     """A save failed on this rank."""
     pause: bool = False
     """This rank was asked to stop at the end of the step, for the next view of an elastic run."""
+    snapshot_pending: bool = False
+    """A snapshot is incomplete on this rank."""
+    snapshot_interval: int = 0
+    """Number of steps between two snapshots that this rank wants."""
 
 
 NO_VOTES = Votes()
@@ -64,6 +68,8 @@ class StepReport(NamedTuple):
     save_votes: float = 0.0
     failed_saves: float = 0.0
     pause_votes: float = 0.0
+    snapshots_pending: float = 0.0
+    snapshot_interval: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,10 @@ class StepSummary:
     """Whether any rank votes to pause."""
     loses_stage: bool
     """Whether all ranks with the same stages vote to stop, so that nobody else holds these weights."""
+    snapshot_pending: bool
+    """Whether a snapshot is incomplete on any rank."""
+    snapshot_interval: int
+    """Maximum over all ranks."""
 
     @classmethod
     def of(cls, rows: Tensor, topology: Topology) -> StepSummary:
@@ -114,7 +124,7 @@ class StepSummary:
         _check_texts([StepReport(*row).checksum for row in rows.tolist()])
         by_replica = rows.view(topology.replicas, topology.stages, -1)
         by_stage = by_replica.transpose(0, 1)
-        total = StepReport(*rows.sum(0).tolist())
+        total, highest = StepReport(*rows.sum(0).tolist()), StepReport(*rows.amax(0).tolist())
         replicas = [StepReport(*row) for row in by_replica.sum(1).tolist()]
         largest = StepReport(*by_replica[topology.replica].amax(0).tolist())
         return cls(
@@ -128,7 +138,7 @@ class StepSummary:
             dp_bytes=int(total.dp_bytes),
             hidden_share=1.0 - total.waited_s / total.in_flight_s if total.in_flight_s else 1.0,
             peak_memory_bytes=int(largest.peak_memory_bytes),
-            data_wait_s=StepReport(*rows.amax(0).tolist()).data_wait_s,
+            data_wait_s=highest.data_wait_s,
             micro_s=[[_micro_s(StepReport(*row)) for row in pipeline] for pipeline in by_replica.tolist()],
             stop=total.stop_votes > 0,
             all_stop=total.stop_votes == len(rows),
@@ -136,6 +146,8 @@ class StepSummary:
             failed_save=total.failed_saves > 0,
             pause=total.pause_votes > 0,
             loses_stage=any(all(StepReport(*row).stop_votes for row in peers) for peers in by_stage.tolist()),
+            snapshot_pending=total.snapshots_pending > 0,
+            snapshot_interval=int(highest.snapshot_interval),
         )
 
 

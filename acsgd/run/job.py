@@ -44,6 +44,9 @@ from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams, open_streams
 from acsgd.topology import Topology
 
+Cut = tuple[tuple[int, ...], ...]
+"""The layers of each position of a pipeline, by their indices in the model. Each layer has one position."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -103,13 +106,15 @@ class Job:
         return list(self.placement.stages_of(self.topology.stage_rank))
 
     @property
-    def cut(self) -> tuple[tuple[int, ...], ...]:
+    def cut(self) -> Cut:
         """The layers of each position of a pipeline."""
-        placement = self.placement
-        return tuple(
-            tuple(layer for stage in placement.stages_of(position) for layer in range(*self.specs[stage]))
-            for position in range(placement.ranks)
-        )
+        return _cut(self.placement, self.specs)
+
+    def cut_of(self, ranks: int) -> Cut:
+        """Return the layers of each position of a pipeline of fewer ranks, as `prepare` divides them."""
+        stages = ranks * self.plugins.schedule.chunks
+        specs = _plan(self.config, self.model, stages, None if stages == 1 else self.costs)
+        return _cut(Placement(ranks, stages), specs)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -291,6 +296,14 @@ def _costs(config: Config, model: RunModel, stages: int, streams: Streams) -> tu
     if stages == 1 or stages > len(model.layers) or config.pp.layers is not None:
         return None
     return layers_cache(config).costs(model.config, model.derived, _sizes(config), device=streams.device.type)
+
+
+def _cut(placement: Placement, specs: Sequence[StageSpec]) -> Cut:
+    """Return the layers of each rank of a pipeline. specs: range of layers of each stage."""
+    return tuple(
+        tuple(layer for stage in placement.stages_of(rank) for layer in range(*specs[stage]))
+        for rank in range(placement.ranks)
+    )
 
 
 def _plan(config: Config, model: RunModel, stages: int, costs: Sequence[float] | None) -> list[StageSpec]:

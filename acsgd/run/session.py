@@ -127,6 +127,8 @@ class Session:
             save_votes=votes.save,
             failed_saves=votes.failed_save,
             pause_votes=votes.pause,
+            snapshots_pending=votes.snapshot_pending,
+            snapshot_interval=votes.snapshot_interval,
         )
         for meter in meters:
             meter.reset()

@@ -44,7 +44,7 @@ class SimulatedHost:
             endpoints=simulation.endpoints,
             min_hosts=simulation.min_hosts,
             max_hosts=8,
-            planner=partial(make_plan, cut=simulation.cut, max_replicas=simulation.max_replicas),
+            planner=partial(make_plan, cuts=[simulation.cut], max_replicas=simulation.max_replicas),
             newest=simulation.register.get(max(simulation.register, default=0)),
             timing=TIMING,
             now=simulation.now,

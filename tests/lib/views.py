@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,9 @@ from acsgd import train
 from acsgd.config.options import Config
 from acsgd.elastic.handover import complete_step, hand_over, restore_streams, run_missing_exchange, worker_state
 from acsgd.elastic.plan import Plan, WorkerState, make_plan
+from acsgd.elastic.setup import possible_cuts, with_stages
+from acsgd.elastic.snapshot_store import SnapshotStore
+from acsgd.elastic.snapshots import Snapshots
 from acsgd.errors import WaitInterruptedError
 from acsgd.fields import from_json
 from acsgd.io.checkpoint.progress import Progress
@@ -27,12 +31,13 @@ from acsgd.io.sampling.batches import Batch, BatchReader
 from acsgd.launch import Launch
 from acsgd.run import build
 from acsgd.run.build import build_session
+from acsgd.run.control import Votes
 from acsgd.run.data import open_data
 from acsgd.run.inputs import open_weight_source, plan_activation_caches
 from acsgd.run.job import prepare
 from acsgd.run.loop_state import LoopState
 from acsgd.run.session import Session
-from acsgd.topology import connect
+from acsgd.topology import Groups, connect
 from acsgd.waits import InterruptibleWaits
 from lib.training import TIMEOUT
 
@@ -67,6 +72,8 @@ class Trained(NamedTuple):
     """Bytes of activations that all ranks sent in each step."""
     streams: dict[int, StreamState | None]
     """Where the first source was read on at the beginning of each view, by the number of steps before it."""
+    origins: list[str]
+    """Where the state came from in each view it was in: disk, memory or snapshot."""
 
 
 Script = Sequence[ScriptedView]
@@ -83,7 +90,9 @@ def train_in_views(
         process = _Process(rank, dist.PrefixStore(name, store), dataclasses.replace(config, log=log))
         for number, view in enumerate(script):
             process.run_view(number, view)
-        trained[name] = Trained(process.losses, process.digests, process.forward_bytes, process.streams)
+        trained[name] = Trained(
+            process.losses, process.digests, process.forward_bytes, process.streams, process.origins
+        )
     return trained
 
 
@@ -92,11 +101,13 @@ class _Process:
         self._number = number
         self._store = store
         self._config = config
-        self._cut = prepare(config, Launch(0, 0, config.pp.stages)).cut
+        self._cuts = possible_cuts(prepare(config, Launch(0, 0, config.pp.stages)))
         self._session: Session | None = None
         self._reader: BatchReader | None = None
         self._state = LoopState(Progress(), is_elastic=True)
+        self._snapshots = SnapshotStore()
         self.losses: dict[int, float] = {}
+        self.origins: list[str] = []
         self.digests: dict[int, tuple[int, str]] = {}
         self.forward_bytes: dict[int, int] = {}
         self.streams: dict[int, StreamState | None] = {}
@@ -105,18 +116,23 @@ class _Process:
         """Take part in a view, or drop the state."""
         if self._number not in view.members:
             self._session, self._state = None, LoopState(Progress(), is_elastic=True)
+            self._snapshots = SnapshotStore()
             return
         plan = self._plan(number, view)
         rank = plan.rank_of(str(self._number))
         assert rank is not None
-        is_holder = str(self._number) in plan.holders
+        is_holder = str(self._number) in plan.holders and not plan.from_snapshot
+        self.origins.append("disk" if plan.from_disk else "snapshot" if plan.from_snapshot else "memory")
+        if plan.from_snapshot:
+            self._snapshots.return_to(plan.step)
+            self._snapshots.complete(plan.step)
         if self._session is not None and is_holder:
             complete_step(self._session, self._state, plan, is_behind=str(self._number) in plan.behind)
             self._note_step()
-        job = prepare(self._config, Launch(rank, rank, len(plan.ranks)))
+        job = prepare(with_stages(self._config, plan.stages), Launch(rank, rank, len(plan.ranks)))
         caches, reader = plan_activation_caches(job, SAMPLES, run_id="run", fresh=True), open_data(job).reader
         store, waits = dist.PrefixStore(f"view {number}", self._store), InterruptibleWaits()
-        with connect(job.topology, timeout=TIMEOUT, store=store, waits=waits) as groups:
+        with connect(job.topology, timeout=TIMEOUT, store=store, waits=waits, background=True) as groups:
             if plan.from_disk:
                 self._session = build_session(job, open_weight_source(job), groups, caches)
             else:
@@ -128,13 +144,15 @@ class _Process:
                     self._fail_to_form(partial(hand_over, self._session, job, groups, plan, caches))
                     groups.abort("the view was not formed")
                     return
-                self._session, _ = hand_over(self._session, job, groups, plan, caches)
+                snapshot = self._snapshots.by_step.get(plan.step) if plan.from_snapshot else None
+                self._session, _ = hand_over(self._session, job, groups, plan, caches, snapshot)
                 self._state.progress = from_json(Progress, plan.progress)
                 run_missing_exchange(self._session, self._state, plan)
                 self._note_step()
             self._reader = reader
             self.streams[plan.step] = next(iter(reader.stream_states(plan.step)), None)
-            self._train(self._session, reader, view)
+            snapshots = self._open_snapshots(self._session, groups, plan, number)
+            self._train(self._session, reader, view, snapshots)
             reader.close()
             groups.wait_for_all("ending the view", timeout_s=TIMEOUT.total_seconds())
             self._session.abort("the view has ended")
@@ -149,19 +167,33 @@ class _Process:
     def _plan(self, number: int, view: ScriptedView) -> Plan:
         """Report, and plan the view from the reports of all members."""
         mine = worker_state(self._session, self._state, self._reader)
+        mine = dataclasses.replace(mine, snapshots=self._snapshots.reports())
         self._store.set(f"{number}/{self._number}", json.dumps(dataclasses.asdict(mine)))
         states = {
             str(member): from_json(WorkerState, json.loads(self._store.get(f"{number}/{member}")))
             for member in view.members
         }
-        return make_plan(states, staying=list(states), cut=self._cut)
+        return make_plan(states, staying=list(states), cuts=self._cuts)
 
-    def _train(self, session: Session, batches: BatchReader, view: ScriptedView) -> None:
-        """Train until the end of a view."""
+    def _open_snapshots(self, session: Session, groups: Groups, plan: Plan, epoch: int) -> Snapshots | None:
+        """Return the snapshots of a run with a fixed interval."""
+        chosen = self._config.elastic.snapshot
+        if chosen == "auto":
+            return None
+        assert self._reader is not None
+        return Snapshots(self._snapshots, session, self._reader, groups, plan.ranks, epoch=epoch, interval=int(chosen))
+
+    def _train(self, session: Session, batches: BatchReader, view: ScriptedView, snapshots: Snapshots | None) -> None:
+        """Train until the end of a view; complete each snapshot before the next step."""
         self._state.has_reported = False
         while (step := self._state.progress.step) < view.until:
-            train.train_step(session, batches.batch(step), self._state.progress, state=self._state)
+            votes = Votes(snapshot_interval=snapshots.interval if snapshots else 0)
+            train.train_step(session, batches.batch(step), self._state.progress, votes, state=self._state)
             self._note_step()
+            if snapshots is not None:
+                snapshots.after_step(self._state)
+                while snapshots.is_pending:
+                    time.sleep(0.005)
         if view.late or view.unsynced:
             with _interrupted(self._number in view.late, self._number in view.unsynced):
                 self._begin_step(session, batches.batch(view.until))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from acsgd.elastic.plan import Plan, WorkerState, make_plan
+from acsgd.elastic.plan import CopiedLayers, Plan, Transfer, WorkerState, make_plan
 
 Cut = tuple[tuple[int, ...], ...]
 
@@ -64,14 +64,14 @@ def layers_after(plan: Plan, workers: dict[str, WorkerState], cut: Cut) -> list[
 
 def test_each_worker_that_stays_has_one_place_and_full_replicas_train() -> None:
     for cut, workers, left in cases():
-        plan = make_plan(workers, staying=left, cut=cut)
+        plan = make_plan(workers, staying=left, cuts=[cut])
         assert plan.replicas == len(left) // len(cut)
         assert sorted([*plan.ranks, *plan.spares]) == sorted(left)
 
 
 def test_the_run_continues_from_the_last_step_of_any_worker_unless_a_stage_is_lost() -> None:
     for cut, workers, left in cases():
-        plan = make_plan(workers, staying=left, cut=cut)
+        plan = make_plan(workers, staying=left, cuts=[cut])
         is_lost = len({state.layers for state in workers.values()}) < len(cut)
         assert plan.from_disk == (is_lost or not plan.ranks)
         if not plan.from_disk:
@@ -81,7 +81,7 @@ def test_the_run_continues_from_the_last_step_of_any_worker_unless_a_stage_is_lo
 
 def test_each_rank_gets_its_layers_from_ranks_that_keep_them_and_no_more_move_than_must() -> None:
     for cut, workers, left in cases():
-        plan = make_plan(workers, staying=left, cut=cut)
+        plan = make_plan(workers, staying=left, cuts=[cut])
         if plan.from_disk:
             continue
         wanted = cut * plan.replicas
@@ -108,7 +108,7 @@ def test_any_holders_of_any_layers_give_each_rank_its_layers_or_the_run_returns_
             )
             for number in range(choose.randint(1, 8))
         }
-        plan = make_plan(workers, staying=list(workers), cut=cut)
+        plan = make_plan(workers, staying=list(workers), cuts=[cut])
         if not plan.from_disk:
             assert layers_after(plan, workers, cut) == [set(layers) for layers in cut * plan.replicas]
         elif plan.ranks:
@@ -119,7 +119,7 @@ def test_any_holders_of_any_layers_give_each_rank_its_layers_or_the_run_returns_
 def test_newcomers_get_state_and_the_sending_is_spread() -> None:
     cut = ((0, 1, 2, 3),)
     workers = {**states(cut, 2), "new0/0": WorkerState(), "new1/0": WorkerState()}
-    plan = make_plan(workers, staying=list(workers), cut=cut)
+    plan = make_plan(workers, staying=list(workers), cuts=[cut])
     assert plan.ranks == ("h0/0", "h1/0", "new0/0", "new1/0")
     sent = Counter[int]()
     for transfer in plan.transfers:
@@ -129,7 +129,7 @@ def test_newcomers_get_state_and_the_sending_is_spread() -> None:
 
 def test_a_host_that_leaves_still_decides_the_step() -> None:
     workers = states(cut_of(1), 2, ahead=1)
-    plan = make_plan(workers, staying=["h1/0"], cut=cut_of(1))
+    plan = make_plan(workers, staying=["h1/0"], cuts=[cut_of(1)])
     assert plan.step == 8
     assert plan.behind == ("h1/0",)
     assert plan.summary == {"loss": 0}
@@ -144,7 +144,7 @@ def test_a_host_that_leaves_still_decides_the_step() -> None:
 )
 def test_state_that_cannot_reach_the_last_step_is_replaced(stale: WorkerState) -> None:
     workers = {"old/0": stale, **states(cut_of(1), 1)}
-    plan = make_plan(workers, staying=list(workers), cut=cut_of(1))
+    plan = make_plan(workers, staying=list(workers), cuts=[cut_of(1)])
     assert plan.step == 7
     assert plan.behind == ()
     assert [(plan.ranks[each.source], plan.ranks[each.target]) for each in plan.transfers] == [("h0/0", "old/0")]
@@ -152,14 +152,14 @@ def test_state_that_cannot_reach_the_last_step_is_replaced(stale: WorkerState) -
 
 def test_a_run_that_has_not_started_starts_from_disk() -> None:
     workers = {"a/0": WorkerState(store_port=5), "a/1": WorkerState(), "b/0": WorkerState()}
-    plan = make_plan(workers, staying=list(workers), cut=cut_of(2))
+    plan = make_plan(workers, staying=list(workers), cuts=[cut_of(2)])
     assert plan == Plan(2, ranks=("a/0", "a/1"), spares=("b/0",), store_port=5)
 
 
 def test_a_step_whose_log_or_save_is_incomplete_stays_open() -> None:
     workers = states(cut_of(1), 3)
     workers["h2/0"] = WorkerState(7, (0,), ready=False, progress={"open": True}, summary={}, is_open=True)
-    plan = make_plan(workers, staying=list(workers), cut=cut_of(1))
+    plan = make_plan(workers, staying=list(workers), cuts=[cut_of(1)])
     assert plan.is_open
     assert plan.progress == {"open": True}
 
@@ -175,31 +175,31 @@ def exchanging(*ranks: tuple[int, bool]) -> dict[str, WorkerState]:
 
 
 def test_replicas_that_lack_an_exchange_get_the_state_of_one_that_has_it() -> None:
-    plan = make_plan(exchanging((7, True), (8, False), (8, True)), staying=["h0/0", "h1/0", "h2/0"], cut=cut_of(1))
+    plan = make_plan(exchanging((7, True), (8, False), (8, True)), staying=["h0/0", "h1/0", "h2/0"], cuts=[cut_of(1)])
     assert (plan.step, plan.behind, plan.unsynced) == (8, (), ())
     assert {(plan.ranks[each.source], plan.ranks[each.target]) for each in plan.transfers} == {
         ("h2/0", "h0/0"),
         ("h2/0", "h1/0"),
     }
     fewer = make_plan(
-        exchanging((7, True), (8, False), (8, True)), staying=["h0/0", "h2/0"], cut=cut_of(1), max_replicas=1
+        exchanging((7, True), (8, False), (8, True)), staying=["h0/0", "h2/0"], cuts=[cut_of(1)], max_replicas=1
     )
     assert (fewer.ranks, fewer.transfers) == (("h2/0",), ())
 
 
 def test_an_exchange_that_no_replica_that_stays_has_completed_is_run_again() -> None:
     for states in (exchanging((8, False), (8, False)), exchanging((7, True), (8, False))):
-        plan = make_plan(states, staying=list(states), cut=cut_of(1))
+        plan = make_plan(states, staying=list(states), cuts=[cut_of(1)])
         assert (plan.step, plan.transfers, plan.unsynced) == (8, (), (0,))
         assert plan.behind == tuple(name for name, state in states.items() if state.step == 7)
     ended = exchanging((8, False), (8, True))
-    assert make_plan(ended, staying=["h0/0"], cut=cut_of(1)).unsynced == (0,)
+    assert make_plan(ended, staying=["h0/0"], cuts=[cut_of(1)]).unsynced == (0,)
 
 
 def test_each_stage_has_its_own_exchange() -> None:
     states = exchanging((8, True), (8, False), (8, False), (8, False))
     states = {name: dataclasses.replace(state, layers=(rank % 2,)) for rank, (name, state) in enumerate(states.items())}
-    plan = make_plan(states, staying=list(states), cut=cut_of(2))
+    plan = make_plan(states, staying=list(states), cuts=[cut_of(2)])
     assert plan.unsynced == (1,)
     assert [(each.source, each.target) for each in plan.transfers] == [(0, 2)]
 
@@ -218,5 +218,77 @@ def test_streamed_sources_are_read_on_from_the_latest_place_that_a_worker_knows(
     for latest, workers in cases:
         states = {f"h{number}/0": worker for number, worker in enumerate(workers)}
         for order in itertools.permutations(states):
-            plan = make_plan({name: states[name] for name in order}, staying=list(order), cut=cut_of(1))
+            plan = make_plan({name: states[name] for name in order}, staying=list(order), cuts=[cut_of(1)])
             assert plan.streams == latest
+
+
+def test_the_number_of_stages_follows_the_number_of_workers() -> None:
+    cuts = [((0,), (1,), (2,), (3,)), ((0,), (1,), (2, 3)), ((0, 1), (2, 3)), ((0, 1, 2, 3),)]
+    for number, stages in ((9, 4), (4, 4), (3, 3), (2, 2), (1, 1)):
+        workers = {f"h{each}/0": WorkerState() for each in range(number)}
+        plan = make_plan(workers, staying=list(workers), cuts=cuts)
+        assert (plan.stages, plan.replicas) == (stages, number // stages)
+    workers = {f"h{each}/0": WorkerState() for each in range(5)}
+    plan = make_plan(workers, staying=list(workers), cuts=cuts, min_replicas=2)
+    assert (plan.stages, plan.replicas, len(plan.spares)) == (2, 2, 1)
+
+
+def test_layers_move_between_any_numbers_of_stages() -> None:
+    """A single worker of a pipeline that holds all layers, then two, then three."""
+    cuts = [((0,), (1, 2), (3,)), ((0, 1), (2, 3)), ((0, 1, 2, 3),)]
+    workers = {"a/0": WorkerState(7, (0, 1, 2, 3), progress={}), "b/0": WorkerState()}
+    plan = make_plan(workers, staying=["b/0", "a/0"], cuts=cuts)
+    assert plan.ranks == ("a/0", "b/0")
+    assert plan.transfers == (Transfer((2, 3), 0, 1),)
+    workers = {
+        "a/0": WorkerState(8, (0, 1), progress={}),
+        "b/0": WorkerState(8, (2, 3), progress={}),
+        "c/0": WorkerState(),
+    }
+    plan = make_plan(workers, staying=list(workers), cuts=cuts)
+    assert layers_after(plan, workers, cuts[0]) == [{0}, {1, 2}, {3}]
+    assert sum(len(each.layers) for each in plan.transfers) == 2
+
+
+def test_a_lost_layer_comes_from_the_newest_snapshot_that_has_all_layers() -> None:
+    """Random copies of random layers in two views, of which one was left by a return to an earlier step."""
+    choose = random.Random(1)
+    kinds = Counter[str]()
+    for _ in range(2000):
+        cut = cut_of(choose.randint(1, 3))
+        layers = range(len(cut))
+        taken = [(1, 4), (1, 8), (2, 6)]  # (view, step)
+        copies = {
+            f"h{number}/0": {each: {x for x in layers if choose.random() < 0.5} for each in taken}
+            for number in range(choose.randint(1, 5))
+        }
+        saved = choose.choice((0, 5, 7))
+        workers = {
+            name: WorkerState(
+                9,
+                (0,) if len(cut) > 1 else (),
+                progress={},
+                snapshots=tuple(CopiedLayers(*each, tuple(own), {"step": each[1]}) for each, own in by_taken.items()),
+                saved_step=saved,
+            )
+            for name, by_taken in copies.items()
+        }
+        plan = make_plan(workers, staying=list(workers), cuts=[cut])
+        covered = [each for each in taken if {x for own in copies.values() for x in own[each]} == {*layers}]
+        usable = [(epoch, step) for epoch, step in covered if step >= saved]
+        if not plan.ranks:
+            assert not plan.from_snapshot
+            continue
+        kinds["disk" if plan.from_disk else "snapshot"] += 1
+        if plan.from_disk:
+            assert not usable or len(plan.ranks) < len(workers), "spares cannot send theirs"
+            continue
+        assert plan.from_snapshot
+        assert (plan.behind, plan.unsynced, plan.summary) == ((), (), None)
+        assert plan.progress == {"step": plan.step}
+        (used,) = [each for each in taken if each[1] == plan.step]
+        held = {name: WorkerState(plan.step, tuple(own[used])) for name, own in copies.items()}
+        assert used in usable
+        assert used == max(usable) or len(plan.ranks) < len(workers)
+        assert layers_after(plan, held, cut) == [{*each} for each in cut * plan.replicas]
+    assert min(kinds["disk"], kinds["snapshot"]) > 100

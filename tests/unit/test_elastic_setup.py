@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from lib.training import make_config
 
-from acsgd.config.options import ReplicaConfig
-from acsgd.elastic.setup import check_elastic
+from acsgd.config.options import ElasticConfig, ReplicaConfig
+from acsgd.elastic.setup import check_elastic, possible_cuts, with_stages
 from acsgd.launch import Launch
 from acsgd.run.job import prepare
 
@@ -50,3 +50,19 @@ def test_copies_of_a_tied_weight_stay_equal_or_the_mode_is_refused(
         ValueError, match=f"dp.mode={mode} keeps state per replica, and .*wte.weight is on several stages"
     ):
         check_elastic(job)
+
+
+def test_replanned_runs_have_a_cut_for_each_number_of_stages_that_their_jobs_use(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = make_config(tiny_model(), tmp_path, stages=3)
+    job = prepare(config, Launch(0, 0, 3))
+    assert possible_cuts(job) == (job.cut,)
+    elastic = dataclasses.replace(config, elastic=ElasticConfig(replan=True))
+    cuts = possible_cuts(prepare(elastic, Launch(0, 0, 3)))
+    assert [len(cut) for cut in cuts] == [3, 2, 1]
+    for cut in cuts:
+        assert prepare(with_stages(elastic, len(cut)), Launch(0, 0, len(cut))).cut == cut
+    fixed = dataclasses.replace(elastic, pp=dataclasses.replace(config.pp, layers=(2, 2, 2)))
+    with pytest.raises(ValueError, match=r"pp.layers=\[2, 2, 2\] is for pp.stages=3"):
+        check_elastic(prepare(fixed, Launch(0, 0, 3)))

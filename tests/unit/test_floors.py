@@ -281,6 +281,8 @@ ORDER = """
     elastic.rendezvous
     elastic.control
     elastic.transfer
+    elastic.snapshot_store
+    elastic.snapshots
     elastic.handover
     elastic.setup
     elastic.stores

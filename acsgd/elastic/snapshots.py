@@ -1,0 +1,271 @@
+"""Copies of layers in the memory of two hosts, for the case that all holders of a layer end.
+
+Every few steps each rank copies the state of its share of layers to host memory, and sends it to a rank on the next
+host in the background. If a layer is lost, all ranks return to the newest step of which the workers that are left have
+copies of all layers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load, save
+from torch import Tensor
+
+from acsgd.elastic.messages import View
+from acsgd.elastic.snapshot_store import Snapshot, SnapshotStore
+from acsgd.elastic.transfer import OUTER, layer_tensors_of, outer_buffers
+from acsgd.errors import RunError, WaitInterruptedError, reason
+from acsgd.io.sampling.batches import BatchReader
+from acsgd.run.loop_state import LoopState
+from acsgd.run.session import Session
+from acsgd.shards.load import LoadedLayer
+from acsgd.shards.weights import WeightState
+from acsgd.streams import available_memory_bytes
+from acsgd.topology import Groups
+
+log = logging.getLogger(__name__)
+
+FIRST = 8
+"""Steps of a view before its first snapshot with "auto", whose cost is not known yet."""
+BUDGET = 0.03
+"""Share of the step time that snapshots may take with "auto"."""
+END_S = 5.0
+"""Maximum time that the end of a view waits for the thread of a snapshot, seconds."""
+IN_TRANSIT = 2
+"""Further copies while a snapshot is sent: serialized, and as a message."""
+CHUNK_BYTES = 1 << 24
+"""Maximum length of a message. Each has the time limit of the group."""
+NEVER = 1 << 50
+"""Interval of a rank without memory for snapshots, steps."""
+KEPT = 2
+"""Snapshots in memory: the newest complete one, and the one that is being copied."""
+
+
+def next_hosts(ranks: Sequence[str]) -> dict[int, int]:
+    """Return by rank the rank on the next host to which it sends snapshots; empty if all are on one host.
+
+    ranks: the worker of each rank, "host/number".
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank, worker in enumerate(ranks):
+        by_host.setdefault(worker.partition("/")[0], []).append(rank)
+    hosts = list(by_host.values())
+    if len(hosts) == 1:
+        return {}
+    return {
+        rank: (following := hosts[(number + 1) % len(hosts)])[place % len(following)]
+        for number, own in enumerate(hosts)
+        for place, rank in enumerate(own)
+    }
+
+
+def describe_snapshots(interval: str, memory_bytes: int) -> str:
+    """Return a sentence on the snapshots of a run. memory_bytes: of the rank that needs most."""
+    often = f"every {interval} steps" if interval != "auto" else f"as often as costs {BUDGET:.0%} of the step time"
+    return (
+        f"snapshots on the next host, {often}, take up to {memory_bytes / 2**20:,.1f} MiB of host memory per process; "
+        "elastic.snapshot=0 turns them off"
+    )
+
+
+class Snapshots:
+    """Takes the snapshots of one rank in one view.
+
+    ranks, epoch: the worker of each rank, and the number, of the view. interval: elastic.snapshot in steps; None =
+    "auto".
+    """
+
+    def __init__(
+        self,
+        store: SnapshotStore,
+        session: Session,
+        reader: BatchReader,
+        groups: Groups,
+        ranks: Sequence[str],
+        *,
+        epoch: int,
+        interval: int | None,
+    ) -> None:
+        rank, partners = session.job.topology.rank, next_hosts(ranks)
+        self._job = session.job
+        self._epoch = epoch
+        self._store = store
+        self._session = session
+        self._reader = reader
+        self._groups = groups
+        self._interval = interval
+        self._target = partners.get(rank)
+        self._sources = [source for source, target in partners.items() if target == rank]
+        self._thread: threading.Thread | None = None
+        self._failed = False
+        self._newest: int | None = None
+        """Step of the newest snapshot of this view, until all ranks have it."""
+        self._last: int | None = None
+        self._calm_s = deque[float](maxlen=16)
+        """Durations of steps without a snapshot in progress."""
+        self._copy_s = self._busy_s = 0.0
+        """Time of the newest snapshot in which training stood still, and by which later steps were longer."""
+        self._has_room = interval is not None or self._fits()
+        self._costs = deque[float](maxlen=4)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the snapshot in progress is incomplete on this rank."""
+        return self._failed or (self._thread is not None and self._thread.is_alive())
+
+    @property
+    def interval(self) -> int:
+        """Number of steps between two snapshots that this rank wants; all use the largest."""
+        if self._interval is not None:
+            return self._interval
+        if not self._has_room:
+            return NEVER
+        if not self._costs or not self._calm_s:
+            return FIRST
+        return max(1, math.ceil(sum(self._costs) / len(self._costs) / (BUDGET * median(self._calm_s))))
+
+    def after_step(self, state: LoopState) -> None:
+        """Take a snapshot after a step if one is due. All ranks decide alike, from the summary of the step."""
+        summary, step = state.summary, state.progress.step
+        if self._last is None:
+            self._last = step - 1
+        if summary is None or self._target is None:
+            return
+        if state.record is not None:
+            self._measure(state.record.step_s, is_pending=summary.snapshot_pending)
+        if summary.snapshot_pending:
+            return
+        if self._newest is not None:
+            self._store.complete(self._newest)
+            self._newest = None
+        if step - self._last >= summary.snapshot_interval:
+            self._take(step, state.progress.to_dict())
+
+    def return_to(self, step: int) -> None:
+        """Drop the snapshots after a step to which the weights were returned."""
+        self._store.return_to(step)
+        self._newest, self._last = None, step
+
+    def close(self) -> None:
+        """End the thread. If its snapshot is incomplete, abort the groups, since it may wait for them."""
+        if self._thread is not None and self._thread.is_alive():
+            self._groups.interrupt("the view has ended")
+            self._thread.join(END_S)
+            self._groups.abort("the view has ended")
+
+    def memory_bytes(self) -> int:
+        """Return the host memory that all snapshots on this rank take at most, with those that it receives."""
+        copies = 1 + len(self._job.plugins.optimizer.states)
+        share = sum(weight.master.nbytes * copies for layer in self._own_layers() for weight in layer.weights)
+        return (KEPT + IN_TRANSIT) * share * (1 + len(self._sources))
+
+    def _fits(self) -> bool:
+        available = available_memory_bytes()
+        return available is None or self.memory_bytes() * self._job.local_world_size <= available
+
+    def _measure(self, step_s: float, *, is_pending: bool) -> None:
+        if is_pending:
+            self._busy_s += step_s - (median(self._calm_s) if self._calm_s else step_s)
+            return
+        self._calm_s.append(step_s)
+        if self._newest is not None:
+            self._costs.append(self._copy_s + max(0.0, self._busy_s))
+
+    def _take(self, step: int, progress: dict[str, Any]) -> None:
+        """Copy the state, and start to send it."""
+        started = time.perf_counter()
+        streams = tuple(None if each is None else asdict(each) for each in self._reader.stream_states(step))
+        snapshot = Snapshot(self._epoch, step, progress, streams, self._copied_share())
+        self._store.begin(snapshot)
+        self._copy_s, self._busy_s = time.perf_counter() - started, 0.0
+        self._newest = self._last = step
+        self._thread = threading.Thread(target=self._exchange, args=(snapshot,), name="snapshot", daemon=True)
+        self._thread.start()
+
+    def _own_layers(self) -> list[LoadedLayer]:
+        """Return the layers that this replica copies: those of a stage are dealt to its replicas in turn."""
+        topology = self._job.topology
+        return [layer for layer in self._session.layers if layer.spec.index % topology.replicas == topology.replica]
+
+    def _copied_share(self) -> dict[int, dict[str, Tensor]]:
+        """Return a copy of the tensors of these layers in host memory."""
+        session, (weights, mode) = self._session, _global_state(self._session)
+        share = {layer.spec.index: layer_tensors_of(session, layer, weights, mode) for layer in self._own_layers()}
+        share[OUTER] = outer_buffers(session)
+        return {
+            index: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+            for index, tensors in share.items()
+        }
+
+    # The rest runs in the thread.
+
+    def _exchange(self, snapshot: Snapshot) -> None:
+        """Send this rank's share to the next host, and receive those of the ranks that send theirs here."""
+        try:
+            assert self._target is not None
+            own = {f"{index}/{name}": x for index, tensors in snapshot.layers.items() for name, x in tensors.items()}
+            sending = self._send(save({name: x.contiguous() for name, x in own.items()}))
+            received = [load(self._receive(source)) for source in self._sources]
+            for work in sending:
+                self._groups.waits.wait(work)
+            for tensors in received:
+                for path, tensor in tensors.items():
+                    index, _, name = path.partition("/")
+                    snapshot.layers.setdefault(int(index), {})[name] = tensor
+        except (RunError, RuntimeError, WaitInterruptedError) as error:
+            self._failed = True  # the view ends soon; the snapshot before is kept
+            log.info("the snapshot of step %d is incomplete: %s", snapshot.step, reason(error))
+
+    def _send(self, payload: bytes) -> list[Any]:
+        message = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        pieces = [torch.tensor([len(message)]), *message.split(CHUNK_BYTES)]
+        return [dist.isend(piece, self._target, self._groups.background) for piece in pieces]
+
+    def _receive(self, source: int) -> bytes:
+        length = torch.zeros(1, dtype=torch.int64)
+        self._wait_for(length, source)
+        message = torch.empty(int(length), dtype=torch.uint8)
+        for piece in message.split(CHUNK_BYTES):
+            self._wait_for(piece, source)
+        return message.numpy().tobytes()
+
+    def _wait_for(self, buffer: Tensor, source: int) -> None:
+        work = dist.irecv(buffer, source, self._groups.background)
+        assert work is not None
+        self._groups.waits.wait(work)
+
+
+def open_snapshots(
+    store: SnapshotStore, session: Session, reader: BatchReader, groups: Groups, view: View
+) -> Snapshots | None:
+    """Return the snapshots of a rank; None if elastic.snapshot is 0 or all ranks of the view are on one host."""
+    chosen, ranks = session.job.config.elastic.snapshot, view.plan.ranks
+    if chosen == "0" or not next_hosts(ranks):
+        return None
+    interval = None if chosen == "auto" else int(chosen)
+    return Snapshots(store, session, reader, groups, ranks, epoch=view.epoch, interval=interval)
+
+
+def _global_state(session: Session) -> tuple[Mapping[str, Tensor], WeightState]:
+    """Return the global weights, and what the replicas have in common besides. Collective."""
+    weights: dict[str, Tensor] = {}
+    mode: WeightState = {}
+    table = session.job.plugins.mode.states
+    common = {state.name for state in table if state.is_common and state.merge != "reset"}
+    for stage in session.stages.values():
+        weights |= stage.sync.global_weights() or {}
+        for name, by_key in stage.sync.state_dict().items():
+            if name in common and session.job.topology.replicas > 1:
+                mode.setdefault(name, {}).update(by_key)
+    return weights, mode

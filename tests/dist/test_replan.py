@@ -1,0 +1,77 @@
+"""Law: a run whose layers move between memories and whose number of stages changes has the losses of the calm run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from lib.ranks import on_ranks
+from lib.training import RELATIVE, make_config
+from lib.views import ScriptedView, Trained, train_in_views
+
+from acsgd.config.options import ElasticConfig, ReplicaConfig
+
+STEPS = 9
+ALL = (0, 1, 2, 3)
+CALM = [ScriptedView(ALL, STEPS)]
+FEWER_AND_MORE = [
+    ScriptedView(ALL, 3),  # 4 stages; a snapshot after step 2
+    ScriptedView((0, 2), 5),  # 2 stages, from that snapshot: 2 has the layers of 1, and 0 those of 3
+    ScriptedView((0,), 7),  # 1 stage, from the snapshot after step 4
+    ScriptedView((0, 1), 8),  # 2 stages, from the memory of 0
+    ScriptedView((1, 0, 3), STEPS),  # 3 stages
+]
+LOST_STAGE = [ScriptedView(ALL, 5), ScriptedView((0, 2), 6), ScriptedView((1, 0, 3, 2), STEPS)]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Trained]]:
+    """What each process has done, by name of the run."""
+    path = tmp_path_factory.mktemp("views")
+    elastic = ElasticConfig(replan=True, snapshot="2")
+    four = dataclasses.replace(make_config(tiny_model(), path, steps=STEPS, stages=4, micro=1), elastic=elastic)
+    two = dataclasses.replace(four, pp=dataclasses.replace(four.pp, stages=2))
+    local = dataclasses.replace(two, dp=ReplicaConfig("diloco:inner=3"))
+    scripts = {
+        "calm": (four, CALM),
+        "fewer and more stages": (four, FEWER_AND_MORE),
+        "lost stage": (two, LOST_STAGE),
+        "lost stage, diloco": (local, LOST_STAGE),
+    }
+    return on_ranks(4, train_in_views, path / "store", scripts)
+
+
+def losses_of(runs: list[dict[str, Trained]], name: str) -> dict[int, float]:
+    """Return the loss of each step, on which all processes agree: to rounding, since some were repeated."""
+    losses: dict[int, float] = {}
+    for process in runs:
+        for step, loss in process[name].losses.items():
+            assert losses.setdefault(step, loss) == pytest.approx(loss, rel=RELATIVE), step
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    return losses
+
+
+def test_the_number_of_stages_does_not_change_the_losses(runs: list[dict[str, Trained]]) -> None:
+    assert runs[0]["fewer and more stages"].origins == ["disk", "snapshot", "snapshot", "memory", "memory"]
+    assert losses_of(runs, "fewer and more stages") == pytest.approx(losses_of(runs, "calm"), rel=RELATIVE)
+
+
+def test_a_stage_that_no_replica_holds_any_more_comes_from_the_snapshot(runs: list[dict[str, Trained]]) -> None:
+    """Processes 1 and 3 held the second stage of two replicas; each had half of the copies of each stage."""
+    assert runs[0]["lost stage"].origins == ["disk", "snapshot", "memory"]
+    assert losses_of(runs, "lost stage") == pytest.approx(losses_of(runs, "calm"), rel=RELATIVE)
+
+
+def test_replicas_with_local_weights_return_to_the_global_weights_of_the_snapshot(
+    runs: list[dict[str, Trained]],
+) -> None:
+    run = [process["lost stage, diloco"] for process in runs]
+    assert run[0].origins == ["disk", "snapshot", "memory"]
+    assert run[0].losses[STEPS] < run[0].losses[1]
+    for step in range(1, STEPS + 1):
+        by_stage: dict[int, set[str]] = {}
+        for stage, digest in (process.digests[step] for process in run if step in process.digests and step > 6):
+            by_stage.setdefault(stage, set()).add(digest)
+        assert all(len(digests) == 1 for digests in by_stage.values()), step
