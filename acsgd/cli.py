@@ -157,11 +157,49 @@ class ToLegacy:
         print(describe_legacy(self.source, self.target))
 
 
+@dataclass(frozen=True)
+class ToPEFT:
+    """Convert the adapter of a checkpoint into a directory for PEFT: PeftModel.from_pretrained(model, DIRECTORY)."""
+
+    source: tyro.conf.Positional[Path]
+    """Checkpoint of a run with adapter.spec: runs/NAME/checkpoints/step-XXXXXXXX."""
+    target: tyro.conf.Positional[Path]
+    """Directory to create; must not exist."""
+
+    def run(self) -> None:
+        """Run the conversion."""
+        from acsgd.adapters.export import to_peft
+
+        _create(self.target, lambda path: to_peft(self.source, path))
+        print(f"wrote {self.target}; load it with PeftModel.from_pretrained(model, {str(self.target)!r})")
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Convert a checkpoint with an adapter into layer shards of a model that contains it."""
+
+    source: tyro.conf.Positional[Path]
+    """Checkpoint of a run with adapter.spec: runs/NAME/checkpoints/step-XXXXXXXX."""
+    target: tyro.conf.Positional[Path]
+    """Directory to create; must not exist."""
+
+    def run(self) -> None:
+        """Run the conversion."""
+        from acsgd.adapters.export import merge
+        from acsgd.shards.written import describe_shards
+
+        with progress_bar() as report:
+            _create(self.target, lambda path: merge(self.source, path, report=report))
+        print(describe_shards(self.target))
+
+
 Direction = (
     Annotated[FromHF, tyro.conf.subcommand("from-hf")]
     | Annotated[ToHF, tyro.conf.subcommand("to-hf")]
     | Annotated[FromLegacy, tyro.conf.subcommand("from-legacy")]
     | Annotated[ToLegacy, tyro.conf.subcommand("to-legacy")]
+    | Annotated[ToPEFT, tyro.conf.subcommand("to-peft")]
+    | Annotated[Merge, tyro.conf.subcommand("merge")]
 )
 
 

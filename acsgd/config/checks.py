@@ -24,6 +24,8 @@ def check(config: Config) -> None:
     _check_evaluation(config)
     _check_log(config.log)
     _check_elastic(config.elastic)
+    if config.adapter.spec is not None and config.model.freeze is not None:
+        raise ValueError("model.freeze: adapter.spec freezes all parameters of the model; remove one of both")
     if config.optim.spike is not None and config.checkpoint.every is None:
         raise ValueError(
             f"optim.spike={config.optim.spike} restores the last checkpoint, but there is none before the end of the "

@@ -205,6 +205,15 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class AdapterConfig:
+    """An adapter: a few new parameters that are trained in place of those of the model. Needs acsgd[adapters]."""
+
+    spec: str | None = None
+    """Adapter of PEFT, such as "lora:r=16,alpha=32,dropout=0.05,targets=all-linear". All other parameters are frozen.
+    Default: none."""
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """When the run is saved, which checkpoints are kept, and which one a run resumes from."""
 
@@ -290,6 +299,7 @@ class Config:
     optim: OptimConfig
     pp: PipelineConfig = field(default_factory=PipelineConfig)
     dp: ReplicaConfig = field(default_factory=ReplicaConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -74,11 +74,13 @@ def suggest(name: str, known: Mapping[str, Any]) -> str:
 
 
 def _convert(text: str, kind: Any, *, where: str) -> Any:
-    """Convert the text of an option to its type: bool, int, float or a Literal of strings. Raises ValueError."""
+    """Convert the text of an option to its type: str, bool, int, float or a Literal of strings. Raises ValueError."""
     if typing.get_origin(kind) is typing.Literal:
         choices = typing.get_args(kind)
         if text not in choices:
             raise ValueError(f'{where}="{text}" is not one of {", ".join(choices)}')
+        return text
+    if kind is str:
         return text
     if kind is bool:
         if text not in ("true", "false"):

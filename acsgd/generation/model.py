@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from acsgd.adapters.inject import build_adapted
+from acsgd.adapters.spec import Adapter, parse_adapter
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.layers.skeleton import set_buffer, set_tied_parameter
@@ -81,10 +83,10 @@ def _load_newest(paths: list[Path], dtype: torch.dtype | None, device: torch.dev
 
 
 def _load(directory: Path, dtype: torch.dtype | None, device: torch.device) -> LoadedModel:
-    task, config, read = _open(directory)
+    task, config, adapter, read = _open(directory)
     tokenizer = load_tokenizer(directory, config.get_text_config())
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    model = task.build_in(config, dtype or own)
+    model = build_adapted(task, config, adapter, dtype or own)
     if not model.can_generate():
         raise ValueError(f"{directory} holds a {type(model).__name__}, which does not generate text")
     _fill(model, read(model), device)
@@ -96,8 +98,10 @@ def _load(directory: Path, dtype: torch.dtype | None, device: torch.device) -> L
     return LoadedModel(directory, model, tokenizer)
 
 
-def _open(directory: Path) -> tuple[Task, PreTrainedConfig, Callable[[PreTrainedModel], NamedTensors]]:
-    """Open a model directory; return task and config, and a function that yields the tensors of the model."""
+def _open(
+    directory: Path,
+) -> tuple[Task, PreTrainedConfig, Adapter | None, Callable[[PreTrainedModel], NamedTensors]]:
+    """Open a model directory; return task, config and adapter, and a function that yields the tensors of the model."""
     if os.path.lexists(directory / MANIFEST):
         shards = ShardDirectory(directory)
         shards.verify_model_files()
@@ -105,10 +109,11 @@ def _open(directory: Path) -> tuple[Task, PreTrainedConfig, Callable[[PreTrained
         task = shards.manifest.task
         is_verified = shards.verified_layers is not None
         config = read_config(directory, task, is_valid=lambda config: is_verified)
-        return TASKS[task], config, functools.partial(_shard_tensors, shards)
+        adapter = parse_adapter(shards.manifest.adapter)
+        return TASKS[task], config, adapter, functools.partial(_shard_tensors, shards)
     task = "seq2seq" if read_json_object(directory / CONFIG).get("is_encoder_decoder") else "lm"
     opened = open_hf(directory, task)
-    return TASKS[task], opened.config, functools.partial(_hf_tensors, opened)
+    return TASKS[task], opened.config, None, functools.partial(_hf_tensors, opened)
 
 
 def _generation_config(directory: Path) -> GenerationConfig:

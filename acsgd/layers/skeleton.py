@@ -72,11 +72,14 @@ _INITIALIZERS = {
 
 
 def parameter_names(model: nn.Module) -> dict[str, list[str]]:
-    """Return all names of each parameter, several of a tied one, by the first of them."""
+    """Return all names of each parameter, several of a tied one, by the first of them.
+
+    That is the name in the model without adapters: PEFT puts an adapted module into one of its own, as `base_layer`.
+    """
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
-    return {each[0]: each for each in names.values()}
+    return {each[0].replace(".base_layer.", "."): each for each in names.values()}
 
 
 def set_parameter(model: nn.Module, name: str, param: nn.Parameter) -> None:

@@ -32,7 +32,7 @@ def build_session(job: Job, source: WeightSource, groups: Groups, cache_plan: Ca
 
     cache_plan: size and place of the activation caches; needed if pp.forward is delta.
     """
-    model = job.model.task.build_in(job.model.config, DTYPES[job.config.model.dtype])
+    model = job.model.build(DTYPES[job.config.model.dtype])
     composed = ComposedModel(model, job.model.description)
     peers = Peers(groups.dp, groups.waits)
     stages = build_stages(job, composed, source, peers)

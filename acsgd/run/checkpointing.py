@@ -9,6 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from acsgd.adapters.initial import NewAdapter
+from acsgd.adapters.spec import ADAPTERS
+from acsgd.config.spec import to_spec
 from acsgd.errors import NonFiniteError, RunError
 from acsgd.io.checkpoint.constants import ConstantsFiles
 from acsgd.io.checkpoint.progress import Progress, RunState, origin_of, recorded_options
@@ -20,6 +23,7 @@ from acsgd.run.lock import RunLock
 from acsgd.run.session import Session
 from acsgd.run.state import Start, check_files, layer_states
 from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.load import WeightSource
 from acsgd.topology import Groups
 
 
@@ -63,11 +67,12 @@ class Checkpointing:
             model_dir=job.model.directory,
             task=job.model.task.name,
             model=job.model.description,
+            adapter=to_spec(job.model.adapter, ADAPTERS) if job.model.adapter else None,
             topology=job.topology,
             groups=groups,
             streams=job.streams,
             timeout_s=job.disk_timeout_s,
-            constants=ConstantsFiles([start.source] if isinstance(start.source, ShardDirectory) else []),
+            constants=ConstantsFiles(_directories(start.source)),
             verify=lock.verify,
         )
         return cls(start.session, saver, inputs, start.newest, lock, note)
@@ -189,3 +194,9 @@ class Checkpointing:
         if checkpoint is not None:
             self._inputs.reader.restore(checkpoint.run.streams)
         return checkpoint
+
+
+def _directories(source: WeightSource | None) -> list[ShardDirectory]:
+    """Return the directory that holds the weights of a source, if it is in files."""
+    source = source.base if isinstance(source, NewAdapter) else source
+    return [source] if isinstance(source, ShardDirectory) else []

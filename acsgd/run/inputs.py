@@ -8,9 +8,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from acsgd.adapters.initial import NewAdapter
+from acsgd.adapters.spec import ADAPTERS
+from acsgd.config.spec import to_spec
 from acsgd.errors import CorruptFileError
 from acsgd.io.cache import open_cached
-from acsgd.io.checkpoint.progress import WEIGHTS, RunIdentity
+from acsgd.io.checkpoint.progress import ADAPTER, WEIGHTS, RunIdentity
 from acsgd.io.checkpoint.resume import Candidates, find
 from acsgd.io.checkpoint.source_identity import SourceIdentity, describe_options
 from acsgd.io.rows.ul2r import UL2R
@@ -85,6 +88,7 @@ def open_inputs(job: Job, groups: Groups | None = None, *, has_caches: bool = Fa
             "data.eval_fraction": data.eval_fraction,
             WEIGHTS: list(reader.sampler.counts),
             **_row_options(job),
+            **({ADAPTER: to_spec(job.model.adapter, ADAPTERS)} if job.model.adapter else {}),
         },
         sources=[
             SourceIdentity.of(source.name, rows.fingerprint())
@@ -160,6 +164,16 @@ def verify_layers(job: Job) -> None:
 
 def open_weight_source(job: Job) -> WeightSource:
     """Return the initial weights. Converts a Hugging Face directory into the cache if it is not there yet."""
+    model, source = job.model, _open_base(job)
+    if model.adapter is None:
+        return source
+    built = model.task.build(model.config)
+    seed = job.config.data.seed
+    return NewAdapter(source, built, model.description, model.adapter, model.task.name, seed=seed)
+
+
+def _open_base(job: Job) -> WeightSource:
+    """Return the initial weights of the model without its adapter."""
     if job.config.model.init == "scratch":
         return RandomWeights(job.model.task, job.model.config, job.model.derived, seed=job.config.data.seed)
     if (job.model.directory / MANIFEST).is_file():

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from transformers import PreTrainedConfig
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from acsgd.adapters.inject import build_adapted, with_adapter
+from acsgd.adapters.spec import Adapter, parse_adapter
 from acsgd.config.options import Config
 from acsgd.launch import Launch
 from acsgd.layers.description import LayerSpec, ModelLayers
@@ -31,7 +34,8 @@ class RunModel(NamedTuple):
     derived: ModelLayers
     """Layers as derived from the model's forward."""
     description: ModelLayers
-    """Layers of the run, with the parameters that it freezes."""
+    """Layers of the run, with its adapter and the parameters that it freezes."""
+    adapter: Adapter | None
     is_verified: bool
     """Whether the layers were compared with the whole model when it was converted."""
 
@@ -44,6 +48,10 @@ class RunModel(NamedTuple):
     def layers(self) -> tuple[LayerSpec, ...]:
         """All layers of the model, first to last."""
         return self.description.layers
+
+    def build(self, dtype: torch.dtype) -> PreTrainedModel:
+        """Build the model with its adapter, its parameters on the meta device."""
+        return build_adapted(self.task, self.config, self.adapter, dtype)
 
     def describe_size(self) -> str:
         """Return the size in words, for messages."""
@@ -59,16 +67,20 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
     found = open_model(config.model, is_valid=lambda config: cache.find(config) is not None)
     check_sequence(config.data.sequence, longest_sequence(found.config))
     # with frozen parameters, gradients may need hardly any memory
-    trains = trains and config.model.freeze is None
+    trains = trains and config.model.freeze is None and config.adapter.spec is None
     check_memory(found.num_parameters, config.pp.stages, launch.local_world_size, streams, trains=trains)
     derived = found.layers or cache.find(found.config) or derive_layers(found.directory, found.config, task.name)
+    adapter, description = parse_adapter(config.adapter.spec), _freeze(derived, config.model.freeze)
+    if adapter is not None:
+        description = with_adapter(derived, build_adapted(task, found.config, adapter), adapter, task.name)
     return RunModel(
         found.directory,
         found.config,
         found.num_parameters,
         task,
         derived,
-        _freeze(derived, config.model.freeze),
+        description,
+        adapter,
         is_verified=found.layers is not None,
     )
 

@@ -74,6 +74,11 @@ def open_shards(directory: Path) -> ShardModel:
     Raises as `open_hf` and `ShardDirectory`.
     """
     shards = ShardDirectory(directory)
+    if shards.manifest.adapter is not None:
+        raise ValueError(
+            f"{directory} holds a model with an adapter, {shards.manifest.adapter}; make a model of both: "
+            f"acsgd convert merge {directory} MODEL"
+        )
     shards.verify_model_files()
     is_verified = shards.verified_layers is not None
     config = read_config(directory, shards.manifest.task, is_valid=lambda config: is_verified)

@@ -61,6 +61,8 @@ class Manifest:
     constants: dict[str, StoredFile] = field(default_factory=dict)
     """For each layer with constants, the file that has them, besides other tensors that do not count: the checkpoints
     of a run share it by hard links. Empty in a converted model, whose layers have one file each."""
+    adapter: str | None = None
+    """Adapter of the model, as a spec string; None = none."""
 
     @property
     def files(self) -> list[StoredFile]:

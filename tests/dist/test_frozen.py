@@ -6,73 +6,27 @@ import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
+from lib.frozen import train_rank
 from lib.ranks import on_ranks
 from lib.resume import HALF, checkpoint_of, losses_of, stopped_half_way, train_ranks
 from lib.resume import make_config as make_saved_config
-from lib.training import RELATIVE, TIMEOUT, batches_of, make_config, train_whole, whole_batches
+from lib.training import RELATIVE, make_config, train_whole, whole_batches
 from transformers import AutoModelForCausalLM
 
 from acsgd.config.options import Config, ReplicaConfig
 from acsgd.dp import MODES
 from acsgd.generation.model import load
 from acsgd.io.checkpoint.inspect import inspect
-from acsgd.io.checkpoint.progress import Progress
-from acsgd.launch import Launch
-from acsgd.run.build import build_session
-from acsgd.run.inputs import open_weight_source
-from acsgd.run.job import prepare
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.export import to_hf
 from acsgd.shards.manifest import Manifest
-from acsgd.topology import connect
-from acsgd.train import train_step
 
 TinyModel = Callable[..., Path]
 LOWER = "transformer.w[tp]e.*,transformer.h.[0-2].*"
 """The embeddings and the first three blocks of a GPT-2; the table of tokens is also its head."""
-
-
-class Outcome(NamedTuple):
-    """What a rank did in a run."""
-
-    losses: list[float]
-    backward_bytes: float
-    """Bytes of activation gradients that all ranks have sent."""
-    moved: list[str]
-    """Frozen parameters of this rank whose bits have changed, or that have a gradient."""
-    updated: set[str]
-    """Parameters of this rank with optimizer state."""
-
-
-def train_rank(rank: int, world_size: int, store: Path, configs: list[Config]) -> list[Outcome]:
-    """Train each config on this rank."""
-    torch.set_num_threads(1)
-    return [_train(rank, world_size, Path(f"{store}-{number}"), config) for number, config in enumerate(configs)]
-
-
-def _train(rank: int, world_size: int, store: Path, config: Config) -> Outcome:
-    job = prepare(config, Launch(rank, rank, world_size))
-    with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups:
-        session = build_session(job, open_weight_source(job), groups)
-        layers = [layer for stage in session.stages.values() for layer in stage.layers]
-        model, frozen = next(iter(session.stages.values())).composed.model, {*job.model.description.frozen}
-        own = {key: model.get_parameter(key) for layer in layers for key in layer.spec.parameters if key in frozen}
-        before = {key: param.detach().clone() for key, param in own.items()}
-        progress, results = Progress(), []
-        for batch in batches_of(job):
-            results.append(train_step(session, batch, progress))
-            progress = results[-1].progress
-        moved = [key for key, param in own.items() if not torch.equal(param, before[key]) or param.grad is not None]
-        state = session.optimizer.state_of(session.weights)
-        sent = sum(result.summary.pp_backward_bytes for result in results)
-        return Outcome(
-            [result.loss for result in results], sent, moved, {key for each in state.values() for key in each}
-        )
 
 
 def oracle_losses(config: Config, frozen: Callable[[str], bool]) -> list[float]:

@@ -94,6 +94,7 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--pp.stages 2 --pp.layers 3 2", 2, "pp.layers=[3, 2] adds up to 5, but the model has 6 blocks"),
         ("--pp.stages 2 --pp.layers 6", 2, "pp.layers=[6] has 1 entries, but there are 2 stages"),
         ("--model.freeze transformer.x.*", 1, 'model.freeze="transformer.x.*": "transformer.x.*" matches no parameter'),
+        ("--model.freeze * --adapter.spec lora", 1, "model.freeze: adapter.spec freezes all parameters of the model"),
         ("--model.freeze *", 1, 'model.freeze="*": no parameter is left to train'),
         ("--data.sequence 65", 1, "data.sequence=65 exceeds the model's maximum length; use data.sequence=64 or less"),
         ("--data.sources no.jsonl", 1, "no.jsonl does not exist"),

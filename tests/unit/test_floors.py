@@ -27,6 +27,7 @@ ORDER = """
     config.ranges
     checksum
     config.spec
+    adapters.spec
     config.options
     config.checks
     config.run_file
@@ -64,6 +65,8 @@ ORDER = """
     layers.verify
     metrics
     tasks
+    adapters.inject
+    adapters
     shards.weights
     shards
     shards.layer_tensors
@@ -75,6 +78,7 @@ ORDER = """
     shards.manifest
     shards.disk
     shards.load
+    adapters.initial
     shards.plan
     shards.stored
     shards.names
@@ -83,6 +87,7 @@ ORDER = """
     shards.hf_model
     shards.locate
     shards.convert
+    adapters.export
     shards.model_card
     shards.export
     shards.legacy.layouts

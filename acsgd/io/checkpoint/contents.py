@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from acsgd.adapters.inject import build_adapted
+from acsgd.adapters.spec import parse_adapter
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.resize import ReplicaState
@@ -63,7 +65,7 @@ class Contents:
             raise CorruptFileError(
                 shards.path / MANIFEST, f"is invalid: its layers are not those of the model ({first_names(differing)})"
             )
-        model = TASKS[shards.manifest.task].build(config)
+        model = build_adapted(TASKS[manifest.task], config, parse_adapter(manifest.adapter))
         run = RunState.of(shards)
         if run is None:
             return cls(shards, model, None, (), ())

@@ -26,6 +26,8 @@ from acsgd.shards.manifest import MANIFEST
 
 WEIGHTS = "weights of data.sources"
 """Key in RunIdentity.data of the slots of each source per block."""
+ADAPTER = "adapter.spec"
+"""Key in RunIdentity.data of the adapter, which is absent if there is none."""
 RECENT = 16
 """Number of losses whose mean a loss spike is measured against."""
 VOLATILE = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")
@@ -153,6 +155,8 @@ class RunIdentity:
             return f"its model differs: {differing}"
         if self.tokenizer != saved.tokenizer:
             return "its tokenizer differs from the run's"
+        if differing := _differing(*({ADAPTER: each.data.get(ADAPTER)} for each in (self, saved))):
+            return f"it trains other parameters: {differing}"
         if differing := _differing(_without_weights(self.data), _without_weights(saved.data)):
             return f"its batches differ: {differing}"
         if self.texts != saved.texts:

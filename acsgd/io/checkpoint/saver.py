@@ -70,9 +70,9 @@ class Saver:
 
     A context manager: leaving it waits for the save in progress, unless an exception was raised on this rank alone.
 
-    model_dir: directory from which config.json and the tokenizer are copied; task, model: for the manifest; timeout_s:
-    maximum time to wait for the other ranks to finish writing, seconds; constants: adds those of layers; verify: raises
-    RunError if another run owns the directory, called on rank 0 before it publishes a checkpoint.
+    model_dir: directory from which config.json and the tokenizer are copied; task, model, adapter: for the manifest;
+    timeout_s: maximum time to wait for the other ranks to finish writing, seconds; constants: adds those of layers;
+    verify: raises RunError if another run owns the directory, called on rank 0 before it publishes a checkpoint.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Saver:
         model_dir: Path,
         task: str,
         model: ModelLayers,
+        adapter: str | None,
         topology: Topology,
         groups: Groups,
         streams: Streams,
@@ -95,6 +96,7 @@ class Saver:
         self._model_dir = model_dir
         self._task = task
         self._model = model
+        self._adapter = adapter
         self._topology = topology
         self._groups = groups
         self._streams = streams
@@ -256,6 +258,7 @@ class Saver:
             model_files=copy_model_files(self._model_dir, partial),
             run=run,
             constants=files_of_layers(written, "constants", self._model),
+            adapter=self._adapter,
         ).write(partial)
         self._verify()
         self._directory.publish(step, self._groups.run_id)

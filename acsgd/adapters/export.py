@@ -1,0 +1,108 @@
+"""Convert a checkpoint of a model with an adapter: to an adapter directory of PEFT, or to a model without adapter."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from acsgd.adapters.inject import (
+    NAME,
+    build_adapted,
+    inject_into,
+    is_of_adapter,
+    loaded_module,
+    module_of,
+    new_heads,
+    peft_config,
+)
+from acsgd.adapters.spec import Adapter, names_in, parse_adapter
+from acsgd.shards.config import derive_layers, read_config
+from acsgd.shards.convert import Report
+from acsgd.shards.disk import ShardDirectory, copy_model_files, write_layer
+from acsgd.shards.layer_tensors import layer_tensors
+from acsgd.shards.manifest import Manifest
+from acsgd.tasks import TASKS
+
+PREFIX = "base_model.model."
+"""What PEFT puts before the names of a model."""
+
+
+def to_peft(source: Path, target: Path) -> None:
+    """Write the adapter of a checkpoint into `target`, an empty directory, as `PeftModel.from_pretrained` reads it.
+
+    Raises ValueError if the checkpoint has no adapter, CorruptFileError if a file is corrupt.
+    """
+    from peft import get_peft_model_state_dict
+
+    shards, adapter, task = _open(source)
+    config = read_config(source, task)
+    model, layers = build_adapted(TASKS[task], config, adapter), shards.manifest.model
+    trained: dict[str, Tensor] = {}
+    for layer in layers.layers:
+        stored = layer_tensors(model, layers, layer.index)
+        tensors = shards.tensors(layer.name, stored)
+        trained |= {key: tensors[key] for key in stored.weights}
+    own = {key: tensor for key, tensor in trained.items() if is_of_adapter(key)}
+    named = get_peft_model_state_dict(model, state_dict=own, adapter_name=NAME)
+    named |= {key: tensor for key, tensor in trained.items() if key not in own}  # of modules trained as a whole
+    save_file(
+        {f"{PREFIX}{key}": tensor.contiguous() for key, tensor in named.items()},
+        target / "adapter_model.safetensors",
+        metadata={"format": "pt"},
+    )
+    described: Any = copy.deepcopy(model.peft_config[NAME])  # what PEFT has made of it for this model
+    described.modules_to_save = [*names_in(adapter.modules_to_save), *new_heads(model, task)] or None
+    described.base_model_name_or_path = (shards.manifest.run or {}).get("origin", {}).get("model")
+    described.inference_mode = True
+    described.save_pretrained(str(target))
+
+
+def merge(source: Path, target: Path, *, report: Report = lambda done, total: None) -> None:
+    """Write the model of a checkpoint, its adapter merged into it, as layer shards into `target`, an empty directory.
+
+    Weights keep the dtype of the model; the sum is computed in fp32. Raises as `to_peft`.
+    """
+    shards, adapter, task = _open(source)
+    config = read_config(source, task)
+    adapted, plain = build_adapted(TASKS[task], config, adapter), TASKS[task].build(config)
+    layers, files = shards.manifest.model, {}
+    total = sum(entry.bytes for entry in (*shards.manifest.layers.values(), *shards.manifest.constants.values()))
+    done = 0
+    for layer in layers.layers:
+        tensors = shards.tensors(layer.name, layer_tensors(adapted, layers, layer.index))
+        files[layer.name] = write_layer(target, layer.name, _merged(tensors, plain, adapter, task))
+        done += files[layer.name].bytes
+        report(min(done, total), total)
+    copied = copy_model_files(source, target)
+    Manifest(0, task, derive_layers(source, config, task), files, {}, copied, run=None).write(target)
+
+
+def _open(source: Path) -> tuple[ShardDirectory, Adapter, str]:
+    shards = ShardDirectory(source)
+    shards.verify_model_files()
+    adapter = parse_adapter(shards.manifest.adapter)
+    if adapter is None:
+        raise ValueError(f"{source} has no adapter; to convert the model: acsgd convert to-hf {source} MODEL")
+    return shards, adapter, shards.manifest.task
+
+
+@torch.no_grad()
+def _merged(tensors: dict[str, Tensor], model: PreTrainedModel, adapter: Adapter, task: str) -> dict[str, Tensor]:
+    """Return the tensors of a layer without those of the adapter, which are added to what they adapt."""
+    own = {key: tensor for key, tensor in tensors.items() if is_of_adapter(key)}
+    merged = {key: tensor for key, tensor in tensors.items() if key not in own}
+    for path in dict.fromkeys(map(module_of, own)):
+        module = inject_into(loaded_module(model, path, tensors.__getitem__), peft_config(adapter, model, task))
+        for name, param in module.named_parameters():
+            if is_of_adapter(name):
+                param.copy_(own[f"{path}.{name}"])
+        module.merge(safe_merge=True)
+        for name, param in module.get_base_layer().named_parameters():
+            merged[f"{path}.{name}"] = param.detach().to(tensors[f"{path}.{name}"].dtype)
+    return merged

@@ -1,0 +1,68 @@
+"""Initial values of adapters, which depend on the seed and their names alone, so not on the number of stages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from acsgd.adapters.inject import inject_into, is_of_adapter, loaded_module, module_of, peft_config
+from acsgd.adapters.spec import Adapter
+from acsgd.layers.description import ModelLayers
+from acsgd.seeds import mix_seed
+from acsgd.shards.layer_tensors import LayerTensors
+from acsgd.shards.load import WeightSource
+
+
+class NewAdapter:
+    """Weights of a model with a new adapter. A `WeightSource`.
+
+    base: weights of the model; model: without adapter, its parameters on the meta device; layers: with adapter.
+    """
+
+    def __init__(
+        self,
+        base: WeightSource,
+        model: PreTrainedModel,
+        layers: ModelLayers,
+        adapter: Adapter,
+        task: str,
+        *,
+        seed: int,
+    ) -> None:
+        self.base = base
+        self._model = model
+        self._layers = layers
+        self._adapter = adapter
+        self._task = task
+        self._seed = seed
+
+    def tensors(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
+        new = [key for key in stored.weights if is_of_adapter(key)]
+        weights = {key: tensor for key, tensor in stored.weights.items() if key not in new}
+        tensors = self.base.tensors(layer, LayerTensors(weights, stored.constants))
+        return tensors | self._draw(new, tensors.__getitem__)
+
+    def tensor(self, layer: str, key: str) -> Tensor:
+        if not is_of_adapter(key):
+            return self.base.tensor(layer, key)
+        return self._draw([key], lambda name: self.base.tensor(self._layers.first_holder(name).name, name))[key]
+
+    def _draw(self, keys: Iterable[str], base: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Return new parameters of adapters. base: returns a parameter of the model."""
+        wanted, drawn = set(keys), dict[str, Tensor]()
+        for path in dict.fromkeys(map(module_of, wanted)):
+            module = loaded_module(self._model, path, base)
+            drawn |= {f"{path}.{name}": tensor for name, tensor in self._draw_module(path, module).items()}
+        return {key: drawn[key] for key in wanted}
+
+    def _draw_module(self, path: str, module: nn.Module) -> Mapping[str, Tensor]:
+        """Return the parameters that PEFT adds to a module, as it initializes them."""
+        number = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=7).digest(), "little")
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(mix_seed(self._seed, number))
+            adapted = inject_into(module, peft_config(self._adapter, self._model, self._task))
+        return {name: param.detach() for name, param in adapted.named_parameters() if is_of_adapter(name)}

@@ -1,0 +1,169 @@
+"""Put the layers of an adapter into a model, by PEFT, and describe the model with them."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from acsgd.adapters.spec import ALL_LINEAR, Adapter, names_in
+from acsgd.layers.description import LayerSpec, ModelLayers
+from acsgd.layers.skeleton import parameter_names, set_parameter
+from acsgd.tasks import Task
+
+NAME = "default"
+"""Name that PEFT gives an adapter which is the only one; part of the names of its parameters."""
+TASK_TYPES = {"lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classification": "SEQ_CLS", "regression": "SEQ_CLS"}
+"""Name of a task in PEFT."""
+
+
+def peft_config(adapter: Adapter, model: PreTrainedModel, task: str) -> Any:
+    """Return PEFT's config of an adapter for a model. Raises ValueError if PEFT is not installed."""
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        raise ValueError('adapter.spec needs PEFT, which is not installed; pip install "acsgd[adapters]"') from None
+    heads = new_heads(model, task)
+    targets = names_in(adapter.targets)
+    return LoraConfig(
+        task_type=TASK_TYPES[task],
+        r=adapter.r,
+        lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # PEFT divides it
+        lora_dropout=adapter.dropout,
+        target_modules=targets[0] if targets == [ALL_LINEAR] else targets,
+        exclude_modules="|".join(rf"{re.escape(head)}(\..*)?" for head in heads) if heads else None,
+        use_rslora=adapter.rslora,
+        use_dora=adapter.dora,
+    )
+
+
+def new_heads(model: PreTrainedModel, task: str) -> list[str]:
+    """Return the modules outside of the base model that labels need. They are new, and so trained as a whole."""
+    if TASK_TYPES[task] != "SEQ_CLS":
+        return []
+    children = ((name, module) for name, module in model.named_children() if name != model.base_model_prefix)
+    return [name for name, module in children if next(module.parameters(), None) is not None]
+
+
+def inject(model: PreTrainedModel, adapter: Adapter, task: str) -> None:
+    """Replace the adapted modules of a model by PEFT's layers around them, in place.
+
+    Their parameters are on the meta device. Raises ValueError if no module is adapted.
+    """
+    config = peft_config(adapter, model, task)
+    from peft import inject_adapter_in_model
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that Conv1D, of GPT-2, is transposed, which PEFT notices itself
+            inject_adapter_in_model(config, model, adapter_name=NAME, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise ValueError(f"adapter.spec: {str(error).splitlines()[0].rstrip('.')}; {_linear_layers(model)}") from None
+
+
+def inject_into(module: nn.Module, config: Any) -> Any:
+    """Return PEFT's layer around one module, with a new adapter. config: of PEFT, changed in place."""
+    from peft import inject_adapter_in_model
+
+    config.target_modules, config.exclude_modules = ["module"], None
+    holder = nn.ModuleDict({"module": module})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as in `inject`
+        inject_adapter_in_model(config, holder, adapter_name=NAME)
+    return holder["module"]
+
+
+def loaded_module(model: PreTrainedModel, path: str, tensor: Callable[[str], Tensor]) -> nn.Module:
+    """Return a copy of a module of a model without adapter, its parameters in fp32. tensor: returns one by its name."""
+    module = copy.deepcopy(model.get_submodule(path))
+    for name, _ in list(module.named_parameters()):
+        set_parameter(module, name, nn.Parameter(tensor(f"{path}.{name}").float(), requires_grad=False))
+    return module
+
+
+def is_of_adapter(key: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return NAME in key.split(".")
+
+
+def module_of(key: str) -> str:
+    """Return the path of the module that a parameter of an adapter belongs to: "h.0.c_attn.lora_A.default.weight"."""
+    parts = key.split(".")
+    return ".".join(parts[: parts.index(NAME) - 1])
+
+
+def build_adapted(
+    task: Task, config: PreTrainedConfig, adapter: Adapter | None, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """Build a model as `Task.build_in` does, with an adapter if one is given. Raises as `inject`."""
+    model = task.build_in(config, dtype)
+    if adapter is not None:
+        inject(model, adapter, task.name)
+    return model
+
+
+def with_adapter(layers: ModelLayers, model: PreTrainedModel, adapter: Adapter, task: str) -> ModelLayers:
+    """Return the layers of a model with an adapter. model: with the adapter injected.
+
+    The layers that use a module also use its adapter. All other parameters are frozen but those of modules that are
+    trained as a whole. Raises ValueError if these do not exist, or if a tied parameter is adapted or among them.
+    """
+    names = parameter_names(model)
+    wholly = _trained_wholly(model, adapter, task)
+    added: dict[str, list[str]] = {}
+    for key in filter(is_of_adapter, names):
+        added.setdefault(module_of(key), []).append(key)
+    adapted = [key for key, aliases in names.items() if any(_owner(alias) in added for alias in aliases)]
+    for key in (*wholly, *adapted):
+        if len(names[key]) > 1:
+            other = names[key][1].replace(".base_layer.", ".")
+            raise ValueError(
+                f"adapter.spec: {key} is tied to {other}, so that an adapter of one would change the other; leave it "
+                "out of targets and modules_to_save"
+            )
+
+    def extend(layer: LayerSpec) -> LayerSpec:
+        paths = {key.rpartition(".")[0] for key in layer.parameters}
+        more = [key for path, keys in added.items() if path in paths for key in keys]
+        random = layer.random or (adapter.dropout > 0 and bool(more))
+        return replace(layer, parameters=(*layer.parameters, *more), random=random)
+
+    frozen = [key for key in layers.holders() if key not in layers.frozen and key not in wholly]
+    return replace(layers, layers=tuple(map(extend, layers.layers)), frozen=(*layers.frozen, *frozen))
+
+
+def _owner(name: str) -> str:
+    """Return the path of the module that has a parameter, without PEFT's layer around it."""
+    return name.rpartition(".")[0].removesuffix(".base_layer")
+
+
+def _trained_wholly(model: PreTrainedModel, adapter: Adapter, task: str) -> set[str]:
+    """Return the parameters of modules that are trained as a whole."""
+    keys, modules = parameter_names(model), [path for path, _ in model.named_modules()]
+    found = set()
+    for name in (*names_in(adapter.modules_to_save), *new_heads(model, task)):
+        paths = [path for path in modules if path == name or path.endswith(f".{name}")]
+        if not paths:
+            raise ValueError(f'adapter.spec: modules_to_save="{name}" matches no module; {_linear_layers(model)}')
+        own = {key for key, aliases in keys.items() for path in paths if _is_in(path, aliases)}
+        found |= {key for key in own if not is_of_adapter(key)}
+    return found
+
+
+def _is_in(path: str, aliases: list[str]) -> bool:
+    return any(alias.startswith(f"{path}.") for alias in aliases)
+
+
+def _linear_layers(model: nn.Module) -> str:
+    """List the names of the linear layers of a model, for messages."""
+    linear = (path for path, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
+    leaves = dict.fromkeys(re.sub(r"\.base_layer$", "", path).rpartition(".")[2] for path in linear)
+    return f"its linear layers are {', '.join(leaves)}"

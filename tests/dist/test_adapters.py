@@ -1,0 +1,167 @@
+"""Law: LoRA on stages x replicas is the same training as PEFT in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from lib.frozen import train_rank
+from lib.ranks import on_ranks
+from lib.resume import HALF, checkpoint_of, losses_of, stopped_half_way, train_ranks
+from lib.resume import make_config as make_saved_config
+from lib.training import RELATIVE, make_config, train_whole, whole_batches
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from acsgd.adapters.export import merge, to_peft
+from acsgd.adapters.inject import is_of_adapter
+from acsgd.config.options import AdapterConfig, Config, ReplicaConfig
+from acsgd.generation.model import load
+from acsgd.io.checkpoint.inspect import inspect
+from acsgd.launch import Launch
+from acsgd.run.inputs import open_inputs, open_weight_source
+from acsgd.run.job import prepare
+from acsgd.shards.export import to_hf
+from acsgd.shards.layer_tensors import layer_tensors
+from acsgd.shards.manifest import Manifest
+
+TinyModel = Callable[..., Path]
+STEPS = 20
+BOUND = 1e-5
+"""Relative difference of losses of the law."""
+SAME: dict[str, tuple[str, dict[str, object], dict[str, object], dict[str, object]]] = {
+    "gpt2": ("gpt2", {"n_layer": 2}, {"spec": "lora:r=4,alpha=8"}, {"r": 4, "target_modules": "all-linear"}),
+    "llama": (
+        "llama",
+        {"num_hidden_layers": 2},
+        {"spec": "lora:r=4,alpha=8,rslora=true,targets=q_proj+down_proj,modules_to_save=lm_head"},
+        {"r": 4, "use_rslora": True, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]},
+    ),
+    "qwen2": (
+        "qwen2",
+        {"num_hidden_layers": 2, "max_window_layers": 1},
+        {"spec": "lora:r=4,alpha=8,dora=true"},
+        {"r": 4, "use_dora": True, "target_modules": "all-linear"},
+    ),
+}
+"""Model, options of its config, spec of the adapter, and the options of PEFT's config that it stands for."""
+
+
+def with_adapter(config: Config, spec: str, mode: str = "allreduce", *, steps: int = STEPS) -> Config:
+    optim = dataclasses.replace(config.optim, lr=1e-2, steps=steps)
+    return dataclasses.replace(config, adapter=AdapterConfig(spec), dp=ReplicaConfig(mode), optim=optim)
+
+
+def initial_adapter(config: Config) -> dict[str, Tensor]:
+    """Return the initial parameters of a run's adapter."""
+    job = prepare(dataclasses.replace(config, pp=dataclasses.replace(config.pp, stages=1, layers=None)), Launch())
+    model, source, layers = job.model.build(torch.float32), open_weight_source(job), job.model.description
+    stored = [(layer.name, layer_tensors(model, layers, layer.index)) for layer in layers.layers]
+    tensors = {key: x for name, each in stored for key, x in source.tensors(name, each).items()}
+    return {key: tensor for key, tensor in tensors.items() if is_of_adapter(key)}
+
+
+def oracle_losses(config: Config, options: dict[str, object]) -> list[float]:
+    """Train PEFT's model in one process, from the initial adapter of a run."""
+    base = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(lora_alpha=8, task_type="CAUSAL_LM", **options)).train()
+    names = dict(model.named_parameters())
+    adapter = initial_adapter(config)
+    assert {f"base_model.model.{key}" for key in adapter} == {name for name in names if "lora_" in name}
+    with torch.no_grad():
+        for key, tensor in adapter.items():
+            names[f"base_model.model.{key}"].copy_(tensor)
+    return train_whole(model, config.optim, whole_batches(config))
+
+
+def test_lora_on_stages_and_replicas_is_peft_in_one_process(tiny_model: TinyModel, tmp_path: Path) -> None:
+    configs = [
+        with_adapter(make_config(tiny_model(family, **shape), tmp_path, stages=2, layers=(1, 1), micro=3), **spec)
+        for family, shape, spec, _ in SAME.values()
+    ]
+    dropout = with_adapter(configs[0], "lora:r=4,dropout=0.3", steps=3)
+    compressed = with_adapter(configs[0], "lora:r=4", "cocktail_grad:topk=.25", steps=3)
+    by_rank = on_ranks(4, train_rank, tmp_path / "store", [*configs, dropout, compressed])
+
+    assert all(outcome.moved == [] for outcomes in by_rank for outcome in outcomes)
+    assert all(outcome.updated for outcomes in by_rank for outcome in outcomes)
+    for config, outcome, (*_, options) in zip(configs, by_rank[0], SAME.values(), strict=False):
+        assert outcome.losses == pytest.approx(oracle_losses(config, options), rel=BOUND)
+        assert outcome.losses[-1] < outcome.losses[0]
+    updated = set[str]().union(*(outcomes[0].updated for outcomes in by_rank))
+    assert updated == initial_adapter(configs[0]).keys()
+
+    # dropout of adapters depends on seed, step, micro-batch and layer alone
+    alone = dataclasses.replace(dropout, pp=dataclasses.replace(dropout.pp, stages=1, layers=None))
+    (one,) = train_rank(0, 1, tmp_path / "store-alone", [alone])
+    assert by_rank[0][len(configs)].losses == pytest.approx(one.losses, rel=RELATIVE)
+    assert one.losses != pytest.approx(by_rank[0][0].losses[:3], rel=10 * RELATIVE)
+
+
+def test_a_checkpoint_resumes_and_loads_in_peft(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model = tiny_model("llama", num_hidden_layers=2)
+    spec = "lora:r=4,dropout=0.1,dora=true,targets=q_proj+down_proj,modules_to_save=lm_head"
+    whole = with_adapter(make_saved_config(model, tmp_path / "whole", "fp32", "none"), spec, steps=8)
+    train_ranks(0, 1, tmp_path / "store", [whole])
+    same = stopped_half_way(whole, tmp_path / "same")
+    train_ranks(0, 1, tmp_path / "store-same", [same])
+    checkpoint = checkpoint_of(whole)
+    manifest = Manifest.read(checkpoint)
+    assert losses_of(same) == losses_of(whole)
+    assert manifest.layers == Manifest.read(checkpoint_of(same)).layers
+    assert inspect(checkpoint)[0].errors == []
+    for entry in manifest.constants.values():
+        assert (checkpoint / entry.file).samefile(checkpoint_of(whole, HALF) / entry.file)
+    with pytest.raises(ValueError, match="it trains other parameters"):
+        open_inputs(prepare(with_adapter(whole, "lora:r=8", steps=8), Launch()))
+    with pytest.raises(ValueError, match="acsgd convert merge"):
+        to_hf(checkpoint, tmp_path / "refused")
+
+    for name in ("peft", "shards", "hf"):
+        (tmp_path / name).mkdir()
+    to_peft(checkpoint, tmp_path / "peft")
+    merge(checkpoint, tmp_path / "shards")
+    to_hf(tmp_path / "shards", tmp_path / "hf")
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        expected = load(str(checkpoint), dtype=None, device=torch.device("cpu")).model(ids).logits
+        plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        assert not torch.allclose(plain(ids).logits, expected, atol=1e-3)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+        assert torch.allclose(merged(ids).logits, expected, atol=1e-5)
+        loaded = PeftModel.from_pretrained(plain, tmp_path / "peft").eval()
+        assert torch.allclose(loaded(ids).logits, expected, atol=1e-5)
+
+
+def test_the_initial_adapter_depends_on_the_seed_and_names_alone(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = with_adapter(make_config(tiny_model("gpt2", n_layer=2), tmp_path), "lora:r=4")
+    first, again = initial_adapter(config), initial_adapter(config)
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    other = initial_adapter(dataclasses.replace(config, data=dataclasses.replace(config.data, seed=4)))
+    assert all(torch.equal(first[key], other[key]) == ("lora_B" in key) for key in first)
+    drawn = [tensor for key, tensor in first.items() if "lora_A" in key and "c_attn" in key]
+    assert not torch.equal(*drawn)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("lora:r=0", 'adapter.spec="lora:r=0": r=0 must be at least 1'),
+        ("lora:targets=q_proj", "its linear layers are c_attn, c_proj, c_fc, lm_head"),
+        ("lora:modules_to_save=head", 'modules_to_save="head" matches no module; its linear layers are'),
+        ("lora:modules_to_save=wte", "transformer.wte.weight is tied to lm_head.weight"),
+        ("lora:targets=lm_head", "transformer.wte.weight is tied to lm_head.weight"),
+        ("lorra", 'adapter.spec="lorra": unknown name "lorra"; use "lora" (did you mean "lora"?)'),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(
+    spec: str, message: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    config = with_adapter(make_config(tiny_model("gpt2", n_layer=2), tmp_path), spec)
+    with pytest.raises(ValueError) as error:
+        prepare(config, Launch())
+    assert message in str(error.value)
