@@ -10,10 +10,12 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from acsgd.elastic.messages import End, FromWorker, Run, Stop, Tick, ToWorker, from_line, to_line
+from acsgd.errors import RunError
 from acsgd.run.loop_state import LoopState
 from acsgd.waits import InterruptibleWaits
 
 TICK_S = 0.25
+ENDED = "torchrun of this host has ended"
 
 
 class Control:
@@ -24,7 +26,10 @@ class Control:
 
     def __init__(self, socket_path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(str(socket_path))
+        try:
+            self._socket.connect(str(socket_path))
+        except OSError as error:  # which does not name the socket
+            raise RunError(ENDED) from error
         self._messages: SimpleQueue[Run | Stop | End] = SimpleQueue()
         self._sending = threading.Lock()
         self._lock = threading.Lock()
@@ -75,7 +80,7 @@ class Control:
                 self.send(Tick(is_waiting, max(0.0, time.monotonic() - since)))
 
     def _listen(self) -> None:
-        error: str | None = "torchrun of this host has ended"
+        error: str | None = ENDED
         with contextlib.suppress(OSError), self._socket.makefile("rb") as lines:
             for line in lines:
                 self._handle(from_line(line, ToWorker))

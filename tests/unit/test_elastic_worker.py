@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
+from acsgd.elastic.control import Control
 from acsgd.elastic.handover import is_run_over
 from acsgd.elastic.messages import Broken, End, Hello, Host, Run, Setup, Stop, Stopped, View
 from acsgd.elastic.plan import Plan
@@ -111,3 +112,8 @@ def test_a_host_whose_workers_start_again_goes_on_after_all_others_have_left(
     state = LoopState(Progress(step), is_elastic=True, is_stopped=stopped)
     assert is_run_over(View(3, hosts, Plan(1, ranks=("a/0",))), state, 9) == is_over
     assert is_run_over(View(3, hosts, Plan(1, ranks=("a/0", "b/0"))), state, 9) == (is_over or stopped)
+
+
+def test_a_worker_that_starts_after_the_end_of_its_torchrun_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="torchrun of this host has ended"):
+        Control(tmp_path / "none")
