@@ -10,7 +10,7 @@ incoming rate. They count whole packets: 1448 bytes of TCP payload per 1500.
 
 Without delay the switch is a kernel bridge. With delay it is a process that holds the TUN device of every host and
 forwards each packet a fixed time after its arrival (many kernels are built without netem); `switch_cpu_s` is its CPU
-time. Packets are dropped only where too many wait at a limit.
+time. Packets are dropped where too many wait at a limit, and at random if there is a `loss`.
 
 tcp_slow_start_after_idle is off in every namespace. By default TCP resets the congestion window of a connection that
 has been idle for some round trips, as happens in every step of a pipeline. On your own hosts: sysctl -w
@@ -28,6 +28,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import random
 import secrets
 import select
 import shutil
@@ -78,6 +79,16 @@ class Lab:
         """Take a host off the network. What is on its way is lost; its connections stay until they time out."""
         _run(f"ip -n {self.namespaces[host]} link set eth0 down")
 
+    def block(self, host: int, other: int) -> None:
+        """Drop all packets between two hosts, until `unblock`."""
+        for here, there in ((host, other), (other, host)):
+            _run(f"ip -n {self.namespaces[here]} route add blackhole {address(there)}/32")
+
+    def unblock(self, host: int, other: int) -> None:
+        """Undo `block`."""
+        for here, there in ((host, other), (other, host)):
+            _run(f"ip -n {self.namespaces[here]} route del blackhole {address(there)}/32")
+
     def heal(self, host: int) -> None:
         """Put a host back on the network."""
         _run(f"ip -n {self.namespaces[host]} link set eth0 up")
@@ -91,10 +102,11 @@ class Lab:
 
 
 @contextlib.contextmanager
-def lab(*, hosts: int, delay_s: float = 0.0) -> Iterator[Lab]:
+def lab(*, hosts: int, delay_s: float = 0.0, loss: float = 0.0) -> Iterator[Lab]:
     """Create a network without rate limits and remove it at the end; all processes in it must have ended by then.
 
-    delay_s: one-way delay between any two hosts. Raises RuntimeError that names what this machine lacks.
+    delay_s: one-way delay between any two hosts; loss: fraction of packets that are dropped, which needs a delay.
+    Raises RuntimeError that names what this machine lacks.
     """
     check(needs_tun=delay_s > 0)
     name = f"acsgd-{secrets.token_hex(4)}"
@@ -106,7 +118,7 @@ def lab(*, hosts: int, delay_s: float = 0.0) -> Iterator[Lab]:
             _run(f"ip -n {namespace} link set lo up")
         switch = None
         if delay_s > 0:
-            switch = cleanup.enter_context(_started_switch(namespaces, delay_s))
+            switch = cleanup.enter_context(_started_switch(namespaces, delay_s, loss))
         else:
             _add_bridge(center, namespaces)
         for host, namespace in enumerate(namespaces):
@@ -195,9 +207,9 @@ def _set_namespace(descriptor: int) -> None:
 
 
 @contextlib.contextmanager
-def _started_switch(namespaces: Sequence[str], delay_s: float) -> Iterator[subprocess.Popen[bytes]]:
+def _started_switch(namespaces: Sequence[str], delay_s: float, loss: float) -> Iterator[subprocess.Popen[bytes]]:
     """Start the process that delays packets; it ends when its input does, so also when this process dies."""
-    command = [sys.executable, __file__, str(delay_s), *namespaces]
+    command = [sys.executable, __file__, str(delay_s), str(loss), *namespaces]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as switch:
         assert switch.stdout is not None
@@ -207,10 +219,14 @@ def _started_switch(namespaces: Sequence[str], delay_s: float) -> Iterator[subpr
 
 
 class Switch:
-    """Forwards packets between the TUN devices of all hosts, with a delay and a rate limit per receiving host."""
+    """Forwards packets between the TUN devices of all hosts, with a delay and a rate limit per receiving host.
 
-    def __init__(self, namespaces: Sequence[str], delay_s: float) -> None:
+    loss: fraction of packets that are dropped.
+    """
+
+    def __init__(self, namespaces: Sequence[str], delay_s: float, loss: float) -> None:
         self._delay_s = delay_s
+        self._loss = loss
         self._rate = 0.0
         self._ports = [_open_tun(namespace) for namespace in namespaces]
         self._hosts = {socket.inet_aton(address(host)): host for host in range(len(namespaces))}
@@ -239,6 +255,8 @@ class Switch:
                     self._queue(host, packet)
 
     def _queue(self, host: int, packet: bytes) -> None:
+        if random.random() < self._loss:
+            return
         passes_at = time.monotonic() + self._delay_s
         if self._rate:
             if self._free_at[host] > passes_at + QUEUE_S:
@@ -263,8 +281,8 @@ def _open_tun(namespace: str) -> int:
 
 
 def main() -> None:
-    """Run the switch: python netlab.py DELAY_S NAMESPACE..."""
-    switch = Switch(sys.argv[2:], float(sys.argv[1]))
+    """Run the switch: python netlab.py DELAY_S LOSS NAMESPACE..."""
+    switch = Switch(sys.argv[3:], float(sys.argv[1]), float(sys.argv[2]))
     os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))  # a wire does not wait for a CPU
     sys.stdout.write(".")
     sys.stdout.close()

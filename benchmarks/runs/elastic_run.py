@@ -33,8 +33,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.metrics_watch import Arrival
 from benchmarks.common.small_model import save_blank
-from benchmarks.runs.recovery_hosts import NAMES, Arrival, Hosts, send
+from benchmarks.runs.recovery_hosts import NAMES, Hosts
+from tests.lib.forked_torchrun import send
 
 CALM_STEPS = 15
 """Steps of a view before the next event."""

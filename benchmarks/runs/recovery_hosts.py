@@ -1,4 +1,4 @@
-"""Hosts of a run, each a torchrun of its own on this machine, and the times at which lines of metrics.jsonl arrive."""
+"""Hosts of a run, each a torchrun of its own on this machine."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from acsgd.elastic.register import ViewRegister
+from benchmarks.common.metrics_watch import POLL_S, MetricsWatch
+from benchmarks.common.netlab import Lab, address
+from tests.lib.forked_torchrun import ForkedTorchrun, Host, send
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("a", "b", "c")
@@ -24,106 +25,42 @@ MARK = "ACSGD_BENCHMARK_HOST"
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Environment of torchrun's own rendezvous: workers open a store of their own at each start. In the agents' store, which
 they share by default, workers that start again can find the addresses of those that have ended, and fail."""
+PROCESS_CLOCK = 2
+"""Kind of clock of a process, from which Linux makes the id of its clock."""
 LIMIT_S = 180.0
 """Time limit of a wait."""
-POLL_S = 0.002
-
-
-class Arrival(NamedTuple):
-    """A line of metrics.jsonl."""
-
-    at: float
-    """When it was first seen, a time.monotonic()."""
-    line: dict[str, Any]
-
-    @property
-    def is_step(self) -> bool:
-        return "step" in self.line
-
-
-class MetricsWatch:
-    """Notes when each line of metrics.jsonl appears, to `POLL_S`. Steps and views that are logged again are ignored."""
-
-    def __init__(self, path: Path) -> None:
-        self.arrivals: list[Arrival] = []
-        self._path, self._read_until, self._inode = path, 0, 0
-        self._last_step = self._last_view = 0
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="metrics watch", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
-
-    @property
-    def last_step(self) -> int:
-        return self._last_step
-
-    @property
-    def steps(self) -> list[Arrival]:
-        return [arrival for arrival in list(self.arrivals) if arrival.is_step]
-
-    @property
-    def replicas(self) -> int:
-        """Replicas of the newest view; 0 before the first."""
-        views = [arrival.line["replicas"] for arrival in list(self.arrivals) if not arrival.is_step]
-        return views[-1] if views else 0
-
-    def find_view(self, since: float, replicas: int) -> int | None:
-        """Return the index of the first view of so many replicas that arrived after a moment; None if there is none."""
-        for index, (at, line) in enumerate(list(self.arrivals)):
-            if at > since and line.get("event") == "view" and line["replicas"] == replicas:
-                return index
-        return None
-
-    def _watch(self) -> None:
-        while not self._closed.wait(POLL_S):
-            with contextlib.suppress(FileNotFoundError):
-                self._read()
-
-    def _read(self) -> None:
-        status = self._path.stat()
-        if status.st_ino != self._inode or status.st_size < self._read_until:  # replaced, or truncated
-            self._inode, self._read_until = status.st_ino, 0
-        if status.st_size == self._read_until:
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._read_until)
-            complete = file.read().rpartition(b"\n")[0]
-        now = time.monotonic()
-        try:
-            lines = [json.loads(line) for line in complete.splitlines()]
-        except ValueError:  # truncated and written again since the last look
-            self._read_until = 0
-            return
-        self._read_until += len(complete) + 1 if complete else 0
-        for line in lines:
-            self._take(Arrival(now, line))
-
-    def _take(self, arrival: Arrival) -> None:
-        step, view = arrival.line.get("step", 0), arrival.line.get("view", 0)
-        if step > self._last_step or view > self._last_view:
-            self._last_step, self._last_view = max(step, self._last_step), max(view, self._last_view)
-            self.arrivals.append(arrival)
 
 
 class Hosts:
     """The hosts of one run. Use as a context: all of their processes are killed at its end.
 
-    elastic: started with `--rdzv-backend acsgd`; c10d, static: with torchrun's own rendezvous.
+    rendezvous: elastic = with `--rdzv-backend acsgd`; c10d, static = torchrun's own; torchrun_flags: added; is_forked:
+    whether hosts are forked from a process that has imported everything, where `start` does not say otherwise;
+    network: on which the hosts are; None = all on this one.
     """
 
-    def __init__(self, directory: Path, run_file: Path, rendezvous: str, flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        run_file: Path,
+        rendezvous: str,
+        flags: Sequence[str] = (),
+        *,
+        torchrun_flags: Sequence[str] = (),
+        is_forked: bool = False,
+        network: Lab | None = None,
+    ) -> None:
         directory.mkdir()
         self._directory, self._run_file, self._rendezvous, self._flags = directory, run_file, rendezvous, flags
+        self._torchrun_flags, self._is_forked, self._network = torchrun_flags, is_forked, network
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._forked: dict[str, ForkedTorchrun] = {}
         self.run_dir = directory / "run"
         with contextlib.ExitStack() as open_ports:
             servers = [open_ports.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in NAMES]
-            self._addresses = {
-                name: f"127.0.0.1:{server.getsockname()[1]}" for name, server in zip(NAMES, servers, strict=True)
-            }
+            ports = {name: server.getsockname()[1] for name, server in zip(NAMES, servers, strict=True)}
+        hosts = {name: address(number) if network else "127.0.0.1" for number, name in enumerate(NAMES)}
+        self._addresses = {name: f"{hosts[name]}:{ports[name]}" for name in NAMES}
         self.watch = MetricsWatch(self.run_dir / "metrics.jsonl")
 
     def __enter__(self) -> Hosts:
@@ -137,21 +74,28 @@ class Hosts:
         for process in self._processes.values():
             process.wait()
 
-    def start(self, name: str, *, min_hosts: int = 1) -> None:
-        """Start a host, or start it again."""
+    def start(self, name: str, *, min_hosts: int = 1, is_forked: bool | None = None) -> None:
+        """Start a host, or start it again. is_forked: as for the class."""
         (cwd := self._directory / name).mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "1000"]
-        command += self._membership_flags(name, min_hosts)
-        command += [str(ROOT / "train.py"), str(self._run_file), "--log.dir", str(self.run_dir), *self._flags]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        arguments = ["--nproc-per-node", "1", "--max-restarts", "1000", *self._torchrun_flags]
+        arguments += self._membership_flags(name, min_hosts)
+        arguments += [str(ROOT / "train.py"), str(self._run_file), "--log.dir", str(self.run_dir), *self._flags]
+        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         environment |= OWN_STORE if self._rendezvous == "c10d" else {}
         if name in self._processes:
-            self._processes[name].wait(LIMIT_S)
+            self._processes.pop(name).wait(LIMIT_S)
+        if name in self._forked:
+            self._forked.pop(name).kill()
+        if self._is_forked if is_forked is None else is_forked:
+            namespace = self._network.namespaces[NAMES.index(name)] if self._network else None
+            self._forked[name] = ForkedTorchrun(Host(arguments, environment, cwd, namespace))
+            return
+        command = [sys.executable, "-m", "torch.distributed.run", *arguments]
         with (cwd / "output").open("ab") as output:
             self._processes[name] = subprocess.Popen(
                 command,
                 cwd=cwd,
-                env=environment | {MARK: str(cwd)},
+                env=os.environ | environment | {MARK: str(cwd)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -181,11 +125,13 @@ class Hosts:
 
     def pids(self, *names: str) -> list[int]:
         """Return the processes of hosts."""
-        return [pid for pid, _ in self._environments(names)]
+        forked = [pid for name in names if name in self._forked for pid in self._forked[name].pids()]
+        return [pid for pid, _ in self._environments(names)] + forked
 
     def workers(self, *names: str) -> list[int]:
         """Return the workers of hosts."""
-        return [pid for pid, environment in self._environments(names) if b"LOCAL_RANK" in environment]
+        forked = [pid for name in names if name in self._forked for pid in self._forked[name].workers]
+        return [pid for pid, environment in self._environments(names) if b"LOCAL_RANK" in environment] + forked
 
     def workers_by_rank(self) -> dict[int, int]:
         """Return the worker of each of torchrun's ranks."""
@@ -217,22 +163,9 @@ class Hosts:
         return [(pid, _as_dict(entries)) for pid, entries in _all_environments() if not marks.isdisjoint(entries)]
 
 
-def send(number: signal.Signals, pids: Sequence[int]) -> float:
-    """Send a signal to processes; return the time.monotonic() just before."""
-    started = time.monotonic()
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-    return started
-
-
 def cpu_s(pids: Sequence[int]) -> float:
     """Return the CPU time that processes have used."""
-    ticks = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])  # user, system
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return sum(time.clock_gettime(~pid << 3 | PROCESS_CLOCK) for pid in pids)
 
 
 def _all_environments() -> Iterator[tuple[int, list[bytes]]]:

@@ -1,0 +1,87 @@
+"""What being elastic costs a run that nothing disturbs.
+
+An elastic run and a static one (three hosts, static rendezvous) with the same options take turns: all processes of
+one are stopped while the other completes STEPS_PER_BLOCK steps, and which one begins alternates, so that a machine that
+becomes slower for a while slows both. CPU time is that of all processes of a run, the agents included. The table has the
+geometric mean of the ratios of the blocks of a pair, and its 95 % confidence interval (Student's t of the logarithms).
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from rich.table import Table
+from scipy import stats
+
+from benchmarks.runs.recovery_hosts import NAMES, Hosts, cpu_s
+from tests.lib.forked_torchrun import send
+
+GOAL = 1.01
+WARMUP, STEPS_PER_BLOCK = 1, 6
+NEVER = ("--elastic.hang", "1000000", "--elastic.silence", "3600")
+"""Flags of an elastic run whose processes are stopped on purpose."""
+
+
+class Block(NamedTuple):
+    """Time per step of a block of steps."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def measure_cost(directory: Path, run_file: Path, rounds: int) -> list[tuple[Block, Block]]:
+    """Return an elastic and a static block by round."""
+    with (
+        Hosts(directory / "alone-elastic", run_file, "elastic", NEVER, is_forked=True) as elastic,
+        Hosts(directory / "alone-static", run_file, "static", is_forked=True) as static,
+    ):
+        sides = (elastic, static)
+        for side in sides:
+            side.start_all()
+            send(signal.SIGSTOP, side.pids(*NAMES))
+        blocks = []
+        for index in range(rounds):
+            turn = sides if index % 2 else sides[::-1]
+            measured = {side: _block(side) for side in turn}
+            blocks.append((measured[elastic], measured[static]))
+    return blocks
+
+
+def _block(hosts: Hosts) -> Block:
+    """Continue a run for a block of steps."""
+    pids = hosts.pids(*NAMES)
+    send(signal.SIGCONT, pids)
+    first = hosts.watch.last_step + WARMUP
+    hosts.wait_until(lambda: hosts.watch.last_step >= first)
+    cpu_before = cpu_s(pids)
+    hosts.wait_until(lambda: hosts.watch.last_step >= first + STEPS_PER_BLOCK)
+    cpu = cpu_s(pids) - cpu_before
+    send(signal.SIGSTOP, pids)
+    at = {arrival.line["step"]: arrival.at for arrival in hosts.watch.steps}
+    return Block((at[first + STEPS_PER_BLOCK] - at[first]) / STEPS_PER_BLOCK, cpu / STEPS_PER_BLOCK)
+
+
+def cost_table(blocks: Sequence[tuple[Block, Block]]) -> Table:
+    """Return the table of ratios, elastic / static."""
+    step_s = statistics.median(static.wall_s for _, static in blocks)
+    table = Table(title=f"Elastic / static, steps of {step_s:.2f} s, {len(blocks)} pairs", title_justify="left")
+    for column in ("", "mean", "95 % interval", "goal"):
+        table.add_column(column)
+    for name, text in (("wall_s", "step time"), ("cpu_s", "CPU time")):
+        low, mean, high = mean_ratio([getattr(ours, name) / getattr(theirs, name) for ours, theirs in blocks])
+        table.add_row(text, f"{mean:.4f}", f"{low:.4f} - {high:.4f}", f"{GOAL:g}" if name == "wall_s" else "")
+    return table
+
+
+def mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Return the geometric mean of ratios between the ends of its 95 % confidence interval."""
+    logarithms = np.log(ratios)
+    mean = float(logarithms.mean())
+    half = float(stats.t.ppf(0.975, len(ratios) - 1) * logarithms.std(ddof=1) / len(ratios) ** 0.5)
+    return math.exp(mean - half), math.exp(mean), math.exp(mean + half)
