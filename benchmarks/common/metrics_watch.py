@@ -50,7 +50,7 @@ class MetricsWatch:
     @property
     def replicas(self) -> int:
         """Replicas of the newest view; 0 before the first."""
-        views = [arrival.line["replicas"] for arrival in list(self.arrivals) if not arrival.is_step]
+        views = [arrival.line["replicas"] for arrival in list(self.arrivals) if "view" in arrival.line]
         return views[-1] if views else 0
 
     def find_view(self, since: float, replicas: int) -> int | None:

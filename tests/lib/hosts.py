@@ -78,7 +78,8 @@ class Hosts:
         return [line for line in self.lines() if "step" in line]
 
     def events(self) -> list[dict[str, Any]]:
-        return [line for line in self.lines() if "event" in line]
+        """Return the events of new views."""
+        return [line for line in self.lines() if "view" in line]
 
     def lease_holder(self) -> int:
         """Return the process that holds the lease on the run directory."""

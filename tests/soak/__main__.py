@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.soak.areas import AREAS
+from tests.soak.areas import AREAS, COLUMNS, NUM_CASES
 from tests.soak.campaign import Campaign, Tally, all_failures
 
 
@@ -37,11 +38,23 @@ def table(tallies: Mapping[str, Tally]) -> Table:
     return shown
 
 
+def results(name: str, tally: Tally) -> Table:
+    """Return the rows of an area."""
+    shown = Table(title=name)
+    for column in COLUMNS[name]:
+        shown.add_column(column)
+    for row in tally.rows:
+        shown.add_row(*row)
+    return shown
+
+
 def main() -> None:
     """Run a campaign or one case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--seconds", type=float, default=600.0, help="duration, seconds; cases in progress are completed"
+        "--seconds",
+        type=float,
+        help="duration, seconds; cases in progress are completed; default: 600, or all cases of faults and storm",
     )
     parser.add_argument("--cases", type=int, help="largest number of cases of an area")
     parser.add_argument("--seed", type=int, default=1, help="seed of the campaign")
@@ -60,8 +73,13 @@ def main() -> None:
     if unknown := set(names) - AREAS.keys():
         parser.error(f"unknown area {', '.join(sorted(unknown))}; use {', '.join(AREAS)}")
     campaign = Campaign({name: AREAS[name] for name in names}, seed=options.seed, state=options.state)
-    campaign.run(seconds=options.seconds, cases=options.cases, workers=options.workers)
-    Console(width=120).print(table(campaign.tallies))
+    seconds = options.seconds or (math.inf if NUM_CASES.keys() >= set(names) else 600.0)
+    campaign.run(seconds=seconds, cases=options.cases, limits=NUM_CASES, workers=options.workers)
+    console = Console(width=120)
+    for name, tally in campaign.tallies.items():
+        if tally.rows:
+            console.print(results(name, tally))
+    console.print(table(campaign.tallies))
     failures = all_failures(campaign.tallies)
     for failure in failures:
         print(f"python -m tests.soak --seed {options.seed} --area {failure.area} --case {failure.case}")

@@ -15,6 +15,8 @@ class Outcome(NamedTuple):
     verdict: Literal["accepted", "refused"]
     text: str = ""
     """The sentence with which the input was refused."""
+    row: tuple[str, ...] = ()
+    """Results, in areas that print a row per case."""
 
 
 ACCEPTED = Outcome("accepted")
@@ -35,6 +37,7 @@ class Case:
     draw: random.Random
     directory: Path
     """Empty directory, the current one of the process, removed after the case."""
+    number: int = 0
     report: Callable[[str], None] = field(default=_ignore, repr=False)
 
     def describe(self, change: str) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from tests.lib import scenes
+from tests.lib.elastic_faults import SCENARIOS
+from tests.soak import storm
 from tests.soak.area import Area
 from tests.soak.caches import Caches
 from tests.soak.checkpoints import Checkpoints
 from tests.soak.configs import Configs
 from tests.soak.data import Data
+from tests.soak.faults import Faults
 from tests.soak.hosts import ElasticHosts
 from tests.soak.kills import Kills
 from tests.soak.leases import Leases, LeasesOnFuse
 from tests.soak.network import Network
+from tests.soak.storm import Storm
 from tests.soak.views import Views
 from tests.soak.wire import Wire
 
@@ -26,4 +31,10 @@ AREAS: dict[str, type[Area]] = {
     "network": Network,
     "views": Views,
     "hosts": ElasticHosts,
+    "faults": Faults,
+    "storm": Storm,
 }
+NUM_CASES = {"faults": len(SCENARIOS), "storm": 1}
+"""Number of cases of areas that have a fixed one by default."""
+COLUMNS = {"faults": scenes.COLUMNS, "storm": storm.COLUMNS}
+"""Columns of areas that print a row per case."""

@@ -77,6 +77,8 @@ class Tally:
     """Number of failures of each kind."""
     failures: list[Failure] = field(default_factory=list)
     """The first EXAMPLES failures of each kind."""
+    rows: list[list[str]] = field(default_factory=list)
+    """Results of the cases of an area that prints them."""
 
     def add(self, failure: Failure) -> bool:
         """Count a failure; return whether it is recorded."""
@@ -120,8 +122,14 @@ class Campaign:
         self._others = {name: fields for name, fields in saved["areas"].items() if name not in areas}
         self.tallies = {name: Tally.from_dict(saved["areas"].get(name, asdict(Tally()))) for name in areas}
 
-    def run(self, *, seconds: float, cases: int | None = None, workers: int = 1) -> None:
-        """Run cases for `seconds` after the preparation. cases: maximum number per area, over all resumptions."""
+    def run(
+        self, *, seconds: float, cases: int | None = None, limits: Mapping[str, int] | None = None, workers: int = 1
+    ) -> None:
+        """Run cases for `seconds` after the preparation.
+
+        cases: maximum number per area, over all resumptions; limits: default of that, by area.
+        """
+        most = {name: cases if cases is not None else (limits or {}).get(name) for name in self._areas}
         with _base_directory() as base:
             self._prepare(base)
             until = time.monotonic() + seconds
@@ -132,13 +140,13 @@ class Campaign:
                     name
                     for name, tally in self.tallies.items()
                     if not tally.unavailable
-                    and (cases is None or tally.cases < cases)
+                    and ((limit := most[name]) is None or tally.cases < limit)
                     and name not in {worker.area for worker in running.values()}
                 ]
                 while idle and len(running) < workers and time.monotonic() < until:
                     name = min(idle, key=spent.__getitem__)
                     idle.remove(name)
-                    worker = self._start(name, base, until, cases)
+                    worker = self._start(name, base, until, most[name])
                     running[worker.connection] = worker
                 if not running:
                     break
@@ -223,6 +231,9 @@ class Campaign:
             tally.cases, worker.case = tally.cases + 1, None
             tally.accepted += message["verdict"] == "accepted"
             tally.refused += message["verdict"] == "refused"
+            if message["row"]:
+                tally.rows.append(message["row"])
+                print(f"{worker.area} {tally.cases - 1}: {' | '.join(message['row'])}", flush=True)
         else:
             self._fail(worker, message["reason"], message["detail"])
 
@@ -259,7 +270,7 @@ class Campaign:
 
 def case_of(area: str, number: int, seed: int, directory: Path) -> Case:
     """Return a case of an area."""
-    return Case(random.Random(mix_seed(seed, zlib.crc32(area.encode()), number)), directory)
+    return Case(random.Random(mix_seed(seed, zlib.crc32(area.encode()), number)), directory, number)
 
 
 def _context() -> multiprocessing.context.ForkServerContext:
@@ -321,7 +332,7 @@ def _run_slice(
             except Exception as error:
                 send(reason=_reason(error), detail=traceback.format_exc()[-TAIL_CHARS:])
             else:
-                send(verdict=outcome.verdict)
+                send(verdict=outcome.verdict, row=outcome.row)
             os.chdir(base)
         number += 1
     faulthandler.cancel_dump_traceback_later()

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import pytest
 
+from tests.lib.scenes import TracedStep, check_losses, check_trace
 from tests.soak.area import ACCEPTED, Area, Case, Outcome, UnavailableError
 from tests.soak.areas import AREAS
 from tests.soak.campaign import Campaign
@@ -52,6 +53,13 @@ class Faulty:
         if number == 7:
             bytearray(2**28)
         return ACCEPTED if number % 2 else refusal("x is wrong", ["x"])
+
+
+class Rows(Faulty):
+    """Cases that report a row."""
+
+    def run(self, case: Case) -> Outcome:
+        return Outcome("accepted", row=(str(case.number), "x"))
 
 
 class Absent(Faulty):
@@ -123,6 +131,33 @@ def test_two_holders_at_once_are_found() -> None:
     )
     with pytest.raises(AssertionError, match="a and b held the lease at the same time"):
         check_tenures(["a begins", "a holds", "b begins", "b holds", "a begins", "a holds"])
+
+
+def test_two_views_that_train_at_once_and_a_worker_that_leaks_are_found() -> None:
+    steps = [TracedStep(view, 100 + view, step, 40, 10, 0) for view, step in ((1, 1), (1, 2), (2, 2), (2, 3), (3, 4))]
+    check_trace(steps, [])
+    with pytest.raises(AssertionError, match="views 1 and 2 have both trained"):
+        check_trace([*steps, TracedStep(1, 101, 3, 40, 10, 0)], [])
+    with pytest.raises(AssertionError, match="views 2 and 3"):
+        check_trace([*steps, TracedStep(3, 103, 1, 40, 10, 0)], [])
+    check_trace([*steps, TracedStep(3, 103, 1, 40, 10, 0)], [3])
+    for leaking in (TracedStep(2, 102, 3, 41, 10, 0), TracedStep(2, 102, 3, 40, 15, 0)):
+        with pytest.raises(AssertionError, match="worker 102"):
+            check_trace([*steps, leaking], [])
+
+
+def test_losses_that_differ_from_the_calm_run_are_found() -> None:
+    assert check_losses([2.0, 1.0 + 1e-6], [2.0, 1.0, 0.5], 1e-5) == pytest.approx(1e-6)
+    for losses in ([2.0, 1.0001], [2.0, float("nan")]):
+        with pytest.raises(AssertionError):
+            check_losses(losses, [2.0, 1.0], 1e-5)
+
+
+def test_an_area_that_prints_rows_runs_each_case_once(capsys: pytest.CaptureFixture[str]) -> None:
+    campaign = Campaign({"rows": Rows}, seed=1)
+    campaign.run(seconds=60, limits={"rows": 3})
+    assert campaign.tallies["rows"].rows == [["0", "x"], ["1", "x"], ["2", "x"]]
+    assert capsys.readouterr().out.splitlines() == ["rows 0: 0 | x", "rows 1: 1 | x", "rows 2: 2 | x"]
 
 
 @pytest.mark.parametrize("area", CASES)
