@@ -118,14 +118,14 @@ def run_steps(
         evaluate_log_save(session, state, inputs, metrics, checkpointing)
         pace.record(result.summary, state.progress.step)
         if result.summary.pause and state.progress.step < steps and not state.is_stopped:
-            if pause_needs_checkpoint(result.summary):
-                checkpointing.finish_save(wait=True)
+            checkpointing.finish_save(wait=pause_needs_checkpoint(result.summary))
             break
         if snapshots is not None:
             snapshots.after_step(state)
     else:
         checkpointing.finish_save(wait=True, last=True)
         metrics.note(checkpointing.describe_end(state.progress.step, signals.received))
+    session.settle()
     inputs.reader.close(wait=False)
 
 
@@ -158,6 +158,7 @@ def train_step(
         state.complete(result, is_synced=False)
         session.sync_after_step(progress.step)
     state.complete(result, is_synced=True)
+    session.send_ahead()
     return result
 
 

@@ -36,6 +36,7 @@ from acsgd.metrics import METRICS
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.schedule import RATE_SCHEDULES
 from acsgd.pp import SCHEDULES
+from acsgd.pp.tied.plan import TIED
 from acsgd.pp.wire.delta import Delta
 from acsgd.tasks import TASKS
 
@@ -77,6 +78,8 @@ def plugins() -> str:
         "have their default. To add one, see [Your own codec, mode or source](../howto/extend.md).\n",
         "## Codecs\n\n`pp.forward` takes all of them, `pp.backward` all but `delta`.\n",
         *(_plugin(name, kind) for name, kind in {**CODECS, "delta": Delta}.items()),
+        "## Tied weights\n\nValues of `pp.tied`.\n",
+        *(_plugin(name, kind) for name, kind in TIED.items()),
         "## Data-parallel modes\n\nValues of `dp.mode`.\n",
         *(_plugin(name, kind) for name, kind in MODES.items()),
         "## Schedules\n\nValues of `pp.schedule`.\n",

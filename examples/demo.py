@@ -120,6 +120,7 @@ def closing_table(checkpoint: Path, seconds: float) -> Table:
     table.add_row("target tokens per second", f"{last['tokens'] / training_s:,.0f}")
     table.add_row("bytes per step, forward", f"{last['pp_forward_bytes']:,}")
     table.add_row("bytes per step, backward", f"{last['pp_backward_bytes']:,}")
+    table.add_row("bytes per step, tied embedding", f"{last['tied_bytes']:,}")
     table.add_row("bytes per step, replicas", f"{last['dp_bytes']:,}")
     table.add_row("checkpoint (layer shards)", str(checkpoint))
     table.add_row("Hugging Face model", str(RUN / "hf"))

@@ -142,10 +142,13 @@ class PipelineConfig:
     that are trained on more than once, "delta:bits=4" or "delta:step=2"."""
     backward: str = "none"
     """Codec of activation gradients: the same except delta."""
+    tied: str = "rows"
+    """What travels of a table that is both embedding and head, if these are on different ranks: "rows" of the tokens of
+    a batch and their gradients, exactly or quantized ("rows:bits=8"), or the "dense" gradient of the whole table."""
     exact_steps: Annotated[int, COUNT_OR_NONE] = 0
-    """Number of initial steps that send activations and gradients without codecs; 0 = none."""
+    """Number of initial steps that send activations, gradients and rows without codecs; 0 = none."""
     exact_eval: bool = True
-    """Whether evaluations send activations without codecs."""
+    """Whether evaluations send activations and rows without codecs."""
     layers: tuple[Annotated[int, Range(0, 2**16)], ...] | None = None
     """Transformer blocks per stage, first to last, without the embedding and the head. Default: balanced by cost."""
 

@@ -20,10 +20,10 @@ from acsgd.run.limits import check_memory
 def check_elastic(job: Job) -> None:
     """Raise ValueError for options that do not work while hosts join and leave."""
     config = job.config
-    if any(state.tied == "equal" for state in job.plugins.mode.states) and (key := _split_tied_weight(job)):
+    if any(state.tied == "equal" for state in job.plugins.mode.states) and (key := _copied_weight(job)):
         raise ValueError(
-            f"dp.mode={config.dp.mode} keeps state per replica, and {key} is on several stages: elastic runs cannot "
-            "keep its copies equal yet; use allreduce, sharded_ps, central_ps or powersgd, or pp.stages=1"
+            f"dp.mode={config.dp.mode} keeps state per replica, and several stages have copies of {key}: elastic runs "
+            "cannot keep these equal yet; use allreduce, sharded_ps, central_ps or powersgd, or pp.stages=1"
         )
     if isinstance(job.plugins.forward, Delta) and job.plugins.forward.cache == "disk":
         raise ValueError(
@@ -37,10 +37,9 @@ def check_elastic(job: Job) -> None:
         )
 
 
-def _split_tied_weight(job: Job) -> str | None:
+def _copied_weight(job: Job) -> str | None:
     """Return a tied weight of which several ranks of a pipeline have copies, None if there is none."""
-    tied = job.model.description.tied().items()
-    return next((key for key, holders in tied if len({job.rank_of_layer(layer) for layer in holders}) > 1), None)
+    return next((tied.key for tied in job.tied if not tied.lookups), None)
 
 
 def setup_of(job: Job, inputs: Inputs) -> Setup:

@@ -47,7 +47,8 @@ class LayersInMemory:
                 state.setdefault(parts[0], {})[parts[1]] = tensor
 
     def tensors(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
-        return {key: self._tensors[key] for key in (*stored.weights, *stored.constants)}
+        own = (*stored.weights, *stored.constants)  # of which another rank may hold a table
+        return {key: self._tensors[key] for key in own if key in self._tensors}
 
     def tensor(self, layer: str, key: str) -> Tensor:
         return self._tensors[key]
@@ -110,7 +111,8 @@ def layer_tensors_of(
     given, else the master weights.
     """
     own, model = [w for w in session.weights if w.key in layer.spec.parameters], _model(session)
-    weights = {key: model.get_parameter(key).detach() for key in layer.spec.parameters}
+    looked_up = {key for stage in session.stages.values() for key in stage.tables}  # another rank has these weights
+    weights = {key: model.get_parameter(key).detach() for key in layer.spec.parameters if key not in looked_up}
     weights |= {weight.key: global_weights.get(weight.key, weight.master).detach() for weight in own} | layer.constants
     tensors = {f"{WEIGHT}{SEPARATOR}{key}": tensor for key, tensor in weights.items()}
     keys = {weight.key for weight in own}

@@ -129,6 +129,7 @@ def _describe_layer(trace: Trace, parts: _Parts, index: int, name: str) -> Layer
         inputs={key: x for key, x in parts.shapes[index - 1].items() if key not in entering} if index else {},
         replicated={key: how for key, (how, _) in entering.items()},
         origins={},
+        lookups={key: indices for key, indices in (code.lookups if code else {}).items() if used.count(key) == 1},
     )
     if block is None:
         return spec

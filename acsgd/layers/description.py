@@ -8,7 +8,7 @@ code after the last block. Each layer is a function of its inputs and its parame
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -117,6 +117,9 @@ class LayerSpec:
     """Form of what the block returns, leaf by leaf: "tensor", or the value of anything else. None without a block."""
     returns: Literal["tensor", "tuple", "list"] | None = None
     """Type of what the block returns. None without a block."""
+    lookups: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Parameters that the layer uses as tables of embeddings and for nothing else, with the inputs of the model whose
+    values are the indices of the rows."""
 
     @property
     def runs_forward(self) -> bool:
@@ -181,6 +184,14 @@ class ModelLayers:
     def tied(self) -> dict[str, list[int]]:
         """Return the trained parameters that several layers use, with the indices of these layers."""
         return {key: holders for key, holders in self.holders().items() if len(holders) > 1 and key not in self.frozen}
+
+    def tables(self) -> dict[str, list[int]]:
+        """Return those of `tied` that some layers use as tables of embeddings only."""
+        return {
+            key: holders
+            for key, holders in self.tied().items()
+            if any(key in self.layers[index].lookups for index in holders)
+        }
 
     def own_parameters(self, index: int) -> list[str]:
         """Return the parameters stored with a layer: those that no earlier layer uses; unused ones with the last."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -45,6 +46,10 @@ class Uses(TorchFunctionMode):
     def __init__(self, batch: Mapping[str, Any]) -> None:
         super().__init__()
         self._used: set[int] = set()
+        self._used_whole: set[int] = set()
+        self._indices: dict[int, set[str]] = {}
+        self._input_of = {id(x): name for name, x in batch.items() if isinstance(x, Tensor)}
+        """Tensors with exactly the values of an input, in another shape."""
         self._params: dict[int, set[int]] = {}
         self._inputs = {id(x): {name} for name, x in batch.items() if isinstance(x, Tensor)}
         self._kept: list[Any] = []  # alive, or Python may give an id twice
@@ -52,6 +57,13 @@ class Uses(TorchFunctionMode):
     def is_used(self, param: nn.Parameter) -> bool:
         """Whether an operation used the parameter."""
         return id(param) in self._used
+
+    def lookups_of(self, param: nn.Parameter) -> tuple[str, ...]:
+        """Return the inputs of the model whose values are the indices of the parameter's rows that operations use.
+
+        Empty if an operation uses other rows, or the whole parameter.
+        """
+        return () if id(param) in self._used_whole else tuple(sorted(self._indices.get(id(param), ())))
 
     def is_computed(self, x: Tensor) -> bool:
         """Whether a tensor depends on parameters without gradients."""
@@ -74,9 +86,13 @@ class Uses(TorchFunctionMode):
             params = [x for x in tensors if isinstance(x, nn.Parameter)]
             self._used |= {id(x) for x in params}
             self._kept += params
+            self._record_rows(func, args, kwargs or {}, params)
             if not torch.is_grad_enabled():
                 sources |= {id(x) for x in params}
         origins = set().union(*(self.inputs_of(x) for x in tensors)) if not reads_shape_only(name) else set()
+        if name in _SAME_VALUES and isinstance(out, Tensor) and (source := self._input_of.get(id(args[0]))):
+            self._input_of[id(out)] = source
+            self._kept.append(out)
         written = args[:1] if name == "__setitem__" else ()  # which returns nothing
         for x in (*tree_flatten(out)[0], *written):
             if isinstance(x, Tensor) and (sources or origins):
@@ -86,6 +102,17 @@ class Uses(TorchFunctionMode):
                 if origins:
                     self._inputs[id(x)] = self.inputs_of(x) | origins
         return out
+
+    def _record_rows(self, func: Any, args: Any, kwargs: Any, params: Sequence[nn.Parameter]) -> None:
+        """Record which rows of parameters an operation uses."""
+        source = self._input_of.get(id(args[0])) if func is embedding else None
+        if source is None or kwargs.get("max_norm") is not None or kwargs.get("scale_grad_by_freq"):
+            self._used_whole |= {id(x) for x in params}
+        else:
+            self._indices.setdefault(id(args[1]), set()).add(source)
+
+
+_SAME_VALUES = ("view", "reshape", "contiguous", "clone", "detach", "to", "long", "int")
 
 
 def reads_shape_only(function: str) -> bool:

@@ -82,13 +82,13 @@ def parameter_names(model: nn.Module) -> dict[str, list[str]]:
     return {each[0].replace(".base_layer.", "."): each for each in names.values()}
 
 
-def set_parameter(model: nn.Module, name: str, param: nn.Parameter) -> None:
+def set_parameter(model: nn.Module, name: str, param: torch.Tensor) -> None:
     """Replace one parameter of a model in place, under one of its names."""
     path, _, leaf = name.rpartition(".")
-    model.get_submodule(path)._parameters[leaf] = param
+    model.get_submodule(path)._parameters[leaf] = param  # type: ignore[assignment]  # such as a LookupTable
 
 
-def set_tied_parameter(model: nn.Module, names: Iterable[str], param: nn.Parameter) -> None:
+def set_tied_parameter(model: nn.Module, names: Iterable[str], param: torch.Tensor) -> None:
     """Replace one parameter of a model in place, under all its names."""
     for name in names:
         set_parameter(model, name, param)

@@ -36,6 +36,8 @@ class Segment(NamedTuple):
     """Parameters outside of blocks that the segment uses."""
     trained: list[str]
     """Those of them that get a gradient from the segment."""
+    lookups: dict[str, tuple[str, ...]]
+    """Those of them that the segment uses as tables of embeddings only, with the inputs that are the indices."""
     reads: set[str]
     """Inputs of the model whose values determine tensors that the segment makes."""
     parameters_of: dict[str, list[str]]
@@ -160,7 +162,7 @@ class _Tracer:
             raise LayersError("the head does not use the output of the last block")
         reads = self.uses.inputs_of(logits) | self._known.take_read()
         self.segments.append(
-            Segment(None, {HIDDEN: hidden}, {HIDDEN: Origin("output")}, parameters, trained, reads, {})
+            Segment(None, {HIDDEN: hidden}, {HIDDEN: Origin("output")}, parameters, trained, self._lookups(), reads, {})
         )
 
     def random_layers(self) -> set[int]:
@@ -177,7 +179,7 @@ class _Tracer:
         reached = {name: self._made_of(x) for name, x in made.items() if name != HIDDEN}
         reads = {name for x in made.values() for name in self.uses.inputs_of(x)}
         parameters, trained = self._parameters_of([*made.values()])
-        self.segments.append(Segment(call, inputs, origins, parameters, trained, reads, reached))
+        self.segments.append(Segment(call, inputs, origins, parameters, trained, self._lookups(), reads, reached))
         self.context_inputs |= {
             name for key, x in call.tensors().items() if key not in inputs for name in self.uses.inputs_of(x)
         }
@@ -231,6 +233,10 @@ class _Tracer:
         """
         reached = self._reached(tensors)
         return [name for name, p in self._params.items() if name in reached or self.uses.is_used(p)], reached
+
+    def _lookups(self) -> dict[str, tuple[str, ...]]:
+        """Return the tables of embeddings of the current segment, with the inputs that are the indices of the rows."""
+        return {name: indices for name, p in self._params.items() if (indices := self.uses.lookups_of(p))}
 
     def _made_of(self, x: Tensor) -> list[str]:
         """Return the parameters outside of blocks that a tensor of the current segment depends on."""

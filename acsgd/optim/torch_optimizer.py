@@ -30,7 +30,8 @@ class TorchOptimizer:
             {"params": matrices, "lr": config.lr, "weight_decay": config.weight_decay},
             {"params": vectors, "lr": config.lr, "weight_decay": 0.0},
         ]
-        self._optimizer = make([group for group in groups if group["params"]] or groups[:1])  # all may be frozen
+        # all may be frozen, or looked up on another rank
+        self._optimizer = make([group for group in groups if group["params"]] or groups[:1])
 
     def step(self, step: int, how: LocalStep = PLAIN_STEP) -> None:
         """Update masters and parameters of step `step`, counted from 0, with the gradients of the masters."""

@@ -18,7 +18,7 @@ from acsgd.pp.nonfinite import NonFiniteTensor
 from acsgd.pp.schedules.actions import ACTIVATION, GRADIENT, OPERATIONS, Action, Op, Route
 from acsgd.pp.schedules.programs import StepActions
 from acsgd.pp.stage import MicroBatch, Stage
-from acsgd.pp.tied_weights import TiedGroup, sum_tied_gradients
+from acsgd.pp.tied.ties import Ties
 from acsgd.pp.wire.coder import TransferInfo
 from acsgd.pp.wire.link import Link
 
@@ -51,6 +51,11 @@ class Batch(Protocol):
         ...
 
     @property
+    def upcoming(self) -> Batch | None:
+        """The next batch; None if it is not known yet, or if there is none."""
+        ...
+
+    @property
     def micro_ids(self) -> Sequence[int]:
         """Index of each micro-batch in the global batch."""
         ...
@@ -77,7 +82,7 @@ class Pipeline:
         actions: returns this rank's actions for some number of micro-batches
         stages: the stages this rank holds, by index
         links: this rank's end of each boundary that it shares with another rank, by the stage before the boundary
-        tied: the tied weights of which other ranks hold copies
+        ties: the tied weights that other ranks use, too
         placeholders: inputs of the model for the longest rows, for ranks that do not need their values
         shapes: shapes of micro-batches
         mark: called before each action, to record progress; may raise
@@ -90,7 +95,7 @@ class Pipeline:
         actions: Callable[[int], StepActions],
         stages: Mapping[int, Stage],
         links: Mapping[int, Link],
-        tied: Sequence[TiedGroup],
+        ties: Ties,
         placeholders: Inputs,
         shapes: MicroShapes,
         *,
@@ -104,7 +109,7 @@ class Pipeline:
         self._actions = actions
         self._stages = stages
         self._links = links
-        self._tied = tied
+        self._ties = ties
         self._placeholders = placeholders
         self._shapes = shapes
         self._training = self._handlers({Op.F: self._forward, Op.B: self._backward})
@@ -134,6 +139,9 @@ class Pipeline:
         with contextlib.ExitStack() as modes:
             for stage in self._stages.values():
                 modes.enter_context(stage.evaluating())
+            self._step = step
+            with self._naming(Action(Op.F, min(self._stages))):
+                self._ties.begin_evaluation(batch, step)
             self._execute(actions, self._evaluation, batch, step, exact=self._exact_eval, use_caches=False)
         for index in self._stages:
             with self._naming(Action(Op.F, index)):
@@ -166,19 +174,27 @@ class Pipeline:
             probe.check_reduced_gradients()
         return probe.first
 
+    def send_ahead(self) -> None:
+        """Send what other ranks need for the next step of the weights that this step has updated. Does not wait."""
+        with self._naming(Action(Op.F, min(self._stages))):
+            self._ties.send_ahead()
+
+    def settle(self) -> None:
+        """Wait for what `send_ahead` sends. All ranks of a pipeline do so together."""
+        with self._naming(Action(Op.F, min(self._stages))):
+            self._ties.settle()
+
     def close(self) -> None:
         """End the links' threads, and wait until activation caches on disk are saved."""
         for link in self._links.values():
             link.close()
-        for group in self._tied:
-            group.close()
+        self._ties.close()
 
     def abort(self) -> None:
         """End the links' threads and drop their messages, without waiting for anything; activation caches stay open."""
         for link in self._links.values():
             link.abort()
-        for group in self._tied:
-            group.abort()
+        self._ties.abort()
 
     def _train(self, batch: Batch, step: int, scale: float, handlers: Handlers) -> Tensor:
         self._scale = scale
@@ -189,6 +205,9 @@ class Pipeline:
         exact = step < self._exact_steps
         actions = self._actions(len(batch.micro_ids)).train
         self._last_backward = {action.stage: action for action in actions if action.operation.completes}
+        self._step = step
+        with self._naming(Action(Op.F, min(self._stages))):
+            self._ties.begin_step(batch, step)
         self._execute(actions, handlers, batch, step, exact=exact, use_caches=True)
         self._finish()
         return self._total_loss()
@@ -222,10 +241,14 @@ class Pipeline:
             raise RunError(f"{where}: {error}", awaited=error.awaited) from error
 
     def _forward(self, action: Action) -> None:
-        self._store_output(action, self._stages[action.stage].forward(*self._inputs(action)))
+        inputs = self._inputs(action)
+        self._ties.before_forward(action.stage, action.micro)
+        self._store_output(action, self._stages[action.stage].forward(*inputs))
 
     def _evaluate(self, action: Action) -> None:
-        outputs = self._stages[action.stage].evaluate(*self._inputs(action))
+        inputs = self._inputs(action)
+        self._ties.before_forward(action.stage, action.micro)
+        outputs = self._stages[action.stage].evaluate(*inputs)
         if "predictions" in outputs:
             self._predictions[action.micro] = outputs["predictions"]
         self._store_output(action, outputs)
@@ -246,6 +269,8 @@ class Pipeline:
         return micro_batch, self._shapes.cut_inputs(inputs, lengths), state, labels
 
     def _store_output(self, action: Action, outputs: State) -> None:
+        if action.stage == max(self._stages):
+            self._ties.after_forward()
         if self._stages[action.stage].is_last:
             self._losses.append(outputs["loss"])
         else:
@@ -258,6 +283,7 @@ class Pipeline:
         input_grads = stage.backward(action.micro, grads, last=last, scale=self._scale)
         if stage.sends_gradient:
             self._outputs[GRADIENT, action.stage, action.micro] = input_grads
+        self._ties.after_backward(action)
 
     def _take_input(self, action: Action, route: Route) -> State:
         """Return what reaches an action's stage by a route, from another stage of this rank or from a link."""
@@ -266,6 +292,7 @@ class Pipeline:
             return self._outputs.pop((route, source, action.micro))
         for link in self._links.values():
             link.outbox.flush(wait=True)  # the peer may need these to compute the tensor that is awaited here
+        self._ties.flush()
         received = self._links[min(source, action.stage)].receive(self._transfers[action.micro])
         self._transfers[action.micro] = self._transfers[action.micro]._replace(lengths=received.lengths)
         return received.state
@@ -279,17 +306,22 @@ class Pipeline:
         self._links[action.boundary].inbox.post()
 
     def _reduce(self, action: Action) -> None:
-        self._stages[action.stage].sync.reduce()
+        self._stages[action.stage].reduce()
 
     def _finish(self) -> None:
         """Wait for the sends and reductions in flight; errors name the reduction of the stage."""
+        with self._naming(Action(Op.R, min(self._stages))):
+            self._drain()
+            self._ties.add_gradients(self._batch)
         for index, stage in self._stages.items():
             with self._naming(Action(Op.R, index)):
-                self._drain()
+                if stage.awaits_lookups:
+                    stage.finish_lookups()
+        for index, stage in self._stages.items():
+            with self._naming(Action(Op.R, index)):
                 stage.sync.wait()
-        if self._tied:
-            with self._naming(Action(Op.R, min(self._stages))):
-                sum_tied_gradients(self._tied, self._step)
+        with self._naming(Action(Op.R, min(self._stages))):
+            self._ties.sum_copies(self._step)
 
     def _drain(self) -> None:
         for link in self._links.values():

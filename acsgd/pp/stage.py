@@ -16,7 +16,7 @@ from acsgd.layers.description import LOGITS, LayerSpec
 from acsgd.layers.skeleton import parameter_names
 from acsgd.seeds import mix_seed
 from acsgd.shards.load import LoadedLayer
-from acsgd.shards.weights import Weight
+from acsgd.shards.weights import Weight, in_reduction_order
 from acsgd.streams import seed_generators
 from acsgd.tasks import Loss, Predict
 
@@ -69,7 +69,10 @@ class Stage:
         mask_per_sample: bool = False,
     ) -> None:
         self.layers = layers
-        self.weights = tuple(weight for layer in layers for weight in layer.weights)
+        self.weights = in_reduction_order(weight for layer in layers for weight in layer.weights)
+        self.tables = {key: table for layer in layers for key, table in layer.tables.items()}
+        self.awaits_lookups = any(weight.has_remote_lookups for weight in self.weights)
+        """Whether gradients of its weights are complete only when other ranks have sent those of rows they look up."""
         self.sync = sync
         self.composed = composed
         self.loss = loss
@@ -84,6 +87,8 @@ class Stage:
         self._per_sequence = self._random and mask_per_sample
         self._in_flight: dict[int, list[_Pass]] = {}  # by local index of the micro-batch
         self._last_backward = False
+        self._final: set[str] = set()
+        """Weights whose gradients of this step are complete."""
         for weight in self.weights:
             weight.param.register_post_accumulate_grad_hook(self._hook(weight))
 
@@ -111,7 +116,29 @@ class Stage:
         """Forget micro-batches whose backward was not run, and use another gradient sync of the same weights."""
         self.sync = sync
         self._in_flight.clear()
+        self._final.clear()
         self._last_backward = False
+
+    def reduce(self) -> None:
+        """Start the reductions that remain after the last backward, but for tables that other ranks look up rows of."""
+        if not self.awaits_lookups:
+            self.sync.reduce()
+            return
+        for weight in self.weights:  # those without a gradient in this step
+            if not (weight.has_remote_lookups or weight.key in self._final):
+                self.sync.grad_ready(weight, is_final=True)
+
+    def finish_lookups(self) -> None:
+        """Start the reductions that awaited the gradients of rows that other ranks look up."""
+        self._final.clear()
+        for weight in self.weights:
+            if weight.has_remote_lookups:
+                self.sync.grad_ready(weight, is_final=True)
+        self.sync.reduce()
+
+    def looks_up(self, key: str) -> bool:
+        """Whether a layer of the stage uses a parameter as the table of an embedding."""
+        return any(key in layer.spec.lookups for layer in self.layers)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the modules with parameters of the stage, and all modules of its blocks, by path."""
@@ -239,7 +266,10 @@ class Stage:
         def grad_ready(param: nn.Parameter) -> None:
             if weight.master is not param:
                 _accumulate_in_fp32(param, weight.master)
-            self.sync.grad_ready(weight, is_final=self._last_backward)
+            is_final = self._last_backward and not weight.has_remote_lookups
+            if is_final:
+                self._final.add(weight.key)
+            self.sync.grad_ready(weight, is_final=is_final)
 
         return grad_ready
 

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from acsgd.codecs.identity import DTYPES
 from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.resize import Place, carry_over
 from acsgd.layers.composed import ComposedModel, Inputs
+from acsgd.layers.lookup_table import LookupTable
 from acsgd.layers.skeleton import fill_with_stand_ins
 from acsgd.meter import Meter
 from acsgd.optim.base import Optimizer
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.stage import Stage
-from acsgd.pp.tied_weights import TiedGroup
+from acsgd.pp.tied.dense import TiedGroup
+from acsgd.pp.tied.groups import UseOrder
+from acsgd.pp.tied.plan import Rows, TiedWeight
+from acsgd.pp.tied.rows import TableOwner, TableUser
+from acsgd.pp.tied.ties import Ties
 from acsgd.pp.wire.cache_plan import CachePlan
+from acsgd.pp.wire.channel import Channel
+from acsgd.pp.wire.coder import TensorSpec
+from acsgd.pp.wire.frame import Kind
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.run.job import Job
 from acsgd.run.padding import micro_shapes
 from acsgd.run.session import Session
 from acsgd.shards.load import LayerLoader, WeightSource
-from acsgd.shards.weights import Weight
+from acsgd.shards.weights import Weight, in_reduction_order
 from acsgd.topology import Groups
 
 
@@ -81,9 +90,18 @@ def _connect(
     cache_plan: CachePlan | None,
 ) -> Session:
     """Return the session of some stages, with their links to the other ranks of the pipeline."""
-    meters, plugins = (Meter(), Meter()), job.plugins
+    forward_meter, backward_meter, tied_meter = Meter(), Meter(), Meter()
     factory = LinkFactory(
-        groups.pp, groups.waits, job.streams, job.boundaries, plugins.forward, plugins.backward, *meters, cache_plan
+        groups.pp,
+        groups.waits,
+        job.streams,
+        job.boundaries,
+        job.plugins.forward,
+        job.plugins.backward,
+        forward_meter,
+        backward_meter,
+        cache_plan,
+        tied_meter=tied_meter,
     )
     return Session(
         job=job,
@@ -95,7 +113,7 @@ def _connect(
             job.programs.actions,
             stages,
             _open_links(job, factory),
-            _open_tied_groups(job, weights, factory),
+            _open_ties(job, stages, factory),
             _placeholders(job),
             micro_shapes(job),
             mark=groups.waits.mark,
@@ -103,8 +121,9 @@ def _connect(
             exact_eval=job.config.pp.exact_eval,
         ),
         optimizer=optimizer,
-        forward_meter=meters[0],
-        backward_meter=meters[1],
+        forward_meter=forward_meter,
+        backward_meter=backward_meter,
+        tied_meter=tied_meter,
         caches=factory.caches,
     )
 
@@ -113,11 +132,16 @@ def build_stages(job: Job, composed: ComposedModel, source: WeightSource, peers:
     """Load the layers of this rank's stages into the model, one at a time; all others stay on the meta device."""
     config, device, model = job.config, job.streams.device, composed.model
     dtype = DTYPES[config.model.dtype]
-    loader = LayerLoader(model, job.model.description, source, device=device, dtype=dtype)
+    me, tied = job.topology.rank, job.tied
+    looked_up = [each.key for each in tied if me in each.lookups]
+    sent = [each.key for each in tied if each.lookups and me == each.owner]
+    loader = LayerLoader(
+        model, job.model.description, source, device=device, dtype=dtype, looked_up=looked_up, sent=sent
+    )
     stages = {}
     for index in job.stages:
         layers = [loader.load(layer) for layer in range(*job.specs[index])]
-        weights = [weight for layer in layers for weight in layer.weights]
+        weights = in_reduction_order(weight for layer in layers for weight in layer.weights)
         stages[index] = Stage(
             composed,
             job.model.task.loss,
@@ -155,12 +179,49 @@ def _open_links(job: Job, factory: LinkFactory) -> dict[int, Link]:
     return links
 
 
-def _open_tied_groups(job: Job, weights: Sequence[Weight], factory: LinkFactory) -> list[TiedGroup]:
-    """Connect the copies of each tied weight that this rank and others hold, in the order of the weights."""
-    by_key = {weight.key: weight for weight in weights}
-    groups = []
-    for number, (key, holders) in enumerate(job.model.description.tied().items()):
-        ranks = list(dict.fromkeys(job.rank_of_layer(layer) for layer in holders))
-        if key in by_key and len(ranks) > 1:
-            groups.append(TiedGroup(by_key[key], factory, number=number, ranks=ranks, rank=job.topology.rank))
-    return groups
+def _open_ties(job: Job, stages: dict[int, Stage], factory: LinkFactory) -> Ties:
+    """Connect this rank with the others that use its tied weights, weight by weight, as the others do."""
+    weights = {weight.key: weight for stage in stages.values() for weight in stage.weights}
+    tables = {key: table for stage in stages.values() for key, table in stage.tables.items()}
+    copies, owners, users, me = list[TiedGroup](), list[TableOwner](), list[TableUser](), job.topology.rank
+    for tied in job.tied:
+        if me not in tied.ranks:
+            continue
+        if not tied.lookups:
+            copies.append(TiedGroup(weights[tied.key], factory, number=tied.number, ranks=tied.ranks, rank=me))
+        elif me == tied.owner:
+            weight = weights[tied.key]
+            channels = [_open_table(job, tied, factory, weight.param, user=rank) for rank in tied.lookups]
+            owners.append(TableOwner(weight, channels, job.pacing))
+        else:
+            channels_of_user = _open_table(job, tied, factory, tables[tied.key], user=me)
+            users.append(_table_user(job, tied, stages, tables[tied.key], channels_of_user))
+    pp = job.config.pp
+    return Ties(copies, owners, users, exact_steps=pp.exact_steps, exact_eval=pp.exact_eval)
+
+
+def _table_user(
+    job: Job, tied: TiedWeight, stages: dict[int, Stage], table: LookupTable, channels: dict[Kind, Channel]
+) -> TableUser:
+    using = [index for index, stage in stages.items() if stage.looks_up(tied.key)]
+
+    @functools.cache
+    def order_of(micros: int) -> UseOrder:
+        return UseOrder.of(job.programs.actions(micros).train, using)
+
+    return TableUser(table, using, tied.lookups[job.topology.rank], order_of, channels, job.pacing)
+
+
+def _open_table(job: Job, tied: TiedWeight, factory: LinkFactory, table: Tensor, *, user: int) -> dict[Kind, Channel]:
+    """Open the channels of a table between its owner and a rank that looks up its rows."""
+    how, inputs = job.plugins.tied, tied.lookups[user]
+    assert isinstance(how, Rows)
+    return factory.open_table(
+        tied.number,
+        TensorSpec(tuple(table.shape), table.dtype),
+        peer=tied.owner if user == job.topology.rank else user,
+        max_ids=min(len(table), job.max_lookups(inputs, job.num_micros)),
+        max_rows=min(len(table), job.max_lookups(inputs, job.pacing.width)),
+        rows=how.rows,
+        gradients=how.gradients,
+    )

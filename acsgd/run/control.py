@@ -53,6 +53,7 @@ class StepReport(NamedTuple):
     """Squared norm of this rank's gradients as backward left them."""
     pp_forward_bytes: float
     pp_backward_bytes: float
+    tied_bytes: float
     dp_bytes: float
     in_flight_s: float
     waited_s: float
@@ -88,6 +89,7 @@ class StepSummary:
     """Squared gradient norm of each replica."""
     pp_forward_bytes: int
     pp_backward_bytes: int
+    tied_bytes: int
     dp_bytes: int
     hidden_share: float
     """Fraction of the time between posting transfers and receiving them that was spent computing; 1 without transfers.
@@ -135,6 +137,7 @@ class StepSummary:
             replica_squared_norms=[replica.squared_grad_norm for replica in replicas],
             pp_forward_bytes=int(total.pp_forward_bytes),
             pp_backward_bytes=int(total.pp_backward_bytes),
+            tied_bytes=int(total.tied_bytes),
             dp_bytes=int(total.dp_bytes),
             hidden_share=1.0 - total.waited_s / total.in_flight_s if total.in_flight_s else 1.0,
             peak_memory_bytes=int(largest.peak_memory_bytes),

@@ -32,6 +32,8 @@ from acsgd.metrics import choose_metrics
 from acsgd.notes import print_note, report_if_slow
 from acsgd.pp.schedules.placement import Placement
 from acsgd.pp.schedules.programs import RankPrograms
+from acsgd.pp.tied.groups import MAX_GROUPS, Pacing
+from acsgd.pp.tied.plan import TiedWeight, tied_weights
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.layers_cache import LayersCache
@@ -145,6 +147,11 @@ class Job:
         return self.rank_of(next(stage for stage, spec in enumerate(self.specs) if spec.first <= layer < spec.last))
 
     @property
+    def tied(self) -> list[TiedWeight]:
+        """Weights that layers of several ranks of this rank's pipeline share."""
+        return tied_weights(self.model.description, self.rank_of_layer, self.plugins.tied)
+
+    @property
     def num_micros(self) -> int:
         """Number of micro-batches of the global batch."""
         return self.config.data.batch // self.config.pp.micro
@@ -153,6 +160,17 @@ class Job:
     def fill(self) -> float:
         """Time to fill and drain the pipeline of a replica, in micro-batches, without that of messages."""
         return (self.topology.stages - 1) / self.plugins.schedule.chunks
+
+    def max_lookups(self, inputs: Sequence[str], micros: int) -> int:
+        """Return how many rows of a table some micro-batches look up at most. inputs: indices of the rows."""
+        return micros * sum(math.prod(self.sizes[size] for size in self.model.inputs[name]) for name in inputs)
+
+    @property
+    def pacing(self) -> Pacing:
+        """How far rows of tables are sent ahead of use: for the forwards that a rank runs before its first backward."""
+        width = -(-self.num_micros // MAX_GROUPS)
+        warm_up = self.programs.warm_up(max(1, len(self.micro_ids)))
+        return Pacing(width, 1 + -(-warm_up // width))
 
     @property
     def sizes(self) -> dict[str, int]:

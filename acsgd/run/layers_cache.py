@@ -23,7 +23,7 @@ from acsgd.notes import print_note, report_if_slow
 from acsgd.shards.plan import layer_costs
 from acsgd.tasks import Task
 
-FORMAT = 5
+FORMAT = 6
 """Version of the derivation and of the estimate of costs; part of every key."""
 
 

@@ -14,6 +14,7 @@ from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import Capability, OptimizerSpec
 from acsgd.optim.schedule import parse_schedule
 from acsgd.pp.schedules.schedules import SCHEDULES, Schedule
+from acsgd.pp.tied.plan import TIED, Dense, Rows
 from acsgd.pp.wire.delta import Delta
 
 
@@ -25,6 +26,8 @@ class Plugins(NamedTuple):
     """Codec of activations."""
     backward: Codec
     """Codec of activation gradients."""
+    tied: Rows | Dense
+    """What travels of tied weights."""
     optimizer: OptimizerSpec
     mode: Mode
 
@@ -36,6 +39,7 @@ def parse_plugins(config: Config) -> Plugins:
         schedule=from_spec(config.pp.schedule, SCHEDULES, key="pp.schedule"),
         forward=from_spec(config.pp.forward, {**codecs.CODECS, "delta": Delta}, key="pp.forward"),
         backward=_parse_backward(config.pp.backward),
+        tied=from_spec(config.pp.tied, TIED, key="pp.tied"),
         optimizer=from_spec(config.optim.name, OPTIMIZERS, key="optim.name"),
         mode=from_spec(config.dp.mode, MODES, key="dp.mode"),
     )

@@ -62,6 +62,7 @@ class StepResult(NamedTuple):
             grad_norm=self.grad_norm if math.isfinite(self.grad_norm) else None,
             pp_forward_bytes=summary.pp_forward_bytes,
             pp_backward_bytes=summary.pp_backward_bytes,
+            tied_bytes=summary.tied_bytes,
             dp_bytes=summary.dp_bytes,
             hidden_share=summary.hidden_share,
             peak_memory_bytes=summary.peak_memory_bytes,
@@ -87,6 +88,8 @@ class Session:
     """Transfers of activations."""
     backward_meter: Meter
     """Transfers of activation gradients."""
+    tied_meter: Meter
+    """Transfers for tied weights."""
     caches: Mapping[CacheKey, ActivationCache]
     """Activation caches of the links of this rank."""
 
@@ -115,6 +118,7 @@ class Session:
             squared_grad_norm=squared_norm(self.weights),
             pp_forward_bytes=self.forward_meter.sent_bytes,
             pp_backward_bytes=self.backward_meter.sent_bytes,
+            tied_bytes=self.tied_meter.sent_bytes,
             dp_bytes=sum(stage.sync.meter.sent_bytes for stage in self.stages.values()),
             in_flight_s=sum(meter.in_flight_s for meter in meters),
             waited_s=sum(meter.waited_s for meter in meters),
@@ -136,7 +140,8 @@ class Session:
         return report
 
     def _meters(self) -> list[Meter]:
-        return [self.forward_meter, self.backward_meter, *(stage.sync.meter for stage in self.stages.values())]
+        dp_meters = (stage.sync.meter for stage in self.stages.values())
+        return [self.forward_meter, self.backward_meter, self.tied_meter, *dp_meters]
 
     def _waited_s(self) -> float:
         """Return the time of waits for other ranks since the last report, seconds."""
@@ -148,6 +153,14 @@ class Session:
         if (first := steps[0]) is None:
             return None
         return first._replace(shares={key: share for each in steps if each for key, share in each.shares.items()})
+
+    def send_ahead(self) -> None:
+        """Send what other ranks need for the next step of the weights that this step has updated. Does not wait."""
+        self.pipeline.send_ahead()
+
+    def settle(self) -> None:
+        """Wait for what `send_ahead` sends, after the last step. All ranks do so together."""
+        self.pipeline.settle()
 
     def scale_and_clip(self, factor: float, norm: float) -> None:
         """Multiply the gradients by `factor`, then clip them; norm: that of the gradients times `factor`."""
@@ -181,12 +194,14 @@ class Session:
 
         Uses the global weights where replicas have local ones. step: for error messages only.
         """
-        evaluation = Evaluation(self.job.metrics, self.groups)
+        evaluation, sent_bytes = Evaluation(self.job.metrics, self.groups), self.tied_meter.sent_bytes
         with _global_weights(self.stages.values()):
             for batch in batches:
                 part = self.pipeline.evaluate(batch.to(self.job.streams.device), step)
                 evaluation.add(part, batch.labels)
         self.forward_meter.reset()  # the reported bytes of a step are those of training
+        self.tied_meter.reset()
+        self.tied_meter.sent_bytes = sent_bytes  # of rows that are on their way to the next step
         return evaluation.compute()
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from acsgd.dp.resize import ReplicaState, add_tied_copy, merge_tied_copy
 from acsgd.dp.resize import restore as restore_replica
@@ -17,6 +18,7 @@ from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents, optimizer_sp
 from acsgd.io.checkpoint.progress import Progress, changed_options, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.io.checkpoint.saver import LayerState
+from acsgd.layers.description import ModelLayers
 from acsgd.notes import print_note, report_if_slow
 from acsgd.optim.base import Optimizer, OptimizerSpec
 from acsgd.optim.loss_scale import LossScale
@@ -25,6 +27,7 @@ from acsgd.run.build import build_session
 from acsgd.run.inputs import Inputs
 from acsgd.run.job import Job
 from acsgd.run.session import Session
+from acsgd.run.tied import describe_tied
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.load import LoadedLayer, WeightSource
 from acsgd.shards.weights import Weight, WeightState, part_of
@@ -59,6 +62,7 @@ def start(job: Job, inputs: Inputs, groups: Groups) -> Start:
     assert source is not None
     with report_if_slow(print_note, lambda: f"loading {job.model.describe_size()}", enabled=job.topology.rank == 0):
         session = build_session(job, source, groups, inputs.cache_plan)
+    notes += describe_tied(job, next(iter(session.stages.values())).composed.model)
     if checkpoint is None:
         return Start(session, Progress(loss_scale=LossScale.of(job.config)), None, notes, source)
     progress = restore(session, checkpoint)
@@ -73,23 +77,35 @@ def start(job: Job, inputs: Inputs, groups: Groups) -> Start:
 
 
 def layer_states(session: Session) -> list[LayerState]:
-    """Return the state of every layer of this rank, not copied."""
-    return [state for stage in session.stages.values() for state in _stage_states(stage, session.optimizer)]
+    """Return the state of every layer and table of this rank, not copied."""
+    return [
+        state
+        for stage in session.stages.values()
+        for state in _stage_states(stage, session.optimizer, session.job.model.description)
+    ]
 
 
-def _stage_states(stage: Stage, optimizer: Optimizer) -> Iterator[LayerState]:
+def _stage_states(stage: Stage, optimizer: Optimizer, description: ModelLayers) -> Iterator[LayerState]:
     global_weights, replica_state = stage.sync.global_weights(), stage.sync.state_dict()
-    for layer in stage.layers:
-        originals = [weight for weight in layer.weights if not weight.is_copy]
-        replica = part_of(replica_state, {weight.key for weight in layer.weights})
-        name, index = layer.spec.name, layer.spec.index
+    tables = [*description.tables()]
+
+    def state_of(name: str, position: int, weights: Sequence[Weight], constants: dict[str, Tensor]) -> LayerState:
+        originals = [weight for weight in weights if not weight.is_copy]
+        replica = part_of(replica_state, {weight.key for weight in weights})
         if global_weights is None:
             masters = {weight.key: weight.master for weight in originals}
-            yield LayerState(name, index, masters, layer.constants, optimizer.state_of(originals), replica)
-        else:  # each replica has its own optimizer state
-            model = {weight.key: global_weights[weight.key] for weight in originals}
-            local = {LOCAL_OPTIMIZER + name: by_key for name, by_key in optimizer.state_of(layer.weights).items()}
-            yield LayerState(name, index, model, layer.constants, {}, replica | local)
+            return LayerState(name, position, masters, constants, optimizer.state_of(originals), replica)
+        # each replica has its own optimizer state
+        model = {weight.key: global_weights[weight.key] for weight in originals}
+        local = {LOCAL_OPTIMIZER + key: by_key for key, by_key in optimizer.state_of(weights).items()}
+        return LayerState(name, position, model, constants, {}, replica | local)
+
+    for layer in stage.layers:
+        apart = [weight for weight in layer.weights if weight.key in tables and not weight.is_copy]
+        others = [weight for weight in layer.weights if weight.key not in tables or weight.is_copy]
+        yield state_of(layer.spec.name, layer.spec.index, others, layer.constants)
+        for weight in apart:
+            yield state_of(weight.key, tables.index(weight.key), [weight], {})._replace(is_table=True)
 
 
 @torch.no_grad()
@@ -139,12 +155,12 @@ def _restore_layer(
     session: Session, checkpoint: ShardDirectory, layer: LoadedLayer, *, has_same_optimizer: bool
 ) -> None:
     description = session.job.model.description
-    read = functools.cache(lambda name: (checkpoint.read_layer(name), checkpoint.state(name)))
+    read = functools.cache(checkpoint.state)
     for weight in layer.weights:
-        tensors, state = read(description.first_holder(weight.key).name)
-        weight.master.copy_(tensors[weight.key])
+        first = description.first_holder(weight.key).name
+        weight.master.copy_(checkpoint.tensor(first, weight.key))
         if has_same_optimizer:
-            session.optimizer.load_state_of(weight, state, weight.key)
+            session.optimizer.load_state_of(weight, read(first), weight.key)
         if weight.param is not weight.master:
             weight.param.copy_(weight.master)
 
@@ -152,18 +168,23 @@ def _restore_layer(
 def _replica_states(session: Session, checkpoint: ShardDirectory, layer: LoadedLayer) -> list[WeightState]:
     """Return the saved state of each replica for one layer, adapted to the copies of tied weights that this run has."""
     job = session.job
-    own = {weight.key for weight in layer.weights}  # not that of copies which this run does not have
+    first_holders = {weight.key: job.model.description.first_holder(weight.key).name for weight in layer.weights}
+    own = {  # not that of copies which this run does not have
+        key for key, first in first_holders.items() if first == layer.spec.name
+    } | {weight.key for weight in layer.weights if weight.is_copy}
     saved = [part_of(state, own) for state in checkpoint.replica_states(layer.spec.name)]
     table = [*job.plugins.mode.states, *_local_states(job.plugins.optimizer)]
     for weight in layer.weights:
         if not weight.is_tied:
             continue
-        holders = job.model.description.tied()[weight.key]
+        first, holders = first_holders[weight.key], job.model.description.tied()[weight.key]
         here = [index for index in holders if job.rank_of_layer(index) == job.topology.rank]
         if weight.is_copy:
-            first = checkpoint.replica_states(job.model.layers[holders[0]].name)
-            add_tied_copy(table, saved, first, weight.key)
-        for index in here[1:]:
+            add_tied_copy(table, saved, checkpoint.replica_states(first), weight.key)
+        elif weight.key not in own:
+            _merge_layer(saved, [part_of(state, {weight.key}) for state in checkpoint.replica_states(first)])
+        former = holders[1:] if weight.has_remote_lookups else here[1:]
+        for index in former:
             copies = checkpoint.replica_states(job.model.layers[index].name)
             merge_tied_copy(job.plugins.mode.states, saved, copies, weight.key)
     return saved

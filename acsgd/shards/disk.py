@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import transformers
 from torch import Tensor
@@ -35,6 +35,8 @@ from acsgd.shards.layer_tensors import LayerTensors
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 from acsgd.shards.weights import WeightState
 from acsgd.shards.writer import save_tensors
+
+T = TypeVar("T")
 
 MODEL_FILES = (
     "config.json",
@@ -124,7 +126,8 @@ class ShardDirectory:
 
     def read_layer(self, layer: str) -> dict[str, Tensor]:
         """Read parameters and buffers of one layer, not checked; they lie in memory-mapped files."""
-        tensors = {key: tensor for key, tensor in self.read(self.file_of(layer)).items() if "/" not in key}
+        files = self.files_of(layer).values()
+        tensors = {key: x for file in files for key, x in self.read(file).items() if "/" not in key}
         return tensors | self.read_constants(layer)
 
     def read_constants(self, layer: str) -> dict[str, Tensor]:
@@ -147,7 +150,9 @@ class ShardDirectory:
 
     def tensor_headers(self, layer: str) -> dict[str, TensorHeader]:
         """Read dtype and shape of all tensors in the files of a layer."""
-        headers, constants = tensor_headers(self.path / self.file_of(layer).file), self.manifest.constants.get(layer)
+        files = [self.path / file.file for file in self.files_of(layer).values()]
+        headers = {name: header for file in files for name, header in tensor_headers(file).items()}
+        constants = self.manifest.constants.get(layer)
         if constants is None:
             return headers
         of_file = tensor_headers(self.path / constants.file)
@@ -159,24 +164,52 @@ class ShardDirectory:
 
     def tensor(self, layer: str, key: str) -> Tensor:
         """Read one parameter or buffer of one layer."""
-        constants = self.manifest.constants.get(layer)
-        is_constant = constants is not None and key in self._constants(layer)
-        with open_tensors(self.verify(constants if constants and is_constant else self.file_of(layer))) as file:
-            return file.get_tensor(key)
+        manifest, file = self.manifest, self.file_of(layer)
+        if key in manifest.tables:
+            file = manifest.tables[key]
+        elif layer in manifest.constants and key in self._constants(layer):
+            file = manifest.constants[layer]
+        with open_tensors(self.verify(file)) as opened:
+            return opened.get_tensor(key)
 
     def state(self, layer: str) -> WeightState:
         """Read the optimizer state of a layer's parameters; the tensors lie in the memory-mapped file."""
-        return self._state(self.file_of(layer))
+        return self._state(self.files_of(layer).values())
 
     def replica_states(self, layer: str) -> list[WeightState]:
         """Read the saved mode state of a layer, one entry per replica; empty for a stateless mode."""
-        return [self._state(file) for file in self.manifest.replicas.get(layer, [])]
+        return [self._state(files.values()) for files in self.replica_files_of(layer)]
 
     def file_of(self, layer: str) -> StoredFile:
         """Return the file of a layer. Raises CorruptFileError if the manifest does not list the layer."""
         if layer not in self.manifest.layers:
             raise CorruptFileError(self.path / MANIFEST, f'lists no layer "{layer}"; it belongs to another model')
         return self.manifest.layers[layer]
+
+    def files_of(self, layer: str) -> dict[str, StoredFile]:
+        """Return the file of a layer by its name, and by their names those of its tied weights that have one.
+
+        Raises as `file_of`.
+        """
+        model, tables = self.manifest.model, self.manifest.tables
+        own = [key for key in model.own_parameters(model.index(layer)) if key in tables]
+        return {layer: self.file_of(layer), **{key: tables[key] for key in own}}
+
+    def replica_files_of(self, layer: str) -> list[dict[str, StoredFile]]:
+        """Return by replica the files with its state, by the names of `files_of`; empty for a stateless mode."""
+        files = {name: self.manifest.replicas.get(name, []) for name in self.files_of(layer)}
+        return [
+            {name: each[replica] for name, each in files.items() if replica < len(each)}
+            for replica in range(max(map(len, files.values())))
+        ]
+
+    def split(self, layer: str, tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:
+        """Return by the names of `files_of` which tensors of a layer, or of its state, are in which file."""
+        parts: dict[str, dict[str, T]] = {name: {} for name in self.files_of(layer)}
+        for name, tensor in tensors.items():
+            key = name.rpartition("/")[2]
+            parts[key if key in parts else layer][name] = tensor
+        return parts
 
     def verify_model_files(self) -> None:
         """Verify config.json and the tokenizer files. Raises CorruptFileError."""
@@ -206,9 +239,9 @@ class ShardDirectory:
             except CorruptFileError as error:
                 yield error
 
-    def _state(self, entry: StoredFile) -> WeightState:
+    def _state(self, files: Iterable[StoredFile]) -> WeightState:
         state: WeightState = {}
-        for stored, tensor in self.read(entry).items():
+        for stored, tensor in (item for file in files for item in self.read(file).items()):
             name, slash, key = stored.partition("/")
             if slash:
                 state.setdefault(name, {})[key] = tensor

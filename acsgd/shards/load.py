@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from acsgd.layers.description import LayerSpec, ModelLayers
+from acsgd.layers.lookup_table import LookupTable
 from acsgd.layers.skeleton import move_buffers, parameter_names, set_buffer, set_tied_parameter
 from acsgd.seeds import mix_seed
 from acsgd.shards.layer_tensors import LayerTensors, layer_tensors
@@ -38,12 +39,16 @@ class LoadedLayer(NamedTuple):
     """Without tied parameters that an earlier layer on this rank has."""
     constants: dict[str, Tensor]
     """Tensors stored with the layer that are not trained, by name, as stored."""
+    tables: dict[str, LookupTable]
+    """Tied parameters of which another rank sends the rows that a batch uses, by name."""
 
 
 class LayerLoader:
     """Loads layers of one model, one at a time.
 
     model: its parameters are on the meta device; changed in place. dtype: of the parameters; master weights are fp32.
+    looked_up: tied parameters of which another rank sends rows to this rank; they are not loaded. sent: tied parameters
+    of which this rank sends rows.
     """
 
     def __init__(
@@ -54,12 +59,16 @@ class LayerLoader:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        looked_up: Collection[str] = (),
+        sent: Collection[str] = (),
     ) -> None:
         self._model = model
         self._layers = layers
         self._source = source
         self._device = device
         self._dtype = dtype
+        self._looked_up = looked_up
+        self._sent = sent
         self._names = parameter_names(model)
         self._holders = layers.holders()
         move_buffers(model, device)
@@ -70,8 +79,12 @@ class LayerLoader:
         layer, stored = self._layers.layers[index], layer_tensors(self._model, self._layers, index)
         tensors = self._source.tensors(layer.name, stored)
         absent = [key for key in layer.parameters if self._model.get_parameter(key).device.type == "meta"]
-        weights = []
+        weights, tables = [], {}
         for key in absent:
+            if key in self._looked_up:
+                tables[key] = LookupTable(self._model.get_parameter(key).shape, self._dtype, self._device)
+                set_tied_parameter(self._model, self._names[key], tables[key])
+                continue
             first = self._holders[key][0]
             tensor = tensors[key] if first == index else self._source.tensor(self._layers.layers[first].name, key)
             param = nn.Parameter(_copy(tensor, self._device, self._dtype), requires_grad=key not in self._layers.frozen)
@@ -80,7 +93,8 @@ class LayerLoader:
                 weights.append(self._weight(key, param, tensor, is_copy=first != index))
         for key in layer.buffers:
             self._set_buffer(key, tensors[key])
-        return LoadedLayer(layer, weights, {key: self._constant(key, tensors[key]) for key in stored.constants})
+        constants = {key: self._constant(key, tensors[key]) for key in stored.constants}
+        return LoadedLayer(layer, weights, constants, tables)
 
     def _constant(self, key: str, tensor: Tensor) -> Tensor:
         """Return a constant as it is stored: the parameter in use, which takes no more memory, if it is the same."""
@@ -89,7 +103,9 @@ class LayerLoader:
 
     def _weight(self, key: str, param: nn.Parameter, tensor: Tensor, *, is_copy: bool) -> Weight:
         master = param if self._dtype == torch.float32 else nn.Parameter(_copy(tensor, self._device, torch.float32))
-        return Weight(key, param, master, is_copy=is_copy, is_tied=len(self._holders[key]) > 1)
+        is_sent = key in self._sent
+        is_tied = len(self._holders[key]) > 1
+        return Weight(key, param, master, is_copy=is_copy and not is_sent, is_tied=is_tied, has_remote_lookups=is_sent)
 
     def _load_outer_buffers(self) -> None:
         """Load the stored buffers outside of blocks, which any layer may use, from the file of the last layer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,9 @@ from acsgd.tasks import TASKS
 
 MANIFEST = "manifest.json"
 FORMAT = "acsgd-shards"
-VERSION = 5
+VERSION = 6
+WITHOUT_TABLES = 5
+"""Version in which tables are stored with the first layer that uses them, and layers do not tell how they use them."""
 
 
 def _check_task(name: str) -> None:
@@ -49,7 +51,7 @@ class Manifest:
     layers: dict[str, StoredFile]
     """File of each layer, first layer first."""
     replicas: dict[str, list[StoredFile]]
-    """For each layer, one file per replica with the state of a stateful data-parallel mode."""
+    """For each layer and each table, one file per replica with the state of a stateful data-parallel mode."""
     model_files: list[StoredFile]
     """config.json and the tokenizer files."""
     run: dict[str, Any] | None
@@ -61,14 +63,17 @@ class Manifest:
     constants: dict[str, StoredFile] = field(default_factory=dict)
     """For each layer with constants, the file that has them, besides other tensors that do not count: the checkpoints
     of a run share it by hard links. Empty in a converted model, whose layers have one file each."""
+    tables: dict[str, StoredFile] = field(default_factory=dict)
+    """File of each tied weight that has one of its own, by its name; others are in the file of their layer."""
     adapter: str | None = None
     """Adapter of the model, as a spec string; None = none."""
 
     @property
     def files(self) -> list[StoredFile]:
         """All files except the manifest."""
-        replicas = (file for files in self.replicas.values() for file in files)
-        return [*self.layers.values(), *self.constants.values(), *replicas, *self.model_files]
+        states = (file for files in self.replicas.values() for file in files)
+        trained = (*self.layers.values(), *self.tables.values())
+        return [*trained, *self.constants.values(), *states, *self.model_files]
 
     def write(self, directory: Path) -> None:
         """Write the manifest, which completes a shard directory, and wait until it is on disk."""
@@ -103,7 +108,8 @@ class Manifest:
             raise CorruptFileError(
                 path, f"is invalid: {error}; restore it from a copy, or remove {directory}"
             ) from None
-        return manifest
+        # the layers of an older version are derived again before they are used
+        return replace(manifest, verification=None) if fields["version"] == WITHOUT_TABLES else manifest
 
 
 def _check_distinct(names: list[str]) -> None:
@@ -124,7 +130,9 @@ def _verified_fields(raw: bytes, path: Path) -> dict[str, Any]:
     """
     try:
         fields: dict[str, Any] = json.loads(raw)
-        if "checksum" not in fields and (fields.get("format"), fields.get("version")) != (FORMAT, VERSION):
+        if "checksum" not in fields and not (
+            fields.get("format") == FORMAT and fields.get("version") in (VERSION, WITHOUT_TABLES)
+        ):
             return fields
         fields.pop("checksum", None)
         is_valid = _with_checksum(fields) == raw
@@ -140,7 +148,7 @@ def _check_version(directory: Path, fields: dict[str, Any]) -> None:
     if fields.get("format") != FORMAT:
         raise ValueError(f"{directory / MANIFEST} is not the manifest of a layer-shard directory")
     version = fields.get("version")
-    if version != VERSION:
+    if version not in (VERSION, WITHOUT_TABLES):
         is_older = isinstance(version, int) and version < VERSION
         advice = "convert the model again, or use the acsgd that wrote it" if is_older else "upgrade acsgd"
         raise ValueError(

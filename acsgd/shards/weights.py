@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -18,9 +18,19 @@ class Weight(NamedTuple):
     master: nn.Parameter
     """fp32 master weight with the gradient; updated by the optimizer. The same object as `param` in an fp32 run."""
     is_copy: bool = False
-    """Whether this is a copy of a tied parameter because the first layer that uses it is on another rank."""
+    """Whether this is a copy of a tied parameter, and another rank has the original."""
     is_tied: bool = False
     """Whether several layers use the parameter."""
+    has_remote_lookups: bool = False
+    """Whether other ranks look up its rows, and send the gradients of these after their last backward of a step."""
+
+
+def in_reduction_order(weights: Iterable[Weight]) -> tuple[Weight, ...]:
+    """Return weights as data-parallel modes get them, which reduce the first ones last.
+
+    Those with remote lookups come first, since their gradients are complete last.
+    """
+    return tuple(sorted(weights, key=lambda weight: not weight.has_remote_lookups))
 
 
 def weight_shape(weight: Tensor) -> tuple[int, ...]:

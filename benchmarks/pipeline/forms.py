@@ -1,6 +1,6 @@
 """Pipelines with different codecs in the same processes, so that they can run in turn.
 
-A form is "forward/backward": the codecs of activations and of gradients.
+A form is "forward/backward" or "forward/backward/tied": the codecs of activations and of gradients, and pp.tied.
 """
 
 from __future__ import annotations
@@ -33,16 +33,20 @@ class Training:
         self._progress = Progress()
 
     def step(self, batch: Batch) -> StepResult:
-        """Run the next optimizer step, together with the other ranks of the same form."""
+        """Run the next optimizer step, together with the other ranks of the same form.
+
+        Includes what it sends for the next one, `batch.upcoming`, since another form may run in between.
+        """
         result = train_step(self._session, batch, self._progress)
+        self._session.settle()
         self._progress = result.progress
         return result
 
 
 def with_form(config: Config, form: str) -> Config:
     """Return the configuration with the codecs of a form."""
-    forward, _, backward = form.partition("/")
-    return replace(config, pp=replace(config.pp, forward=forward, backward=backward))
+    options = dict(zip(("forward", "backward", "tied"), form.split("/"), strict=False))
+    return replace(config, pp=replace(config.pp, **options))
 
 
 @contextlib.contextmanager

@@ -2,16 +2,17 @@
 
     .venv/bin/python -m benchmarks.pipeline.network [--json runs/benchmarks/network.json] [--svg docs/network.svg]
 
-A pipeline of 2, then of 4 stages trains a GPT-2 of 3 M parameters in fp32, with one process of one thread per host. The
-hosts are network namespaces (netlab.py), without delay and with 20 ms between any two. The head is untied: a tied
-weight's gradient would be exchanged between the first and the last stage as well. The batch is the
-whole data set, so all sequences are in the activation caches when anything is timed. All codecs run in the same
-processes, in turn.
+A pipeline of 2, then of 4 stages trains a GPT-2 of 4 M parameters in fp32, with one process of one thread per host. The
+hosts are network namespaces (netlab.py), without delay and with 20 ms between any two. The head is the embedding, whose
+rows and gradients travel between the first and the last stage. Tokens follow Zipf's law: about as many are different as
+in a text. The batch is the whole data set, so all sequences are in the activation caches when anything is timed. All
+codecs run in the same processes, in turn.
 
 compute     an uncompressed step without delay or limit: all processes on the cores of this machine, the pipeline's
             bubble included. One is measured in every round, and the other steps of the round are compared with it
 traffic     the bytes of all messages of a step that one host sends, of the host that sends most, divided by the rate.
-            Of 2 stages that is one direction of their boundary; of 4 stages both boundaries of a host in the middle
+            Of 2 stages that is one direction of their boundary, with rows or their gradients; of 4 stages mostly both
+            boundaries of a host in the middle
 rate        the same up and down at once, such that the uncompressed traffic takes --ratio times the compute
 bound       max(compute, traffic). A step cannot be faster. It is slower by the headers of packets (6 % of the traffic),
             by the first activation and the last gradients, which are not overlapped, and, with delay, by the control
@@ -61,6 +62,7 @@ FORMS = (
     "delta:bits=4/fixpoint:bits=8",
     "delta:bits=2/fixpoint:bits=8",
     "delta:bits=2/fixpoint:bits=4",
+    "delta:bits=2/fixpoint:bits=4/rows:bits=8",
 )
 MIN_SPEED_UP, MIN_SHARE, MAX_SLOWDOWN = 4.3, 0.9, 1.2
 """Goals of compressed forms: speed-up over uncompressed, fraction of the bound, step time relative to compute."""
@@ -232,7 +234,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/network.json"), help="path of the results")
     parser.add_argument("--svg", type=Path, default=Path("docs/network.svg"), help="path of the picture")
-    parser.add_argument("--forms", nargs="+", default=FORMS, help="codecs of activations/gradients")
+    parser.add_argument(
+        "--forms", nargs="+", default=FORMS, help="codecs: activations/gradients, or activations/gradients/tied"
+    )
     parser.add_argument("--schedule", default="1f1b:lead=6")
     parser.add_argument("--micros", type=int, default=64, help="micro-batches per step")
     parser.add_argument("--ratio", type=float, default=4.0, help="uncompressed traffic relative to compute")

@@ -32,10 +32,11 @@ U = 2.0**-24
 
 @pytest.fixture(scope="module")
 def whole(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """Return an uninterrupted run on 2 stages x 2 replicas, of a model with a tied weight."""
+    """Return an uninterrupted run on 2 stages x 2 replicas, of a model with copies of a tied weight."""
     directory = tmp_path_factory.mktemp("whole")
     model = tiny_model("gpt2", **DROPOUT, n_layer=2)
-    config = make_replica_config(model, directory / "run", "powersgd:rank=2,exact_steps=3", "bf16")
+    mode = "powersgd:rank=2,exact_steps=3"
+    config = make_replica_config(model, directory / "run", mode, "bf16", tied="dense")
     on_ranks(4, train_ranks, directory / "store", [config])
     return config
 
@@ -84,13 +85,27 @@ def _residuals(state: WeightState) -> dict[str, torch.Tensor]:
     return state.get("gradient_residual", {})
 
 
-@pytest.mark.parametrize(("stages", "ranks"), [(1, 1), (1, 2), (2, 4), (1, 3), (2, 6), (3, 3)])
-def test_residuals_are_conserved_on_other_ranks(stages: int, ranks: int, whole: Config, tmp_path: Path) -> None:
-    """Where one rank holds both ends of the model, the original weight gets the residuals of its copy, too.
+@pytest.mark.parametrize(
+    ("stages", "ranks", "tied"),
+    [
+        (1, 1, "rows"),
+        (1, 2, "rows"),
+        (2, 4, "dense"),
+        (2, 4, "rows"),
+        (1, 3, "rows"),
+        (2, 6, "dense"),
+        (3, 3, "dense"),
+        (3, 6, "rows"),
+    ],
+)
+def test_residuals_are_conserved_on_other_ranks(
+    stages: int, ranks: int, tied: str, whole: Config, tmp_path: Path
+) -> None:
+    """Where one rank holds the weight, it gets the residuals of the former copies, too.
 
     The sum of both is rounded once, and so is each share of another number of replicas.
     """
-    config = resumed_at_half(whole, tmp_path / "run", stages=stages)
+    config = resumed_at_half(whole, tmp_path / "run", stages=stages, tied=tied)
     now = on_ranks(ranks, restored_residuals, tmp_path / "store", config)
     shards = ShardDirectory(checkpoint_of(whole, HALF))
     before = [state for layer in shards.manifest.layers for state in shards.replica_states(layer)]
@@ -102,4 +117,4 @@ def test_residuals_are_conserved_on_other_ranks(stages: int, ranks: int, whole: 
         assert all(residual.any() for residual in saved)
         assert missing.norm() <= 2 * U * sum(residual.norm() for residual in saved)
     copies = len(residuals_of(now, TIED)) - len(residuals_of(now, "transformer.h.0.attn.c_attn.weight"))
-    assert (copies > 0) == (stages > 1)
+    assert (copies > 0) == (stages > 1 and tied == "dense")

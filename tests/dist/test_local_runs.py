@@ -34,6 +34,8 @@ MODES = {
     "cocktail_grad:topk=0.1,exact_steps=1": "bf16",
 }
 """Dtype of the parameters, by mode."""
+COPIED = (2, 3)
+"""Positions of the modes with which pp.tied is "dense"."""
 
 
 def weights_after(
@@ -115,10 +117,15 @@ def test_optimizer_steps_and_second_moments_are_those_of_the_mode(tiny_model: Ti
 
 @pytest.fixture(scope="module")
 def whole(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> list[Config]:
-    """Return an uninterrupted run of each mode on 2 stages x 2 replicas, of a model with a tied weight."""
+    """Return an uninterrupted run of each mode on 2 stages x 2 replicas, of a model with a tied weight.
+
+    In some both stages have a copy of it, in others one of them.
+    """
     runs, model = tmp_path_factory.mktemp("local"), tiny_model("gpt2", **DROPOUT, n_layer=2)
     configs = [
-        make_replica_config(model, runs / f"whole-{number}" / "run", mode, dtype)
+        make_replica_config(
+            model, runs / f"whole-{number}" / "run", mode, dtype, tied="dense" if number in COPIED else "rows"
+        )
         for number, (mode, dtype) in enumerate(MODES.items())
     ]
     on_ranks(4, train_ranks, runs / "store", configs)
@@ -127,14 +134,16 @@ def whole(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> li
 
 def test_global_weights_change_in_the_second_half_of_a_run(whole: list[Config]) -> None:
     for config in whole:
-        before, after = (load_file(checkpoint_of(config, step) / "embed.safetensors") for step in (HALF, STEPS))
+        before, after = (load_file(checkpoint_of(config, step) / "table-00000.safetensors") for step in (HALF, STEPS))
         assert any(not torch.equal(before[name], after[name]) for name in before), config.dp.mode
 
 
-def resumed(configs: list[Config], directory: Path, *, stages: int, ranks: int) -> list[Config]:
-    """Resume all runs at their half on other ranks; return their configs."""
+def resumed(
+    configs: list[Config], directory: Path, *, stages: int, ranks: int, tied: str | None = None
+) -> list[Config]:
+    """Resume all runs at their half on other ranks; return their configs. tied: as of `resumed_at_half`."""
     halves = [
-        resumed_at_half(config, directory / f"resumed-{number}" / "run", stages=stages)
+        resumed_at_half(config, directory / f"resumed-{number}" / "run", stages=stages, tied=tied)
         for number, config in enumerate(configs)
     ]
     directory.mkdir(exist_ok=True)
@@ -154,7 +163,8 @@ def assert_copies_equal(config: Config) -> None:
     """Check the state of a tied weight and of its copy in the last checkpoint of a run."""
     directory = checkpoint_of(config)
     for replica in range(2):
-        files = [load_file(directory / f"{layer}.replica-{replica:05d}.safetensors") for layer in ("embed", "head")]
+        stems = ("table-00000", "head")
+        files = [load_file(directory / f"{stem}.replica-{replica:05d}.safetensors") for stem in stems]
         names = {name.partition("/")[0] for name in files[0]} & {"local_weights", "residual"}
         assert names, config.dp.mode
         for name in (*names, "optimizer.exp_avg", "optimizer.exp_avg_sq"):
@@ -164,13 +174,14 @@ def assert_copies_equal(config: Config) -> None:
 
 
 def test_copies_of_a_tied_weight_stay_equal_on_each_replica(whole: list[Config]) -> None:
-    for config in whole:
-        assert_copies_equal(config)
+    for number in COPIED:
+        assert_copies_equal(whole[number])
 
 
 def test_a_run_resumes_on_other_ranks(whole: list[Config], tmp_path: Path) -> None:
-    for stages, ranks in [(1, 2), (2, 2), (1, 3)]:
-        for config in resumed(whole, tmp_path / f"{stages}-{ranks}", stages=stages, ranks=ranks):
+    """On one stage from copies and from rows; on two, from copies to rows and the other way."""
+    for stages, ranks, tied in [(1, 2, None), (2, 2, "rows"), (1, 3, None), (2, 4, "dense")]:
+        for config in resumed(whole, tmp_path / f"{stages}-{ranks}", stages=stages, ranks=ranks, tied=tied):
             shards, case = ShardDirectory(checkpoint_of(config)), (config.dp.mode, stages, ranks)
             assert not list(shards.corrupt_files()), case
             assert len(shards.replica_states("embed")) == (ranks // stages if ranks > stages else 0), case
@@ -180,7 +191,7 @@ def test_a_new_copy_of_a_tied_weight_gets_the_state_of_the_original(tiny_model: 
     """On two stages after one."""
     model = tiny_model("gpt2", **DROPOUT, n_layer=2)
     configs = [
-        make_replica_config(model, tmp_path / f"whole-{number}" / "run", mode, stages=1)
+        make_replica_config(model, tmp_path / f"whole-{number}" / "run", mode, stages=1, tied="dense")
         for number, mode in enumerate(["cocktail", "cocktail_grad:topk=0.1"])
     ]
     on_ranks(2, train_ranks, tmp_path / "store", configs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,12 @@ from lib.resume import (
     train_ranks,
 )
 from lib.training import RELATIVE
+from safetensors.torch import load_file, save_file
 
+from acsgd.checksum import file_checksum
 from acsgd.config.options import Config
 from acsgd.shards.disk import ShardDirectory
-from acsgd.shards.manifest import Manifest
+from acsgd.shards.manifest import MANIFEST, Manifest, _with_checksum
 
 ROUNDED = 2.0**-8
 """A sum in another order may change the rounding of a bf16 weight, by half of 2**-8; of fp16, 2**-11."""
@@ -36,7 +39,8 @@ def weights_of(config: Config) -> dict[str, torch.Tensor]:
     return {
         key: tensor
         for layer in shards.manifest.layers
-        for key, tensor in shards.read(shards.file_of(layer)).items()
+        for file in shards.files_of(layer).values()
+        for key, tensor in shards.read(file).items()
         if "/" not in key
     }
 
@@ -67,6 +71,7 @@ def test_a_run_resumed_at_the_same_size_is_bit_identical(uninterrupted: Uninterr
         assert losses_of(resumed[name]) == losses_of(config), name
         one, other = (Manifest.read(checkpoint_of(each)) for each in (config, resumed[name]))
         assert one.layers == other.layers, f"{name}: weights, moments or step counts differ"
+        assert one.tables == other.tables, f"{name}: weights, moments or step counts differ"
         assert one.run == other.run, name
 
 
@@ -102,7 +107,36 @@ def test_a_run_resumed_at_another_size_is_equal_up_to_rounding(
     half = stopped_half_way(many, tmp_path)
     on_ranks(stages * replicas, train_ranks, tmp_path / "half", [half])
     assert losses_of(half) == losses_of(many)
-    assert Manifest.read(checkpoint_of(half)).layers == Manifest.read(checkpoint_of(many)).layers
+    ends = [Manifest.read(checkpoint_of(config)) for config in (half, many)]
+    assert (ends[0].layers, ends[0].tables) == (ends[1].layers, ends[1].tables)
+
+
+def test_a_run_resumes_from_a_checkpoint_whose_table_is_stored_with_its_layer(
+    uninterrupted: Uninterrupted, tmp_path: Path
+) -> None:
+    """As in version 5 of the format, on two stages of which the last one holds the table."""
+    whole = uninterrupted[0]["dropout"]
+    half = stopped_half_way(whole, tmp_path, stages=2)
+    write_as_version_5(checkpoint_of(half, HALF))
+    on_ranks(2, train_ranks, tmp_path / "store", [half])
+    assert losses_of(half) == pytest.approx(losses_of(whole), rel=RELATIVE)
+    assert weights_of(half).keys() == weights_of(whole).keys()
+
+
+def write_as_version_5(checkpoint: Path) -> None:
+    """Move tables to the files of their layers, and write the manifest as version 5 of the format."""
+    fields = json.loads((checkpoint / MANIFEST).read_text())
+    model = Manifest.read(checkpoint).model
+    for key, table in fields.pop("tables").items():
+        entry = fields["layers"][model.first_holder(key).name]
+        path, moved = checkpoint / entry["file"], checkpoint / table["file"]
+        save_file(load_file(path) | load_file(moved), path)
+        moved.unlink()
+        entry |= {"bytes": path.stat().st_size, "checksum": file_checksum(path)}
+    for layer in fields["model"]["layers"]:
+        del layer["lookups"]
+    del fields["checksum"]
+    (checkpoint / MANIFEST).write_bytes(_with_checksum(fields | {"version": 5}))
 
 
 def test_the_loss_of_the_uninterrupted_runs_falls(uninterrupted: Uninterrupted) -> None:

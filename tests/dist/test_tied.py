@@ -1,66 +1,225 @@
-"""Law: the two copies of a tied weight stay equal, bit for bit, on whichever ranks they are."""
+"""Laws of a table that is both embedding and head, when these are on different ranks."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
+from lib.models import DROPOUT
 from lib.ranks import on_ranks
-from lib.training import TIMEOUT, batches_of, make_config, train
+from lib.training import RELATIVE, TIMEOUT, make_config, mask, oracle_losses, train
+from lib.views import ScriptedView, train_in_views
+from torch import Tensor
 
-from acsgd.config.options import Config
+from acsgd.config.options import Config, ReplicaConfig
+from acsgd.io.sampling.batches import Batch, Dataset
 from acsgd.launch import Launch
+from acsgd.pp.tied.ties import Ties
+from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.run.build import build_session
+from acsgd.run.data import open_data
 from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
 from acsgd.topology import connect
+from acsgd.train import train_step
 
 TinyModel = Callable[..., Path]
-NAME = "transformer.wte.weight"
+STEPS = 20
+TABLES = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}
 
 
-def train_and_hash(
-    rank: int, world_size: int, store: Path, configs: Sequence[Config]
-) -> list[dict[str, tuple[str, bool]]]:
-    """Train each config; return its tied weights on this rank: key -> (hash, whether it is a copy)."""
+class Trained(NamedTuple):
+    """What one rank has after training."""
+
+    losses: list[float]
+    table: dict[str, Tensor]
+    """The table and its moments by name; empty on ranks without them."""
+    is_copy: bool
+    tied_bytes: list[int]
+    """Of all ranks, per step."""
+    blocking_requests: int
+    """Number of times that a step waited for rows that were requested when it began."""
+
+
+def train_on(rank: int, world_size: int, store: Path, configs: Sequence[Config], masked: bool = False) -> list[Trained]:
+    """Train each config on batches that are read ahead. masked: whether some labels are ignored."""
     torch.set_num_threads(1)
-    trained = []
-    for number, config in enumerate(configs):
-        job = prepare(config, Launch(rank, rank, world_size))
-        file_store = dist.FileStore(f"{store}-{number}", world_size)
-        with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
-            session = build_session(job, open_weight_source(job), groups)
-            train(session, batches_of(job))
-            trained.append(
-                {
-                    w.key: (hashlib.sha256(w.param.detach().numpy().tobytes()).hexdigest(), w.is_copy)
-                    for w in session.weights
-                    if w.is_tied
-                }
-            )
-    return trained
+    return [
+        _train(rank, world_size, Path(f"{store}-{number}"), config, masked) for number, config in enumerate(configs)
+    ]
 
 
-def test_copies_on_two_ranks_stay_equal(tiny_model: TinyModel, tmp_path: Path) -> None:
+def _train(rank: int, world_size: int, store: Path, config: Config, masked: bool) -> Trained:
+    job, sent, fetched = prepare(config, Launch(rank, rank, world_size)), list[int](), list[int]()
+    fetch = Ties._fetch
+
+    def counted(ties: Ties, batch: Batch, step: int, **options: bool) -> list[tuple[Tensor, Tensor]]:
+        fetched.append(step)
+        return fetch(ties, batch, step, **options)
+
+    with (
+        connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(Ties, "_fetch", counted)
+        patch.setattr("lib.training.train_step", _recording(sent))
+        session = build_session(job, open_weight_source(job), groups)
+        batches = Dataset(open_data(job).reader, range(config.optim.num_steps))
+        losses = train(session, map(_masked, batches) if masked else batches)
+        weights = [weight for weight in session.weights if weight.is_tied]
+        table = {weight.key: weight.master.detach() for weight in weights}
+        table |= {
+            name: tensor for name, by_key in session.optimizer.state_of(weights).items() for tensor in by_key.values()
+        }
+        return Trained(losses, table, any(weight.is_copy for weight in weights), sent, len(fetched))
+
+
+def _recording(sent: list[int]) -> Callable[..., object]:
+    def recorded(*args: object, **options: object) -> object:
+        result = train_step(*args, **options)  # type: ignore[arg-type]
+        sent.append(result.summary.tied_bytes)
+        return result
+
+    return recorded
+
+
+def _masked(batch: Batch) -> Batch:
+    return mask(batch)
+
+
+def configs_of(model: Path, run_dir: Path, *, stages: int, how: Sequence[str] = ("rows", "dense")) -> list[Config]:
+    schedule = "interleaved:chunks=2" if stages == 2 else "1f1b"
+    return [make_config(model, run_dir, steps=STEPS, stages=stages, schedule=schedule, tied=tied) for tied in how]
+
+
+@pytest.mark.parametrize(("family", "options"), [("gpt2", DROPOUT), ("llama", {"tie_word_embeddings": True})])
+def test_20_steps_are_those_of_one_process_and_so_are_table_and_moments(
+    family: str, options: dict[str, object], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """4 stages, and 2 stages x 2 replicas, with masked targets; one of the models has dropout."""
+    model = tiny_model(family, **options)
+    alone = make_config(model, tmp_path, steps=STEPS, micro=1)
+    split = [config for stages in (2, 4) for config in configs_of(model, tmp_path, stages=stages)]
+    expected = oracle_losses(alone, masked=True)
+    [one] = on_ranks(1, train_on, tmp_path / "one", [alone], True)[0]
+    by_rank = on_ranks(4, train_on, tmp_path / "four", split, True)
+    assert one.losses == pytest.approx(expected, rel=RELATIVE)
+    for config, *ranks in zip(split, *by_rank, strict=True):
+        case, stages = (config.pp.tied, config.pp.stages), config.pp.stages
+        assert ranks[0].losses == pytest.approx(expected, rel=RELATIVE), case
+        last = ranks[stages - 1]
+        for name, tensor in last.table.items():
+            assert_close(tensor, one.table[name], (*case, name))
+        holders = [rank for rank, each in enumerate(ranks[:stages]) if each.table]
+        assert holders == ([stages - 1] if config.pp.tied == "rows" else [0, stages - 1]), case
+        assert last.is_copy == (config.pp.tied == "dense"), case
+        for rank, each in enumerate(ranks):
+            of_stage = ranks[rank % stages].table
+            assert all(torch.equal(each.table[name], of_stage[name]) for name in of_stage), "replicas differ"
+            assert each.blocking_requests == 1, case
+
+
+def assert_close(x: Tensor, expected: Tensor, case: object) -> None:
+    """Check that two results of sums in different orders are equal, relative to the largest value."""
+    assert float((x - expected).abs().max()) <= 1e-4 * float(expected.abs().max()), case
+
+
+def test_copies_on_two_ranks_stay_equal_bit_for_bit(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model = tiny_model(n_layer=2)
     cuts = [(2, "1f1b"), (2, "interleaved"), (4, "gpipe")]
     configs = [
-        make_config(tiny_model(n_layer=2), tmp_path, steps=4, stages=stages, schedule=schedule)
+        make_config(model, tmp_path, steps=4, stages=stages, schedule=schedule, tied="dense")
         for stages, schedule in cuts
     ]
-    by_rank = on_ranks(4, train_and_hash, tmp_path / "store", configs)
-    for (stages, schedule), *weights in zip(cuts, *by_rank, strict=True):
-        first, last = weights[0], weights[stages - 1]
-        assert first.keys() == last.keys() == {NAME}, schedule
-        assert not first[NAME][1], schedule
-        assert last[NAME] == (first[NAME][0], True), schedule
-        for rank, of_rank in enumerate(weights):
-            assert of_rank == weights[rank % stages], f"replicas differ: {schedule}"
+    for (stages, schedule), *ranks in zip(cuts, *on_ranks(4, train_on, tmp_path / "store", configs), strict=True):
+        tables = [_digest(each.table) for each in ranks]
+        assert tables[0] == tables[stages - 1] != _digest({}), schedule
+        assert tables == [tables[rank % stages] for rank in range(4)], f"replicas differ: {schedule}"
 
 
-def test_on_one_rank_there_is_one_weight(tiny_model: TinyModel, tmp_path: Path) -> None:
+def _digest(table: dict[str, Tensor]) -> str:
+    return hashlib.sha256(b"".join(x.numpy().tobytes() for _, x in sorted(table.items()))).hexdigest()
+
+
+def test_rows_travel_once_per_step_each_way_and_with_8_bits_a_quarter(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Per direction not more than fp32 activations in one direction, since a token has at most one row."""
+    model = tiny_model("llama", tie_word_embeddings=True)
+    configs = configs_of(model, tmp_path, stages=2, how=("rows", "rows:bits=8", "dense"))
+    configs = [dataclasses.replace(c, pp=dataclasses.replace(c.pp, schedule="1f1b")) for c in configs]
+    exact, quantized, dense = on_ranks(2, train_on, tmp_path / "store", configs)[1]
+    width, vocabulary = 32, 512
+    job = prepare(dataclasses.replace(configs[0], pp=dataclasses.replace(configs[0].pp, stages=1)), Launch())
+    for step, batch in enumerate(Dataset(open_data(job).reader, range(STEPS))):
+        tokens = micros_of(batch)
+        activations = sum(map(len, tokens)) * width * 4
+        rows = len(set().union(*tokens))
+        requests = 0 if batch.upcoming is None else request_bytes(micros_of(batch.upcoming))
+        requests += request_bytes(tokens) if step == 0 else 0
+        headers = HEADER_BYTES * (messages(tokens) + messages(tokens[::-1]))
+        assert exact.tied_bytes[step] == requests + headers + 2 * 4 * rows * width
+        assert rows * width * 4 <= activations
+        scales = 2 * 3 * 16 * len(tokens)  # and padding
+        assert quantized.tied_bytes[step] - requests - headers <= 0.3 * 2 * 4 * rows * width + scales
+        assert dense.tied_bytes[step] == 2 * (HEADER_BYTES + 4 * vocabulary * width)
+    assert quantized.losses == pytest.approx(exact.losses, rel=1e-3)
+    assert quantized.losses != exact.losses
+
+
+def micros_of(batch: Batch) -> list[list[int]]:
+    """Return the tokens of each micro-batch."""
+    assert batch.inputs is not None
+    return [micro.flatten().tolist() for micro in batch.inputs["input_ids"]]
+
+
+def messages(tokens: Sequence[Sequence[int]]) -> int:
+    """Return how many micro-batches have tokens that none before has."""
+    return sum(bool({*micro}.difference(*tokens[:index])) for index, micro in enumerate(tokens))
+
+
+def request_bytes(tokens: Sequence[Sequence[int]]) -> int:
+    """Return the bytes of a request for the rows of a batch."""
+    return HEADER_BYTES + _aligned(8 * len(set().union(*tokens)))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
+
+
+def test_a_rank_without_weights_of_its_own_only_looks_up_rows(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = make_config(tiny_model("llama", tie_word_embeddings=True), tmp_path, stages=2, layers=(0, 6))
+    for trained in on_ranks(2, train_on, tmp_path / "store", [config]):
+        assert trained[0].losses == pytest.approx(oracle_losses(config), rel=RELATIVE)
+
+
+def test_a_view_of_other_replicas_continues_with_the_table_of_the_last_stage(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """2 stages with local weights: an exchange is run again, and a replica joins."""
+    config = make_config(tiny_model(), tmp_path, steps=6, stages=2)
+    config = dataclasses.replace(config, dp=ReplicaConfig("cocktail_grad:topk=.25"))
+    every, last = (0, 1, 2, 3), 6
+    scripts = {
+        "calm": [ScriptedView(every, last)],
+        "interrupted": [ScriptedView(every, 2, late=every), ScriptedView(every, 4, unsynced=every)],
+        "joined": [ScriptedView((0, 1), 3), ScriptedView(every, last)],
+    }
+    scripts["interrupted"].append(ScriptedView(every, last))
+    runs = on_ranks(4, train_in_views, tmp_path / "store", {name: (config, each) for name, each in scripts.items()})
+    assert runs[0]["interrupted"].losses == pytest.approx(runs[0]["calm"].losses, rel=RELATIVE)
+    for name in scripts:
+        for step in range(4, last + 1):
+            digests = {run[name].digests[step] for run in runs}
+            assert len(digests) == 2, f"{name}: the replicas of a stage have different weights after step {step}"
+
+
+def test_on_one_rank_nothing_travels(tiny_model: TinyModel, tmp_path: Path) -> None:
     config = make_config(tiny_model(n_layer=2), tmp_path, steps=3, schedule="interleaved:chunks=2")
-    ((weights,),) = on_ranks(1, train_and_hash, tmp_path / "store", [config])
-    assert weights.keys() == {NAME}
+    [[trained]] = on_ranks(1, train_on, tmp_path / "store", [config])
+    assert {TABLES["gpt2"], "exp_avg", "exp_avg_sq"} <= trained.table.keys()
+    assert trained.tied_bytes == [0, 0, 0]

@@ -289,7 +289,8 @@ def weights_of(config: Config, step: int) -> list[dict[str, str]]:
 
 def stored_weights(checkpoint: Path) -> dict[str, str]:
     """Return the hashes of the weights in a checkpoint."""
-    files = {entry.file for entry in Manifest.read(checkpoint).layers.values()}
+    manifest = Manifest.read(checkpoint)
+    files = {entry.file for entry in (manifest.layers | manifest.tables).values()}
     return {key: digest(x) for file in files for key, x in load_file(checkpoint / file).items()}
 
 

@@ -47,6 +47,7 @@ class DrawnBatch:
     sample_ids: Tensor
     upcoming_ids: Tensor
     longest_rows: None = None
+    upcoming: None = None
 
 
 def make_config(

@@ -206,7 +206,7 @@ def result_of(config: Config) -> Result:
     steps = [step for step, _, _ in losses]
     assert steps == list(range(1, config.optim.steps + 1)), f"metrics.jsonl does not have each step once: {steps}"
     best = directory.best()
-    return Result(manifest.layers, manifest.run, losses, best.name if best else None)
+    return Result(manifest.layers | manifest.tables, manifest.run, losses, best.name if best else None)
 
 
 def checkpoints_of(config: Config) -> CheckpointDirectory:

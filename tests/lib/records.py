@@ -12,6 +12,7 @@ RECORD = Record(
     grad_norm=1.0,
     pp_forward_bytes=1,
     pp_backward_bytes=2,
+    tied_bytes=0,
     dp_bytes=3,
     hidden_share=0.5,
     peak_memory_bytes=4,

@@ -69,5 +69,6 @@ def rewrite_tensors(path: Path, change: Callable[[dict[str, Tensor]], None]) -> 
     dataclasses.replace(
         manifest,
         layers={layer: updated(file) for layer, file in manifest.layers.items()},
+        tables={key: updated(file) for key, file in manifest.tables.items()},
         replicas={layer: [updated(file) for file in files] for layer, files in manifest.replicas.items()},
     ).write(path.parent)

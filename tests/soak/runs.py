@@ -66,7 +66,7 @@ def checkpoints(run: Path) -> CheckpointDirectory:
 def result(run: Path, step: int = STEPS) -> dict[str, str]:
     """Return the checksum of every layer file after a step."""
     manifest = Manifest.read(checkpoints(run).of(step))
-    return {layer: entry.checksum for layer, entry in manifest.layers.items()}
+    return {layer: entry.checksum for layer, entry in (manifest.layers | manifest.tables).items()}
 
 
 def check_finite(run: Path, step: int = STEPS) -> None:

@@ -165,8 +165,7 @@ def test_the_time_that_training_waits_for_a_batch_is_measured(monkeypatch: pytes
 
     monkeypatch.setattr(BatchReader, "batch", read)
     with Dataset(reader(range(6)), range(4), ahead=1) as dataset:
-        next(dataset)
-        next(dataset)
+        next(dataset)  # and the one after it
         threading.Timer(0.05, may_read.set).start()
         started = time.perf_counter()
         waited = next(dataset).wait_s

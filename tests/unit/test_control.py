@@ -15,7 +15,7 @@ from acsgd.run.session import Session
 from acsgd.topology import Topology
 from acsgd.waits import DIRECT
 
-REPORT = StepReport(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+REPORT = StepReport(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Instant:
@@ -35,13 +35,13 @@ def test_a_report_counts_targets_and_bytes_and_resets_the_meters() -> None:
     stages: Any = {n: SimpleNamespace(sync=SimpleNamespace(meter=Meter(sent_bytes=n))) for n in (30, 40)}
     job: Any = SimpleNamespace(streams=SimpleNamespace(peak_memory_bytes=lambda: 5))
     unused: Any = None
-    forward, backward = Meter(sent_bytes=10), Meter(sent_bytes=20)
+    forward, backward, tied = (Meter(sent_bytes=n) for n in (10, 20, 25))
     forward.wait(DIRECT, Instant(), posted_at=0.0)
-    session = Session(job, unused, unused, stages, [], unused, unused, forward, backward, {})
+    session = Session(job, unused, unused, stages, [], unused, unused, forward, backward, tied, {})
     report = session.report(torch.tensor(1.5), batch, Votes(stop=True), compute_s=3.5)
     assert (report.loss, report.targets, report.squared_grad_norm, report.peak_memory_bytes) == (1.5, 3.0, 0.0, 5)
     assert (report.tokens, report.data_wait_s, report.checksum) == (4, 0.5, 2**33 + 1)
-    assert (report.pp_forward_bytes, report.pp_backward_bytes, report.dp_bytes) == (10, 20, 70)
+    assert (report.pp_forward_bytes, report.pp_backward_bytes, report.tied_bytes, report.dp_bytes) == (10, 20, 25, 70)
     assert report.in_flight_s > report.waited_s >= 0
     assert (report.micros, report.compute_s) == (2, 3.5)
     assert (report.stop_votes, report.save_votes, report.failed_saves) == (1, 0, 0)
@@ -77,13 +77,13 @@ def test_ranks_that_read_other_texts_are_named() -> None:
 @pytest.mark.parametrize("replica", [0, 1])
 def test_totals_are_of_all_ranks_and_norms_of_each_replica(replica: int) -> None:
     reports = [
-        StepReport(n, 10.0 * n, 20.0 * n, 100.0 * n, 1.0, 2.0, 3.0, 0.0, 0.0, memory, data_wait_s=memory / 4)
+        StepReport(n, 10.0 * n, 20.0 * n, 100.0 * n, 1.0, 2.0, 5.0, 3.0, 0.0, 0.0, memory, data_wait_s=memory / 4)
         for n, memory in ((1, 7), (2, 9), (3, 8), (4, 6))
     ]
     summary = summarize(reports, rank=2 * replica + 1, stages=2)
     assert (summary.loss, summary.targets, summary.tokens) == (10.0, 100.0, 200)
     assert summary.replica_targets == [30.0, 70.0]
     assert summary.replica_squared_norms == [300.0, 700.0]
-    assert (summary.pp_forward_bytes, summary.pp_backward_bytes, summary.dp_bytes) == (4, 8, 12)
+    assert (summary.pp_forward_bytes, summary.pp_backward_bytes, summary.tied_bytes, summary.dp_bytes) == (4, 8, 20, 12)
     assert summary.peak_memory_bytes == (9, 8)[replica], "the maximum of this pipeline"
     assert summary.data_wait_s == 9 / 4, "the maximum of all ranks"

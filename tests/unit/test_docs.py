@@ -31,6 +31,7 @@ from acsgd.io.sources.base import ReadOptions, Record, RecordCounts
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.schedule import RATE_SCHEDULES
 from acsgd.pp import SCHEDULES, Action, Op, lower, validate
+from acsgd.pp.tied.plan import TIED
 from acsgd.pp.wire.delta import Delta
 
 ROOT = Path(__file__).parents[2]
@@ -197,7 +198,7 @@ def test_links_of_the_readme_lead_to_files() -> None:
 
 
 def _check_specs(page: str, specs: list[str]) -> None:
-    tables = {**CODECS, "delta": Delta, **MODES, **SCHEDULES, **OPTIMIZERS, **RATE_SCHEDULES}
+    tables = {**CODECS, "delta": Delta, **TIED, **MODES, **SCHEDULES, **OPTIMIZERS, **RATE_SCHEDULES}
     for spec in specs:
         try:
             from_spec(spec, tables, key=page)

@@ -51,6 +51,7 @@ ORDER = """
     layers.lengths
     layers.capture
     layers.skeleton
+    layers.lookup_table
     layers.relative_bias
     layers.recorders
     layers.known_values
@@ -136,6 +137,12 @@ ORDER = """
     pp.wire.cache_plan
     pp.wire.mailbox
     pp.wire.link
+    pp.tied.plan
+    pp.tied.dense
+    pp.tied.groups
+    pp.tied.rows
+    pp.tied.ties
+    pp.tied
     dp.exchange.peers
     dp.resize
     dp.sync
@@ -165,7 +172,6 @@ ORDER = """
     dp.hooks.hooks
     dp.hooks
     pp.nonfinite
-    pp.tied_weights
     pp.stage
     pp.nan_probe
     pp.micro_shapes
@@ -260,6 +266,7 @@ ORDER = """
     run.loop_state
     run.nan_diagnosis
     run.build
+    run.tied
     run.state
     run.checkpointing
     run.spike_guard

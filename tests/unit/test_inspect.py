@@ -19,6 +19,8 @@ from acsgd.shards.manifest import MANIFEST
 TinyModel = Callable[..., Path]
 Inspect = Callable[..., tuple[int, str]]
 LAYERS = ["embed", "block-00000", "head"]
+TABLE = "transformer.wte.weight"
+"""Tied weight with a file of its own in the checkpoints of a run."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,7 @@ def test_json_of_a_checkpoint_matches_its_files(run: Path, inspect: Inspect) -> 
     assert report["eval_loss"] == records[-1]["eval_loss"]
     assert report["errors"] == []
     assert report["bytes"] == sum(file.stat().st_size for file in path.iterdir() if file.name != MANIFEST)
-    assert [layer["layer"] for layer in report["layers"]] == LAYERS
+    assert [layer["layer"] for layer in report["layers"]] == [*LAYERS, TABLE]
     for layer in report["layers"]:
         tensors = {key: x for key, x in load_file(path / layer["file"]).items() if "/" not in key}
         assert layer["bytes"] == (path / layer["file"]).stat().st_size
@@ -117,7 +119,7 @@ def test_the_table_of_a_checkpoint_is_complete_and_fits(columns: int, run: Path,
     for layer in report["layers"]:
         for value in (f"{layer['parameters']:,}", f"{layer['bytes'] / 1e6:.2f}", "fp32", "exp_avg, exp_avg_sq, step"):
             assert value in rows[layer["layer"]]
-    assert f"{sum(layer['parameters'] for layer in report['layers']):,}" in rows["3"]
+    assert f"{sum(layer['parameters'] for layer in report['layers']):,}" in rows["4"]
     assert verdict == "all files are valid"
 
 
@@ -169,7 +171,7 @@ def test_an_incomplete_checkpoint_is_listed_with_the_others(run: Path, inspect: 
 
 def test_layers_of_corrupt_files_are_not_listed(run: Path, inspect: Inspect) -> None:
     _, (report,) = as_json(inspect(corrupt(run, "embed.safetensors").parent, "--json"))
-    assert [layer["layer"] for layer in report["layers"]] == LAYERS[1:]
+    assert [layer["layer"] for layer in report["layers"]] == [*LAYERS[1:], TABLE]
 
 
 def test_a_path_that_is_not_a_checkpoint_is_an_error(run: Path, tiny_model: TinyModel, inspect: Inspect) -> None:

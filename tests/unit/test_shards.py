@@ -190,14 +190,14 @@ def test_a_directory_without_shards_is_refused(
     with pytest.raises(ValueError, match=r"manifest\.json is not the manifest of a layer-shard directory$"):
         ShardDirectory(tmp_path)
     (tmp_path / MANIFEST).write_text('{"format": "acsgd-shards", "version": 1}')
-    with pytest.raises(ValueError, match=r"written in version 1 of the format, .* version 5; convert the model again"):
+    with pytest.raises(ValueError, match=r"written in version 1 of the format, .* version 6; convert the model again"):
         ShardDirectory(tmp_path)
     shards = convert(tiny_model())
     manifest = Manifest.read(shards)
-    monkeypatch.setattr("acsgd.shards.manifest.VERSION", 6)
+    monkeypatch.setattr("acsgd.shards.manifest.VERSION", 7)
     manifest.write(shards)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"written in version 6 of the format, .* version 5; upgrade acsgd$"):
+    with pytest.raises(ValueError, match=r"written in version 7 of the format, .* version 6; upgrade acsgd$"):
         ShardDirectory(shards)
 
 

@@ -7,6 +7,7 @@ optimizer; one that is missing or not finite would change training without an er
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,6 @@ from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import Mode
 from acsgd.errors import CorruptFileError
 from acsgd.io.checkpoint.progress import RunState
-from acsgd.layers.description import LayerSpec
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import OptimizerSpec
 from acsgd.shards.check import FLOATING, Expected, check_tensors, expected_tensors, first_names
@@ -76,44 +76,53 @@ class Contents:
 
         Raises CorruptFileError that names the file and the first tensor that is wrong.
         """
-        manifest, path = self.shards.manifest, self.shards.path
+        manifest, path, shards = self.shards.manifest, self.shards.path, self.shards
         layer = manifest.model.layers[index]
-        entry, entries = manifest.layers[layer.name], manifest.replicas.get(layer.name, [])
-        self._check_count(layer, len(entries))
-        tensors, constants = self.shards.read(entry), self.shards.read_constants(layer.name)
-        replicas = {path / each.file: self.shards.read(each) for each in entries}
+        read, constants = functools.cache(shards.read), shards.read_constants(layer.name)
+        replicas = shards.replica_files_of(layer.name)
 
         weights = {key: self.model.get_parameter(key) for key in layer.parameters if key not in manifest.model.frozen}
         stored = layer_tensors(self.model, manifest.model, index)
         originals = stored.weights
-        is_local = any(key.startswith(LOCAL_OPTIMIZER) for each in replicas.values() for key in each)
+        is_local = any(
+            key.startswith(LOCAL_OPTIMIZER) for files in replicas for file in files.values() for key in read(file)
+        )
         expected = expected_tensors(stored)
         if constants:
             file = path / manifest.constants[layer.name].file
             check_tensors(file, constants, {key: expected.pop(key) for key in constants}, FLOATING, is_complete=True)
         if not is_local:
             expected |= self._expected_optimizer(originals, originals)
-        dtypes = FLOATING if self.run is None else {torch.float32}
-        check_tensors(path / entry.file, tensors, expected, dtypes, is_complete=self.optimizer is not None)
+        dtypes, files = FLOATING if self.run is None else {torch.float32}, shards.files_of(layer.name)
+        for name, part in shards.split(layer.name, expected).items():
+            tensors = read(files[name])
+            check_tensors(path / files[name].file, tensors, part, dtypes, is_complete=self.optimizer is not None)
 
         expected = self._expected_mode(weights, originals)
         if is_local:
             expected |= self._expected_optimizer(weights, originals, prefix=LOCAL_OPTIMIZER)
-        is_complete = self.mode is not None and self.optimizer is not None
-        for file, of_replica in replicas.items():
-            check_tensors(file, of_replica, expected, {torch.float32}, is_complete=is_complete)
-        _check_equal_keys(replicas)
+        for name, part in shards.split(layer.name, expected).items():
+            self._check_replicas(name, part, [read(each[name]) for each in replicas if name in each])
 
-    def _check_count(self, layer: LayerSpec, count: int) -> None:
-        """Check the number of replicas whose state is listed."""
+    def _check_replicas(
+        self, name: str, expected: Mapping[str, Expected], replicas: Sequence[Mapping[str, Tensor]]
+    ) -> None:
+        """Check the tensors of all replicas of a layer or of a tied weight with files of its own. name: its name."""
+        listed = self.shards.manifest.replicas.get(name, [])
+        self._check_count(name, len(listed), is_required=any(each.required for each in expected.values()))
+        is_complete = self.mode is not None and self.optimizer is not None
+        of_file = {self.shards.path / entry.file: tensors for entry, tensors in zip(listed, replicas, strict=True)}
+        for file, tensors in of_file.items():
+            check_tensors(file, tensors, expected, {torch.float32}, is_complete=is_complete)
+        _check_equal_keys(of_file)
+
+    def _check_count(self, name: str, count: int, *, is_required: bool) -> None:
+        """Check the number of replicas whose state is listed for a layer or a tied weight."""
         replicas = self.run.replicas if self.run else None
-        if replicas is None or count == replicas:
-            return
-        is_required = replicas > 1 and any(state.required for state in self.mode or ())
-        if count or is_required:
+        if replicas is not None and count != replicas and (count or is_required):
             raise CorruptFileError(
                 self.shards.path / MANIFEST,
-                f"is invalid: it lists the state of {count} replicas for {layer.name}, but {replicas} saved it",
+                f"is invalid: it lists the state of {count} replicas for {name}, but {replicas} saved it",
             )
 
     def _expected_optimizer(

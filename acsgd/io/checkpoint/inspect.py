@@ -18,6 +18,7 @@ from acsgd.io.checkpoint.directory import CheckpointDirectory, step_of
 from acsgd.io.checkpoint.progress import RunState
 from acsgd.shards.config import read_config
 from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.files import tensor_headers
 from acsgd.shards.manifest import MANIFEST
 
 DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
@@ -26,9 +27,10 @@ DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Content of one layer of a checkpoint."""
+    """Content of one layer of a checkpoint, or of one table."""
 
     layer: str
+    """Name of the layer, or of the parameter."""
     file: str
     """File of its trained parameters."""
     bytes: int
@@ -93,11 +95,11 @@ def _report(path: Path) -> CheckpointReport:
         return CheckpointReport(str(path), step=None, errors=[str(corrupt)])
     errors = _errors(shards)
     layers = []
-    for layer, file in manifest.layers.items():
-        constants = manifest.constants.get(layer)
+    for name, file in (manifest.layers | manifest.tables).items():
+        constants = manifest.constants.get(name)
         if not errors.keys() & {file.file, constants and constants.file}:
             try:
-                layers.append(_layer(shards, layer))
+                layers.append(_layer(shards, name))
             except CorruptFileError as corrupt:
                 errors[file.file] = str(corrupt)
     progress = run.progress if run else None
@@ -132,12 +134,18 @@ def _errors(shards: ShardDirectory) -> dict[str, str]:
     return errors
 
 
-def _layer(shards: ShardDirectory, layer: str) -> LayerReport:
-    files = [shards.file_of(layer), *filter(None, [shards.manifest.constants.get(layer)])]
-    headers = shards.tensor_headers(layer)
+def _layer(shards: ShardDirectory, name: str) -> LayerReport:
+    """Report on a layer without its tables, or on a table."""
+    manifest = shards.manifest
+    files = [manifest.layers.get(name) or manifest.tables[name], *filter(None, [manifest.constants.get(name)])]
+    if name in manifest.tables:
+        headers = tensor_headers(shards.path / files[0].file)
+    else:
+        every = shards.tensor_headers(name).items()
+        headers = {key: header for key, header in every if key.rpartition("/")[2] not in manifest.tables}
     weights = [header for key, header in headers.items() if "/" not in key]
     return LayerReport(
-        layer=layer,
+        layer=name,
         file=files[0].file,
         bytes=sum((shards.path / file.file).stat().st_size for file in files),
         parameters=sum(prod(weight.shape) for weight in weights),
@@ -189,7 +197,7 @@ def _layers_table(report: CheckpointReport) -> Table:
         table.add_row(layer.layer, f"{layer.parameters:,}", _megabytes(layer.bytes), layer.dtype, optimizer_state)
     table.add_section()
     parameters = sum(layer.parameters for layer in report.layers)
-    table.add_row(f"{len(report.layers)} layers", f"{parameters:,}", _megabytes(sum(x.bytes for x in report.layers)))
+    table.add_row(f"{len(report.layers)} files", f"{parameters:,}", _megabytes(sum(x.bytes for x in report.layers)))
     return table
 
 

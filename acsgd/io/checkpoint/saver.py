@@ -26,7 +26,13 @@ from acsgd.config.options import CheckpointConfig
 from acsgd.errors import NonFiniteError, RunError, WaitInterruptedError, explain
 from acsgd.io.checkpoint.constants import ConstantsFiles
 from acsgd.io.checkpoint.directory import CheckpointDirectory
-from acsgd.io.checkpoint.written import WrittenFile, check_visible, files_of_layers, files_of_replicas
+from acsgd.io.checkpoint.written import (
+    WrittenFile,
+    check_visible,
+    files_of_layers,
+    files_of_replicas,
+    files_of_tables,
+)
 from acsgd.layers.description import ModelLayers
 from acsgd.shards.disk import copy_model_files, write_layer
 from acsgd.shards.manifest import Manifest
@@ -38,20 +44,29 @@ log = logging.getLogger(__name__)
 
 
 class LayerState(NamedTuple):
-    """State of one layer. `Saver` copies the tensors; they may be on any device."""
+    """State of one layer, or of a table. `Saver` copies the tensors; they may be on any device."""
 
-    layer: str
+    name: str
+    """Name of the layer, or of the weight."""
     position: int
-    """Index of the layer in the model, 0 = first."""
+    """Index of the layer in the model, or of the weight among its tables, 0 = first."""
     weights: Mapping[str, Tensor] | None
-    """fp32 master weights by their names. A tied weight belongs to one layer only. None on ranks that do not write the
-    layer."""
+    """fp32 master weights by their names. A tied weight belongs to one layer only. None on ranks that do not write
+    them."""
     constants: Mapping[str, Tensor]
     """Tensors of the layer that never change, by their names."""
     optimizer: WeightState
     """State of the optimizer."""
     replica: WeightState
     """State of the data-parallel mode that belongs to this replica."""
+    is_table: bool = False
+    """Whether this is the state of a tied weight that layers use as the table of an embedding: it has its own file,
+    since the rank that holds it need not hold the first layer that uses it."""
+
+    @property
+    def stem(self) -> str:
+        """Name of the file without suffix."""
+        return f"table-{self.position:05d}" if self.is_table else self.name
 
 
 class SaveResult(NamedTuple):
@@ -172,15 +187,13 @@ class Saver:
 
     def _copy(self, state: LayerState) -> LayerState:
         """Copy the part of a layer that this rank writes."""
-        layer = state.layer
-        replica = self._copies(f"{layer} replica", state.replica)
+        name = state.name
+        replica = self._copies(f"{name} replica", state.replica)
         if state.position % self._topology.replicas != self._topology.replica:
-            return LayerState(layer, state.position, None, {}, {}, replica)
+            return state._replace(weights=None, constants={}, optimizer={}, replica=replica)
         assert state.weights is not None
-        weights = self._copies(layer, {"": state.weights})[""]
-        return LayerState(
-            layer, state.position, weights, state.constants, self._copies(layer, state.optimizer), replica
-        )
+        weights = self._copies(name, {"": state.weights})[""]
+        return state._replace(weights=weights, optimizer=self._copies(name, state.optimizer), replica=replica)
 
     def _copies(self, owner: str, state: Mapping[str, Mapping[str, Tensor]]) -> WeightState:
         return {
@@ -235,15 +248,15 @@ class Saver:
         partial.mkdir(parents=True, exist_ok=True)
         for copy in copies:
             if copy.weights is not None:
-                file = write_layer(partial, copy.layer, copy.weights, copy.optimizer)
-                yield WrittenFile.of(partial, "layer", copy.layer, file)
+                file = write_layer(partial, copy.stem, copy.weights, copy.optimizer)
+                yield WrittenFile.of(partial, "table" if copy.is_table else "layer", copy.name, file)
             if copy.constants:
-                file = self._constants.add(partial, published, copy.layer, copy.constants)
-                yield WrittenFile.of(partial, "constants", copy.layer, file)
+                file = self._constants.add(partial, published, copy.name, copy.constants)
+                yield WrittenFile.of(partial, "constants", copy.name, file)
             if copy.replica:
                 replica = self._topology.replica
-                file = write_layer(partial, f"{copy.layer}.replica-{replica:05d}", {}, copy.replica)
-                yield WrittenFile.of(partial, "replica", copy.layer, file, replica)
+                file = write_layer(partial, f"{copy.stem}.replica-{replica:05d}", {}, copy.replica)
+                yield WrittenFile.of(partial, "replica", copy.name, file, replica)
 
     def _complete(self, step: int, written: Sequence[WrittenFile], run: dict[str, Any], best: bool) -> None:
         """Write the manifest of a checkpoint whose layers are written, publish it, and remove old checkpoints."""
@@ -254,6 +267,7 @@ class Saver:
             task=self._task,
             model=self._model,
             layers=files_of_layers(written, "layer", self._model),
+            tables=files_of_tables(written),
             replicas=files_of_replicas(written),
             model_files=copy_model_files(self._model_dir, partial),
             run=run,

@@ -12,8 +12,9 @@ from acsgd.layers.description import ModelLayers
 from acsgd.shards.disk import flush
 from acsgd.shards.manifest import StoredFile
 
-Kind = Literal["layer", "constants", "replica"]
-"""Content of a file: trained parameters and state of the optimizer; tensors that never change; state of a replica."""
+Kind = Literal["layer", "table", "constants", "replica"]
+"""Content of a file: trained parameters of a layer, or a tied weight, and state of the optimizer; tensors that never
+change; state of a replica."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class WrittenFile:
 
     kind: Kind
     layer: str
+    """Name of the layer, or of the tied weight."""
     entry: dict[str, Any]
     """As of `StoredFile`."""
     replica: int
@@ -45,8 +47,13 @@ def files_of_layers(written: Sequence[WrittenFile], kind: Kind, model: ModelLaye
     return {layer.name: by_layer[layer.name] for layer in model.layers if layer.name in by_layer}
 
 
+def files_of_tables(written: Sequence[WrittenFile]) -> dict[str, StoredFile]:
+    """Return the files of tied weights that have one of their own, by the names of these."""
+    return {file.layer: file.stored for file in written if file.kind == "table"}
+
+
 def files_of_replicas(written: Sequence[WrittenFile]) -> dict[str, list[StoredFile]]:
-    """Return the files with the state of replicas, first replica first, by layer."""
+    """Return the files with the state of replicas, first replica first, by layer or tied weight."""
     by_layer: dict[str, list[StoredFile]] = {}
     for file in sorted(written, key=lambda file: (file.layer, file.replica)):
         if file.kind == "replica":

@@ -48,6 +48,8 @@ class Batch:
     """Checksum of segments of streamed sources, equal on all ranks that read these; 0 on others, and without any."""
     wait_s: float = 0.0
     """Time for which training waited for the batch to be read, seconds."""
+    upcoming: Batch | None = None
+    """The batch of the next step, always on the host; None at the end, and of a batch that is read alone."""
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch with inputs and labels on `device`."""
@@ -148,15 +150,24 @@ class Dataset:
     ) -> None:
         self.reader = reader
         keys = ((step, micros(step)) for step in steps)
-        self._batches = read_ahead(lambda key: reader.batch(*key), keys, ahead, waits=waits)
+        self._batches = read_ahead(lambda key: reader.batch(*key), keys, max(ahead - 1, 0), waits=waits)
+        self._upcoming: Batch | None = None
+        self._error: Exception | None = None
+        """Of the read of the batch after the last one."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
         started = time.perf_counter()
-        batch = next(self._batches)
-        return replace(batch, wait_s=time.perf_counter() - started)
+        if self._error is not None:
+            raise self._error
+        batch = self._upcoming or next(self._batches)
+        try:
+            self._upcoming = next(self._batches, None)
+        except Exception as error:  # belongs to the next step
+            self._upcoming, self._error = None, error
+        return replace(batch, upcoming=self._upcoming, wait_s=time.perf_counter() - started)
 
     def __enter__(self) -> Dataset:
         return self
@@ -169,6 +180,7 @@ class Dataset:
     def close(self) -> None:
         """Stop reading ahead and end the iteration."""
         self._batches.close()
+        self._upcoming = None
 
 
 def reading_bytes(batch: int, replica_batch: int, sequence: int, *, arrays: int = 2) -> int:

@@ -30,7 +30,9 @@ class Record(NamedTuple):
     pp_forward_bytes: int
     """Sent between stages in forward; less in steps of shorter texts where micro-batches of padded rows are cut."""
     pp_backward_bytes: int
-    """Sent between stages in backward, including gradients of tied weights whose copies are on different ranks."""
+    """Sent between stages in backward."""
+    tied_bytes: int
+    """Sent between stages for weights that layers of several stages share: rows of tables and their gradients."""
     dp_bytes: int
     """Sent between replicas since the previous line. Messages sent after an update are in the next line."""
     hidden_share: float

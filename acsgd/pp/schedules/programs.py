@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,6 +44,12 @@ class RankPrograms:
             trained = [stage for stage in reversed(stages) if stage >= self.first_backward]
             return StepActions(tuple(Action(Op.R, stage) for stage in trained), ())
         return _programs(self.schedule, self.ranks, micros, self.first_backward)[self.rank]  # type: ignore[arg-type]  # schedules are frozen
+
+    def warm_up(self, micros: int) -> int:
+        """Return the largest number of forwards that a rank of the pipeline runs before its first backward."""
+        every = _programs(self.schedule, self.ranks, micros, self.first_backward)  # type: ignore[arg-type]  # as above
+        computes = ([action for action in each.train if action.is_compute] for each in every)
+        return max(sum(1 for _ in itertools.takewhile(lambda action: action.op == Op.F, each)) for each in computes)
 
 
 @functools.lru_cache(maxsize=64)

@@ -25,6 +25,17 @@ class Kind(IntEnum):
     ACTIVATION = 1
     GRADIENT = 2
     TIED_GRADIENT = 3
+    """Whole gradient of a weight that several ranks have copies of."""
+    TABLE_IDS = 4
+    """Request for rows of a table."""
+    TABLE_ROWS = 5
+    TABLE_GRADIENTS = 6
+    """Gradients of these rows."""
+
+    @property
+    def is_of_weight(self) -> bool:
+        """Whether the message is about a tied weight, not about the activations of a micro-batch."""
+        return self >= Kind.TIED_GRADIENT
 
 
 class Header(NamedTuple):
@@ -34,7 +45,7 @@ class Header(NamedTuple):
     tensor: int
     """Index of the tensor among the named tensors of the channel."""
     boundary: int
-    """Index of the stage before the boundary."""
+    """Index of the stage before the boundary; of a tied weight, its number."""
     step: int
     """Number of optimizer steps done; printed as the number of the current step, which is one more."""
     micro: int
@@ -42,7 +53,8 @@ class Header(NamedTuple):
     length: int
     """Bytes that follow the header."""
     sequence: int = 0
-    """Tokens per row of the micro-batch: of its `Lengths`. 0 = the message does not depend on them."""
+    """Tokens per row of the micro-batch: of its `Lengths`; of a table, number of rows. 0 = the message does not depend
+    on them."""
     target: int = 0
     """Tokens per row for the decoder after an encoder: of the `Lengths`, too."""
 
@@ -79,6 +91,9 @@ class Header(NamedTuple):
 
     def __str__(self) -> str:
         kind = Kind(self.kind).name.lower().replace("_", " ") if self.kind in list(Kind) else f"kind {self.kind}"
+        if self.kind in list(Kind) and Kind(self.kind).is_of_weight:
+            rows = f", {self.sequence} rows" if self.sequence else ""
+            return f"{kind} of tied weight {self.boundary}, step {self.step + 1}{rows}, {self.length} bytes"
         rows = f" with rows of {' and '.join(str(n) for n in self.lengths if n)} tokens" if self.sequence else ""
         return (
             f"{kind} {self.tensor} across boundary {self.boundary}-{self.boundary + 1}, step {self.step + 1}, "

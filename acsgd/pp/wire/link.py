@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 
 from acsgd.codecs.base import Codec
 from acsgd.layers.composed import State
+from acsgd.layers.description import Dim
 from acsgd.meter import Meter
 from acsgd.pp.wire.cache import ActivationCache
 from acsgd.pp.wire.cache_plan import CacheKey, CachePlan
@@ -73,6 +75,7 @@ class LinkFactory:
     backward_meter: Meter
     cache_plan: CachePlan | None = None
     """Size and place of the activation caches; required if `forward` is a Delta."""
+    tied_meter: Meter = field(default_factory=Meter)
     caches: dict[CacheKey, ActivationCache] = field(default_factory=dict)
     """Those of the links that were opened."""
 
@@ -98,14 +101,43 @@ class LinkFactory:
         sending, receiving = (activations, gradients) if downstream else (gradients, activations)
         return Link(Outbox(sending), Inbox(receiving), cache_sync)
 
-    def open_tie(self, boundary: int, spec: TensorSpec, *, peer: int) -> tuple[Outbox, Inbox]:
+    def open_tie(self, number: int, spec: TensorSpec, *, peer: int) -> tuple[Outbox, Inbox]:
         """Open both directions of a lossless exchange of a tied weight's gradients, together with the peer.
 
-        spec: of the only tensor, named "gradient". Raises RunError if the two ends differ.
+        number: of the weight among all tied ones; spec: of the only tensor, named "gradient". Raises RunError if the
+        two ends differ.
         """
-        coders = {"gradient": StatelessCoder(EXACT, spec)}
-        channel = self._open_channel(Kind.TIED_GRADIENT, boundary, peer, EXACT, coders, self.backward_meter)
+        channel = self._open_tied(Kind.TIED_GRADIENT, number, peer, EXACT, "gradient", spec)
         return Outbox(channel), Inbox(channel)
+
+    def open_table(
+        self,
+        number: int,
+        table: TensorSpec,
+        *,
+        peer: int,
+        max_ids: int,
+        max_rows: int,
+        rows: Codec,
+        gradients: Codec,
+    ) -> dict[Kind, Channel]:
+        """Open the channels of a table between its owner and a rank that looks up its rows, together with the peer.
+
+        number: of the weight among all tied ones. max_ids, max_rows: largest number of rows per request, and per
+        message. rows, gradients: codecs. Raises RunError if the two ends differ.
+        """
+        count, *of_row = Dim("sequence", 0), *(Dim(None, size) for size in table.shape[1:])  # headers have the number
+        ids = TensorSpec((max_ids,), torch.int64, (count,))
+        values = TensorSpec((max_rows, *table.shape[1:]), table.dtype, (count, *of_row))
+        summed = values._replace(dtype=torch.float32)
+        return {
+            Kind.TABLE_IDS: self._open_tied(Kind.TABLE_IDS, number, peer, EXACT, "ids", ids),
+            Kind.TABLE_ROWS: self._open_tied(Kind.TABLE_ROWS, number, peer, rows, "rows", values),
+            Kind.TABLE_GRADIENTS: self._open_tied(Kind.TABLE_GRADIENTS, number, peer, gradients, "gradient", summed),
+        }
+
+    def _open_tied(self, kind: Kind, number: int, peer: int, codec: Codec, name: str, spec: TensorSpec) -> Channel:
+        return self._open_channel(kind, number, peer, codec, {name: StatelessCoder(codec, spec)}, self.tied_meter)
 
     def _activation_coders(self, boundary: int, side: str) -> Mapping[str, Coder]:
         """Return this end's coders of activations; side: "sender" or "receiver"."""

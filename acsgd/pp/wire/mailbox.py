@@ -23,7 +23,7 @@ from acsgd.streams import Event, Streams
 from acsgd.waits import Work
 
 MAX_SENDS_IN_FLIGHT = 16
-"""Sends that an outbox leaves unfinished before it waits for the oldest; bounds the memory of their buffers."""
+"""Sends that an outbox leaves unfinished by default, before it waits for the oldest; bounds the memory of buffers."""
 
 
 class _BufferPool:
@@ -79,8 +79,10 @@ class _InFlight(NamedTuple):
 class Outbox:
     """Sending end of a channel. Encodes on the side stream and passes each message to gloo as soon as it is ready."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, *, max_in_flight: float = MAX_SENDS_IN_FLIGHT) -> None:
+        """max_in_flight: number of unfinished sends above which `flush` waits for the oldest."""
         self._channel = channel
+        self._max_in_flight = max_in_flight
         self._action = f"sending {channel.kind.name.lower().replace('_', ' ')}s to"
         self._pools = [_BufferPool(nbytes, channel.streams) for nbytes in channel.max_message_bytes]
         self._entropy_coder = ThreadPoolExecutor(1, thread_name_prefix="entropy coder")
@@ -103,7 +105,7 @@ class Outbox:
             packed = header.pack(buffer[HEADER_BYTES : HEADER_BYTES + header.length], context)
             buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
             self._post(header, buffer)
-        while len(self._in_flight) > MAX_SENDS_IN_FLIGHT:
+        while len(self._in_flight) > self._max_in_flight:
             self._finish_oldest()
 
     def drain(self) -> None:

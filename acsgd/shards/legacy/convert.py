@@ -77,7 +77,8 @@ def to_legacy(source: Path, target: Path, *, report: Report = lambda done, total
 
 def _stored_bytes(directory: ShardDirectory) -> dict[str, int]:
     """Return the number of bytes of each tensor in the files of the layers."""
-    headers = [tensor_headers(directory.path / entry.file) for entry in directory.manifest.layers.values()]
+    manifest = directory.manifest
+    headers = [tensor_headers(directory.path / entry.file) for entry in (manifest.layers | manifest.tables).values()]
     return {name: bytes_of(header) for each in headers for name, header in each.items()}
 
 

@@ -1,0 +1,1 @@
+"""Weights that layers of several ranks share: `pp.tied`."""

@@ -1,0 +1,85 @@
+"""Which rank holds a weight that layers of several ranks share, and what travels between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, NamedTuple
+
+from acsgd.codecs.base import Codec
+from acsgd.codecs.fixpoint import FixPoint
+from acsgd.config.ranges import Range
+from acsgd.layers.description import ModelLayers
+from acsgd.pp.wire.coder import EXACT
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One rank holds the table of an embedding: that of its last layer, usually the head. It sends the others the rows
+    that their batch uses, and they send the gradients of these rows back.
+
+    Weights that another layer uses as more than a table travel as in `dense`.
+    """
+
+    holds_once: ClassVar[bool] = True
+
+    bits: Annotated[int, Range(0, 8)] = 0
+    """Bits per element, 2 to 8, with a scale per row; gradients are rounded stochastically. 0 = exact."""
+
+    def __post_init__(self) -> None:
+        if self.bits == 1:
+            raise ValueError("bits=1 must be 0 for exact rows, or 2 to 8; 8 is usual")
+
+    @property
+    def rows(self) -> Codec:
+        """Codec of rows."""
+        return FixPoint(self.bits, dims="token") if self.bits else EXACT
+
+    @property
+    def gradients(self) -> Codec:
+        """Codec of the gradients of rows. Unbiased, so that it needs no residual, which could get lost with a host."""
+        return FixPoint(self.bits, dims="token", rounding="stochastic") if self.bits else EXACT
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Each rank has a copy of the whole weight with its own optimizer state, and sends its whole gradient to the
+    others."""
+
+    holds_once: ClassVar[bool] = False
+
+
+TIED: Mapping[str, type] = {"rows": Rows, "dense": Dense}
+"""Ways to share a weight, by the names of pp.tied."""
+
+
+class TiedWeight(NamedTuple):
+    """A weight that layers of several ranks share."""
+
+    key: str
+    number: int
+    """Position among the tied weights of the model."""
+    ranks: tuple[int, ...]
+    """Ranks with layers that use it, in the order of the layers."""
+    owner: int
+    """Rank of the last of these layers."""
+    lookups: Mapping[int, tuple[str, ...]]
+    """By rank that gets rows from the owner: the inputs of the model that are their indices. Empty = each of `ranks`
+    has a copy."""
+
+
+def tied_weights(description: ModelLayers, rank_of_layer: Callable[[int], int], how: Rows | Dense) -> list[TiedWeight]:
+    """Return the weights that layers of several ranks share, in the order of the model."""
+    found = []
+    for number, (key, layers) in enumerate(description.tied().items()):
+        ranks = tuple(dict.fromkeys(map(rank_of_layer, layers)))
+        owner = rank_of_layer(layers[-1])
+        others = [layer for layer in layers if rank_of_layer(layer) != owner]
+        lookups: dict[int, tuple[str, ...]] = {}
+        if how.holds_once and all(key in description.layers[layer].lookups for layer in others):
+            for layer in others:
+                rank, inputs = rank_of_layer(layer), description.layers[layer].lookups[key]
+                lookups[rank] = tuple(dict.fromkeys((*lookups.get(rank, ()), *inputs)))
+        if others:
+            found.append(TiedWeight(key, number, ranks, owner, lookups))
+    return found
