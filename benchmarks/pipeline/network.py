@@ -225,7 +225,9 @@ def draw_panel(axes: Axes, cells: Sequence[Cell], compute_s: float) -> None:
 def write_json(path: Path, options: argparse.Namespace, results: Sequence[Result]) -> None:
     """Write every sample."""
     about = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-    chosen = {name: getattr(options, name) for name in ("schedule", "micros", "ratio", "rounds")}
+    chosen = {
+        name: getattr(options, name) for name in ("schedule", "micros", "vocabulary", "untied", "ratio", "rounds")
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"about": {**about, **chosen}, "results": [asdict(r) for r in results]}, indent=1))
 
@@ -239,6 +241,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--schedule", default="1f1b:lead=6")
     parser.add_argument("--micros", type=int, default=64, help="micro-batches per step")
+    parser.add_argument("--vocabulary", type=int, default=4096, help="of 24,576 tokens, about 3,000 are different")
+    parser.add_argument("--untied", action="store_true", help="give the head weights of its own")
     parser.add_argument("--ratio", type=float, default=4.0, help="uncompressed traffic relative to compute")
     parser.add_argument(
         "--stages", type=int, nargs="+", choices=STAGES, default=STAGES, help="the first ones are drawn"
@@ -263,9 +267,10 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     console, results = Console(width=140), []
     with tempfile.TemporaryDirectory() as directory:
-        model = save_model(Path(directory) / "model")
+        model = save_model(Path(directory) / "model", vocabulary=options.vocabulary, tied=not options.untied)
         for stages in options.stages:
-            setting = Setting(model, stages, options.schedule, options.micros, (UNCOMPRESSED, *options.forms))
+            forms = UNCOMPRESSED, *options.forms
+            setting = Setting(model, stages, options.schedule, options.micros, forms, options.vocabulary)
             rates = RATES if stages == options.stages[0] and not options.no_picture else ()
             results.append(measure(setting, options.ratio, options.rounds, rates, console))
     console.print(table(results, options))

@@ -28,8 +28,7 @@ from acsgd.run.job import prepare
 from benchmarks.common import netlab
 from benchmarks.pipeline.forms import open_trainings, with_form
 
-VOCABULARY, SEQUENCE, WIDTH, BLOCKS, HEADS = 4096, 384, 256, 4, 4
-"""With 64 micro-batches, a step has 24,576 tokens, of which about 3,000 are different, as of a text of that length."""
+SEQUENCE, WIDTH, BLOCKS, HEADS = 384, 256, 4, 4
 TIMEOUT_S = 300.0
 PRELOAD = ["acsgd.run.build", "acsgd.run.inputs", "transformers.models.gpt2.modeling_gpt2", "rich.table"]
 
@@ -45,6 +44,7 @@ class Setting:
     """Micro-batches per step, one sequence each; every step has the same."""
     forms: tuple[str, ...]
     """Codecs (forms.py); the first is the uncompressed one."""
+    vocabulary: int
 
     def config(self, form: str) -> Config:
         """Return the configuration with these codecs."""
@@ -165,7 +165,7 @@ def be_rank(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
 def make_batch(rank: int, setting: Setting) -> Batch:
     """Return the batch of every step, the whole data set: random tokens, whose frequencies follow Zipf's law."""
     generator, shape = torch.Generator().manual_seed(0), (setting.micros, 1, SEQUENCE + 1)
-    frequencies = 1 / torch.arange(1, VOCABULARY + 1)
+    frequencies = 1 / torch.arange(1, setting.vocabulary + 1)
     tokens = frequencies.multinomial(math.prod(shape), replacement=True, generator=generator).view(shape)
     batch = Batch(
         tokens[..., :-1] if rank == 0 else None,
@@ -176,10 +176,14 @@ def make_batch(rank: int, setting: Setting) -> Batch:
     return replace(batch, upcoming=batch)
 
 
-def save_model(directory: Path) -> Path:
-    """Write a GPT-2 of 4 M parameters with new weights, whose head is its embedding, and a placeholder tokenizer."""
+def save_model(directory: Path, *, vocabulary: int, tied: bool) -> Path:
+    """Write a GPT-2 of 3 M parameters besides its embedding, with new weights, and a placeholder tokenizer.
+
+    tied: whether its head is the embedding.
+    """
     config = GPT2Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
         n_positions=SEQUENCE,
         n_embd=WIDTH,
         n_layer=BLOCKS,
