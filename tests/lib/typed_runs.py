@@ -86,7 +86,7 @@ class Drawn:
     def restore(self, states: Sequence[object]) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """Nothing is open."""
 
     def _draw(self, first: int, upcoming: int) -> Batch:
