@@ -146,11 +146,11 @@ def _recording(plan: Plan, recorded: list[Step]) -> Callable[..., StepResult]:
     return recording
 
 
-def _garbling(garbled: frozenset[int]) -> Callable[[BatchReader, int], Batch]:
+def _garbling(garbled: frozenset[int]) -> Callable[[BatchReader, int, range | None], Batch]:
     read = BatchReader.batch
 
-    def batch(reader: BatchReader, step: int) -> Batch:
-        made = read(reader, step)
+    def batch(reader: BatchReader, step: int, micros: range | None = None) -> Batch:
+        made = read(reader, step, micros)
         if step in garbled and made.labels is not None:
             made.labels.fill_(RARE_TOKEN)
         return made
