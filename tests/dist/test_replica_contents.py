@@ -67,12 +67,15 @@ def contents_of(checkpoint: Path) -> Contents:
     return Contents.of(ShardDirectory(checkpoint), read_config(checkpoint))
 
 
-def error_of(contents: Contents, checkpoint: Path, layer: str) -> str:
-    """Return the error of the check of one layer, empty if it is valid. contents: what the checkpoint must hold."""
+def error_of(contents: Contents, checkpoint: Path, name: str) -> str:
+    """Return the error of the check of a layer, or of that of a tied weight, empty if it is valid.
+
+    contents: what the checkpoint must hold.
+    """
+    model = contents.shards.manifest.model
+    layer = name if name in contents.shards.manifest.layers else model.first_holder(name).name
     try:
-        dataclasses.replace(contents, shards=ShardDirectory(checkpoint)).check(
-            contents.shards.manifest.model.index(layer)
-        )
+        dataclasses.replace(contents, shards=ShardDirectory(checkpoint)).check(model.index(layer))
     except CorruptFileError as error:
         return str(error)
     return ""

@@ -16,7 +16,7 @@ from acsgd.pp.stage import Stage
 from acsgd.run.stragglers import PATIENCE
 
 STEPS = PATIENCE + 2
-SLEEP_S = 0.05
+SLEEP_S = 0.2
 """Several times as long as a micro-batch of this model takes, also on a busy machine."""
 
 

@@ -27,7 +27,7 @@ from acsgd.waits import InterruptibleWaits
 
 
 def record(step: int) -> Record:
-    return Record(step, 1.0, 10 * step, 1.0, 1.0, 1e-3, 1.0, 0, 0, 0, 1.0, 0)
+    return Record(step, 1.0, 10 * step, 1.0, 1.0, 1e-3, 1.0, 0, 0, 0, 0, 1.0, 0)
 
 
 @pytest.mark.parametrize("num_logged", [2, 3])

@@ -19,7 +19,7 @@ from acsgd.io.checkpoint.progress import RunState
 from acsgd.shards.config import read_config
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.files import tensor_headers
-from acsgd.shards.manifest import MANIFEST
+from acsgd.shards.manifest import MANIFEST, StoredFile
 
 DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 """safetensors name of a dtype -> its name in model.dtype."""
@@ -96,8 +96,7 @@ def _report(path: Path) -> CheckpointReport:
     errors = _errors(shards)
     layers = []
     for name, file in (manifest.layers | manifest.tables).items():
-        constants = manifest.constants.get(name)
-        if not errors.keys() & {file.file, constants and constants.file}:
+        if not errors.keys() & {read.file for read in _files_of(shards, name)}:
             try:
                 layers.append(_layer(shards, name))
             except CorruptFileError as corrupt:
@@ -132,6 +131,14 @@ def _errors(shards: ShardDirectory) -> dict[str, str]:
         except CorruptFileError as error:
             errors.setdefault(error.path.name, str(error))
     return errors
+
+
+def _files_of(shards: ShardDirectory, name: str) -> list[StoredFile]:
+    """Return the files that a report on a layer or a table reads."""
+    manifest = shards.manifest
+    if name in manifest.tables:
+        return [manifest.tables[name]]
+    return [*shards.files_of(name).values(), *filter(None, [manifest.constants.get(name)])]
 
 
 def _layer(shards: ShardDirectory, name: str) -> LayerReport:
