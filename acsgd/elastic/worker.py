@@ -25,8 +25,9 @@ from acsgd.elastic.messages import Broken, Done, End, Hello, Idle, Leave, Run, S
 from acsgd.elastic.plan import Plan, WorkerState
 from acsgd.elastic.setup import check_elastic, setup_of, with_stages
 from acsgd.elastic.snapshot_store import SnapshotStore
-from acsgd.elastic.snapshots import describe_snapshots, open_snapshots
+from acsgd.elastic.snapshots import Snapshots, describe_snapshots, open_snapshots
 from acsgd.elastic.stores import connect_store, open_store
+from acsgd.elastic.view_metrics import ViewMetrics
 from acsgd.errors import ConnectError, RefusedError, RunError, WaitInterruptedError
 from acsgd.fields import from_json
 from acsgd.io.checkpoint.progress import Progress
@@ -80,7 +81,7 @@ class ElasticWorker:
         """Of the view in which `_session` was trained."""
         self._state = LoopState(Progress(), is_elastic=True)
         self._snapshots = SnapshotStore()
-        self._metrics: Metrics | None = None
+        self._metrics = ViewMetrics()
         self._lock: RunLock | None = None
         self._is_lock_holder = False
         self._has_dropped_save = False
@@ -123,8 +124,7 @@ class ElasticWorker:
         """Close the logs and release the lock."""
         if self._session is not None:
             self._session.close()
-        if self._metrics is not None:
-            self._metrics.__exit__(None, None, None)
+        self._metrics.close()
         if self._lock is not None:
             self._lock.release()
 
@@ -204,7 +204,7 @@ class ElasticWorker:
                 stack.enter_context(log)
             begin, received_bytes = self._begin(job, inputs, groups, plan)
             self._session, self._reader = begin.session, inputs.reader
-            metrics = self._open_metrics(job)
+            metrics = self._metrics.of(job, self._state)
             for note in self._notes(job, inputs, begin):
                 metrics.note(note)
             snapshots = open_snapshots(self._snapshots, begin.session, inputs.reader, groups, view)
@@ -215,16 +215,7 @@ class ElasticWorker:
             stack.enter_context(checkpointing)
             if self._has_dropped_save:
                 checkpointing.request_save()
-            needed_bytes = snapshots.memory_bytes() if snapshots else 0
-            reports = groups.all_gather_text(
-                "setting up", f"{received_bytes} {needed_bytes}", timeout_s=job.disk_timeout_s
-            )
-            moved, needed = zip(*(map(int, report.split()) for report in reports), strict=True)
-            if self._view is None and snapshots is not None:
-                metrics.note(describe_snapshots(config.elastic.snapshot, max(needed)))
-            assert self._stopped_at is not None
-            seconds = time.monotonic() - self._stopped_at
-            metrics.event(view_event(view, self._view, begin.progress.step, seconds, sum(moved)))
+            self._report_start(view, begin, groups, metrics, received_bytes, snapshots)
             self._view = view
             context.start_training()
             enter_training()
@@ -234,6 +225,25 @@ class ElasticWorker:
             finally:
                 self._saved_step = checkpointing.newest_step
                 self._has_dropped_save = checkpointing.is_saving
+
+    def _report_start(
+        self,
+        view: View,
+        begin: Start,
+        groups: Groups,
+        metrics: Metrics,
+        received_bytes: int,
+        snapshots: Snapshots | None,
+    ) -> None:
+        """Wait until all ranks are ready to train, and log the event of the view. All ranks call it together."""
+        job, needed_bytes = begin.session.job, snapshots.memory_bytes() if snapshots else 0
+        reports = groups.all_gather_text("setting up", f"{received_bytes} {needed_bytes}", timeout_s=job.disk_timeout_s)
+        moved, needed = zip(*(map(int, report.split()) for report in reports), strict=True)
+        if self._view is None and snapshots is not None:
+            metrics.note(describe_snapshots(job.config.elastic.snapshot, max(needed)))
+        assert self._stopped_at is not None
+        seconds = time.monotonic() - self._stopped_at
+        metrics.event(view_event(view, self._view, begin.progress.step, seconds, sum(moved)))
 
     def _begin(self, job: Job, inputs: Inputs, groups: Groups, plan: Plan) -> tuple[Start, int]:
         """Return the session of this rank: from disk, from its own memory, or from that of other ranks.
@@ -276,26 +286,3 @@ class ElasticWorker:
                 self._lock.take_over()
         if plan.is_first:
             self._lock.acquire(groups, self._config.run.timeout)
-
-    def _open_metrics(self, job: Job) -> Metrics:
-        """Return the sinks of rank 0, which are kept from view to view."""
-        is_main = job.topology.rank == 0
-        if self._metrics is not None and not is_main:
-            self._metrics.__exit__(None, None, None)
-            self._metrics = None
-        if self._metrics is None and is_main:
-            self._metrics = open_metrics(job.config, self._state)
-        return self._metrics or Metrics([])
-
-
-def open_metrics(config: Config, state: LoopState) -> Metrics:
-    """Open the sinks on a new rank 0, and log the last step again if this rank has its metrics.
-
-    The rank 0 before may have ended after that step and before it had logged it.
-    """
-    record = state.record if state.record and state.record.step == state.progress.step else None
-    logged = state.progress.step - (record is not None or state.is_open)
-    metrics = Metrics.open(config, Path(config.log.dir), resumed_at=logged, is_main=True)
-    if record is not None and not state.is_open:
-        metrics.log(record)
-    return metrics

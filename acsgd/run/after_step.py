@@ -36,6 +36,19 @@ class StepSnapshots(Protocol):
         ...
 
 
+class NoSnapshots:
+    """Snapshots of a run that takes none."""
+
+    is_pending = False
+    interval = 0
+
+    def after_step(self, state: LoopState) -> None:
+        pass
+
+    def return_to(self, step: int) -> None:
+        pass
+
+
 def evaluate_log_save(
     session: Session, state: LoopState, inputs: Inputs, metrics: Metrics, checkpointing: Checkpointing
 ) -> None:

@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"
 FORMAT = "acsgd-shards"
 VERSION = 6
 WITHOUT_TABLES = 5
-"""Version in which tables are stored with the first layer that uses them, and layers do not tell how they use them."""
+"""Version in which tables are stored with the first layer that uses them; its layers have no `lookups`."""
 
 
 def _check_task(name: str) -> None:

@@ -14,7 +14,8 @@ from acsgd.elastic.control import Control
 from acsgd.elastic.handover import is_run_over
 from acsgd.elastic.messages import Broken, End, Hello, Host, Run, Setup, Stop, Stopped, View
 from acsgd.elastic.plan import Plan
-from acsgd.elastic.worker import ElasticWorker, open_metrics
+from acsgd.elastic.view_metrics import open_metrics
+from acsgd.elastic.worker import ElasticWorker
 from acsgd.errors import ConnectError, RunError
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.record import Record

@@ -299,6 +299,7 @@ ORDER = """
     elastic.setup
     elastic.stores
     elastic.events
+    elastic.view_metrics
     elastic.worker
     elastic.chaos
     elastic
