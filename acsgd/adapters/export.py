@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from acsgd.adapters.base import BASE_CHECKSUM, BaseChecksum
 from acsgd.adapters.inject import (
     NAME,
     build_adapted,
@@ -43,18 +44,20 @@ def to_peft(source: Path, target: Path) -> None:
     shards, adapter, task = _open(source)
     config = read_config(source, task)
     model, layers = build_adapted(TASKS[task], config, adapter), shards.manifest.model
-    trained: dict[str, Tensor] = {}
+    trained, base = dict[str, Tensor](), BaseChecksum()
     for layer in layers.layers:
         stored = layer_tensors(model, layers, layer.index)
         tensors = shards.tensors(layer.name, stored)
         trained |= {key: tensors[key] for key in stored.weights}
+        for key in stored.constants.keys() & {*layers.frozen}:
+            base.add(key, tensors[key])
     own = {key: tensor for key, tensor in trained.items() if is_of_adapter(key)}
     named = get_peft_model_state_dict(model, state_dict=own, adapter_name=NAME)
     named |= {key: tensor for key, tensor in trained.items() if key not in own}  # of modules trained as a whole
     save_file(
         {f"{PREFIX}{key}": tensor.contiguous() for key, tensor in named.items()},
         target / "adapter_model.safetensors",
-        metadata={"format": "pt"},
+        metadata={"format": "pt", BASE_CHECKSUM: base.hexdigest()},
     )
     described: Any = copy.deepcopy(model.peft_config[NAME])  # what PEFT has made of it for this model
     described.modules_to_save = [*names_in(adapter.modules_to_save), *new_heads(model, task)] or None

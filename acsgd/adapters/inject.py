@@ -147,15 +147,19 @@ def _owner(name: str) -> str:
 
 def _trained_wholly(model: PreTrainedModel, adapter: Adapter, task: str) -> set[str]:
     """Return the parameters of modules that are trained as a whole."""
-    keys, modules = parameter_names(model), [path for path, _ in model.named_modules()]
-    found = set()
+    keys, found = parameter_names(model), set()
     for name in (*names_in(adapter.modules_to_save), *new_heads(model, task)):
-        paths = [path for path in modules if path == name or path.endswith(f".{name}")]
+        paths = modules_named(model, name)
         if not paths:
             raise ValueError(f'adapter.spec: modules_to_save="{name}" matches no module; {_linear_layers(model)}')
         own = {key for key, aliases in keys.items() for path in paths if _is_in(path, aliases)}
         found |= {key for key in own if not is_of_adapter(key)}
     return found
+
+
+def modules_named(model: nn.Module, name: str) -> list[str]:
+    """Return the paths of the modules whose paths end in a name, as PEFT matches modules_to_save."""
+    return [path for path, _ in model.named_modules() if path == name or path.endswith(f".{name}")]
 
 
 def _is_in(path: str, aliases: list[str]) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 from xxhash import xxh3_64
 
 from acsgd.errors import RunError, is_out_of_memory
+from acsgd.generation.adapter import PEFTAdapter
 from acsgd.generation.chat import Chat
 from acsgd.generation.decode import Generator, Ids
 from acsgd.generation.model import load
@@ -50,16 +51,20 @@ def generate(options: GenerateOptions) -> None:
 
 
 def _open_model(options: GenerateOptions) -> Generator:
-    return open_generator(options.model, options.decoding, dtype=options.dtype, device=options.device)
+    adapter = PEFTAdapter.open(options.adapter) if options.adapter else None
+    return open_generator(options.model, options.decoding, dtype=options.dtype, device=options.device, adapter=adapter)
 
 
-def open_generator(model: str, decoding: Decoding, *, dtype: str | None, device: str) -> Generator:
+def open_generator(
+    model: str, decoding: Decoding, *, dtype: str | None, device: str, adapter: PEFTAdapter | None = None
+) -> Generator:
     """Load a model; print what it is, how it decodes and which special tokens it uses.
 
     model, dtype, device: as of GenerateOptions. Raises ValueError, or RunError if memory is short.
     """
     with _short_memory(), report_if_slow(print_note, lambda: f"loading {model}"):
-        loaded = load(model, dtype=getattr(torch, dtype) if dtype else None, device=_device(device))
+        of_parameters = getattr(torch, dtype) if dtype else None
+        loaded = load(model, dtype=of_parameters, device=_device(device), adapter=adapter)
     prompts = PromptEncoder.of(loaded)
     print_note(loaded.describe())
     print_note(f"{decoding.describe()}, at most {decoding.max_new_tokens} new tokens")

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from acsgd.adapters.base import BaseChecksum
 from acsgd.adapters.inject import build_adapted
 from acsgd.adapters.spec import Adapter, parse_adapter
 from acsgd.errors import CorruptFileError, RunError
+from acsgd.generation.adapter import PEFTAdapter
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.layers.skeleton import set_buffer, set_tied_parameter
 from acsgd.notes import print_note
@@ -45,57 +47,70 @@ class LoadedModel:
     model: PreTrainedModel
     """In evaluation mode; no parameter requires gradients."""
     tokenizer: PreTrainedTokenizerBase
+    adapter: PEFTAdapter | None = None
+    """Adapter directory of PEFT that is part of the model."""
 
     def describe(self) -> str:
         """Return a sentence on the model."""
         model = self.model
         millions = sum(param.numel() for param in model.parameters()) / 1e6
         dtype = str(model.dtype).removeprefix("torch.")
-        return f"{self.directory}: {type(model).__name__}, {millions:,.1f} M parameters, {dtype} on {model.device.type}"
+        kind = f"{type(model).__name__}, {millions:,.1f} M parameters, {dtype} on {model.device.type}"
+        return f"{self.directory}: {kind}{f', {self.adapter.describe()}' if self.adapter else ''}"
 
 
-def load(path: str, *, dtype: torch.dtype | None, device: torch.device) -> LoadedModel:
+def load(
+    path: str, *, dtype: torch.dtype | None, device: torch.device, adapter: PEFTAdapter | None = None
+) -> LoadedModel:
     """Load the model at a path, or of a Hugging Face id; of a run directory, its newest valid checkpoint.
 
-    dtype: of the parameters; None = that of config.json. Raises ValueError if there is no model, or if it is not one
-    that generates text; CorruptFileError if a file is not as it was written.
+    dtype: of the parameters; None = that of config.json; adapter: to put into the model. Raises ValueError if there is
+    no model, if it is not one that generates text, or not the one that the adapter was trained on; CorruptFileError if
+    a file is not as it was written.
     """
+    load_from = functools.partial(_load, dtype=dtype, device=device, peft=adapter)
     for checkpoints in (CheckpointDirectory(Path(path)), CheckpointDirectory(Path(path) / "checkpoints")):
         if steps := checkpoints.steps():
-            return _load_newest([checkpoints.of(step) for step in reversed(steps)], dtype, device)
+            return _load_newest([checkpoints.of(step) for step in reversed(steps)], load_from)
     if (Path(path) / "checkpoints").is_dir():
         raise ValueError(f"{path} is a run directory without checkpoints; give one that has saved a checkpoint")
-    return _load(find_model(path, option="model"), dtype, device)
+    return load_from(find_model(path, option="model"))
 
 
-def _load_newest(paths: list[Path], dtype: torch.dtype | None, device: torch.device) -> LoadedModel:
+def _load_newest(paths: list[Path], load_from: Callable[[Path], LoadedModel]) -> LoadedModel:
     """Load the first valid checkpoint, and report each one before it."""
     reasons = []
     for path in paths:
         try:
             if not (path / MANIFEST).is_file():
                 raise CorruptFileError(path, f"is incomplete: it has no {MANIFEST}")
-            return _load(path, dtype, device)
+            return load_from(path)
         except CorruptFileError as error:
             reasons.append(str(error))
             print_note(f"skipped a checkpoint: {error}")
     raise RunError(f"no checkpoint is valid: {'; '.join(reasons)}")
 
 
-def _load(directory: Path, dtype: torch.dtype | None, device: torch.device) -> LoadedModel:
+def _load(directory: Path, *, dtype: torch.dtype | None, device: torch.device, peft: PEFTAdapter | None) -> LoadedModel:
     task, config, adapter, read = _open(directory)
     tokenizer = load_tokenizer(directory, config.get_text_config())
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     model = build_adapted(task, config, adapter, dtype or own)
     if not model.can_generate():
         raise ValueError(f"{directory} holds a {type(model).__name__}, which does not generate text")
-    _fill(model, read(model), device)
+    if peft is not None and adapter is not None:
+        raise ValueError(f"{directory} holds a model with an adapter already; give its base model, or no --adapter")
+    checksum, of_base = BaseChecksum(), peft.base_parameters(model) if peft else frozenset[str]()
+    _fill(model, checksum.adding(read(model), of_base), device)
     if missing := [name for name, param in model.named_parameters() if param.is_meta]:
         raise ValueError(f"{directory} lacks parameters of the model: {first_names(missing)}")
     model.generation_config = _generation_config(directory)
+    if peft is not None:
+        peft.check_base(directory, checksum)
+        model = peft.apply(model)
     module: nn.Module = model  # the type of PreTrainedModel.to is that of a decorator
     module.to(device).eval()
-    return LoadedModel(directory, model, tokenizer)
+    return LoadedModel(directory, model, tokenizer, peft)
 
 
 def _open(

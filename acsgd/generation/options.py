@@ -66,6 +66,8 @@ class GenerateOptions:
     chat: bool = False
     """Apply the tokenizer's chat template to prompts that are texts. Without --prompt and --file: chat."""
     decoding: tyro.conf.OmitArgPrefixes[Decoding] = dataclasses.field(default_factory=Decoding)
+    adapter: Path | None = None
+    """Adapter directory of PEFT, trained on the model: adapter_config.json and adapter_model.safetensors."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of parameters and activations. Default: that of config.json."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from acsgd.adapters.base import check_base
 from acsgd.adapters.initial import NewAdapter
 from acsgd.adapters.spec import ADAPTERS
 from acsgd.config.spec import to_spec
@@ -97,6 +98,8 @@ def open_inputs(job: Job, groups: Groups | None = None, *, has_caches: bool = Fa
         reading=describe_options(job.sources[0].source.options),
     )
     candidates = find(job.checkpoints, job.config.checkpoint.resume, identity)
+    if job.model.adapter is not None and candidates.checkpoints:
+        _check_base(job, candidates.checkpoints[0].shards)
     fresh = not candidates.checkpoints and not candidates.rejected
     known = reader.sampler.num_known
     cache_plan = plan_activation_caches(job, known, run_id=identity.digest(), fresh=fresh, are_kept=has_caches)
@@ -170,6 +173,14 @@ def open_weight_source(job: Job) -> WeightSource:
     built = model.task.build(model.config)
     seed = job.config.data.seed
     return NewAdapter(source, built, model.description, model.adapter, model.task.name, seed=seed)
+
+
+def _check_base(job: Job, checkpoint: ShardDirectory) -> None:
+    """Raise RunError if the adapter of a checkpoint was trained on another model, as far as this rank's layers show."""
+    base = _open_base(job)
+    if isinstance(base, ShardDirectory):
+        layers = [job.model.layers[index].name for stage in job.stages for index in range(*job.specs[stage])]
+        check_base(checkpoint, base, layers, name=job.config.model.name)
 
 
 def _open_base(job: Job) -> WeightSource:

@@ -19,6 +19,8 @@ from acsgd.errors import CorruptFileError, kind_of_file
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
 """First bytes of the pointer that Git LFS leaves in place of a file that was not downloaded."""
 MAX_JSON_BYTES = 2**28
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of an adapter directory of PEFT."""
 
 
 def check_file_name(name: str) -> None:

@@ -14,6 +14,7 @@ from acsgd.config.options import ModelConfig
 from acsgd.layers.description import ModelLayers
 from acsgd.shards.config import CONFIG, parameter_count, read_config
 from acsgd.shards.disk import model_files
+from acsgd.shards.files import ADAPTER_CONFIG
 from acsgd.shards.locate import open_hf, open_shards
 from acsgd.shards.manifest import MANIFEST
 
@@ -70,6 +71,11 @@ def find_model(name: str, *, option: str, weights: bool = True) -> Path:
         raise ValueError(f"{option}={name[:80]} cannot be read ({error.strerror}); give a directory") from None
     if is_directory:
         if not os.path.lexists(path / CONFIG):
+            if os.path.lexists(path / ADAPTER_CONFIG):
+                raise ValueError(
+                    f"{option}={name} is an adapter directory of PEFT, not a model; give the model that it was trained "
+                    f"on, and to generate text with both: acsgd generate MODEL --adapter {name}"
+                )
             raise ValueError(
                 f"{option}={name} is a directory without config.json; give a Hugging Face model directory or a "
                 "layer-shard directory"

@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from lib.commands import acsgd
 from lib.frozen import train_rank
 from lib.ranks import on_ranks
 from lib.resume import HALF, checkpoint_of, losses_of, stopped_half_way, train_ranks
 from lib.resume import make_config as make_saved_config
 from lib.training import RELATIVE, make_config, train_whole, whole_batches
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from acsgd.adapters.export import merge, to_peft
 from acsgd.adapters.inject import is_of_adapter
 from acsgd.config.options import AdapterConfig, Config, ReplicaConfig
+from acsgd.errors import RunError
+from acsgd.generation.adapter import PEFTAdapter
 from acsgd.generation.model import load
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.launch import Launch
 from acsgd.run.inputs import open_inputs, open_weight_source
 from acsgd.run.job import prepare
+from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
+from acsgd.shards.files import ADAPTER_WEIGHTS
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.manifest import Manifest
 
 TinyModel = Callable[..., Path]
 STEPS = 20
+CPU = torch.device("cpu")
 BOUND = 1e-5
 """Relative difference of losses of the law."""
 SAME: dict[str, tuple[str, dict[str, object], dict[str, object], dict[str, object]]] = {
@@ -135,6 +143,75 @@ def test_a_checkpoint_resumes_and_loads_in_peft(tiny_model: TinyModel, tmp_path:
         assert torch.allclose(merged(ids).logits, expected, atol=1e-5)
         loaded = PeftModel.from_pretrained(plain, tmp_path / "peft").eval()
         assert torch.allclose(loaded(ids).logits, expected, atol=1e-5)
+
+
+def test_adapters_share_the_files_of_their_base_and_work_on_no_other(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model = tiny_model("llama", num_hidden_layers=2)
+    saved = [make_saved_config(model, tmp_path / name, "fp32", "none") for name in ("one", "two")]
+    specs = ("lora:r=4,modules_to_save=lm_head", "lora:r=2,targets=q_proj")
+    one, two = (with_adapter(config, spec, steps=HALF) for config, spec in zip(saved, specs, strict=True))
+    train_ranks(0, 1, tmp_path / "store", [one, two])
+    checkpoints = [checkpoint_of(config, HALF) for config in (one, two)]
+    for layer in ("embed", "block-00000", "block-00001"):
+        first, second = (each / Manifest.read(each).constants[layer].file for each in checkpoints)
+        assert first.samefile(second)
+
+    other, peft = tmp_path / "other" / "model", tmp_path / "peft"
+    shutil.copytree(model, other)
+    rewrite(other / "model.safetensors", "model.layers.1.mlp.up_proj.weight")
+    peft.mkdir()
+    to_peft(checkpoints[0], peft)
+    (tmp_path / "shards").mkdir()
+    from_hf(model, tmp_path / "shards")
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        expected = load(str(checkpoints[0]), dtype=None, device=CPU).model(ids).logits
+        for base in (model, tmp_path / "shards"):
+            both = load(str(base), dtype=None, device=CPU, adapter=PEFTAdapter.open(peft))
+            assert torch.allclose(both.model(ids).logits, expected, atol=1e-5)
+    prompt = ("--prompt", "The", "--max-new-tokens", 2)
+    code, printed = acsgd("generate", model, "--adapter", peft, *prompt)
+    assert code == 0
+    assert f"with the LORA adapter {peft}" in printed
+    with pytest.raises(ValueError, match=f"{peft} was trained on another base model, llama, than {other}"):
+        load(str(other), dtype=None, device=CPU, adapter=PEFTAdapter.open(peft))
+    with pytest.raises(ValueError, match="holds a model with an adapter already"):
+        load(str(checkpoints[1]), dtype=None, device=CPU, adapter=PEFTAdapter.open(peft))
+
+    resumed = dataclasses.replace(one, model=dataclasses.replace(one.model, name=str(other)))
+    with pytest.raises(RunError, match=f"{checkpoints[0]} was trained on another base model, llama, than .*up_proj"):
+        open_inputs(prepare(resumed, Launch()))
+
+
+def rewrite(file: Path, key: str) -> None:
+    """Change a tensor in a safetensors file."""
+    tensors = load_file(file)
+    save_file({**tensors, key: tensors[key] + 1}, file, metadata={"format": "pt"})
+
+
+def test_a_directory_that_is_no_model_or_no_adapter_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model, peft = tiny_model("gpt2", n_layer=2), tmp_path / "peft"
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(target_modules=["c_attn"]))
+    adapted.save_pretrained(peft)
+    config = make_config(peft, tmp_path)
+    with pytest.raises(ValueError, match=f"model.name={peft} is an adapter directory of PEFT, not a model; give"):
+        prepare(config, Launch())
+    with pytest.raises(ValueError, match=f"model={peft} is an adapter directory of PEFT, not a model; .*--adapter"):
+        load(str(peft), dtype=None, device=CPU)
+    with pytest.raises(ValueError, match=f"--adapter {model} is not an adapter directory of PEFT: it has no adapter_c"):
+        PEFTAdapter.open(model)
+    other = tiny_model("llama", num_hidden_layers=2)
+    with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM: .*c_attn.*; give the model"):
+        load(str(other), dtype=None, device=CPU, adapter=PEFTAdapter.open(peft))
+    rewrite_shape(peft / ADAPTER_WEIGHTS)
+    with pytest.raises(ValueError, match=r"1 parameters differ, .*h.1.attn.c_attn.lora_A.weight; give"):
+        load(str(model), dtype=None, device=CPU, adapter=PEFTAdapter.open(peft))
+
+
+def rewrite_shape(file: Path) -> None:
+    """Leave out a row of a matrix of an adapter."""
+    key, tensors = "base_model.model.transformer.h.1.attn.c_attn.lora_A.weight", load_file(file)
+    save_file({**tensors, key: tensors[key][1:].clone()}, file, metadata={"format": "pt"})
 
 
 def test_the_initial_adapter_depends_on_the_seed_and_names_alone(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ ORDER = """
     shards.manifest
     shards.disk
     shards.load
+    adapters.base
     adapters.initial
     shards.plan
     shards.stored
@@ -305,6 +306,7 @@ ORDER = """
     elastic
     main
     generation.options
+    generation.adapter
     generation.model
     generation.prompts
     generation.decode
