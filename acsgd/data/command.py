@@ -88,19 +88,21 @@ class Show(DataOptions):
 
 @dataclass(frozen=True)
 class Check(DataOptions):
-    """Check all records: tokens, lengths, and the records that are malformed, empty, repeated or too long.
+    """Check all records: tokens, lengths, labels, and the records that are malformed, empty, repeated or too long.
 
-    Exits with 1 if records are malformed or empty.
+    Exits with 1 if records are malformed or empty, or have labels that the model cannot learn.
     """
 
     sequence: Annotated[int, Range(1, 2**24)] | None = None
-    """Length above which a record is too long, tokens. Default: none."""
+    """Length above which a record is too long, tokens; for seq2seq of prompt and answer each. Default: none."""
+    task: Literal["lm", "classification", "regression", "seq2seq"] = "lm"
+    """What the model is trained for, as model.task of a run. Labels are compared with the classes of the model."""
 
     def run(self) -> None:
         """Print the report."""
         from acsgd.data.check import check
 
-        if not check(self.config(), self.model, self.sequence):
+        if not check(self.config(), self.model, self.task, self.sequence):
             sys.exit(1)
 
 

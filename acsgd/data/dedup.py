@@ -77,8 +77,8 @@ class _Writer:
             compared = record if isinstance(record, BadRecord) else self._compared(record)
             if isinstance(compared, BadRecord):
                 if source.options.on_error != "skip":
-                    where, reason, remedy = compared
-                    raise ValueError(f"{where} {reason}; {remedy}, or skip such records with --on-error skip")
+                    problem = f"{compared.where} {compared.reason}; {compared.remedy}"
+                    raise ValueError(f"{problem}, or skip such records with --on-error skip")
                 self._left_out["unreadable"].add(f"{compared.where} {compared.reason}")
                 continue
             assert isinstance(record, Record)

@@ -23,7 +23,7 @@ MAX_TOKENS = 2000
 
 def show_records(data: DataConfig, model: str, number: int) -> None:
     """Print the first records of each source. Raises ValueError."""
-    sources, tokenizer = open_sources(data, model)
+    sources, tokenizer, _ = open_sources(data, model)
     console = Console(soft_wrap=True, highlight=False)
     masked = "dimmed" if console.is_terminal else "in ⟦⟧"
     for source in sources:

@@ -18,6 +18,7 @@ from acsgd.config.options import Config, DataConfig, ModelConfig, OptimConfig
 from acsgd.data.opened import refuse_streams
 from acsgd.data.show import decoded
 from acsgd.io.formats.formats import read_options
+from acsgd.io.formats.labels import LABELLED
 from acsgd.io.rows.base import INPUT_IDS, LABELS, LENGTHS, Row
 from acsgd.io.rows.labelled import MASK
 from acsgd.io.sources.sources import parse_sources
@@ -35,7 +36,7 @@ def show_rows(data: DataConfig, model: str, task: Task, number: int) -> None:
     """Print the first rows of each source, after the notes of a run. Raises ValueError."""
     config = Config(ModelConfig(model, task=task), data, OptimConfig(lr=1e-3, steps=1, warmup=0))
     check(config)
-    options = read_options(data, has_labels=task in ("classification", "regression"))
+    options = read_options(data, has_labels=task in LABELLED)
     sources = parse_sources(data.sources, key="source", options=options)
     refuse_streams([source for source, _ in sources], "--sequence")
     directory = find_model(model, option="--model", weights=False)

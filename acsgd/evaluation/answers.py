@@ -14,7 +14,7 @@ from acsgd.evaluation.options import DTYPES, EvalOptions
 from acsgd.evaluation.report import Report
 from acsgd.generation.command import batches, open_generator
 from acsgd.generation.decode import Generator, Ids
-from acsgd.io.formats.base import Example
+from acsgd.io.formats.base import Example, FormatError
 from acsgd.io.formats.formats import read_each, read_options
 from acsgd.io.sampling.encode_examples import prompt_and_answer
 from acsgd.io.sampling.pipeline import stop_or_skip
@@ -62,8 +62,8 @@ def read_questions(data: DataConfig, generator: Generator) -> list[Question]:
                 continue
             try:
                 questions.append(_question(example, generator))
-            except ValueError as error:
-                raise ValueError(f"--data: {where}: {error}") from None
+            except FormatError as error:
+                stop_or_skip(BadRecord(where, error.reason, error.remedy), source, counts)
         if skipped := counts.summary():
             print_note(f"--data: {source.name}: {skipped}")
     if not questions:

@@ -21,6 +21,7 @@ from acsgd.config.spec import suggest, to_spec
 from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.formats.formats import read_options
+from acsgd.io.formats.labels import LABELLED
 from acsgd.io.sampling.held_out import parse_eval
 from acsgd.io.sampling.sampler import deal
 from acsgd.io.sources.glue import Glue
@@ -238,7 +239,7 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True) -> Job:
     plugins = parse_plugins(config)
     if topology.replicas > 1:
         check_capabilities(config, plugins.mode.requires, plugins.optimizer.capabilities)
-    options = read_options(config.data, has_labels=config.model.task in ("classification", "regression"))
+    options = read_options(config.data, has_labels=config.model.task in LABELLED)
     sources = parse_sources(config.data.sources, options=options)
     eval_sources = parse_eval(config.data.eval_sources, config.data.eval_fraction, options=options)
     check_streams(config, sources, eval_sources, plugins)

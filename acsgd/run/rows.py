@@ -19,8 +19,8 @@ from acsgd.io.rows.layout import Layout, open_layout
 from acsgd.io.rows.objectives import CAUSAL, Objective, PrefixLM
 from acsgd.io.rows.streamed import StreamedRows
 from acsgd.io.rows.ul2r import UL2R, denoising_tokens
-from acsgd.io.sampling.encode import DocumentEncoder, Encoder
-from acsgd.io.sampling.encode_examples import PairEncoder, SequenceEncoder
+from acsgd.io.sampling.encode import Encoder
+from acsgd.io.sampling.encode_examples import encoder_of
 from acsgd.io.sampling.segment_cache import SegmentCache
 from acsgd.io.sampling.segment_files import OpenSegment
 from acsgd.io.sampling.segments import Cutter, Position, Segment, read_segments
@@ -84,13 +84,9 @@ class RowMaker:
 
     def _encoder(self, tokenizer: PreTrainedTokenizerBase) -> Encoder:
         """Return what makes tokens of the examples of a source, as the task needs them."""
-        long, sequence, task = self.config.long, self.config.data.sequence, self.config.model.task
-        if task == "lm":
-            return DocumentEncoder(tokenizer)
-        assert long != "split"
-        if task == "seq2seq":
-            return PairEncoder(tokenizer, sequence, long)
-        return SequenceEncoder(tokenizer, sequence, long, has_types=self._has_types)
+        config = self.config
+        long = "truncate" if config.long == "split" else config.long  # documents are split when rows are made
+        return encoder_of(config.model.task, tokenizer, self.model, config.data.sequence, long)
 
     def _streamed(self, source: Streamed, number: int, key: str) -> StreamedRows:
         """Return the rows of a streamed source. number: its index in the mixture; key: of the tokens."""
@@ -141,7 +137,6 @@ class RowMaker:
                 corpus,
                 sequence,
                 padding=padding,
-                config=self.model,
                 is_regression=task == "regression",
                 has_types=self._has_types,
             )

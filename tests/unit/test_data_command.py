@@ -38,9 +38,10 @@ def run(tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> 
 @pytest.fixture
 def special_models(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Callable[[str], Path]:
     """Return a function that writes a small model of a task."""
-    families = {"classification": "bert", "seq2seq": "bart"}
+    families = {"classification": "bert", "regression": "bert", "seq2seq": "bart"}
     special = with_special_tokens(tokenizer)
-    return lambda task: save_model(tmp_path / task, special, families[task], task)
+    sizes = {"regression": {"num_labels": 1}}
+    return lambda task: save_model(tmp_path / task, special, families[task], task, **sizes.get(task, {}))
 
 
 def write(path: Path, *records: object) -> Path:
@@ -117,6 +118,54 @@ def test_check_names_chats_with_special_tokens(run: Run, tiny_model: Callable[..
     code, out, _ = run("check", path, "--model", str(tmp_path / "chat"))
     assert code == 0
     assert out.endswith(f"special tokens in messages: 1\n  {path}, line 2: <|endoftext|>\n")
+
+
+def test_check_counts_the_labels_and_names_those_outside_the_classes(
+    run: Run, tmp_path: Path, special_models: Callable[[str], Path]
+) -> None:
+    labels = [1, "LABEL_0", 1, 2, "good", "good", None]
+    path = write(tmp_path / "a.jsonl", *({"text": f"text {n}", "label": label} for n, label in enumerate(labels)))
+    options = ("--task", "classification", "--model", str(special_models("classification")))
+    code, out, err = run("check", path, *options, "--sequence", "3")
+    assert code == 1, err
+    head, _, findings = out.partition("malformed: ")
+    assert head.startswith(f'{path}: format "label"\n7 records, 3 documents, ')
+    assert head.endswith(
+        'classes:\n  0 (LABEL_0): 1\n  1 (LABEL_1): 2\nlabel outside the classes:\n  "good": 2\n  2: 1\n'
+        'to learn all names, set "id2label" in config.json of the model to '
+        '{"0": "LABEL_0", "1": "LABEL_1", "2": "good"}\n'
+    )
+    lines = findings.splitlines()
+    assert lines[:4] == [
+        "1",
+        f'  {path}, line 7 has no number or name under "label"; its fields: "text", "label"',
+        "empty: 0",
+        "label outside the classes: 3",
+    ]
+    for line, number, reason in ((lines[4], 4, "2, but the model has"), (lines[5], 5, '"good", but the classes of')):
+        assert line.startswith(f"  {path}, line {number} has the label {reason}")
+    assert f"too long: 3\n  {path}, line 1: " in findings
+    assert run("check", write(tmp_path / "b.jsonl", {"text": "one", "label": "LABEL_1"}), *options)[0] == 0
+    assert run("check", write(tmp_path / "c.jsonl", {"text": "one", "label": 2}), *options)[0] == 1
+
+
+def test_check_of_values_and_of_target_sequences(
+    run: Run, tmp_path: Path, special_models: Callable[[str], Path]
+) -> None:
+    path = write(tmp_path / "a.jsonl", *({"text": f"text {n}", "label": n / 2} for n in (1, 2, 5)))
+    options = ("--task", "regression", "--model", str(special_models("regression")))
+    code, out, err = run("check", path, *options)
+    assert code == 0, err
+    assert "\nlabels from 0.5 to 2.5, mean 1.33333\nmalformed: 0\nempty: 0\nlabel that cannot be learned: 0\n" in out
+    code, out, _ = run("check", write(path, {"text": "a", "label": 1}, {"text": "b", "label": "high"}), *options)
+    assert code == 1
+    assert f'label that cannot be learned: 1\n  {path}, line 2 has the label "high", which is not a number\n' in out
+    pairs = [("a", "b"), ("a b c d e f g h", "b"), ("a", "b c d e f g h i j")]
+    path = write(tmp_path / "b.jsonl", *({"input": prompt, "output": answer} for prompt, answer in pairs))
+    options = ("--task", "seq2seq", "--model", str(special_models("seq2seq")), "--sequence", "10")
+    code, out, err = run("check", path, *options)
+    assert code == 0, err
+    assert re.findall(r"line (\d): \d+ tokens", out) == ["2", "3"], "the longer one of prompt and answer"
 
 
 def test_check_of_valid_data_succeeds_and_counts_masked_tokens(run: Run, tmp_path: Path) -> None:

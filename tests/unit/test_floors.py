@@ -203,6 +203,7 @@ ORDER = """
     io.formats.prompts
     io.formats.chat
     io.formats.labelled
+    io.formats.labels
     io.formats.formats
     io
     io.sampling.sampler
@@ -323,6 +324,7 @@ ORDER = """
     evaluation.command
     __main__
     data.findings
+    data.label_counts
     data.opened
     data.show
     data.show_rows

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+import zstandard
 from lib.labelled import SIZES, save_model, with_special_tokens
 from transformers import (
     AutoConfig,
@@ -18,6 +24,7 @@ from transformers import (
 
 from acsgd.config.checks import check
 from acsgd.config.run_file import parse
+from acsgd.errors import RunError
 from acsgd.io.sampling.batches import Batch
 from acsgd.launch import Launch
 from acsgd.run.data import open_data
@@ -167,11 +174,6 @@ def test_names_of_classes_are_those_of_the_model(model: Model, tmp_path: Path) -
     fields = ("--data.fields", "label=answer")
     _, labels = in_order(open_data(job_of(known, path, "classification", *fields)).reader.batch(0))
     assert labels.tolist() == [1, 0, 2, 1]
-    unknown = model("bert", "classification", num_labels=3)
-    with pytest.raises(
-        ValueError, match=r'label "yes", but the classes of the model are LABEL_0, LABEL_1, LABEL_2; set'
-    ):
-        open_data(job_of(unknown, path, "classification", *fields))
 
 
 def test_long_examples_are_skipped_or_refused(model: Model, tmp_path: Path) -> None:
@@ -186,34 +188,121 @@ def test_long_examples_are_skipped_or_refused(model: Model, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("task", "labels", "message"),
+    ("task", "labels", "line", "message"),
     [
-        (
-            "classification",
-            [0, 1, 3, 0],
-            r"has the label 3, but the model has the classes 0 to 2; correct",
-        ),
-        ("classification", [0, 1, 0.5, 0], r"has the label 0\.5, but the model has the classes 0 to 2"),
-        ("classification", [0, 1, -1, 0], r"has the label -1, but the model has the classes"),
-        ("classification", [0, "a", 1, 0], r"a\.tsv has numbers and names as labels: 0 and 'a'"),
-        ("regression", ["x", "y", "x", "x"], r"has the label 'x', which is not a number"),
-        ("regression", ["nan", 1, 1, 1], r"a\.tsv, line 2 has no number or name under \"label\"; its fields: \"text\""),
+        ("classification", [0, 1, 3, 0], 4, "has the label 3, but the model has the classes 0 to 2; correct it, or"),
+        ("classification", [0, 0.5, 1, 0], 3, "has the label 0.5, but the model has the classes 0 to 2"),
+        ("classification", [-1, 1, 3, 0], 2, "has the label -1, but the model has the classes"),
+        ("classification", [0, 10**30, 3, 0], 3, "has the label 1000"),
+        ("classification", [0, "a", 1, 0], 3, 'has the label "a", but the classes of the model are LABEL_0, LABEL_1, '),
+        ("regression", ["x", 1, 0, 1], 2, 'has the label "x", which is not a number'),
+        ("regression", [1, 1e39, 1, 1], 3, "has the label 1e+39, which is not finite in fp32"),
+        ("regression", [1, IGNORED, 1, 1], 3, "has the label -100, which means that there is none; shift or scale all"),
+        ("regression", ["nan", 1, 1, 1], 2, 'has no number or name under "label"; its fields: "text", "label"'),
+        ("regression", ["", 1, 1, 1], 2, 'has the label "", which is not a number'),
     ],
 )
-def test_a_label_that_the_model_has_not_is_refused(
-    task: str, labels: list[object], message: str, model: Model, tmp_path: Path
+def test_a_label_that_the_model_cannot_learn_is_named_or_skipped(
+    task: str, labels: list[object], line: int, message: str, model: Model, tmp_path: Path
 ) -> None:
     path = table(tmp_path / "a.tsv", ("text", *SENTENCES), ("label", *labels))
-    with pytest.raises(ValueError, match=message):
-        open_data(job_of(model("bert", task, num_labels=3 if task == "classification" else 1), path, task))
+    directory = model("bert", task, num_labels=3 if task == "classification" else 1)
+    with pytest.raises(ValueError, match=f"^data.sources: {path}, line {line} {re.escape(message)}"):
+        open_data(job_of(directory, path, task))
+    reader = open_data(job_of(directory, path, task, "--data.on_error", "skip")).reader
+    valid = [label for label in labels if isinstance(label, int) and 0 <= label < 3]
+    assert sorted(float(reader.rows.rows[0].read(index)["labels"]) for index in range(len(valid))) == sorted(valid)
+    assert f"skipped {4 - len(valid)} of 4 records; the first, {path}, line {line}, {message[:20]}" in reader.notes[0]
+
+
+def test_classes_of_another_model_are_found_in_cached_tokens(model: Model, tmp_path: Path) -> None:
+    path = table(tmp_path / "a.tsv", ("text", *SENTENCES), ("label", *LABELS))
+    three, two = (model("bert", "classification", num_labels=number) for number in (3, 2))
+    assert three == two, "the same directory, with another config.json"
+    model("bert", "classification", num_labels=3)
+    open_data(job_of(three, path, "classification"))
+    model("bert", "classification", num_labels=2)
+    with pytest.raises(ValueError, match=r"a\.tsv, line 4 has the label 2, but the model has the classes 0 to 1"):
+        open_data(job_of(two, path, "classification"))
+
+
+RECORDS = [{"text": text, "label": label} for text, label in zip(SENTENCES, ["no", "yes", "maybe", "no"], strict=True)]
+LINES = "".join(f"{json.dumps(record)}\n" for record in RECORDS)
+CELLS = "".join(f"{text}\t{label}\n" for text, label in [("text", "label"), *(each.values() for each in RECORDS)])
+FILES: dict[str, tuple[bytes, str]] = {
+    "a.jsonl": (LINES.encode(), "line 3"),
+    "a.jsonl.zst": (zstandard.compress(LINES.encode()), "line 3"),
+    "a.jsonl.gz": (gzip.compress(LINES.encode()), "line 3"),
+    "a.json": (json.dumps(RECORDS).encode(), "line 1, record 3"),
+    "a.tsv": (CELLS.encode(), "line 4"),
+    "a.csv": (re.sub("(.*)\t(.*)", r'"\1","\2"', CELLS).encode(), "line 4"),
+    "a.parquet": (b"", "row 3"),
+    "a.arrow": (b"", "row 3"),
+}
+"""Files with RECORDS, and the place of the third one."""
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_place_of_a_label_outside_the_classes_is_named(
+    name: str, streams: bool, model: Model, tmp_path: Path
+) -> None:
+    """In the second of two files."""
+    if streams and name not in ("a.jsonl", "a.parquet"):
+        pytest.skip("the others are read by the same code")
+    content, place = FILES[name]
+    for directory, records in (("1", RECORDS[:2]), ("2", RECORDS)):
+        (tmp_path / "data" / directory).mkdir(parents=True)
+        path = tmp_path / "data" / directory / name
+        path.write_bytes(content)
+        if not content:
+            write_table(path, records)
+    if content:
+        (tmp_path / "data" / "1" / name).unlink()
+        (tmp_path / "data" / "1.jsonl").write_text("".join(LINES.splitlines(keepends=True)[:2]))
+    directory = model("bert", "classification", id2label={0: "no", 1: "yes"})
+    source = f"{'stream:' if streams else ''}{tmp_path / 'data'}/"
+    job = job_of(directory, path, "classification", "--data.sources", source)
+    message = rf'^data\.sources: {path}, {place} has the label "maybe", but the classes of the model are no, yes; '
+    with pytest.raises((ValueError, RunError), match=message):
+        open_data(job).reader.batch(0)
+
+
+def write_table(path: Path, records: list[dict[str, str]]) -> None:
+    """Write a file of Parquet or Arrow."""
+    rows = pa.Table.from_pylist(records)
+    if path.suffix == ".parquet":
+        pq.write_table(rows, path)
+        return
+    with pa.ipc.new_file(path, rows.schema) as file:
+        file.write_table(rows)
 
 
 def test_texts_and_pairs_are_not_mixed(model: Model, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"sentence1": "a", "sentence2": "b", "label": 1}\n{"text": "alone", "label": 0}\n')
-    message = r"a\.jsonl: some examples have one text and some have two: alone; divide them into two sources"
+    message = r"a\.jsonl, line 2 has one text, but the first record has two; divide them into two sources"
     with pytest.raises(ValueError, match=message):
         open_data(job_of(model("bert", "classification"), path, "classification"))
+    skipped = open_data(job_of(model("bert", "classification"), path, "classification", "--data.on_error", "skip"))
+    assert len(skipped.reader.rows.rows[0]) == 1
+
+
+def test_a_text_that_is_too_long_to_be_tokenized_at_once_is_named_once(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("acsgd.io.sources.pieces.PIECE_CHARS", 64)
+    monkeypatch.setattr("acsgd.io.sampling.pipeline.BATCH_CHARS", 100)
+    path = tmp_path / "a.jsonl"
+    texts = ["x y z\n" * 100, "x y z\n" * 20, "short", "last"]
+    records = [{"sentence1": text, "sentence2": "other", "label": 1} for text in texts]
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    directory = model("bert", "classification")
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1 has a text of more than 131,072 characters; shorten it"):
+        open_data(job_of(directory, path, "classification"))
+    reader = open_data(job_of(directory, path, "classification", "--data.on_error", "skip")).reader
+    assert len(reader.rows.rows[0]) == 2
+    assert "skipped 2 of 4 records; the first, " in reader.notes[0]
 
 
 def test_a_source_whose_examples_are_all_skipped_is_refused(model: Model, tmp_path: Path) -> None:
@@ -250,7 +339,7 @@ def test_target_sequences_have_the_loss_of_transformers(
 
 def test_records_without_a_prompt_are_refused(model: Model, tmp_path: Path) -> None:
     path = table(tmp_path / "a.tsv", ("text", *SENTENCES))
-    message = r"a\.tsv: an example has no prompt with an answer: One two three\.; use records with both"
+    message = r"a\.tsv, line 2 has no prompt with an answer: One two three\.; use records with both"
     with pytest.raises(ValueError, match=message):
         open_data(job_of(model("bart", "seq2seq"), path, "seq2seq"))
 

@@ -118,7 +118,7 @@ def test_columns_of_other_tasks_are_renamed(tmp_path: Path) -> None:
     )
     good, bad, hidden = read(f"glue:mrpc:{path}")
     assert good.fields == {"sentence1": 'one " quote', "sentence2": "two", "label": 1, "label_name": "equivalent"}
-    assert bad == BadRecord(f"{path}, line 3", 'has the label "2"', "use one of not_equivalent, equivalent")
+    assert bad == BadRecord(f"{path}, line 3", 'has the label "2"', "use one of not_equivalent, equivalent", "2")
     assert hidden.reason == 'has the label "-1"'
     path.write_text("sentence1\tsentence2\tscore\na\tb\t2.5\na\tb\tmany\n")
     good, bad = read(f"glue:stsb:{path}")

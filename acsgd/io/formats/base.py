@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from acsgd.io.sources.base import ReadOptions, Record
+from acsgd.io.sources.base import Label, ReadOptions, Record
 from acsgd.io.sources.text import excerpt
 
 Span = tuple[int, int]
@@ -31,8 +31,7 @@ class Example(NamedTuple):
 
     segments: tuple[Segment, ...]
     ends_document: bool = True
-    label: int | float | str | None = None
-    """Class, or value of a regression."""
+    label: Label | None = None
     has_special_tokens: bool = False
     """Whether the text contains the tokens that begin and end a document, as chat templates write them."""
     answers_begin_tokens: bool = False
@@ -52,11 +51,13 @@ class Example(NamedTuple):
 class FormatError(Exception):
     """A record that does not have a format. The message is a predicate: has no string under "text"."""
 
-    def __init__(self, reason: str, remedy: str) -> None:
+    def __init__(self, reason: str, remedy: str, *, label: Label | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
         self.remedy = remedy
         """Imperative: what to change in the record or in the options."""
+        self.label = label
+        """Label of the record if that is why: the model cannot learn it."""
 
 
 class Format(Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from acsgd.io.formats.base import Example, FormatError, OptionsOfFormat, Segment, has_strings, names_of
-from acsgd.io.sources.base import Record
+from acsgd.io.sources.base import Label, Record
 
 TEXTS = (
     ("text",),
@@ -40,7 +40,7 @@ class Labelled(OptionsOfFormat):
         return Example(tuple(Segment(record.fields[name]) for name in names), label=_label(record.fields))
 
 
-def _label(fields: Mapping[str, Any]) -> int | float | str:
+def _label(fields: Mapping[str, Any]) -> Label:
     """Return the label: a number if it can be read as one, as in tables without types."""
     label = fields.get(LABEL)
     if isinstance(label, str):

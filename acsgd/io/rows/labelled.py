@@ -5,13 +5,11 @@ Shapes: T tokens per row.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedConfig
 
 from acsgd.io.rows.base import INPUT_IDS, LABELS, LENGTHS, Row
 from acsgd.io.sampling.arrays import sample
@@ -83,14 +81,13 @@ class LabelledRows(_ExampleRows):
         sequence: int,
         *,
         padding: int,
-        config: PreTrainedConfig,
         is_regression: bool,
         has_types: bool = False,
     ) -> None:
-        """Raises ValueError if the corpus has labels that the model has not."""
         super().__init__(corpus, sequence, padding=padding)
         self._has_types = has_types
-        self._labels = _values(corpus) if is_regression else _classes(corpus, config)
+        assert corpus.labels is not None
+        self._labels = corpus.labels[:].astype(np.float32 if is_regression else np.int64)
 
     def read(self, index: int, epoch: int = 0) -> Row:
         """Read a row."""
@@ -140,38 +137,3 @@ def _padded(tokens: Sequence[int] | NDArray[Any], length: int, padding: int) -> 
     padded = np.full(length, padding, dtype=np.int64)
     padded[: len(tokens)] = tokens
     return padded
-
-
-def _values(corpus: Corpus) -> NDArray[np.float32]:
-    """Return the labels of a regression. Raises ValueError if they are not finite numbers."""
-    assert corpus.labels is not None
-    labels = corpus.labels[:]
-    wrong = list(corpus.classes) or labels[~np.isfinite(labels)].tolist()
-    if wrong:
-        raise ValueError(f"{corpus.name} has the label {wrong[0]!r}, which is not a number; correct it")
-    return labels.astype(np.float32)
-
-
-def _classes(corpus: Corpus, config: PreTrainedConfig) -> Ints:
-    """Return the class of each example. Raises ValueError if the model has not as many, or other names."""
-    assert corpus.labels is not None
-    labels = corpus.labels[:]
-    if corpus.classes:
-        known = {str(name): int(number) for number, name in (config.id2label or {}).items()}
-        unknown = [name for name in corpus.classes if name not in known]
-        if unknown:
-            raise ValueError(
-                f'{corpus.name} has the label "{unknown[0]}", but the classes of the model are '
-                f'{", ".join(known)}; set "id2label" in its config.json to '
-                f"{json.dumps(dict(enumerate(sorted(corpus.classes))))}"
-            )
-        numbers = np.array([known[name] for name in corpus.classes], dtype=np.int64)
-        return numbers[labels.astype(np.int64)]
-    num_classes = config.num_labels or 0
-    wrong = labels[(labels != np.floor(labels)) | (labels < 0) | (labels >= num_classes)]
-    if len(wrong):
-        raise ValueError(
-            f"{corpus.name} has the label {wrong[0]:g}, but the model has the classes 0 to {num_classes - 1}; "
-            'correct the label, or set "num_labels" in the config.json of the model'
-        )
-    return labels.astype(np.int64)

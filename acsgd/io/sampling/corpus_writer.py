@@ -7,7 +7,6 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
-from numpy.typing import NDArray
 
 from acsgd.io.sampling.arrays import ArrayWriter
 from acsgd.io.sampling.encode import Encoded
@@ -49,12 +48,12 @@ class CorpusWriter:
         for name in absent:
             (self._directory / name).unlink()
 
-    def append(self, encoded: Encoded, labels: NDArray[np.float64]) -> None:
-        """Write the tokens of the next examples. labels: theirs, as numbers."""
+    def append(self, encoded: Encoded) -> None:
+        """Write the tokens and labels of the next examples."""
         self._arrays[OFFSETS].append(self.num_tokens + encoded.ends)
         self._arrays[TOKENS].append(encoded.tokens)
         self._arrays[TARGETS].append(encoded.targets)
-        self._arrays[LABELS].append(labels)
+        self._arrays[LABELS].append(encoded.labels)
         if encoded.types is not None:
             self._arrays[TYPES].append(encoded.types)
         self.num_tokens += len(encoded.tokens)

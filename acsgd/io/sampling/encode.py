@@ -20,9 +20,6 @@ from acsgd.io.sampling.plain_specials import PlainSpecials
 from acsgd.io.sampling.targets import TextTokens, with_targets
 from acsgd.shards.tokenizer import DocumentTokens
 
-Label = int | float | str
-"""Class, by its number or name, or value of a regression."""
-
 
 class Encoded(NamedTuple):
     """Tokens of consecutive examples."""
@@ -34,12 +31,12 @@ class Encoded(NamedTuple):
     """Positions after the last tokens of the documents that end here."""
     num_of_text: int
     """Number of tokens without special tokens around documents."""
-    labels: Sequence[Label] = ()
-    """Labels of the examples, for tasks that need them."""
+    labels: NDArray[np.float64] = np.empty(0)
+    """Labels of the examples as numbers; empty if the task needs none."""
     types: NDArray[np.uint32] | None = None
     """Type of each token (token_type_ids), 0 in the first text of a pair, 1 in the second. None if none are needed."""
-    refused: Mapping[int, FormatError] = MappingProxyType({})
-    """Examples that are left out because of their tokens, by index, and why."""
+    refused: Mapping[int, FormatError | None] = MappingProxyType({})
+    """Examples that are left out because of their tokens or labels, by index, and why; None for later parts of one."""
 
 
 NONE = Encoded(np.empty(0, np.uint32), np.empty(0, bool), np.empty(0, np.int64), 0)
@@ -146,7 +143,7 @@ class DocumentEncoder:
         parts: list[Sequence[int]] = []
         targets: list[tuple[int, int]] = []
         ends: list[int] = []
-        refused: dict[int, FormatError] = {}
+        refused: dict[int, FormatError | None] = {}
         total = num_of_text = 0
         for index, (example, text) in enumerate(zip(examples, tokenized, strict=True)):
             if isinstance(text, FormatError):

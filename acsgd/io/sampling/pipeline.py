@@ -91,8 +91,8 @@ def encode_source(
 def stop_or_skip(record: BadRecord, source: Source, counts: RecordCounts) -> None:
     """Count a record as skipped. Raises ValueError with its place if such records stop the run (data.on_error)."""
     if source.options.on_error != "skip":
-        where, reason, remedy = record
-        raise ValueError(f"{source.key}: {where} {reason}; {remedy}, or skip such records with --data.on_error skip")
+        problem = f"{record.where} {record.reason}; {record.remedy}"
+        raise ValueError(f"{source.key}: {problem}, or skip such records with --data.on_error skip")
     counts.skip(record)
 
 
@@ -113,10 +113,10 @@ def _collect(batch: Sequence[Part | BadRecord], encoded: Encoded, mark: Mark | N
         if isinstance(each, BadRecord):
             bad.append(each)
             continue
-        if error := encoded.refused.get(number):
-            bad.append(BadRecord(each.where, error.reason, error.remedy))
-        else:
+        if number not in encoded.refused:
             parts.append(each)
+        elif error := encoded.refused[number]:
+            bad.append(BadRecord(each.where, error.reason, error.remedy, error.label))
         number += 1
     return EncodedParts(parts, encoded, bad, mark)
 

@@ -34,8 +34,6 @@ class SegmentAbout:
     rows: Annotated[int, check_positive]
     overlap: Natural
     """As of Corpus."""
-    classes: tuple[str, ...]
-    """As of Corpus."""
     checksum: Natural
     """CRC-32 of tokens, targets and layout: equal on all hosts."""
 
@@ -57,13 +55,13 @@ def write_segment(directory: Path, segment: Segment, token_dtype: np.dtype[np.un
     types = None if corpus.types is None else corpus.types[:]
     labels = np.empty(0) if corpus.labels is None else corpus.labels[:]
     with CorpusWriter(directory, token_dtype) as writer:
-        writer.append(Encoded(tokens, targets, corpus.offsets[1:], len(tokens), types=types), labels)
+        writer.append(Encoded(tokens, targets, corpus.offsets[1:], len(tokens), labels, types))
     checksum = zlib.crc32(targets.tobytes(), zlib.crc32(tokens.astype("<u4").tobytes()))
     for name, values in segment.layout.items():
         with ArrayWriter(directory / f"{LAYOUT}{name}", np.dtype("<i8")) as file:
             file.append(values)
         checksum = zlib.crc32(values.astype("<i8").tobytes(), checksum)
-    about = SegmentAbout(segment.start, segment.after, segment.rows, corpus.overlap, corpus.classes, checksum)
+    about = SegmentAbout(segment.start, segment.after, segment.rows, corpus.overlap, checksum)
     (directory / ABOUT).write_text(json.dumps(asdict(about)))
     seal(directory)
 
@@ -82,7 +80,6 @@ def open_segment(path: Path, name: str) -> OpenSegment:
         targets,
         about.overlap,
         labels,
-        about.classes,
         types=types,
         before=about.start.tokens,
     )

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from acsgd.fields import Natural
-from acsgd.io.sampling.encode import Encoder, Label
+from acsgd.io.sampling.encode import Encoder
 from acsgd.io.sampling.pipeline import EncodedParts, encode_source, stop_or_skip
 from acsgd.io.sampling.sampler import Ints
-from acsgd.io.sampling.tokens import Corpus, check_token, numbers_of
+from acsgd.io.sampling.tokens import Corpus, check_token
 from acsgd.io.sources.base import RecordCounts, Source
 from acsgd.notes import print_note
 
@@ -131,7 +131,7 @@ class _Tokens:
         """Number of tokens of the source before those at hand."""
         self._tokens, self._targets, self._types = _Pieces(np.uint32), _Pieces(np.bool_), _Pieces(np.uint32)
         self._ends = np.empty(0, np.int64)
-        self._labels: list[Label] = []
+        self._labels = _Pieces(np.float64)
         self._marks: list[tuple[int, Position]] = []
         """Records, each with the index of its first token among the tokens at hand, which may be below 0."""
 
@@ -153,7 +153,7 @@ class _Tokens:
         self._targets.append(encoded.targets)
         self._types.append(np.empty(0) if encoded.types is None else encoded.types)
         self._ends = np.concatenate([self._ends, start + encoded.ends])
-        self._labels += encoded.labels
+        self._labels.append(encoded.labels)
         if self._drop and len(self) >= self._drop:
             self._remove(self._drop)
             self._drop = 0
@@ -162,10 +162,9 @@ class _Tokens:
         """Return the tokens at hand, or those before `end`, a document that is cut there included."""
         tokens, targets, types = self._tokens.array(), self._targets.array()[:end], self._types.array()[:end]
         ends = self._ends if end is None else self._ends[self._ends <= end]
-        if end is not None and not self._labels and ends[-1:].sum() != end:
+        if end is not None and not len(self._labels) and ends[-1:].sum() != end:
             ends = np.append(ends, end)
-        classes = dict[str, int]()
-        labels = numbers_of(self._source, self._labels[: len(ends)], classes)
+        labels = self._labels.array()[: len(ends)]
         return Corpus(
             self._source.name,
             "",
@@ -174,7 +173,6 @@ class _Tokens:
             None if targets.all() else targets,
             self._encoder.overlap,
             labels if len(labels) else None,
-            tuple(classes),
             types=types if len(types) else None,
             before=self._before,
         )
@@ -197,7 +195,7 @@ class _Tokens:
             pieces.remove(count)
         gone = int((self._ends <= count).sum())
         self._ends = self._ends[gone:] - count
-        self._labels = self._labels[gone:]
+        self._labels.remove(min(gone, len(self._labels)))
         self._before += count
         kept = max((place for place, (first, _) in enumerate(self._marks) if first <= count), default=0)
         self._marks = [(first - count, mark) for first, mark in self._marks[kept:]]

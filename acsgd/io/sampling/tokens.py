@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from acsgd.io.cache import open_cached
 from acsgd.io.entry import Entry, seal
 from acsgd.io.sampling.arrays import Array, ArrayFile, sample
 from acsgd.io.sampling.corpus_writer import LABELS, OFFSETS, TARGETS, TOKENS, TYPES, CorpusWriter
-from acsgd.io.sampling.encode import DocumentEncoder, Encoder, Label
+from acsgd.io.sampling.encode import DocumentEncoder, Encoder
 from acsgd.io.sampling.pipeline import encode_source, progress, stop_or_skip
 from acsgd.io.sampling.sampler import Ints
 from acsgd.io.sources.base import TEXT, RecordCounts, Source
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 ABOUT = "about.json"
 """File of a cache entry with the fields of TokenStats, beside the arrays of the Corpus."""
 
-FORMAT = 10
+FORMAT = 11
 """Version of the format of a token cache entry; part of every cache key."""
 
 NAME_BYTES = 80
@@ -52,9 +51,7 @@ class Corpus(NamedTuple):
     overlap: int = 0
     """Number of tokens that end a document and begin the next one."""
     labels: Array | None = None
-    """Label of each document, fp64: a number, or the index of its name in `classes`. None for language modelling."""
-    classes: tuple[str, ...] = ()
-    """Names of the labels; empty if they are numbers."""
+    """Label of each document, fp64: its class or value. None for tasks without labels."""
     target_fraction: float = 1.0
     """Fraction of the tokens that are targets."""
     types: Array | None = None
@@ -93,8 +90,6 @@ class TokenStats(NamedTuple):
     """Name of the format of the records."""
     long: str | None
     """Clause that describes the examples that are too long."""
-    classes: list[str]
-    """As of Corpus."""
 
     def notes(self, source: Source) -> tuple[str, ...]:
         """Return sentences on a format that was detected, and on skipped records."""
@@ -175,10 +170,9 @@ def _read_entry(path: Path, source: Source) -> tuple[Corpus, int]:
     tokens.verify_sample()
     about = entry.file(ABOUT)
     stats = TokenStats(**json.loads(about.read(0, about.size)))
-    classes, notes = tuple(stats.classes), stats.notes(source)
-    fraction = stats.targets / len(tokens)
+    notes, fraction = stats.notes(source), stats.targets / len(tokens)
     corpus = Corpus(
-        source.name, path.name, tokens, offsets, targets, stats.overlap, labels, classes, fraction, types, notes=notes
+        source.name, path.name, tokens, offsets, targets, stats.overlap, labels, fraction, types, notes=notes
     )
     return corpus, stats.largest
 
@@ -203,7 +197,7 @@ def tokenize(
     cuts, about one in ten thousand. Raises ValueError if the text cannot be read, has no token, or has a token of
     `vocab_size` or above.
     """
-    counts, started, classes = RecordCounts(), time.monotonic(), dict[str, int]()
+    counts, started = RecordCounts(), time.monotonic()
 
     def describe() -> str:
         return progress("tokenizing", source, counts, writer.num_tokens, time.monotonic() - started)
@@ -212,14 +206,12 @@ def tokenize(
         for _, encoded, bad, _ in encode_source(source, tokenizer, encoder, counts):
             for record in bad:
                 stop_or_skip(record, source, counts)
-            writer.append(encoded, numbers_of(source, encoded.labels, classes))
+            writer.append(encoded)
             check_token(writer.largest, source, tokenizer, vocab_size)
     skipped, too_long = counts.summary(), encoder.note
     if not writer.num_of_text:
         raise ValueError(_no_token(source, tokenizer, [clause for clause in (skipped, too_long) if clause]))
-    return TokenStats(
-        writer.largest, writer.num_targets, encoder.overlap, skipped, counts.format, too_long, list(classes)
-    )
+    return TokenStats(writer.largest, writer.num_targets, encoder.overlap, skipped, counts.format, too_long)
 
 
 def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype[np.unsignedinteger]:
@@ -233,18 +225,6 @@ def _no_token(source: Source, tokenizer: PreTrainedTokenizerBase, clauses: Seque
         f"{source.key}: {source.name} has no token with the tokenizer {tokenizer.name_or_path} of {len(tokenizer)} "
         f"tokens{skipped}; give a text that is not blank, or a model with all its tokenizer files"
     )
-
-
-def numbers_of(source: Source, labels: Sequence[Label], classes: dict[str, int]) -> NDArray[np.float64]:
-    """Return labels as numbers. classes: numbers of names, extended in place.
-
-    Raises ValueError if some are names and others are not.
-    """
-    values = [classes.setdefault(label, len(classes)) if isinstance(label, str) else label for label in labels]
-    if classes and not all(isinstance(label, str) for label in labels):
-        number = next(label for label in labels if not isinstance(label, str))
-        raise ValueError(f"{source.key}: {source.name} has numbers and names as labels: {number} and {min(classes)!r}")
-    return np.array(values, dtype=np.float64)
 
 
 def check_token(token: int, source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:

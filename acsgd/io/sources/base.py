@@ -9,6 +9,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 OnError = Literal["stop", "skip"]
 """What an unreadable record does: end the run, or be skipped and counted (data.on_error)."""
 
+Label = int | float | str
+"""Class, by its number or name, or value of a regression."""
+
 TEXT = "text"
 """Field of a record that holds a plain text."""
 
@@ -51,6 +54,8 @@ class BadRecord(NamedTuple):
     """Predicate of a sentence whose subject is the record: "is not JSON"."""
     remedy: str
     """Imperative: what to change in the file."""
+    label: Label | None = None
+    """Label of the record if that is why: the model cannot learn it."""
 
 
 @dataclass
@@ -80,8 +85,8 @@ class RecordCounts:
         """Return a clause that describes the skipped records, None if there are none."""
         if not self.first:
             return None
-        where, reason, _ = self.first
-        return f"skipped {self.skipped} of {self.records} records; the first, {where}, {reason}"
+        first = self.first
+        return f"skipped {self.skipped} of {self.records} records; the first, {first.where}, {first.reason}"
 
 
 class Source(Protocol):

@@ -105,4 +105,4 @@ def _glue_record(record: Record, task: GlueTask) -> Record | BadRecord:
         return record._replace(fields={**fields, "label": number, "label_name": task.labels[number]})
     except ValueError:
         known = f"one of {', '.join(task.labels)}" if task.labels else "a number"
-        return BadRecord(record.where, f'has the label "{excerpt(label)}"', f"use {known}")
+        return BadRecord(record.where, f'has the label "{excerpt(label)}"', f"use {known}", label)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -87,14 +88,14 @@ def _elements(text: str, name: str, key: str) -> Iterator[tuple[str, str, Any]]:
     """Yield place, text and value of each element of a JSON array, one at a time."""
     end, line = text.index("[") + 1, 1
     counted = 0
-    while True:
+    for number in itertools.count(1):
         start = _SPACE.match(text, end).end()  # type: ignore[union-attr]
         if text[start : start + 1] == "]":
             return
         value, end = _decoded(text, start, name, key)
         line += text.count("\n", counted, start)
         counted = start
-        yield f"{name}, line {line}", text[start:end], value
+        yield f"{name}, line {line}, record {number}", text[start:end], value
         end = _SPACE.match(text, end).end()  # type: ignore[union-attr]
         if text[end : end + 1] not in (",", "]"):
             _refuse(text, end, "Expecting ',' delimiter", name, key)
