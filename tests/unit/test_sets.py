@@ -123,7 +123,7 @@ def test_columns_of_other_tasks_are_renamed(tmp_path: Path) -> None:
     path.write_text("sentence1\tsentence2\tscore\na\tb\t2.5\na\tb\tmany\n")
     good, bad = read(f"glue:stsb:{path}")
     assert good.fields == {"sentence1": "a", "sentence2": "b", "label": 2.5}
-    assert bad == BadRecord(f"{path}, line 3", 'has the label "many"', "use a number")
+    assert bad == BadRecord(f"{path}, line 3", 'has the label "many"', "use a number", "many")
     [wrong, _] = read(f"glue:qqp:{path}")
     assert wrong.reason.startswith('has no column "question1"; its columns: sentence1, sentence2, score')
 
