@@ -96,9 +96,10 @@ def _download(name: str, *, option: str, weights: bool) -> str:
         # subfolders of a repository hold the same weights in other formats
         return snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        first_line = str(error).strip().split("\n")[0]
+        cause = str(error).strip().split("\n")[0].rstrip(".")
         raise ValueError(
-            f"{option}={name} is neither a local directory nor a model on the Hugging Face Hub: {first_line}"
+            f"{option}={name} is neither a local directory nor a model on the Hugging Face Hub: {cause}; check the "
+            f"name or, without a network, give a directory with a copy (hf download {name} --local-dir DIRECTORY)"
         ) from None
 
 

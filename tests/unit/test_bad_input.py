@@ -164,7 +164,9 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_hub_id_is_refused(tmp_path: Path) -> None:
-    assert "model.name=no/such-model is neither a local directory nor" in refuse(tmp_path, "--model.name no/such-model")
+    message = refuse(tmp_path, "--model.name no/such-model")
+    assert "model.name=no/such-model is neither a local directory nor" in message
+    assert "give a directory with a copy (hf download no/such-model --local-dir DIRECTORY)" in message
 
 
 @pytest.mark.parametrize(

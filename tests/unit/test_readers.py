@@ -8,7 +8,10 @@ import json
 import os
 import random
 import re
+import shutil
+import socket
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
 from functools import partial
@@ -299,6 +302,32 @@ def test_without_a_network_a_local_copy_is_suggested(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"hf:nobody/nothing cannot be loaded: .*; give .* hf:DIRECTORY with a copy"):
         texts(source_of("hf:nobody/nothing"))
+
+
+@pytest.mark.parametrize("prefix", ["", "stream:"])
+def test_a_hub_that_cannot_be_reached_is_given_up_soon(
+    prefix: str, hub: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`datasets` would try again for half a minute. A dataset in its cache is read."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    with socket.socket() as never_listens:
+        never_listens.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{never_listens.getsockname()[1]}"
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", endpoint)
+        message = rf"hf:nobody/nothing cannot be loaded: {endpoint} cannot be reached \(.*refused.*\); .* a copy \(hf"
+        with pytest.raises(ValueError, match=message):
+            _ = source_of(f"{prefix}hf:nobody/nothing").fingerprint
+        assert sum(slept) <= 2
+        assert not datasets.config.HF_HUB_OFFLINE
+        assert texts(source_of(f"hf:{hub}:red")) == ["red train"]
+        shutil.copytree(tmp_path / "cache" / "hub", tmp_path / "cache" / "nobody___hub")
+        assert texts(source_of(f"{prefix}hf:nobody/hub:red")) == ["red train"]
+        assert sum(slept) <= 4
 
 
 def test_saved_splits_are_read_by_name(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +15,12 @@ from acsgd.io.sources.files import SPLITS, STATE
 from acsgd.io.sources.tables import BATCH_ROWS, rows_of
 
 PREFIX = "hf:"
+CONNECT_S = 3.0
+"""Seconds in which one of the addresses of the Hub must accept a connection."""
+READ_S = 60.0
+"""Seconds in which it must answer then."""
+PAUSES_S = (1.0, 1.0)
+"""Seconds before further attempts to reach the Hub after one that failed at once."""
 SAVED = (STATE, "dataset_dict.json")
 """Files of a directory that `save_to_disk` wrote: of one split, or of several."""
 
@@ -90,6 +97,47 @@ def is_saved(path: str) -> bool:
     return any(os.path.lexists(os.path.join(path, name)) for name in SAVED)
 
 
+@contextlib.contextmanager
+def from_hub_or_cache(path: str) -> Iterator[None]:
+    """Context in which `datasets` loads a dataset, only from its cache if the Hub cannot be reached.
+
+    Without a network it would try again for half a minute, even if the dataset is in its cache, and has no option for
+    that. Raises ConnectionError if the dataset is not there. path: id or directory.
+    """
+    import datasets
+
+    if os.path.isdir(path) or datasets.config.HF_HUB_OFFLINE or (problem := _unreachable()) is None:
+        yield
+        return
+    datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    except ConnectionError:
+        raise ConnectionError(f"{datasets.config.HF_ENDPOINT} cannot be reached ({problem})") from None
+    finally:
+        datasets.config.HF_HUB_OFFLINE = False
+
+
+def _unreachable() -> str | None:
+    """Return why no request reaches the Hub; None if one does, whatever the answer."""
+    import datasets
+    from huggingface_hub.utils import get_session
+
+    problem = ""
+    for pause in (0.0, *PAUSES_S):
+        time.sleep(pause)
+        started = time.monotonic()
+        try:
+            get_session().head(datasets.config.HF_ENDPOINT, timeout=(CONNECT_S, READ_S, READ_S, READ_S))
+        except Exception as error:  # of the HTTP library, which depends on the version of huggingface_hub
+            problem = first_line(error)
+            if time.monotonic() - started >= CONNECT_S:
+                break
+        else:
+            return None
+    return problem
+
+
 @lru_cache(maxsize=8)
 def load_dataset(name: DatasetName) -> Any:
     """Load a split, in the cache of `datasets` or memory-mapped from a directory."""
@@ -97,6 +145,7 @@ def load_dataset(name: DatasetName) -> Any:
 
     path = os.path.expanduser(name.path)
     if not is_saved(path):
-        return datasets.load_dataset(path, name.config, split=name.split, revision=name.revision)
+        with from_hub_or_cache(path):
+            return datasets.load_dataset(path, name.config, split=name.split, revision=name.revision)
     saved = datasets.load_from_disk(path)
     return saved[name.split] if isinstance(saved, datasets.DatasetDict) else saved

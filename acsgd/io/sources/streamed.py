@@ -19,7 +19,7 @@ from acsgd.io.sources.base import BadRecord, NamedSource, Record, RecordCounts
 from acsgd.io.sources.files import STATE, Files
 from acsgd.io.sources.fingerprint import version_of
 from acsgd.io.sources.hub import PREFIX as HUB
-from acsgd.io.sources.hub import first_line, is_saved, load_dataset, loading, parse_name
+from acsgd.io.sources.hub import first_line, from_hub_or_cache, is_saved, load_dataset, loading, parse_name
 from acsgd.io.sources.remote import RemoteFile
 from acsgd.io.sources.seekable import SEEKABLE, Place
 from acsgd.io.sources.text import reading
@@ -214,7 +214,8 @@ def _open(name: str) -> tuple[Any, list[str], str]:
     if is_saved(path):
         directory = os.path.join(path, parts.split) if not os.path.lexists(os.path.join(path, STATE)) else path
         return load_dataset(parts).to_iterable_dataset(), Files(directory).names(), ""
-    builder = datasets.load_dataset_builder(path, parts.config, revision=parts.revision)
+    with from_hub_or_cache(path):
+        builder = datasets.load_dataset_builder(path, parts.config, revision=parts.revision)
     files = (builder.config.data_files or {}).get(parts.split)
     revision = f"{builder.hash} {getattr(files, 'origin_metadata', None)}"
     return builder.as_streaming_dataset(split=parts.split), [*map(str, files or ())], revision
