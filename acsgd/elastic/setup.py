@@ -82,7 +82,7 @@ def with_stages(config: Config, stages: int) -> Config:
 def _fits(job: Job, stages: int) -> bool:
     """Return whether the processes of this host have memory for pipelines of some number of stages."""
     try:
-        check_memory(job.model.num_parameters, stages, job.local_world_size, job.streams)
+        check_memory(job.model.parameters, job.dtype, stages, job.local_world_size, job.streams)
     except ValueError:
         return False
     return True

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from acsgd.codecs.identity import DTYPES
 from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.resize import Place, carry_over
 from acsgd.layers.composed import ComposedModel, Inputs
@@ -41,7 +40,7 @@ def build_session(job: Job, source: WeightSource, groups: Groups, cache_plan: Ca
 
     cache_plan: size and place of the activation caches; needed if pp.forward is delta.
     """
-    model = job.model.build(DTYPES[job.config.model.dtype])
+    model = job.model.build(job.dtype)
     composed = ComposedModel(model, job.model.description)
     peers = Peers(groups.dp, groups.waits)
     stages = build_stages(job, composed, source, peers)
@@ -131,7 +130,7 @@ def _connect(
 def build_stages(job: Job, composed: ComposedModel, source: WeightSource, peers: Peers) -> dict[int, Stage]:
     """Load the layers of this rank's stages into the model, one at a time; all others stay on the meta device."""
     config, device, model = job.config, job.streams.device, composed.model
-    dtype = DTYPES[config.model.dtype]
+    dtype = job.dtype
     me, tied = job.topology.rank, job.tied
     looked_up = [each.key for each in tied if me in each.lookups]
     sent = [each.key for each in tied if each.lookups and me == each.owner]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from acsgd import codecs
@@ -83,7 +84,7 @@ class Job:
         layers = " | ".join(_span(model.layers[slice(*spec)]) for spec in self.specs)
         idle = f"\ndp.mode={config.dp.mode} has nothing to do: there is one replica" if self._mode_is_idle else ""
         return (
-            f"{model.config.model_type}, {model.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}, "
+            f"{model.config.model_type}, {model.parameters.describe()}, {config.model.dtype}, "
             f"on {self.streams.device.type}: {topology.stages} pipeline ranks x {topology.replicas} replicas\n"
             f"stages: {layers}\n"
             f"a step: {config.data.batch} sequences of {config.data.sequence} tokens, "
@@ -174,6 +175,11 @@ class Job:
         return Pacing(width, 1 + -(-warm_up // width))
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of parameters and activations."""
+        return DTYPES[self.config.model.dtype]
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Sizes of a micro-batch of the longest rows, by the symbols of shapes."""
         return _sizes(self.config)
@@ -181,7 +187,7 @@ class Job:
     @property
     def boundaries(self) -> list[dict[str, TensorSpec]]:
         """By boundary, shapes and dtypes of the tensors that a stage sends to the next, per micro-batch, by name."""
-        sizes, dtype = self.sizes, DTYPES[self.config.model.dtype]
+        sizes, dtype = self.sizes, self.dtype
         cuts = [self.model.description.boundary(spec.first) for spec in self.specs[1:]]
         return [
             {name: TensorSpec(*shape.resolve(sizes, dtype), shape.dims) for name, shape in cut.items()} for cut in cuts

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 from acsgd.config.options import Config, LogConfig
 from acsgd.io.sampling.batches import reading_bytes
@@ -15,7 +18,7 @@ from acsgd.tasks import TASKS
 MAX_COMPUTES = 2**16
 """Maximum number of forwards in a step of one pipeline. Ordering and validating a program takes 0.1 ms per forward."""
 WEIGHT_BYTES, GRADIENT_BYTES = 4, 4
-"""Memory for each parameter: an fp32 master weight, which evaluations need, too, and its gradient."""
+"""Memory for each trained parameter: an fp32 master weight, which evaluations need, too, and its gradient."""
 
 
 def check_directories(config: Config, rank: int) -> None:
@@ -63,17 +66,53 @@ def check_sequence(sequence: int, longest: int | None) -> None:
         )
 
 
-def check_memory(num_parameters: int, stages: int, processes: int, streams: Streams, *, trains: bool = True) -> None:
-    """Raise ValueError if weights, and gradients if it trains, exceed the memory. processes: ranks on this host."""
-    of_each = WEIGHT_BYTES + GRADIENT_BYTES * trains
-    memory, per_rank = streams.memory_bytes(), of_each * num_parameters / stages
+class ParameterCount(NamedTuple):
+    """Number of parameters of a model, with its adapter."""
+
+    trained: int
+    frozen: int
+
+    @property
+    def all(self) -> int:
+        """Number of trained and of frozen ones."""
+        return self.trained + self.frozen
+
+    def needed_bytes(self, dtype: torch.dtype, *, trains: bool = True) -> int:
+        """Return the memory of weights, and of gradients if it trains, without activations and optimizer state.
+
+        dtype: of the parameters.
+        """
+        copy = 0 if dtype == torch.float32 else dtype.itemsize  # beside the fp32 master weights
+        return self.frozen * dtype.itemsize + self.trained * (WEIGHT_BYTES + copy + GRADIENT_BYTES * trains)
+
+    def describe(self) -> str:
+        """Return a clause such as "124.4 M parameters, 0.3 M of them trained"."""
+        trained = f", {self.trained / 1e6:.1f} M of them trained" if self.frozen else ""
+        return f"{self.all / 1e6:.1f} M parameters{trained}"
+
+    def __str__(self) -> str:
+        trained = f", {self.trained:,} of them trained" if self.frozen and self.trained else ""
+        return f"{self.all:,} parameters{trained}"
+
+
+def check_memory(
+    count: ParameterCount,
+    dtype: torch.dtype,
+    stages: int,
+    processes: int,
+    streams: Streams,
+    *,
+    trains: bool = True,
+) -> None:
+    """Raise ValueError if `ParameterCount.needed_bytes` exceeds the memory. processes: ranks on this host."""
+    memory, per_rank = streams.memory_bytes(), count.needed_bytes(dtype, trains=trains) / stages
     on_cpu = streams.device.type == "cpu"
     if memory is not None and (needed := per_rank * (processes if on_cpu else 1)) > memory:
-        place, what = "this host" if on_cpu else "a GPU", "weights and gradients" if trains else "weights"
+        place = "this host" if on_cpu else "a GPU"
+        what = "weights and gradients" if trains and count.trained else "weights"
         raise ValueError(
-            f"the model has {num_parameters:,} parameters; {what} in fp32 need at least "
-            f"{needed / 2**30:,.0f} GiB on {place} with pp.stages={stages}, which has {memory / 2**30:,.0f} GiB; use a "
-            "smaller model, or more stages on more hosts"
+            f"the model has {count}; {what} need at least {needed / 2**30:,.0f} GiB on {place} with "
+            f"pp.stages={stages}, which has {memory / 2**30:,.0f} GiB; use a smaller model, or more stages on more hosts"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,11 +12,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from acsgd.adapters.inject import build_adapted, with_adapter
 from acsgd.adapters.spec import Adapter, parse_adapter
+from acsgd.codecs.identity import DTYPES
 from acsgd.config.options import Config
 from acsgd.launch import Launch
 from acsgd.layers.description import LayerSpec, ModelLayers
+from acsgd.layers.skeleton import parameter_names
 from acsgd.run.layers_cache import LayersCache
-from acsgd.run.limits import check_memory, check_sequence
+from acsgd.run.limits import ParameterCount, check_memory, check_sequence
 from acsgd.shards.config import derive_layers, longest_sequence
 from acsgd.shards.hub import open_model
 from acsgd.streams import Streams
@@ -28,8 +31,8 @@ class RunModel(NamedTuple):
     directory: Path
     """Directory of config.json, the tokenizer and, unless model.init is "scratch", the weights."""
     config: PreTrainedConfig
-    num_parameters: int
-    """Number of parameters of the whole model."""
+    parameters: ParameterCount
+    """Number of parameters of the whole model, with its adapter."""
     task: Task
     derived: ModelLayers
     """Layers as derived from the model's forward."""
@@ -55,7 +58,7 @@ class RunModel(NamedTuple):
 
     def describe_size(self) -> str:
         """Return the size in words, for messages."""
-        return f"a model of {self.num_parameters:,} parameters in {len(self.layers)} layers"
+        return f"a model of {self.parameters.all:,} parameters in {len(self.layers)} layers"
 
 
 def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: bool = True) -> RunModel:
@@ -66,23 +69,38 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
     task, cache = TASKS[config.model.task], layers_cache(config)
     found = open_model(config.model, is_valid=lambda config: cache.find(config) is not None)
     check_sequence(config.data.sequence, longest_sequence(found.config))
-    # with frozen parameters, gradients may need hardly any memory
-    trains = trains and config.model.freeze is None and config.adapter.spec is None
-    check_memory(found.num_parameters, config.pp.stages, launch.local_world_size, streams, trains=trains)
+    has_frozen = config.model.freeze is not None or config.adapter.spec is not None
+    # before the model is built, which takes memory itself
+    count = ParameterCount(0, found.num_parameters) if has_frozen else ParameterCount(found.num_parameters, 0)
+    check = partial(
+        check_memory, stages=config.pp.stages, processes=launch.local_world_size, streams=streams, trains=trains
+    )
+    check(count, DTYPES[config.model.dtype])
     derived = found.layers or cache.find(found.config) or derive_layers(found.directory, found.config, task.name)
     adapter, description = parse_adapter(config.adapter.spec), _freeze(derived, config.model.freeze)
-    if adapter is not None:
-        description = with_adapter(derived, build_adapted(task, found.config, adapter), adapter, task.name)
+    if has_frozen:
+        built = build_adapted(task, found.config, adapter)
+        if adapter is not None:
+            description = with_adapter(derived, built, adapter, task.name)
+        count = _count(built, description)
+        check(count, DTYPES[config.model.dtype])
     return RunModel(
         found.directory,
         found.config,
-        found.num_parameters,
+        count,
         task,
         derived,
         description,
         adapter,
         is_verified=found.layers is not None,
     )
+
+
+def _count(model: PreTrainedModel, layers: ModelLayers) -> ParameterCount:
+    """Return the number of parameters of a model that are trained, and of those that are not."""
+    sizes = {key: model.get_parameter(key).numel() for key in parameter_names(model)}
+    frozen = sum(sizes[key] for key in layers.frozen)
+    return ParameterCount(sum(sizes.values()) - frozen, frozen)
 
 
 def _freeze(layers: ModelLayers, patterns: str | None) -> ModelLayers:

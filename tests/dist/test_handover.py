@@ -12,7 +12,7 @@ from lib.ranks import on_ranks
 from lib.training import RELATIVE, make_config
 from lib.views import ScriptedView, Trained, train_in_views
 
-from acsgd.config.options import ReplicaConfig
+from acsgd.config.options import AdapterConfig, ReplicaConfig
 
 STEPS = 7
 EXCHANGES = ("cocktail_grad:topk=.25", "diloco:inner=4")
@@ -27,6 +27,7 @@ MODES = (*EXCHANGES, *OTHERS)
 MEMBERS = (0, 1, 2)
 FROZEN = "transformer.w[tp]e.*,*.h.0.*"
 """Parameters that are not trained."""
+ADAPTER = "lora:r=2,dropout=.2"
 STREAMED = "streamed"
 JOIN = [
     ScriptedView((0, 1), 4, late=(1,)),  # step 5, which 1 completes alone
@@ -77,6 +78,9 @@ def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     model = dataclasses.replace(config.model, freeze=FROZEN)
     all_runs[f"{FROZEN}, calm"] = dataclasses.replace(config, model=model), scripts_of("")["calm"]
     all_runs[f"{FROZEN}, members change"] = dataclasses.replace(config, model=model), scripts_of("")["members change"]
+    adapted = dataclasses.replace(config, adapter=AdapterConfig(ADAPTER))
+    for name in ("calm", "members change"):
+        all_runs[f"{ADAPTER}, {name}"] = adapted, scripts_of("")[name]
     write_records(path / "a.jsonl")
     sources = f"stream:{path / 'a.jsonl'}:0.5,demo:0.5"
     streamed = dataclasses.replace(config, data=dataclasses.replace(config.data, sources=sources, window=4))
@@ -135,6 +139,12 @@ def test_layers_with_frozen_parameters_are_handed_over(runs: Runs) -> None:
     """Without optimizer state, and to replicas that have never loaded them."""
     losses, calm = (losses_of(runs, FROZEN, script) for script in ("members change", "calm"))
     assert losses == pytest.approx(calm, rel=RELATIVE)
+
+
+def test_adapters_and_their_optimizer_state_are_handed_over(runs: Runs) -> None:
+    losses, calm = (losses_of(runs, ADAPTER, script) for script in ("members change", "calm"))
+    assert losses == pytest.approx(calm, rel=RELATIVE)
+    assert calm[STEPS] < calm[1]
 
 
 def test_streamed_sources_are_read_on_where_the_view_before_has_ended(runs: Runs) -> None:

@@ -212,7 +212,7 @@ def test_a_new_model_that_no_memory_holds_is_refused_before_it_is_built(sizes: d
     message = refuse(tmp_path, "--model.name model --model.init scratch")
     width, tables = config["n_embd"], config["vocab_size"] + config["n_positions"]
     parameters = tables * width + config["n_layer"] * (12 * width**2 + 13 * width) + 2 * width
-    assert message.startswith(f"the model has {parameters:,} parameters; weights and gradients in fp32 need at least ")
+    assert message.startswith(f"the model has {parameters:,} parameters; weights and gradients need at least ")
     assert message.endswith("use a smaller model, or more stages on more hosts")
 
 
