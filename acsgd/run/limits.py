@@ -112,7 +112,8 @@ def check_memory(
         what = "weights and gradients" if trains and count.trained else "weights"
         raise ValueError(
             f"the model has {count}; {what} need at least {needed / 2**30:,.0f} GiB on {place} with "
-            f"pp.stages={stages}, which has {memory / 2**30:,.0f} GiB; use a smaller model, or more stages on more hosts"
+            f"pp.stages={stages}, which has {memory / 2**30:,.0f} GiB; "
+            "use a smaller model, or more stages on more hosts"
         )
 
 
