@@ -71,6 +71,8 @@ class Show(DataOptions):
     """Names of the denoisers of ul2r, as data.modes of a run."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Seed of the objective, as data.seed of a run."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What an unreadable record does to rows, as data.on_error of a run. Records are shown with what is wrong."""
 
     def run(self) -> None:
         """Print the records or rows."""

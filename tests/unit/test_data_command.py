@@ -138,7 +138,7 @@ def test_check_counts_the_labels_and_names_those_outside_the_classes(
     lines = findings.splitlines()
     assert lines[:4] == [
         "1",
-        f'  {path}, line 7 has no number or name under "label"; its fields: "text", "label"',
+        f'  {path}, line 7 has no number or name under "label"; its fields: "text", "label" (null)',
         "empty: 0",
         "label outside the classes: 3",
     ]
@@ -231,6 +231,15 @@ def test_show_prints_labels_and_target_sequences(
     code, out, err = run("show", path, "--task", "seq2seq", *options)
     assert code == 0, err
     assert re.search(r"row 1 of 1: \d+ and \d+ tokens, \d+ and \d+ padding\n⟦<s>one two</s>⟧\n<s>three</s>\n", out)
+
+
+def test_rows_of_readable_records_are_shown(run: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "bad", {"text": "good " * 9})
+    assert f"{path}, line 1 is not JSON" in run("show", path, "--sequence", "4")[2]
+    code, out, err = run("show", path, "--sequence", "4", "--on-error", "skip")
+    assert code == 0, err
+    assert f"skipped 1 of 2 records; the first, {path}, line 1, is not JSON" in out
+    assert "row 1 of 9: 4 tokens" in out
 
 
 def test_options_of_rows_need_their_length(run: Run, tmp_path: Path) -> None:

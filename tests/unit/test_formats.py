@@ -144,6 +144,11 @@ BAD: list[tuple[dict[str, Any], dict[str, str], str]] = [
         'has no string under "text"; its fields: "txt", "n"; name the fields that a format needs',
     ),
     (
+        {"text": {"body": {"en": "a", "de": 1}}, "tags": ["x"], "n": None},
+        {},
+        'has no string under "text"; its fields: "text.body.en", "text.body.de", "tags" (a list), "n" (null); name the',
+    ),
+    (
         {"text": "a"},
         {"fields": "text=body.text"},
         'has no field "body.text"; its fields: "text"; correct --data.fields',
@@ -213,7 +218,8 @@ def test_bad_options_are_refused(options: dict[str, str], message: str) -> None:
 
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match=r"has no chat template, .*; put one into .* as chat_template\.jinja"):
+    message = r"a\.jsonl, line 1: the tokenizer .* has no chat template, .*; put one into .* as chat_template\.jinja"
+    with pytest.raises(ValueError, match=message):
         read(tmp_path, {"messages": CHAT}, tokenizer=with_template(tokenizer, None), on_error="skip")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -102,8 +102,17 @@ def string_of(fields: Mapping[str, Any], name: str, default: str | None = None) 
 
 
 def names_of(fields: Mapping[str, Any]) -> str:
-    """Return the names of the fields of a record for a message."""
-    return excerpt(", ".join(f'"{field}"' for field in fields) or "none")
+    """Return the names of the fields of a record for a message, those of objects as of `field_of`."""
+    return excerpt(", ".join(_names(fields)) or "none")
+
+
+def _names(fields: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and value:
+            yield from _names(value, f"{prefix}{name}.")
+        else:
+            kind = " (null)" if value is None else " (a list)" if isinstance(value, list) else ""
+            yield f'"{prefix}{name}"{kind}'
 
 
 def field_of(fields: Mapping[str, Any], path: str) -> Any:

@@ -60,11 +60,15 @@ def read_each(
 ) -> Iterator[tuple[str, Example | BadRecord]]:
     """Yield place and example of each record, or why there is none.
 
-    counts: updated in place, but for `skipped`. A format that it names is that of all records.
+    counts: updated in place, but for `skipped`. A format that it names is that of all records. Raises ValueError if no
+    record can have the format.
     """
     reader = _Reader(source.options, tokenizer, counts.format)
     for record in source.records(counts):
-        example = reader.example(record)
+        try:
+            example = reader.example(record)
+        except ValueError as error:
+            raise ValueError(f"{source.key}: {record.where}: {error}") from None
         counts.format = reader.format
         yield record.where, example
 
