@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from acsgd.adapters.base import BASE_CHECKSUM, BaseChecksum
 from acsgd.adapters.inject import (
-    NAME,
     build_adapted,
     inject_into,
     is_of_adapter,
@@ -22,7 +21,8 @@ from acsgd.adapters.inject import (
     new_heads,
     peft_config,
 )
-from acsgd.adapters.spec import Adapter, names_in, parse_adapter
+from acsgd.adapters.prompt import prompt_config
+from acsgd.adapters.spec import NAME, Adapter, PromptTuning, names_in, parse_adapter
 from acsgd.shards.config import derive_layers, read_config
 from acsgd.shards.convert import Report
 from acsgd.shards.disk import ShardDirectory, copy_model_files, write_layer
@@ -39,8 +39,6 @@ def to_peft(source: Path, target: Path) -> None:
 
     Raises ValueError if the checkpoint has no adapter, CorruptFileError if a file is corrupt.
     """
-    from peft import get_peft_model_state_dict
-
     shards, adapter, task = _open(source)
     config = read_config(source, task)
     model, layers = build_adapted(TASKS[task], config, adapter), shards.manifest.model
@@ -51,19 +49,32 @@ def to_peft(source: Path, target: Path) -> None:
         trained |= {key: tensors[key] for key in stored.weights}
         for key in stored.constants.keys() & {*layers.frozen}:
             base.add(key, tensors[key])
-    own = {key: tensor for key, tensor in trained.items() if is_of_adapter(key)}
-    named = get_peft_model_state_dict(model, state_dict=own, adapter_name=NAME)
-    named |= {key: tensor for key, tensor in trained.items() if key not in own}  # of modules trained as a whole
+    named, described = _as_in_peft(model, adapter, task, trained)
     save_file(
-        {f"{PREFIX}{key}": tensor.contiguous() for key, tensor in named.items()},
+        {key: tensor.contiguous() for key, tensor in named.items()},
         target / "adapter_model.safetensors",
         metadata={"format": "pt", BASE_CHECKSUM: base.hexdigest()},
     )
-    described: Any = copy.deepcopy(model.peft_config[NAME])  # what PEFT has made of it for this model
-    described.modules_to_save = [*names_in(adapter.modules_to_save), *new_heads(model, task)] or None
     described.base_model_name_or_path = (shards.manifest.run or {}).get("origin", {}).get("model")
     described.inference_mode = True
     described.save_pretrained(str(target))
+
+
+def _as_in_peft(
+    model: PreTrainedModel, adapter: Adapter, task: str, trained: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], Any]:
+    """Return trained parameters by their names in an adapter directory of PEFT, and PEFT's config."""
+    from peft import get_peft_model_state_dict
+
+    if isinstance(adapter, PromptTuning):
+        (virtual,) = trained.values()
+        return {"prompt_embeddings": virtual}, prompt_config(adapter, virtual.shape[1])
+    own = {key: tensor for key, tensor in trained.items() if is_of_adapter(key)}
+    named = get_peft_model_state_dict(model, state_dict=own, adapter_name=NAME)
+    named |= {key: tensor for key, tensor in trained.items() if key not in own}  # of modules trained as a whole
+    described: Any = copy.deepcopy(model.peft_config[NAME])  # what PEFT has made of it for this model
+    described.modules_to_save = [*names_in(adapter.modules_to_save), *new_heads(model, task)] or None
+    return {f"{PREFIX}{key}": tensor for key, tensor in named.items()}, described
 
 
 def merge(source: Path, target: Path, *, report: Report = lambda done, total: None) -> None:
@@ -72,6 +83,10 @@ def merge(source: Path, target: Path, *, report: Report = lambda done, total: No
     Weights keep the dtype of the model; the sum is computed in fp32. Raises as `to_peft`.
     """
     shards, adapter, task = _open(source)
+    if adapter.virtual_tokens:
+        raise ValueError(
+            f"{source}: virtual tokens are part of no weight; use acsgd convert to-peft {source} DIRECTORY"
+        )
     config = read_config(source, task)
     adapted, plain = build_adapted(TASKS[task], config, adapter), TASKS[task].build(config)
     layers, files = shards.manifest.model, {}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from acsgd.adapters.inject import inject_into, is_of_adapter, loaded_module, module_of, peft_config
-from acsgd.adapters.spec import Adapter
+from acsgd.adapters.prompt import draw_prompt
+from acsgd.adapters.spec import Adapter, PromptTuning
 from acsgd.layers.description import ModelLayers
 from acsgd.seeds import mix_seed
 from acsgd.shards.layer_tensors import LayerTensors
@@ -20,7 +22,8 @@ from acsgd.shards.load import WeightSource
 class NewAdapter:
     """Weights of a model with a new adapter. A `WeightSource`.
 
-    base: weights of the model; model: without adapter, its parameters on the meta device; layers: with adapter.
+    base: weights of the model; model: without adapter, its parameters on the meta device; layers: with adapter;
+    tokenizer: its directory.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class NewAdapter:
         task: str,
         *,
         seed: int,
+        tokenizer: Path,
     ) -> None:
         self.base = base
         self._model = model
@@ -39,6 +43,7 @@ class NewAdapter:
         self._adapter = adapter
         self._task = task
         self._seed = seed
+        self._tokenizer = tokenizer
 
     def tensors(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
         new = [key for key in stored.weights if is_of_adapter(key)]
@@ -61,6 +66,8 @@ class NewAdapter:
 
     def _draw_module(self, path: str, module: nn.Module) -> Mapping[str, Tensor]:
         """Return the parameters that PEFT adds to a module, as it initializes them."""
+        if isinstance(self._adapter, PromptTuning):
+            return draw_prompt(module, self._adapter, self._tokenizer, seed=self._seed)
         number = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=7).digest(), "little")
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(mix_seed(self._seed, number))

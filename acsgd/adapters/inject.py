@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from acsgd.adapters.spec import ALL_LINEAR, Adapter, names_in
+from acsgd.adapters.prompt import inject_prompt, prompt_config
+from acsgd.adapters.spec import ALL_LINEAR, NAME, Adapter, PromptTuning, names_in
 from acsgd.layers.description import LayerSpec, ModelLayers
 from acsgd.layers.skeleton import parameter_names, set_parameter
 from acsgd.tasks import Task
 
-NAME = "default"
-"""Name that PEFT gives an adapter which is the only one; part of the names of its parameters."""
 TASK_TYPES = {"lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classification": "SEQ_CLS", "regression": "SEQ_CLS"}
 """Name of a task in PEFT."""
 
@@ -31,6 +30,8 @@ def peft_config(adapter: Adapter, model: PreTrainedModel, task: str) -> Any:
         from peft import LoraConfig
     except ImportError:
         raise ValueError('adapter.spec needs PEFT, which is not installed; pip install "acsgd[adapters]"') from None
+    if isinstance(adapter, PromptTuning):
+        return prompt_config(adapter)
     heads = new_heads(model, task)
     targets = names_in(adapter.targets)
     return LoraConfig(
@@ -61,6 +62,9 @@ def inject(model: PreTrainedModel, adapter: Adapter, task: str) -> None:
     config = peft_config(adapter, model, task)
     from peft import inject_adapter_in_model
 
+    if isinstance(adapter, PromptTuning):
+        inject_prompt(model, adapter)
+        return
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that Conv1D, of GPT-2, is transposed, which PEFT notices itself
@@ -122,7 +126,8 @@ def with_adapter(layers: ModelLayers, model: PreTrainedModel, adapter: Adapter, 
     for key in filter(is_of_adapter, names):
         added.setdefault(module_of(key), []).append(key)
     adapted = [key for key, aliases in names.items() if any(_owner(alias) in added for alias in aliases)]
-    for key in (*wholly, *adapted):
+    is_prompt = isinstance(adapter, PromptTuning)  # which leaves the table of the embedding as it is
+    for key in (*wholly, *(adapted if not is_prompt else [])):
         if len(names[key]) > 1:
             other = names[key][1].replace(".base_layer.", ".")
             raise ValueError(
@@ -131,6 +136,8 @@ def with_adapter(layers: ModelLayers, model: PreTrainedModel, adapter: Adapter, 
             )
 
     def extend(layer: LayerSpec) -> LayerSpec:
+        if is_prompt and layer.index > 0:  # such as a head that is tied to the embedding
+            return layer
         paths = {key.rpartition(".")[0] for key in layer.parameters}
         more = [key for path, keys in added.items() if path in paths for key in keys]
         random = layer.random or (adapter.dropout > 0 and bool(more))

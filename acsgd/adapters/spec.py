@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar, Literal
 
 from acsgd.config.ranges import Range
 from acsgd.config.spec import from_spec
 
 ALL_LINEAR = "all-linear"
+NAME = "default"
+"""Name that PEFT gives an adapter which is the only one; part of the names of its parameters."""
 
 
 @dataclass(frozen=True)
 class LoRA:
     """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685): two factors per matrix, whose product is added to it."""
+
+    virtual_tokens: ClassVar[int] = 0
+    """Number of tokens of each sequence that stand for trained embeddings."""
 
     r: Annotated[int, Range(1, 2**16)] = 16
     """Rank of the factors."""
@@ -32,8 +37,32 @@ class LoRA:
     """Whether the norm of each column is trained by itself (Liu et al. 2024, arXiv:2402.09353)."""
 
 
-Adapter = LoRA
-ADAPTERS: dict[str, type[Adapter]] = {"lora": LoRA}
+@dataclass(frozen=True)
+class PromptTuning:
+    """Prompt tuning (Lester et al. 2021, arXiv:2104.08691): embeddings of virtual tokens before each sequence."""
+
+    dropout: ClassVar[float] = 0.0
+    modules_to_save: ClassVar[str] = ""
+
+    tokens: Annotated[int, Range(1, 2**16)] = 20
+    """Number of virtual tokens. They count towards data.sequence."""
+    init: Literal["random", "text"] = "random"
+    """Initial embeddings: drawn from the standard normal distribution, or those of a text."""
+    text: str = ""
+    """Text of init=text, without commas; repeated or cut to the number of tokens."""
+
+    def __post_init__(self) -> None:
+        if (self.init == "text") != bool(self.text):
+            raise ValueError("init=text and text=TEXT belong together; give both, or none")
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Number of tokens of each sequence that stand for trained embeddings."""
+        return self.tokens
+
+
+Adapter = LoRA | PromptTuning
+ADAPTERS: dict[str, type[Adapter]] = {"lora": LoRA, "prompt_tuning": PromptTuning}
 
 
 def parse_adapter(spec: str | None) -> Adapter | None:

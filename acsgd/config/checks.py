@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 
+from acsgd.adapters.spec import parse_adapter
 from acsgd.config.options import CheckpointConfig, Config, DataConfig, ElasticConfig, LogConfig, OptimConfig
 from acsgd.config.ranges import COUNT, out_of_range
 
@@ -24,12 +25,30 @@ def check(config: Config) -> None:
     _check_evaluation(config)
     _check_log(config.log)
     _check_elastic(config.elastic)
-    if config.adapter.spec is not None and config.model.freeze is not None:
-        raise ValueError("model.freeze: adapter.spec freezes all parameters of the model; remove one of both")
+    _check_adapter(config)
     if config.optim.spike is not None and config.checkpoint.every is None:
         raise ValueError(
             f"optim.spike={config.optim.spike} restores the last checkpoint, but there is none before the end of the "
             'run; give, for example, checkpoint.every="500"'
+        )
+
+
+def _check_adapter(config: Config) -> None:
+    spec, data = config.adapter.spec, config.data
+    if spec is not None and config.model.freeze is not None:
+        raise ValueError("model.freeze: adapter.spec freezes all parameters of the model; remove one of both")
+    adapter = parse_adapter(spec)
+    if adapter is None or not adapter.virtual_tokens:
+        return
+    if config.model.task != "lm" or data.isolate or data.objective != "causal":
+        raise ValueError(
+            f'adapter.spec="{spec}": virtual tokens are for model.task=lm with data.objective=causal and without '
+            "data.isolate; use lora"
+        )
+    if data.sequence < adapter.virtual_tokens + 2:
+        raise ValueError(
+            f'adapter.spec="{spec}": the virtual tokens count towards data.sequence={data.sequence}; use '
+            f"data.sequence={adapter.virtual_tokens + 2} or more"
         )
 
 

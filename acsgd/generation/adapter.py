@@ -14,7 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from acsgd.adapters.base import BASE_CHECKSUM, BaseChecksum
-from acsgd.adapters.inject import NAME, modules_named
+from acsgd.adapters.inject import modules_named
+from acsgd.adapters.prompt import prompt_config, take_prompt
+from acsgd.adapters.spec import NAME, PromptTuning
 from acsgd.errors import InputError
 from acsgd.layers.skeleton import parameter_names
 from acsgd.notes import print_note
@@ -53,6 +55,19 @@ class PEFTAdapter:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
             recorded = (file.metadata() or {}).get(BASE_CHECKSUM)
         return cls(directory, config, tensors, recorded)
+
+    @classmethod
+    def of_prompt(cls, directory: Path, model: PreTrainedModel, adapter: PromptTuning) -> PEFTAdapter:
+        """Take virtual tokens out of a model that was loaded with them, in place. directory: of the model."""
+        virtual = take_prompt(model)
+        config = prompt_config(adapter, virtual.shape[1])
+        config.inference_mode = True
+        return cls(directory, config, {"prompt_embeddings": virtual.detach()}, None)
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Number of virtual tokens before each prompt."""
+        return self.config.num_virtual_tokens if self.config.is_prompt_learning else 0
 
     def base_parameters(self, model: PreTrainedModel) -> frozenset[str]:
         """Return the parameters of a model that are those of the base: all but those of modules trained as a whole."""

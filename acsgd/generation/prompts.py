@@ -41,13 +41,15 @@ class PromptEncoder:
         special = SpecialTokens.of(tokenizer)
         ends = _ends(model, tokenizer)
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0]
+        positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        virtual = loaded.adapter.virtual_tokens if loaded.adapter else 0
         return cls(
             tokenizer,
             before=special.before,
             after=special.after,
             ends=ends,
             padding=padding,
-            max_positions=getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None),
+            max_positions=None if positions is None else positions - virtual,
             is_encoder_decoder=model.config.is_encoder_decoder,
         )
 

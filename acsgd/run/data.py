@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from acsgd.config.options import Config, OptimConfig
@@ -121,12 +122,22 @@ def _open_or_receive_rows(job: Job, sources: Sequence[WeightedSource], groups: G
 
 def row_maker(job: Job) -> RowMaker:
     """Return what makes the rows of a job."""
-    return RowMaker(job.config, job.model.config, job.tokenizer, job.cache_dir, job.is_first_on_host)
+    data = job.config.data
+    text = replace(data, sequence=data.sequence - job.virtual_tokens)
+    return RowMaker(
+        replace(job.config, data=text), job.model.config, job.tokenizer, job.cache_dir, job.is_first_on_host
+    )
 
 
 def _reader_of(job: Job, rows: Sequence[Rows]) -> RowReader:
     """Return the reader of what this rank needs of some rows."""
-    return RowReader(rows, job.config.pp.micro, wants_inputs=job.wants_inputs, wants_labels=_wants_labels(job))
+    return RowReader(
+        rows,
+        job.config.pp.micro,
+        wants_inputs=job.wants_inputs,
+        wants_labels=_wants_labels(job),
+        virtual_tokens=job.virtual_tokens,
+    )
 
 
 def _wants_labels(job: Job) -> bool:

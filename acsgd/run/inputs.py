@@ -172,7 +172,9 @@ def open_weight_source(job: Job) -> WeightSource:
         return source
     built = model.task.build(model.config)
     seed = job.config.data.seed
-    return NewAdapter(source, built, model.description, model.adapter, model.task.name, seed=seed)
+    return NewAdapter(
+        source, built, model.description, model.adapter, model.task.name, seed=seed, tokenizer=model.directory
+    )
 
 
 def _check_base(job: Job, checkpoint: ShardDirectory) -> None:

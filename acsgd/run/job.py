@@ -175,6 +175,11 @@ class Job:
         return Pacing(width, 1 + -(-warm_up // width))
 
     @property
+    def virtual_tokens(self) -> int:
+        """Number of tokens of each sequence that stand for embeddings of an adapter."""
+        return self.model.adapter.virtual_tokens if self.model.adapter else 0
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of parameters and activations."""
         return DTYPES[self.config.model.dtype]

@@ -1,4 +1,4 @@
-"""Law: LoRA on stages x replicas is the same training as PEFT in one process."""
+"""Law: adapters on stages x replicas are the same training as PEFT in one process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ from lib.ranks import on_ranks
 from lib.resume import HALF, checkpoint_of, losses_of, stopped_half_way, train_ranks
 from lib.resume import make_config as make_saved_config
 from lib.training import RELATIVE, make_config, train_whole, whole_batches
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from acsgd.adapters.export import merge, to_peft
 from acsgd.adapters.inject import is_of_adapter
@@ -35,6 +36,7 @@ from acsgd.shards.export import to_hf
 from acsgd.shards.files import ADAPTER_WEIGHTS
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.manifest import Manifest
+from acsgd.tasks import IGNORED
 
 TinyModel = Callable[..., Path]
 STEPS = 20
@@ -57,6 +59,11 @@ SAME: dict[str, tuple[str, dict[str, object], dict[str, object], dict[str, objec
     ),
 }
 """Model, options of its config, spec of the adapter, and the options of PEFT's config that it stands for."""
+
+
+TOKENS = 5
+PROMPTS = (f"tokens={TOKENS}", f"tokens={TOKENS},init=text,text=The statement")
+"""Options of virtual tokens for the first two models of SAME."""
 
 
 def with_adapter(config: Config, spec: str, mode: str = "allreduce", *, steps: int = STEPS) -> Config:
@@ -86,19 +93,57 @@ def oracle_losses(config: Config, options: dict[str, object]) -> list[float]:
     return train_whole(model, config.optim, whole_batches(config))
 
 
-def test_lora_on_stages_and_replicas_is_peft_in_one_process(tiny_model: TinyModel, tmp_path: Path) -> None:
+class Prompted(torch.nn.Module):
+    """PEFT's model with virtual tokens, called with placeholders for them as in the batches of a run."""
+
+    def __init__(self, model: PeftModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, **options: object) -> Any:
+        return self.model(input_ids=input_ids[:, TOKENS:], **options)
+
+
+def prompt_oracle_losses(config: Config) -> list[float]:
+    """Train PEFT's model with virtual tokens in one process, from the initial ones of a run."""
+    base = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32)
+    model = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=TOKENS)).train()
+    ((_, virtual),) = initial_adapter(config).items()
+    parameters = [param for param in model.parameters() if param.requires_grad]
+    with torch.no_grad():
+        parameters[0].copy_(virtual)
+    batches = whole_batches(config)
+    for batch in batches:
+        assert batch.inputs is not None
+        assert batch.labels is not None
+        assert batch.inputs["input_ids"].shape == batch.labels.shape
+        assert batch.labels.shape[-1] == config.data.sequence, "virtual tokens count towards data.sequence"
+        assert bool((batch.labels[..., :TOKENS] == IGNORED).all())
+        assert bool((batch.labels[..., TOKENS:] != IGNORED).all())
+    return train_whole(Prompted(model), config.optim, batches)
+
+
+def test_adapters_on_stages_and_replicas_are_peft_in_one_process(tiny_model: TinyModel, tmp_path: Path) -> None:
     configs = [
         with_adapter(make_config(tiny_model(family, **shape), tmp_path, stages=2, layers=(1, 1), micro=3), **spec)
         for family, shape, spec, _ in SAME.values()
     ]
     dropout = with_adapter(configs[0], "lora:r=4,dropout=0.3", steps=3)
     compressed = with_adapter(configs[0], "lora:r=4", "cocktail_grad:topk=.25", steps=3)
-    by_rank = on_ranks(4, train_rank, tmp_path / "store", [*configs, dropout, compressed])
+    prompts = [
+        with_adapter(config, f"prompt_tuning:{options}", steps=5)
+        for config, options in zip(configs, PROMPTS, strict=False)
+    ]
+    by_rank = on_ranks(4, train_rank, tmp_path / "store", [*configs, dropout, compressed, *prompts])
 
     assert all(outcome.moved == [] for outcomes in by_rank for outcome in outcomes)
-    assert all(outcome.updated for outcomes in by_rank for outcome in outcomes)
+    assert all(outcome.updated for outcomes in by_rank for outcome in outcomes[: -len(prompts)])
     for config, outcome, (*_, options) in zip(configs, by_rank[0], SAME.values(), strict=False):
         assert outcome.losses == pytest.approx(oracle_losses(config, options), rel=BOUND)
+        assert outcome.losses[-1] < outcome.losses[0]
+    for config, outcome, *others in zip(prompts, *(outcomes[-2:] for outcomes in by_rank), strict=True):
+        assert set().union(*(each.updated for each in (outcome, *others))) == initial_adapter(config).keys()
+        assert outcome.losses == pytest.approx(prompt_oracle_losses(config), rel=BOUND)
         assert outcome.losses[-1] < outcome.losses[0]
     updated = set[str]().union(*(outcomes[0].updated for outcomes in by_rank))
     assert updated == initial_adapter(configs[0]).keys()
@@ -186,6 +231,52 @@ def test_adapters_share_the_files_of_their_base_and_work_on_no_other(tiny_model:
         open_inputs(prepare(resumed, Launch()))
 
 
+def test_virtual_tokens_resume_generate_and_load_in_peft(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model, text = tiny_model("gpt2", n_layer=2), "The statement of"
+    spec = f"prompt_tuning:tokens={TOKENS},init=text,text={text}"
+    whole = with_adapter(make_saved_config(model, tmp_path / "whole", "fp32", "none", "single"), spec, steps=8)
+    train_ranks(0, 1, tmp_path / "store", [whole])
+    same = stopped_half_way(whole, tmp_path / "same")
+    train_ranks(0, 1, tmp_path / "store-same", [same])
+    assert losses_of(same) == losses_of(whole)
+    checkpoint, peft = checkpoint_of(whole), tmp_path / "peft"
+    assert inspect(checkpoint)[0].errors == []
+    peft.mkdir()
+    to_peft(checkpoint, peft)
+    with pytest.raises(ValueError, match="virtual tokens are part of no weight"):
+        merge(checkpoint, tmp_path / "merged")
+
+    ids = torch.arange(24).view(2, 12)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokens = AutoTokenizer.from_pretrained(model)(text)["input_ids"] * TOKENS
+    table = plain.get_input_embeddings().weight
+    assert torch.equal(*initial_adapter(whole).values(), table[tokens[:TOKENS]])
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(plain, peft).eval()(ids).logits
+        assert expected.shape[1] == TOKENS + ids.shape[1]
+        assert torch.allclose(load(str(checkpoint), dtype=None, device=CPU).model(ids).logits, expected, atol=1e-5)
+        both = load(str(model), dtype=None, device=CPU, adapter=PEFTAdapter.open(peft))
+        assert torch.allclose(both.model(ids).logits, expected, atol=1e-5)
+        other = with_other_virtual_tokens(peft)
+        assert not torch.allclose(PeftModel.from_pretrained(plain, other)(ids).logits, expected, atol=1e-3)
+    texts = []
+    for arguments in ([checkpoint], [model, "--adapter", peft]):
+        out = tmp_path / f"{len(arguments)}.jsonl"
+        (tmp_path / "in.jsonl").write_text('{"prompt": "The"}\n{"prompt": "The list of"}\n')
+        files = ("--file", tmp_path / "in.jsonl", "--out", out, "--max-new-tokens", 3)
+        assert acsgd("generate", *arguments, *files)[0] == 0
+        texts.append(out.read_text())
+    assert texts[0] == texts[1]
+
+
+def with_other_virtual_tokens(peft: Path) -> Path:
+    """Copy an adapter directory, with virtual tokens of zeros."""
+    other = shutil.copytree(peft, peft.with_name("zeros"))
+    tensors = load_file(other / ADAPTER_WEIGHTS)
+    save_file({key: tensor * 0 for key, tensor in tensors.items()}, other / ADAPTER_WEIGHTS)
+    return other
+
+
 def rewrite(file: Path, key: str) -> None:
     """Change a tensor in a safetensors file."""
     tensors = load_file(file)
@@ -235,7 +326,9 @@ def test_the_initial_adapter_depends_on_the_seed_and_names_alone(tiny_model: Tin
         ("lora:modules_to_save=head", 'modules_to_save="head" matches no module; its linear layers are'),
         ("lora:modules_to_save=wte", "transformer.wte.weight is tied to lm_head.weight"),
         ("lora:targets=lm_head", "transformer.wte.weight is tied to lm_head.weight"),
-        ("lorra", 'adapter.spec="lorra": unknown name "lorra"; use "lora" (did you mean "lora"?)'),
+        ("prompt_tuning:tokens=40", "the virtual tokens count towards data.sequence=32; use data.sequence=42 or more"),
+        ("prompt_tuning:init=text", "init=text and text=TEXT belong together"),
+        ("lorra", 'adapter.spec="lorra": unknown name "lorra"; use "lora" or "prompt_tuning" (did you mean "lora"?)'),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(

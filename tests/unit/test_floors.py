@@ -66,6 +66,7 @@ ORDER = """
     layers.verify
     metrics
     tasks
+    adapters.prompt
     adapters.inject
     adapters
     shards.weights

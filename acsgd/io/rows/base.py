@@ -90,6 +90,8 @@ class RowReader:
     """B."""
     wants_inputs: bool = True
     wants_labels: bool = True
+    virtual_tokens: int = 0
+    """Number of placeholders before each row of a language model, without labels."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -109,6 +111,8 @@ class RowReader:
             return RowTensors(None, None, 0, None)
         places = zip(sources, indices, np.zeros_like(indices) if epochs is None else epochs, strict=True)
         rows = [dict(self.rows[source].read(int(index), int(epoch))) for source, index, epoch in places]
+        if self.virtual_tokens:
+            rows = [_with_virtual_tokens(row, self.virtual_tokens) for row in rows]
         lengths = [Lengths(*row.pop(LENGTHS).tolist()) for row in rows]
         names = [name for name in rows[0] if (self.wants_labels if name == LABELS else self.wants_inputs)]
         tensors = {name: self._in_micros(np.stack([row[name] for row in rows])) for name in names}
@@ -118,3 +122,13 @@ class RowReader:
 
     def _in_micros(self, rows: NDArray[Any]) -> Tensor:
         return torch.from_numpy(rows).unflatten(0, (-1, self.micro))
+
+
+def _with_virtual_tokens(row: Mapping[str, NDArray[Any]], count: int) -> dict[str, NDArray[Any]]:
+    """Return a row with placeholders before it."""
+    values = {INPUT_IDS: 0, LABELS: IGNORED}
+    longer = {
+        name: np.concatenate([np.full(count, value, row[name].dtype), row[name]]) for name, value in values.items()
+    }
+    tokens, target = row[LENGTHS].tolist()
+    return {**longer, LENGTHS: np.array([tokens + count, target])}
