@@ -37,7 +37,7 @@ from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import Job, prepare
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.topology import connect
-from tests.lib.forks import PRELOAD
+from tests.lib.processes import PRELOAD
 
 TORCH = "torch:"
 """Prefix of the names in VARIANTS when used in place of dp.mode."""

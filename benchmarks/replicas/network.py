@@ -47,7 +47,7 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.common import netlab, pictures
 from benchmarks.common.compare import OnLink
 from benchmarks.pipeline.network_ranks import save_model
-from benchmarks.replicas.network_ranks import DDP, DDP_FP16, LOCAL, Replicas, Setting, is_ddp, period
+from benchmarks.replicas.network_ranks import DDP, DDP_FP16, LOCAL, VOCABULARY, Replicas, Setting, is_ddp, period
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -261,7 +261,7 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     console, cells = Console(width=160), []
     with tempfile.TemporaryDirectory() as directory:
-        model = save_model(Path(directory) / "model")
+        model = save_model(Path(directory) / "model", vocabulary=VOCABULARY, tied=False)
         for replicas in options.replicas:
             setting = Setting(model, replicas, options.micros, (LOCAL, DDP, DDP_FP16, *options.modes))
             cells += measure(setting, options, console)

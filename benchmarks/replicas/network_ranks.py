@@ -32,9 +32,10 @@ from acsgd.run.job import Job, prepare
 from acsgd.topology import Groups, Topology, connect
 from acsgd.train import train_step
 from benchmarks.common import netlab
-from benchmarks.pipeline.network_ranks import SEQUENCE, TIMEOUT_S, VOCABULARY, on_hosts, request_all
+from benchmarks.pipeline.network_ranks import SEQUENCE, TIMEOUT_S, on_hosts, request_all
 from benchmarks.runs.speed import BUCKET_MB, OPTIM, make_adamw, pretrained, summed_loss
 
+VOCABULARY = 256
 DDP, DDP_FP16, LOCAL = "DDP", "DDP, fp16", "local"
 FIRST_STEP = 1199
 """Number of the first step of every mode. The next number is divisible by most periods, so exchanges follow it."""

@@ -99,7 +99,7 @@ def acsgd(session: Session) -> Step:
     def step(number: int) -> float:
         tokens = tokens_of(number)[rows]
         batch = Batch(
-            tokens[..., :-1] if is_first else None,
+            {"input_ids": tokens[..., :-1]} if is_first else None,
             tokens[..., 1:] if is_last else None,
             sample_ids=torch.zeros(len(tokens), MICRO, dtype=torch.int64),
             micro_ids=job.micro_ids,

@@ -1,0 +1,44 @@
+"""Law: what benchmarks import is there. They are not run by the tests, and take long."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def names_of(body: list[ast.stmt]) -> Iterator[str]:
+    """Return the names that a module binds at its top level."""
+    for node in body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Assign() | ast.AnnAssign():
+                yield from (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                yield from (alias.asname or alias.name for alias in names)
+            case ast.If(body=inner) | ast.Try(body=inner):
+                yield from names_of(inner)
+
+
+def has(module: str, name: str) -> bool:
+    """Return whether a module of the repository has a name, or a module of that name."""
+    path = ROOT.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if (path / name).is_dir() or (path / f"{name}.py").exists():
+        return True
+    return file.exists() and name in names_of(ast.parse(file.read_text()).body)
+
+
+def test_every_name_that_a_benchmark_imports_exists() -> None:
+    imported = [
+        (file.relative_to(ROOT), node.module, alias.name)
+        for file in (ROOT / "benchmarks").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(("acsgd", "benchmarks", "tests"))
+        for alias in node.names
+    ]
+    assert len(imported) > 100
+    assert [each for each in imported if not has(*each[1:])] == []
