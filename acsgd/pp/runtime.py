@@ -242,19 +242,21 @@ class Pipeline:
 
     def _forward(self, action: Action) -> None:
         inputs = self._inputs(action)
-        self._ties.before_forward(action.stage, action.micro)
         self._store_output(action, self._stages[action.stage].forward(*inputs))
 
     def _evaluate(self, action: Action) -> None:
         inputs = self._inputs(action)
-        self._ties.before_forward(action.stage, action.micro)
         outputs = self._stages[action.stage].evaluate(*inputs)
         if "predictions" in outputs:
             self._predictions[action.micro] = outputs["predictions"]
         self._store_output(action, outputs)
 
     def _inputs(self, action: Action) -> tuple[MicroBatch, Inputs, State, Tensor | None]:
-        """Return the arguments of a stage's forward."""
+        """Return the arguments of a stage's forward, once the rows that it looks up are there."""
+        self._ties.send_rows()
+        if self._ties.awaits_rows(action.stage, action.micro):
+            self._flush()
+        self._ties.receive_rows(action.stage, action.micro)
         stage, micro, batch = self._stages[action.stage], action.micro, self._batch
         micro_batch = MicroBatch(self._step, micro, batch.micro_ids[micro], tuple(batch.sample_ids[micro].tolist()))
         state = {} if stage.is_first else self._take_input(action, ACTIVATION)
@@ -290,9 +292,7 @@ class Pipeline:
         source = action.stage - route.step
         if source in self._stages:
             return self._outputs.pop((route, source, action.micro))
-        for link in self._links.values():
-            link.outbox.flush(wait=True)  # the peer may need these to compute the tensor that is awaited here
-        self._ties.flush()
+        self._flush()
         received = self._links[min(source, action.stage)].receive(self._transfers[action.micro])
         self._transfers[action.micro] = self._transfers[action.micro]._replace(lengths=received.lengths)
         return received.state
@@ -322,6 +322,12 @@ class Pipeline:
                 stage.sync.wait()
         with self._naming(Action(Op.R, min(self._stages))):
             self._ties.sum_copies(self._step)
+
+    def _flush(self) -> None:
+        """Pass all messages to the transport: a peer may need them for what this rank waits for next."""
+        for link in self._links.values():
+            link.outbox.flush(wait=True)
+        self._ties.flush()
 
     def _drain(self) -> None:
         for link in self._links.values():

@@ -34,7 +34,7 @@ from acsgd.metrics import choose_metrics
 from acsgd.notes import print_note, report_if_slow
 from acsgd.pp.schedules.placement import Placement
 from acsgd.pp.schedules.programs import RankPrograms
-from acsgd.pp.tied.groups import MAX_GROUPS, Pacing
+from acsgd.pp.tied.groups import Pacing
 from acsgd.pp.tied.plan import TiedWeight, tied_weights
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
@@ -170,9 +170,7 @@ class Job:
     @property
     def pacing(self) -> Pacing:
         """How far rows of tables are sent ahead of use: for the forwards that a rank runs before its first backward."""
-        width = -(-self.num_micros // MAX_GROUPS)
-        warm_up = self.programs.warm_up(max(1, len(self.micro_ids)))
-        return Pacing(width, 1 + -(-warm_up // width))
+        return Pacing.of(self.num_micros, self.programs.warm_up(max(1, len(self.micro_ids))))
 
     @property
     def virtual_tokens(self) -> int:

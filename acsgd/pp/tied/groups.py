@@ -25,6 +25,16 @@ class Pacing(NamedTuple):
     ahead: int
     """Groups that are sent before the owner has run its first forward: those that others need by then."""
 
+    @classmethod
+    def of(cls, micros: int, warm_up: int) -> Pacing:
+        """Return the pacing of a run. micros: of the global batch; warm_up: forwards before the first backward, >= 1.
+
+        As many groups are sent ahead as a rank uses before its first backward, so that it fills the pipeline without
+        waiting for forwards of the owner.
+        """
+        width = -(-micros // MAX_GROUPS)
+        return cls(width, 1 + -(-(warm_up - 1) // width))
+
 
 class UseOrder(NamedTuple):
     """When the stages of a rank that look up rows of a table run each micro-batch."""

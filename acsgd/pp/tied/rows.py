@@ -25,6 +25,9 @@ from acsgd.shards.weights import Weight
 
 Channels = Mapping[Kind, Channel]
 """Channels of a table between its owner and one other rank, by what they carry."""
+FIRST = 1
+"""Number of groups of rows that are sent before their step begins. Messages with which a step begins, such as the
+versions of activation caches, do not wait behind the others."""
 
 
 class RowTransfer:
@@ -70,13 +73,14 @@ class TableOwner:
         for inbox, rows_out in zip(self._ids_in, self._rows_out, strict=True):
             groups = RowGroups.unpack(inbox.receive(TransferInfo(step, 0)).state["ids"])
             transfers.append(RowTransfer(groups, step, exact=exact))
-            self._send(transfers[-1], rows_out, self._pacing.ahead)
+            self._send(transfers[-1], rows_out, FIRST)
         self.flush()
         return transfers
 
     def begin(self, transfers: list[RowTransfer]) -> None:
         """Send the other rows of a batch from now on."""
         self._transfers = transfers
+        self.advance(0)
 
     def advance(self, forwards: int) -> None:
         """Send the rows that are due once this rank has run some forwards."""
@@ -171,7 +175,7 @@ class TableUser:
     def start(self, step: int, *, exact: bool) -> RowTransfer:
         """Post the receives of the first rows of the earliest request."""
         transfer = RowTransfer(self._requested.pop(0), step, exact=exact)
-        self._post(transfer, self._pacing.ahead)
+        self._post(transfer, FIRST)
         return transfer
 
     def begin(self, transfer: RowTransfer, micros: int) -> None:
@@ -182,16 +186,21 @@ class TableUser:
         for part, rows in zip(transfer.groups.parts, transfer.waiting, strict=False):
             self._table.load(part.rows, rows)
         transfer.waiting.clear()
+        self._post(transfer, self._pacing.ahead)
 
     def clear_gradient(self) -> None:
         """Clear the gradient of the rows."""
         self._table.clear_gradient()
 
-    def before_forward(self, stage: int, micro: int) -> None:
+    def awaits_rows(self, stage: int, micro: int) -> bool:
+        """Return whether a forward needs rows that were not received yet."""
+        return stage in self._stages and self._transfer.received < self._transfer.until(self._group(micro) + 1)
+
+    def receive_rows(self, stage: int, micro: int) -> None:
         """Wait for the rows that a forward needs."""
         if stage not in self._stages:
             return
-        transfer, group = self._transfer, self._order.starts[micro] // self._pacing.width
+        transfer, group = self._transfer, self._group(micro)
         parts = transfer.groups.parts
         self._post(transfer, group + 1)
         for part in parts[transfer.received : transfer.until(group + 1)]:
@@ -235,6 +244,10 @@ class TableUser:
         for outbox in (self._ids_out, self._gradients_out):
             outbox.abort()
         self._rows_in.abort()
+
+    def _group(self, micro: int) -> int:
+        """Return the group of a micro-batch."""
+        return self._order.starts[micro] // self._pacing.width
 
     def _post(self, transfer: RowTransfer, group: int) -> None:
         """Post the receives of the rows of the groups before `group`."""

@@ -117,16 +117,26 @@ class Ties:
         self._begin(self._fetch(batch, step, exact=self._exact_eval), len(batch.sample_ids))
         self._loaded, self._forwards = None, 0
 
-    def before_forward(self, stage: int, micro: int) -> None:
-        """Wait for the rows that a forward needs."""
-        for user in self._users:
-            user.before_forward(stage, micro)
+    def send_rows(self) -> None:
+        """Send the rows that are due after the forwards so far.
 
-    def after_forward(self) -> None:
-        """Send the rows that are due after one more forward of the last stage of this rank."""
-        self._forwards += 1
+        To be called before the next forward of this rank, so that they do not travel ahead of the last one's messages.
+        """
         for owner in self._owners:
             owner.advance(self._forwards)
+
+    def awaits_rows(self, stage: int, micro: int) -> bool:
+        """Return whether a forward needs rows that were not received yet."""
+        return any(user.awaits_rows(stage, micro) for user in self._users)
+
+    def receive_rows(self, stage: int, micro: int) -> None:
+        """Wait for the rows that a forward needs."""
+        for user in self._users:
+            user.receive_rows(stage, micro)
+
+    def after_forward(self) -> None:
+        """Count a forward of the last stage of this rank, by which rows are paced."""
+        self._forwards += 1
 
     def after_backward(self, action: Action) -> None:
         """Send the gradients of rows that are complete after a backward."""
