@@ -136,7 +136,7 @@ def test_adapters_on_stages_and_replicas_are_peft_in_one_process(tiny_model: Tin
     ]
     by_rank = on_ranks(4, train_rank, tmp_path / "store", [*configs, dropout, compressed, *prompts])
 
-    assert all(outcome.moved == [] for outcomes in by_rank for outcome in outcomes)
+    assert all(outcome.moved == [] and outcome.tied_bytes == 0 for outcomes in by_rank for outcome in outcomes)
     assert all(outcome.updated for outcomes in by_rank for outcome in outcomes[: -len(prompts)])
     for config, outcome, (*_, options) in zip(configs, by_rank[0], SAME.values(), strict=False):
         assert outcome.losses == pytest.approx(oracle_losses(config, options), rel=BOUND)

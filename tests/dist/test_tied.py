@@ -22,10 +22,12 @@ from acsgd.io.sampling.batches import Batch, Dataset
 from acsgd.launch import Launch
 from acsgd.pp.tied.ties import Ties
 from acsgd.pp.wire.frame import HEADER_BYTES
+from acsgd.pp.wire.mailbox import _Encoding
 from acsgd.run.build import build_session
 from acsgd.run.data import open_data
 from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
+from acsgd.run.session import StepResult
 from acsgd.topology import connect
 from acsgd.train import train_step
 
@@ -45,6 +47,9 @@ class Trained(NamedTuple):
     """Of all ranks, per step."""
     blocking_requests: int
     """Number of times that a step waited for rows that were requested when it began."""
+    grad_norms: list[float]
+    evaluation: dict[str, float]
+    """Metrics of the first batch after training."""
 
 
 def train_on(rank: int, world_size: int, store: Path, configs: Sequence[Config], masked: bool = False) -> list[Trained]:
@@ -56,7 +61,7 @@ def train_on(rank: int, world_size: int, store: Path, configs: Sequence[Config],
 
 
 def _train(rank: int, world_size: int, store: Path, config: Config, masked: bool) -> Trained:
-    job, sent, fetched = prepare(config, Launch(rank, rank, world_size)), list[int](), list[int]()
+    job, results, fetched = prepare(config, Launch(rank, rank, world_size)), list[StepResult](), list[int]()
     fetch = Ties._fetch
 
     def counted(ties: Ties, batch: Batch, step: int, **options: bool) -> list[tuple[Tensor, Tensor]]:
@@ -68,7 +73,7 @@ def _train(rank: int, world_size: int, store: Path, config: Config, masked: bool
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(Ties, "_fetch", counted)
-        patch.setattr("lib.training.train_step", _recording(sent))
+        patch.setattr("lib.training.train_step", _recording(results))
         session = build_session(job, open_weight_source(job), groups)
         batches = Dataset(open_data(job).reader, range(config.optim.num_steps))
         losses = train(session, map(_masked, batches) if masked else batches)
@@ -77,14 +82,25 @@ def _train(rank: int, world_size: int, store: Path, config: Config, masked: bool
         table |= {
             name: tensor for name, by_key in session.optimizer.state_of(weights).items() for tensor in by_key.values()
         }
-        return Trained(losses, table, any(weight.is_copy for weight in weights), sent, len(fetched))
+        blocking = len(fetched)
+        patch.setattr(_Encoding, "ready", lambda _: False)  # as on a device that is late; else sends would hide waits
+        first = map(_masked, Dataset(open_data(job).reader, range(1)))
+        evaluation = session.evaluate(first, config.optim.num_steps)
+        return Trained(
+            losses,
+            table,
+            any(weight.is_copy for weight in weights),
+            [result.summary.tied_bytes for result in results],
+            blocking,
+            [result.grad_norm for result in results],
+            evaluation,
+        )
 
 
-def _recording(sent: list[int]) -> Callable[..., object]:
+def _recording(results: list[StepResult]) -> Callable[..., object]:
     def recorded(*args: object, **options: object) -> object:
-        result = train_step(*args, **options)  # type: ignore[arg-type]
-        sent.append(result.summary.tied_bytes)
-        return result
+        results.append(train_step(*args, **options))  # type: ignore[arg-type]
+        return results[-1]
 
     return recorded
 
@@ -98,31 +114,49 @@ def configs_of(model: Path, run_dir: Path, *, stages: int, how: Sequence[str] = 
     return [make_config(model, run_dir, steps=STEPS, stages=stages, schedule=schedule, tied=tied) for tied in how]
 
 
-@pytest.mark.parametrize(("family", "options"), [("gpt2", DROPOUT), ("llama", {"tie_word_embeddings": True})])
+@pytest.mark.parametrize(
+    ("family", "options"), [("gpt2", DROPOUT), ("llama", {"tie_word_embeddings": True, "vocab_size": 520})]
+)
 def test_20_steps_are_those_of_one_process_and_so_are_table_and_moments(
     family: str, options: dict[str, object], tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """4 stages, and 2 stages x 2 replicas, with masked targets; one of the models has dropout."""
+    """1, 2 and 4 stages, 1 and 2 replicas, with masked targets, clipping, and a last evaluation.
+
+    One of the models has dropout, the other rows in its table that no token has.
+    """
     model = tiny_model(family, **options)
     alone = make_config(model, tmp_path, steps=STEPS, micro=1)
-    split = [config for stages in (2, 4) for config in configs_of(model, tmp_path, stages=stages)]
     expected = oracle_losses(alone, masked=True)
     [one] = on_ranks(1, train_on, tmp_path / "one", [alone], True)[0]
-    by_rank = on_ranks(4, train_on, tmp_path / "four", split, True)
     assert one.losses == pytest.approx(expected, rel=RELATIVE)
-    for config, *ranks in zip(split, *by_rank, strict=True):
-        case, stages = (config.pp.tied, config.pp.stages), config.pp.stages
-        assert ranks[0].losses == pytest.approx(expected, rel=RELATIVE), case
-        last = ranks[stages - 1]
-        for name, tensor in last.table.items():
-            assert_close(tensor, one.table[name], (*case, name))
-        holders = [rank for rank, each in enumerate(ranks[:stages]) if each.table]
-        assert holders == ([stages - 1] if config.pp.tied == "rows" else [0, stages - 1]), case
-        assert last.is_copy == (config.pp.tied == "dense"), case
-        for rank, each in enumerate(ranks):
-            of_stage = ranks[rank % stages].table
-            assert all(torch.equal(each.table[name], of_stage[name]) for name in of_stage), "replicas differ"
-            assert each.blocking_requests == 1, case
+    assert max(one.grad_norms) > alone.optim.clip, "nothing was clipped"
+    splits = {
+        2: [alone, make_config(model, tmp_path, steps=STEPS, stages=2)],
+        4: [*configs_of(model, tmp_path, stages=2, how=["rows"]), *configs_of(model, tmp_path, stages=4)],
+    }
+    for processes, configs in splits.items():
+        by_rank = on_ranks(processes, train_on, tmp_path / f"on-{processes}", configs, True)
+        for config, *ranks in zip(configs, *by_rank, strict=True):
+            assert_same_training(config, ranks, one)
+
+
+def assert_same_training(config: Config, ranks: Sequence[Trained], one: Trained) -> None:
+    """Check what the ranks of a run have against `one` process."""
+    stages, tied = config.pp.stages, config.pp.tied
+    case = (tied, stages, len(ranks) // stages)
+    assert ranks[0].losses == pytest.approx(one.losses, rel=RELATIVE), case
+    assert ranks[0].grad_norms == pytest.approx(one.grad_norms, rel=1e-4), case
+    last = ranks[stages - 1]
+    for name, tensor in one.table.items():
+        assert_close(last.table[name], tensor, (*case, name))
+    holders = [rank for rank, each in enumerate(ranks[:stages]) if each.table]
+    assert holders == ([0, stages - 1] if tied == "dense" else [stages - 1]), case
+    assert last.is_copy == (tied == "dense"), case
+    for rank, each in enumerate(ranks):
+        of_stage = ranks[rank % stages].table
+        assert all(torch.equal(each.table[name], of_stage[name]) for name in of_stage), "replicas differ"
+        assert each.evaluation == pytest.approx(one.evaluation, rel=RELATIVE), case
+        assert each.blocking_requests == 1, case
 
 
 def assert_close(x: Tensor, expected: Tensor, case: object) -> None:

@@ -25,6 +25,8 @@ class Outcome(NamedTuple):
     losses: list[float]
     backward_bytes: float
     """Bytes of activation gradients that all ranks have sent."""
+    tied_bytes: float
+    """Bytes for tied weights that all ranks have sent."""
     moved: list[str]
     """Frozen parameters of this rank whose bits have changed, or that have a gradient."""
     updated: set[str]
@@ -53,5 +55,9 @@ def _train(rank: int, world_size: int, store: Path, config: Config) -> Outcome:
         state = session.optimizer.state_of(session.weights)
         sent = sum(result.summary.pp_backward_bytes for result in results)
         return Outcome(
-            [result.loss for result in results], sent, moved, {key for each in state.values() for key in each}
+            [result.loss for result in results],
+            sent,
+            sum(result.summary.tied_bytes for result in results),
+            moved,
+            {key for each in state.values() for key in each},
         )

@@ -83,9 +83,8 @@ def tiny_config(family: str, *, vocab_size: int = 512, **options: Any) -> PreTra
 def save_tiny_model(directory: Path, tokenizer: PreTrainedTokenizerFast, family: str, **options: Any) -> None:
     """Write a model of TINY with new weights, and its tokenizer."""
     end = tokenizer.eos_token_id
-    config = AutoConfig.for_model(
-        family, vocab_size=len(tokenizer), bos_token_id=end, eos_token_id=end, **(TINY[family] | options)
-    )
+    sizes = {"vocab_size": len(tokenizer)} | TINY[family] | options
+    config = AutoConfig.for_model(family, bos_token_id=end, eos_token_id=end, **sizes)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -1,0 +1,72 @@
+"""Laws of which rank holds a weight that layers of several ranks share, and what is printed of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from lib.model_types import small_config, task_of
+from lib.training import make_config
+
+from acsgd.launch import Launch
+from acsgd.layers.description import ModelLayers
+from acsgd.pp.tied.plan import Dense, Rows, TiedWeight, tied_weights
+from acsgd.run.job import prepare
+from acsgd.run.tied import describe_tied
+
+
+def layers_of(model_type: str) -> ModelLayers:
+    return task_of(model_type).layers(small_config(model_type, tie_word_embeddings=True))
+
+
+def plan(layers: ModelLayers, how: Rows | Dense) -> dict[str, TiedWeight]:
+    """Return the tied weights if each layer is on a rank of its own."""
+    return {weight.key: weight for weight in tied_weights(layers, lambda layer: layer, how)}
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+def test_the_rank_of_the_head_holds_the_table(model_type: str) -> None:
+    layers = layers_of(model_type)
+    [weight] = plan(layers, Rows()).values()
+    head = len(layers.layers) - 1
+    assert (weight.ranks, weight.owner, dict(weight.lookups)) == ((0, head), head, {0: ("input_ids",)})
+    assert not plan(layers, Dense())[weight.key].lookups
+    assert plan(layers.freeze([weight.key]), Rows()) == {}, "a frozen table does not travel"
+    assert tied_weights(layers, lambda _: 0, Rows()) == [], "nor one whose layers are on one rank"
+
+
+@pytest.mark.parametrize("model_type", ["t5", "bart"])
+def test_three_layers_of_an_encoder_decoder_share_a_table(model_type: str) -> None:
+    """The embeddings of encoder and decoder, each with indices of its own, and the head."""
+    [weight] = [each for each in plan(layers_of(model_type), Rows()).values() if each.lookups]
+    encoder, decoder, head = weight.ranks
+    assert weight.owner == head
+    assert dict(weight.lookups) == {encoder: ("input_ids",), decoder: ("decoder_input_ids",)}
+
+
+def test_other_tied_weights_have_copies() -> None:
+    """Those of the one block of ALBERT, which all of its layers use: no table of an embedding."""
+    weights = plan(layers_of("albert"), Rows())
+    assert weights
+    assert all(len(weight.ranks) > 1 and not weight.lookups for weight in weights.values())
+
+
+@pytest.mark.parametrize(
+    ("tied", "expected"),
+    [
+        ("rows", "rank 1 of each pipeline holds it; rank 0 gets the rows of its tokens, at most 192 of 512, 0.0246 MB"),
+        ("rows:bits=8", "at most 192 of 512, 0.00654 MB per step, and sends their gradients, 0.00654 MB"),
+        ("dense", "ranks 0 and 1 have copies; each sends its gradient of 0.0655 MB per step to the others"),
+    ],
+)
+def test_what_travels_at_most_is_printed(
+    tied: str, expected: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A batch of 6 sequences of 32 tokens, a table of 512 rows of 32 elements."""
+    config = make_config(tiny_model("gpt2", n_layer=2), tmp_path, stages=2, tied=tied)
+    job = prepare(config, Launch(0, 0, 2))
+    [note] = describe_tied(job, job.model.build(torch.float32))
+    assert note.startswith("transformer.wte.weight: ")
+    assert expected in note
