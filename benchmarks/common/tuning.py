@@ -88,6 +88,7 @@ class Variant(NamedTuple):
 
     forward: str = "none"
     backward: str = "none"
+    tied: str = "rows"
     dropout: float = 0.0
     dropout_mask: Literal["step", "sample"] = "step"
     mode: str = "allreduce"
@@ -181,6 +182,7 @@ class Tuning:
                 micro=s.micro,
                 forward=variant.forward,
                 backward=variant.backward,
+                tied=variant.tied,
                 exact_steps=s.exact_epochs * s.steps_per_epoch,
                 layers=(s.blocks // 2, s.blocks - s.blocks // 2) if variant.stages == 2 else None,
             ),

@@ -2,11 +2,12 @@
 
     .venv/bin/python -m benchmarks.pipeline.convergence [--rows "delta*" ...] [--pretrain a.txt --finetune b.txt]
 
-A model of 1.3 M parameters is pretrained on one text and fine-tuned on 256 sequences of another for 10 epochs, on two
-stages in two processes, cut in the middle (common/tuning.py). Rows differ in the codecs of that boundary. Each row is
-compared with the uncompressed run of the same seed on the same batches: its excess is the difference of the mean train
-losses of the last epoch. Bits per element count all bytes sent forward after the first epoch, which is uncompressed in
-every run. By default the two texts are the halves of the "demo" source.
+A model of 1.3 M parameters, whose head is its embedding, is pretrained on one text and fine-tuned on 256 sequences of
+another for 10 epochs, on two stages in two processes, cut in the middle (common/tuning.py). Rows differ in the codecs
+of that boundary, and in that of the rows of the embedding. Each row is compared with the uncompressed run of the same
+seed on the same batches: its excess is the difference of the mean train losses of the last epoch. Bits per element
+count all bytes of activations after the first epoch, which is uncompressed in every run. By default the two texts are
+the halves of the "demo" source.
 
 Results are cached in --dir: a second start with other rows or more seeds runs only what is missing, or everything if
 the code has changed. Several processes may share one --dir. The picture needs pip install '.[bench]'.
@@ -53,7 +54,7 @@ class Row(NamedTuple):
     @property
     def baseline(self) -> Variant:
         """Options of the uncompressed run to compare with."""
-        return self.variant._replace(forward="none", backward="none")
+        return self.variant._replace(forward="none", backward="none", tied="rows")
 
 
 def of(family: str, point: str, forward: str, goal: float | None = None, **options: Any) -> Row:
@@ -79,6 +80,8 @@ ROWS = [
     *(of("rate-adaptive delta", f"step {step:g}", f"delta:step={step:g}") for step in (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)),
     of("gradients in 4 bits", "uncompressed", "none", backward="fixpoint:bits=4"),
     of("gradients in 4 bits", "delta 2 bits", "delta:bits=2", backward="fixpoint:bits=4"),
+    of("tied rows in 8 bits", "uncompressed", "none", 0.002, backward="none", tied="rows:bits=8"),
+    of("tied rows in 8 bits", "delta 2 bits", "delta:bits=2", backward="fixpoint:bits=4", tied="rows:bits=8"),
     *with_dropout("step"),
     *with_dropout("sample"),
 ]

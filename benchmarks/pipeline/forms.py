@@ -25,20 +25,34 @@ from acsgd.train import train_step
 UNCOMPRESSED = "none/none"
 
 
+class _DeferredSession(Session):
+    """A session that does not send rows of tied tables at the end of the step that has updated them.
+
+    Other forms run in between, which would hide the transfer.
+    """
+
+    def send_ahead(self) -> None:
+        """Do nothing."""
+
+    def send_deferred(self) -> None:
+        """Send the rows of the step that begins."""
+        super().send_ahead()
+
+
 class Training:
     """A session and its progress."""
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        self._session = _DeferredSession(**vars(session))
         self._progress = Progress()
 
     def step(self, batch: Batch) -> StepResult:
         """Run the next optimizer step, together with the other ranks of the same form.
 
-        Includes what it sends for the next one, `batch.upcoming`, since another form may run in between.
+        It takes as long as one of many in a row: the transfer of rows is moved from its end to its beginning.
         """
+        self._session.send_deferred()
         result = train_step(self._session, batch, self._progress)
-        self._session.settle()
         self._progress = result.progress
         return result
 

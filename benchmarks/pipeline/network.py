@@ -18,6 +18,7 @@ bound       max(compute, traffic). A step cannot be faster. It is slower by the 
             by the first activation and the last gradients, which are not overlapped, and, with delay, by the control
             message that ends a step
 at most     the speed-up of the bounds. Where gradients of 8 bits are all that a host sends, it cannot exceed 32 / 8
+tie         the share of a step's time by which it is longer than one of the untied model with the same codecs
 
 --schedule is that of all forms. 1F1B with a lead uses both directions at once and has more messages in flight than
 fill a link. GPipe uses one direction at a time; its gain is larger, from a slower step.
@@ -34,12 +35,10 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
-from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -48,12 +47,9 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.common import netlab, pictures
 from benchmarks.common.compare import OnLink
+from benchmarks.pipeline import network_picture
 from benchmarks.pipeline.forms import UNCOMPRESSED
-from benchmarks.pipeline.network_ranks import Pipeline, Setting, save_model
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from benchmarks.pipeline.network_ranks import UNTIED, Pipeline, Setting, save_model
 
 STAGES = (2, 4)
 DELAYS_S = (0.0, 0.02)
@@ -63,12 +59,13 @@ FORMS = (
     "delta:bits=2/fixpoint:bits=8",
     "delta:bits=2/fixpoint:bits=4",
     "delta:bits=2/fixpoint:bits=4/rows:bits=8",
+    "delta:bits=2/fixpoint:bits=4/untied",
 )
-MIN_SPEED_UP, MIN_SHARE, MAX_SLOWDOWN = 4.3, 0.9, 1.2
-"""Goals of compressed forms: speed-up over uncompressed, fraction of the bound, step time relative to compute."""
+MIN_SPEED_UP, MIN_SHARE, MAX_SLOWDOWN, MAX_TIE = 4.3, 0.95, 1.2, 0.02
+"""Goals of compressed forms: speed-up over uncompressed, fraction of the bound, step time relative to compute, share of
+the tie in the step time."""
 RATES = (0.5, 2.0, 4.0, 8.0)
 """Further rates in the picture, relative to that of the table."""
-INK, GRID, COLORS = "#1f2933", "#e4e8ec", ("#5b6672", "#b4530a", "#1f5fbf", "#0b7a6b", "#7a3fb0")
 
 
 @dataclass
@@ -94,6 +91,15 @@ class Cell(OnLink):
         """Return the speed-up over the uncompressed steps of the same rounds."""
         pairs = zip(uncompressed.step_s, self.step_s, strict=True)
         return statistics.median(theirs / ours for theirs, ours in pairs)
+
+    @property
+    def untied_form(self) -> str:
+        """The same codecs for the untied model."""
+        return "/".join(self.form.split("/")[:2]) + UNTIED
+
+    def tie(self, untied: Cell) -> float:
+        """Return the share of step time that untied steps of the same rounds do not take."""
+        return statistics.median(1 - ours / tied for ours, tied in zip(untied.step_s, self.step_s, strict=True))
 
 
 @dataclass
@@ -163,71 +169,40 @@ def table(results: Sequence[Result], options: argparse.Namespace) -> Table:
     shown = Table(title=f"Optimizer steps on slow links: {options.micros} micro-batches, {options.schedule}")
     for name in ("stages, delay, rate", "forward / backward"):
         shown.add_column(name, no_wrap=True)
-    for name in ("step, s", "bound, s", "of the bound", "times compute", "speed-up", "at most"):
+    for name in ("step, s", "bound, s", "of the bound", "times compute", "speed-up", "at most", "tie"):
         shown.add_column(name, justify="right")
     for result in results:
         cells = [*result.table, *result.picture]
         for cell in cells:
-            where = cell.delay_s, cell.mbit
-            uncompressed = next(c for c in cells if (c.delay_s, c.mbit, c.form) == (*where, UNCOMPRESSED))
-            shown.add_row(*row(cell, uncompressed), end_section=cell.form == result.table[-1].form)
+            beside = {each.form: each for each in cells if (each.delay_s, each.mbit) == (cell.delay_s, cell.mbit)}
+            shown.add_row(*row(cell, beside), end_section=cell.form == result.table[-1].form)
     return shown
 
 
-def row(cell: Cell, uncompressed: Cell) -> list[str]:
-    """Return a cell's table row; uncompressed: the uncompressed cell of the same network."""
+def row(cell: Cell, beside: Mapping[str, Cell]) -> list[str]:
+    """Return a cell's table row; beside: the cells of the same network by form."""
+    uncompressed, untied = beside[UNCOMPRESSED], beside.get(cell.untied_form, cell)
     where = f"{cell.stages}, {cell.delay_s * 1e3:g} ms, {cell.mbit:.1f} Mbit/s" if cell is uncompressed else ""
     speed_up, at_most = cell.speed_up(uncompressed), uncompressed.bound_s / cell.bound_s
     judged = [f"{cell.share:.0%}", f"{cell.slowdown:.2f}", f"{speed_up:.2f}"]
     if cell is not uncompressed:
         met = cell.share >= MIN_SHARE, cell.slowdown <= MAX_SLOWDOWN, speed_up >= MIN_SPEED_UP
-        judged = [f"[{'green' if is_met else 'red'}]{text}[/]" for is_met, text in zip(met, judged, strict=True)]
-    form = cell.form.replace("/", " / ")
-    return [where, form, f"{cell.seconds:.2f}", f"{cell.bound_s:.2f}", *judged, f"{at_most:.2f}"]
+        judged = [mark(text, is_met) for text, is_met in zip(judged, met, strict=True)]
+    form, tie = cell.form.replace("/", " / "), ""
+    if untied is not cell:
+        tie = mark(f"{cell.tie(untied):.1%}", cell.tie(untied) <= MAX_TIE)
+    return [where, form, f"{cell.seconds:.2f}", f"{cell.bound_s:.2f}", *judged, f"{at_most:.2f}", tie]
 
 
-def draw(result: Result) -> Figure:
-    """Draw step time against rate, a panel per delay."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10.4, 4.4), layout="constrained")
-    panels: Sequence[Axes] = figure.subplots(1, len(DELAYS_S), sharey=True)
-    cells = [*result.table, *result.picture]
-    compute_s = statistics.median(seconds for cell in cells for seconds in cell.compute_s)
-    for axes, delay_s in zip(panels, DELAYS_S, strict=True):
-        axes.set_title(f"{delay_s * 1e3:g} ms of delay", color=INK, fontsize=11)
-        draw_panel(axes, sorted((c for c in cells if c.delay_s == delay_s), key=lambda cell: cell.mbit), compute_s)
-    panels[0].set_ylabel(f"seconds per step, {cells[0].stages} stages (dashed: bound)")
-    panels[0].legend(frameon=False, fontsize=9)
-    return figure
-
-
-def draw_panel(axes: Axes, cells: Sequence[Cell], compute_s: float) -> None:
-    """Draw a line per form, and its bound. cells: in the order of their rates."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    axes.set(xscale="log", yscale="log", xlabel="Mbit/s of every host, up and down")
-    for form, color in zip(dict.fromkeys(cell.form for cell in cells), cycle(COLORS), strict=False):
-        drawn = [cell for cell in cells if cell.form == form]
-        rates, label = [cell.mbit for cell in drawn], form.replace("/", " / ")
-        axes.plot(rates, [max(compute_s, cell.traffic_s) for cell in drawn], "--", color=color, linewidth=1)
-        axes.plot(rates, [cell.seconds for cell in drawn], "o-", color=color, label=label, markersize=4)
-    axes.axhline(compute_s, color=INK, linewidth=0.8, label="compute")
-    rates = sorted({cell.mbit for cell in cells})
-    axes.set_xticks(rates, [f"{rate:.3g}" for rate in rates])
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_minor_locator(NullLocator())
-    axes.grid(color=GRID, linewidth=0.8)
+def mark(text: str, is_met: bool) -> str:
+    """Return a figure in the colour of whether it meets its goal."""
+    return f"[{'green' if is_met else 'red'}]{text}[/]"
 
 
 def write_json(path: Path, options: argparse.Namespace, results: Sequence[Result]) -> None:
     """Write every sample."""
     about = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-    chosen = {
-        name: getattr(options, name) for name in ("schedule", "micros", "vocabulary", "untied", "ratio", "rounds")
-    }
+    chosen = {name: getattr(options, name) for name in ("schedule", "micros", "vocabulary", "ratio", "rounds")}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"about": {**about, **chosen}, "results": [asdict(r) for r in results]}, indent=1))
 
@@ -237,12 +212,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/network.json"), help="path of the results")
     parser.add_argument("--svg", type=Path, default=Path("docs/network.svg"), help="path of the picture")
     parser.add_argument(
-        "--forms", nargs="+", default=FORMS, help="codecs: activations/gradients, or activations/gradients/tied"
+        "--forms",
+        nargs="+",
+        default=FORMS,
+        help="codecs: activations/gradients, or activations/gradients/pp.tied; /untied: a head with weights of its own",
     )
     parser.add_argument("--schedule", default="1f1b:lead=6")
     parser.add_argument("--micros", type=int, default=64, help="micro-batches per step")
     parser.add_argument("--vocabulary", type=int, default=4096, help="of 24,576 tokens, about 3,000 are different")
-    parser.add_argument("--untied", action="store_true", help="give the head weights of its own")
     parser.add_argument("--ratio", type=float, default=4.0, help="uncompressed traffic relative to compute")
     parser.add_argument(
         "--stages", type=int, nargs="+", choices=STAGES, default=STAGES, help="the first ones are drawn"
@@ -267,16 +244,19 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     console, results = Console(width=140), []
     with tempfile.TemporaryDirectory() as directory:
-        model = save_model(Path(directory) / "model", vocabulary=options.vocabulary, tied=not options.untied)
+        models = [
+            save_model(Path(directory) / name, vocabulary=options.vocabulary, tied=name == "tied")
+            for name in ("tied", "untied")
+        ]
         for stages in options.stages:
             forms = UNCOMPRESSED, *options.forms
-            setting = Setting(model, stages, options.schedule, options.micros, forms, options.vocabulary)
+            setting = Setting(*models, stages, options.schedule, options.micros, forms, options.vocabulary)
             rates = RATES if stages == options.stages[0] and not options.no_picture else ()
             results.append(measure(setting, options.ratio, options.rounds, rates, console))
     console.print(table(results, options))
     write_json(options.json, options, results)
     if not options.no_picture:
-        pictures.save(draw(results[0]), options.svg)
+        pictures.save(network_picture.draw([*results[0].table, *results[0].picture]), options.svg)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ from benchmarks.pipeline.forms import open_trainings, with_form
 
 SEQUENCE, WIDTH, BLOCKS, HEADS = 384, 256, 4, 4
 TIMEOUT_S = 300.0
+UNTIED = "/untied"
+"""End of a form that trains a model whose head has weights of its own."""
 PRELOAD = ["acsgd.run.build", "acsgd.run.inputs", "transformers.models.gpt2.modeling_gpt2", "rich.table"]
 
 
@@ -38,19 +40,24 @@ class Setting:
     """Options of a pipeline, sent to every rank."""
 
     model: Path
+    """Its head is the embedding."""
+    untied: Path
+    """The same model, whose head has weights of its own."""
     stages: int
     schedule: str
     micros: int
     """Micro-batches per step, one sequence each; every step has the same."""
     forms: tuple[str, ...]
-    """Codecs (forms.py); the first is the uncompressed one."""
+    """Codecs (forms.py), also of the untied model; the first is the uncompressed one."""
     vocabulary: int
 
     def config(self, form: str) -> Config:
         """Return the configuration with these codecs."""
-        blocks = (BLOCKS // self.stages,) * self.stages
+        blocks, model = (BLOCKS // self.stages,) * self.stages, self.model
+        if form.endswith(UNTIED):
+            form, model = form.removesuffix(UNTIED), self.untied
         config = Config(
-            model=ModelConfig(str(self.model)),
+            model=ModelConfig(str(model)),
             data=DataConfig(sources="demo", sequence=SEQUENCE, batch=self.micros),
             optim=OptimConfig(lr=1e-4, steps=10**9),
             pp=PipelineConfig(self.stages, 1, self.schedule, layers=blocks),
@@ -168,7 +175,7 @@ def make_batch(rank: int, setting: Setting) -> Batch:
     frequencies = 1 / torch.arange(1, setting.vocabulary + 1)
     tokens = frequencies.multinomial(math.prod(shape), replacement=True, generator=generator).view(shape)
     batch = Batch(
-        tokens[..., :-1] if rank == 0 else None,
+        {"input_ids": tokens[..., :-1]} if rank == 0 else None,
         tokens[..., 1:] if rank == setting.stages - 1 else None,
         sample_ids=torch.arange(setting.micros).view(-1, 1),
         micro_ids=range(setting.micros),
@@ -196,6 +203,11 @@ def save_model(directory: Path, *, vocabulary: int, tied: bool) -> Path:
     )
     torch.manual_seed(0)
     GPT2LMHeadModel(config).save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+def save_tokenizer(directory: Path) -> None:
+    """Write a placeholder tokenizer, which knows one token."""
     words = Tokenizer(models.WordLevel({"<|endoftext|>": 0}, unk_token="<|endoftext|>"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>").save_pretrained(directory)
-    return directory

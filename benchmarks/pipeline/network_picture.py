@@ -1,0 +1,53 @@
+"""Picture of network.py: step time against the rate of the links, a line per form."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from benchmarks.pipeline.network import Cell
+
+INK, GRID, COLORS = "#1f2933", "#e4e8ec", ("#5b6672", "#b4530a", "#1f5fbf", "#0b7a6b", "#7a3fb0", "#c2255c")
+
+
+def draw(cells: Sequence[Cell]) -> Figure:
+    """Draw step time against rate, a panel per delay."""
+    from matplotlib.figure import Figure
+
+    delays = sorted({cell.delay_s for cell in cells})
+    figure = Figure(figsize=(10.4, 4.4), layout="constrained")
+    panels: Sequence[Axes] = figure.subplots(1, len(delays), sharey=True)
+    compute_s = statistics.median(seconds for cell in cells for seconds in cell.compute_s)
+    for axes, delay_s in zip(panels, delays, strict=True):
+        axes.set_title(f"{delay_s * 1e3:g} ms of delay", color=INK, fontsize=11)
+        _draw_panel(axes, sorted((c for c in cells if c.delay_s == delay_s), key=lambda cell: cell.mbit), compute_s)
+    panels[0].set_ylabel(f"seconds per step, {cells[0].stages} stages (dashed: bound)")
+    panels[0].legend(frameon=False, fontsize=9)
+    return figure
+
+
+def _draw_panel(axes: Axes, cells: Sequence[Cell], compute_s: float) -> None:
+    """Draw a line per form but those of the untied model, and its bound. cells: in the order of their rates."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    forms = dict.fromkeys(cell.form for cell in cells if cell.form != cell.untied_form)
+    for form, color in zip(forms, cycle(COLORS), strict=False):
+        drawn = [cell for cell in cells if cell.form == form]
+        rates, label = [cell.mbit for cell in drawn], form.replace("/", " / ")
+        axes.plot(rates, [max(compute_s, cell.traffic_s) for cell in drawn], "--", color=color, linewidth=1)
+        axes.plot(rates, [cell.seconds for cell in drawn], "o-", color=color, label=label, markersize=4)
+    axes.axhline(compute_s, color=INK, linewidth=0.8, label="compute")
+    rates = sorted({cell.mbit for cell in cells})
+    axes.set(xscale="log", yscale="log", xlabel="Mbit/s of every host, up and down")
+    axes.set_xticks(rates, [f"{rate:.3g}" for rate in rates])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
+    axes.grid(color=GRID, linewidth=0.8)
