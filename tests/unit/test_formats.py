@@ -96,6 +96,20 @@ def test_a_format_is_detected_and_masks_the_prompt(
     assert whole == example._replace(segments=(Segment(example.text),))
 
 
+def test_a_context_of_dolly_is_the_input_of_its_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    [found] = read(tmp_path, {"instruction": "Add.", "context": "1 {x} 1", "response": "2"}, tokenizer=tokenizer)
+    assert marked(found) == RECORDS["alpaca"][1]
+
+
+def test_speakers_of_sharegpt_have_roles(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    speakers = ["system", "human", "gpt", "observation", "tool", "chatgpt", "user", "assistant", "human", "bot"]
+    turns = [{"from": speaker, "value": str(number)} for number, speaker in enumerate(speakers)]
+    chat = with_template(tokenizer, TURNS + "{% if add_generation_prompt %}A:{% endif %}")
+    [found] = read(tmp_path, {"conversations": turns}, tokenizer=chat)
+    expected = "S:0 U:1 A:{2} T:3 T:4 A:{5} U:6 A:{7} U:8 A:{9}"
+    assert marked(found).split() == expected.split()
+
+
 def test_a_run_reports_the_format_and_gets_the_mask(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"input": "one two", "output": " three"}\n' * 3)

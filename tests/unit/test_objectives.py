@@ -111,6 +111,15 @@ def test_rates_and_mean_lengths_of_spans_are_those_of_the_denoiser(denoiser: Den
     assert (limited[1] == np.minimum(spans, 5)).all()
 
 
+def test_denoisers_have_the_documented_rates_and_spans() -> None:
+    assert Counter((*each,) for each in MIXTURE) == {
+        ("S", 0.0, 0): 4,
+        ("R", 0.15, 3): 2,
+        ("X", 0.15, 32): 1,
+        ("X", 0.5, 8): 1,
+    }
+
+
 def test_random_numbers_are_those_of_splitmix64() -> None:
     """The first outputs of its reference implementation with the seed 1234567."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]

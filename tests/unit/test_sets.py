@@ -111,6 +111,25 @@ def test_files_of_glue_have_the_fields_of_the_hub(
     assert (names, [names[label] for label in sorted(names)]) == (dict(enumerate(GLUE[task].labels)), labels)
 
 
+@pytest.mark.parametrize(
+    ("task", "header", "labels"),
+    [
+        ("mnli", "sentence1\tsentence2\tgold_label", ["entailment", "neutral", "contradiction"]),
+        ("wnli", "sentence1\tsentence2\tlabel", ["not_entailment", "entailment"]),
+        ("rte", "sentence1\tsentence2\tlabel", ["entailment", "not_entailment"]),
+        ("qnli", "question\tsentence\tlabel", ["entailment", "not_entailment"]),
+        ("qqp", "question1\tquestion2\tis_duplicate", ["not_duplicate", "duplicate"]),
+        ("mrpc", "#1 String\t#2 String\tQuality", ["not_equivalent", "equivalent"]),
+    ],
+)
+def test_labels_have_the_numbers_of_the_hub(task: str, header: str, labels: list[str], tmp_path: Path) -> None:
+    """By name, as in the files of some tasks, and by number."""
+    path = tmp_path / "a.tsv"
+    path.write_text("".join(f"{row}\n" for row in [header, *(f"a\tb\t{n}" for n in [*labels, *range(len(labels))])]))
+    found = [(record.fields["label"], record.fields["label_name"]) for record in read(f"glue:{task}:{path}")]
+    assert found == [*enumerate(labels)] * 2
+
+
 def test_columns_of_other_tasks_are_renamed(tmp_path: Path) -> None:
     path = tmp_path / "a.tsv"
     path.write_text(

@@ -24,7 +24,7 @@ from acsgd.io.sampling.tokens import (
     tokenize_all,
     tokenizer_fingerprint,
 )
-from acsgd.io.sources.base import ReadOptions
+from acsgd.io.sources.base import ReadOptions, RecordCounts
 from acsgd.io.sources.sources import parse_sources
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
@@ -255,3 +255,11 @@ def test_a_token_that_the_model_has_not_is_named(tmp_path: Path) -> None:
         assert (tmp_path / "cache").exists() == is_cached
         tokens = tokenize_all(sources, wide, tmp_path / "cache", vocab_size=10)[0].tokens
         assert max(tokens[:]) == 9
+
+
+def test_progress_has_the_share_the_rate_and_the_time_left(tmp_path: Path) -> None:
+    source, counts = source_of(path := tmp_path / "a.txt", "text"), RecordCounts(fraction=lambda: 0.25)
+    expected = f"tokenizing 25% of {path}: 2.0 M tokens, 0.20 M/s, 0:00:30 left"
+    assert pipeline.progress("tokenizing", source, counts, 2 * 10**6, 10.0) == expected
+    expected = f"tokenizing {path}: 2.0 M tokens, 0.20 M/s"
+    assert pipeline.progress("tokenizing", source, RecordCounts(), 2 * 10**6, 10.0) == expected
