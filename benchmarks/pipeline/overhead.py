@@ -8,8 +8,8 @@ step times are compared within a round. The data set is a few batches, all of wh
 anything is timed, so `delta` sends differences. Bytes are those of a step, over all ranks. The first row compares
 uncompressed messages with themselves, which shows the noise.
 
-The demo ties the head to the embedding. The gradient of that weight is exchanged between the two stages uncompressed in
-all forms: it is part of every step, but not counted in the bytes of gradients, which it would dominate.
+The demo ties the head to the embedding. Its rows and their gradients travel in all forms; a form may name pp.tied, as
+"none/none/rows:bits=8".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import platform
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +56,7 @@ class Sent(NamedTuple):
 
     forward: float
     backward: float
-    """With the tied weight's gradient."""
+    tied: float
 
 
 @dataclass
@@ -71,13 +71,13 @@ class Side:
     def __call__(self, number: int) -> float:
         """Run step `number`; return this rank's part of the loss."""
         result = self.training.step(self.batches[number % BATCHES])
-        self.sent.append(Sent(result.summary.pp_forward_bytes, result.summary.pp_backward_bytes))
+        summary = result.summary
+        self.sent.append(Sent(summary.pp_forward_bytes, summary.pp_backward_bytes, summary.tied_bytes))
         return result.loss / STAGES
 
     def median_sent(self) -> Sent:
         """Return the median over the timed steps."""
-        forward, backward = zip(*self.sent[WARMUP:], strict=True)
-        return Sent(statistics.median(forward), statistics.median(backward))
+        return Sent(*map(statistics.median, zip(*self.sent[WARMUP:], strict=True)))
 
 
 class Compared(NamedTuple):
@@ -85,18 +85,13 @@ class Compared(NamedTuple):
 
     rounds: RankRounds
     sent: Sent
-    uncompressed: Sent
 
 
 class Row(NamedTuple):
     """A form in comparison with uncompressed messages."""
 
     form: str
-    forward_bytes: float
-    backward_bytes: float
-    """Without the tied weight's gradient."""
-    tied_bytes: float
-    """Bytes of the tied weight's gradient."""
+    sent: Sent
     times: Comparison
 
 
@@ -113,13 +108,14 @@ def rank_rounds(rank: int, model: Path, store: str, forms: Sequence[str], rounds
     launch = Launch(rank, rank, STAGES)
     jobs = [prepare(config_of(model, each), launch) for form in forms for each in (form, UNCOMPRESSED)]
     reader = open_data(jobs[0]).reader
-    batches = [reader.batch(number) for number in range(BATCHES)]
+    read = [reader.batch(number) for number in range(BATCHES)]
+    batches = [replace(batch, upcoming=upcoming) for batch, upcoming in zip(read, [*read[1:], read[0]], strict=True)]
     result = []
     with open_trainings(jobs, store, sequences=BATCHES * jobs[0].config.data.batch) as trainings:
         for ours, theirs in zip(trainings[::2], trainings[1::2], strict=True):
             sides = Side(ours, batches), Side(theirs, batches)
             costs = alternate(*sides, warmup=WARMUP, rounds=rounds, steps=STEPS_PER_BLOCK, barrier=dist.barrier)
-            result.append(Compared(costs, *(side.median_sent() for side in sides)))
+            result.append(Compared(costs, sides[0].median_sent()))
     return result
 
 
@@ -134,24 +130,30 @@ def measure(forms: Sequence[str], rounds: int) -> list[Row]:
 
 def row(form: str, ranks: Sequence[Compared]) -> Row:
     """Aggregate the ranks' results of one form."""
-    sent, uncompressed = ranks[0].sent, ranks[0].uncompressed
-    tied = uncompressed.backward - uncompressed.forward  # activations and gradients have equal shapes
-    times = summarise([rank.rounds for rank in ranks], steps=STEPS_PER_BLOCK)
-    return Row(form, sent.forward, sent.backward - tied, tied, times)
+    return Row(form, ranks[0].sent, summarise([rank.rounds for rank in ranks], steps=STEPS_PER_BLOCK))
 
 
 def table(rows: Sequence[Row]) -> Table:
     """Return a table of bytes, step times and CPU times, one form per row; green = goal met."""
     shown = Table(title="Steps of the demo's model on 2 stages, unlimited links, relative to uncompressed messages")
     shown.add_column("forward / backward", no_wrap=True)
-    for name in ("forward, kB", "backward, kB", "step, s", "uncompressed, s", "step time", "quartiles", "CPU time"):
+    for name in (
+        "forward, kB",
+        "backward, kB",
+        "tied, kB",
+        "step, s",
+        "uncompressed, s",
+        "step time",
+        "quartiles",
+        "CPU time",
+    ):
         shown.add_column(name, justify="right")
-    for form, forward, backward, _, times in rows:
+    for form, sent, times in rows:
         low, high = times.quartiles
         color = "green" if times.median <= GOAL else "red"
         shown.add_row(
             form.replace("/", " / "),
-            *(f"{count / 1e3:.1f}" for count in (forward, backward)),
+            *(f"{count / 1e3:.1f}" for count in sent),
             *(f"{seconds:.3f}" for seconds in (times.ours_s, times.theirs_s)),
             f"[{color}]{times.median:.3f}[/]",
             f"{low:.3f} - {high:.3f}",
@@ -165,19 +167,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/overhead.json"), help="where the numbers go")
     parser.add_argument("--rounds", type=int, default=40, help="per form; a step of each side")
-    parser.add_argument("--forms", nargs="+", default=FORMS, help="codecs of activations/gradients")
+    parser.add_argument("--forms", nargs="+", default=FORMS, help="codecs of activations/gradients[/pp.tied]")
     options = parser.parse_args()
     rows = measure(options.forms, options.rounds)
-    console = Console(width=140)
-    console.print(table(rows))
-    console.print(f"Besides, in every step: {rows[0].tied_bytes / 1e3:.1f} kB of the tied weight's gradient")
+    Console(width=160).print(table(rows))
     about: dict[str, Any] = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.processor(),
     }
     about |= {"goal": GOAL, "rounds": options.rounds, "steps_per_block": STEPS_PER_BLOCK}
-    forms = [each._asdict() | {"times": each.times._asdict()} for each in rows]
+    forms = [{"form": each.form, **each.sent._asdict(), "times": each.times._asdict()} for each in rows]
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"about": about, "forms": forms}, indent=1))
 
