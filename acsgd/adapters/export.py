@@ -116,7 +116,7 @@ def _merged(tensors: dict[str, Tensor], model: PreTrainedModel, adapter: Adapter
     own = {key: tensor for key, tensor in tensors.items() if is_of_adapter(key)}
     merged = {key: tensor for key, tensor in tensors.items() if key not in own}
     for path in dict.fromkeys(map(module_of, own)):
-        module = inject_into(loaded_module(model, path, tensors.__getitem__), peft_config(adapter, model, task))
+        module = inject_into(loaded_module(model, path, tensors.__getitem__), peft_config(adapter, model, task), path)
         for name, param in module.named_parameters():
             if is_of_adapter(name):
                 param.copy_(own[f"{path}.{name}"])

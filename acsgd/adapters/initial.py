@@ -71,5 +71,5 @@ class NewAdapter:
         number = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=7).digest(), "little")
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(mix_seed(self._seed, number))
-            adapted = inject_into(module, peft_config(self._adapter, self._model, self._task))
+            adapted = inject_into(module, peft_config(self._adapter, self._model, self._task), path)
         return {name: param.detach() for name, param in adapted.named_parameters() if is_of_adapter(name)}

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from acsgd.adapters.prompt import inject_prompt, prompt_config
-from acsgd.adapters.spec import ALL_LINEAR, NAME, Adapter, PromptTuning, names_in
+from acsgd.adapters.spec import ALL_LINEAR, IA3, NAME, Adapter, PromptTuning, names_in
 from acsgd.layers.description import LayerSpec, ModelLayers
 from acsgd.layers.skeleton import parameter_names, set_parameter
 from acsgd.tasks import Task
@@ -32,7 +32,8 @@ def peft_config(adapter: Adapter, model: PreTrainedModel, task: str) -> Any:
         raise ValueError('adapter.spec needs PEFT, which is not installed; pip install "acsgd[adapters]"') from None
     if isinstance(adapter, PromptTuning):
         return prompt_config(adapter)
-    heads = new_heads(model, task)
+    if isinstance(adapter, IA3):
+        return _ia3_config(adapter, model, task)
     targets = names_in(adapter.targets)
     return LoraConfig(
         task_type=TASK_TYPES[task],
@@ -40,10 +41,39 @@ def peft_config(adapter: Adapter, model: PreTrainedModel, task: str) -> Any:
         lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # PEFT divides it
         lora_dropout=adapter.dropout,
         target_modules=targets[0] if targets == [ALL_LINEAR] else targets,
-        exclude_modules="|".join(rf"{re.escape(head)}(\..*)?" for head in heads) if heads else None,
+        exclude_modules=_without_heads(model, task),
         use_rslora=adapter.rslora,
         use_dora=adapter.dora,
     )
+
+
+def _ia3_config(adapter: IA3, model: PreTrainedModel, task: str) -> Any:
+    """Return PEFT's config of IA3. Raises ValueError if neither PEFT nor the adapter names targets for the model."""
+    from peft import IA3Config
+    from peft.utils.constants import (
+        TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING,
+        TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING,
+    )
+
+    kind, targets, feedforward = model.config.model_type, names_in(adapter.targets), names_in(adapter.feedforward)
+    if not targets:
+        if kind not in TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING:
+            raise ValueError(
+                f"adapter.spec: PEFT knows no targets of ia3 for {kind}; give some; {_linear_layers(model)}"
+            )
+        targets = TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING[kind]
+        feedforward = feedforward or TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING[kind]
+    return IA3Config(
+        task_type=TASK_TYPES[task],
+        target_modules=list(targets),
+        feedforward_modules=list(feedforward),
+        exclude_modules=_without_heads(model, task),
+    )
+
+
+def _without_heads(model: PreTrainedModel, task: str) -> str | None:
+    """Return a pattern of the modules of new heads, which are not adapted."""
+    return "|".join(rf"{re.escape(head)}(\..*)?" for head in new_heads(model, task)) or None
 
 
 def new_heads(model: PreTrainedModel, task: str) -> list[str]:
@@ -73,11 +103,13 @@ def inject(model: PreTrainedModel, adapter: Adapter, task: str) -> None:
         raise ValueError(f"adapter.spec: {str(error).splitlines()[0].rstrip('.')}; {_linear_layers(model)}") from None
 
 
-def inject_into(module: nn.Module, config: Any) -> Any:
-    """Return PEFT's layer around one module, with a new adapter. config: of PEFT, changed in place."""
+def inject_into(module: nn.Module, config: Any, path: str) -> Any:
+    """Return PEFT's layer around one module, with a new adapter. path: in the model; config: of PEFT, is changed."""
     from peft import inject_adapter_in_model
 
     config.target_modules, config.exclude_modules = ["module"], None
+    if isinstance(feedforward := getattr(config, "feedforward_modules", None), set | list):
+        config.feedforward_modules = ["module"] if any(_ends_in(path, name) for name in feedforward) else []
     holder = nn.ModuleDict({"module": module})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as in `inject`
@@ -166,7 +198,11 @@ def _trained_wholly(model: PreTrainedModel, adapter: Adapter, task: str) -> set[
 
 def modules_named(model: nn.Module, name: str) -> list[str]:
     """Return the paths of the modules whose paths end in a name, as PEFT matches modules_to_save."""
-    return [path for path, _ in model.named_modules() if path == name or path.endswith(f".{name}")]
+    return [path for path, _ in model.named_modules() if _ends_in(path, name)]
+
+
+def _ends_in(path: str, name: str) -> bool:
+    return path == name or path.endswith(f".{name}")
 
 
 def _is_in(path: str, aliases: list[str]) -> bool:

@@ -38,6 +38,22 @@ class LoRA:
 
 
 @dataclass(frozen=True)
+class IA3:
+    """IA3 (Liu et al. 2022, arXiv:2205.05638): vectors scale outputs of modules, or inputs of feed-forward ones."""
+
+    dropout: ClassVar[float] = 0.0
+    virtual_tokens: ClassVar[int] = 0
+
+    targets: str = ""
+    """Modules that are adapted, by the ends of their names: "k_proj+v_proj+down_proj". Default: those that PEFT chooses
+    for the type of the model."""
+    feedforward: str = ""
+    """Those of the targets whose inputs are scaled: "down_proj". Default: as PEFT chooses; with targets, none."""
+    modules_to_save: str = ""
+    """Further modules that are trained as a whole, by the ends of their names, "embed_tokens+lm_head"."""
+
+
+@dataclass(frozen=True)
 class PromptTuning:
     """Prompt tuning (Lester et al. 2021, arXiv:2104.08691): embeddings of virtual tokens before each sequence."""
 
@@ -61,8 +77,8 @@ class PromptTuning:
         return self.tokens
 
 
-Adapter = LoRA | PromptTuning
-ADAPTERS: dict[str, type[Adapter]] = {"lora": LoRA, "prompt_tuning": PromptTuning}
+Adapter = LoRA | IA3 | PromptTuning
+ADAPTERS: dict[str, type[Adapter]] = {"lora": LoRA, "ia3": IA3, "prompt_tuning": PromptTuning}
 
 
 def parse_adapter(spec: str | None) -> Adapter | None:
