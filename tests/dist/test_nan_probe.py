@@ -40,9 +40,12 @@ class Plant(NamedTuple):
     value: float = nan
 
 
+TABLE = "transformer.wte.weight"
+"""The embedding, which is also the head, and on the stage of the head."""
 PLANTS = [
     Plant("weight", "transformer.h.4.ln_1.weight", None, "weight", "weight {}"),
     Plant("weight", "transformer.h.0.mlp.c_fc.bias", None, "weight", "weight {}", inf),
+    Plant("weight", TABLE, None, "weight", "weight {}"),
     Plant("output", "transformer.wte", 5, "forward", "output of {}"),
     Plant("output", "transformer.h.2.mlp.c_fc", 4, "forward", "output of {}"),
     Plant("output", "transformer.h.5.attn", 0, "forward", "output of {}"),
@@ -52,6 +55,7 @@ PLANTS = [
     Plant("gradient", "transformer.h.4.attn.c_attn", 5, "backward", "gradient of the output of {}", inf),
     Plant("weight's gradient", "transformer.h.3.mlp.c_fc.weight", 2, "backward", "gradient of {}"),
     Plant("sum", "transformer.h.3.ln_2.bias", None, "reduce", "gradient summed over replicas of {}"),
+    Plant("sum", TABLE, None, "reduce", "gradient summed over replicas of {}"),
 ]
 CUTS = [
     # ranks of a pipeline, replicas, blocks per stage, schedule, recompute
@@ -153,6 +157,8 @@ def test_a_search_has_no_side_effects(
 
 def _stage_of(name: str, blocks: Sequence[int]) -> int:
     if not name.startswith("transformer.h."):
+        if name == TABLE:
+            return len(blocks) - 1
         return 0 if name.startswith("transformer") else len(blocks) - 1
     return sum(end <= int(name.split(".")[2]) for end in accumulate(blocks))
 

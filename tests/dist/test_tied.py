@@ -47,6 +47,8 @@ class Trained(NamedTuple):
     """Of all ranks, per step."""
     blocking_requests: int
     """Number of times that a step waited for rows that were requested when it began."""
+    dp_bytes: list[int]
+    """Of all ranks, per step."""
     grad_norms: list[float]
     evaluation: dict[str, float]
     """Metrics of the first batch after training."""
@@ -92,6 +94,7 @@ def _train(rank: int, world_size: int, store: Path, config: Config, masked: bool
             any(weight.is_copy for weight in weights),
             [result.summary.tied_bytes for result in results],
             blocking,
+            [result.summary.dp_bytes for result in results],
             [result.grad_norm for result in results],
             evaluation,
         )
@@ -134,10 +137,13 @@ def test_20_steps_are_those_of_one_process_and_so_are_table_and_moments(
         2: [alone, make_config(model, tmp_path, steps=STEPS, stages=2)],
         4: [*configs_of(model, tmp_path, stages=2, how=["rows"]), *configs_of(model, tmp_path, stages=4)],
     }
+    exchanged = {}
     for processes, configs in splits.items():
         by_rank = on_ranks(processes, train_on, tmp_path / f"on-{processes}", configs, True)
         for config, *ranks in zip(configs, *by_rank, strict=True):
             assert_same_training(config, ranks, one)
+            exchanged[config.pp.tied, config.pp.stages, len(ranks) // config.pp.stages] = ranks[0].dp_bytes
+    assert exchanged["rows", 1, 2] == exchanged["rows", 2, 2], "the replicas did not exchange the table once"
 
 
 def assert_same_training(config: Config, ranks: Sequence[Trained], one: Trained) -> None:

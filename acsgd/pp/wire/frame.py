@@ -33,6 +33,11 @@ class Kind(IntEnum):
     """Gradients of these rows."""
 
     @property
+    def plural(self) -> str:
+        """Several of these messages in words."""
+        return self.name.lower().replace("_", " ").removesuffix("s") + "s"
+
+    @property
     def is_of_weight(self) -> bool:
         """Whether the message is about a tied weight, not about the activations of a micro-batch."""
         return self >= Kind.TIED_GRADIENT

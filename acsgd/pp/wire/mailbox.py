@@ -83,7 +83,7 @@ class Outbox:
         """max_in_flight: number of unfinished sends above which `flush` waits for the oldest."""
         self._channel = channel
         self._max_in_flight = max_in_flight
-        self._action = f"sending {channel.kind.name.lower().replace('_', ' ')}s to"
+        self._action = f"sending {channel.kind.plural} to"
         self._pools = [_BufferPool(nbytes, channel.streams) for nbytes in channel.max_message_bytes]
         self._entropy_coder = ThreadPoolExecutor(1, thread_name_prefix="entropy coder")
         self._encoding: deque[_Encoding] = deque()
@@ -162,7 +162,7 @@ class Inbox:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._action = f"receiving {channel.kind.name.lower().replace('_', ' ')}s from"
+        self._action = f"receiving {channel.kind.plural} from"
         self._pools = [_BufferPool(nbytes, channel.streams) for nbytes in channel.max_message_bytes]
         self._posted: list[deque[_InFlight]] = [deque() for _ in self._pools]
 
