@@ -286,7 +286,8 @@ class ElasticConfig:
     pp.stages: as many as there are workers for. Needs memory for larger stages."""
     snapshot: str = "auto"
     """Interval between snapshots of the state in the memory of the next host, to which a run returns that has lost all
-    holders of a layer: optimizer steps, "20"; "auto" = by measured cost, for 3 % of the step time; "0" = none."""
+    holders of a layer: optimizer steps, "20"; "auto" = by measured cost, for 3 % of the step time, .5 % if
+    each stage has replicas on several hosts; "0" = none."""
     silence: Annotated[float, Range(0.2, 3600)] = 2.0
     """Time without a message after which a host counts as lost, seconds."""
     hang: Annotated[float, Range(0.5, 10**6)] = 60.0

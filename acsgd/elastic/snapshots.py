@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load, save
 from torch import Tensor
 
 from acsgd.elastic.messages import View
+from acsgd.elastic.packed import PackedLayers, fields_of, header_of
 from acsgd.elastic.snapshot_store import Snapshot, SnapshotStore
 from acsgd.elastic.transfer import OUTER, layer_tensors_of, outer_buffers
 from acsgd.errors import RunError, WaitInterruptedError, reason
@@ -38,12 +38,11 @@ log = logging.getLogger(__name__)
 
 FIRST = 8
 """Steps of a view before its first snapshot with "auto", whose cost is not known yet."""
-BUDGET = 0.03
-"""Share of the step time that snapshots may take with "auto"."""
+BUDGET, REPLICATED_BUDGET = 0.03, 0.005
+"""Share of the step time that snapshots may take with "auto"; and if each layer is on several hosts, which seldom end
+together, so that snapshots are seldom needed."""
 END_S = 5.0
 """Maximum time that the end of a view waits for the thread of a snapshot, seconds."""
-IN_TRANSIT = 2
-"""Further copies while a snapshot is sent: serialized, and as a message."""
 CHUNK_BYTES = 1 << 24
 """Maximum length of a message. Each has the time limit of the group."""
 NEVER = 1 << 50
@@ -70,9 +69,16 @@ def next_hosts(ranks: Sequence[str]) -> dict[int, int]:
     }
 
 
-def describe_snapshots(interval: str, memory_bytes: int) -> str:
+def budget_of(ranks: Sequence[str], stages: int) -> float:
+    """Return the share of the step time that snapshots may take with "auto". ranks: as of `next_hosts`."""
+    hosts = [rank.partition("/")[0] for rank in ranks]
+    is_replicated = all(len(set(hosts[position::stages])) > 1 for position in range(stages))
+    return REPLICATED_BUDGET if is_replicated else BUDGET
+
+
+def describe_snapshots(interval: str, budget: float, memory_bytes: int) -> str:
     """Return a sentence on the snapshots of a run. memory_bytes: of the rank that needs most."""
-    often = f"every {interval} steps" if interval != "auto" else f"as often as costs {BUDGET:.0%} of the step time"
+    often = f"every {interval} steps" if interval != "auto" else f"as often as costs {budget:.1%} of the step time"
     return (
         f"snapshots on the next host, {often}, take up to {memory_bytes / 2**20:,.1f} MiB of host memory per process; "
         "elastic.snapshot=0 turns them off"
@@ -105,6 +111,7 @@ class Snapshots:
         self._reader = reader
         self._groups = groups
         self._interval = interval
+        self.budget = budget_of(ranks, session.job.topology.stages)
         self._target = partners.get(rank)
         self._sources = [source for source, target in partners.items() if target == rank]
         self._thread: threading.Thread | None = None
@@ -133,7 +140,7 @@ class Snapshots:
             return NEVER
         if not self._costs or not self._calm_s:
             return FIRST
-        return max(1, math.ceil(sum(self._costs) / len(self._costs) / (BUDGET * median(self._calm_s))))
+        return max(1, math.ceil(sum(self._costs) / len(self._costs) / (self.budget * median(self._calm_s))))
 
     def after_step(self, state: LoopState) -> None:
         """Take a snapshot after a step if one is due. All ranks decide alike, from the summary of the step."""
@@ -168,7 +175,7 @@ class Snapshots:
         """Return the host memory that all snapshots on this rank take at most, with those that it receives."""
         copies = 1 + len(self._job.plugins.optimizer.states)
         share = sum(weight.master.nbytes * copies for layer in self._own_layers() for weight in layer.weights)
-        return (KEPT + IN_TRANSIT) * share * (1 + len(self._sources))
+        return KEPT * share * (1 + len(self._sources))
 
     def _fits(self) -> bool:
         available = available_memory_bytes()
@@ -186,11 +193,12 @@ class Snapshots:
         """Copy the state, and start to send it."""
         started = time.perf_counter()
         streams = tuple(None if each is None else asdict(each) for each in self._reader.stream_states(step))
-        snapshot = Snapshot(self._epoch, step, progress, streams, self._copied_share())
+        share = PackedLayers.copy_of(self._share(), self._job.streams)
+        snapshot = Snapshot(self._epoch, step, progress, streams, share.layers())
         self._store.begin(snapshot)
         self._copy_s, self._busy_s = time.perf_counter() - started, 0.0
         self._newest = self._last = step
-        self._thread = threading.Thread(target=self._exchange, args=(snapshot,), name="snapshot", daemon=True)
+        self._thread = threading.Thread(target=self._exchange, args=(snapshot, share), name="snapshot", daemon=True)
         self._thread.start()
 
     def _own_layers(self) -> list[LoadedLayer]:
@@ -198,47 +206,42 @@ class Snapshots:
         topology = self._job.topology
         return [layer for layer in self._session.layers if layer.spec.index % topology.replicas == topology.replica]
 
-    def _copied_share(self) -> dict[int, dict[str, Tensor]]:
-        """Return a copy of the tensors of these layers in host memory."""
+    def _share(self) -> dict[int, dict[str, Tensor]]:
+        """Return the tensors of these layers, not copied."""
         session, (weights, mode) = self._session, _global_state(self._session)
         share = {layer.spec.index: layer_tensors_of(session, layer, weights, mode) for layer in self._own_layers()}
-        share[OUTER] = outer_buffers(session)
-        return {
-            index: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-            for index, tensors in share.items()
-        }
+        return share | {OUTER: outer_buffers(session)}
 
     # The rest runs in the thread.
 
-    def _exchange(self, snapshot: Snapshot) -> None:
+    def _exchange(self, snapshot: Snapshot, share: PackedLayers) -> None:
         """Send this rank's share to the next host, and receive those of the ranks that send theirs here."""
         try:
-            assert self._target is not None
-            own = {f"{index}/{name}": x for index, tensors in snapshot.layers.items() for name, x in tensors.items()}
-            sending = self._send(save({name: x.contiguous() for name, x in own.items()}))
-            received = [load(self._receive(source)) for source in self._sources]
+            sending = self._send(share)
+            received = [self._receive(source) for source in self._sources]
             for work in sending:
                 self._groups.waits.wait(work)
-            for tensors in received:
-                for path, tensor in tensors.items():
-                    index, _, name = path.partition("/")
-                    snapshot.layers.setdefault(int(index), {})[name] = tensor
+            for packed in received:
+                snapshot.layers = snapshot.layers | packed.layers()  # not in place: the main thread reads it
         except (RunError, RuntimeError, WaitInterruptedError) as error:
             self._failed = True  # the view ends soon; the snapshot before is kept
             log.info("the snapshot of step %d is incomplete: %s", snapshot.step, reason(error))
 
-    def _send(self, payload: bytes) -> list[Any]:
-        message = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        pieces = [torch.tensor([len(message)]), *message.split(CHUNK_BYTES)]
+    def _send(self, share: PackedLayers) -> list[Any]:
+        assert self._target is not None
+        header = torch.frombuffer(bytearray(header_of(share.fields)), dtype=torch.uint8)
+        pieces = [torch.tensor([len(header)]), header, *_pieces(share.buffer)]
         return [dist.isend(piece, self._target, self._groups.background) for piece in pieces]
 
-    def _receive(self, source: int) -> bytes:
+    def _receive(self, source: int) -> PackedLayers:
         length = torch.zeros(1, dtype=torch.int64)
         self._wait_for(length, source)
-        message = torch.empty(int(length), dtype=torch.uint8)
-        for piece in message.split(CHUNK_BYTES):
+        header = torch.empty(int(length), dtype=torch.uint8)
+        self._wait_for(header, source)
+        packed = PackedLayers.empty(fields_of(header.numpy().tobytes()))
+        for piece in _pieces(packed.buffer):
             self._wait_for(piece, source)
-        return message.numpy().tobytes()
+        return packed
 
     def _wait_for(self, buffer: Tensor, source: int) -> None:
         work = dist.irecv(buffer, source, self._groups.background)
@@ -269,3 +272,8 @@ def _global_state(session: Session) -> tuple[Mapping[str, Tensor], WeightState]:
             if name in common and session.job.topology.replicas > 1:
                 mode.setdefault(name, {}).update(by_key)
     return weights, mode
+
+
+def _pieces(buffer: Tensor) -> tuple[Tensor, ...]:
+    """Return the messages of a buffer; none if it is empty."""
+    return buffer.split(CHUNK_BYTES) if len(buffer) else ()

@@ -240,7 +240,7 @@ class ElasticWorker:
         reports = groups.all_gather_text("setting up", f"{received_bytes} {needed_bytes}", timeout_s=job.disk_timeout_s)
         moved, needed = zip(*(map(int, report.split()) for report in reports), strict=True)
         if self._view is None and snapshots is not None:
-            metrics.note(describe_snapshots(job.config.elastic.snapshot, max(needed)))
+            metrics.note(describe_snapshots(job.config.elastic.snapshot, snapshots.budget, max(needed)))
         assert self._stopped_at is not None
         seconds = time.monotonic() - self._stopped_at
         metrics.event(view_event(view, self._view, begin.progress.step, seconds, sum(moved)))

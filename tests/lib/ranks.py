@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, BrokenExecutor, ProcessPoolExecutor, wait
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
@@ -13,25 +13,31 @@ from safetensors.torch import load, save
 
 from tests.lib.processes import CONTEXT
 
+END_S = 30.0
+"""Time for ranks to fail after the first, seconds: some wait for it until their own time limit."""
+
 
 def on_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
     """Call body(rank, world_size, *args) in `world_size` processes and return the results by rank.
 
-    body: a module-level function. Its exceptions are raised here, with the traceback of its process. Raises
-    TimeoutError, and kills the processes, after `timeout_s` seconds.
+    body: a module-level function. Its exceptions are raised here, with the traceback of its process; ranks that still
+    wait END_S seconds later are killed. Raises TimeoutError, and kills the processes, after `timeout_s` seconds.
     """
     barrier = CONTEXT.Barrier(world_size, timeout=timeout_s)
     with ProcessPoolExecutor(world_size, mp_context=CONTEXT, initializer=_keep, initargs=(barrier,)) as pool:
         futures = [pool.submit(_run_together, body, rank, world_size, *args) for rank in range(world_size)]
-        try:
-            errors = [future.exception(timeout=timeout_s) for future in futures]
-        except TimeoutError:
+        ended, waiting = wait(futures, timeout_s, return_when=FIRST_EXCEPTION)
+        if has_failed := any(future.exception() for future in ended):
+            waiting = wait(waiting, END_S).not_done
+        if waiting:
             for process in list(pool._processes.values()):  # or leaving the pool would wait for them
                 process.kill()
-            raise
+        if waiting and not has_failed:
+            raise TimeoutError(f"ranks {[futures.index(future) for future in waiting]} have not ended")
+    errors = [future.exception() for future in futures]
     failed = {rank: error for rank, error in enumerate(errors) if error is not None}
     if failed:  # one rank often fails because another one did, and later
-        first = next(iter(failed.values()))
+        first = min(failed.values(), key=lambda error: isinstance(error, BrokenExecutor))
         first.add_note("; ".join(f"rank {rank} failed: {error!r:.200}" for rank, error in failed.items()))
         raise first
     return [future.result() for future in futures]

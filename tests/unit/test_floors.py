@@ -297,6 +297,7 @@ ORDER = """
     elastic.control
     elastic.transfer
     elastic.snapshot_store
+    elastic.packed
     elastic.snapshots
     elastic.handover
     elastic.setup

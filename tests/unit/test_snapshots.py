@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from acsgd.elastic.packed import PackedLayers, fields_of, header_of
 from acsgd.elastic.snapshot_store import Snapshot, SnapshotStore
-from acsgd.elastic.snapshots import next_hosts
+from acsgd.elastic.snapshots import BUDGET, REPLICATED_BUDGET, budget_of, next_hosts
+from acsgd.elastic.transfer import OUTER
+from acsgd.streams import Streams
 
 
 @pytest.mark.parametrize(
@@ -21,6 +25,29 @@ def test_each_rank_sends_to_another_host(ranks: tuple[str, ...]) -> None:
 
 def test_ranks_of_one_host_have_nobody_to_send_to() -> None:
     assert next_hosts(("a/0", "a/1")) == {}
+
+
+def test_snapshots_may_cost_less_if_no_single_host_has_a_layer_alone() -> None:
+    assert budget_of(("a/0", "b/0"), stages=1) == REPLICATED_BUDGET
+    assert budget_of(("a/0", "b/0"), stages=2) == BUDGET
+    assert budget_of(("a/0", "b/0", "b/1", "a/1"), stages=2) == REPLICATED_BUDGET
+    assert budget_of(("a/0", "b/0", "a/1", "b/1"), stages=2) == BUDGET  # both replicas of stage 0 are on host a
+
+
+def test_packed_layers_arrive_as_they_were() -> None:
+    weight = torch.randn(5, 3).t()  # not contiguous
+    own = {
+        0: {"weight": weight, "half": torch.randn(7).bfloat16()},
+        1: {},  # of a layer whose only table is on another rank
+        OUTER: {"step": torch.tensor(3), "none": torch.empty(0, 4)},
+    }
+    share = PackedLayers.copy_of(own, Streams(torch.device("cpu")))
+    received = PackedLayers.empty(fields_of(header_of(share.fields)))
+    received.buffer.copy_(share.buffer)
+    own[0]["weight"] = weight.clone()
+    weight.zero_()
+    assert list(received.layers()) == list(own)
+    torch.testing.assert_close(received.layers(), own, rtol=0, atol=0)
 
 
 def store_with(*steps: int) -> SnapshotStore:
