@@ -7,9 +7,16 @@ from __future__ import annotations
 
 from acsgd.optim.adafactor import Adafactor
 from acsgd.optim.adamw import AdamW
+from acsgd.optim.adamw8bit import AdamW8bit
 from acsgd.optim.base import OptimizerSpec
 from acsgd.optim.lion import Lion
 from acsgd.optim.sgd import SGD
 
-OPTIMIZERS: dict[str, type[OptimizerSpec]] = {"adamw": AdamW, "adafactor": Adafactor, "lion": Lion, "sgd": SGD}
+OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
+    "adamw": AdamW,
+    "adamw8bit": AdamW8bit,
+    "adafactor": Adafactor,
+    "lion": Lion,
+    "sgd": SGD,
+}
 """All of them update fp32 masters."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -12,12 +13,16 @@ from typing import Any
 import pytest
 import torch
 from lib.forks import finish
+from lib.resume import checkpoint_of, losses_of, stopped_half_way, train_ranks
+from lib.resume import make_config as make_saved_config
 from lib.training import RELATIVE, assert_same_training, make_config, train_whole, whole_batches
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from acsgd.config.options import Config, ReplicaConfig
+from acsgd.io.checkpoint.inspect import inspect
 from acsgd.optim.schedule import learning_rate
+from acsgd.shards.manifest import Manifest
 
 TinyModel = Callable[..., Path]
 
@@ -91,6 +96,19 @@ def test_a_run_resumes_bit_for_bit_and_at_another_size(tiny_model: TinyModel, tm
     runs.copy("part", "other size")
     assert runs.train("adafactor", "part", 4) == expected
     assert runs.train("adafactor", "other size", 4, ranks=2) == pytest.approx(expected, rel=RELATIVE)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_moments_in_8_bits_resume_bit_for_bit(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = with_optimizer(make_saved_config(tiny_model(), tmp_path / "whole", "bf16", "none"), "adamw8bit", 1e-3)
+    train_ranks(0, 1, tmp_path / "store", [config])
+    same = stopped_half_way(config, tmp_path / "same")
+    train_ranks(0, 1, tmp_path / "store-same", [same])
+    assert losses_of(same) == losses_of(config)
+    assert Manifest.read(checkpoint_of(config)).layers == Manifest.read(checkpoint_of(same)).layers
+    assert inspect(checkpoint_of(config))[0].errors == []
+    saved = {key for file in checkpoint_of(config).glob("*.safetensors") for key in load_file(file)}
+    assert any(key.startswith("exp_avg_scale/") for key in saved), "some moments are quantized"
 
 
 @pytest.mark.parametrize("mode", ["allreduce", "diloco:inner=2,moment_correction=false"])

@@ -107,6 +107,7 @@ ORDER = """
     optim.loss_scale
     optim.torch_optimizer
     optim.adamw
+    optim.adamw8bit
     optim.adafactor
     optim.lion
     optim.sgd

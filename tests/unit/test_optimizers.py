@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 
 import pytest
@@ -18,13 +19,15 @@ from acsgd.shards.weights import Weight
 
 CONFIG = OptimConfig(lr=0.01, steps=10, weight_decay=0.1, schedule="constant")
 SHAPES = {"matrix": (4, 3), "experts": (2, 4, 3), "norm": (4,)}
-SPECS = ("adamw", "adafactor", "lion", "sgd", "sgd:nesterov=true", "sgd:momentum=0")
+INSTALLED = ("adamw", "adafactor", "lion", "sgd", "sgd:nesterov=true", "sgd:momentum=0")
+HAS_8BIT = importlib.util.find_spec("bitsandbytes") is not None
+SPECS = (*INSTALLED, *(["adamw8bit"] if HAS_8BIT else []))
 ROUNDING = 2.0**-24
 """Largest relative error of an operation in fp32."""
 
 
 def test_every_optimizer_is_tested() -> None:
-    assert {spec.partition(":")[0] for spec in SPECS} == {*OPTIMIZERS}
+    assert {spec.partition(":")[0] for spec in SPECS} | {"adamw8bit"} == {*OPTIMIZERS}
 
 
 def drawn(key: str, step: int) -> Tensor:
@@ -142,6 +145,43 @@ def test_adafactor_is_that_of_torch() -> None:
             param.grad = drawn(key, step)
         theirs.step()
     assert all(torch.equal(weight.master, expected[weight.key]) for weight in weights)
+
+
+def large_weight() -> Weight:
+    """Return a weight whose moments are quantized: 16 blocks and a part of one."""
+    master = nn.Parameter(torch.randn(65, 64, generator=torch.Generator().manual_seed(0)))
+    return Weight("matrix", master, master)
+
+
+def set_gradient(weight: Weight, step: int) -> None:
+    grad = torch.randn(weight.master.shape, generator=torch.Generator().manual_seed(step + 1))
+    weight.master.grad = grad * 10.0 ** -torch.arange(64)[None, :].remainder(4)
+
+
+@pytest.mark.skipif(not HAS_8BIT, reason="bitsandbytes is not installed")
+def test_adamw8bit_is_that_of_bitsandbytes_and_its_state_survives_fp32() -> None:
+    from bitsandbytes.optim import AdamW8bit
+
+    ours, theirs = large_weight(), large_weight()
+    optimizer = opened("adamw8bit", [ours])
+    options = {"lr": CONFIG.lr, "betas": CONFIG.betas, "eps": CONFIG.eps, "weight_decay": CONFIG.weight_decay}
+    expected = AdamW8bit([theirs.master], **options)
+    for step in range(6):
+        set_gradient(ours, step)
+        set_gradient(theirs, step)
+        optimizer.step(step)
+        expected.step()
+        assert torch.equal(ours.master, theirs.master)
+        state, resumed = optimizer.state_of([ours]), opened("adamw8bit", [ours])
+        assert state["exp_avg"]["matrix"].unique().numel() < 17 * 256, "it was quantized"
+        resumed.load_state_of(ours, state, "matrix")
+        optimizer = resumed
+
+
+@pytest.mark.skipif(HAS_8BIT, reason="bitsandbytes is installed")
+def test_adamw8bit_says_what_to_install() -> None:
+    with pytest.raises(ValueError, match=r'adamw8bit": needs bitsandbytes, .* pip install "acsgd\[8bit\]"'):
+        opened("adamw8bit", [])
 
 
 def test_the_learning_rate_is_that_of_the_schedule() -> None:
