@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lib.adapters import initial_adapter
 from lib.commands import acsgd
 from lib.frozen import train_rank
 from lib.ranks import on_ranks
@@ -29,12 +30,11 @@ from acsgd.generation.adapter import PEFTAdapter
 from acsgd.generation.model import load
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.launch import Launch
-from acsgd.run.inputs import open_inputs, open_weight_source
+from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
 from acsgd.shards.files import ADAPTER_WEIGHTS
-from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.manifest import Manifest
 from acsgd.tasks import IGNORED
 
@@ -78,15 +78,6 @@ PROMPTS = (f"tokens={TOKENS}", f"tokens={TOKENS},init=text,text=The statement")
 def with_adapter(config: Config, spec: str, mode: str = "allreduce", *, steps: int = STEPS) -> Config:
     optim = dataclasses.replace(config.optim, lr=1e-2, steps=steps)
     return dataclasses.replace(config, adapter=AdapterConfig(spec), dp=ReplicaConfig(mode), optim=optim)
-
-
-def initial_adapter(config: Config) -> dict[str, Tensor]:
-    """Return the initial parameters of a run's adapter."""
-    job = prepare(dataclasses.replace(config, pp=dataclasses.replace(config.pp, stages=1, layers=None)), Launch())
-    model, source, layers = job.model.build(torch.float32), open_weight_source(job), job.model.description
-    stored = [(layer.name, layer_tensors(model, layers, layer.index)) for layer in layers.layers]
-    tensors = {key: x for name, each in stored for key, x in source.tensors(name, each).items()}
-    return {key: tensor for key, tensor in tensors.items() if is_of_adapter(key)}
 
 
 def oracle_losses(config: Config, options: dict[str, object]) -> list[float]:

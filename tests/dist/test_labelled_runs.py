@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from lib.adapters import initial_adapter
 from lib.cache import with_shared_cache
 from lib.labelled import save_model, with_special_tokens
 from lib.ranks import on_ranks
@@ -21,9 +22,10 @@ from lib.training import (
     train_whole,
     whole_batches,
 )
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from acsgd.config.options import Config
+from acsgd.config.options import AdapterConfig, Config
 from acsgd.launch import Launch
 from acsgd.run.build import build_session
 from acsgd.run.data import open_data
@@ -39,6 +41,8 @@ TABLES = {
     "seq2seq": ("bart", {"decoder_start_token_id": 513}, "input\toutput", "double {n}\tit is {double}"),
 }
 """Task -> type of the model, its options, and header and rows of a table of examples."""
+PEFT = {"classification": "SEQ_CLS", "regression": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM"}
+"""Task -> its name in PEFT."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +61,16 @@ def run_of(model: Path, tmp_path: Path, source: object, task: str, sequence: int
 def losses_of_whole(config: Config) -> list[float]:
     """Train the whole model of transformers; return the losses."""
     task = TASKS[config.model.task]
-    model = task.auto_class.from_pretrained(config.model.name, dtype=torch.float32).train()
+    model = task.auto_class.from_pretrained(config.model.name, dtype=torch.float32)
+    if config.adapter.spec is not None:
+        model = get_peft_model(
+            model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type=PEFT[task.name])
+        )
+        params = dict(model.named_parameters())
+        with torch.no_grad():
+            for key, tensor in initial_adapter(config).items():
+                params[f"base_model.model.{key}"].copy_(tensor)
+    model.train()
     return train_whole(model, config.optim, whole_batches(config), loss=lambda x, labels: task.loss(x, labels, 0.0))
 
 
@@ -69,7 +82,9 @@ def test_each_task_trains_in_stages(special: PreTrainedTokenizerFast, tmp_path: 
         path.write_text("\n".join([header, *rows]))
         model = save_model(tmp_path / "models" / task, special, family, task, **options)
         configs.append(with_shared_cache(run_of(model, tmp_path, path, task, 16, stages=2, micro=2)))
-    assert_same_training(configs, 2, tmp_path, losses_of_whole)
+    adapter = AdapterConfig("lora:r=4,alpha=8")
+    adapted = [dataclasses.replace(config, adapter=adapter) for config in configs]
+    assert_same_training([*configs, *adapted], 2, tmp_path, losses_of_whole)
 
 
 def test_pairs_have_types_of_tokens_in_stages(special: PreTrainedTokenizerFast, tmp_path: Path) -> None:
