@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from acsgd.adapters.spec import ADAPTERS
 from acsgd.codecs import CODECS
 from acsgd.codecs.base import Field, pack, unpack, wire_bytes
 from acsgd.config.run_file import parse
@@ -198,7 +199,7 @@ def test_links_of_the_readme_lead_to_files() -> None:
 
 
 def _check_specs(page: str, specs: list[str]) -> None:
-    tables = {**CODECS, "delta": Delta, **TIED, **MODES, **SCHEDULES, **OPTIMIZERS, **RATE_SCHEDULES}
+    tables = {**ADAPTERS, **CODECS, "delta": Delta, **TIED, **MODES, **SCHEDULES, **OPTIMIZERS, **RATE_SCHEDULES}
     for spec in specs:
         try:
             from_spec(spec, tables, key=page)
