@@ -3,9 +3,9 @@
     .venv/bin/python -m benchmarks.models.fits [--json runs/benchmarks/fits.json]
 
 A pipeline has one stage per GPU, balanced as a run without pp.layers balances it. Counted are weights and gradients, as
-by `ParameterCount.needed_bytes` with bf16 parameters, and AdamW's two moments in fp32, of the stage that needs most. Not
-counted are activations and their gradients, messages, temporary tensors, and what the GPU's libraries reserve: what is
-left must hold them.
+by `ParameterCount.needed_bytes` with bf16 parameters, and AdamW's two moments in fp32, for the stage that needs most.
+Not counted are activations and their gradients, messages, temporary tensors, and what the GPU's libraries reserve: what
+is left must hold them.
 """
 
 from __future__ import annotations
