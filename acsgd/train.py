@@ -19,7 +19,7 @@ from acsgd.io.telemetry.text_log import open_text_log
 from acsgd.optim.base import PLAIN_STEP
 from acsgd.optim.loss_scale import GradientScale
 from acsgd.optim.schedule import learning_rate
-from acsgd.run.after_step import NoSnapshots, StepSnapshots, evaluate_log_save, pause_needs_checkpoint
+from acsgd.run.after_step import NoSnapshots, StepSnapshots, evaluate_log_save, pause_needs_checkpoint, step_votes
 from acsgd.run.checkpointing import Checkpointing
 from acsgd.run.control import NO_VOTES, StepExchange, StepSummary, Votes
 from acsgd.run.inputs import Inputs
@@ -97,25 +97,23 @@ def run_steps(
     spike_guard = SpikeGuard(session, checkpointing, metrics.note)
     if state.is_open:
         evaluate_log_save(session, state, inputs, metrics, checkpointing)
-    pace, waits = Pace(session, metrics.event), session.groups.waits
+    pace, waits = Pace(session, metrics.event, state.joining), session.groups.waits
     waits.on_interrupt(partial(inputs.reader.close, wait=False))  # else the thread that reads ahead waits on
     read_ahead = partial(Dataset, inputs.reader, micros=pace.micros, waits=waits)
     batches = read_ahead(range(state.progress.step, steps))
     while (before := state.progress).step < steps and not state.is_stopped:
         state.started_at = time.perf_counter()  # the wait for the batch is part of the step
-        pause = state.pause_requested and not checkpointing.is_saving  # a save takes longer than others should wait
-        votes = checkpointing.votes(stop=signals.received is not None)._replace(
-            pause=pause, snapshot_pending=snapshots.is_pending, snapshot_interval=snapshots.interval
-        )
+        votes = step_votes(state, snapshots, checkpointing, stop=signals.received is not None)
         update = before.step not in spike_guard.skipped_steps
         result = train_step(session, next(batches), before, votes, update=update, state=state)
         checkpointing.finish_save(wait=result.summary.failed_save)
         if result.updated and (restored := spike_guard.restore_before_spike(before, result.loss)):
-            state.progress, state.is_open = restored, False
+            state.return_to(restored)
             snapshots.return_to(restored.step)
             batches = read_ahead(range(restored.step, steps))
             continue
         evaluate_log_save(session, state, inputs, metrics, checkpointing)
+        state.transfers.after_step(result.summary)
         pace.record(result.summary, state.progress.step)
         if result.summary.pause and state.progress.step < steps and not state.is_stopped:
             checkpointing.finish_save(wait=pause_needs_checkpoint(result.summary))

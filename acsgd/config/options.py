@@ -290,6 +290,9 @@ class ElasticConfig:
     each stage has replicas on several hosts; "0" = none."""
     silence: Annotated[float, Range(0.2, 3600)] = 2.0
     """Time without a message after which a host counts as lost, seconds."""
+    join_budget: Annotated[float, Range(0, 10**6)] = 2.0
+    """Time for which training may stand still while a host that joins gets its state, seconds. If the link is too slow
+    for that, the state travels in the background, layer by layer."""
     hang: Annotated[float, Range(0.5, 10**6)] = 60.0
     """Time after which a worker is killed that does nothing while all others wait, seconds."""
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import NamedTuple
 
+import torch
+
 from acsgd.dp.resize import Place
+from acsgd.elastic.joins import JoiningRank, StateSource, memory_for_gradients, plan_joins
 from acsgd.elastic.messages import View
 from acsgd.elastic.plan import Plan, WorkerState
 from acsgd.elastic.snapshot_store import Snapshot
+from acsgd.elastic.state_channel import StateReceiver
 from acsgd.elastic.transfer import HeldLayers, LayersInMemory, receive_layers
 from acsgd.fields import from_json
+from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.rows.streamed import StreamState
 from acsgd.io.sampling.batches import BatchReader
+from acsgd.optim.replay import ReplayOptimizer
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.run.build import build_session, keep_caches, reconnect
 from acsgd.run.control import StepSummary
 from acsgd.run.job import Job
-from acsgd.run.loop_state import LoopState
+from acsgd.run.loop_state import LoopState, NoTransfers, StateTransfers
 from acsgd.run.session import Session
+from acsgd.shards.load import BlankWeights
 from acsgd.topology import Groups, collective_errors
 from acsgd.train import apply_step
 
@@ -114,6 +122,54 @@ def hand_over(
     session = build_session(job, received, groups, cache_plan)
     received.restore(session, Place(topology.replica, topology.replicas))
     return HandedOver(session, received_bytes)
+
+
+class Joined(NamedTuple):
+    """The session of a rank in a new view, and the transfers in the background in which it takes part."""
+
+    session: Session
+    received_bytes: int
+    """As of HandedOver."""
+    transfers: StateTransfers
+    replicas: tuple[int, ...]
+    """Replicas that join in the background."""
+
+
+def join(
+    session: Session | None,
+    job: Job,
+    groups: Groups,
+    plan: Plan,
+    *,
+    host: str,
+    cache_plan: CachePlan | None = None,
+    snapshot: Snapshot | None = None,
+) -> Joined:
+    """Hand over as `hand_over` does; begin transfers in the background if it would take longer than the join budget.
+
+    host: address of this host.
+    """
+    joins, rank = plan_joins(session, job, groups, plan, host), job.topology.rank
+    replicas = joins.replicas(plan.stages)
+    if rank in joins.sources:
+        receiver = StateReceiver(joins.addresses[rank], groups.timeout_s)
+        new = build_session(job, BlankWeights(partial(job.model.build, torch.float32)), groups, cache_plan)
+        optimizer = ReplayOptimizer(new.optimizer, partial(job.plugins.optimizer.open, config=job.config.optim))
+        new = replace(new, optimizer=optimizer)
+        return Joined(new, 0, JoiningRank(new, joins.sources[rank], receiver, memory_for_gradients(job)), replicas)
+    now = replace(plan, transfers=tuple(each for each in plan.transfers if each.target not in joins.sources))
+    new, received_bytes = hand_over(session, job, groups, now, cache_plan, snapshot)
+    return Joined(new, received_bytes, StateSource(new, joins.senders) if joins.senders else NoTransfers(), replicas)
+
+
+def end_transfers(session: Session | None, state: LoopState) -> Session | None:
+    """End transfers in the background; return the session, or None if some of its state is missing."""
+    transfers, state.transfers = state.transfers, NoTransfers()
+    transfers.close()
+    if not transfers.is_pending:
+        return session
+    state.restart(Progress())
+    return None
 
 
 def run_missing_exchange(session: Session, state: LoopState, plan: Plan) -> None:

@@ -18,7 +18,7 @@ from acsgd.fields import Natural, from_json
 
 MAX_BYTES = 1 << 20
 """Maximum length of a message, bytes."""
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of the protocol between daemons: a new one whenever messages change."""
 
 
@@ -46,11 +46,10 @@ class View:
     def has(self, host_id: str) -> bool:
         return any(host.id == host_id for host in self.hosts)
 
-    def store_address(self) -> tuple[str, int]:
-        """Return where the store of this view listens: on the host of rank 0."""
-        first = self.plan.ranks[0].partition("/")[0]
-        address = next(host.address for host in self.hosts if host.id == first)
-        return address.rpartition(":")[0], self.plan.store_port
+    def host_of(self, rank: int) -> str:
+        """Return the address of the host of a rank, without the port of its daemon."""
+        host_id = self.plan.ranks[rank].partition("/")[0]
+        return next(host.address for host in self.hosts if host.id == host_id).rpartition(":")[0]
 
     def rank_hosts(self) -> set[str]:
         """Return the ids of the hosts whose workers have ranks."""

@@ -39,7 +39,7 @@ class Snapshot:
     def keep(self, layers: Sequence[int], memory: LayersInMemory) -> None:
         """Add the state of some layers, not copied."""
         for layer in (OUTER, *layers):
-            memory.add(self.layers[layer])
+            memory.add(self.layers.get(layer, {}))  # a rank that joins in the background may have none
 
 
 class SnapshotStore:

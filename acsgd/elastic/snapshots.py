@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -157,7 +157,7 @@ class Snapshots:
             self._store.complete(self._newest)
             self._newest = None
         if step - self._last >= summary.snapshot_interval:
-            self._take(step, state.progress.to_dict())
+            self._take(step, state.progress.to_dict(), state.joining)
 
     def return_to(self, step: int) -> None:
         """Drop the snapshots after a step to which the weights were returned."""
@@ -189,11 +189,11 @@ class Snapshots:
         if self._newest is not None:
             self._costs.append(self._copy_s + max(0.0, self._busy_s))
 
-    def _take(self, step: int, progress: dict[str, Any]) -> None:
-        """Copy the state, and start to send it."""
+    def _take(self, step: int, progress: dict[str, Any], joining: Collection[int]) -> None:
+        """Copy the state, and start to send it. joining: replicas without state, which copy nothing."""
         started = time.perf_counter()
         streams = tuple(None if each is None else asdict(each) for each in self._reader.stream_states(step))
-        share = PackedLayers.copy_of(self._share(), self._job.streams)
+        share = PackedLayers.copy_of(self._share(joining), self._job.streams)
         snapshot = Snapshot(self._epoch, step, progress, streams, share.layers())
         self._store.begin(snapshot)
         self._copy_s, self._busy_s = time.perf_counter() - started, 0.0
@@ -201,15 +201,19 @@ class Snapshots:
         self._thread = threading.Thread(target=self._exchange, args=(snapshot, share), name="snapshot", daemon=True)
         self._thread.start()
 
-    def _own_layers(self) -> list[LoadedLayer]:
-        """Return the layers that this replica copies: those of a stage are dealt to its replicas in turn."""
+    def _own_layers(self, joining: Collection[int] = ()) -> list[LoadedLayer]:
+        """Return the layers that this replica copies: those of a stage are dealt to its replicas with state in turn."""
         topology = self._job.topology
-        return [layer for layer in self._session.layers if layer.spec.index % topology.replicas == topology.replica]
+        owners = [replica for replica in range(topology.replicas) if replica not in joining]
+        return [layer for layer in self._session.layers if owners[layer.spec.index % len(owners)] == topology.replica]
 
-    def _share(self) -> dict[int, dict[str, Tensor]]:
+    def _share(self, joining: Collection[int]) -> dict[int, dict[str, Tensor]]:
         """Return the tensors of these layers, not copied."""
         session, (weights, mode) = self._session, _global_state(self._session)
-        share = {layer.spec.index: layer_tensors_of(session, layer, weights, mode) for layer in self._own_layers()}
+        if self._job.topology.replica in joining:
+            return {}
+        own = self._own_layers(joining)
+        share = {layer.spec.index: layer_tensors_of(session, layer, weights, mode) for layer in own}
         return share | {OUTER: outer_buffers(session)}
 
     # The rest runs in the thread.

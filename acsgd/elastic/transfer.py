@@ -7,6 +7,7 @@ weights are those of a replica, and stay there.
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -24,6 +25,8 @@ from acsgd.topology import Groups
 
 TAG = 2
 """Tag of these messages in the group of all ranks."""
+PROBE_BYTES = 2**19
+"""Size of the message that measures a link."""
 WEIGHT, OPTIMIZER, MODE, SEPARATOR = "weight", "optimizer", "mode", "\n"
 """Kinds of tensors in a message, and what separates the parts of their names."""
 
@@ -52,6 +55,21 @@ class LayersInMemory:
 
     def tensor(self, layer: str, key: str) -> Tensor:
         return self._tensors[key]
+
+    @torch.no_grad()
+    def load_layer(self, layer: LoadedLayer, session: Session) -> None:
+        """Load the tensors of a `layer_message` into the layer of a session, in place."""
+        model = _model(session)
+        for weight in layer.weights:
+            weight.master.copy_(self._tensors.pop(weight.key))
+            weight.param.copy_(weight.master)
+            session.optimizer.load_state_of(weight, part_of(self._optimizer, {weight.key}), weight.key)
+        parameters = {key: model.get_parameter(key) for key in layer.spec.parameters}
+        for key, tensor in self._tensors.items():  # which are not trained
+            mine = parameters[key] if key in parameters else model.get_buffer(key)
+            mine.copy_(tensor)
+            if key in layer.constants:  # the parameter takes no more memory
+                layer.constants[key] = mine.detach() if mine.dtype == tensor.dtype else tensor
 
     def restore(self, session: Session, was: Place) -> None:
         """Load optimizer state and state of the data-parallel mode. Weights were loaded when the session was built.
@@ -150,6 +168,42 @@ def receive_layers(groups: Groups, sender: int, memory: LayersInMemory) -> int:
         memory.add(load(_receive(groups, sender, length)))
         nbytes += length
     return nbytes
+
+
+def state_bytes(session: Session, layers: Collection[int]) -> int:
+    """Return the size of the state of some layers of a session, bytes, without that of the mode."""
+    own = [layer_tensors_of(session, layer, {}, {}) for layer in session.layers if layer.spec.index in layers]
+    return sum(tensor.nbytes for tensors in own for tensor in tensors.values())
+
+
+def layer_message(session: Session, layer: LoadedLayer) -> bytes:
+    """Return a copy of what `layer_tensors_of` returns, without state of the mode, as one message.
+
+    Trained weights that several layers of the session use are in the message of the first one only: they change.
+    """
+    earlier = {weight.key for weight in session.weights} - {weight.key for weight in layer.weights}
+    tensors = layer_tensors_of(session, layer, {}, {}) | outer_buffers(session)
+    own = {name: tensor for name, tensor in tensors.items() if name.rpartition(SEPARATOR)[2] not in earlier}
+    return save({name: tensor.cpu().contiguous() for name, tensor in own.items()})
+
+
+def measure_link(groups: Groups, to: int, nbytes: int) -> float:
+    """Return the time in which `nbytes` would reach a rank that calls `answer_link`, seconds."""
+    probe = bytes(min(nbytes, PROBE_BYTES))
+    _send(groups, to, struct.pack("<q", len(probe)))
+    _receive(groups, to, 1)  # it is ready
+    started = time.perf_counter()
+    _send(groups, to, probe)
+    _receive(groups, to, 1)
+    return (time.perf_counter() - started) * nbytes / max(1, len(probe))
+
+
+def answer_link(groups: Groups, sender: int) -> None:
+    """Receive what a rank sends by `measure_link`."""
+    (length,) = struct.unpack("<q", _receive(groups, sender, 8))
+    _send(groups, sender, b"\0")
+    _receive(groups, sender, length)
+    _send(groups, sender, b"\0")
 
 
 def _send_tensors(groups: Groups, to: int, tensors: Mapping[str, Tensor]) -> None:

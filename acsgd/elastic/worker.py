@@ -15,8 +15,9 @@ from acsgd.elastic.control import Control
 from acsgd.elastic.events import view_event
 from acsgd.elastic.handover import (
     complete_step,
-    hand_over,
+    end_transfers,
     is_run_over,
+    join,
     restore_streams,
     run_missing_exchange,
     worker_state,
@@ -151,6 +152,9 @@ class ElasticWorker:
         self._control.attach(waits, self._state)
         try:
             self._train(view, rank, waits, signals, context)
+            assert self._session is not None
+            is_over = is_run_over(view, self._state, self._session.job.config.optim.num_steps)
+            is_stopped = self._state.is_stopped
         except WaitInterruptedError:
             return False
         except RunError as error:
@@ -163,9 +167,8 @@ class ElasticWorker:
             self._stopped_at = time.monotonic()
             if self._session is not None and self._session is not before:
                 self._session.abort(f"view {view.epoch} has ended")
-        assert self._session is not None
-        is_over = is_run_over(view, self._state, self._session.job.config.optim.num_steps)
-        if self._state.is_stopped and not is_over:
+            self._session = end_transfers(self._session, self._state)
+        if is_stopped and not is_over:
             self._control.send(Idle())
         return is_over
 
@@ -191,7 +194,7 @@ class ElasticWorker:
         job = prepare(config, replace(self._launch, rank=rank, world_size=len(plan.ranks)))
         timeout = timedelta(seconds=config.run.timeout)
         with contextlib.ExitStack() as stack:
-            store = self._store if rank == 0 else connect_store(*view.store_address(), waits)
+            store = self._store if rank == 0 else connect_store(view.host_of(0), plan.store_port, waits)
             connecting = connect(job.topology, timeout=timeout, store=store, waits=waits, background=True)
             groups = stack.enter_context(connecting)
             self._hold_lock(job, groups, plan)
@@ -202,7 +205,7 @@ class ElasticWorker:
                 replica = job.topology.replica
                 log = open_text_log(Path(config.log.dir), rank=rank, stages=job.stages, replica=replica)
                 stack.enter_context(log)
-            begin, received_bytes = self._begin(job, inputs, groups, plan)
+            begin, received_bytes = self._begin(job, inputs, groups, view)
             self._session, self._reader = begin.session, inputs.reader
             metrics = self._metrics.of(job, self._state)
             for note in self._notes(job, inputs, begin):
@@ -245,11 +248,12 @@ class ElasticWorker:
         seconds = time.monotonic() - self._stopped_at
         metrics.event(view_event(view, self._view, begin.progress.step, seconds, sum(moved)))
 
-    def _begin(self, job: Job, inputs: Inputs, groups: Groups, plan: Plan) -> tuple[Start, int]:
+    def _begin(self, job: Job, inputs: Inputs, groups: Groups, view: View) -> tuple[Start, int]:
         """Return the session of this rank: from disk, from its own memory, or from that of other ranks.
 
         Returns with it how many bytes of state other ranks have sent.
         """
+        plan = view.plan
         if plan.from_disk:
             self._session = None
             begin = start(job, inputs, groups)
@@ -262,8 +266,9 @@ class ElasticWorker:
             self._state.restart(Progress())
             self._state.summary = StepSummary(**plan.summary) if plan.summary else None
         snapshot = self._snapshots.by_step.get(plan.step) if plan.from_snapshot else None
-        handed_over = hand_over(self._session, job, groups, plan, inputs.cache_plan, snapshot)
-        self._session, received_bytes = handed_over
+        host, caches = view.host_of(job.topology.rank), inputs.cache_plan
+        joined = join(self._session, job, groups, plan, host=host, cache_plan=caches, snapshot=snapshot)
+        self._session, received_bytes, self._state.transfers, self._state.joining = joined
         progress = from_json(Progress, plan.progress)
         self._state.progress, self._state.is_open = progress, plan.is_open
         run_missing_exchange(self._session, self._state, plan)

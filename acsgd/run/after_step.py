@@ -1,14 +1,15 @@
-"""What follows a step: evaluation, log, save."""
+"""What happens between two steps: votes, evaluation, log, save."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 from acsgd.io.sampling.held_out import HeldOut
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.metrics import describe
 from acsgd.run.checkpointing import Checkpointing
-from acsgd.run.control import StepSummary
+from acsgd.run.control import StepSummary, Votes
 from acsgd.run.inputs import Inputs
 from acsgd.run.loop_state import LoopState
 from acsgd.run.session import Session
@@ -49,6 +50,17 @@ class NoSnapshots:
         pass
 
 
+def step_votes(state: LoopState, snapshots: StepSnapshots, checkpointing: Checkpointing, *, stop: bool) -> Votes:
+    """Return what this rank votes for, and requests, in the next step. stop: whether it has received a stop signal."""
+    return checkpointing.votes(stop=stop)._replace(
+        pause=state.pause_requested and not checkpointing.is_saving,  # a save takes longer than others should wait
+        snapshot_pending=snapshots.is_pending,
+        snapshot_interval=snapshots.interval,
+        joins=state.transfers.is_pending,
+        wanted=state.transfers.wanted,
+    )
+
+
 def evaluate_log_save(
     session: Session, state: LoopState, inputs: Inputs, metrics: Metrics, checkpointing: Checkpointing
 ) -> None:
@@ -58,12 +70,12 @@ def evaluate_log_save(
     state.is_stopped = summary.all_stop if state.is_elastic else summary.stop
     evaluation, is_best, steps = dict[str, float](), False, config.optim.num_steps
     if inputs.held_out is not None and _is_due(progress.step, config.eval.every, steps):
-        evaluation = evaluate(session, inputs.held_out, progress.step, metrics)
+        evaluation = evaluate(session, inputs.held_out, progress.step, metrics, state.joining)
         progress = progress.evaluated(evaluation)
         is_best = progress.improves(state.progress, config.checkpoint.best)
     must_save = state.is_stopped or pause_needs_checkpoint(summary) or summary.save
     save = must_save or _is_due(progress.step, config.checkpoint.every_steps, steps)
-    stall_s = checkpointing.copy_state(progress, due=save, best=is_best)
+    stall_s = checkpointing.copy_state(progress, due=save, best=is_best, idle=state.joining)
     if state.record is not None:
         state.record = state.record._replace(save_stall_s=stall_s, evaluation=evaluation)
         metrics.log(state.record)
@@ -76,9 +88,11 @@ def pause_needs_checkpoint(summary: StepSummary) -> bool:
     return summary.pause and summary.loses_stage
 
 
-def evaluate(session: Session, held_out: HeldOut, step: int, metrics: Metrics) -> dict[str, float]:
-    """Return the metrics of the held-out data after `step` steps, and print them."""
-    scores = session.evaluate(held_out.batches(len(session.job.micro_ids)), step - 1)
+def evaluate(
+    session: Session, held_out: HeldOut, step: int, metrics: Metrics, idle: Collection[int]
+) -> dict[str, float]:
+    """Return the metrics of the held-out data after `step` steps, and print them. idle: as of `HeldOut.batches`."""
+    scores = session.evaluate(held_out.batches(len(session.job.micro_ids), idle), step - 1)
     metrics.note(f"step {step}: {describe(scores)} ({len(held_out)} sequences{session.job.eval_form})")
     return scores
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,11 +111,11 @@ class Checkpointing:
         self._is_requested = False
         return Votes(stop=stop, save=save, failed_save=result is not None and result.error is not None)
 
-    def copy_state(self, progress: Progress, *, due: bool, best: bool) -> float:
+    def copy_state(self, progress: Progress, *, due: bool, best: bool, idle: Collection[int] = ()) -> float:
         """Copy the state to host memory if a save is due, or if this step is the best so far by checkpoint.best.
 
-        Returns the seconds for which training stood still. Raises RunError if the previous save failed, or another
-        run has taken over the run directory.
+        idle: replicas that write no weights. Returns the seconds for which training stood still. Raises RunError if the
+        previous save failed, or another run has taken over the run directory.
         """
         self._lock.check()
         if not (due or best):
@@ -134,7 +134,7 @@ class Checkpointing:
             origin_of(job.config),
             self._inputs.reader.stream_states(progress.step),
         )
-        self._saver.snapshot(progress.step, layer_states(self._session), run.to_dict(), best=best)
+        self._saver.snapshot(progress.step, layer_states(self._session), run.to_dict(), best=best, idle=idle)
         self._saved_at, self._has_copy = time.monotonic(), True
         return time.perf_counter() - started
 

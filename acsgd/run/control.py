@@ -35,6 +35,10 @@ class Votes(NamedTuple):
     """A snapshot is incomplete on this rank."""
     snapshot_interval: int = 0
     """Number of steps between two snapshots that this rank wants."""
+    joins: bool = False
+    """This rank has not got the state of all of its layers yet."""
+    wanted: int | None = None
+    """Layer whose state after the step this rank requests, by its index in the model; None = no one."""
 
 
 NO_VOTES = Votes()
@@ -71,6 +75,9 @@ class StepReport(NamedTuple):
     pause_votes: float = 0.0
     snapshots_pending: float = 0.0
     snapshot_interval: float = 0.0
+    joins: float = 0.0
+    wanted: float = -1.0
+    """-1 = no layer."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +118,15 @@ class StepSummary:
     pause: bool
     """Whether any rank votes to pause."""
     loses_stage: bool
-    """Whether all ranks with the same stages vote to stop, so that nobody else holds these weights."""
+    """Whether all ranks that hold the state of some stages vote to stop."""
     snapshot_pending: bool
     """Whether a snapshot is incomplete on any rank."""
     snapshot_interval: int
     """Maximum over all ranks."""
+    joining: list[int]
+    """Replicas with ranks that have not got the state of all of their layers yet."""
+    wanted: list[int | None]
+    """By rank, the layer whose state it requests, by its index in the model."""
 
     @classmethod
     def of(cls, rows: Tensor, topology: Topology) -> StepSummary:
@@ -148,10 +159,16 @@ class StepSummary:
             save=total.save_votes > 0,
             failed_save=total.failed_saves > 0,
             pause=total.pause_votes > 0,
-            loses_stage=any(all(StepReport(*row).stop_votes for row in peers) for peers in by_stage.tolist()),
+            loses_stage=any(all(_leaves(StepReport(*row)) for row in peers) for peers in by_stage.tolist()),
             snapshot_pending=total.snapshots_pending > 0,
             snapshot_interval=int(highest.snapshot_interval),
+            joining=[number for number, replica in enumerate(replicas) if replica.joins],
+            wanted=[None if (layer := StepReport(*row).wanted) < 0 else int(layer) for row in rows.tolist()],
         )
+
+
+def _leaves(report: StepReport) -> bool:
+    return bool(report.stop_votes or report.joins)
 
 
 def _micro_s(report: StepReport) -> float:

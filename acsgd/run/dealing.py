@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import median
 
 from acsgd.io.sampling.sampler import deal
@@ -22,11 +22,18 @@ class Dealer:
     """
 
     def __init__(self, num_micros: int, replicas: int, fill: float) -> None:
-        self.shares = deal(num_micros, [1.0] * replicas)
-        """Micro-batches of each replica."""
         self._num_micros = num_micros
+        self._replicas = replicas
         self._fill = fill
         self._steps = deque[Sequence[float]](maxlen=WINDOW)
+        self.shares: tuple[range, ...] = ()
+        """Micro-batches of each replica."""
+        self.deal_evenly()
+
+    def deal_evenly(self, without: Collection[int] = ()) -> None:
+        """Deal the micro-batches evenly to all replicas but some, and forget the recorded times."""
+        self.shares = deal(self._num_micros, [float(replica not in without) for replica in range(self._replicas)])
+        self._steps.clear()
 
     @property
     def counts(self) -> list[int]:

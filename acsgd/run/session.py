@@ -133,6 +133,8 @@ class Session:
             pause_votes=votes.pause,
             snapshots_pending=votes.snapshot_pending,
             snapshot_interval=votes.snapshot_interval,
+            joins=votes.joins,
+            wanted=-1 if votes.wanted is None else votes.wanted,
         )
         for meter in meters:
             meter.reset()

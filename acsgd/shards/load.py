@@ -122,6 +122,28 @@ def _copy(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     return tensor.to(device=device, dtype=dtype, copy=True)
 
 
+class BlankWeights:
+    """Zeros in place of the tensors of layers, for a rank that gets them later.
+
+    build: returns the model, which may be on the meta device.
+    """
+
+    def __init__(self, build: Callable[[], PreTrainedModel]) -> None:
+        self._build = build
+
+    @functools.cached_property
+    def _model(self) -> PreTrainedModel:
+        return self._build()
+
+    def tensors(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
+        return {key: torch.zeros_like(x, device="cpu") for key, x in (stored.weights | stored.constants).items()}
+
+    def tensor(self, layer: str, key: str) -> Tensor:
+        is_parameter = key in parameter_names(self._model)
+        stored = self._model.get_parameter(key) if is_parameter else self._model.get_buffer(key)
+        return torch.zeros_like(stored, device="cpu")
+
+
 class RandomWeights:
     """Weights initialised as transformers does, each layer from (seed, layer): independent of the number of stages.
 

@@ -18,7 +18,15 @@ import torch.distributed as dist
 
 from acsgd import train
 from acsgd.config.options import Config
-from acsgd.elastic.handover import complete_step, hand_over, restore_streams, run_missing_exchange, worker_state
+from acsgd.elastic.handover import (
+    complete_step,
+    end_transfers,
+    hand_over,
+    join,
+    restore_streams,
+    run_missing_exchange,
+    worker_state,
+)
 from acsgd.elastic.plan import Plan, WorkerState, make_plan
 from acsgd.elastic.setup import possible_cuts, with_stages
 from acsgd.elastic.snapshot_store import SnapshotStore
@@ -36,6 +44,7 @@ from acsgd.run.data import open_data
 from acsgd.run.inputs import open_weight_source, plan_activation_caches
 from acsgd.run.job import prepare
 from acsgd.run.loop_state import LoopState
+from acsgd.run.pace import Pace
 from acsgd.run.session import Session
 from acsgd.topology import Groups, connect
 from acsgd.waits import InterruptibleWaits
@@ -74,6 +83,8 @@ class Trained(NamedTuple):
     """Where the first source was read on at the beginning of each view, by the number of steps before it."""
     origins: list[str]
     """Where the state came from in each view it was in: disk, memory or snapshot."""
+    joining: dict[int, list[int]]
+    """Replicas without all of their state in each step."""
 
 
 Script = Sequence[ScriptedView]
@@ -91,7 +102,12 @@ def train_in_views(
         for number, view in enumerate(script):
             process.run_view(number, view)
         trained[name] = Trained(
-            process.losses, process.digests, process.forward_bytes, process.streams, process.origins
+            process.losses,
+            process.digests,
+            process.forward_bytes,
+            process.streams,
+            process.origins,
+            process.joining,
         )
     return trained
 
@@ -111,6 +127,7 @@ class _Process:
         self.digests: dict[int, tuple[int, str]] = {}
         self.forward_bytes: dict[int, int] = {}
         self.streams: dict[int, StreamState | None] = {}
+        self.joining: dict[int, list[int]] = {}
 
     def run_view(self, number: int, view: ScriptedView) -> None:
         """Take part in a view, or drop the state."""
@@ -145,7 +162,8 @@ class _Process:
                     groups.abort("the view was not formed")
                     return
                 snapshot = self._snapshots.by_step.get(plan.step) if plan.from_snapshot else None
-                self._session, _ = hand_over(self._session, job, groups, plan, caches, snapshot)
+                joined = join(self._session, job, groups, plan, host="127.0.0.1", cache_plan=caches, snapshot=snapshot)
+                self._session, _, self._state.transfers, self._state.joining = joined
                 self._state.progress = from_json(Progress, plan.progress)
                 run_missing_exchange(self._session, self._state, plan)
                 self._note_step()
@@ -156,6 +174,7 @@ class _Process:
             reader.close()
             groups.wait_for_all("ending the view", timeout_s=TIMEOUT.total_seconds())
             self._session.abort("the view has ended")
+            self._session = end_transfers(self._session, self._state)
             groups.abort("the view has ended")
 
     def _fail_to_form(self, hand_over: Callable[[], object]) -> None:
@@ -186,9 +205,14 @@ class _Process:
     def _train(self, session: Session, batches: BatchReader, view: ScriptedView, snapshots: Snapshots | None) -> None:
         """Train until the end of a view; complete each snapshot before the next step."""
         self._state.has_reported = False
+        pace = Pace(session, lambda _: None, self._state.joining)
         while (step := self._state.progress.step) < view.until:
-            votes = Votes(snapshot_interval=snapshots.interval if snapshots else 0)
-            train.train_step(session, batches.batch(step), self._state.progress, votes, state=self._state)
+            votes = self._votes()._replace(snapshot_interval=snapshots.interval if snapshots else 0)
+            batch = batches.batch(step, pace.micros(step))
+            result = train.train_step(session, batch, self._state.progress, votes, state=self._state)
+            self.joining[step + 1] = result.summary.joining
+            self._state.transfers.after_step(result.summary)
+            pace.record(result.summary, step + 1)
             self._note_step()
             if snapshots is not None:
                 snapshots.after_step(self._state)
@@ -196,18 +220,21 @@ class _Process:
                     time.sleep(0.005)
         if view.late or view.unsynced:
             with _interrupted(self._number in view.late, self._number in view.unsynced):
-                self._begin_step(session, batches.batch(view.until))
+                self._begin_step(session, batches.batch(view.until, pace.micros(view.until)))
                 self._note_step()
+
+    def _votes(self) -> Votes:
+        return Votes(joins=self._state.transfers.is_pending, wanted=self._state.transfers.wanted)
 
     def _begin_step(self, session: Session, batch: Batch) -> None:
         with contextlib.suppress(WaitInterruptedError):
-            train.train_step(session, batch, self._state.progress, state=self._state)
+            train.train_step(session, batch, self._state.progress, self._votes(), state=self._state)
 
     def _note_step(self) -> None:
         """Note loss and weights if the last step is complete."""
         state, session = self._state, self._session
         assert session is not None
-        if not state.is_synced or state.progress.step == 0:
+        if not state.is_synced or state.transfers.is_pending or state.progress.step == 0:
             return
         if state.record is not None and state.record.loss is not None:
             self.losses[state.progress.step] = state.record.loss
@@ -236,10 +263,15 @@ def _interrupt(*args: Any, **options: Any) -> None:
 
 
 def _digest(session: Session) -> str:
-    """Return a digest of the global weights of a rank."""
+    """Return a digest of the global weights of a rank, and of its optimizer state if replicas have it in common."""
     digest = hashlib.sha256()
     for stage in session.stages.values():
         shared = stage.sync.global_weights()
         for weight in stage.weights:
             digest.update((weight.master if shared is None else shared[weight.key]).detach().numpy().tobytes())
+        has_local_steps = session.job.plugins.mode.local_steps
+        optimizer = {} if has_local_steps else session.optimizer.state_of(stage.weights)
+        for _, by_key in sorted(optimizer.items()):
+            for _, tensor in sorted(by_key.items()):
+                digest.update(tensor.numpy().tobytes())
     return digest.hexdigest()[:16]

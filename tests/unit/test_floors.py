@@ -102,6 +102,7 @@ ORDER = """
     shards.hub
     shards.tokenizer
     optim.base
+    optim.replay
     optim.schedule
     optim.clipping
     optim.loss_scale
@@ -300,6 +301,8 @@ ORDER = """
     elastic.snapshot_store
     elastic.packed
     elastic.snapshots
+    elastic.state_channel
+    elastic.joins
     elastic.handover
     elastic.setup
     elastic.stores

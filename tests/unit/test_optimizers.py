@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from acsgd.config.options import OptimConfig
 from acsgd.config.spec import from_spec
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import Optimizer, OptimizerSpec
+from acsgd.optim.replay import ReplayOptimizer
 from acsgd.optim.schedule import learning_rate
-from acsgd.shards.weights import Weight
+from acsgd.shards.weights import Weight, WeightState, part_of
 
 CONFIG = OptimConfig(lr=0.01, steps=10, weight_decay=0.1, schedule="constant")
 SHAPES = {"matrix": (4, 3), "experts": (2, 4, 3), "norm": (4,)}
@@ -89,6 +91,45 @@ def test_an_optimizer_continues_bit_for_bit_from_the_state_of_another(spec: str)
     train(resumed, others, range(3, 6))
     for weight, other in zip(weights, others, strict=True):
         assert torch.equal(weight.master, other.master)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_steps_are_repeated_bit_for_bit_on_a_state_that_arrives_later(spec: str) -> None:
+    """That of another optimizer after step 2 arrives after step 4, for all weights but the last."""
+    weights, others = new_weights(torch.bfloat16), new_weights(torch.bfloat16)
+    optimizer = opened(spec, weights)
+    replaying = ReplayOptimizer(opened(spec, others), partial(opened, spec))
+    late, others_late = weights[:-1], others[:-1]
+    for other in others_late:
+        other.master.data.zero_()
+    train(optimizer, weights, range(2))
+    train(replaying, others, range(2))
+    state = {name: {k: x.clone() for k, x in by_key.items()} for name, by_key in optimizer.state_of(late).items()}
+    masters = {weight.key: weight.master.detach().clone() for weight in late}
+    recording = replaying.record(others_late)
+    train(optimizer, weights, range(2, 4))
+    train(replaying, others, range(2, 4))
+    assert recording.nbytes == 2 * sum(weight.master.nbytes for weight in late)
+
+    for other in others_late:
+        other.master.data.copy_(masters[other.key])
+        replaying.load_state_of(other, part_of(state, {other.key}), other.key)
+    replaying.replay(recording)
+    for step in (4, 5):
+        for weight, other in zip(weights, others, strict=True):
+            assert torch.equal(weight.master, other.master)
+            assert torch.equal(weight.param, other.param)
+        assert_equal_states(optimizer.state_of(weights), replaying.state_of(others))
+        train(optimizer, weights, range(step, step + 1))
+        train(replaying, others, range(step, step + 1))
+    assert len(recording.steps) == 2, "the recording has not ended"
+
+
+def assert_equal_states(state: WeightState, other: WeightState) -> None:
+    assert state.keys() == other.keys()
+    for name, by_key in state.items():
+        assert by_key.keys() == other[name].keys()
+        assert all(torch.equal(tensor, other[name][key]) for key, tensor in by_key.items())
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -46,6 +46,15 @@ def test_steps_of_a_replica_without_micro_batches_change_nothing() -> None:
     assert counts_over(Dealer(8, 2, 0.0), [(0.0, 1.0)] * 20) == [[4, 4]]
 
 
+def test_replicas_without_state_get_nothing_and_the_others_an_even_split() -> None:
+    dealer = Dealer(8, 3, 0.0)
+    dealer.deal_evenly(without=(1,))
+    assert dealer.counts == [4, 0, 4]
+    assert counts_over(dealer, [(1.0, 0.0, 3.0)] * 20) == [[4, 0, 4]]
+    dealer.deal_evenly(without=())
+    assert dealer.counts == Dealer(8, 3, 0.0).counts
+
+
 def changes_over(times: Iterable[list[list[float]]]) -> list[tuple[int, Change]]:
     """Return each change with its step, counted from 1."""
     stragglers = Stragglers()

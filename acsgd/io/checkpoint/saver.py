@@ -15,7 +15,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,15 +135,24 @@ class Saver:
         elif issubclass(kind, NonFiniteError) and self._thread is not None and self._thread.is_alive():
             self._thread.join(self._timeout_s)  # the other ranks wait here, too: the checkpoint is of a step before
 
-    def snapshot(self, step: int, states: Sequence[LayerState], run: dict[str, Any], *, best: bool = False) -> None:
+    def snapshot(
+        self,
+        step: int,
+        states: Sequence[LayerState],
+        run: dict[str, Any],
+        *,
+        best: bool = False,
+        idle: Collection[int] = (),
+    ) -> None:
         """Copy the state to host memory, for `write`. Called by every rank, after `wait` for the previous save.
 
         states: of all layers this rank holds; may change as soon as this returns. run: state of the run for the
-        manifest. best: whether to point the link "best" to this checkpoint.
+        manifest. best: whether to point the link "best" to this checkpoint. idle: replicas that write no layers.
         """
         assert self._thread is None, "the previous save was not waited for"
         started = time.perf_counter()
-        copies = [self._copy(state) for state in states]
+        writers = [replica for replica in range(self._topology.replicas) if replica not in idle]
+        copies = [self._copy(state, writers[state.position % len(writers)]) for state in states]
         event = self._streams.record_event()
         self._thread = threading.Thread(
             target=self._save, args=(step, copies, event, run, best, started), name=f"save {step}", daemon=True
@@ -185,11 +194,11 @@ class Saver:
         self._thread.join(within_s)
         return not self._thread.is_alive()
 
-    def _copy(self, state: LayerState) -> LayerState:
-        """Copy the part of a layer that this rank writes."""
+    def _copy(self, state: LayerState, writer: int) -> LayerState:
+        """Copy the part of a layer that this rank writes. writer: replica that writes what replicas have in common."""
         name = state.name
         replica = self._copies(f"{name} replica", state.replica)
-        if state.position % self._topology.replicas != self._topology.replica:
+        if writer != self._topology.replica:
             return state._replace(weights=None, constants={}, optimizer={}, replica=replica)
         assert state.weights is not None
         weights = self._copies(name, {"": state.weights})[""]

@@ -8,7 +8,7 @@ Shapes: M micro-batches per batch, B sequences per micro-batch, T tokens per seq
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,14 +98,16 @@ class HeldOut:
         """Return a string that differs between hosts with different held-out data."""
         return f"{list(self.ranges)} {self.rows.fingerprint()}"
 
-    def batches(self, micros: int) -> Iterator[Batch]:
+    def batches(self, micros: int, idle: Collection[int] = ()) -> Iterator[Batch]:
         """Yield this replica's sequences in batches of M = `micros` micro-batches; may be empty.
 
+        idle: replicas that evaluate nothing.
         The last batch is padded with copies of the last sequence whose labels are IGNORED. Sample ids and micro
         ids are indices in the held-out set, not those of training samples.
         """
         micro = self.rows.micro
-        mine = deal(-(-len(self) // micro), [1.0] * self.replicas)[self.replica]
+        speeds = [float(replica not in idle) for replica in range(self.replicas)]
+        mine = deal(-(-len(self) // micro), speeds)[self.replica]
         for first in range(mine.start, mine.stop, micros):
             yield self._batch(range(first, first + micros), end=min(mine.stop * micro, len(self)))
 

@@ -1,0 +1,171 @@
+"""A connection of its own for the state of a rank that joins, so that it does not delay the messages of training.
+
+Both ends have a thread. A message is its length, 8 bytes, and its bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import struct
+import threading
+from collections import deque
+from queue import SimpleQueue
+from typing import NamedTuple
+
+_LENGTH = struct.Struct("<Q")
+_TOKEN_BYTES = 16
+TOKEN_TIMEOUT_S = 5.0
+"""Time in which a process that connects must send the token, seconds."""
+BUFFER_BYTES = 1 << 18
+"""Socket buffer of the sender. More would only wait in front of a slow link."""
+
+
+class Address(NamedTuple):
+    """Where a sender waits for its receiver."""
+
+    host: str
+    port: int
+    token: str
+    """Which the receiver sends first, so that no other process gets the state. Hexadecimal."""
+
+
+class _End:
+    """One end of a connection. Its thread ends when the connection fails, or at `close`."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self.error: str | None = None
+        """Why the connection has failed; None while it works."""
+        self._timeout_s = timeout_s
+        self._sockets: list[socket.socket] = []
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def close(self) -> None:
+        """Cut the connection, and end the thread."""
+        with self._changed:
+            self._is_closed = True
+            sockets, self._sockets = self._sockets, []
+        for each in sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _keep(self, opened: socket.socket) -> socket.socket:
+        """Let `close` cut a connection. Raises OSError if it was called."""
+        with self._changed:
+            if self._is_closed:
+                opened.close()
+                raise OSError("closed")
+            self._sockets.append(opened)
+        return opened
+
+    def _transfer(self) -> None:
+        raise NotImplementedError
+
+    def _run(self) -> None:
+        try:
+            self._transfer()
+        except (OSError, EOFError) as error:
+            with self._changed:
+                if not self._is_closed:
+                    self.error = f"{error}"
+                self._changed.notify_all()
+
+
+class StateSender(_End):
+    """Sends messages to one receiver, in the background.
+
+    host: address of this host that the receiver reaches; timeout_s: maximum time in which the receiver connects, and in
+    which it takes a part of a message. Raises OSError if no port can be opened.
+    """
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        super().__init__("state sender", timeout_s)
+        self._messages = SimpleQueue[bytes | None]()
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._listener = self._keep(_listen(host))
+        self.address = Address(host, self._listener.getsockname()[1], self._token.hex())
+        self._thread.start()
+
+    def send(self, message: bytes) -> None:
+        """Send a message after those before it; does not wait."""
+        self._messages.put(message)
+
+    def close(self) -> None:
+        super().close()
+        self._messages.put(None)
+
+    def _transfer(self) -> None:
+        connection = self._accept()
+        self._listener.close()
+        while (message := self._messages.get()) is not None:
+            connection.sendall(_LENGTH.pack(len(message)))
+            view = memoryview(message)
+            for start in range(0, len(view), BUFFER_BYTES):  # the timeout is that of each part
+                connection.sendall(view[start : start + BUFFER_BYTES])
+
+    def _accept(self) -> socket.socket:
+        """Return the connection of the process that sends the token."""
+        self._listener.settimeout(self._timeout_s)
+        while True:
+            connection = self._keep(self._listener.accept()[0])
+            connection.settimeout(TOKEN_TIMEOUT_S)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+            with contextlib.suppress(OSError, EOFError):
+                if secrets.compare_digest(_read(connection, _TOKEN_BYTES), self._token):
+                    connection.settimeout(self._timeout_s)
+                    return connection
+            connection.close()
+
+
+class StateReceiver(_End):
+    """Receives the messages of one sender, in the background. timeout_s: maximum time to connect, seconds."""
+
+    def __init__(self, address: Address, timeout_s: float) -> None:
+        super().__init__("state receiver", timeout_s)
+        self._address = address
+        self._messages = deque[bytes]()
+        self._thread.start()
+
+    def take(self) -> bytes | None:
+        """Return the next message that has arrived, None if there is none."""
+        return self._messages.popleft() if self._messages else None
+
+    def wait(self, within_s: float) -> bool:
+        """Wait until a message has arrived or the connection has failed; return whether this is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._messages) or self.error is not None, within_s)
+
+    def _transfer(self) -> None:
+        address = self._address
+        connection = self._keep(socket.create_connection((address.host, address.port), self._timeout_s))
+        connection.settimeout(None)  # between two messages
+        connection.sendall(bytes.fromhex(address.token))
+        while True:
+            (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
+            message = _read(connection, length)
+            with self._changed:
+                self._messages.append(message)
+                self._changed.notify_all()
+
+
+def _listen(host: str) -> socket.socket:
+    """Open a port: on the loopback interface if that is where the host is, else on all interfaces."""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    interface = str(address[0]) if address[0] in ("127.0.0.1", "::1") else ""
+    return socket.create_server((interface, 0), family=family)
+
+
+def _read(connection: socket.socket, length: int) -> bytes:
+    """Read a number of bytes. Raises EOFError if the connection ends before."""
+    buffer = bytearray(length)
+    view, filled = memoryview(buffer), 0
+    while filled < length:
+        read = connection.recv_into(view[filled:])
+        if not read:
+            raise EOFError("the connection was closed")
+        filled += read
+    return bytes(buffer)

@@ -1,0 +1,113 @@
+"""Laws of a rank that gets its state in the background: it ends with the state of the others, whose losses stay."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from lib.corpora import write_records
+from lib.ranks import on_ranks
+from lib.training import RELATIVE, make_config
+from lib.views import Script, ScriptedView, Trained, train_in_views
+
+from acsgd.config.options import Config, ElasticConfig, ReplicaConfig
+from acsgd.elastic import handover
+
+STEPS = 12
+"""Enough for the 4 layers of the model, of which at least one arrives in each step but the first, twice."""
+JOINS = [ScriptedView((0, 1), 2), ScriptedView((0, 1, 2), STEPS)]
+"""Process 2 joins, with state from process 0."""
+INTERRUPTED = ScriptedView((0, 1, 2), 4, late=(0, 1, 2))
+"""Step 5 is not applied anywhere; process 2 has some layers, and another one is on its way."""
+SCRIPTS: dict[str, Script] = {
+    "joins": JOINS,
+    "newcomer ends": [JOINS[0], INTERRUPTED, ScriptedView((0, 1), STEPS)],
+    "source ends": [JOINS[0], INTERRUPTED, ScriptedView((1, 2), STEPS)],
+    "only the newcomer is late": [JOINS[0], ScriptedView((0, 1, 2), 4, late=(2,)), ScriptedView((0, 1, 2), STEPS)],
+    "only the newcomer applies a step": [
+        JOINS[0],
+        ScriptedView((0, 1, 2), 4, late=(0, 1)),
+        ScriptedView((0, 1, 2), STEPS),
+    ],
+    "another one joins": [ScriptedView((1,), 2), ScriptedView((1, 2), 4), ScriptedView((1, 2, 0), STEPS)],
+    "all others end": [ScriptedView((0,), 2), ScriptedView((0, 2), 4), ScriptedView((2,), STEPS)],
+}
+"""In the last one, process 2 continues from the snapshot that process 0 has sent it after step 4."""
+OTHER_RUNS = ("sharded_ps", "powersgd:rank=1", "frozen", "streamed", "tied rows")
+RUNS = (*SCRIPTS, *OTHER_RUNS)
+
+Runs = list[dict[str, Trained]]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """What each process has done, by name of the run."""
+    path = tmp_path_factory.mktemp("views")
+    config = make_config(tiny_model(n_layer=2), path, steps=STEPS, micro=1)
+    config = dataclasses.replace(config, elastic=ElasticConfig(join_budget=0, snapshot="2"))
+    scripts: dict[str, tuple[Config, Script]] = {"calm": (config, [ScriptedView((0, 1), STEPS)])}
+    scripts |= {name: (config, script) for name, script in SCRIPTS.items()}
+    write_records(path / "a.jsonl")
+    stream = f"stream:{path / 'a.jsonl'}:0.5,demo:0.5"
+    others = {
+        "sharded_ps": dataclasses.replace(config, dp=ReplicaConfig("sharded_ps")),
+        "powersgd:rank=1": dataclasses.replace(config, dp=ReplicaConfig("powersgd:rank=1")),
+        "frozen": dataclasses.replace(config, model=dataclasses.replace(config.model, freeze="*.wte.*,*.h.0.*")),
+        "streamed": dataclasses.replace(config, data=dataclasses.replace(config.data, sources=stream, window=4)),
+        "tied rows": dataclasses.replace(config, pp=dataclasses.replace(config.pp, stages=2, tied="rows")),
+    }
+    for name, other in others.items():
+        members = ((0, 1), (0, 1, 2, 3)) if name == "tied rows" else ((0, 1), (0, 1, 2))
+        joins = [ScriptedView(members[0], 2), ScriptedView(members[1], STEPS)]
+        for script_name, script in {f"{name}, calm": [ScriptedView(members[0], STEPS)], name: joins}.items():
+            log = dataclasses.replace(config.log, dir=str(path / script_name))  # with streamed segments of its own
+            scripts[script_name] = dataclasses.replace(other, log=log), script
+    return on_ranks(4, _train, path / "store", scripts)
+
+
+def _train(rank: int, world_size: int, path: Path, runs: dict[str, tuple[Config, Script]]) -> dict[str, Trained]:
+    """Train without memory for the gradients of more than one step, so that each layer arrives one step later."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handover, "memory_for_gradients", lambda _: 0)
+        return train_in_views(rank, world_size, path, runs)
+
+
+def merged(runs: Runs, name: str) -> dict[int, float]:
+    """Return the losses of a run; checks that all ranks with all of their state have the same after each step."""
+    losses: dict[int, float] = {}
+    processes = [process[name] for process in runs]
+    for process in processes:
+        for step, loss in process.losses.items():
+            assert losses.setdefault(step, loss) == pytest.approx(loss, rel=RELATIVE), step
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    for step in losses:
+        digests = {process.digests[step] for process in processes if step in process.digests}
+        assert len(digests) == len({stage for stage, _ in digests}), step
+    return losses
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_losses_are_those_of_a_run_that_nobody_joins(runs: Runs, name: str) -> None:
+    calm = merged(runs, f"{name}, calm" if name in OTHER_RUNS else "calm")
+    assert merged(runs, name) == pytest.approx(calm, rel=RELATIVE)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_rank_joins_when_it_has_the_state_of_the_others_bit_for_bit(runs: Runs, name: str) -> None:
+    """The state of ranks is compared in `merged`."""
+    newcomer = runs[2][name]
+    joining = {step: list(replicas) for step, replicas in newcomer.joining.items()}
+    first = min(joining)
+    assert joining[first], "it joins in the background"
+    assert joining[first + 1], "layers arrive one by one"
+    if name == "newcomer ends":
+        assert not newcomer.digests
+    else:
+        assert not joining[STEPS]
+        assert STEPS in newcomer.digests
+    if name == "all others end":
+        assert newcomer.origins == ["memory", "snapshot"]
+    elif name != "newcomer ends":
+        assert min(newcomer.digests) > first + 1

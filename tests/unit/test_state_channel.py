@@ -1,0 +1,88 @@
+"""Laws of the connection for the state of a rank that joins."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from acsgd.elastic.state_channel import BUFFER_BYTES, StateReceiver, StateSender
+
+TIMEOUT_S = 30.0
+LONG = bytes(range(256)) * (BUFFER_BYTES // 128)
+
+
+@pytest.fixture
+def sender() -> Iterator[StateSender]:
+    with contextlib.closing(StateSender("127.0.0.1", TIMEOUT_S)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def receiver(sender: StateSender) -> Iterator[StateReceiver]:
+    with contextlib.closing(StateReceiver(sender.address, TIMEOUT_S)) as opened:
+        yield opened
+
+
+def received(receiver: StateReceiver) -> bytes | None:
+    assert receiver.wait(TIMEOUT_S)
+    return receiver.take()
+
+
+def test_messages_arrive_in_their_order(sender: StateSender, receiver: StateReceiver) -> None:
+    for message in (LONG, b"", b"last"):
+        sender.send(message)
+    assert [received(receiver) for _ in range(3)] == [LONG, b"", b"last"]
+    assert receiver.take() is None
+    assert not receiver.wait(0.0)
+
+
+def test_a_process_without_the_token_gets_nothing_and_disturbs_nobody(sender: StateSender) -> None:
+    sender.send(b"state")
+    with socket.create_connection((sender.address.host, sender.address.port), TIMEOUT_S) as stranger:
+        stranger.sendall(bytes(16))
+        assert stranger.recv(1) == b""
+    with contextlib.closing(StateReceiver(sender.address, TIMEOUT_S)) as receiver:
+        assert received(receiver) == b"state"
+    assert sender.error is None
+
+
+def test_the_end_of_the_sender_is_an_error_of_the_receiver(sender: StateSender, receiver: StateReceiver) -> None:
+    sender.send(LONG)
+    assert received(receiver) == LONG
+    sender.close()
+    assert receiver.wait(TIMEOUT_S)
+    assert receiver.error is not None
+
+
+def test_the_end_of_the_receiver_is_an_error_of_the_sender(sender: StateSender, receiver: StateReceiver) -> None:
+    sender.send(b"state")
+    assert received(receiver) == b"state"
+    receiver.close()
+    assert receiver.error is None
+    for _ in range(1000):
+        sender.send(LONG)
+    sender._thread.join(TIMEOUT_S)
+    assert sender.error is not None
+
+
+def test_closing_ends_the_threads_at_any_time() -> None:
+    before = threading.active_count()
+    sender = StateSender("127.0.0.1", TIMEOUT_S)  # which waits for its receiver
+    sender.close()
+    sender._thread.join(TIMEOUT_S)
+    assert sender.error is None
+    assert threading.active_count() == before
+
+
+def test_a_sender_that_has_ended_is_named() -> None:
+    sender = StateSender("127.0.0.1", TIMEOUT_S)
+    sender.close()
+    sender._thread.join(TIMEOUT_S)
+    receiver = StateReceiver(sender.address, TIMEOUT_S)
+    assert receiver.wait(TIMEOUT_S)
+    assert receiver.error is not None
+    assert "refused" in receiver.error
