@@ -175,8 +175,9 @@ class Scene:
             time.sleep(0.005)
 
     def output(self) -> str:
-        """Return the end of what each host printed."""
-        printed = [f"{name}: {host.stdout[-800:]} {host.stderr[-1500:]}" for name, host in self.running.items()]
+        """Return the end of what each host printed, those that have ended first, and the views."""
+        hosts = sorted(self.running.items(), key=lambda item: item[1].exit_code is None)
+        printed = [f"{name}: {host.stderr[-1500:]} {host.stdout[-800:]}" for name, host in hosts]
         return "\n".join([*printed, *map(str, self.hosts.events())])
 
     # Faults.
