@@ -1,4 +1,4 @@
-"""The event of a new view."""
+"""The events of a new view."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ from acsgd.elastic.messages import View
 from acsgd.io.telemetry.record import Event
 
 
-def view_event(view: View, before: View | None, step: int, seconds: float, moved_bytes: int) -> Event:
-    """Return the event of a new view.
+def view_events(view: View, before: View | None, step: int, seconds: float, moved_bytes: int) -> list[Event]:
+    """Return the events of a new view: one for each host that hung, left or joined since, then that of the view.
 
     seconds: since this rank has stopped in the view before; moved_bytes: size of the state that ranks have received.
     """
-    plan, known = view.plan, before.hosts if before else ()
+    known = before.hosts if before else view.hosts
+    changes = [("hung", address) for address in view.hung]
+    changes += [("left", host.address) for host in known if host not in view.hosts]
+    changes += [("joined", host.address) for host in view.hosts if host not in known]
+    events = [Event(name, step, f"{address} {name}", {"host": address}) for name, address in changes]
+    return [*events, _view_event(view, before, step, seconds, moved_bytes)]
+
+
+def _view_event(view: View, before: View | None, step: int, seconds: float, moved_bytes: int) -> Event:
+    plan = view.plan
     fields = {
         "view": view.epoch,
         "reason": view.reason,
@@ -19,8 +28,6 @@ def view_event(view: View, before: View | None, step: int, seconds: float, moved
         "replicas": plan.replicas,
         "stages": plan.stages,
         "spares": len(plan.spares),
-        "joined": [host.address for host in view.hosts if host not in known],
-        "left": [host.address for host in known if host not in view.hosts],
         "moved_layers": sum(len(transfer.layers) for transfer in plan.transfers),
         "moved_bytes": moved_bytes,
         "from": "disk" if plan.from_disk else "snapshot" if plan.from_snapshot else "memory",

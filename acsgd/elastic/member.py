@@ -18,6 +18,8 @@ class Member:
         """The most urgent request for the next view."""
         self.is_idle = False
         """Whether stop signals to all ranks have ended training in this view."""
+        self.hung: set[str] = set()
+        """Addresses of the hosts whose workers hang, as the first live host knows, which has them killed."""
         self._me = me
         self._presence = presence
         self._timing = timing
@@ -52,6 +54,7 @@ class Member:
         candidates = tuple(host.id for host in self._presence.candidates(now))
         self.broadcast(Heartbeat(self.view.epoch, not self._presence.stays(self._me), candidates, working_s))
         for host in self._hung(working_s, now):
+            self.hung.add(host.address)
             self._outbox.send(host, Hung(self.view.epoch))
 
     def broadcast(self, message: Message) -> None:
@@ -90,7 +93,8 @@ class Member:
 
     def reason(self, newcomers: Sequence[Host], now: float) -> str:
         """Return why the next view is formed."""
-        reasons = [self.change.reason] if self.change else []
+        reasons = [f"{address} hung" for address in sorted(self.hung)]
+        reasons += [self.change.reason] if self.change and not self.hung else []  # which follows from that
         for host in self.view.hosts:
             if host.id in self._presence.ended:
                 reasons.append(f"{host.address} ended")

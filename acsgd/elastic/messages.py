@@ -42,6 +42,8 @@ class View:
     plan: Plan
     reason: str = ""
     """Why the view before it ended."""
+    hung: tuple[str, ...] = ()
+    """Addresses of the hosts whose workers were killed in the view before it, since they hung."""
 
     def has(self, host_id: str) -> bool:
         return any(host.id == host_id for host in self.hosts)

@@ -25,6 +25,8 @@ class Preparation:
     epoch: int
     reason: str
     """Why the next view is formed."""
+    hung: tuple[str, ...]
+    """As of View."""
     members: tuple[Host, ...]
     """Participants of the view before, most senior first; before the first, this host."""
     newcomers: tuple[Host, ...]
@@ -71,7 +73,7 @@ class Preparation:
         states = {f"{id}/{name}": state for id, promise in promises.items() for name, state in promise.workers.items()}
         staying = [f"{host.id}/{name}" for host in hosts for name in sorted(promises[host.id].workers)]
         plan = replace(planner(states, staying=staying), is_first=self.base is None)
-        return View(self.epoch, hosts, plan, self.reason)
+        return View(self.epoch, hosts, plan, self.reason, self.hung)
 
 
 def _patience_s(view: View, absent: Sequence[Host], silence_s: float) -> float:

@@ -228,6 +228,7 @@ class Membership:
             base=self.view,
             epoch=self._next_epoch,
             reason=self._member.reason(newcomers, now) if self._member else "",
+            hung=tuple(sorted(self._member.hung)) if self._member else (),
             members=members,
             newcomers=newcomers,
             at_step_end=is_calm,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from acsgd.config.options import Config
 from acsgd.elastic.control import Control
-from acsgd.elastic.events import view_event
+from acsgd.elastic.events import view_events
 from acsgd.elastic.handover import (
     complete_step,
     end_transfers,
@@ -246,7 +246,8 @@ class ElasticWorker:
             metrics.note(describe_snapshots(job.config.elastic.snapshot, snapshots.budget, max(needed)))
         assert self._stopped_at is not None
         seconds = time.monotonic() - self._stopped_at
-        metrics.event(view_event(view, self._view, begin.progress.step, seconds, sum(moved)))
+        for event in view_events(view, self._view, begin.progress.step, seconds, sum(moved)):
+            metrics.event(event)
 
     def _begin(self, job: Job, inputs: Inputs, groups: Groups, view: View) -> tuple[Start, int]:
         """Return the session of this rank: from disk, from its own memory, or from that of other ranks.

@@ -81,6 +81,10 @@ class Hosts:
         """Return the events of new views."""
         return [line for line in self.lines() if "view" in line]
 
+    def hosts_that(self, event: str) -> list[str]:
+        """Return the addresses of the hosts that "hung", "left" or "joined", in order."""
+        return [line["host"] for line in self.lines() if line.get("event") == event]
+
     def lease_holder(self) -> int:
         """Return the process that holds the lease on the run directory."""
         (lease,) = (self.run_dir / ".lock").iterdir()

@@ -1,0 +1,143 @@
+"""Cost of the snapshots of an elastic run, in step time: with snapshots against without.
+
+    .venv/bin/python -m benchmarks.runs.snapshots [--json runs/benchmarks/snapshots.json]
+
+A GPT-2 of 10 M parameters in 2 stages, a process each, one replica, so that each layer is on one host alone; the
+processes count as two hosts. Both sides take turns in the same processes, with the same weights and tokens. "auto"
+chooses the interval from the cost that it measures, with the goal in the table. A block of steps with snapshots ends
+when its last snapshot is complete on both hosts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from transformers.utils import logging as transformers_logging
+
+from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
+from acsgd.elastic.snapshot_store import SnapshotStore
+from acsgd.elastic.snapshots import BUDGET, Snapshots
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.launch import Launch
+from acsgd.run.build import build_session
+from acsgd.run.control import NO_VOTES
+from acsgd.run.data import open_data
+from acsgd.run.inputs import open_weight_source
+from acsgd.run.job import Job, prepare
+from acsgd.run.loop_state import LoopState
+from acsgd.topology import Groups, connect
+from acsgd.train import train_step
+from acsgd.waits import InterruptibleWaits
+from benchmarks.common.compare import RankRounds, Step, alternate, on_ranks, summarise
+from benchmarks.common.small_model import save_blank
+
+STAGES, HOSTS = 2, ("a/0", "b/0")
+SEQUENCE, BATCH = 64, 8
+WARMUP, STEPS_PER_BLOCK = 40, 30
+"""Steps in which "auto" measures the cost, and of a block, longer than the interval."""
+LOSS_TOLERANCE = 1e-6
+
+
+class RankResult(NamedTuple):
+    """What one rank has measured."""
+
+    rounds: RankRounds
+    interval: int
+    """Steps between snapshots, at the end."""
+    memory_bytes: int
+    """Host memory of its snapshots."""
+
+
+def config_of(model: Path) -> Config:
+    """Return a run of single sequences per micro-batch."""
+    return Config(
+        model=ModelConfig(name=str(model), init="scratch"),
+        data=DataConfig(sources="demo", sequence=SEQUENCE, batch=BATCH),
+        optim=OptimConfig(lr=1e-4, steps=10**9),
+        pp=PipelineConfig(stages=STAGES, micro=1),
+        log=LogConfig(dir=str(model.parent / "run")),
+    )
+
+
+def side(job: Job, groups: Groups, *, has_snapshots: bool) -> tuple[Step, Snapshots | None]:
+    """Return a step of a run with or without snapshots, and the snapshots."""
+    session, reader = build_session(job, open_weight_source(job), groups), open_data(job).reader
+    state, snapshots = LoopState(Progress()), None
+    if has_snapshots:
+        snapshots = Snapshots(SnapshotStore(), session, reader, groups, HOSTS, epoch=1, interval=None)
+
+    def step(number: int) -> float:
+        state.started_at, votes = time.perf_counter(), NO_VOTES
+        if snapshots is not None:
+            votes = votes._replace(snapshot_pending=snapshots.is_pending, snapshot_interval=snapshots.interval)
+        result = train_step(session, reader.batch(number), state.progress, votes, state=state)
+        if snapshots is not None:
+            snapshots.after_step(state)
+        return result.loss / job.topology.world_size
+
+    return step, snapshots
+
+
+def rank_rounds(rank: int, model: Path, store: str, rounds: int) -> RankResult:
+    """Run one rank."""
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    job = prepare(config_of(model), Launch(rank, rank, STAGES))
+    file_store, waits, timeout = dist.FileStore(store, STAGES), InterruptibleWaits(), timedelta(seconds=120)
+    with connect(job.topology, timeout=timeout, store=file_store, waits=waits, background=True) as groups:
+        (ours, snapshots), (theirs, _) = (side(job, groups, has_snapshots=wanted) for wanted in (True, False))
+        assert snapshots is not None
+
+        def barrier() -> None:
+            while snapshots.is_pending:
+                time.sleep(0.001)
+            dist.barrier()
+
+        measured = alternate(ours, theirs, warmup=WARMUP, rounds=rounds, steps=STEPS_PER_BLOCK, barrier=barrier)
+        return RankResult(measured, snapshots.interval, snapshots.memory_bytes())
+
+
+def main() -> None:
+    """Measure, print, save."""
+    transformers_logging.disable_progress_bar()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/snapshots.json"), help="path of the results")
+    parser.add_argument("--rounds", type=int, default=12, help=f"of {STEPS_PER_BLOCK} steps of each side")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        model = Path(scratch) / "model"
+        model.mkdir()
+        save_blank(model, "\n".join(topics.values()), vocabulary=4096, sequence=SEQUENCE, hidden=320, blocks=7, heads=5)
+        ranks = on_ranks(STAGES, rank_rounds, model, str(Path(scratch) / "store"), options.rounds)
+    result = summarise([each.rounds for each in ranks], steps=STEPS_PER_BLOCK)
+    if result.loss_error > LOSS_TOLERANCE:
+        raise RuntimeError(f"the losses differ by {result.loss_error:.1e}, relatively")
+    interval = max(each.interval for each in ranks)
+    memory = max(each.memory_bytes for each in ranks)
+    shown = Table(title="Step time with snapshots / without")
+    for name in ("steps between snapshots", "MiB per process", "ratio", "quartiles", "CPU time", "goal"):
+        shown.add_column(name, justify="right")
+    low, high = result.quartiles
+    numbers = f"{result.median:.3f}", f"{low:.3f} - {high:.3f}", f"{result.cpu:.3f}", f"{1 + BUDGET:.2f}"
+    shown.add_row(str(interval), f"{memory / 2**20:.1f}", *numbers)
+    Console(width=120).print(shown)
+    about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.processor()}
+    case = {"interval": interval, "memory_bytes": memory, **result._asdict()}
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"about": about, **case}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
