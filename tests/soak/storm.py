@@ -166,16 +166,16 @@ class Weather:
         for name in present:
             if len(self._stopped) < 2:
                 events += [("stop", lambda name=name: self._stop(name))]  # type: ignore[misc]
-            if name in self._cut:
-                events += [("heal", lambda name=name: self._heal(name))] * 2  # type: ignore[misc]
-            elif len(self._cut) < 2:
+            if name not in self._cut and len(self._cut) < 2:
                 events += [("partition", lambda name=name: self._cut_off(name))]  # type: ignore[misc]
             if name != SURVIVOR:
                 events += [("kill", lambda name=name: self._kill(name))]  # type: ignore[misc]
                 events += [("kill worker", lambda name=name: self._kill_worker(name))]  # type: ignore[misc]
                 events += [("leave", lambda name=name: self._leave(name))]  # type: ignore[misc]
         for name in names:
-            if name not in present and name not in self._cut:
+            if name in self._cut:
+                events += [("heal", lambda name=name: self._heal(name))] * 2  # type: ignore[misc]
+            elif name not in present:
                 events += [("join", lambda name=name: self._start(name))] * 4  # type: ignore[misc]
         return events
 
