@@ -117,8 +117,8 @@ class Weather:
     def start(self) -> None:
         """Start all hosts."""
         for name in self._scene.names:
-            self._start(name, min_hosts=SHAPE.hosts)
-        self._scene.wait_for_steps(3)
+            self._start(name)
+        self._scene.wait_for_replicas(SHAPE.hosts)
 
     def inject(self, events: int) -> None:
         """Let events occur while the run trains."""
@@ -193,11 +193,11 @@ class Weather:
     def _note(self, event: str) -> None:
         self._events.append(f"step {self._scene.watch.last_step}: {event}")
 
-    def _start(self, name: str, *, min_hosts: int = 1) -> None:
+    def _start(self, name: str) -> None:
         self._note(f"{name} joins")
         key = f"{name}{self._started[name]}"
         self._started[name] += 1
-        self._scene.start(key, min_hosts=min_hosts, restarts=1000, pace_s=PACE_S)
+        self._scene.start(key, restarts=1000, pace_s=PACE_S)
 
     def _kill(self, name: str) -> None:
         self._note(f"{name} is killed")
