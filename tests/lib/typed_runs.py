@@ -76,8 +76,8 @@ class Drawn:
         """Return the batch of a step. micros: not used, since dealing is even."""
         return self._draw(step % 2 * BATCH, (step + 1) % 2 * BATCH)
 
-    def batches(self, micros: int) -> Iterator[Batch]:
-        """Yield the batches for evaluation."""
+    def batches(self, micros: int, idle: object = ()) -> Iterator[Batch]:
+        """Yield the batches for evaluation. idle: not used, since no rank joins."""
         yield self._draw(SAMPLES, SAMPLES)
 
     def stream_states(self, step: int) -> tuple[()]:
