@@ -2,7 +2,7 @@
 
 Its replica has no micro-batches, so the rank adds zeros to the gradients, and gets the sums, as all replicas do. It
 requests a layer in its report of a step. The source of its state copies that layer after the step, and sends it through
-a connection of its own. The rank records the gradients of the layer from the next step on. When the layer has arrived,
+a separate connection. The rank records the gradients of the layer from the next step on. When the layer has arrived,
 it repeats these steps on it. From then on it steps the layer as all others do.
 """
 
@@ -94,7 +94,7 @@ class JoiningRank:
 
     @property
     def wanted(self) -> int | None:
-        """The layer to request in the next step, None if enough are under way."""
+        """The layer to request in the next step; None if enough are requested."""
         return self._missing[0] if self._missing and len(self._requested) < MAX_REQUESTED else None
 
     def after_step(self, summary: StepSummary) -> None:

@@ -1,4 +1,4 @@
-"""A connection of its own for the state of a rank that joins, so that it does not delay the messages of training.
+"""A separate connection for the state of a rank that joins, so that it does not delay the messages of training.
 
 Both ends have a thread. A message is its length, 8 bytes, and its bytes.
 """

@@ -30,14 +30,17 @@ from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, Opt
 from acsgd.elastic.snapshot_store import SnapshotStore
 from acsgd.elastic.snapshots import BUDGET, Snapshots
 from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.sampling.batches import BatchReader
 from acsgd.launch import Launch
+from acsgd.run.after_step import NoSnapshots, StepSnapshots
 from acsgd.run.build import build_session
-from acsgd.run.control import NO_VOTES
+from acsgd.run.control import Votes
 from acsgd.run.data import open_data
 from acsgd.run.inputs import open_weight_source
-from acsgd.run.job import Job, prepare
+from acsgd.run.job import prepare
 from acsgd.run.loop_state import LoopState
-from acsgd.topology import Groups, connect
+from acsgd.run.session import Session
+from acsgd.topology import connect
 from acsgd.train import train_step
 from acsgd.waits import InterruptibleWaits
 from benchmarks.common.compare import RankRounds, Step, alternate, on_ranks, summarise
@@ -71,23 +74,18 @@ def config_of(model: Path) -> Config:
     )
 
 
-def side(job: Job, groups: Groups, *, has_snapshots: bool) -> tuple[Step, Snapshots | None]:
-    """Return a step of a run with or without snapshots, and the snapshots."""
-    session, reader = build_session(job, open_weight_source(job), groups), open_data(job).reader
-    state, snapshots = LoopState(Progress()), None
-    if has_snapshots:
-        snapshots = Snapshots(SnapshotStore(), session, reader, groups, HOSTS, epoch=1, interval=None)
+def step_of(session: Session, reader: BatchReader, snapshots: StepSnapshots) -> Step:
+    """Return a step of a run."""
+    state = LoopState(Progress())
 
     def step(number: int) -> float:
-        state.started_at, votes = time.perf_counter(), NO_VOTES
-        if snapshots is not None:
-            votes = votes._replace(snapshot_pending=snapshots.is_pending, snapshot_interval=snapshots.interval)
+        state.started_at = time.perf_counter()
+        votes = Votes(snapshot_pending=snapshots.is_pending, snapshot_interval=snapshots.interval)
         result = train_step(session, reader.batch(number), state.progress, votes, state=state)
-        if snapshots is not None:
-            snapshots.after_step(state)
-        return result.loss / job.topology.world_size
+        snapshots.after_step(state)
+        return result.loss / session.job.topology.world_size
 
-    return step, snapshots
+    return step
 
 
 def rank_rounds(rank: int, model: Path, store: str, rounds: int) -> RankResult:
@@ -97,8 +95,9 @@ def rank_rounds(rank: int, model: Path, store: str, rounds: int) -> RankResult:
     job = prepare(config_of(model), Launch(rank, rank, STAGES))
     file_store, waits, timeout = dist.FileStore(store, STAGES), InterruptibleWaits(), timedelta(seconds=120)
     with connect(job.topology, timeout=timeout, store=file_store, waits=waits, background=True) as groups:
-        (ours, snapshots), (theirs, _) = (side(job, groups, has_snapshots=wanted) for wanted in (True, False))
-        assert snapshots is not None
+        sessions, reader = [build_session(job, open_weight_source(job), groups) for _ in range(2)], open_data(job).reader
+        snapshots = Snapshots(SnapshotStore(), sessions[0], reader, groups, HOSTS, epoch=1, interval=None)
+        ours, theirs = step_of(sessions[0], reader, snapshots), step_of(sessions[1], reader, NoSnapshots())
 
         def barrier() -> None:
             while snapshots.is_pending:

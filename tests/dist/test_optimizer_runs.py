@@ -25,6 +25,8 @@ from acsgd.optim.schedule import learning_rate
 from acsgd.shards.manifest import Manifest
 
 TinyModel = Callable[..., Path]
+HAS_8BIT = importlib.util.find_spec("bitsandbytes") is not None
+NEEDS_8BIT = pytest.mark.skipif(not HAS_8BIT, reason="bitsandbytes is not installed")
 
 
 class DecoupledSGD(torch.optim.SGD):
@@ -89,16 +91,17 @@ class Runs:
         return {key.partition("/")[0] for key in names if "/" in key}
 
 
-def test_a_run_resumes_bit_for_bit_and_at_another_size(tiny_model: TinyModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adafactor", pytest.param("adamw8bit", marks=NEEDS_8BIT)])
+def test_a_run_resumes_bit_for_bit_and_at_another_size(tiny_model: TinyModel, tmp_path: Path, optimizer: str) -> None:
     runs = Runs(tiny_model(), tmp_path)
-    expected = runs.train("adafactor", "whole", 4)
-    assert runs.train("adafactor", "part", 2) == expected[:2]
+    expected = runs.train(optimizer, "whole", 4)
+    assert runs.train(optimizer, "part", 2) == expected[:2]
     runs.copy("part", "other size")
-    assert runs.train("adafactor", "part", 4) == expected
-    assert runs.train("adafactor", "other size", 4, ranks=2) == pytest.approx(expected, rel=RELATIVE)
+    assert runs.train(optimizer, "part", 4) == expected
+    assert runs.train(optimizer, "other size", 4, ranks=2) == pytest.approx(expected, rel=RELATIVE)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@NEEDS_8BIT
 def test_moments_in_8_bits_resume_bit_for_bit(tiny_model: TinyModel, tmp_path: Path) -> None:
     config = with_optimizer(make_saved_config(tiny_model(), tmp_path / "whole", "bf16", "none"), "adamw8bit", 1e-3)
     train_ranks(0, 1, tmp_path / "store", [config])

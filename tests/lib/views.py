@@ -100,7 +100,11 @@ def train_in_views(
         log = dataclasses.replace(config.log, dir=f"{config.log.dir}-{rank}")  # with streamed segments of its own
         process = _Process(rank, dist.PrefixStore(name, store), dataclasses.replace(config, log=log))
         for number, view in enumerate(script):
-            process.run_view(number, view)
+            try:
+                process.run_view(number, view)
+            except Exception as error:
+                error.add_note(f"in view {number} of the run {name}")
+                raise
         trained[name] = Trained(
             process.losses,
             process.digests,
