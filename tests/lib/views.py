@@ -162,6 +162,7 @@ class _Process:
                     self._session = None
                     self._state.restart(Progress())
                 if not view.is_formed:
+                    groups.wait_for_all("connecting", timeout_s=TIMEOUT.total_seconds())  # an abort would end that
                     self._fail_to_form(partial(hand_over, self._session, job, groups, plan, caches))
                     groups.abort("the view was not formed")
                     return
