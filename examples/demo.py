@@ -30,8 +30,9 @@ END = "<|endoftext|>"
 PROMPT = "The for statement is used to"
 
 GENERATE = """
-import sys
+import logging, sys
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+logging.getLogger("bitsandbytes").setLevel("ERROR")  # where it is installed, it warns of kernels that are not used
 directory, prompt = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(directory)
 model = AutoModelForCausalLM.from_pretrained(directory)

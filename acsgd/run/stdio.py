@@ -96,8 +96,10 @@ def protect_streams() -> None:
 
     Until `enter_training`, standard output may wait without limit, for the reader of --help in a pager. Descriptors 0
     to 2 that are closed are opened on the null device: a file of the run that gets the number would receive the output
-    of native code.
+    of native code. Warnings of bitsandbytes are not printed: PEFT imports it, and it warns of 4-bit kernels, which
+    nothing here uses.
     """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     for fd in range(3):
         try:
             os.fstat(fd)
