@@ -292,12 +292,12 @@ def recovery_table(rows: Sequence[Row]) -> Table:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="number of rounds of faults")
+    parser.add_argument("--rounds", type=int, default=20, help="number of rounds of faults; 0 = none")
     parser.add_argument(
         "--torchrun-rounds", type=int, default=3, help="number of kills with torchrun's own rendezvous, of each kind"
     )
     parser.add_argument(
-        "--cost-rounds", type=int, default=40, help="pairs of blocks of an elastic and a static run, 2 or more"
+        "--cost-starts", type=int, default=10, help="starts of an elastic and a static run that are compared, 2 or more"
     )
     parser.add_argument("--torchft", type=Path, help="Python that has torchft; default: torchft is left out")
     parser.add_argument("--torchft-rounds", type=int, default=5, help="number of kills with torchft")
@@ -319,7 +319,7 @@ def main() -> None:
         (directory / "model").mkdir()
         save_blank(directory / "model", text, vocabulary=4096, sequence=64, hidden=320, blocks=7, heads=5)
         (run_file := directory / "run.toml").write_text(RUN_FILE.format(model=directory / "model"))
-        rows = measure_elastic(directory / "elastic", run_file, options.rounds, console.print)
+        rows = measure_elastic(directory / "elastic", run_file, options.rounds, console.print) if options.rounds else []
         if rounds := options.torchrun_rounds:
             rows.append(measure_torchrun(TORCHRUN_ROW, directory / "c10d", run_file, rounds, console.print))
             rows.append(measure_torchrun(TUNED_ROW, directory / "tuned", run_file, rounds, console.print, TUNED))
@@ -327,16 +327,18 @@ def main() -> None:
             model, rounds = directory / "model", options.torchft_rounds
             times = measure_torchft(options.torchft, directory / "torchft", model, rounds, console.print)
             rows += [Row(name, seconds) for name, seconds in zip(TORCHFT_ROWS, times, strict=True)]
-        blocks = measure_cost(directory, run_file, options.cost_rounds) if options.cost_rounds else []
-    console.print(recovery_table(rows))
-    if blocks:
-        console.print(cost_table(blocks))
+        starts = measure_cost(directory / "cost", run_file, options.cost_starts) if options.cost_starts else []
+    if rows:
+        console.print(recovery_table(rows))
+    if starts:
+        console.print(cost_table(starts))
     about = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
     about |= {"hang_s": HANG_S, "silence_s": SILENCE_S}
-    cost = [{"elastic": elastic._asdict(), "static": static._asdict()} for elastic, static in blocks]
+    cost = [[{"elastic": ours._asdict(), "static": theirs._asdict()} for ours, theirs in blocks] for blocks in starts]
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"about": about, "rows": [asdict(row) for row in rows], "cost": cost}, indent=1))
-    save(draw(rows), options.svg)
+    if rows:
+        save(draw(rows), options.svg)
 
 
 if __name__ == "__main__":
