@@ -1,13 +1,14 @@
-"""Which tensors of a model are stored with which layer."""
+"""Which tensors of a model are stored with which layer, and which of them are hidden matrices."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from acsgd.layers.description import ModelLayers
+from acsgd.layers.skeleton import parameter_names
 
 
 class LayerTensors(NamedTuple):
@@ -25,3 +26,17 @@ def layer_tensors(model: PreTrainedModel, layers: ModelLayers, index: int) -> La
     buffers = {key: model.get_buffer(key) for key in layers.layers[index].buffers}
     constants = {key: (params | buffers)[key].detach() for key in layers.own_constants(index)}
     return LayerTensors({key: param for key, param in params.items() if key not in constants}, constants)
+
+
+def hidden_matrices(model: PreTrainedModel, layers: ModelLayers) -> frozenset[str]:
+    """Return the names of the parameters with two axes that only blocks use, and not as tables of embeddings.
+
+    The embeddings and the head of a model are none of them. Its parameters may be on the meta device.
+    """
+    outside = {key for layer in layers.layers if layer.block is None for key in layer.parameters}
+    tables = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    return frozenset(
+        key
+        for key, names in parameter_names(model).items()
+        if model.get_parameter(key).dim() == 2 and key not in outside and tables.isdisjoint(names)
+    )

@@ -14,7 +14,7 @@ from acsgd.layers.description import LayerSpec, ModelLayers
 from acsgd.layers.lookup_table import LookupTable
 from acsgd.layers.skeleton import move_buffers, parameter_names, set_buffer, set_tied_parameter
 from acsgd.seeds import mix_seed
-from acsgd.shards.layer_tensors import LayerTensors, layer_tensors
+from acsgd.shards.layer_tensors import LayerTensors, hidden_matrices, layer_tensors
 from acsgd.shards.weights import Weight
 from acsgd.tasks import Task
 
@@ -71,6 +71,7 @@ class LayerLoader:
         self._sent = sent
         self._names = parameter_names(model)
         self._holders = layers.holders()
+        self._hidden_matrices = hidden_matrices(model, layers)
         move_buffers(model, device)
         self._load_outer_buffers()
 
@@ -105,7 +106,15 @@ class LayerLoader:
         master = param if self._dtype == torch.float32 else nn.Parameter(_copy(tensor, self._device, torch.float32))
         is_sent = key in self._sent
         is_tied = len(self._holders[key]) > 1
-        return Weight(key, param, master, is_copy=is_copy and not is_sent, is_tied=is_tied, has_remote_lookups=is_sent)
+        return Weight(
+            key,
+            param,
+            master,
+            is_copy=is_copy and not is_sent,
+            is_tied=is_tied,
+            has_remote_lookups=is_sent,
+            is_hidden_matrix=key in self._hidden_matrices,
+        )
 
     def _load_outer_buffers(self) -> None:
         """Load the stored buffers outside of blocks, which any layer may use, from the file of the last layer."""

@@ -23,6 +23,8 @@ class Weight(NamedTuple):
     """Whether several layers use the parameter."""
     has_remote_lookups: bool = False
     """Whether other ranks look up its rows, and send the gradients of these after their last backward of a step."""
+    is_hidden_matrix: bool = False
+    """Whether it is one of `hidden_matrices`, which some optimizers update in another way."""
 
 
 def in_reduction_order(weights: Iterable[Weight]) -> tuple[Weight, ...]:
@@ -47,6 +49,12 @@ class StateTensor(NamedTuple):
     """Shape of the tensor of a weight; None if this weight has no such tensor."""
     non_negative: bool = False
     """Whether no value is less than 0."""
+    of_hidden_matrices: bool | None = None
+    """Whether only hidden matrices have it; False = only all other weights; None = both."""
+
+    def shape_for(self, weight: Tensor, *, is_hidden_matrix: bool) -> tuple[int, ...] | None:
+        """Return the shape of the tensor of a weight; None if this weight has no such tensor."""
+        return self.shape(weight) if self.of_hidden_matrices in (None, is_hidden_matrix) else None
 
 
 WeightState = dict[str, dict[str, Tensor]]

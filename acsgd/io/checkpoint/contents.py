@@ -28,7 +28,7 @@ from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import OptimizerSpec
 from acsgd.shards.check import FLOATING, Expected, check_tensors, expected_tensors, first_names
 from acsgd.shards.disk import ShardDirectory
-from acsgd.shards.layer_tensors import layer_tensors
+from acsgd.shards.layer_tensors import hidden_matrices, layer_tensors
 from acsgd.shards.manifest import MANIFEST
 from acsgd.shards.weights import StateTensor
 from acsgd.tasks import TASKS
@@ -70,6 +70,10 @@ class Contents:
         if run is None:
             return cls(shards, model, None, (), ())
         return cls(shards, model, run, _optimizer_states(run), _mode_states(run))
+
+    @functools.cached_property
+    def _hidden_matrices(self) -> frozenset[str]:
+        return hidden_matrices(self.model, self.shards.manifest.model)
 
     def check(self, index: int) -> None:
         """Verify the files of a layer, and check key, shape, dtype and values of each tensor in them.
@@ -130,13 +134,14 @@ class Contents:
     ) -> dict[str, Expected]:
         """Return name and properties of each tensor of the optimizer. originals: weights that are not tied copies."""
         has_updates = self.run is not None and self.run.progress.step > self.run.progress.skipped
+        hidden = self._hidden_matrices
         return {
             f"{prefix}{state.name}/{key}": Expected(
                 shape, required=has_updates and key in originals, non_negative=state.non_negative
             )
             for state in self.optimizer or ()
             for key, weight in weights.items()
-            if (shape := state.shape(weight)) is not None
+            if (shape := state.shape_for(weight, is_hidden_matrix=key in hidden)) is not None
         }
 
     def _expected_mode(self, weights: Mapping[str, Tensor], originals: Collection[str]) -> dict[str, Expected]:
