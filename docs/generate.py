@@ -84,7 +84,7 @@ def plugins() -> str:
         *(_plugin(name, kind) for name, kind in MODES.items()),
         "## Schedules\n\nValues of `pp.schedule`.\n",
         *(_plugin(name, kind) for name, kind in SCHEDULES.items()),
-        "## Optimizers\n\nValues of `optim.name`.\n",
+        f"## Optimizers\n\nValues of `optim.name`.\n\n{_modes_of_optimizers()}",
         *(_plugin(name, kind) for name, kind in OPTIMIZERS.items()),
         "## Learning-rate schedules\n\nValues of `optim.schedule`, after the warm-up.\n",
         *(_plugin(name, kind) for name, kind in RATE_SCHEDULES.items()),
@@ -92,6 +92,18 @@ def plugins() -> str:
         _table(("name", "content"), ((f"`{name}`", _docstring(kind)) for name, kind in SOURCES.items())),
     ]
     return "\n".join(parts)
+
+
+def _modes_of_optimizers() -> str:
+    """Return which optimizers work with which data-parallel modes, by their default options, as a table."""
+    rows = (
+        (
+            f"`{name}`",
+            ", ".join(f"`{mode}`" for mode, kind in MODES.items() if kind().requires <= optimizer.capabilities),
+        )
+        for name, optimizer in OPTIMIZERS.items()
+    )
+    return _table(("optimizer", "modes of `dp.mode` that take it"), rows)
 
 
 def metrics() -> str:

@@ -173,8 +173,8 @@ class OptimConfig:
     """Length of the run in place of optim.steps: number of sequences of the run, divided by the number of training
     sequences of all sources; 0.5 = as many as half of them."""
     name: str = "adamw"
-    """Optimizer: "adamw", "adafactor", "lion" or "sgd", in fp32 on the master weights. Modes of `dp.mode` that keep
-    second moments need AdamW's."""
+    """Optimizer: "adamw", "adamw8bit", "adafactor", "lion", "muon" or "sgd", in fp32 on the master weights. Modes of
+    `dp.mode` that keep second moments need AdamW's."""
     warmup: Annotated[int, COUNT_OR_NONE] = 0
     """Number of steps over which the learning rate rises linearly to its peak."""
     schedule: str = "linear"

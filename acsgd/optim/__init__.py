@@ -10,6 +10,7 @@ from acsgd.optim.adamw import AdamW
 from acsgd.optim.adamw8bit import AdamW8bit
 from acsgd.optim.base import OptimizerSpec
 from acsgd.optim.lion import Lion
+from acsgd.optim.muon import Muon
 from acsgd.optim.sgd import SGD
 
 OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
@@ -17,6 +18,7 @@ OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
     "adamw8bit": AdamW8bit,
     "adafactor": Adafactor,
     "lion": Lion,
+    "muon": Muon,
     "sgd": SGD,
 }
 """All of them update fp32 masters."""

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from lib.resume import checkpoint_of, losses_of, stopped_half_way, train_ranks
 from lib.resume import make_config as make_saved_config
 from lib.training import RELATIVE, assert_same_training, make_config, train_whole, whole_batches
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from acsgd.config.options import Config, ReplicaConfig
@@ -40,14 +41,39 @@ class DecoupledSGD(torch.optim.SGD):
         super().step()
 
 
+class MuonAndAdamW(torch.optim.AdamW):
+    """torch's AdamW, but its Muon for the matrices of blocks."""
+
+    def __init__(self, groups: list[dict[str, Any]], of_blocks: Iterable[nn.Parameter]) -> None:
+        matrices = [param for param in of_blocks if param.dim() == 2]
+        decayed, others = groups
+        kept = [param for param in decayed["params"] if all(param is not matrix for matrix in matrices)]
+        super().__init__([{**decayed, "params": kept}, others])
+        self._muon = torch.optim.Muon(
+            matrices, weight_decay=decayed["weight_decay"], momentum=0.95, adjust_lr_fn="match_rms_adamw"
+        )
+
+    def step(self) -> None:  # type: ignore[override]
+        self._muon.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        self._muon.step()
+        super().step()
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        self._muon.zero_grad()
+        super().zero_grad()
+
+
 def oracle(config: Config) -> list[float]:
     """Train in one process with the optimizer of torch."""
 
     def sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return DecoupledSGD([{"params": g["params"], "decay": g["weight_decay"]} for g in groups], momentum=0.9)
 
+    def muon(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return MuonAndAdamW(groups, model.transformer.h.parameters())
+
     model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32).train()
-    make = {"sgd": sgd, "adafactor": torch.optim.Adafactor}[config.optim.name]
+    make = {"sgd": sgd, "adafactor": torch.optim.Adafactor, "muon": muon}[config.optim.name]
     return train_whole(model, config.optim, whole_batches(config), make=make)
 
 
@@ -61,6 +87,12 @@ def test_stages_and_replicas_do_not_change_the_training(tiny_model: TinyModel, t
     configs = [with_optimizer(config, "sgd", 0.1), with_optimizer(config, "adafactor", 0.05, schedule="wsd")]
     assert learning_rate(3, configs[1].optim) == 0.05
     assert_same_training(configs, 4, tmp_path, oracle)
+
+
+def test_muon_on_two_stages_is_that_of_torch_in_one_process(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """20 steps; the embedding, which is also the head, takes AdamW's."""
+    config = make_config(tiny_model(), tmp_path, steps=20, stages=2, micro=2)
+    assert_same_training([with_optimizer(config, "muon", 1e-3)], 2, tmp_path, oracle)
 
 
 class Runs:
@@ -91,7 +123,7 @@ class Runs:
         return {key.partition("/")[0] for key in names if "/" in key}
 
 
-@pytest.mark.parametrize("optimizer", ["adafactor", pytest.param("adamw8bit", marks=NEEDS_8BIT)])
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon", pytest.param("adamw8bit", marks=NEEDS_8BIT)])
 def test_a_run_resumes_bit_for_bit_and_at_another_size(tiny_model: TinyModel, tmp_path: Path, optimizer: str) -> None:
     runs = Runs(tiny_model(), tmp_path)
     expected = runs.train(optimizer, "whole", 4)

@@ -111,6 +111,7 @@ ORDER = """
     optim.adamw8bit
     optim.adafactor
     optim.lion
+    optim.muon
     optim.sgd
     optim
     store

@@ -20,8 +20,9 @@ from acsgd.optim.schedule import learning_rate
 from acsgd.shards.weights import Weight, WeightState, part_of
 
 CONFIG = OptimConfig(lr=0.01, steps=10, weight_decay=0.1, schedule="constant")
-SHAPES = {"matrix": (4, 3), "experts": (2, 4, 3), "norm": (4,)}
-INSTALLED = ("adamw", "adafactor", "lion", "sgd", "sgd:nesterov=true", "sgd:momentum=0")
+SHAPES = {"matrix": (4, 3), "embedding": (5, 3), "experts": (2, 4, 3), "norm": (4,)}
+"""Of these weights, only "matrix" is a hidden matrix."""
+INSTALLED = ("adamw", "adafactor", "lion", "muon", "sgd", "sgd:nesterov=true", "sgd:momentum=0")
 HAS_8BIT = importlib.util.find_spec("bitsandbytes") is not None
 SPECS = (*INSTALLED, *(["adamw8bit"] if HAS_8BIT else []))
 ROUNDING = 2.0**-24
@@ -41,7 +42,8 @@ def new_weights(dtype: torch.dtype = torch.float32) -> list[Weight]:
     made = []
     for key in SHAPES:
         master = nn.Parameter(drawn(key, -1))
-        made.append(Weight(key, master if dtype == torch.float32 else nn.Parameter(master.detach().to(dtype)), master))
+        param = master if dtype == torch.float32 else nn.Parameter(master.detach().to(dtype))
+        made.append(Weight(key, param, master, is_hidden_matrix=key == "matrix"))
     return made
 
 
@@ -70,7 +72,11 @@ def test_the_state_is_what_the_optimizer_declares(spec: str) -> None:
         for key, tensor in by_key.items()
     }
     states = from_spec(spec, OPTIMIZERS, key="optim.name").states
-    shapes = {(state.name, weight.key): state.shape(weight.master) for state in states for weight in weights}
+    shapes = {
+        (state.name, weight.key): state.shape_for(weight.master, is_hidden_matrix=weight.is_hidden_matrix)
+        for state in states
+        for weight in weights
+    }
     assert {each: shape for each, (shape, _, _) in held.items()} == {k: s for k, s in shapes.items() if s is not None}
     non_negative = {state.name for state in states if state.non_negative}
     assert all(dtype == torch.float32 for _, dtype, _ in held.values())
@@ -177,7 +183,7 @@ def test_adafactor_is_that_of_torch() -> None:
     train(opened("adafactor:decay=-0.7,clip=2", weights), weights, range(5))
     expected = {key: nn.Parameter(drawn(key, -1)) for key in SHAPES}
     groups = [
-        {"params": [expected["matrix"], expected["experts"]], "weight_decay": CONFIG.weight_decay},
+        {"params": [expected[key] for key in SHAPES if key != "norm"], "weight_decay": CONFIG.weight_decay},
         {"params": [expected["norm"]], "weight_decay": 0.0},
     ]
     theirs = torch.optim.Adafactor(groups, lr=CONFIG.lr, beta2_decay=-0.7, d=2.0)
@@ -185,6 +191,25 @@ def test_adafactor_is_that_of_torch() -> None:
         for key, param in expected.items():
             param.grad = drawn(key, step)
         theirs.step()
+    assert all(torch.equal(weight.master, expected[weight.key]) for weight in weights)
+
+
+def test_muon_is_that_of_torch_for_hidden_matrices_and_adamw_for_others() -> None:
+    weights = new_weights()
+    train(opened("muon:momentum=0.8,nesterov=false", weights), weights, range(5))
+    expected = {key: nn.Parameter(drawn(key, -1)) for key in SHAPES}
+    decay = {"lr": CONFIG.lr, "weight_decay": CONFIG.weight_decay}
+    groups = [
+        {"params": [expected["embedding"], expected["experts"]], **decay},
+        {"params": [expected["norm"]], "lr": CONFIG.lr, "weight_decay": 0.0},
+    ]
+    options = {"momentum": 0.8, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
+    theirs = [torch.optim.Muon([expected["matrix"]], **decay, **options), torch.optim.AdamW(groups, fused=True)]
+    for step in range(5):
+        for key, param in expected.items():
+            param.grad = drawn(key, step)
+        for optimizer in theirs:
+            optimizer.step()
     assert all(torch.equal(weight.master, expected[weight.key]) for weight in weights)
 
 
