@@ -20,9 +20,9 @@ from acsgd.adapters.inject import (
     module_of,
     new_heads,
     peft_config,
+    virtual_tokens_in_peft,
 )
-from acsgd.adapters.prompt import prompt_config
-from acsgd.adapters.spec import NAME, Adapter, PromptTuning, names_in, parse_adapter
+from acsgd.adapters.spec import NAME, Adapter, VirtualTokens, names_in, parse_adapter
 from acsgd.shards.config import derive_layers, read_config
 from acsgd.shards.convert import Report
 from acsgd.shards.disk import ShardDirectory, copy_model_files, write_layer
@@ -66,9 +66,8 @@ def _as_in_peft(
     """Return trained parameters by their names in an adapter directory of PEFT, and PEFT's config."""
     from peft import get_peft_model_state_dict
 
-    if isinstance(adapter, PromptTuning):
-        (virtual,) = trained.values()
-        return {"prompt_embeddings": virtual}, prompt_config(adapter, virtual.shape[1])
+    if isinstance(adapter, VirtualTokens):
+        return virtual_tokens_in_peft(adapter, model.config, [*trained.values()])
     own = {key: tensor for key, tensor in trained.items() if is_of_adapter(key)}
     named = get_peft_model_state_dict(model, state_dict=own, adapter_name=NAME)
     named |= {key: tensor for key, tensor in trained.items() if key not in own}  # of modules trained as a whole

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from acsgd.adapters.inject import inject_into, is_of_adapter, loaded_module, module_of, peft_config
+from acsgd.adapters.prefix import draw_prefix
 from acsgd.adapters.prompt import draw_prompt
-from acsgd.adapters.spec import Adapter, PromptTuning
+from acsgd.adapters.spec import Adapter, PrefixTuning, PromptTuning
 from acsgd.layers.description import ModelLayers
 from acsgd.seeds import mix_seed
 from acsgd.shards.layer_tensors import LayerTensors
@@ -60,16 +61,19 @@ class NewAdapter:
         """Return new parameters of adapters. base: returns a parameter of the model."""
         wanted, drawn = set(keys), dict[str, Tensor]()
         for path in dict.fromkeys(map(module_of, wanted)):
-            module = loaded_module(self._model, path, base)
-            drawn |= {f"{path}.{name}": tensor for name, tensor in self._draw_module(path, module).items()}
+            drawn |= {f"{path}.{name}": tensor for name, tensor in self._draw_module(path, base).items()}
         return {key: drawn[key] for key in wanted}
 
-    def _draw_module(self, path: str, module: nn.Module) -> Mapping[str, Tensor]:
+    def _draw_module(self, path: str, base: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
         """Return the parameters that PEFT adds to a module, as it initializes them."""
+        number = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=7).digest(), "little")
+        seed = mix_seed(self._seed, number)
+        if isinstance(self._adapter, PrefixTuning):
+            return draw_prefix(self._adapter, self._model.config, seed=seed)
+        module = loaded_module(self._model, path, base)
         if isinstance(self._adapter, PromptTuning):
             return draw_prompt(module, self._adapter, self._tokenizer, seed=self._seed)
-        number = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=7).digest(), "little")
         with torch.random.fork_rng(devices=()):
-            torch.manual_seed(mix_seed(self._seed, number))
+            torch.manual_seed(seed)
             adapted = inject_into(module, peft_config(self._adapter, self._model, self._task), path)
         return {name: param.detach() for name, param in adapted.named_parameters() if is_of_adapter(name)}

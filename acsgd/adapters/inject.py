@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from acsgd.adapters.prompt import inject_prompt, prompt_config
-from acsgd.adapters.spec import ALL_LINEAR, IA3, NAME, Adapter, PromptTuning, names_in
+from acsgd.adapters.prefix import PrefixedAttention, inject_prefix, prefix_config
+from acsgd.adapters.prompt import PromptedEmbedding, inject_prompt, prompt_config
+from acsgd.adapters.spec import ALL_LINEAR, IA3, NAME, Adapter, PrefixTuning, PromptTuning, VirtualTokens, names_in
 from acsgd.layers.description import LayerSpec, ModelLayers
 from acsgd.layers.skeleton import parameter_names, set_parameter
 from acsgd.tasks import Task
@@ -32,6 +33,8 @@ def peft_config(adapter: Adapter, model: PreTrainedModel, task: str) -> Any:
         raise ValueError('adapter.spec needs PEFT, which is not installed; pip install "acsgd[adapters]"') from None
     if isinstance(adapter, PromptTuning):
         return prompt_config(adapter)
+    if isinstance(adapter, PrefixTuning):
+        return prefix_config(adapter, model.config)
     if isinstance(adapter, IA3):
         return _ia3_config(adapter, model, task)
     targets = names_in(adapter.targets)
@@ -95,12 +98,34 @@ def inject(model: PreTrainedModel, adapter: Adapter, task: str) -> None:
     if isinstance(adapter, PromptTuning):
         inject_prompt(model, adapter)
         return
+    if isinstance(adapter, PrefixTuning):
+        inject_prefix(model, adapter)
+        return
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that Conv1D, of GPT-2, is transposed, which PEFT notices itself
             inject_adapter_in_model(config, model, adapter_name=NAME, low_cpu_mem_usage=True)
     except ValueError as error:
         raise ValueError(f"adapter.spec: {str(error).splitlines()[0].rstrip('.')}; {_linear_layers(model)}") from None
+
+
+def take_virtual_tokens(model: PreTrainedModel) -> list[Tensor]:
+    """Undo `inject` of virtual tokens, and return their parameters, [n, ...] each, first layer first."""
+    kinds = (PromptedEmbedding, PrefixedAttention)
+    around = {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
+    for path, module in around.items():
+        model.set_submodule(path, module.base_layer)
+    return [module.virtual for module in around.values()]
+
+
+def virtual_tokens_in_peft(
+    adapter: VirtualTokens, config: PreTrainedConfig, parameters: Sequence[Tensor]
+) -> tuple[dict[str, Tensor], Any]:
+    """Return the tensors of an adapter directory of PEFT, and PEFT's config. parameters: of `take_virtual_tokens`."""
+    embeddings = torch.cat(tuple(parameters), dim=1)
+    if isinstance(adapter, PrefixTuning):
+        return {"prompt_embeddings": embeddings}, prefix_config(adapter, config)
+    return {"prompt_embeddings": embeddings}, prompt_config(adapter, embeddings.shape[1])
 
 
 def inject_into(module: nn.Module, config: Any, path: str) -> Any:
@@ -158,8 +183,9 @@ def with_adapter(layers: ModelLayers, model: PreTrainedModel, adapter: Adapter, 
     for key in filter(is_of_adapter, names):
         added.setdefault(module_of(key), []).append(key)
     adapted = [key for key, aliases in names.items() if any(_owner(alias) in added for alias in aliases)]
-    is_prompt = isinstance(adapter, PromptTuning)  # which leaves the table of the embedding as it is
-    for key in (*wholly, *(adapted if not is_prompt else [])):
+    if isinstance(adapter, VirtualTokens):
+        adapted = []  # the table of the embedding and the attentions stay as they are
+    for key in (*wholly, *adapted):
         if len(names[key]) > 1:
             other = names[key][1].replace(".base_layer.", ".")
             raise ValueError(
@@ -168,10 +194,9 @@ def with_adapter(layers: ModelLayers, model: PreTrainedModel, adapter: Adapter, 
             )
 
     def extend(layer: LayerSpec) -> LayerSpec:
-        if is_prompt and layer.index > 0:  # such as a head that is tied to the embedding
+        if isinstance(adapter, PromptTuning) and layer.index > 0:  # such as a head that is tied to the embedding
             return layer
-        paths = {key.rpartition(".")[0] for key in layer.parameters}
-        more = [key for path, keys in added.items() if path in paths for key in keys]
+        more = [key for path, keys in added.items() if _is_in(path, layer.parameters) for key in keys]
         random = layer.random or (adapter.dropout > 0 and bool(more))
         return replace(layer, parameters=(*layer.parameters, *more), random=random)
 
@@ -205,8 +230,9 @@ def _ends_in(path: str, name: str) -> bool:
     return path == name or path.endswith(f".{name}")
 
 
-def _is_in(path: str, aliases: list[str]) -> bool:
-    return any(alias.startswith(f"{path}.") for alias in aliases)
+def _is_in(path: str, names: Sequence[str]) -> bool:
+    """Return whether a module, or one in it, has a parameter of one of these names."""
+    return any(name.startswith(f"{path}.") for name in names)
 
 
 def _linear_layers(model: nn.Module) -> str:

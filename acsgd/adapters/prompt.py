@@ -77,13 +77,6 @@ def inject_prompt(model: PreTrainedModel, adapter: PromptTuning) -> None:
     model.set_submodule(path, PromptedEmbedding(embedding, adapter.tokens))
 
 
-def take_prompt(model: PreTrainedModel) -> Tensor:
-    """Undo `inject_prompt`, and return the embeddings of virtual tokens, [n, D]."""
-    path, prompted = next((path, each) for path, each in model.named_modules() if isinstance(each, PromptedEmbedding))
-    model.set_submodule(path, prompted.base_layer)
-    return prompted.virtual
-
-
 def draw_prompt(embedding: nn.Module, adapter: PromptTuning, tokenizer: Path, *, seed: int) -> dict[str, Tensor]:
     """Return initial parameters of a PromptedEmbedding, as PEFT initializes them. embedding: with its weights."""
     from peft import PromptEmbedding

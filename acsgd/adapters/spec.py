@@ -77,8 +77,30 @@ class PromptTuning:
         return self.tokens
 
 
-Adapter = LoRA | IA3 | PromptTuning
-ADAPTERS: dict[str, type[Adapter]] = {"lora": LoRA, "ia3": IA3, "prompt_tuning": PromptTuning}
+@dataclass(frozen=True)
+class PrefixTuning:
+    """Prefix tuning (Li and Liang 2021, arXiv:2101.00190): keys and values of virtual tokens in each attention."""
+
+    dropout: ClassVar[float] = 0.0
+    modules_to_save: ClassVar[str] = ""
+
+    tokens: Annotated[int, Range(1, 2**16)] = 20
+    """Number of virtual tokens. They count towards data.sequence."""
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Number of tokens of each sequence that stand for trained keys and values."""
+        return self.tokens
+
+
+VirtualTokens = PromptTuning | PrefixTuning
+Adapter = LoRA | IA3 | VirtualTokens
+ADAPTERS: dict[str, type[Adapter]] = {
+    "lora": LoRA,
+    "ia3": IA3,
+    "prompt_tuning": PromptTuning,
+    "prefix_tuning": PrefixTuning,
+}
 
 
 def parse_adapter(spec: str | None) -> Adapter | None:

@@ -212,8 +212,8 @@ class AdapterConfig:
     """An adapter: a few new parameters that are trained in place of those of the model. Needs acsgd[adapters]."""
 
     spec: str | None = None
-    """Adapter of PEFT, such as "lora:r=16,alpha=32,dropout=0.05,targets=all-linear" or "prompt_tuning:tokens=20". All
-    parameters of the model are frozen. Default: none."""
+    """Adapter of PEFT, such as "lora:r=16,alpha=32,dropout=0.05,targets=all-linear", "ia3", "prompt_tuning:tokens=20"
+    or "prefix_tuning:tokens=20". All parameters of the model are frozen. Default: none."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from acsgd.adapters.base import BASE_CHECKSUM, BaseChecksum
-from acsgd.adapters.inject import modules_named
-from acsgd.adapters.prompt import prompt_config, take_prompt
-from acsgd.adapters.spec import NAME, PromptTuning
+from acsgd.adapters.inject import modules_named, take_virtual_tokens, virtual_tokens_in_peft
+from acsgd.adapters.spec import NAME, VirtualTokens
 from acsgd.errors import InputError
 from acsgd.layers.skeleton import parameter_names
 from acsgd.notes import print_note
@@ -57,12 +56,12 @@ class PEFTAdapter:
         return cls(directory, config, tensors, recorded)
 
     @classmethod
-    def of_prompt(cls, directory: Path, model: PreTrainedModel, adapter: PromptTuning) -> PEFTAdapter:
+    def of_virtual_tokens(cls, directory: Path, model: PreTrainedModel, adapter: VirtualTokens) -> PEFTAdapter:
         """Take virtual tokens out of a model that was loaded with them, in place. directory: of the model."""
-        virtual = take_prompt(model)
-        config = prompt_config(adapter, virtual.shape[1])
+        parameters = [param.detach() for param in take_virtual_tokens(model)]
+        tensors, config = virtual_tokens_in_peft(adapter, model.config, parameters)
         config.inference_mode = True
-        return cls(directory, config, {"prompt_embeddings": virtual.detach()}, None)
+        return cls(directory, config, tensors, None)
 
     @property
     def virtual_tokens(self) -> int:

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 
 from acsgd.adapters.base import BaseChecksum
 from acsgd.adapters.inject import build_adapted
-from acsgd.adapters.spec import Adapter, PromptTuning, parse_adapter
+from acsgd.adapters.spec import Adapter, VirtualTokens, parse_adapter
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.generation.adapter import PEFTAdapter
 from acsgd.io.checkpoint.directory import CheckpointDirectory
@@ -107,8 +107,8 @@ def _load(directory: Path, *, dtype: torch.dtype | None, device: torch.device, p
     model.generation_config = _generation_config(directory)
     if peft is not None:
         peft.check_base(directory, checksum)
-    if isinstance(adapter, PromptTuning):
-        peft = PEFTAdapter.of_prompt(directory, model, adapter)
+    if isinstance(adapter, VirtualTokens):
+        peft = PEFTAdapter.of_virtual_tokens(directory, model, adapter)
     if peft is not None:
         model = peft.apply(model)
     module: nn.Module = model  # the type of PreTrainedModel.to is that of a decorator

@@ -67,6 +67,7 @@ ORDER = """
     metrics
     tasks
     adapters.prompt
+    adapters.prefix
     adapters.inject
     adapters
     shards.weights
