@@ -8,13 +8,10 @@ copies of all layers.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
-from statistics import median
 from typing import Any
 
 import torch
@@ -23,6 +20,7 @@ from torch import Tensor
 
 from acsgd.elastic.messages import View
 from acsgd.elastic.packed import PackedLayers, fields_of, header_of
+from acsgd.elastic.snapshot_cost import SnapshotCost
 from acsgd.elastic.snapshot_store import Snapshot, SnapshotStore
 from acsgd.elastic.transfer import OUTER, layer_tensors_of, outer_buffers
 from acsgd.errors import RunError, WaitInterruptedError, reason
@@ -36,8 +34,6 @@ from acsgd.topology import Groups
 
 log = logging.getLogger(__name__)
 
-FIRST = 8
-"""Steps of a view before its first snapshot with "auto", whose cost is not known yet."""
 BUDGET, REPLICATED_BUDGET = 0.03, 0.005
 """Share of the step time that snapshots may take with "auto"; and if each layer is on several hosts, which seldom end
 together, so that snapshots are seldom needed."""
@@ -119,12 +115,8 @@ class Snapshots:
         self._newest: int | None = None
         """Step of the newest snapshot of this view, until all ranks have it."""
         self._last: int | None = None
-        self._calm_s = deque[float](maxlen=16)
-        """Durations of steps without a snapshot in progress."""
-        self._copy_s = self._busy_s = 0.0
-        """Time of the newest snapshot in which training stood still, and by which later steps were longer."""
+        self._cost = SnapshotCost(self.budget)
         self._has_room = interval is not None or self._fits()
-        self._costs = deque[float](maxlen=4)
 
     @property
     def is_pending(self) -> bool:
@@ -136,11 +128,7 @@ class Snapshots:
         """Number of steps between two snapshots that this rank wants; all use the largest."""
         if self._interval is not None:
             return self._interval
-        if not self._has_room:
-            return NEVER
-        if not self._costs or not self._calm_s:
-            return FIRST
-        return max(1, math.ceil(sum(self._costs) / len(self._costs) / (self.budget * median(self._calm_s))))
+        return self._cost.interval if self._has_room else NEVER
 
     def after_step(self, state: LoopState) -> None:
         """Take a snapshot after a step if one is due. All ranks decide alike, from the summary of the step."""
@@ -150,7 +138,8 @@ class Snapshots:
         if summary is None or self._target is None:
             return
         if state.record is not None:
-            self._measure(state.record.step_s, is_pending=summary.snapshot_pending)
+            is_pending = summary.snapshot_pending
+            self._cost.record(state.record.step_s, is_pending=is_pending, completes=self._newest is not None)
         if summary.snapshot_pending:
             return
         if self._newest is not None:
@@ -181,14 +170,6 @@ class Snapshots:
         available = available_memory_bytes()
         return available is None or self.memory_bytes() * self._job.local_world_size <= available
 
-    def _measure(self, step_s: float, *, is_pending: bool) -> None:
-        if is_pending:
-            self._busy_s += step_s - (median(self._calm_s) if self._calm_s else step_s)
-            return
-        self._calm_s.append(step_s)
-        if self._newest is not None:
-            self._costs.append(self._copy_s + max(0.0, self._busy_s))
-
     def _take(self, step: int, progress: dict[str, Any], joining: Collection[int]) -> None:
         """Copy the state, and start to send it. joining: replicas without state, which copy nothing."""
         started = time.perf_counter()
@@ -196,7 +177,7 @@ class Snapshots:
         share = PackedLayers.copy_of(self._share(joining), self._job.streams)
         snapshot = Snapshot(self._epoch, step, progress, streams, share.layers())
         self._store.begin(snapshot)
-        self._copy_s, self._busy_s = time.perf_counter() - started, 0.0
+        self._cost.begin(time.perf_counter() - started)
         self._newest = self._last = step
         self._thread = threading.Thread(target=self._exchange, args=(snapshot, share), name="snapshot", daemon=True)
         self._thread.start()

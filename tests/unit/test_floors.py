@@ -300,6 +300,7 @@ ORDER = """
     elastic.rendezvous
     elastic.control
     elastic.transfer
+    elastic.snapshot_cost
     elastic.snapshot_store
     elastic.packed
     elastic.snapshots

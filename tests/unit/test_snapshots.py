@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from acsgd.elastic.packed import PackedLayers, fields_of, header_of
+from acsgd.elastic.snapshot_cost import FIRST, SnapshotCost
 from acsgd.elastic.snapshot_store import Snapshot, SnapshotStore
 from acsgd.elastic.snapshots import BUDGET, REPLICATED_BUDGET, budget_of, next_hosts
 from acsgd.elastic.transfer import OUTER
@@ -48,6 +49,48 @@ def test_packed_layers_arrive_as_they_were() -> None:
     weight.zero_()
     assert list(received.layers()) == list(own)
     torch.testing.assert_close(received.layers(), own, rtol=0, atol=0)
+
+
+def record_snapshot(cost: SnapshotCost, step_s: float, *, copy_s: float, busy_s: float) -> None:
+    """Record a snapshot during which 3 steps take longer by `busy_s` together, after 5 steps without one."""
+    for _ in range(5):
+        cost.record(step_s, is_pending=False, completes=False)
+    cost.begin(copy_s)
+    for _ in range(3):
+        cost.record(step_s + busy_s / 3, is_pending=True, completes=False)
+    cost.record(step_s, is_pending=False, completes=True)
+
+
+@pytest.mark.parametrize("budget", [REPLICATED_BUDGET, BUDGET])
+@pytest.mark.parametrize(("copy_s", "busy_s"), [(0.25, 0.75), (0.5, -0.75), (1e-4, 0.0)])
+def test_the_interval_is_the_smallest_within_the_budget(budget: float, copy_s: float, busy_s: float) -> None:
+    """Steps that are faster during a snapshot, by chance, make up for nothing."""
+    cost, step_s = SnapshotCost(budget), 2.0
+    assert cost.interval == FIRST
+    record_snapshot(cost, step_s, copy_s=copy_s, busy_s=busy_s)
+    share = (copy_s + max(0.0, busy_s)) / step_s
+    assert share / cost.interval <= budget * (1 + 1e-9)
+    assert cost.interval == 1 or share / (cost.interval - 1) > budget
+
+
+def test_the_interval_follows_the_cost_and_forgets_old_snapshots() -> None:
+    cost, intervals = SnapshotCost(BUDGET), list[int]()
+    for copy_s in (0.6, *[0.06] * 5):
+        record_snapshot(cost, 1.0, copy_s=copy_s, busy_s=0.0)
+        intervals.append(cost.interval)
+    assert intervals[0] == 20
+    assert intervals == sorted(intervals, reverse=True)
+    assert intervals[-1] == 2
+
+
+def test_a_snapshot_that_is_dropped_does_not_count() -> None:
+    """The run has returned to an earlier step before it was complete."""
+    cost = SnapshotCost(BUDGET)
+    record_snapshot(cost, 1.0, copy_s=0.06, busy_s=0.0)
+    cost.begin(100.0)
+    cost.record(100.0, is_pending=True, completes=False)
+    cost.record(1.0, is_pending=False, completes=False)
+    assert cost.interval == 2
 
 
 def store_with(*steps: int) -> SnapshotStore:
