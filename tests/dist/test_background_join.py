@@ -10,7 +10,7 @@ import pytest
 from lib.corpora import write_records
 from lib.ranks import on_ranks
 from lib.training import RELATIVE, make_config
-from lib.views import Script, ScriptedView, Trained, train_in_views
+from lib.views import Return, Script, ScriptedView, Trained, train_in_views
 
 from acsgd.config.options import Config, ElasticConfig, ReplicaConfig
 from acsgd.elastic import handover
@@ -31,10 +31,12 @@ SCRIPTS: dict[str, Script] = {
         ScriptedView((0, 1, 2), 4, late=(0, 1)),
         ScriptedView((0, 1, 2), STEPS),
     ],
+    "returns to a step": [JOINS[0], ScriptedView((0, 1, 2), STEPS, returns=Return(after=6, to=3))],
     "another one joins": [ScriptedView((1,), 2), ScriptedView((1, 2), 4), ScriptedView((1, 2, 0), STEPS)],
     "all others end": [ScriptedView((0,), 2), ScriptedView((0, 2), 4), ScriptedView((2,), STEPS)],
 }
-"""In the last one, process 2 continues from the snapshot that process 0 has sent it after step 4."""
+"""When the run returns to a step, process 2 has some layers, and another one is on its way. In the last one, process 2
+continues from the snapshot that process 0 has sent it after step 4."""
 OTHER_RUNS = ("sharded_ps", "powersgd:rank=1", "frozen", "streamed", "tied rows")
 RUNS = (*SCRIPTS, *OTHER_RUNS)
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load
 
 from acsgd import train
 from acsgd.config.options import Config
@@ -31,6 +32,7 @@ from acsgd.elastic.plan import Plan, WorkerState, make_plan
 from acsgd.elastic.setup import possible_cuts, with_stages
 from acsgd.elastic.snapshot_store import SnapshotStore
 from acsgd.elastic.snapshots import Snapshots
+from acsgd.elastic.transfer import LayersInMemory, layer_message
 from acsgd.errors import WaitInterruptedError
 from acsgd.fields import from_json
 from acsgd.io.checkpoint.progress import Progress
@@ -54,6 +56,15 @@ SAMPLES = 100
 """Samples of which activation caches hold entries, with delta."""
 
 
+class Return(NamedTuple):
+    """Return to an earlier step of the same view, as after a loss spike."""
+
+    after: int
+    """Number of steps after which it happens, once."""
+    to: int
+    """Number of steps whose state is loaded."""
+
+
 class ScriptedView(NamedTuple):
     """Which processes train together, and how they stop."""
 
@@ -68,6 +79,7 @@ class ScriptedView(NamedTuple):
     of both, the view ends between two steps."""
     is_formed: bool = True
     """Whether it comes to training; else all members are interrupted while they connect their links."""
+    returns: Return | None = None
 
 
 class Trained(NamedTuple):
@@ -211,11 +223,20 @@ class _Process:
         """Train until the end of a view; complete each snapshot before the next step."""
         self._state.has_reported = False
         pace = Pace(session, lambda _: None, self._state.joining)
+        returns, earlier = view.returns, (self._state.progress, list[bytes]())
         while (step := self._state.progress.step) < view.until:
+            if returns and step == returns.to:
+                earlier = self._state.progress, [layer_message(session, layer) for layer in session.layers]
             votes = self._votes()._replace(snapshot_interval=snapshots.interval if snapshots else 0)
             batch = batches.batch(step, pace.micros(step))
             result = train.train_step(session, batch, self._state.progress, votes, state=self._state)
             self.joining[step + 1] = result.summary.joining
+            if returns and step + 1 == returns.after:
+                self._return_to(session, *earlier)
+                if snapshots is not None:
+                    snapshots.return_to(returns.to)
+                returns = None
+                continue
             self._state.transfers.after_step(result.summary)
             pace.record(result.summary, step + 1)
             self._note_step()
@@ -227,6 +248,14 @@ class _Process:
             with _interrupted(self._number in view.late, self._number in view.unsynced):
                 self._begin_step(session, batches.batch(view.until, pace.micros(view.until)))
                 self._note_step()
+
+    def _return_to(self, session: Session, progress: Progress, layers: Sequence[bytes]) -> None:
+        """Load the state of an earlier step, of which a rank that joins has only a part."""
+        for layer, message in zip(session.layers, layers, strict=True):
+            state = LayersInMemory()
+            state.add(load(message))
+            state.load_layer(layer, session)
+        self._state.return_to(progress)
 
     def _votes(self) -> Votes:
         return Votes(joins=self._state.transfers.is_pending, wanted=self._state.transfers.wanted)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from acsgd.elastic.state_channel import BUFFER_BYTES, StateReceiver, StateSender
+from acsgd.elastic.state_channel import BUFFER_BYTES, Address, StateReceiver, StateSender
 
 TIMEOUT_S = 30.0
 LONG = bytes(range(256)) * (BUFFER_BYTES // 128)
@@ -56,6 +57,19 @@ def test_the_end_of_the_sender_is_an_error_of_the_receiver(sender: StateSender, 
     sender.close()
     assert receiver.wait(TIMEOUT_S)
     assert receiver.error is not None
+
+
+def test_a_message_whose_connection_is_cut_in_its_middle_does_not_arrive() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = Address("127.0.0.1", server.getsockname()[1], token=bytes(16).hex())
+        with contextlib.closing(StateReceiver(address, TIMEOUT_S)) as receiver:
+            connection, _ = server.accept()
+            connection.sendall(struct.pack("<Q", 5) + b"state" + struct.pack("<Q", len(LONG)) + LONG[: len(LONG) // 2])
+            connection.close()
+            receiver._thread.join(TIMEOUT_S)
+            assert receiver.take() == b"state"
+            assert receiver.take() is None
+            assert receiver.error is not None
 
 
 def test_the_end_of_the_receiver_is_an_error_of_the_sender(sender: StateSender, receiver: StateReceiver) -> None:
