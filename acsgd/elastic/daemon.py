@@ -285,6 +285,8 @@ class Daemon:
             self._expedite_change()
 
     def on_leave(self) -> None:
+        if self._membership is None:  # it was excluded, and would join again
+            self._workers.end(None)
         self._input(lambda membership: membership.leave())
 
     def on_done(self) -> None:

@@ -112,7 +112,10 @@ class Membership:
             self._member.request_change(reason, at_step_end=at_step_end)
 
     def leave(self) -> None:
-        """Leave the run: the next view is formed without this host. If it is alone, nothing changes."""
+        """Leave the run: the next view is formed without this host. If it is alone, nothing changes.
+
+        A host in no view leaves at the next `on_timer`, unless a view with it may be recorded: then it leaves that one.
+        """
         self._presence.leaving.add(self.me.id)
 
     def finish(self) -> None:
@@ -206,6 +209,10 @@ class Membership:
             if self._member.is_idle and self._member.do_all_leave(now):
                 self.finish()
                 return
+        elif not self._presence.stays(self.me) and not self._promises.is_requested:
+            self._is_over = True
+            self._outbox.add(Excluded(left=True))
+            return
         elif self._promises.are_stopped:
             self.candidate.on_timer(self._known)
         if self._preparation is not None:

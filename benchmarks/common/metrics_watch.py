@@ -25,7 +25,7 @@ class Arrival(NamedTuple):
 
 
 class MetricsWatch:
-    """Notes when each line of metrics.jsonl appears, to `POLL_S`. Steps and views that are logged again are ignored."""
+    """Notes when each line of metrics.jsonl appears, to `POLL_S`. Lines that are logged again are ignored."""
 
     def __init__(self, path: Path) -> None:
         self.arrivals: list[Arrival] = []
@@ -86,6 +86,7 @@ class MetricsWatch:
 
     def _take(self, arrival: Arrival) -> None:
         step, view = arrival.line.get("step", 0), arrival.line.get("view", 0)
-        if step > self._last_step or view > self._last_view:
+        is_new_event = not step and not view and arrival.line["after_step"] >= self._last_step
+        if step > self._last_step or view > self._last_view or is_new_event:
             self._last_step, self._last_view = max(step, self._last_step), max(view, self._last_view)
             self.arrivals.append(arrival)

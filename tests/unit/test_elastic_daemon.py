@@ -107,3 +107,12 @@ def test_a_host_that_leaves_ends_its_workers_and_the_last_host_stays(addresses: 
         a.send(Leave())
         assert b.next_view(1).plan.step == 5
         assert a.next() == End(None)
+
+
+def test_a_host_that_waits_for_others_leaves_at_once(addresses: list[str], tmp_path: Path) -> None:
+    with host(addresses, 0, tmp_path, min_hosts=2) as first:
+        a = Worker(first, tmp_path / "run")
+        a.send(Leave())
+        assert a.next() == End(None)
+        with host(addresses, 1, tmp_path, min_hosts=1) as second:
+            assert len(Worker(second, tmp_path / "run").next_view().hosts) == 1
