@@ -101,6 +101,7 @@ def _connect(
         backward_meter,
         cache_plan,
         tied_meter=tied_meter,
+        frozen=sum(spec.first <= job.model.description.first_trained for spec in job.specs[1:]),
     )
     return Session(
         job=job,

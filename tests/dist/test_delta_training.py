@@ -15,12 +15,15 @@ from torch import Tensor
 
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.config.options import Config
+from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Dataset
 from acsgd.launch import Launch
+from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.run.build import build_session
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.topology import connect
+from acsgd.train import train_step
 
 STEPS = 7
 TEXT = "the quick brown fox jumps over the lazy dog, again and again and " * 23
@@ -97,3 +100,33 @@ def test_training_equals_aq_sgd_in_one_process(stages: int, tiny_model: Callable
         expected = oracle_losses(config, wires=wires)
         assert losses == pytest.approx(expected, rel=RELATIVE), config.pp
         assert expected != pytest.approx(without, rel=RELATIVE), "the test would pass without a codec"
+
+
+def bytes_of_rank(rank: int, world_size: int, store: Path, config: Config) -> list[int]:
+    """Train on this rank; return the bytes of activations that all ranks have sent in each step."""
+    torch.set_num_threads(1)
+    job = prepare(config, Launch(rank, rank, world_size))
+    inputs = open_inputs(job)
+    with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups:
+        assert inputs.weight_source is not None
+        session, progress = build_session(job, inputs.weight_source, groups, inputs.cache_plan), Progress()
+        sent = []
+        with Dataset(inputs.reader, range(config.optim.num_steps)) as batches:
+            for batch in batches:
+                result = train_step(session, batch, progress)
+                progress = result.progress
+                sent.append(round(result.summary.pp_forward_bytes))
+        session.close()
+    return sent
+
+
+def test_above_frozen_layers_only_headers_follow_the_first_epoch(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Of each micro-batch 48 bytes, and of each sequence the 8 bytes by which both ends compare their caches."""
+    config = make_config(tiny_model(), tmp_path, steps=7, micro=2, layers=(3, 3), stages=2, forward="delta:bits=4")
+    config = use_little_text(config, tmp_path)
+    frozen = dataclasses.replace(config.model, freeze="transformer.w[tp]e.*,transformer.h.[0-2].*")
+    (sent, _) = on_ranks(2, bytes_of_rank, tmp_path / "store", dataclasses.replace(config, model=frozen))
+    assert sent[5:] == [3 * HEADER_BYTES + 2 * 6 * 8] * 2
+    assert min(sent[:2]) > 6 * 32 * 32 * 4

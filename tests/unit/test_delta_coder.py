@@ -16,7 +16,7 @@ from acsgd.codecs.base import NotFiniteError, pack, unpack, wire_bytes
 from acsgd.config.spec import from_spec
 from acsgd.pp.wire.cache import ActivationCache, HostMemoryStore
 from acsgd.pp.wire.cache_plan import CachePlan, check_space, plan_capacity
-from acsgd.pp.wire.coder import TensorSpec, TransferInfo
+from acsgd.pp.wire.coder import EXACT, TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta, DeltaCoder
 from acsgd.streams import Streams
 
@@ -133,19 +133,28 @@ def test_a_cache_file_is_reused_only_for_equal_encodings(tmp_path: Path) -> None
 class Ends:
     """Both ends of a channel in one process."""
 
-    def __init__(self, delta: Delta, dtype: torch.dtype = torch.float32, capacity: int = 100) -> None:
+    def __init__(
+        self, delta: Delta, dtype: torch.dtype = torch.float32, capacity: int = 100, *, is_frozen: bool = False
+    ) -> None:
         self.spec = TensorSpec(SHAPE, dtype)
         self.caches = [ActivationCache(capacity, HostMemoryStore(delta.entry_bytes(self.spec), CPU)) for _ in range(2)]
-        self._sender, self.receiver = (DeltaCoder(delta, self.spec, cache, CPU) for cache in self.caches)
+        self._sender, self.receiver = (
+            DeltaCoder(delta, self.spec, cache, CPU, is_frozen=is_frozen) for cache in self.caches
+        )
 
     def transfer(self, step: int, samples: Sequence[int], x: Tensor) -> Tensor:
         """Send a micro-batch; return what arrives. Raises NotFiniteError; the receiver then gets nothing."""
         info = TransferInfo(step, 0, samples=tuple(samples))
-        wire = self._sender.wire(info)
+        wire, cached = self._sender.wire(info), self._sender.cached_wire(info)
         assert self.receiver.wire(info) == wire
+        assert self.receiver.cached_wire(info) == cached
         assert wire_bytes(wire) <= self._sender.max_bytes
-        message = torch.zeros(wire_bytes(wire), dtype=torch.uint8)
-        pack(self._sender.encode(x, info), message)
+        fields = self._sender.encode(x, info)
+        if cached is not None and len(fields) == len(cached):
+            wire = cached
+        self.sent_bytes = wire_bytes(wire)
+        message = torch.zeros(self.sent_bytes, dtype=torch.uint8)
+        pack(fields, message)
         got = self.receiver.decode(unpack(message, wire), info)
         assert got.dtype == self.spec.dtype
         assert self.entries()[0] == self.entries()[1]
@@ -272,3 +281,35 @@ def test_a_transfer_without_samples_is_exact_and_leaves_the_cache_unchanged() ->
     before = ends.entries()
     assert torch.equal(ends.transfer(1, [], 2 * x), 2 * x)
     assert ends.entries() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_frozen_activations_that_are_cached_are_not_sent(dtype: torch.dtype) -> None:
+    """Only misses are; what arrives are the entries, which stay as they are."""
+    ends, x = Ends(Delta(entropy_coding=True), dtype, is_frozen=True), activations(0, size=1e4, dtype=dtype)
+    x[0, 0, 0] = torch.finfo(dtype).max
+    assert torch.equal(ends.transfer(0, [0, 1, 2], x), x)
+    before = ends.entries()
+    got = ends.transfer(1, [0, 1, 2], x)
+    assert ends.sent_bytes == 0
+    assert torch.equal(got, x.float().clamp(-FP16_MAX, FP16_MAX).half().to(dtype))
+    assert ends.entries() == before
+    got = ends.transfer(2, [0, 7, 2], x)
+    assert ends.sent_bytes == wire_bytes(EXACT.wire((1, *SHAPE[1:]), dtype))
+    assert torch.equal(got[1], x[1])
+    changed = x.clone()
+    changed[2, 1, 1] *= 1.5  # as by dropout: all hits are sent
+    got = ends.transfer(3, [0, 1, 2], changed)
+    assert ends.sent_bytes == wire_bytes(Delta().codec.wire(SHAPE))
+    assert not torch.equal(got, x)
+
+
+def test_activations_above_trained_layers_are_always_sent() -> None:
+    ends, x = Ends(Delta()), activations(0)
+    for step in range(2):
+        ends.transfer(step, [0, 1, 2], x)
+    assert ends.sent_bytes == wire_bytes(Delta().codec.wire(SHAPE))
+    coarse = Ends(Delta(cache_bits=4), is_frozen=True)  # its entries are too coarse to be used as activations
+    for step in range(2):
+        coarse.transfer(step, [0, 1, 2], x)
+    assert coarse.sent_bytes > 0

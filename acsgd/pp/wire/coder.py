@@ -69,6 +69,10 @@ class Coder(Protocol):
         """Declare the fields of a message."""
         ...
 
+    def cached_wire(self, info: TransferInfo) -> Wire | None:
+        """Declare the fields of a message without the cache hits, if all of them are as cached; None = never sent."""
+        ...
+
     def uses_entropy_coding(self, info: TransferInfo) -> bool:
         """Whether the message body is entropy-coded."""
         ...
@@ -78,7 +82,10 @@ class Coder(Protocol):
         ...
 
     def encode(self, x: Tensor, info: TransferInfo) -> tuple[Tensor, ...]:
-        """Return the fields of a tensor, in wire order, on its device. May raise NotFiniteError."""
+        """Return the fields of a tensor, in the order of `wire` or of `cached_wire`, on its device.
+
+        May raise NotFiniteError.
+        """
         ...
 
     def decode(self, fields: tuple[Tensor, ...], info: TransferInfo) -> Tensor:
@@ -106,6 +113,9 @@ class StatelessCoder:
 
     def wire(self, info: TransferInfo) -> Wire:
         return self._codec_of(info).wire(self.shape(info), self._spec.dtype)
+
+    def cached_wire(self, info: TransferInfo) -> Wire | None:
+        return None
 
     def uses_entropy_coding(self, info: TransferInfo) -> bool:
         return self._codec_of(info).entropy_coding

@@ -118,6 +118,9 @@ class Delta:
 class DeltaCoder:
     """One end's coder of a tensor whose samples are cached. spec: of a micro-batch, [B, ...], of the longest rows.
 
+    is_frozen: whether no layer before the boundary is trained. Then cache hits that equal their entries, but for the
+    rounding of fp16, are not sent: the receiver takes the entries.
+
     All rows have the same length, since an entry must fit every visit of its sample.
 
     Encoding and decoding update the cache, equally at both ends if micro-batches are processed in the same order. It
@@ -125,8 +128,11 @@ class DeltaCoder:
     a miss that is not finite, and updates saturate (codecs/cache_update.py).
     """
 
-    def __init__(self, delta: Delta, spec: TensorSpec, cache: ActivationCache, streams: Streams) -> None:
+    def __init__(
+        self, delta: Delta, spec: TensorSpec, cache: ActivationCache, streams: Streams, *, is_frozen: bool = False
+    ) -> None:
         self._delta = delta
+        self._is_frozen = is_frozen and delta.cache_dtype == torch.float16
         self._spec = spec
         self._cache = cache
         self._streams = streams
@@ -153,6 +159,10 @@ class DeltaCoder:
         hits, misses = self._hits_and_misses(info)
         return self._wire_of(self._miss_codec(info), len(hits), len(misses))
 
+    def cached_wire(self, info: TransferInfo) -> Wire | None:
+        hits, misses = self._hits_and_misses(info)
+        return self._wire_of(self._miss_codec(info), 0, len(misses)) if self._is_frozen and hits else None
+
     def uses_entropy_coding(self, info: TransferInfo) -> bool:
         _, misses = self._hits_and_misses(info)
         return self._delta.codec.entropy_coding and (not misses or self._miss_codec(info).entropy_coding)
@@ -167,10 +177,12 @@ class DeltaCoder:
         codec = self._miss_codec(info)
         miss_fields = codec.encode(_rows(x, misses)) if misses else ()
         m = self._read_entries(info, hits)
-        hit_fields = encode_update(self._delta.codec, _rows(x, hits), m) if hits else ()
+        is_cached = self._is_frozen and bool(hits) and torch.equal(_as_entry(_rows(x, hits), m.dtype), m)
+        hit_fields = encode_update(self._delta.codec, _rows(x, hits), m) if hits and not is_cached else ()
         if misses:
             self._cache_misses(info, misses, codec.decode(miss_fields, self._shape(len(misses)), x.dtype))
-        self._write_entries(info, hits, m)
+        if hit_fields:
+            self._write_entries(info, hits, m)
         return *miss_fields, *hit_fields
 
     def decode(self, fields: tuple[Tensor, ...], info: TransferInfo) -> Tensor:
@@ -182,7 +194,9 @@ class DeltaCoder:
         if misses:
             parts.append(codec.decode(fields[:count], self._shape(len(misses)), dtype))
             self._cache_misses(info, misses, parts[0])
-        if hits:
+        if hits and len(fields) == count:  # the message of `cached_wire`
+            parts.append(m.to(dtype))
+        elif hits:
             parts.append(decode_update(self._delta.codec, fields[count:], m, dtype))
             self._write_entries(info, hits, m)
         return parts[0] if len(parts) == 1 else torch.cat(parts)[_inverse(misses + hits)]
@@ -216,10 +230,7 @@ class DeltaCoder:
     def _cache_misses(self, info: TransferInfo, rows: Sequence[int], values: Tensor) -> None:
         """Write the decoded values of cache misses to the cache, unless one of them is not finite."""
         if info.samples and values.isfinite().all():
-            dtype = self._delta.cache_dtype
-            largest = torch.finfo(dtype).max
-            # clamped in fp32: bf16 cannot represent the largest fp16 number
-            self._write_entries(info, rows, values.float().clamp(-largest, largest).to(dtype))
+            self._write_entries(info, rows, _as_entry(values, self._delta.cache_dtype))
 
     def _write_entries(self, info: TransferInfo, rows: Sequence[int], m: Tensor) -> None:
         """Write the entries of some rows, m [K, ...], as far as the cache has room."""
@@ -228,6 +239,13 @@ class DeltaCoder:
             if buffer is not None:
                 pack(self._delta.cache_codec.encode(row), buffer)
                 self._cache.write(info.samples[i], buffer, info.step, info.micro, self._streams.record_event())
+
+
+def _as_entry(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round values as cache entries of a dtype, saturating."""
+    largest = torch.finfo(dtype).max
+    # clamped in fp32: bf16 cannot represent the largest fp16 number
+    return values.float().clamp(-largest, largest).to(dtype)
 
 
 def _rows(x: Tensor, rows: list[int]) -> Tensor:

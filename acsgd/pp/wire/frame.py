@@ -11,7 +11,7 @@ from torch import Tensor
 from acsgd.checksum import checksum
 from acsgd.layers.lengths import Lengths
 
-_MAGIC = b"ACS3"
+_MAGIC = b"ACS4"
 _IDENTITY = struct.Struct("<4sBBHIIQQQ")
 _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _IDENTITY.size + _CHECKSUM.size
@@ -31,6 +31,8 @@ class Kind(IntEnum):
     TABLE_ROWS = 5
     TABLE_GRADIENTS = 6
     """Gradients of these rows."""
+    CACHED_ACTIVATION = 7
+    """Activations of which no cache hit is sent, since all are as cached."""
 
     @property
     def plural(self) -> str:
@@ -40,7 +42,7 @@ class Kind(IntEnum):
     @property
     def is_of_weight(self) -> bool:
         """Whether the message is about a tied weight, not about the activations of a micro-batch."""
-        return self >= Kind.TIED_GRADIENT
+        return Kind.TIED_GRADIENT <= self <= Kind.TABLE_GRADIENTS
 
 
 class Header(NamedTuple):

@@ -76,6 +76,8 @@ class LinkFactory:
     cache_plan: CachePlan | None = None
     """Size and place of the activation caches; required if `forward` is a Delta."""
     tied_meter: Meter = field(default_factory=Meter)
+    frozen: int = 0
+    """Number of the first boundaries before which no layer is trained."""
     caches: dict[CacheKey, ActivationCache] = field(default_factory=dict)
     """Those of the links that were opened."""
 
@@ -152,7 +154,7 @@ class LinkFactory:
         assert self.cache_plan is not None, "delta needs a cache plan"
         key = boundary, f"{side}.{name}"
         cache = self.caches[key] = self.cache_plan.open(*key, self.forward, spec, self.streams)
-        return DeltaCoder(self.forward, spec, cache, self.streams)
+        return DeltaCoder(self.forward, spec, cache, self.streams, is_frozen=boundary < self.frozen)
 
     def _open_channel(
         self, kind: Kind, boundary: int, peer: int, codec: Codec | Delta, coders: Mapping[str, Coder], meter: Meter

@@ -18,7 +18,7 @@ from acsgd.layers.composed import State
 from acsgd.layers.lengths import Lengths
 from acsgd.pp.wire.channel import NOT_FINITE, Channel, check_header, read_header
 from acsgd.pp.wire.coder import Coder, TransferInfo
-from acsgd.pp.wire.frame import HEADER_BYTES, Header
+from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
 from acsgd.streams import Event, Streams
 from acsgd.waits import Work
 
@@ -125,12 +125,18 @@ class Outbox:
         self._entropy_coder.shutdown(cancel_futures=True)
 
     def _encode(self, index: int, coder: Coder, x: Tensor, info: TransferInfo) -> _Encoding:
-        channel, length, entropy_coding = self._channel, wire_bytes(coder.wire(info)), coder.uses_entropy_coding(info)
-        buffer, context = self._pools[index].acquire(), coder.context(info)
-        body = buffer[HEADER_BYTES : HEADER_BYTES + length]
+        channel, kind, entropy_coding = self._channel, self._channel.kind, coder.uses_entropy_coding(info)
+        buffer, context, wire = self._pools[index].acquire(), coder.context(info), coder.wire(info)
+        cached = coder.cached_wire(info)
         with channel.streams.side_stream(x):
             try:
-                pack(coder.encode(x, info), body)
+                fields = coder.encode(x, info)
+                if cached is not None and len(fields) == len(cached):
+                    kind, wire = Kind.CACHED_ACTIVATION, cached
+                length = wire_bytes(wire)
+                body = buffer[HEADER_BYTES : HEADER_BYTES + length]
+                pack(fields, body)
+                entropy_coding = entropy_coding and length > 0
             except NotFiniteError:
                 length, entropy_coding = NOT_FINITE, False
             encoded = channel.streams.record_event()
@@ -139,7 +145,7 @@ class Outbox:
             length = compress_(body)
         elif entropy_coding:
             coded_length = self._entropy_coder.submit(_entropy_code, body, encoded)
-        header = _header(channel, index, info, length)
+        header = _header(channel, index, info, length)._replace(kind=kind)
         return _Encoding(header, context, buffer, encoded, coded_length)
 
     def _post(self, header: Header, buffer: Tensor) -> None:
@@ -202,14 +208,17 @@ class Inbox:
         if info.lengths is None and received.sequence:
             info = info._replace(lengths=received.lengths)
             expected = _header(channel, index, info, wire_bytes(coder.wire(info)))
+        wire, cached = coder.wire(info), coder.cached_wire(info)
+        if cached is not None and received.kind == Kind.CACHED_ACTIVATION:
+            wire, expected = cached, expected._replace(kind=received.kind, length=wire_bytes(cached))
         header = check_header(received, expected, channel.peer, allow_shorter=coder.uses_entropy_coding(info))
-        if header.length == NOT_FINITE:
+        if header.length == NOT_FINITE < expected.length:
             pool.release(buffer)
             shape, dtype = coder.shape(info), coder.spec.dtype
             return torch.full(shape, torch.nan, dtype=dtype, device=channel.streams.device), info
         if header.length < expected.length:
             buffer = self._entropy_decode(buffer, header, expected.length, pool)
-        fields = unpack(buffer[HEADER_BYTES:], coder.wire(info))
+        fields = unpack(buffer[HEADER_BYTES:], wire)
         x = coder.decode(tuple(f.to(channel.streams.device, non_blocking=True, copy=True) for f in fields), info)
         pool.release(buffer)
         return x, info
