@@ -328,3 +328,13 @@ def test_a_usage_error_that_quotes_a_long_value_is_short() -> None:
         parse(["--model.name", "x", "--data.on_error", "x" * 70_000])
     assert "data.on_error" in str(refused.value)
     assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize("adapter", ["prompt_tuning:tokens=4", "prefix_tuning:tokens=4"])
+@pytest.mark.parametrize("option", ["--model.task seq2seq", "--model.task classification", "--data.objective prefix"])
+def test_virtual_tokens_are_refused_with_other_tasks_and_objectives(run_file: Path, adapter: str, option: str) -> None:
+    check(parse([str(run_file), "--adapter.spec", adapter]))
+    with pytest.raises(
+        ValueError, match=rf'adapter\.spec="{adapter}": virtual tokens are for model\.task=lm .*use lora'
+    ):
+        check(parse([str(run_file), "--adapter.spec", adapter, *option.split()]))
