@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING
 
+from benchmarks.pipeline.network_ranks import UNTIED
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -33,15 +35,21 @@ def draw(cells: Sequence[Cell]) -> Figure:
 
 
 def _draw_panel(axes: Axes, cells: Sequence[Cell], compute_s: float) -> None:
-    """Draw a line per form but those of the untied model, and its bound. cells: in the order of their rates."""
+    """Draw a line per form, and its bound. cells: in the order of their rates.
+
+    A form of the untied model has the color of the tied one with the same codecs, and a dotted line.
+    """
     from matplotlib.ticker import LogLocator, NullLocator
 
-    forms = dict.fromkeys(cell.form for cell in cells if cell.form != cell.untied_form)
-    for form, color in zip(forms, cycle(COLORS), strict=False):
-        drawn = [cell for cell in cells if cell.form == form]
+    tied = dict.fromkeys(cell.form for cell in cells if cell.form != cell.untied_form)
+    colors = {f"{form}{end}": color for form, color in zip(tied, cycle(COLORS), strict=False) for end in ("", UNTIED)}
+    for form in dict.fromkeys(cell.form for cell in cells):
+        drawn, color = [cell for cell in cells if cell.form == form], colors[form]
         rates, label = [cell.mbit for cell in drawn], form.replace("/", " / ")
-        axes.plot(rates, [max(compute_s, cell.traffic_s) for cell in drawn], "--", color=color, linewidth=1)
-        axes.plot(rates, [cell.seconds for cell in drawn], "o-", color=color, label=label, markersize=4)
+        if form in tied:
+            axes.plot(rates, [max(compute_s, cell.traffic_s) for cell in drawn], "--", color=color, linewidth=1)
+        line = "o-" if form in tied else "s:"
+        axes.plot(rates, [cell.seconds for cell in drawn], line, color=color, label=label, markersize=4)
     axes.axhline(compute_s, color=INK, linewidth=0.8, label="compute")
     rates = sorted({cell.mbit for cell in cells})
     axes.set(xscale="log", yscale="log", xlabel="Mbit/s of every host, up and down")
