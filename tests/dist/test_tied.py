@@ -190,9 +190,9 @@ def _digest(table: dict[str, Tensor]) -> str:
 def test_rows_travel_once_per_step_each_way_and_with_8_bits_a_quarter(tiny_model: TinyModel, tmp_path: Path) -> None:
     """Per direction not more than fp32 activations in one direction, since a token has at most one row."""
     model = tiny_model("llama", tie_word_embeddings=True)
-    configs = configs_of(model, tmp_path, stages=2, how=("rows", "rows:bits=8", "dense"))
+    configs = configs_of(model, tmp_path, stages=2, how=("rows", "rows:bits=8", "dense", "rows:entropy_coding=true"))
     configs = [dataclasses.replace(c, pp=dataclasses.replace(c.pp, schedule="1f1b")) for c in configs]
-    exact, quantized, dense = on_ranks(2, train_on, tmp_path / "store", configs)[1]
+    exact, quantized, dense, coded = on_ranks(2, train_on, tmp_path / "store", configs)[1]
     width, vocabulary = 32, 512
     job = prepare(dataclasses.replace(configs[0], pp=dataclasses.replace(configs[0].pp, stages=1)), Launch())
     for step, batch in enumerate(Dataset(open_data(job).reader, range(STEPS))):
@@ -209,6 +209,9 @@ def test_rows_travel_once_per_step_each_way_and_with_8_bits_a_quarter(tiny_model
         assert dense.tied_bytes[step] == 2 * (HEADER_BYTES + 4 * vocabulary * width)
     assert quantized.losses == pytest.approx(exact.losses, rel=1e-3)
     assert quantized.losses != exact.losses
+    assert coded.losses == exact.losses, "entropy coding is not lossless"
+    assert all(ours <= theirs for ours, theirs in zip(coded.tied_bytes, exact.tied_bytes, strict=True))
+    assert sum(coded.tied_bytes) < sum(exact.tied_bytes), "messages of 5 kB, of which a tenth is their Huffman codes"
 
 
 def micros_of(batch: Batch) -> list[list[int]]:

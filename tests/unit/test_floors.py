@@ -35,6 +35,7 @@ ORDER = """
     codecs.bits
     codecs.entropy
     codecs.identity
+    codecs.byte_planes
     codecs.layout
     codecs.positions
     codecs.cache_update
@@ -135,6 +136,7 @@ ORDER = """
     pp
     pp.wire.frame
     pp.wire.coder
+    pp.wire.row_coder
     pp.wire.channel
     pp.wire.cache
     pp.wire.cache_disk

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, NamedTuple
 
 from acsgd.codecs.base import Codec
+from acsgd.codecs.byte_planes import BytePlanes
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.config.ranges import Range
 from acsgd.layers.description import ModelLayers
@@ -25,6 +26,9 @@ class Rows:
 
     bits: Annotated[int, Range(0, 8)] = 0
     """Bits per element, 2 to 8, with a scale per row; gradients are rounded stochastically. 0 = exact."""
+    entropy_coding: bool = False
+    """Whether messages are entropy-coded, which takes time of both ends. Exact rows then travel as differences from the
+    step before, and stay exact; both ends keep the rows of two steps."""
 
     def __post_init__(self) -> None:
         if self.bits == 1:
@@ -33,12 +37,18 @@ class Rows:
     @property
     def rows(self) -> Codec:
         """Codec of rows."""
-        return FixPoint(self.bits, dims="token") if self.bits else EXACT
+        return FixPoint(self.bits, dims="token", entropy_coding=self.entropy_coding) if self.bits else self._exact
 
     @property
     def gradients(self) -> Codec:
         """Codec of the gradients of rows. Unbiased, so that it needs no residual, which could get lost with a host."""
-        return FixPoint(self.bits, dims="token", rounding="stochastic") if self.bits else EXACT
+        if not self.bits:
+            return self._exact
+        return FixPoint(self.bits, dims="token", rounding="stochastic", entropy_coding=self.entropy_coding)
+
+    @property
+    def _exact(self) -> Codec:
+        return BytePlanes() if self.entropy_coding else EXACT
 
 
 @dataclass(frozen=True)

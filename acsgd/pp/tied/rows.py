@@ -16,7 +16,7 @@ from acsgd.layers.composed import Inputs
 from acsgd.layers.lengths import Lengths
 from acsgd.layers.lookup_table import LookupTable
 from acsgd.pp.schedules.actions import Action
-from acsgd.pp.tied.groups import Pacing, RowGroups, UseOrder
+from acsgd.pp.tied.groups import Pacing, Part, RowGroups, UseOrder
 from acsgd.pp.wire.channel import Channel
 from acsgd.pp.wire.coder import TransferInfo
 from acsgd.pp.wire.frame import Kind
@@ -41,8 +41,17 @@ class RowTransfer:
         """Messages that are sent, or whose receives are posted."""
         self.received = 0
         """Messages whose rows this rank has, as the user of the table."""
+        self._ids = tuple(groups.ids.tolist())
         self.waiting: list[Tensor] = []
         """Rows of these messages, as long as another batch is in the table."""
+
+    def info(self, part: Part) -> TransferInfo:
+        """Return the description of a message of rows."""
+        return TransferInfo(self.step, 0, self.exact, self._ids[part.rows], Lengths(part.size))
+
+    def gradient_info(self, part: Part) -> TransferInfo:
+        """Return the description of a message of gradients."""
+        return TransferInfo(self.step, 0, self.exact, lengths=Lengths(part.size))
 
     def until(self, group: int) -> int:
         """Return the number of messages with the rows of the groups before `group`."""
@@ -102,7 +111,7 @@ class TableOwner:
         for transfer, inbox in zip(self._transfers, self._gradients_in, strict=True):
             groups = transfer.groups
             for part in groups.end_parts:
-                gradient = inbox.receive(_info(transfer, part.size)).state["gradient"]
+                gradient = inbox.receive(transfer.gradient_info(part)).state["gradient"]
                 master.grad.index_add_(0, groups.ids[groups.by_end[part.rows]], gradient)
 
     def flush(self) -> None:
@@ -131,7 +140,7 @@ class TableOwner:
         """Send the rows of the groups before `group`."""
         param, until = self.weight.param.detach(), transfer.until(group)
         for part in transfer.groups.parts[transfer.started : until]:
-            rows_out.send(_info(transfer, part.size), {"rows": param[transfer.groups.ids[part.rows]]})
+            rows_out.send(transfer.info(part), {"rows": param[transfer.groups.ids[part.rows]]})
         transfer.started = max(transfer.started, until)
 
 
@@ -219,7 +228,7 @@ class TableUser:
         for part in groups.end_parts:
             if part.group == complete - 1:
                 gradient = self._table.gradient[groups.by_end[part.rows]]
-                self._gradients_out.send(_info(self._transfer, part.size), {"gradient": gradient})
+                self._gradients_out.send(self._transfer.gradient_info(part), {"gradient": gradient})
 
     def receive_started(self, transfer: RowTransfer) -> None:
         """Wait for the rows whose receives are posted, so that those of another batch can follow."""
@@ -258,8 +267,4 @@ class TableUser:
     def _receive(self, transfer: RowTransfer) -> Tensor:
         part = transfer.groups.parts[transfer.received]
         transfer.received += 1
-        return self._rows_in.receive(_info(transfer, part.size)).state["rows"]
-
-
-def _info(transfer: RowTransfer, rows: int) -> TransferInfo:
-    return TransferInfo(transfer.step, 0, transfer.exact, lengths=Lengths(rows))
+        return self._rows_in.receive(transfer.info(part)).state["rows"]

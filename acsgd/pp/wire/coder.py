@@ -43,7 +43,8 @@ class TransferInfo(NamedTuple):
     exact: bool = False
     """Whether to send the tensors losslessly."""
     samples: tuple[int, ...] = ()
-    """Sample ids, the keys of the activation cache; empty = neither read nor update the cache."""
+    """Sample ids, the keys of the activation cache; empty = neither read nor update the cache. For rows of a table,
+    their indices."""
     lengths: Lengths | None = None
     """Tokens per row; None = the receiver does not know them, or the tensors do not depend on them."""
 

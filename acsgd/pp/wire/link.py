@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from acsgd.codecs.base import Codec
+from acsgd.codecs.byte_planes import BytePlanes
 from acsgd.layers.composed import State
 from acsgd.layers.description import Dim
 from acsgd.meter import Meter
@@ -20,6 +21,7 @@ from acsgd.pp.wire.coder import EXACT, Coder, StatelessCoder, TensorSpec, Transf
 from acsgd.pp.wire.delta import Delta, DeltaCoder
 from acsgd.pp.wire.frame import Kind
 from acsgd.pp.wire.mailbox import Inbox, Outbox, Received
+from acsgd.pp.wire.row_coder import RowDifferenceCoder
 from acsgd.streams import Streams
 from acsgd.waits import Waits
 
@@ -109,7 +111,8 @@ class LinkFactory:
         number: of the weight among all tied ones; spec: of the only tensor, named "gradient". Raises RunError if the
         two ends differ.
         """
-        channel = self._open_tied(Kind.TIED_GRADIENT, number, peer, EXACT, "gradient", spec)
+        coders = {"gradient": StatelessCoder(EXACT, spec)}
+        channel = self._open_channel(Kind.TIED_GRADIENT, number, peer, EXACT, coders, self.tied_meter)
         return Outbox(channel), Inbox(channel)
 
     def open_table(
@@ -131,15 +134,18 @@ class LinkFactory:
         count, *of_row = Dim("sequence", 0), *(Dim(None, size) for size in table.shape[1:])  # headers have the number
         ids = TensorSpec((max_ids,), torch.int64, (count,))
         values = TensorSpec((max_rows, *table.shape[1:]), table.dtype, (count, *of_row))
-        summed = values._replace(dtype=torch.float32)
-        return {
-            Kind.TABLE_IDS: self._open_tied(Kind.TABLE_IDS, number, peer, EXACT, "ids", ids),
-            Kind.TABLE_ROWS: self._open_tied(Kind.TABLE_ROWS, number, peer, rows, "rows", values),
-            Kind.TABLE_GRADIENTS: self._open_tied(Kind.TABLE_GRADIENTS, number, peer, gradients, "gradient", summed),
+        coders: dict[Kind, tuple[Codec, dict[str, Coder]]] = {
+            Kind.TABLE_IDS: (EXACT, {"ids": StatelessCoder(EXACT, ids)}),
+            Kind.TABLE_ROWS: (rows, {"rows": _row_coder(rows, values)}),
+            Kind.TABLE_GRADIENTS: (
+                gradients,
+                {"gradient": StatelessCoder(gradients, values._replace(dtype=torch.float32))},
+            ),
         }
-
-    def _open_tied(self, kind: Kind, number: int, peer: int, codec: Codec, name: str, spec: TensorSpec) -> Channel:
-        return self._open_channel(kind, number, peer, codec, {name: StatelessCoder(codec, spec)}, self.tied_meter)
+        return {
+            kind: self._open_channel(kind, number, peer, codec, of_kind, self.tied_meter)
+            for kind, (codec, of_kind) in coders.items()
+        }
 
     def _activation_coders(self, boundary: int, side: str) -> Mapping[str, Coder]:
         """Return this end's coders of activations; side: "sender" or "receiver"."""
@@ -162,3 +168,8 @@ class LinkFactory:
         channel = Channel(kind, boundary, peer, self.group, self.waits, repr(codec), coders, self.streams, meter)
         handshake(channel)
         return channel
+
+
+def _row_coder(codec: Codec, spec: TensorSpec) -> Coder:
+    """Return the coder of the rows of a table."""
+    return RowDifferenceCoder(spec) if isinstance(codec, BytePlanes) else StatelessCoder(codec, spec)
