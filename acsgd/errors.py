@@ -51,6 +51,18 @@ class RefusedError(RunError):
     """This host cannot take part in the run: starting its workers again would not help."""
 
 
+class SaveError(RunError):
+    """A save has failed, and checkpoint.on_error is "stop". All ranks raise it together.
+
+    failure: what has failed; ranks: those whose files could not be written.
+    """
+
+    def __init__(self, failure: str, ranks: Iterable[int]) -> None:
+        super().__init__(f"{failure}; fix the cause and start the run again")
+        self.failure = failure
+        self.ranks = tuple(ranks)
+
+
 class ConnectError(RunError):
     """The groups of a run could not be formed: another rank has not come, or has ended meanwhile."""
 

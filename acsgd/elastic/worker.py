@@ -29,7 +29,7 @@ from acsgd.elastic.snapshot_store import SnapshotStore
 from acsgd.elastic.snapshots import Snapshots, describe_snapshots, open_snapshots
 from acsgd.elastic.stores import connect_store, open_store
 from acsgd.elastic.view_metrics import ViewMetrics
-from acsgd.errors import ConnectError, RefusedError, RunError, WaitInterruptedError
+from acsgd.errors import ConnectError, RefusedError, RunError, SaveError, WaitInterruptedError
 from acsgd.fields import from_json
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import BatchReader
@@ -156,6 +156,12 @@ class ElasticWorker:
             is_over = is_run_over(view, self._state, self._session.job.config.optim.num_steps)
             is_stopped = self._state.is_stopped
         except WaitInterruptedError:
+            return False
+        except SaveError as error:
+            if rank in error.ranks:
+                raise RefusedError(f"{error.failure}; fix the cause and start this host again") from error
+            self._has_dropped_save = True
+            self._control.send(Broken(view.epoch, error.failure))
             return False
         except RunError as error:
             if not (error.awaited or isinstance(error, ConnectError | StoreError)):

@@ -12,7 +12,7 @@ from typing import Any
 from acsgd.adapters.initial import NewAdapter
 from acsgd.adapters.spec import ADAPTERS
 from acsgd.config.spec import to_spec
-from acsgd.errors import NonFiniteError, RunError
+from acsgd.errors import NonFiniteError, RunError, SaveError
 from acsgd.io.checkpoint.constants import ConstantsFiles
 from acsgd.io.checkpoint.progress import Progress, RunState, origin_of, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint, newest_valid
@@ -147,8 +147,8 @@ class Checkpointing:
     def finish_save(self, *, wait: bool, last: bool = False) -> None:
         """Report the result of the save in progress if it has ended.
 
-        wait: wait for its end, which all ranks do together; last: no other save follows. Raises RunError if the save
-        failed, unless checkpoint.on_error="continue" and another save follows.
+        wait: wait for its end, which all ranks do together; last: no other save follows. Raises SaveError if the save
+        failed, unless checkpoint.on_error="continue"; RunError if no other save follows.
         """
         result, stops = self._saver.result, last or self._config.on_error == "stop"
         if not wait and (result is None or (result.error is not None and stops)):
@@ -162,8 +162,10 @@ class Checkpointing:
             return
         newest = "there is no checkpoint yet" if self.newest is None else f"the newest checkpoint is {self.newest}"
         failure = f"step {result.step} could not be saved: {result.error}; {newest}"
-        if stops:
+        if last:
             raise RunError(f"{failure}; fix the cause and start the run again")
+        if stops:
+            raise SaveError(failure, result.failed_ranks)
         self._note(f"{failure}; training continues (checkpoint.on_error)")
 
     def describe_end(self, step: int, signal: str | None) -> str:

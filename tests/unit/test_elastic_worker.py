@@ -16,7 +16,7 @@ from acsgd.elastic.messages import Broken, End, Hello, Host, Run, Setup, Stop, S
 from acsgd.elastic.plan import Plan
 from acsgd.elastic.view_metrics import open_metrics
 from acsgd.elastic.worker import ElasticWorker
-from acsgd.errors import ConnectError, RunError
+from acsgd.errors import ConnectError, RefusedError, RunError, SaveError
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.record import Record
 from acsgd.launch import Launch
@@ -91,6 +91,30 @@ def test_a_worker_goes_on_in_another_view_after_an_error_that_other_ranks_may_ha
     else:
         assert not run()
         assert script.sent == [Broken(7, "x")]
+
+
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+def test_a_host_that_cannot_save_ends_alone_and_the_others_save_again(
+    monkeypatch: pytest.MonkeyPatch, ranks: list[int]
+) -> None:
+    """The worker has rank 0."""
+
+    def fail(*_: object) -> None:
+        raise SaveError("step 5 could not be saved: its disk is full", ranks)
+
+    monkeypatch.setattr(ElasticWorker, "_train", fail)
+    script = Script()
+    worker = new_worker(script)
+    view = View(7, (Host("a", "h:1"), Host("b", "h:2")), Plan(1, ranks=("a/0", "b/0")))
+    run = partial(worker._run_view, view, "a/0", cast(StopSignals, None), cast(RunContext, None))
+    if 0 in ranks:
+        with pytest.raises(RefusedError, match=r"its disk is full; fix the cause and start this host again$"):
+            run()
+        assert not script.sent
+    else:
+        assert not run()
+        assert script.sent == [Broken(7, "step 5 could not be saved: its disk is full")]
+        assert worker._has_dropped_save
 
 
 def test_a_worker_reports_once_per_view_however_often_it_is_asked_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,8 @@ class SaveResult(NamedTuple):
     path: Path
     error: str | None
     """Why the save failed, None if it succeeded. A failed save does not affect earlier checkpoints."""
+    failed_ranks: tuple[int, ...]
+    """Ranks whose part of the save failed."""
     seconds: float
     """Time from the start of the save until the checkpoint was on disk."""
 
@@ -221,16 +223,19 @@ class Saver:
     def _save(
         self, step: int, copies: list[LayerState], event: Event, run: dict[str, Any], best: bool, started: float
     ) -> None:
+        errors: dict[int, str] = {}
         try:
-            error = self._write_all(step, copies, event, run, best)
+            errors = self._write_all(step, copies, event, run, best)
+            error = next(iter(errors.values()), None)
         except Exception as failure:  # `wait` raises it in the training thread
             self._failure, error = failure, str(failure)
-        self._result = SaveResult(step, self._directory.of(step), error, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._result = SaveResult(step, self._directory.of(step), error, tuple(errors), seconds)
 
     def _write_all(
         self, step: int, copies: list[LayerState], event: Event, run: dict[str, Any], best: bool
-    ) -> str | None:
-        """Write this rank's files and, on rank 0, complete the checkpoint. Return the first error of any rank."""
+    ) -> dict[int, str]:
+        """Write this rank's files and, on rank 0, complete the checkpoint. Return the errors by rank."""
         partial = self._directory.partial(step, self._groups.run_id)
         written: list[WrittenFile] = []
         error = self._attempt(lambda: written.extend(self._write_layers(step, copies, event)))
@@ -241,15 +246,15 @@ class Saver:
             if self._topology.rank == 0:  # another rank does not know whether rank 0 has all reports
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        error = _first_error(reports)
-        if error is not None:
+        errors, error = _errors(reports), None
+        if errors:
             shutil.rmtree(partial, ignore_errors=True)
         elif self._topology.rank == 0:
             files = [WrittenFile(**file) for report in reports for file in report["files"]]
             error = self._attempt(lambda: self._complete(step, files, run, best))
             if error is not None:
                 shutil.rmtree(partial, ignore_errors=True)
-        return _first_error(self._all_gather("completing a checkpoint", {"error": error}))
+        return errors | _errors(self._all_gather("completing a checkpoint", {"error": error}))
 
     def _write_layers(self, step: int, copies: Sequence[LayerState], event: Event) -> Iterator[WrittenFile]:
         partial, published = self._directory.partial(step, self._groups.run_id), self._directory.of(step)
@@ -311,5 +316,6 @@ def _message(error: Exception) -> str:
     return explain(error) or f"{type(error).__name__}: {error}"
 
 
-def _first_error(reports: Sequence[dict[str, Any]]) -> str | None:
-    return next((report["error"] for report in reports if report["error"]), None)
+def _errors(reports: Sequence[dict[str, Any]]) -> dict[int, str]:
+    """Return the errors that ranks have reported, by rank."""
+    return {rank: report["error"] for rank, report in enumerate(reports) if report["error"]}
