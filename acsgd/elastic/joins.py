@@ -123,12 +123,17 @@ class JoiningRank:
             self._fail(self._receiver.error)
 
     def restart(self) -> None:
-        """Request all layers again, since the run has returned to an earlier step."""
+        """Request all layers again, since the run has returned to an earlier step.
+
+        Not if this rank has all of its state: then it has returned to the earlier one, too.
+        """
+        if not self.is_pending:
+            return
         self._stale += len(self._requested)
         for _, recording in self._requested:
             self._optimizer.discard(recording)
         self._requested.clear()
-        self._missing = deque(self._layers if self.is_pending else ())
+        self._missing = deque(self._layers)
 
     def close(self) -> None:
         self._receiver.close()

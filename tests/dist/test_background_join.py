@@ -31,13 +31,15 @@ SCRIPTS: dict[str, Script] = {
         ScriptedView((0, 1, 2), 4, late=(0, 1)),
         ScriptedView((0, 1, 2), STEPS),
     ],
-    "returns to a step": [JOINS[0], ScriptedView((0, 1, 2), STEPS, returns=Return(after=6, to=3))],
+    "returns to a step": [JOINS[0], ScriptedView((0, 1, 2), STEPS, returns=Return(after=7, to=3))],
+    "connection is cut": [JOINS[0], ScriptedView((0, 1, 2), 5, cut_message=2), ScriptedView((1, 2, 0), STEPS)],
     "another one joins": [ScriptedView((1,), 2), ScriptedView((1, 2), 4), ScriptedView((1, 2, 0), STEPS)],
     "all others end": [ScriptedView((0,), 2), ScriptedView((0, 2), 4), ScriptedView((2,), STEPS)],
 }
-"""When the run returns to a step, process 2 has some layers, and another one is on its way. In the last one, process 2
-continues from the snapshot that process 0 has sent it after step 4."""
-OTHER_RUNS = ("sharded_ps", "powersgd:rank=1", "frozen", "streamed", "tied rows")
+"""When the run returns to a step, process 2 has requested all layers, and the last one is on its way.
+In the last script, it continues from the snapshot that process 0 has sent it after step 4."""
+SKIPPED = 4
+OTHER_RUNS = ("skipped step", "sharded_ps", "powersgd:rank=1", "frozen", "streamed", "tied rows")
 RUNS = (*SCRIPTS, *OTHER_RUNS)
 
 Runs = list[dict[str, Trained]]
@@ -54,6 +56,7 @@ def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     write_records(path / "a.jsonl")
     stream = f"stream:{path / 'a.jsonl'}:0.5,demo:0.5"
     others = {
+        "skipped step": config,
         "sharded_ps": dataclasses.replace(config, dp=ReplicaConfig("sharded_ps")),
         "powersgd:rank=1": dataclasses.replace(config, dp=ReplicaConfig("powersgd:rank=1")),
         "frozen": dataclasses.replace(config, model=dataclasses.replace(config.model, freeze="*.wte.*,*.h.0.*")),
@@ -62,8 +65,10 @@ def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     }
     for name, other in others.items():
         members = ((0, 1), (0, 1, 2, 3)) if name == "tied rows" else ((0, 1), (0, 1, 2))
-        joins = [ScriptedView(members[0], 2), ScriptedView(members[1], STEPS)]
-        for script_name, script in {f"{name}, calm": [ScriptedView(members[0], STEPS)], name: joins}.items():
+        skipped = SKIPPED if name == "skipped step" else None
+        calm = [ScriptedView(members[0], STEPS, skipped=skipped)]
+        joins = [ScriptedView(members[0], 2), ScriptedView(members[1], STEPS, skipped=skipped)]
+        for script_name, script in {f"{name}, calm": calm, name: joins}.items():
             log = dataclasses.replace(config.log, dir=str(path / script_name))  # with streamed segments of its own
             scripts[script_name] = dataclasses.replace(other, log=log), script
     return on_ranks(4, _train, path / "store", scripts)
@@ -109,6 +114,8 @@ def test_a_rank_joins_when_it_has_the_state_of_the_others_bit_for_bit(runs: Runs
     else:
         assert not joining[STEPS]
         assert STEPS in newcomer.digests
+    is_cut = name == "connection is cut"
+    assert any("the connection was closed" in cut for cut in newcomer.cuts) == is_cut, "the error names the cause"
     if name == "all others end":
         assert newcomer.origins == ["memory", "snapshot"]
     elif name != "newcomer ends":

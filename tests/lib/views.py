@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,6 +21,7 @@ from safetensors.torch import load
 
 from acsgd import train
 from acsgd.config.options import Config
+from acsgd.elastic import state_channel
 from acsgd.elastic.handover import (
     complete_step,
     end_transfers,
@@ -33,7 +36,7 @@ from acsgd.elastic.setup import possible_cuts, with_stages
 from acsgd.elastic.snapshot_store import SnapshotStore
 from acsgd.elastic.snapshots import Snapshots
 from acsgd.elastic.transfer import LayersInMemory, layer_message
-from acsgd.errors import WaitInterruptedError
+from acsgd.errors import RunError, WaitInterruptedError
 from acsgd.fields import from_json
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.rows.streamed import StreamState
@@ -41,7 +44,7 @@ from acsgd.io.sampling.batches import Batch, BatchReader
 from acsgd.launch import Launch
 from acsgd.run import build
 from acsgd.run.build import build_session
-from acsgd.run.control import Votes
+from acsgd.run.control import StepSummary, Votes
 from acsgd.run.data import open_data
 from acsgd.run.inputs import open_weight_source, plan_activation_caches
 from acsgd.run.job import prepare
@@ -80,6 +83,11 @@ class ScriptedView(NamedTuple):
     is_formed: bool = True
     """Whether it comes to training; else all members are interrupted while they connect their links."""
     returns: Return | None = None
+    skipped: int | None = None
+    """Step, counted from 1, that leaves the weights as they are, as if its gradients were not finite."""
+    cut_message: int | None = None
+    """Message with state of a rank that joins, counted from 1, in the middle of which its connection is cut. It must
+    be noticed after the last step."""
 
 
 class Trained(NamedTuple):
@@ -97,6 +105,8 @@ class Trained(NamedTuple):
     """Where the state came from in each view it was in: disk, memory or snapshot."""
     joining: dict[int, list[int]]
     """Replicas without all of their state in each step."""
+    cuts: list[str]
+    """Errors after a connection was cut."""
 
 
 Script = Sequence[ScriptedView]
@@ -113,7 +123,8 @@ def train_in_views(
         process = _Process(rank, dist.PrefixStore(name, store), dataclasses.replace(config, log=log))
         for number, view in enumerate(script):
             try:
-                process.run_view(number, view)
+                with _cut(view.cut_message):
+                    process.run_view(number, view)
             except Exception as error:
                 error.add_note(f"in view {number} of the run {name}")
                 raise
@@ -124,6 +135,7 @@ def train_in_views(
             process.streams,
             process.origins,
             process.joining,
+            process.cuts,
         )
     return trained
 
@@ -144,6 +156,7 @@ class _Process:
         self.forward_bytes: dict[int, int] = {}
         self.streams: dict[int, StreamState | None] = {}
         self.joining: dict[int, list[int]] = {}
+        self.cuts: list[str] = []
 
     def run_view(self, number: int, view: ScriptedView) -> None:
         """Take part in a view, or drop the state."""
@@ -229,7 +242,8 @@ class _Process:
                 earlier = self._state.progress, [layer_message(session, layer) for layer in session.layers]
             votes = self._votes()._replace(snapshot_interval=snapshots.interval if snapshots else 0)
             batch = batches.batch(step, pace.micros(step))
-            result = train.train_step(session, batch, self._state.progress, votes, state=self._state)
+            update = step + 1 != view.skipped
+            result = train.train_step(session, batch, self._state.progress, votes, update=update, state=self._state)
             self.joining[step + 1] = result.summary.joining
             if returns and step + 1 == returns.after:
                 self._return_to(session, *earlier)
@@ -237,7 +251,7 @@ class _Process:
                     snapshots.return_to(returns.to)
                 returns = None
                 continue
-            self._state.transfers.after_step(result.summary)
+            self._after_step(result.summary, is_cut=view.cut_message is not None and step + 1 == view.until)
             pace.record(result.summary, step + 1)
             self._note_step()
             if snapshots is not None:
@@ -257,6 +271,14 @@ class _Process:
             state.load_layer(layer, session)
         self._state.return_to(progress)
 
+    def _after_step(self, summary: StepSummary, *, is_cut: bool) -> None:
+        try:
+            self._state.transfers.after_step(summary)
+        except RunError as error:
+            if not is_cut:
+                raise
+            self.cuts.append(str(error))
+
     def _votes(self) -> Votes:
         return Votes(joins=self._state.transfers.is_pending, wanted=self._state.transfers.wanted)
 
@@ -275,6 +297,23 @@ class _Process:
             self.forward_bytes[state.progress.step] = state.record.pp_forward_bytes
         if state.progress.step not in self.digests:  # a single replica that continues alone folds residuals into them
             self.digests[state.progress.step] = session.job.topology.stage_rank, _digest(session)
+
+
+@contextlib.contextmanager
+def _cut(number: int | None) -> Iterator[None]:
+    """Cut the connection for state in the middle of a message. number: of the message, counted from 1; None = never."""
+    received, read = itertools.count(1), state_channel._read
+
+    def cut(connection: socket.socket, length: int) -> bytes:
+        is_message = length > state_channel._TOKEN_BYTES  # else a length, or the token
+        if is_message and next(received) == number:
+            read(connection, length // 2)
+            connection.shutdown(socket.SHUT_RDWR)
+        return read(connection, length)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_channel, "_read", cut)
+        yield
 
 
 @contextlib.contextmanager
