@@ -288,6 +288,9 @@ class ElasticConfig:
     """Interval between snapshots of the state in the memory of the next host, to which a run returns that has lost all
     holders of a layer: optimizer steps, "20"; "auto" = by measured cost, for 3 % of the step time, .5 % if
     each stage has replicas on several hosts; "0" = none."""
+    replay_log: Annotated[float, Range(0, 10**6)] = 1.0
+    """Maximum size of the log of sent messages per process, GiB; 0 = none. With it, a run of one replica that has lost
+    one stage repeats the steps since the snapshot on the new rank of that stage alone."""
     silence: Annotated[float, Range(0.2, 3600)] = 2.0
     """Time without a message after which a host counts as lost, seconds."""
     join_budget: Annotated[float, Range(0, 10**6)] = 2.0

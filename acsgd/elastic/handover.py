@@ -56,9 +56,10 @@ def worker_state(
     )
 
 
-def restore_streams(reader: BatchReader, plan: Plan) -> None:
-    """Let streamed sources be read on from the place that a worker of the view before has reported."""
-    reader.restore([None if each is None else from_json(StreamState, each) for each in plan.streams])
+def restore_streams(reader: BatchReader, plan: Plan, rank: int) -> None:
+    """Let a rank read streamed sources on from the place that a worker of the view before has reported."""
+    streams = plan.replay.streams if plan.replay and plan.replay.rank == rank else plan.streams
+    reader.restore([None if each is None else from_json(StreamState, each) for each in streams])
 
 
 def complete_step(session: Session, state: LoopState, plan: Plan, *, is_behind: bool) -> None:

@@ -13,7 +13,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
-from acsgd.elastic.plan import Cut, Plan, WorkerState
+from acsgd.elastic.assignment import Cut
+from acsgd.elastic.plan import Plan, WorkerState
 from acsgd.fields import Natural, from_json
 
 MAX_BYTES = 1 << 20

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from acsgd.elastic.assignment import Cut, Held, Transfer, assign, holders_of, lacks_layers, transfers_of
+from acsgd.elastic.replay_plan import LoggedSteps, Replay, plan_replay
 from acsgd.fields import Natural
-
-Cut = tuple[tuple[Natural, ...], ...]
-"""The layers of each position of a pipeline, by their indices in the model. Each layer has one position."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +53,8 @@ class WorkerState:
     snapshots: tuple[CopiedLayers, ...] = ()
     saved_step: Natural = 0
     """Step of the newest checkpoint that it knows of; 0 = none."""
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A transfer of the state of some layers from the memory of one rank to that of another."""
-
-    layers: tuple[Natural, ...]
-    source: Natural
-    target: Natural
+    logged: LoggedSteps | None = None
+    """Steps of which it has all messages that it has sent; None = it keeps none."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +73,8 @@ class Plan:
     """Number of applied steps from which all ranks continue."""
     from_disk: bool = True
     """Whether all ranks start from the newest checkpoint, or from the initial weights if there is none."""
+    replay: Replay | None = None
+    """Steps that the new rank of a lost position repeats alone; all others have the state after step `step`."""
     from_snapshot: bool = False
     """Whether all ranks return to the snapshot of step `step`, whose layers are kept and sent in place of their own."""
     holders: tuple[str, ...] = ()
@@ -107,6 +100,13 @@ class Plan:
     @property
     def replicas(self) -> int:
         return len(self.ranks) // self.stages
+
+    @property
+    def origin(self) -> str:
+        """Where the state comes from: "disk", "snapshot", "replay" or "memory"."""
+        if self.from_disk:
+            return "disk"
+        return "replay" if self.replay else "snapshot" if self.from_snapshot else "memory"
 
     def rank_of(self, worker: str) -> int | None:
         """Return the rank of a worker, None if it is a spare."""
@@ -139,7 +139,11 @@ def make_plan(
     wanted = cut * (replicas if replicas >= min_replicas else 0)
     plan = _plan_of(workers, staying, cut, wanted, held)
     if plan.from_disk:
-        return _plan_of_snapshot(workers, staying, cut, wanted) or plan
+        replay = _plan_of_replay(workers, plan.ranks, cut, held, ahead)
+        if replay is None:
+            return _plan_of_snapshot(workers, staying, cut, wanted) or plan
+        holders_left = holders_of(plan.ranks, held, wanted, ())
+        plan = replace(plan, from_disk=False, replay=replay, holders=holders_left)
     behind = tuple(name for name in plan.holders if holders[name].step < ahead.step)
     unsynced = {layer for name in plan.holders if not _is_synced(holders[name], ahead) for layer in held[name]}
     return replace(
@@ -152,10 +156,6 @@ def make_plan(
         is_open=ahead.is_open or bool(behind),
         streams=max(holders.values(), key=_place_in_streams).streams,
     )
-
-
-Held = Mapping[str, frozenset[int]]
-"""The layers of which each worker can keep or send the state; a worker without any may be missing."""
 
 
 def _held(holders: Mapping[str, WorkerState], staying: Sequence[str], ahead: WorkerState) -> Held:
@@ -176,13 +176,13 @@ def _plan_of(workers: Mapping[str, WorkerState], staying: Sequence[str], cut: Cu
 
     wanted: the layers of each rank, none if there are too few workers.
     """
-    ranks = _assign(staying, held, wanted)
+    ranks = assign(staying, held, wanted)
     spares = tuple(name for name in staying if name not in ranks)
     plan = Plan(len(cut), ranks, spares, workers[ranks[0]].store_port if ranks else 0)
-    if _lacks_layers(ranks, held, cut):
+    if lacks_layers(ranks, held, cut):
         return plan
-    transfers = _transfers([held.get(name, frozenset()) for name in ranks], wanted)
-    return replace(plan, from_disk=False, holders=_holders(ranks, held, wanted, transfers), transfers=transfers)
+    transfers = transfers_of([held.get(name, frozenset()) for name in ranks], wanted)
+    return replace(plan, from_disk=False, holders=holders_of(ranks, held, wanted, transfers), transfers=transfers)
 
 
 def _plan_of_snapshot(workers: Mapping[str, WorkerState], staying: Sequence[str], cut: Cut, wanted: Cut) -> Plan | None:
@@ -202,6 +202,17 @@ def _plan_of_snapshot(workers: Mapping[str, WorkerState], staying: Sequence[str]
     return None
 
 
+def _plan_of_replay(
+    workers: Mapping[str, WorkerState], ranks: Sequence[str], cut: Cut, held: Held, ahead: WorkerState
+) -> Replay | None:
+    """Return the replay of a lost position up to the last step; None if there is none, or a checkpoint of that step."""
+    if ahead.step <= max(state.saved_step for state in workers.values()):
+        return None
+    copies = [{(each.epoch, each.step): each for each in workers[name].snapshots} for name in ranks]
+    logs = [workers[name].logged for name in ranks]
+    return plan_replay(cut, [held.get(name, frozenset()) for name in ranks], copies, logs, ahead.step)
+
+
 def _reaches(state: WorkerState, ahead: WorkerState) -> bool:
     """Return whether a holder has applied as many steps as the one that is ahead, or can apply the last one alone."""
     return state.step == ahead.step or (state.step == ahead.step - 1 and state.ready and ahead.summary is not None)
@@ -218,49 +229,3 @@ def _place_in_streams(state: WorkerState) -> tuple[int, list[int]]:
     A place after fewer steps than others have applied is one at or before the next sequence, too.
     """
     return state.step if state.streams else -1, [each["segment"] for each in state.streams if each is not None]
-
-
-def _assign(workers: Sequence[str], held: Held, wanted: Cut) -> tuple[str, ...]:
-    """Return the worker of each rank: those that hold most of its layers first. wanted: the layers of each rank."""
-    overlaps = (
-        (-len(held[name].intersection(layers)), rank, seniority)
-        for seniority, name in enumerate(workers)
-        if name in held
-        for rank, layers in enumerate(wanted)
-    )
-    free, ranks = list(workers), dict[int, str]()
-    for overlap, rank, seniority in sorted(overlaps):
-        if overlap and rank not in ranks and workers[seniority] in free:
-            ranks[rank] = workers[seniority]
-            free.remove(workers[seniority])
-    return tuple(ranks[rank] if rank in ranks else free.pop(0) for rank in range(len(wanted)))
-
-
-def _lacks_layers(ranks: Collection[str], held: Held, cut: Cut) -> bool:
-    """Return whether no rank holds some layer."""
-    return len({layer for name in ranks for layer in held.get(name, ())}) < sum(map(len, cut))
-
-
-def _transfers(held: Sequence[frozenset[int]], wanted: Cut) -> tuple[Transfer, ...]:
-    """Return the transfers that give each rank its layers, spread evenly over the ranks that hold them.
-
-    held, wanted: layers by rank. Ranks that keep a layer are preferred as its sources.
-    """
-    load, layers_of = Counter[int](), dict[tuple[int, int], list[int]]()
-    for target, layers in enumerate(wanted):
-        for layer in sorted(set(layers) - held[target]):
-            sources = (rank for rank in range(len(wanted)) if layer in held[rank])
-            source = min(sources, key=lambda rank: (layer not in wanted[rank], load[rank], rank))
-            load[source] += 1
-            layers_of.setdefault((source, target), []).append(layer)
-    return tuple(Transfer(tuple(layers), source, target) for (source, target), layers in layers_of.items())
-
-
-def _holders(ranks: Sequence[str], held: Held, wanted: Cut, transfers: Sequence[Transfer]) -> tuple[str, ...]:
-    """Return the workers that keep or send state."""
-    senders = {transfer.source for transfer in transfers}
-    return tuple(
-        name
-        for rank, name in enumerate(ranks)
-        if rank in senders or held.get(name, frozenset()).intersection(wanted[rank])
-    )

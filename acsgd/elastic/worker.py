@@ -24,6 +24,7 @@ from acsgd.elastic.handover import (
 )
 from acsgd.elastic.messages import Broken, Done, End, Hello, Idle, Leave, Run, Setup, Stop, Stopped, View
 from acsgd.elastic.plan import Plan, WorkerState
+from acsgd.elastic.replay import describe_log, log_bytes, open_log, replay_position
 from acsgd.elastic.setup import check_elastic, setup_of, with_stages
 from acsgd.elastic.snapshot_store import SnapshotStore
 from acsgd.elastic.snapshots import Snapshots, describe_snapshots, open_snapshots
@@ -132,7 +133,8 @@ class ElasticWorker:
     def _report(self) -> WorkerState:
         """Return the state of this worker, which has stopped."""
         state = worker_state(self._session, self._state, self._reader, self._store.port)
-        return replace(state, snapshots=self._snapshots.reports(), saved_step=self._saved_step)
+        logged = self._snapshots.log.report(ready=state.ready)
+        return replace(state, snapshots=self._snapshots.reports(), saved_step=self._saved_step, logged=logged)
 
     def _run_view(self, view: View, name: str, signals: StopSignals, context: RunContext) -> bool:
         """Train in a view, until it ends; return whether the run has ended."""
@@ -211,7 +213,7 @@ class ElasticWorker:
                 replica = job.topology.replica
                 log = open_text_log(Path(config.log.dir), rank=rank, stages=job.stages, replica=replica)
                 stack.enter_context(log)
-            begin, received_bytes = self._begin(job, inputs, groups, view)
+            begin, received_bytes, replay_s = self._begin(job, inputs, groups, view)
             self._session, self._reader = begin.session, inputs.reader
             metrics = self._metrics.of(job, self._state)
             for note in self._notes(job, inputs, begin):
@@ -219,12 +221,14 @@ class ElasticWorker:
             snapshots = open_snapshots(self._snapshots, begin.session, inputs.reader, groups, view)
             if snapshots is not None:
                 stack.callback(snapshots.close)
+            is_useful = snapshots is not None
+            open_log(self._snapshots.log, begin.session, self._state, plan, view.epoch, is_useful=is_useful)
             assert self._lock is not None
             checkpointing = Checkpointing.open(begin, inputs, groups, self._lock, note=metrics.note)
             stack.enter_context(checkpointing)
             if self._has_dropped_save:
                 checkpointing.request_save()
-            self._report_start(view, begin, groups, metrics, received_bytes, snapshots)
+            self._report_start(view, begin, groups, metrics, received_bytes, replay_s, snapshots)
             self._view = view
             context.start_training()
             enter_training()
@@ -242,36 +246,45 @@ class ElasticWorker:
         groups: Groups,
         metrics: Metrics,
         received_bytes: int,
+        replay_s: float,
         snapshots: Snapshots | None,
     ) -> None:
         """Wait until all ranks are ready to train, and log the event of the view. All ranks call it together."""
         job, needed_bytes = begin.session.job, snapshots.memory_bytes() if snapshots else 0
-        reports = groups.all_gather_text("setting up", f"{received_bytes} {needed_bytes}", timeout_s=job.disk_timeout_s)
-        moved, needed = zip(*(map(int, report.split()) for report in reports), strict=True)
+        mine = f"{received_bytes} {needed_bytes} {replay_s}"
+        reports = groups.all_gather_text("setting up", mine, timeout_s=job.disk_timeout_s)
+        moved, needed, replayed = zip(*(map(float, report.split()) for report in reports), strict=True)
         if self._view is None and snapshots is not None:
-            metrics.note(describe_snapshots(job.config.elastic.snapshot, snapshots.budget, max(needed)))
+            metrics.note(describe_snapshots(job.config.elastic.snapshot, snapshots.budget, int(max(needed))))
+            if limit_bytes := log_bytes(job):
+                metrics.note(describe_log(limit_bytes))
         assert self._stopped_at is not None
         seconds = time.monotonic() - self._stopped_at
-        for event in view_events(view, self._view, begin.progress.step, seconds, sum(moved)):
+        for event in view_events(view, self._view, begin.progress.step, seconds, int(sum(moved)), max(replayed)):
             metrics.event(event)
 
-    def _begin(self, job: Job, inputs: Inputs, groups: Groups, view: View) -> tuple[Start, int]:
+    def _begin(self, job: Job, inputs: Inputs, groups: Groups, view: View) -> tuple[Start, int, float]:
         """Return the session of this rank: from disk, from its own memory, or from that of other ranks.
 
-        Returns with it how many bytes of state other ranks have sent.
+        Returns with it how many bytes of state other ranks have sent, and for how long it has replayed steps, seconds.
         """
         plan = view.plan
         if plan.from_disk:
             self._session = None
             begin = start(job, inputs, groups)
             self._state.restart(begin.progress)
-            return begin, 0
+            return begin, 0, 0.0
         assert plan.progress is not None
-        restore_streams(inputs.reader, plan)
+        restore_streams(inputs.reader, plan, job.topology.rank)
         if plan.from_snapshot or plan.ranks[job.topology.rank] not in plan.holders:
             self._session = None
             self._state.restart(Progress())
             self._state.summary = StepSummary(**plan.summary) if plan.summary else None
+        replayed_bytes, replay_s = 0, 0.0
+        if plan.replay is not None and (
+            replayed := replay_position(job, groups, plan, self._snapshots, inputs.reader, self._state)
+        ):
+            self._session, replay_s, replayed_bytes = replayed
         snapshot = self._snapshots.by_step.get(plan.step) if plan.from_snapshot else None
         host, caches = view.host_of(job.topology.rank), inputs.cache_plan
         joined = join(self._session, job, groups, plan, host=host, cache_plan=caches, snapshot=snapshot)
@@ -281,7 +294,8 @@ class ElasticWorker:
         run_missing_exchange(self._session, self._state, plan)
         newest = inputs.candidates.checkpoints[0] if inputs.candidates.checkpoints else None
         source = newest.shards if newest else inputs.weight_source
-        return Start(self._session, progress, newest.path if newest else None, [], source), received_bytes
+        begin = Start(self._session, progress, newest.path if newest else None, [], source)
+        return begin, received_bytes + replayed_bytes, replay_s
 
     def _notes(self, job: Job, inputs: Inputs, begin: Start) -> list[str]:
         """Return what rank 0 prints at the start of a view; what does not change, in the first alone."""

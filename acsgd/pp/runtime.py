@@ -21,6 +21,8 @@ from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.pp.tied.ties import Ties
 from acsgd.pp.wire.coder import TransferInfo
 from acsgd.pp.wire.link import Link
+from acsgd.pp.wire.mailbox import Outbox
+from acsgd.pp.wire.message_log import MessageLog
 
 Handler = Callable[[Action], None]
 Handlers = Mapping[Op, Handler]
@@ -115,6 +117,11 @@ class Pipeline:
         self._training = self._handlers({Op.F: self._forward, Op.B: self._backward})
         self._evaluation = self._handlers({Op.F: self._evaluate})
 
+    def log_messages(self, log: MessageLog) -> None:
+        """Give a log a copy of each message that this rank sends in training steps from now on."""
+        for outbox in self._outboxes:
+            outbox.log = log
+
     def _handlers(self, computes: Handlers) -> Handlers:
         """Return `computes` with the handlers of all other operations."""
         by_kind = {"send": self._send, "receive": self._post_receive, "reduce": self._reduce}
@@ -137,15 +144,16 @@ class Pipeline:
         """
         actions = self._actions(len(batch.micro_ids)).evaluate
         with contextlib.ExitStack() as modes:
+            modes.enter_context(self._without_log())
             for stage in self._stages.values():
                 modes.enter_context(stage.evaluating())
             self._step = step
             with self._naming(Action(Op.F, min(self._stages))):
                 self._ties.begin_evaluation(batch, step)
             self._execute(actions, self._evaluation, batch, step, exact=self._exact_eval, use_caches=False)
-        for index in self._stages:
-            with self._naming(Action(Op.F, index)):
-                self._drain()
+            for index in self._stages:
+                with self._naming(Action(Op.F, index)):
+                    self._drain()
         predictions = [prediction.cpu() for _, prediction in sorted(self._predictions.items())]
         return Evaluated(self._total_loss(), torch.stack(predictions) if predictions else None)
 
@@ -230,6 +238,22 @@ class Pipeline:
             self._mark()
             with self._naming(action):
                 handlers[action.op](action)
+
+    @property
+    def _outboxes(self) -> list[Outbox]:
+        return [link.outbox for link in self._links.values()] + self._ties.outboxes
+
+    @contextlib.contextmanager
+    def _without_log(self) -> Iterator[None]:
+        """Log no messages inside."""
+        logs = [(outbox, outbox.log) for outbox in self._outboxes]
+        for outbox, _ in logs:
+            outbox.log = None
+        try:
+            yield
+        finally:
+            for outbox, log in logs:
+                outbox.log = log
 
     @contextlib.contextmanager
     def _naming(self, action: Action) -> Iterator[None]:

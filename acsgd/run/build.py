@@ -27,6 +27,7 @@ from acsgd.pp.wire.channel import Channel
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.frame import Kind
 from acsgd.pp.wire.link import Link, LinkFactory
+from acsgd.pp.wire.message_log import LoggedMessages
 from acsgd.run.job import Job
 from acsgd.run.padding import micro_shapes
 from acsgd.run.session import Session
@@ -35,10 +36,18 @@ from acsgd.shards.weights import Weight, in_reduction_order
 from acsgd.topology import Groups
 
 
-def build_session(job: Job, source: WeightSource, groups: Groups, cache_plan: CachePlan | None = None) -> Session:
+def build_session(
+    job: Job,
+    source: WeightSource,
+    groups: Groups,
+    cache_plan: CachePlan | None = None,
+    *,
+    replayed: LoggedMessages | None = None,
+) -> Session:
     """Load the weights of this rank's stages, and connect them with the neighbouring stages on other ranks.
 
-    cache_plan: size and place of the activation caches; needed if pp.forward is delta.
+    cache_plan: size and place of the activation caches; needed if pp.forward is delta. replayed: messages that the
+    stages receive in place of those of other ranks, with which they are not connected.
     """
     model = job.model.build(job.dtype)
     composed = ComposedModel(model, job.model.description)
@@ -46,7 +55,7 @@ def build_session(job: Job, source: WeightSource, groups: Groups, cache_plan: Ca
     stages = build_stages(job, composed, source, peers)
     weights = [weight for stage in stages.values() for weight in stage.weights]
     optimizer = job.plugins.optimizer.open(weights, job.config.optim)
-    return _connect(job, groups, peers, stages, weights, optimizer, cache_plan)
+    return _connect(job, groups, peers, stages, weights, optimizer, cache_plan, replayed)
 
 
 def reconnect(session: Session, job: Job, groups: Groups, cache_plan: CachePlan | None = None) -> Session:
@@ -87,6 +96,7 @@ def _connect(
     weights: list[Weight],
     optimizer: Optimizer,
     cache_plan: CachePlan | None,
+    replayed: LoggedMessages | None = None,
 ) -> Session:
     """Return the session of some stages, with their links to the other ranks of the pipeline."""
     forward_meter, backward_meter, tied_meter = Meter(), Meter(), Meter()
@@ -102,6 +112,7 @@ def _connect(
         cache_plan,
         tied_meter=tied_meter,
         frozen=sum(spec.first <= job.model.description.first_trained for spec in job.specs[1:]),
+        replayed=replayed,
     )
     return Session(
         job=job,

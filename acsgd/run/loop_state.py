@@ -55,6 +55,14 @@ class NoTransfers:
         pass
 
 
+class StepLog(Protocol):
+    """Keeps what the ranks have agreed on in each step."""
+
+    def complete(self, step: int, summary: StepSummary, *, updated: bool) -> None:
+        """Note that a step is complete, counted from 0. updated: whether the weights changed."""
+        ...
+
+
 @dataclass
 class LoopState:
     """State of the training loop besides the session; valid also after an exception has ended the loop."""
@@ -80,6 +88,7 @@ class LoopState:
     joining: Collection[int] = ()
     """Replicas with ranks whose state is incomplete: they have no micro-batches, and save no weights."""
     transfers: StateTransfers = field(default_factory=NoTransfers)
+    log: StepLog | None = None
 
     started_at: float = 0.0
     """Start of the step in progress, or of the last one; a time.perf_counter()."""
@@ -104,3 +113,5 @@ class LoopState:
         self.progress, self.summary, self.record = result.progress, result.summary, record
         self.is_synced, self.has_reported, self.is_open = is_synced, False, True
         self.joining = result.summary.joining
+        if self.log is not None:
+            self.log.complete(result.progress.step - 1, result.summary, updated=result.updated)

@@ -32,6 +32,7 @@ from acsgd.elastic.handover import (
     worker_state,
 )
 from acsgd.elastic.plan import Plan, WorkerState, make_plan
+from acsgd.elastic.replay import open_log, replay_position
 from acsgd.elastic.setup import possible_cuts, with_stages
 from acsgd.elastic.snapshot_store import SnapshotStore
 from acsgd.elastic.snapshots import Snapshots
@@ -102,7 +103,7 @@ class Trained(NamedTuple):
     streams: dict[int, StreamState | None]
     """Where the first source was read on at the beginning of each view, by the number of steps before it."""
     origins: list[str]
-    """Where the state came from in each view it was in: disk, memory or snapshot."""
+    """Where the state came from in each view it was in: disk, memory, snapshot, or replay of some steps."""
     joining: dict[int, list[int]]
     """Replicas without all of their state in each step."""
     cuts: list[str]
@@ -168,7 +169,7 @@ class _Process:
         rank = plan.rank_of(str(self._number))
         assert rank is not None
         is_holder = str(self._number) in plan.holders and not plan.from_snapshot
-        self.origins.append("disk" if plan.from_disk else "snapshot" if plan.from_snapshot else "memory")
+        self.origins.append(_origin(plan))
         if plan.from_snapshot:
             self._snapshots.return_to(plan.step)
             self._snapshots.complete(plan.step)
@@ -182,7 +183,7 @@ class _Process:
             if plan.from_disk:
                 self._session = build_session(job, open_weight_source(job), groups, caches)
             else:
-                restore_streams(reader, plan)
+                restore_streams(reader, plan, rank)
                 if not is_holder:
                     self._session = None
                     self._state.restart(Progress())
@@ -191,6 +192,9 @@ class _Process:
                     self._fail_to_form(partial(hand_over, self._session, job, groups, plan, caches))
                     groups.abort("the view was not formed")
                     return
+                if plan.replay is not None:
+                    replayed = replay_position(job, groups, plan, self._snapshots, reader, self._state)
+                    self._session = replayed.session if replayed else self._session
                 snapshot = self._snapshots.by_step.get(plan.step) if plan.from_snapshot else None
                 joined = join(self._session, job, groups, plan, host="127.0.0.1", cache_plan=caches, snapshot=snapshot)
                 self._session, _, self._state.transfers, self._state.joining = joined
@@ -200,6 +204,8 @@ class _Process:
             self._reader = reader
             self.streams[plan.step] = next(iter(reader.stream_states(plan.step)), None)
             snapshots = self._open_snapshots(self._session, groups, plan, number)
+            is_useful = snapshots is not None
+            open_log(self._snapshots.log, self._session, self._state, plan, number, is_useful=is_useful)
             self._train(self._session, reader, view, snapshots)
             reader.close()
             groups.wait_for_all("ending the view", timeout_s=TIMEOUT.total_seconds())
@@ -216,7 +222,8 @@ class _Process:
     def _plan(self, number: int, view: ScriptedView) -> Plan:
         """Report, and plan the view from the reports of all members."""
         mine = worker_state(self._session, self._state, self._reader)
-        mine = dataclasses.replace(mine, snapshots=self._snapshots.reports())
+        logged = self._snapshots.log.report(ready=mine.ready)
+        mine = dataclasses.replace(mine, snapshots=self._snapshots.reports(), logged=logged)
         self._store.set(f"{number}/{self._number}", json.dumps(dataclasses.asdict(mine)))
         states = {
             str(member): from_json(WorkerState, json.loads(self._store.get(f"{number}/{member}")))
@@ -297,6 +304,10 @@ class _Process:
             self.forward_bytes[state.progress.step] = state.record.pp_forward_bytes
         if state.progress.step not in self.digests:  # a single replica that continues alone folds residuals into them
             self.digests[state.progress.step] = session.job.topology.stage_rank, _digest(session)
+
+
+def _origin(plan: Plan) -> str:
+    return plan.origin if plan.replay is None else f"replay of {plan.step - plan.replay.step} steps"
 
 
 @contextlib.contextmanager

@@ -143,6 +143,7 @@ ORDER = """
     pp.wire.cache_sync
     pp.wire.delta
     pp.wire.cache_plan
+    pp.wire.message_log
     pp.wire.mailbox
     pp.wire.link
     pp.tied.plan
@@ -281,6 +282,8 @@ ORDER = """
     run.spike_guard
     run.after_step
     train
+    elastic.assignment
+    elastic.replay_plan
     elastic.plan
     elastic.messages
     elastic.effects
@@ -303,12 +306,14 @@ ORDER = """
     elastic.control
     elastic.transfer
     elastic.snapshot_cost
+    elastic.replay_log
     elastic.snapshot_store
     elastic.packed
     elastic.snapshots
     elastic.state_channel
     elastic.joins
     elastic.handover
+    elastic.replay
     elastic.setup
     elastic.stores
     elastic.events

@@ -60,6 +60,18 @@ class Channel:
         """Length of the longest message of each tensor, bytes."""
         return [HEADER_BYTES + coder.max_bytes for coder in self.coders.values()]
 
+    def send(self, message: Tensor, index: int) -> Work:
+        """Start to send a message, uint8[n]; index: of its tensor. Raises RuntimeError as gloo does."""
+        work = dist.isend(message, self.peer, self.group, self.tag(index))
+        assert work is not None
+        return work
+
+    def receive(self, buffer: Tensor, index: int) -> Work:
+        """Start to receive the next message of a tensor into a buffer. Raises RuntimeError as gloo does."""
+        work = dist.irecv(buffer, self.peer, self.group, self.tag(index))
+        assert work is not None
+        return work
+
     def wait(self, work: Work, posted_at: float) -> None:
         """Wait for a message and count its time; as of `Meter.wait`."""
         self.meter.wait(self.waits, work, posted_at)

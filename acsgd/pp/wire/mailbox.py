@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from acsgd.codecs.base import NotFiniteError, pack, unpack, wire_bytes
@@ -19,6 +18,7 @@ from acsgd.layers.lengths import Lengths
 from acsgd.pp.wire.channel import NOT_FINITE, Channel, check_header, read_header
 from acsgd.pp.wire.coder import Coder, TransferInfo
 from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
+from acsgd.pp.wire.message_log import MessageLog
 from acsgd.streams import Event, Streams
 from acsgd.waits import Work
 
@@ -81,6 +81,8 @@ class Outbox:
 
     def __init__(self, channel: Channel, *, max_in_flight: float = MAX_SENDS_IN_FLIGHT) -> None:
         """max_in_flight: number of unfinished sends above which `flush` waits for the oldest."""
+        self.log: MessageLog | None = None
+        """Gets a copy of each message."""
         self._channel = channel
         self._max_in_flight = max_in_flight
         self._action = f"sending {channel.kind.plural} to"
@@ -151,8 +153,9 @@ class Outbox:
     def _post(self, header: Header, buffer: Tensor) -> None:
         channel, nbytes, posted_at = self._channel, HEADER_BYTES + header.length, time.perf_counter()
         with channel.report_failure(self._action, posted_at):
-            work = dist.isend(buffer[:nbytes], channel.peer, channel.group, channel.tag(header.tensor))
-        assert work is not None
+            work = channel.send(buffer[:nbytes], header.tensor)
+        if self.log is not None:
+            self.log.add(channel.peer, header, buffer[:nbytes])
         self._in_flight.append(_InFlight(buffer, work, posted_at, self._pools[header.tensor]))
         channel.meter.sent_bytes += nbytes
 
@@ -178,8 +181,7 @@ class Inbox:
         for index, (pool, posted) in enumerate(zip(self._pools, self._posted, strict=True)):
             buffer, posted_at = pool.acquire(), time.perf_counter()
             with channel.report_failure(self._action, posted_at):
-                work = dist.irecv(buffer, channel.peer, channel.group, channel.tag(index))
-            assert work is not None
+                work = channel.receive(buffer, index)
             posted.append(_InFlight(buffer, work, posted_at, pool))
 
     def abort(self) -> None:

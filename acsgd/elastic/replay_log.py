@@ -1,0 +1,132 @@
+"""What a rank keeps of the newest steps, from which the new rank of a lost position repeats them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from acsgd.elastic.replay_plan import LoggedSteps
+from acsgd.pp.wire.frame import Header
+from acsgd.run.control import StepSummary
+
+
+class Position(NamedTuple):
+    """The place of a rank in a pipeline."""
+
+    number: int
+    stages: int
+    """Ranks per pipeline."""
+
+
+class Decision(NamedTuple):
+    """What all ranks have agreed on in a step."""
+
+    summary: StepSummary
+    updated: bool
+    """Whether the weights changed."""
+
+    def to_json(self) -> str:
+        """Return a text from which `from_json` makes the same decision."""
+        return json.dumps({"summary": asdict(self.summary), "updated": self.updated})
+
+    @classmethod
+    def from_json(cls, text: str) -> Decision:
+        """Return the decision of a text."""
+        values: dict[str, Any] = json.loads(text)
+        return cls(StepSummary(**values["summary"]), values["updated"])
+
+
+@dataclass
+class _Step:
+    """What a rank keeps of one step."""
+
+    messages: list[tuple[int, Tensor]] = field(default_factory=list)
+    """Those that it has sent, with the rank to which, in the order in which they were sent."""
+    decision: Decision | None = None
+    """None until the step is complete."""
+
+
+class ReplayLog:
+    """The messages that a rank has sent in the newest steps, and what all ranks have agreed on in each.
+
+    A `MessageLog` and a `StepLog`. It keeps no more than `limit_bytes` of messages, those of the newest steps.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        """Size of the messages, bytes."""
+        self._steps: dict[int, _Step] = {}
+        self._position: Position | None = None
+        """That of this rank in these steps; None = it logs nothing."""
+        self._epoch = self._first = 0
+        """As of LoggedSteps."""
+        self._limit_bytes = 0
+
+    @property
+    def end(self) -> int:
+        """Number of steps up to the last complete one."""
+        end = self._first
+        while end in self._steps and self._steps[end].decision is not None:
+            end += 1
+        return end
+
+    def open(self, epoch: int, step: int, position: Position, limit_bytes: int, *, is_continued: bool = False) -> None:
+        """Log the steps of a view with one replica, from step `step` on.
+
+        is_continued: whether the run has not returned to an earlier step. Then the steps before are kept, too, if they
+        are logged up to this one.
+        """
+        if not is_continued or self._position != position or self.end != step:
+            self.close()
+            self._epoch, self._position, self._first = epoch, position, step
+        self._limit_bytes = limit_bytes
+        self.return_to(step)  # drops what was sent ahead
+
+    def close(self) -> None:
+        """Drop all steps, and log no more."""
+        self._steps.clear()
+        self.nbytes, self._position = 0, None
+
+    def add(self, peer: int, header: Header, message: Tensor) -> None:
+        if self._position and header.step >= self._first:
+            self._steps.setdefault(header.step, _Step()).messages.append((peer, message.clone()))
+            self.nbytes += len(message)
+            while self.nbytes > self._limit_bytes:
+                self.drop_before(min(self._steps) + 1)
+
+    def complete(self, step: int, summary: StepSummary, *, updated: bool) -> None:
+        if self._position and step >= self._first:
+            self._steps.setdefault(step, _Step()).decision = Decision(summary, updated)
+
+    def report(self, *, ready: bool) -> LoggedSteps | None:
+        """Return what the worker reports of the log. ready: whether it has sent all messages of the next step."""
+        if self._position is None:
+            return None
+        return LoggedSteps(self._epoch, self._position.stages, self._first, self.end + ready)
+
+    def messages_to(self, peer: int, step: int) -> list[Tensor]:
+        """Return the messages of a step to a rank, in the order in which they were sent."""
+        return [message for to, message in self._steps[step].messages if to == peer]
+
+    def decision(self, step: int) -> Decision:
+        """Return what the ranks have agreed on in a complete step."""
+        decision = self._steps[step].decision
+        assert decision is not None
+        return decision
+
+    def drop_before(self, step: int) -> None:
+        """Drop the steps before one."""
+        self._first = max(self._first, step)
+        self._drop([each for each in self._steps if each < step])
+
+    def return_to(self, step: int) -> None:
+        """Drop the steps after the first `step` ones."""
+        self._first = min(self._first, step)
+        self._drop([each for each in self._steps if each >= step])
+
+    def _drop(self, steps: list[int]) -> None:
+        for step in steps:
+            self.nbytes -= sum(len(message) for _, message in self._steps.pop(step).messages)
