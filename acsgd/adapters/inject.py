@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from acsgd.adapters.prefix import PrefixedAttention, inject_prefix, prefix_config
 from acsgd.adapters.prompt import PromptedEmbedding, inject_prompt, prompt_config
+from acsgd.adapters.quantize import Quantization, quantize_layers
 from acsgd.adapters.spec import ALL_LINEAR, IA3, NAME, Adapter, PrefixTuning, PromptTuning, VirtualTokens, names_in
 from acsgd.layers.description import LayerSpec, ModelLayers
 from acsgd.layers.skeleton import parameter_names, set_parameter
@@ -162,11 +163,22 @@ def module_of(key: str) -> str:
 
 
 def build_adapted(
-    task: Task, config: PreTrainedConfig, adapter: Adapter | None, dtype: torch.dtype = torch.float32
+    task: Task,
+    config: PreTrainedConfig,
+    adapter: Adapter | None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    blocks: Collection[str] = (),
+    quantization: Quantization | None = None,
 ) -> PreTrainedModel:
-    """Build a model as `Task.build_in` does, with an adapter if one is given. Raises as `inject`."""
+    """Build a model as `Task.build_in` does, with an adapter if one is given. Raises as `inject`.
+
+    quantization: of the frozen linear layers of `blocks`, module paths.
+    """
     model = task.build_in(config, dtype)
     if adapter is not None:
+        if quantization is not None:
+            quantize_layers(model, blocks, quantization, names_in(adapter.modules_to_save))
         inject(model, adapter, task.name)
     return model
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import re
 
-from acsgd.adapters.spec import parse_adapter
+from acsgd.adapters.spec import Adapter, LoRA, parse_adapter
 from acsgd.config.options import CheckpointConfig, Config, DataConfig, ElasticConfig, LogConfig, OptimConfig
 from acsgd.config.ranges import COUNT, out_of_range
 
@@ -38,6 +39,7 @@ def _check_adapter(config: Config) -> None:
     if spec is not None and config.model.freeze is not None:
         raise ValueError("model.freeze: adapter.spec freezes all parameters of the model; remove one of both")
     adapter = parse_adapter(spec)
+    _check_quantize(config.model.quantize, adapter)
     if adapter is None or not adapter.virtual_tokens:
         return
     if config.model.task != "lm" or data.isolate or data.objective != "causal":
@@ -49,6 +51,26 @@ def _check_adapter(config: Config) -> None:
         raise ValueError(
             f'adapter.spec="{spec}": the virtual tokens count towards data.sequence={data.sequence}; use '
             f"data.sequence={adapter.virtual_tokens + 2} or more"
+        )
+
+
+def _check_quantize(quantization: str, adapter: Adapter | None) -> None:
+    if quantization == "none":
+        return
+    if adapter is None:
+        raise ValueError(
+            f"model.quantize={quantization}: quantized weights cannot be trained; add an adapter, such as "
+            "--adapter.spec lora, or remove model.quantize"
+        )
+    if not isinstance(adapter, LoRA) or adapter.dora:
+        raise ValueError(
+            f"model.quantize={quantization} is for lora without dora=true; use --adapter.spec lora, or remove "
+            "model.quantize"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(
+            f"model.quantize={quantization} needs bitsandbytes, which is not installed; "
+            'pip install "acsgd[8bit,adapters]"'
         )
 
 

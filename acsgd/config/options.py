@@ -43,6 +43,9 @@ class ModelConfig:
     """Parameters that are not trained, comma-separated patterns of names: "transformer.wte.*,transformer.h.[0-5].*".
     They take no memory for gradients and optimizer state, and stages below the first trained parameter run no backward.
     Default: none."""
+    quantize: Literal["none", "nf4", "int8"] = "none"
+    """Keep the frozen linear layers of blocks in 4 ("nf4") or 8 bits ("int8"), as QLoRA does; needs adapter.spec=lora
+    and acsgd[8bit]. "none" keeps them in model.dtype."""
     dropout_mask: Literal["step", "sample"] = "step"
     """What a dropout mask depends on: "step" draws new masks in every step; "sample" gives a sequence the same masks in
     every epoch, so that its activations change little between epochs, as delta codecs need. "sample" computes one

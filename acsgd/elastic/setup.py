@@ -30,6 +30,11 @@ def check_elastic(job: Job) -> None:
             f"pp.forward={config.pp.forward}: the files of caches belong to replicas, whose ranks change in an elastic "
             "run; use cache=ram"
         )
+    if config.model.quantize != "none":
+        raise ValueError(
+            f"model.quantize={config.model.quantize}: elastic runs cannot move quantized layers between hosts yet; "
+            "remove it, or start the run without --rdzv-backend acsgd"
+        )
     if config.elastic.replan and config.pp.layers is not None:
         raise ValueError(
             f"pp.layers={list(config.pp.layers)} is for pp.stages={config.pp.stages}, but elastic.replan changes the "

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
+from acsgd.adapters.quantize import is_quantized, quantized_bytes
 from acsgd.config.options import Config, LogConfig
 from acsgd.io.sampling.batches import reading_bytes
 from acsgd.io.telemetry.json_lines import METRICS
@@ -71,6 +74,24 @@ class ParameterCount(NamedTuple):
 
     trained: int
     frozen: int
+    quantized: int = 0
+    """Number of the frozen ones that are quantized."""
+    quantized_bytes: int = 0
+    """Memory of these."""
+
+    @classmethod
+    def of(cls, model: nn.Module, keys: Collection[str], frozen: Collection[str]) -> ParameterCount:
+        """Count some parameters of a model, which may be on the meta device. frozen: names of those not trained."""
+        params = {key: model.get_parameter(key) for key in keys}
+        fixed = [param for key, param in params.items() if key in frozen]
+        quantized = [param for param in fixed if is_quantized(param)]
+        num_fixed = sum(param.numel() for param in fixed)
+        return cls(
+            sum(param.numel() for param in params.values()) - num_fixed,
+            num_fixed,
+            sum(param.numel() for param in quantized),
+            sum(map(quantized_bytes, quantized)),
+        )
 
     @property
     def all(self) -> int:
@@ -83,7 +104,8 @@ class ParameterCount(NamedTuple):
         dtype: of the parameters.
         """
         copy = 0 if dtype == torch.float32 else dtype.itemsize  # beside the fp32 master weights
-        return self.frozen * dtype.itemsize + self.trained * (WEIGHT_BYTES + copy + GRADIENT_BYTES * trains)
+        constant = (self.frozen - self.quantized) * dtype.itemsize + self.quantized_bytes
+        return constant + self.trained * (WEIGHT_BYTES + copy + GRADIENT_BYTES * trains)
 
     def describe(self) -> str:
         """Return a clause such as "124.4 M parameters, 0.3 M of them trained"."""

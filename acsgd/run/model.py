@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from acsgd.adapters.inject import build_adapted, with_adapter
+from acsgd.adapters.quantize import Quantization, least_bytes
 from acsgd.adapters.spec import Adapter, parse_adapter
 from acsgd.codecs.identity import DTYPES
 from acsgd.config.options import Config
@@ -39,6 +40,8 @@ class RunModel(NamedTuple):
     description: ModelLayers
     """Layers of the run, with its adapter and the parameters that it freezes."""
     adapter: Adapter | None
+    quantization: Quantization | None
+    """Of the frozen linear layers of blocks."""
     is_verified: bool
     """Whether the layers were compared with the whole model when it was converted."""
 
@@ -54,7 +57,14 @@ class RunModel(NamedTuple):
 
     def build(self, dtype: torch.dtype) -> PreTrainedModel:
         """Build the model with its adapter, its parameters on the meta device."""
-        return build_adapted(self.task, self.config, self.adapter, dtype)
+        return build_adapted(
+            self.task,
+            self.config,
+            self.adapter,
+            dtype,
+            blocks=self.derived.blocks,
+            quantization=self.quantization,
+        )
 
     def describe_size(self) -> str:
         """Return the size in words, for messages."""
@@ -70,8 +80,9 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
     found = open_model(config.model, is_valid=lambda config: cache.find(config) is not None)
     check_sequence(config.data.sequence, longest_sequence(found.config))
     has_frozen = config.model.freeze is not None or config.adapter.spec is not None
+    quantization = None if config.model.quantize == "none" else config.model.quantize
     # before the model is built, which takes memory itself
-    count = ParameterCount(0, found.num_parameters) if has_frozen else ParameterCount(found.num_parameters, 0)
+    count = _least_count(found.num_parameters, quantization, has_frozen=has_frozen)
     check = partial(
         check_memory, stages=config.pp.stages, processes=launch.local_world_size, streams=streams, trains=trains
     )
@@ -79,10 +90,10 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
     derived = found.layers or cache.find(found.config) or derive_layers(found.directory, found.config, task.name)
     adapter, description = parse_adapter(config.adapter.spec), _freeze(derived, config.model.freeze)
     if has_frozen:
-        built = build_adapted(task, found.config, adapter)
+        built = build_adapted(task, found.config, adapter, blocks=derived.blocks, quantization=quantization)
         if adapter is not None:
             description = with_adapter(derived, built, adapter, task.name)
-        count = _count(built, description)
+        count = ParameterCount.of(built, parameter_names(built), description.frozen)
         check(count, DTYPES[config.model.dtype])
     return RunModel(
         found.directory,
@@ -92,15 +103,16 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
         derived,
         description,
         adapter,
+        quantization,
         is_verified=found.layers is not None,
     )
 
 
-def _count(model: PreTrainedModel, layers: ModelLayers) -> ParameterCount:
-    """Return the number of parameters of a model that are trained, and of those that are not."""
-    sizes = {key: model.get_parameter(key).numel() for key in parameter_names(model)}
-    frozen = sum(sizes[key] for key in layers.frozen)
-    return ParameterCount(sum(sizes.values()) - frozen, frozen)
+def _least_count(parameters: int, quantization: Quantization | None, *, has_frozen: bool) -> ParameterCount:
+    """Return the count that needs least memory, if which parameters are frozen or quantized is not known yet."""
+    if quantization is not None:
+        return ParameterCount(0, parameters, parameters, least_bytes(parameters, quantization))
+    return ParameterCount(0, parameters) if has_frozen else ParameterCount(parameters, 0)
 
 
 def _freeze(layers: ModelLayers, patterns: str | None) -> ModelLayers:

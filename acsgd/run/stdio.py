@@ -96,8 +96,8 @@ def protect_streams() -> None:
 
     Until `enter_training`, standard output may wait without limit, for the reader of --help in a pager. Descriptors 0
     to 2 that are closed are opened on the null device: a file of the run that gets the number would receive the output
-    of native code. Warnings of bitsandbytes are not printed: PEFT imports it, and it warns of 4-bit kernels, which
-    nothing here uses.
+    of native code. Warnings of bitsandbytes are not printed: PEFT imports it, and it warns of optional kernels for
+    weights that are repacked for inference, which nothing here uses, and of inputs that int8 casts to fp16.
     """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     for fd in range(3):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from acsgd.adapters.quantize import is_quantized, quantize
 from acsgd.layers.description import LayerSpec, ModelLayers
 from acsgd.layers.lookup_table import LookupTable
 from acsgd.layers.skeleton import move_buffers, parameter_names, set_buffer, set_tied_parameter
@@ -88,7 +89,11 @@ class LayerLoader:
                 continue
             first = self._holders[key][0]
             tensor = tensors[key] if first == index else self._source.tensor(self._layers.layers[first].name, key)
-            param = nn.Parameter(_copy(tensor, self._device, self._dtype), requires_grad=key not in self._layers.frozen)
+            if is_quantized(held := self._model.get_parameter(key)):
+                param = quantize(held, tensor, key, device=self._device, dtype=self._dtype)
+            else:
+                is_trained = key not in self._layers.frozen
+                param = nn.Parameter(_copy(tensor, self._device, self._dtype), requires_grad=is_trained)
             set_tied_parameter(self._model, self._names[key], param)
             if param.requires_grad:
                 weights.append(self._weight(key, param, tensor, is_copy=first != index))

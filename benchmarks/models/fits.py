@@ -3,9 +3,9 @@
     .venv/bin/python -m benchmarks.models.fits [--json runs/benchmarks/fits.json]
 
 A pipeline has one stage per GPU, balanced as a run without pp.layers balances it. Counted are weights and gradients, as
-by `ParameterCount.needed_bytes` with bf16 parameters, and AdamW's two moments in fp32, for the stage that needs most.
-Not counted are activations and their gradients, messages, temporary tensors, and what the GPU's libraries reserve: what
-is left must hold them.
+by `ParameterCount.needed_bytes` with bf16 parameters, in QLoRA with nf4, and AdamW's two moments in fp32, for the stage
+that needs most. Not counted are activations and their gradients, messages, temporary tensors, and what the GPU's
+libraries reserve: what is left must hold them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rich.table import Table
 from transformers import GPTNeoXConfig, LlamaConfig, PreTrainedConfig
 
 from acsgd.adapters.inject import build_adapted, with_adapter
+from acsgd.adapters.quantize import Quantization
 from acsgd.adapters.spec import parse_adapter
 from acsgd.layers.description import LayerSpec
 from acsgd.run.limits import ParameterCount
@@ -46,7 +47,12 @@ MODELS: dict[str, PreTrainedConfig] = {
     ),
 }
 """Sizes as published."""
-ADAPTERS = {"full": None, "LoRA": "lora:r=16"}
+WAYS: dict[str, tuple[str | None, Quantization | None]] = {
+    "full": (None, None),
+    "LoRA": ("lora:r=16", None),
+    "QLoRA": ("lora:r=16", "nf4"),
+}
+"""Spec of the adapter, and how frozen linear layers are quantized."""
 GPUS = {"1 x 24 GB": (1, 24), "2 x 24 GB": (2, 24), "8 x 16 GB": (8, 16)}
 """Number of GPUs, and the memory of one, GiB."""
 DTYPE = torch.bfloat16
@@ -65,27 +71,24 @@ class Need(NamedTuple):
     nbytes: int
 
 
-def need(config: PreTrainedConfig, spec: str | None, stages: int) -> Need:
+def need(config: PreTrainedConfig, spec: str | None, quantization: Quantization | None, stages: int) -> Need:
     """Return the memory that a model needs on some stages. spec: of the adapter; None = full fine-tuning."""
     task, adapter = TASKS["lm"], parse_adapter(spec)
     derived = description = task.layers(config)
-    model = build_adapted(task, config, adapter)
+    model = build_adapted(task, config, adapter, blocks=derived.blocks, quantization=quantization)
     if adapter is not None:
         description = with_adapter(derived, model, adapter, task.name)
     costs = layer_costs(task, config, derived, SIZES, device="cuda")
     cuts = plan(training_costs(costs, description), stages)
 
     def count(layers: tuple[LayerSpec, ...]) -> ParameterCount:
-        keys = {key for layer in layers for key in layer.parameters}
-        frozen = keys.intersection(description.frozen)
-        size = {key: model.get_parameter(key).numel() for key in keys}
-        return ParameterCount(sum(size[key] for key in keys - frozen), sum(size[key] for key in frozen))
+        return ParameterCount.of(model, {key for layer in layers for key in layer.parameters}, description.frozen)
 
     def nbytes(count: ParameterCount) -> int:
         return count.needed_bytes(DTYPE) + MOMENTS_BYTES * count.trained
 
     largest = max((count(description.layers[slice(*cut)]) for cut in cuts), key=nbytes)
-    return Need(*largest, nbytes(largest))
+    return Need(largest.trained, largest.frozen, nbytes(largest))
 
 
 def main() -> None:
@@ -96,10 +99,10 @@ def main() -> None:
     table = Table("model", "fine-tuning", *GPUS, title="GiB of the stage that needs most; left for activations")
     results = []
     for name, config in MODELS.items():
-        for way, spec in ADAPTERS.items():
+        for way, (spec, quantization) in WAYS.items():
             cells = []
             for gpus, (stages, gib) in GPUS.items():
-                found = need(config, spec, stages)
+                found = need(config, spec, quantization, stages)
                 left = gib * 2**30 - found.nbytes
                 verdict = f"[green]{left / 2**30:.1f} left[/]" if left >= 0 else "[red]no[/]"
                 cells.append(f"{found.nbytes / 2**30:.1f}, {verdict}")

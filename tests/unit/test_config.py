@@ -177,7 +177,8 @@ def test_every_numeric_option_declares_a_range_and_refuses_what_is_outside() -> 
     base = "--model.name m --data.sources demo --data.sequence 8 --data.batch 2 --optim.lr 1 --optim.steps 3"
     for section in dataclasses.fields(Config):
         kind = typing.get_type_hints(Config)[section.name]
-        numeric = [name for name, hint in typing.get_type_hints(kind).items() if re.search("int|float", str(hint))]
+        hints = typing.get_type_hints(kind)
+        numeric = [name for name, hint in hints.items() if re.search(r"\b(int|float)\b", str(hint))]
         ranges = ranges_of(kind)
         assert numeric == list(ranges), f"{section.name}: options without a range"
         for name, odd in itertools.product(numeric, ODD):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from lib.training import make_config
 
-from acsgd.config.options import ElasticConfig, ReplicaConfig
+from acsgd.config.options import AdapterConfig, ElasticConfig, ReplicaConfig
 from acsgd.elastic.setup import check_elastic, possible_cuts, with_stages
 from acsgd.launch import Launch
 from acsgd.run.job import prepare
@@ -48,6 +48,16 @@ def test_copies_of_a_tied_weight_stay_equal_or_the_mode_is_refused(
         return
     with pytest.raises(ValueError, match=f"dp.mode={mode} keeps state per replica, and .* copies of .*wte.weight"):
         check_elastic(job)
+
+
+def test_quantized_layers_are_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="the extra 8bit is not installed")
+    config = make_config(tiny_model("llama", num_hidden_layers=2), tmp_path)
+    quantized = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, quantize="nf4"), adapter=AdapterConfig("lora")
+    )
+    with pytest.raises(ValueError, match=r"model.quantize=nf4: elastic runs cannot move quantized layers .* yet"):
+        check_elastic(prepare(quantized, Launch()))
 
 
 def test_replanned_runs_have_a_cut_for_each_number_of_stages_that_their_jobs_use(

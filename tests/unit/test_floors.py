@@ -67,6 +67,7 @@ ORDER = """
     layers.verify
     metrics
     tasks
+    adapters.quantize
     adapters.prompt
     adapters.prefix
     adapters.inject

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from lib.training import make_config
+from torch import Tensor
 
+from acsgd.adapters.quantize import Quantization, is_quantized, quantize
 from acsgd.config.options import AdapterConfig, Config
 from acsgd.launch import Launch
 from acsgd.run.job import prepare
@@ -46,6 +49,38 @@ def test_gradients_are_counted_for_trained_parameters_alone(tiny_model: TinyMode
     freeze = dataclasses.replace(config.model, freeze="model.*")
     frozen = count_of(dataclasses.replace(config, model=freeze))
     assert frozen == ParameterCount(model.lm_head.weight.numel(), whole.trained - model.lm_head.weight.numel())
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_quantized_layers_are_counted_by_their_bytes(
+    quantization: Quantization, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("bitsandbytes", reason="the extra 8bit is not installed")
+    model = tiny_model("llama", num_hidden_layers=2, hidden_size=64, intermediate_size=128)
+    plain = dataclasses.replace(make_config(model, tmp_path), adapter=AdapterConfig("lora:r=4"))
+    config = dataclasses.replace(plain, model=dataclasses.replace(plain.model, quantize=quantization))
+    job, full = prepare(config, Launch()), count_of(plain)
+    built, count = job.model.build(job.dtype), job.model.parameters
+    on_meta = {key: param for key, param in built.named_parameters() if is_quantized(param)}
+    assert len(on_meta) == 2 * 7
+    assert count == full._replace(
+        quantized=sum(param.numel() for param in on_meta.values()),
+        quantized_bytes=sum(bytes_of(key, param) for key, param in on_meta.items()),
+    )
+    needed = count.needed_bytes(job.dtype)
+    assert needed == full.needed_bytes(job.dtype) - 4 * count.quantized + count.quantized_bytes
+    monkeypatch.setattr(Streams, "memory_bytes", lambda self: needed)
+    prepare(config, Launch())
+    with pytest.raises(ValueError, match="weights need at least"):
+        prepare(plain, Launch())
+
+
+def bytes_of(key: str, meta: Tensor) -> int:
+    """Return the bytes of the tensors of a quantized parameter."""
+    param: Any = quantize(meta, torch.randn(meta.shape), key, device=torch.device("cpu"), dtype=torch.float32)
+    state = getattr(param, "quant_state", None)
+    parts = [param, param.SCB] if state is None else [param, state.absmax, state.code]
+    return sum(part.nbytes for part in parts)
 
 
 @pytest.mark.parametrize(

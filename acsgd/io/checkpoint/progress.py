@@ -32,7 +32,10 @@ RECENT = 16
 """Number of losses whose mean a loss spike is measured against."""
 VOLATILE = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")
 """Keys of a model config that do not change training."""
-RECORDED = ("model.dtype", "model.recompute", "model.freeze", "model.dropout_mask", "optim", "pp", "dp")
+RECORDED = (
+    *("model.dtype", "model.recompute", "model.freeze", "model.quantize", "model.dropout_mask"),
+    *("optim", "pp", "dp"),
+)
 """Options and sections of options that a checkpoint records: those that change training, besides RunIdentity."""
 
 
