@@ -26,6 +26,9 @@ from tests.lib.forked_torchrun import send
 
 GOAL = 1.01
 WARMUP, STEPS_PER_BLOCK, ROUNDS_PER_START = 1, 6, 6
+SETTLED = 14
+"""Steps before the first block. The first snapshot, after 8 steps, is complete by then. The next one follows only when
+all steps since have taken 200 times as long as it did."""
 NEVER = ("--elastic.hang", "1000000", "--elastic.silence", "3600")
 """Flags of an elastic run whose processes are stopped on purpose."""
 
@@ -57,6 +60,7 @@ def _measure(directory: Path, run_file: Path) -> Blocks:
         sides = (elastic, static)
         for side in sides:
             side.start_all()
+            side.wait_until(lambda side=side: side.watch.last_step >= SETTLED)
             send(signal.SIGSTOP, side.pids(*NAMES))
         blocks = []
         for index in range(ROUNDS_PER_START):
