@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.common import netlab
-from tests.lib.injection import Death, NoRegister, Pace, SlowDisk
+from tests.lib.injection import Death, FullDisk, NoRegister, Pace, SlowDisk
 from tests.lib.scenes import EXACT, HANG_S, MODES, SHAPES, SILENCE_S, Row, Scene, Shape, calm_losses, opened
 
 MINUTE_S, YEAR_S = 60.0, 365 * 86400.0
@@ -267,6 +267,22 @@ def _dies_in_save(scene: Scene) -> None:
     scene.recover()
 
 
+def _joiner_cannot_save(scene: Scene) -> None:
+    """A host joins on which no layer can be written: it ends at the next save, which the others repeat."""
+    scene.start_all()
+    scene.kill("c")
+    scene.recover()
+    joiner = scene.start("e", worker=[FullDisk()])
+    scene.wait_until(lambda: joiner.exit_code is not None, "end of the host that cannot save")
+    error, *others = scene.running.pop("e").errors
+    assert not others, [error, *others]
+    assert " could not be saved: rank " in error, error
+    assert error.endswith("fix the cause and start this host again"), error
+    step, checkpoints = int(error.split()[2]), scene.hosts.run_dir / "checkpoints"  # "error: step 50 could not ..."
+    saved = f"step-{step:08d}"
+    scene.wait_until(lambda: any(path.name >= saved for path in checkpoints.glob("step-????????")), "the next save")
+
+
 def _sigterm_in_change(scene: Scene) -> None:
     """Another host receives SIGTERM while the view after a death is formed."""
     scene.start_all()
@@ -349,6 +365,7 @@ SCENARIOS: dict[str, Scenario] = {
     "spare is used": Scenario(_spare, flags=("--elastic.max_replicas", "{replicas}")),
     **{f"joiner dies {name}": Scenario(partial(_joiner_dies, point=point)) for name, point in JOINER.items()},
     "host dies during a save": Scenario(_dies_in_save),
+    "joiner cannot save": Scenario(_joiner_cannot_save),
     "host dies during evaluation": Scenario(partial(_dies, point="evaluates", call=2)),
     "SIGTERM during a change": Scenario(_sigterm_in_change),
     "wrong secret, garbage on the port": Scenario(_strangers),

@@ -7,6 +7,7 @@ in the parent of the directory of the host.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import signal
@@ -25,6 +26,7 @@ from acsgd.elastic.daemon import Connections
 from acsgd.elastic.messages import Decided, Hello, Prepare, View
 from acsgd.elastic.register import ViewRegister
 from acsgd.elastic.views import Membership
+from acsgd.io.checkpoint import saver
 from acsgd.optim.adamw import AdamWOptimizer
 from acsgd.pp.runtime import Pipeline
 from acsgd.run.control import Gather, StepExchange
@@ -316,6 +318,17 @@ class SlowDisk:
 
     def __call__(self) -> None:
         _before(os, "fsync", lambda descriptor: time.sleep(self.seconds))
+
+
+@dataclass(frozen=True)
+class FullDisk:
+    """No layer of a checkpoint can be written."""
+
+    def __call__(self) -> None:
+        _before(saver, "write_layer", self._fail)
+
+    def _fail(self, directory: Path, *_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
 
 
 @dataclass(frozen=True)
