@@ -23,7 +23,7 @@ from acsgd.elastic.handover import (
     worker_state,
 )
 from acsgd.elastic.messages import Broken, Done, End, Hello, Idle, Leave, Run, Setup, Stop, Stopped, View
-from acsgd.elastic.plan import Plan, WorkerState
+from acsgd.elastic.plan import WorkerState
 from acsgd.elastic.replay import describe_log, log_bytes, open_log, replay_position
 from acsgd.elastic.setup import check_elastic, setup_of, with_stages
 from acsgd.elastic.snapshot_store import SnapshotStore
@@ -205,7 +205,7 @@ class ElasticWorker:
             store = self._store if rank == 0 else connect_store(view.host_of(0), plan.store_port, waits)
             connecting = connect(job.topology, timeout=timeout, store=store, waits=waits, background=True)
             groups = stack.enter_context(connecting)
-            self._hold_lock(job, groups, plan)
+            self._hold_lock(job, groups, view)
             inputs = open_inputs(job, groups, has_caches=self._session is not None and bool(self._session.caches))
             stack.callback(inputs.reader.close, wait=False)
             job = replace(job, config=config.with_steps(inputs.steps))
@@ -301,14 +301,14 @@ class ElasticWorker:
         """Return what rank 0 prints at the start of a view; what does not change, in the first alone."""
         return begin.notes if self._view else [job.describe(), *inputs.notes, *begin.notes]
 
-    def _hold_lock(self, job: Job, groups: Groups, plan: Plan) -> None:
+    def _hold_lock(self, job: Job, groups: Groups, view: View) -> None:
         """Give rank 0 the lock of the run; all ranks together."""
-        is_holder = job.topology.rank == 0
-        if self._lock is None or self._is_lock_holder != is_holder:
+        is_holder, is_next = job.topology.rank == 0, self._view is not None and view.epoch == self._view.epoch + 1
+        if self._lock is None or self._is_lock_holder != is_holder or not is_next:  # others may have held it meanwhile
             if self._lock is not None:
                 self._lock.release()
             self._lock, self._is_lock_holder = RunLock(leases_of(job)), is_holder
-            if not plan.is_first:
+            if not view.plan.is_first:
                 self._lock.take_over()
-        if plan.is_first:
+        if view.plan.is_first:
             self._lock.acquire(groups, self._config.run.timeout)

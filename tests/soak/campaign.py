@@ -360,7 +360,7 @@ def limit_memory(nbytes: int) -> None:
 def _reason(error: Exception) -> str:
     """Return a failure in one line: an assertion's message, or type and message of an exception."""
     text = str(error) if isinstance(error, AssertionError) and str(error) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:500]
+    return " ".join(text.split())[:3000]
 
 
 def _kill(process: BaseProcess) -> None:
