@@ -31,12 +31,11 @@ SCRIPTS: dict[str, Script] = {
         ScriptedView((0, 1, 2), 4, late=(0, 1)),
         ScriptedView((0, 1, 2), STEPS),
     ],
-    "returns to a step": [JOINS[0], ScriptedView((0, 1, 2), STEPS, returns=Return(after=7, to=3))],
-    "connection is cut": [JOINS[0], ScriptedView((0, 1, 2), 5, cut_message=2), ScriptedView((1, 2, 0), STEPS)],
+    "returns to a step": [JOINS[0], ScriptedView((0, 1, 2), STEPS, returns=Return(after=6, to=3))],
     "another one joins": [ScriptedView((1,), 2), ScriptedView((1, 2), 4), ScriptedView((1, 2, 0), STEPS)],
     "all others end": [ScriptedView((0,), 2), ScriptedView((0, 2), 4), ScriptedView((2,), STEPS)],
 }
-"""When the run returns to a step, process 2 has requested all layers, and the last one is on its way.
+"""When the run returns to a step, process 2 has not requested the last layer yet, however fast the others arrive.
 In the last script, it continues from the snapshot that process 0 has sent it after step 4."""
 SKIPPED = 4
 OTHER_RUNS = ("skipped step", "sharded_ps", "powersgd:rank=1", "frozen", "streamed", "tied rows")
@@ -114,8 +113,6 @@ def test_a_rank_joins_when_it_has_the_state_of_the_others_bit_for_bit(runs: Runs
     else:
         assert not joining[STEPS]
         assert STEPS in newcomer.digests
-    is_cut = name == "connection is cut"
-    assert any("the connection was closed" in cut for cut in newcomer.cuts) == is_cut, "the error names the cause"
     if name == "all others end":
         assert newcomer.origins == ["memory", "snapshot"]
     elif name != "newcomer ends":

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,7 +19,6 @@ from safetensors.torch import load
 
 from acsgd import train
 from acsgd.config.options import Config
-from acsgd.elastic import state_channel
 from acsgd.elastic.handover import (
     complete_step,
     end_transfers,
@@ -37,7 +34,7 @@ from acsgd.elastic.setup import possible_cuts, with_stages
 from acsgd.elastic.snapshot_store import SnapshotStore
 from acsgd.elastic.snapshots import Snapshots
 from acsgd.elastic.transfer import LayersInMemory, layer_message
-from acsgd.errors import RunError, WaitInterruptedError
+from acsgd.errors import WaitInterruptedError
 from acsgd.fields import from_json
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.rows.streamed import StreamState
@@ -45,7 +42,7 @@ from acsgd.io.sampling.batches import Batch, BatchReader
 from acsgd.launch import Launch
 from acsgd.run import build
 from acsgd.run.build import build_session
-from acsgd.run.control import StepSummary, Votes
+from acsgd.run.control import Votes
 from acsgd.run.data import open_data
 from acsgd.run.inputs import open_weight_source, plan_activation_caches
 from acsgd.run.job import prepare
@@ -86,9 +83,6 @@ class ScriptedView(NamedTuple):
     returns: Return | None = None
     skipped: int | None = None
     """Step, counted from 1, that leaves the weights as they are, as if its gradients were not finite."""
-    cut_message: int | None = None
-    """Message with state of a rank that joins, counted from 1, in the middle of which its connection is cut. It must
-    be noticed after the last step."""
 
 
 class Trained(NamedTuple):
@@ -106,8 +100,6 @@ class Trained(NamedTuple):
     """Where the state came from in each view it was in: disk, memory, snapshot, or replay of some steps."""
     joining: dict[int, list[int]]
     """Replicas without all of their state in each step."""
-    cuts: list[str]
-    """Errors after a connection was cut."""
 
 
 Script = Sequence[ScriptedView]
@@ -124,8 +116,7 @@ def train_in_views(
         process = _Process(rank, dist.PrefixStore(name, store), dataclasses.replace(config, log=log))
         for number, view in enumerate(script):
             try:
-                with _cut(view.cut_message):
-                    process.run_view(number, view)
+                process.run_view(number, view)
             except Exception as error:
                 error.add_note(f"in view {number} of the run {name}")
                 raise
@@ -136,7 +127,6 @@ def train_in_views(
             process.streams,
             process.origins,
             process.joining,
-            process.cuts,
         )
     return trained
 
@@ -157,7 +147,6 @@ class _Process:
         self.forward_bytes: dict[int, int] = {}
         self.streams: dict[int, StreamState | None] = {}
         self.joining: dict[int, list[int]] = {}
-        self.cuts: list[str] = []
 
     def run_view(self, number: int, view: ScriptedView) -> None:
         """Take part in a view, or drop the state."""
@@ -258,7 +247,7 @@ class _Process:
                     snapshots.return_to(returns.to)
                 returns = None
                 continue
-            self._after_step(result.summary, is_cut=view.cut_message is not None and step + 1 == view.until)
+            self._state.transfers.after_step(result.summary)
             pace.record(result.summary, step + 1)
             self._note_step()
             if snapshots is not None:
@@ -277,14 +266,6 @@ class _Process:
             state.add(load(message))
             state.load_layer(layer, session)
         self._state.return_to(progress)
-
-    def _after_step(self, summary: StepSummary, *, is_cut: bool) -> None:
-        try:
-            self._state.transfers.after_step(summary)
-        except RunError as error:
-            if not is_cut:
-                raise
-            self.cuts.append(str(error))
 
     def _votes(self) -> Votes:
         return Votes(joins=self._state.transfers.is_pending, wanted=self._state.transfers.wanted)
@@ -308,23 +289,6 @@ class _Process:
 
 def _origin(plan: Plan) -> str:
     return plan.origin if plan.replay is None else f"replay of {plan.step - plan.replay.step} steps"
-
-
-@contextlib.contextmanager
-def _cut(number: int | None) -> Iterator[None]:
-    """Cut the connection for state in the middle of a message. number: of the message, counted from 1; None = never."""
-    received, read = itertools.count(1), state_channel._read
-
-    def cut(connection: socket.socket, length: int) -> bytes:
-        is_message = length > state_channel._TOKEN_BYTES  # else a length, or the token
-        if is_message and next(received) == number:
-            read(connection, length // 2)
-            connection.shutdown(socket.SHUT_RDWR)
-        return read(connection, length)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state_channel, "_read", cut)
-        yield
 
 
 @contextlib.contextmanager
