@@ -151,23 +151,31 @@ def _run_agent(host: Host) -> NoReturn:
 
 
 class _Helper:
-    """The agent's connection to the process that forks its workers, and is their parent."""
+    """The agent's connection to the process that forks its workers, and is their parent.
+
+    Requests have numbers: torchrun's signal handlers raise an exception, so the answer to one may not be read.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._answers = connection.makefile("r")
+        self._number = 0
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Worker:
         """Start a worker."""
         return Worker(self._request([list(arguments), dict(environment)]), self)
 
     def poll(self, pid: int) -> int | None:
-        """Return the exit code of a worker, None while it runs. Afterwards, there is no process with this pid."""
+        """Return the exit code of a worker, None while it runs."""
         return self._request(pid)
 
     def _request(self, request: object) -> Any:
-        self._connection.sendall(json.dumps(request).encode() + b"\n")
-        return json.loads(self._answers.readline())
+        self._number += 1
+        self._connection.sendall(json.dumps([self._number, request]).encode() + b"\n")
+        while True:
+            number, answer = json.loads(self._answers.readline())
+            if number == self._number:
+                return answer
 
 
 @dataclass
@@ -195,16 +203,22 @@ class Worker:
 def _fork_workers(connection: socket.socket, host: Host) -> NoReturn:
     """Serve the requests of the agent; end with it."""
     _note_pid(HELPER)
+    exit_codes: dict[int, int] = {}
     for line in connection.makefile("r"):
-        request = json.loads(line)
+        number, request = json.loads(line)
         if isinstance(request, int):
-            ended, status = os.waitpid(request, os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if ended else None
+            if request not in exit_codes:
+                ended, status = os.waitpid(request, os.WNOHANG)
+                if ended:
+                    exit_codes[request] = os.waitstatus_to_exitcode(status)
+            answer = exit_codes.get(request)
         elif (answer := os.fork()) == 0:
             connection.close()
             _run_worker(*request, host)
+        else:
+            exit_codes.pop(answer, None)  # of an earlier process with this number
         with contextlib.suppress(BrokenPipeError):
-            connection.sendall(json.dumps(answer).encode() + b"\n")
+            connection.sendall(json.dumps([number, answer]).encode() + b"\n")
     os._exit(0)
 
 
