@@ -31,8 +31,8 @@ PROMPT = "The for statement is used to"
 
 GENERATE = """
 import logging, sys
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 logging.getLogger("bitsandbytes").setLevel("ERROR")  # where it is installed, it warns of kernels that are not used
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 directory, prompt = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(directory)
 model = AutoModelForCausalLM.from_pretrained(directory)
