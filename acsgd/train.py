@@ -15,7 +15,6 @@ from acsgd.errors import NonFiniteError, RunError
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import Batch, Dataset
 from acsgd.io.telemetry.metrics import Metrics
-from acsgd.io.telemetry.text_log import open_text_log
 from acsgd.optim.base import PLAIN_STEP
 from acsgd.optim.loss_scale import GradientScale
 from acsgd.optim.schedule import learning_rate
@@ -33,6 +32,7 @@ from acsgd.run.signals import StopSignals
 from acsgd.run.spike_guard import SpikeGuard
 from acsgd.run.state import start
 from acsgd.run.stdio import enter_training
+from acsgd.run.text_log import text_log_of
 from acsgd.topology import Groups
 
 log = logging.getLogger(__name__)
@@ -54,20 +54,18 @@ def train(
     """
     end = end or (lambda _: groups.interrupt("interrupted twice"))
     job = replace(job, config=job.config.with_steps(inputs.steps))
-    config, topology = job.config, job.topology
-    run_dir, is_main = Path(config.log.dir), topology.rank == 0
+    config, is_main = job.config, job.topology.rank == 0
     if not groups.all_equal(job.fingerprint() + inputs.fingerprint()):
         raise RunError("ranks differ in their inputs: compare run files, flags, model configs and texts of all hosts")
     with contextlib.ExitStack() as stack:
-        if "text" in config.log.to.split(","):
-            text_log = open_text_log(run_dir, rank=topology.rank, stages=job.stages, replica=topology.replica)
-            stack.enter_context(text_log)
+        stack.enter_context(text_log_of(job))
         enter_training()
         stack.callback(inputs.reader.close)
         begin = start(job, inputs, groups)
         lock.verify()
         stack.callback(begin.session.close)
         resumed_at = begin.progress.step
+        run_dir = Path(config.log.dir)
         metrics = stack.enter_context(Metrics.open(config, run_dir, resumed_at=resumed_at, is_main=is_main))
         for note in [job.describe(), *inputs.notes, *begin.notes]:
             metrics.note(note)

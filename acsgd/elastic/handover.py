@@ -26,6 +26,7 @@ from acsgd.run.control import StepSummary
 from acsgd.run.job import Job
 from acsgd.run.loop_state import LoopState, NoTransfers, StateTransfers
 from acsgd.run.session import Session
+from acsgd.run.state import Start
 from acsgd.shards.load import BlankWeights
 from acsgd.topology import Groups, collective_errors
 from acsgd.train import apply_step
@@ -161,6 +162,16 @@ def join(
     now = replace(plan, transfers=tuple(each for each in plan.transfers if each.target not in joins.sources))
     new, received_bytes = hand_over(session, job, groups, now, cache_plan, snapshot)
     return Joined(new, received_bytes, StateSource(new, joins.senders) if joins.senders else NoTransfers(), replicas)
+
+
+class ViewStart(NamedTuple):
+    """With what this rank begins to train in a view."""
+
+    start: Start
+    received_bytes: int = 0
+    """Size of the state and the logged messages that other ranks have sent."""
+    replay_s: float = 0.0
+    """Time for which this rank has replayed steps, seconds."""
 
 
 def end_transfers(session: Session | None, state: LoopState) -> Session | None:

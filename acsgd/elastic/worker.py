@@ -14,6 +14,7 @@ from acsgd.config.options import Config
 from acsgd.elastic.control import Control
 from acsgd.elastic.events import view_events
 from acsgd.elastic.handover import (
+    ViewStart,
     complete_step,
     end_transfers,
     is_run_over,
@@ -29,25 +30,25 @@ from acsgd.elastic.setup import check_elastic, setup_of, with_stages
 from acsgd.elastic.snapshot_store import SnapshotStore
 from acsgd.elastic.snapshots import Snapshots, describe_snapshots, open_snapshots
 from acsgd.elastic.stores import connect_store, open_store
+from acsgd.elastic.view_lock import ViewLock
 from acsgd.elastic.view_metrics import ViewMetrics
 from acsgd.errors import ConnectError, RefusedError, RunError, SaveError, WaitInterruptedError
 from acsgd.fields import from_json
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import BatchReader
 from acsgd.io.telemetry.metrics import Metrics
-from acsgd.io.telemetry.text_log import open_text_log
 from acsgd.launch import Launch
 from acsgd.run.checkpointing import Checkpointing
 from acsgd.run.control import StepSummary
 from acsgd.run.failures import RunContext
 from acsgd.run.inputs import Inputs, open_inputs
 from acsgd.run.job import Job, prepare
-from acsgd.run.lock import RunLock, leases_of
 from acsgd.run.loop_state import LoopState
 from acsgd.run.session import Session
 from acsgd.run.signals import StopSignals
 from acsgd.run.state import Start, start
 from acsgd.run.stdio import enter_training
+from acsgd.run.text_log import text_log_of
 from acsgd.store import StoreError
 from acsgd.topology import Groups, connect
 from acsgd.train import run_steps
@@ -84,8 +85,7 @@ class ElasticWorker:
         self._state = LoopState(Progress(), is_elastic=True)
         self._snapshots = SnapshotStore()
         self._metrics = ViewMetrics()
-        self._lock: RunLock | None = None
-        self._is_lock_holder = False
+        self._lock = ViewLock()
         self._has_dropped_save = False
         self._saved_step = 0
         """Step of the newest checkpoint that this worker knows of."""
@@ -127,8 +127,7 @@ class ElasticWorker:
         if self._session is not None:
             self._session.close()
         self._metrics.close()
-        if self._lock is not None:
-            self._lock.release()
+        self._lock.close()
 
     def _report(self) -> WorkerState:
         """Return the state of this worker, which has stopped."""
@@ -205,30 +204,22 @@ class ElasticWorker:
             store = self._store if rank == 0 else connect_store(view.host_of(0), plan.store_port, waits)
             connecting = connect(job.topology, timeout=timeout, store=store, waits=waits, background=True)
             groups = stack.enter_context(connecting)
-            self._hold_lock(job, groups, view)
+            lock = self._lock.of(job, groups, view, config.run.timeout)
             inputs = open_inputs(job, groups, has_caches=self._session is not None and bool(self._session.caches))
             stack.callback(inputs.reader.close, wait=False)
             job = replace(job, config=config.with_steps(inputs.steps))
-            if "text" in config.log.to.split(","):
-                replica = job.topology.replica
-                log = open_text_log(Path(config.log.dir), rank=rank, stages=job.stages, replica=replica)
-                stack.enter_context(log)
-            begin, received_bytes, replay_s = self._begin(job, inputs, groups, view)
-            self._session, self._reader = begin.session, inputs.reader
+            stack.enter_context(text_log_of(job))
+            begun = self._begin(job, inputs, groups, view)
+            begin, self._session, self._reader = begun.start, begun.start.session, inputs.reader
             metrics = self._metrics.of(job, self._state)
             for note in self._notes(job, inputs, begin):
                 metrics.note(note)
-            snapshots = open_snapshots(self._snapshots, begin.session, inputs.reader, groups, view)
-            if snapshots is not None:
-                stack.callback(snapshots.close)
-            is_useful = snapshots is not None
-            open_log(self._snapshots.log, begin.session, self._state, plan, view.epoch, is_useful=is_useful)
-            assert self._lock is not None
-            checkpointing = Checkpointing.open(begin, inputs, groups, self._lock, note=metrics.note)
+            snapshots = self._open_snapshots(stack, begin.session, groups, view)
+            checkpointing = Checkpointing.open(begin, inputs, groups, lock, note=metrics.note)
             stack.enter_context(checkpointing)
             if self._has_dropped_save:
                 checkpointing.request_save()
-            self._report_start(view, begin, groups, metrics, received_bytes, replay_s, snapshots)
+            self._report_start(view, begun, groups, metrics, snapshots)
             self._view = view
             context.start_training()
             enter_training()
@@ -239,41 +230,45 @@ class ElasticWorker:
                 self._saved_step = checkpointing.newest_step
                 self._has_dropped_save = checkpointing.is_saving
 
+    def _open_snapshots(
+        self, stack: contextlib.ExitStack, session: Session, groups: Groups, view: View
+    ) -> Snapshots | None:
+        """Open the snapshots of a view, if it takes any, until the end of `stack`, and the log of its messages."""
+        assert self._reader is not None
+        snapshots = open_snapshots(self._snapshots, session, self._reader, groups, view)
+        if snapshots is not None:
+            stack.callback(snapshots.close)
+        is_useful = snapshots is not None
+        open_log(self._snapshots.log, session, self._state, view.plan, view.epoch, is_useful=is_useful)
+        return snapshots
+
     def _report_start(
-        self,
-        view: View,
-        begin: Start,
-        groups: Groups,
-        metrics: Metrics,
-        received_bytes: int,
-        replay_s: float,
-        snapshots: Snapshots | None,
+        self, view: View, begun: ViewStart, groups: Groups, metrics: Metrics, snapshots: Snapshots | None
     ) -> None:
-        """Wait until all ranks are ready to train, and log the event of the view. All ranks call it together."""
-        job, needed_bytes = begin.session.job, snapshots.memory_bytes() if snapshots else 0
-        mine = f"{received_bytes} {needed_bytes} {replay_s}"
+        """Wait until all ranks are ready to train, and log the events of the view. All ranks call it together."""
+        job, needed_bytes = begun.start.session.job, snapshots.memory_bytes() if snapshots else 0
+        mine = f"{begun.received_bytes} {needed_bytes} {begun.replay_s}"
         reports = groups.all_gather_text("setting up", mine, timeout_s=job.disk_timeout_s)
-        moved, needed, replayed = zip(*(map(float, report.split()) for report in reports), strict=True)
+        moved, needed, replayed = zip(*(report.split() for report in reports), strict=True)
         if self._view is None and snapshots is not None:
-            metrics.note(describe_snapshots(job.config.elastic.snapshot, snapshots.budget, int(max(needed))))
+            interval, most_bytes = job.config.elastic.snapshot, max(map(int, needed))
+            metrics.note(describe_snapshots(interval, snapshots.budget, most_bytes))
             if limit_bytes := log_bytes(job):
                 metrics.note(describe_log(limit_bytes))
         assert self._stopped_at is not None
-        seconds = time.monotonic() - self._stopped_at
-        for event in view_events(view, self._view, begin.progress.step, seconds, int(sum(moved)), max(replayed)):
+        seconds, step = time.monotonic() - self._stopped_at, begun.start.progress.step
+        moved_bytes, replay_s = sum(map(int, moved)), max(map(float, replayed))
+        for event in view_events(view, self._view, step, seconds, moved_bytes, replay_s):
             metrics.event(event)
 
-    def _begin(self, job: Job, inputs: Inputs, groups: Groups, view: View) -> tuple[Start, int, float]:
-        """Return the session of this rank: from disk, from its own memory, or from that of other ranks.
-
-        Returns with it how many bytes of state other ranks have sent, and for how long it has replayed steps, seconds.
-        """
+    def _begin(self, job: Job, inputs: Inputs, groups: Groups, view: View) -> ViewStart:
+        """Return the session of this rank: from disk, from its own memory, or from that of other ranks."""
         plan = view.plan
         if plan.from_disk:
             self._session = None
             begin = start(job, inputs, groups)
             self._state.restart(begin.progress)
-            return begin, 0, 0.0
+            return ViewStart(begin)
         assert plan.progress is not None
         restore_streams(inputs.reader, plan, job.topology.rank)
         if plan.from_snapshot or plan.ranks[job.topology.rank] not in plan.holders:
@@ -295,20 +290,8 @@ class ElasticWorker:
         newest = inputs.candidates.checkpoints[0] if inputs.candidates.checkpoints else None
         source = newest.shards if newest else inputs.weight_source
         begin = Start(self._session, progress, newest.path if newest else None, [], source)
-        return begin, received_bytes + replayed_bytes, replay_s
+        return ViewStart(begin, received_bytes + replayed_bytes, replay_s)
 
     def _notes(self, job: Job, inputs: Inputs, begin: Start) -> list[str]:
         """Return what rank 0 prints at the start of a view; what does not change, in the first alone."""
         return begin.notes if self._view else [job.describe(), *inputs.notes, *begin.notes]
-
-    def _hold_lock(self, job: Job, groups: Groups, view: View) -> None:
-        """Give rank 0 the lock of the run; all ranks together."""
-        is_holder, is_next = job.topology.rank == 0, self._view is not None and view.epoch == self._view.epoch + 1
-        if self._lock is None or self._is_lock_holder != is_holder or not is_next:  # others may have held it meanwhile
-            if self._lock is not None:
-                self._lock.release()
-            self._lock, self._is_lock_holder = RunLock(leases_of(job)), is_holder
-            if not view.plan.is_first:
-                self._lock.take_over()
-        if view.plan.is_first:
-            self._lock.acquire(groups, self._config.run.timeout)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -23,12 +21,9 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.record import Record
 from acsgd.launch import Launch
 from acsgd.run.failures import RunContext
-from acsgd.run.job import Job
-from acsgd.run.lock import RunLock, leases_of
 from acsgd.run.loop_state import LoopState
 from acsgd.run.signals import StopSignals
 from acsgd.store import StoreError
-from acsgd.topology import Groups
 from acsgd.waits import InterruptibleWaits
 
 
@@ -120,30 +115,6 @@ def test_a_host_that_cannot_save_ends_alone_and_the_others_save_again(
         assert not run()
         assert script.sent == [Broken(7, "step 5 could not be saved: its disk is full")]
         assert worker._has_dropped_save
-
-
-@pytest.mark.parametrize("is_first", [False, True])
-def test_a_rank_0_that_has_missed_a_view_takes_the_lock_again(tmp_path: Path, is_first: bool) -> None:
-    """Another rank 0 may have held it meanwhile; if all of its hosts have ended, a run may begin as if it were new."""
-    data, optim = DataConfig("demo", 8, 2), OptimConfig(lr=1e-3, steps=9)
-    config = Config(ModelConfig("m"), data, optim, log=LogConfig(dir=str(tmp_path)))
-    topology, checkpoints = SimpleNamespace(rank=0), SimpleNamespace(path=tmp_path / "checkpoints")
-    job = cast(Job, SimpleNamespace(topology=topology, checkpoints=checkpoints, config=config))
-    groups = cast(Groups, SimpleNamespace(wait_for_all=lambda *_, **__: None))
-    worker, host = new_worker(Script()), Host("a", "h:1")
-    worker._view = View(1, (host,), Plan(1, ranks=("a/0",), is_first=True))
-    with contextlib.closing(worker):
-        worker._hold_lock(job, groups, worker._view)
-        other = RunLock(leases_of(job))
-        other.take_over()
-        if is_first:
-            other.release()
-        worker._hold_lock(job, groups, View(3, (host,), Plan(1, ranks=("a/0",), is_first=is_first)))
-        assert worker._lock is not None
-        worker._lock.verify()
-        if not is_first:
-            with pytest.raises(RunError, match="taken over"):
-                other.verify()
 
 
 def test_a_worker_reports_once_per_view_however_often_it_is_asked_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:

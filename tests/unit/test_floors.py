@@ -279,6 +279,7 @@ ORDER = """
     run.build
     run.tied
     run.state
+    run.text_log
     run.checkpointing
     run.spike_guard
     run.after_step
@@ -318,6 +319,7 @@ ORDER = """
     elastic.setup
     elastic.stores
     elastic.events
+    elastic.view_lock
     elastic.view_metrics
     elastic.worker
     elastic.chaos
