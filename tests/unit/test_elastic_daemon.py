@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from lib.daemons import COMPLETE, TIMING, Worker, complete_tasks, free_addresses, host
 
+from acsgd.elastic.daemon import Daemon
+from acsgd.elastic.joining import DaemonOptions
+from acsgd.elastic.local_workers import LocalWorkers
 from acsgd.elastic.messages import Broken, End, Leave
 
 pytestmark = COMPLETE
@@ -107,6 +110,14 @@ def test_a_host_that_leaves_ends_its_workers_and_the_last_host_stays(addresses: 
         a.send(Leave())
         assert b.next_view(1).plan.step == 5
         assert a.next() == End(None)
+
+
+def test_a_host_that_was_excluded_leaves_before_it_joins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str | None] = []
+    options = DaemonOptions("run", "127.0.0.1:1", (), b"secret", min_hosts=1, max_hosts=1)
+    monkeypatch.setattr(LocalWorkers, "end", lambda self, error: ended.append(error))
+    Daemon(options, tmp_path / "socket").on_leave()
+    assert ended == [None]
 
 
 def test_a_host_that_waits_for_others_leaves_at_once(addresses: list[str], tmp_path: Path) -> None:
