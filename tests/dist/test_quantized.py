@@ -9,22 +9,20 @@ from typing import Literal
 
 import pytest
 import torch
-from lib.adapters import initial_adapter
+from lib.adapters import check_exports, initial_adapter
 from lib.frozen import train_rank
 from lib.ranks import on_ranks
 from lib.resume import checkpoint_of, losses_of, stopped_half_way, train_ranks
 from lib.resume import make_config as make_saved_config
 from lib.training import make_config, train_whole, whole_batches
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5Block
 
-from acsgd.adapters.export import merge, to_peft
 from acsgd.adapters.quantize import quantize_layers
 from acsgd.config.options import AdapterConfig, Config, EvalConfig
 from acsgd.errors import RunError
-from acsgd.generation.model import load
 from acsgd.launch import Launch
 from acsgd.run.job import prepare
 from acsgd.shards.manifest import Manifest
@@ -92,24 +90,7 @@ def test_evaluations_change_nothing_and_a_checkpoint_resumes_bit_for_bit(
     train_ranks(0, 1, tmp_path / "store-same", [same])
     assert losses_of(same) == losses_of(whole)
     assert Manifest.read(checkpoint_of(same)).layers == Manifest.read(checkpoint_of(whole)).layers
-    check_export(checkpoint_of(whole), model, tmp_path)
-
-
-def check_export(checkpoint: Path, model: Path, tmp_path: Path) -> None:
-    """Check that the adapter works on the base in full precision, which merging adds it to."""
-    ids, peft, merged = torch.arange(24).view(2, 12), tmp_path / "peft", tmp_path / "merged"
-    peft.mkdir()
-    merged.mkdir()
-    to_peft(checkpoint, peft)
-    merge(checkpoint, merged)
-    with torch.no_grad():
-        plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        before = plain(ids).logits
-        expected = PeftModel.from_pretrained(plain, peft).eval()(ids).logits
-        assert not torch.allclose(before, expected, atol=1e-3)
-        for path in (checkpoint, merged):
-            loaded = load(str(path), dtype=None, device=torch.device("cpu")).model
-            assert torch.allclose(loaded(ids).logits, expected, atol=1e-5)
+    check_exports(checkpoint_of(whole), model, tmp_path / "exports")  # which are on the base in full precision
 
 
 def test_layers_that_stay_in_full_precision() -> None:
