@@ -122,7 +122,7 @@ def _key_shape(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def _attention_paths(model: PreTrainedModel) -> list[str]:
-    """Return the paths of the modules that a cache tells apart by their index, without modules around them."""
+    """Return the paths of the attention modules: those with an index in the cache, the innermost if they are nested."""
     found = [path for path, module in model.named_modules() if hasattr(module, "layer_idx") and _cache_argument(module)]
     return [path for path in found if not any(other.startswith(f"{path}.") for other in found)]
 

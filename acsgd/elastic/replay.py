@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from acsgd.codecs.byte_planes import BytePlanes
 from acsgd.dp.resize import Place
 from acsgd.elastic.plan import Plan
 from acsgd.elastic.replay_log import Decision, Position, ReplayLog
@@ -47,7 +46,7 @@ def log_bytes(job: Job) -> int:
     that has ended had the activation cache, too; and so of rows that are sent as differences.
     """
     tied = job.plugins.tied
-    has_state = isinstance(job.plugins.forward, Delta) or (isinstance(tied, Rows) and isinstance(tied.rows, BytePlanes))
+    has_state = isinstance(job.plugins.forward, Delta) or (isinstance(tied, Rows) and tied.are_differences)
     if has_state or job.topology.replicas > 1 or job.topology.stages == 1:
         return 0
     chosen, available = int(job.config.elastic.replay_log * 2**30), available_memory_bytes()

@@ -32,7 +32,7 @@ class SnapshotCost:
         return max(1, math.ceil(cost_s / (self._budget * median(self._calm_s))))
 
     def begin(self, copy_s: float) -> None:
-        """Note that a snapshot has begun. copy_s: time for which training stood still, seconds."""
+        """Record the start of a snapshot. copy_s: time for which training was stopped to copy the state, seconds."""
         self._copy_s, self._busy_s = copy_s, 0.0
 
     def record(self, step_s: float, *, is_pending: bool, completes: bool) -> None:

@@ -99,21 +99,7 @@ def _connect(
     replayed: LoggedMessages | None = None,
 ) -> Session:
     """Return the session of some stages, with their links to the other ranks of the pipeline."""
-    forward_meter, backward_meter, tied_meter = Meter(), Meter(), Meter()
-    factory = LinkFactory(
-        groups.pp,
-        groups.waits,
-        job.streams,
-        job.boundaries,
-        job.plugins.forward,
-        job.plugins.backward,
-        forward_meter,
-        backward_meter,
-        cache_plan,
-        tied_meter=tied_meter,
-        frozen=sum(spec.first <= job.model.description.first_trained for spec in job.specs[1:]),
-        replayed=replayed,
-    )
+    factory = _link_factory(job, groups, cache_plan, replayed)
     return Session(
         job=job,
         groups=groups,
@@ -132,10 +118,29 @@ def _connect(
             exact_eval=job.config.pp.exact_eval,
         ),
         optimizer=optimizer,
-        forward_meter=forward_meter,
-        backward_meter=backward_meter,
-        tied_meter=tied_meter,
+        forward_meter=factory.forward_meter,
+        backward_meter=factory.backward_meter,
+        tied_meter=factory.tied_meter,
         caches=factory.caches,
+    )
+
+
+def _link_factory(
+    job: Job, groups: Groups, cache_plan: CachePlan | None, replayed: LoggedMessages | None
+) -> LinkFactory:
+    """Return what opens the links of this rank, with new meters."""
+    return LinkFactory(
+        groups.pp,
+        groups.waits,
+        job.streams,
+        job.boundaries,
+        job.plugins.forward,
+        job.plugins.backward,
+        Meter(),
+        Meter(),
+        cache_plan,
+        frozen=sum(spec.first <= job.model.description.first_trained for spec in job.specs[1:]),
+        replayed=replayed,
     )
 
 

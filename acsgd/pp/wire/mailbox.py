@@ -214,7 +214,7 @@ class Inbox:
         if cached is not None and received.kind == Kind.CACHED_ACTIVATION:
             wire, expected = cached, expected._replace(kind=received.kind, length=wire_bytes(cached))
         header = check_header(received, expected, channel.peer, allow_shorter=coder.uses_entropy_coding(info))
-        if header.length == NOT_FINITE < expected.length:
+        if header.length == NOT_FINITE and expected.length > 0:  # else a message whose cache hits are all as cached
             pool.release(buffer)
             shape, dtype = coder.shape(info), coder.spec.dtype
             return torch.full(shape, torch.nan, dtype=dtype, device=channel.streams.device), info

@@ -45,7 +45,7 @@ class LoggedMessages:
 
 @dataclass(frozen=True)
 class ReplayedChannel(Channel):
-    """A channel without another end: it receives what a log has, and drops what is sent."""
+    """A channel that is not connected to another rank: it receives logged messages, and drops those that are sent."""
 
     messages: LoggedMessages
 
