@@ -191,7 +191,7 @@ def _plan_of_snapshot(workers: Mapping[str, WorkerState], staying: Sequence[str]
     None if there is none, or a checkpoint is newer.
     """
     copies = {name: {(each.epoch, each.step): each for each in workers[name].snapshots} for name in staying}
-    saved_step = max((state.saved_step for state in workers.values()), default=0)
+    saved_step = _saved_step(workers)
     for epoch, step in sorted({taken for own in copies.values() for taken in own}, reverse=True):
         held = {name: own[epoch, step] for name, own in copies.items() if (epoch, step) in own}
         layers = {name: frozenset(each.layers) for name, each in held.items()}
@@ -206,11 +206,16 @@ def _plan_of_replay(
     workers: Mapping[str, WorkerState], ranks: Sequence[str], cut: Cut, held: Held, ahead: WorkerState
 ) -> Replay | None:
     """Return the replay of a lost position up to the last step; None if there is none, or a checkpoint of that step."""
-    if ahead.step <= max(state.saved_step for state in workers.values()):
+    if ahead.step <= _saved_step(workers):
         return None
     copies = [{(each.epoch, each.step): each for each in workers[name].snapshots} for name in ranks]
     logs = [workers[name].logged for name in ranks]
     return plan_replay(cut, [held.get(name, frozenset()) for name in ranks], copies, logs, ahead.step)
+
+
+def _saved_step(workers: Mapping[str, WorkerState]) -> int:
+    """Return the step of the newest checkpoint that a worker knows of, 0 if there is none."""
+    return max((state.saved_step for state in workers.values()), default=0)
 
 
 def _reaches(state: WorkerState, ahead: WorkerState) -> bool:

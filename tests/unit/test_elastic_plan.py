@@ -158,6 +158,10 @@ def test_a_run_that_has_not_started_starts_from_disk() -> None:
     assert plan == Plan(2, ranks=("a/0", "a/1"), spares=("b/0",), store_port=5)
 
 
+def test_hosts_whose_workers_have_all_ended_get_a_view_without_ranks() -> None:
+    assert make_plan({}, staying=[], cuts=[cut_of(2)]) == Plan(2)
+
+
 def test_a_step_whose_log_or_save_is_incomplete_stays_open() -> None:
     workers = states(cut_of(1), 3)
     workers["h2/0"] = WorkerState(7, (0,), ready=False, progress={"open": True}, summary={}, is_open=True)
