@@ -92,7 +92,7 @@ def run_steps(
     """
     steps = session.job.config.optim.num_steps
     state, snapshots = state or LoopState(progress), snapshots or NoSnapshots()
-    spike_guard = SpikeGuard(session, checkpointing, metrics.note)
+    spike_guard = SpikeGuard(session, checkpointing, state.skipped_steps, metrics.note)
     if state.is_open:
         evaluate_log_save(session, state, inputs, metrics, checkpointing)
     pace, waits = Pace(session, metrics.event, state.joining), session.groups.waits
@@ -102,8 +102,7 @@ def run_steps(
     while (before := state.progress).step < steps and not state.is_stopped:
         state.started_at = time.perf_counter()  # the wait for the batch is part of the step
         votes = step_votes(state, snapshots, checkpointing, stop=signals.received is not None)
-        update = before.step not in spike_guard.skipped_steps
-        result = train_step(session, next(batches), before, votes, update=update, state=state)
+        result = train_step(session, next(batches), before, votes, state=state)
         checkpointing.finish_save(wait=result.summary.failed_save)
         if result.updated and (restored := spike_guard.restore_before_spike(before, result.loss)):
             state.return_to(restored)
@@ -130,10 +129,9 @@ def train_step(
     progress: Progress,
     votes: Votes = NO_VOTES,
     *,
-    update: bool = True,
     state: LoopState | None = None,
 ) -> StepResult:
-    """Run one optimizer step on all ranks together. update: whether the weights may change; state: updated.
+    """Run one optimizer step on all ranks together. state: updated.
 
     Raises RunError, the same on all ranks, if loss or gradients are not finite and optim.on_nan is "stop".
     """
@@ -148,7 +146,7 @@ def train_step(
     state.has_reported = True
     summary = exchange.exchange(report)
 
-    result = apply_step(session, batch, progress, summary, update=update)
+    result = apply_step(session, batch, progress, summary)
     if result.updated:
         state.complete(result, is_synced=False)
         session.sync_after_step(progress.step)
@@ -157,10 +155,10 @@ def train_step(
     return result
 
 
-def apply_step(
-    session: Session, batch: Batch | None, progress: Progress, summary: StepSummary, *, update: bool = True
-) -> StepResult:
+def apply_step(session: Session, batch: Batch | None, progress: Progress, summary: StepSummary) -> StepResult:
     """Update the weights of this rank with the gradients of a step that all ranks have reported.
+
+    Whether they are updated depends on the reports alone, so ranks that apply a step at different times decide alike.
 
     `Session.sync_after_step` completes the step, if the result says `updated`. Communicates only to find the origin of
     a NaN. batch: of the step; needed for a NaN.
@@ -183,7 +181,7 @@ def apply_step(
 
     # Commit, clip, step. Nothing has changed weights or residuals before all ranks reported.
     session.commit()
-    updated = update and finite
+    updated = finite and not summary.skip
     if updated:
         replica = job.topology.replica
         session.scale_and_clip(factors[replica], norms[replica])

@@ -6,15 +6,17 @@ agreed on in the step. So the new rank runs forward, backward and the optimizer 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
 
 from acsgd.dp.resize import Place
 from acsgd.elastic.plan import Plan
-from acsgd.elastic.replay_log import Decision, Position, ReplayLog
+from acsgd.elastic.replay_log import Position, ReplayLog
 from acsgd.elastic.replay_plan import Replay
 from acsgd.elastic.snapshot_store import SnapshotStore
 from acsgd.elastic.transfer import LayersInMemory, receive_layers, receive_tensors, send_tensors
@@ -26,6 +28,7 @@ from acsgd.pp.tied.plan import Rows
 from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.message_log import LoggedMessages
 from acsgd.run.build import build_session
+from acsgd.run.control import StepSummary
 from acsgd.run.job import Job
 from acsgd.run.loop_state import LoopState
 from acsgd.run.session import Session
@@ -35,8 +38,8 @@ from acsgd.train import apply_step
 
 MEMORY_SHARE = 0.25
 """Share of the available host memory that the logs of all ranks of a host may take."""
-DECISION = "decision"
-"""Name of the decision among the tensors of a step; those of messages are their positions."""
+SUMMARY = "summary"
+"""Name of the summary of all reports among the tensors of a step; those of messages are their positions."""
 
 
 def log_bytes(job: Job) -> int:
@@ -126,8 +129,8 @@ def _replay(
     _attach(store.log, session, state)  # another position may be lost before the next snapshot
     try:
         for step in steps:
-            decision, nbytes = _receive_step(groups, senders, messages)
-            _repeat_step(session, reader.batch(step), decision, state)
+            summary, nbytes = _receive_step(groups, senders, messages)
+            _repeat_step(session, reader.batch(step), summary, state)
             received_bytes += nbytes
     finally:  # also if the view ends
         session.pipeline.abort()
@@ -135,12 +138,12 @@ def _replay(
     return Replayed(session, time.perf_counter() - started_at, received_bytes)
 
 
-def _repeat_step(session: Session, batch: Batch, decision: Decision, state: LoopState) -> None:
+def _repeat_step(session: Session, batch: Batch, summary: StepSummary, state: LoopState) -> None:
     """Run this rank's part of a step, as `train_step` does, with the reports that the ranks have sent."""
     progress, job, state.started_at = state.progress, session.job, time.perf_counter()
     scale = GradientScale.of(job.max_targets, progress.loss_scale)
     session.forward_backward(batch.to(job.streams.device), progress.step, scale.loss_scale)
-    result = apply_step(session, None, progress, decision.summary, update=decision.updated)
+    result = apply_step(session, None, progress, summary)
     if result.updated:
         session.sync_after_step(progress.step)
     state.complete(result, is_synced=True)
@@ -158,18 +161,18 @@ def _attach(log: ReplayLog, session: Session, state: LoopState) -> None:
 def _send_step(log: ReplayLog, step: int, groups: Groups, to: int) -> None:
     """Send what a log has of a step to the new rank of a lost position, as one message."""
     messages = {str(position): message for position, message in enumerate(log.messages_to(to, step))}
-    decision = torch.frombuffer(bytearray(log.decision(step).to_json().encode()), dtype=torch.uint8)
-    send_tensors(groups, to, [messages | {DECISION: decision}])
+    summary = torch.frombuffer(bytearray(json.dumps(asdict(log.summary(step))).encode()), dtype=torch.uint8)
+    send_tensors(groups, to, [messages | {SUMMARY: summary}])
 
 
-def _receive_step(groups: Groups, senders: Sequence[int], messages: LoggedMessages) -> tuple[Decision, int]:
-    """Receive what all other ranks have of a step. Return what the ranks have agreed on, and the number of bytes."""
-    decision, nbytes = None, 0
+def _receive_step(groups: Groups, senders: Sequence[int], messages: LoggedMessages) -> tuple[StepSummary, int]:
+    """Receive what all other ranks have of a step. Return the summary of all reports, and the number of bytes."""
+    summary, nbytes = None, 0
     for sender in senders:
         (tensors,) = receive_tensors(groups, sender)
         nbytes += sum(tensor.nbytes for tensor in tensors.values())
-        decision = Decision.from_json(tensors.pop(DECISION).numpy().tobytes().decode())
+        summary = StepSummary(**json.loads(tensors.pop(SUMMARY).numpy().tobytes()))
         for position in sorted(tensors, key=int):
             messages.add(sender, tensors[position])
-    assert decision is not None
-    return decision, nbytes
+    assert summary is not None
+    return summary, nbytes

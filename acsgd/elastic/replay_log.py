@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -21,36 +20,18 @@ class Position(NamedTuple):
     """Ranks per pipeline."""
 
 
-class Decision(NamedTuple):
-    """What all ranks have agreed on in a step."""
-
-    summary: StepSummary
-    updated: bool
-    """Whether the weights changed."""
-
-    def to_json(self) -> str:
-        """Return a text from which `from_json` makes the same decision."""
-        return json.dumps({"summary": asdict(self.summary), "updated": self.updated})
-
-    @classmethod
-    def from_json(cls, text: str) -> Decision:
-        """Return the decision of a text."""
-        values: dict[str, Any] = json.loads(text)
-        return cls(StepSummary(**values["summary"]), values["updated"])
-
-
 @dataclass
 class _Step:
     """What a rank keeps of one step."""
 
     messages: list[tuple[int, Tensor]] = field(default_factory=list)
     """Those that it has sent, with the rank to which, in the order in which they were sent."""
-    decision: Decision | None = None
-    """None until the step is complete."""
+    summary: StepSummary | None = None
+    """Of the reports of all ranks; None until the step is complete."""
 
 
 class ReplayLog:
-    """The messages that a rank has sent in the newest steps, and what all ranks have agreed on in each.
+    """The messages that a rank has sent in the newest steps, and the summary of all reports of each.
 
     A `MessageLog` and a `StepLog`. It keeps no more than `limit_bytes` of messages, those of the newest steps.
     """
@@ -69,7 +50,7 @@ class ReplayLog:
     def end(self) -> int:
         """Number of steps up to the last complete one."""
         end = self._first
-        while end in self._steps and self._steps[end].decision is not None:
+        while end in self._steps and self._steps[end].summary is not None:
             end += 1
         return end
 
@@ -97,9 +78,9 @@ class ReplayLog:
             while self.nbytes > self._limit_bytes:
                 self.drop_before(min(self._steps) + 1)
 
-    def complete(self, step: int, summary: StepSummary, *, updated: bool) -> None:
+    def complete(self, step: int, summary: StepSummary) -> None:
         if self._position and step >= self._first:
-            self._steps.setdefault(step, _Step()).decision = Decision(summary, updated)
+            self._steps.setdefault(step, _Step()).summary = summary
 
     def report(self, *, ready: bool) -> LoggedSteps | None:
         """Return what the worker reports of the log. ready: whether it has sent all messages of the next step."""
@@ -111,11 +92,11 @@ class ReplayLog:
         """Return the messages of a step to a rank, in the order in which they were sent."""
         return [message for to, message in self._steps[step].messages if to == peer]
 
-    def decision(self, step: int) -> Decision:
-        """Return what the ranks have agreed on in a complete step."""
-        decision = self._steps[step].decision
-        assert decision is not None
-        return decision
+    def summary(self, step: int) -> StepSummary:
+        """Return the summary of all reports of a complete step."""
+        summary = self._steps[step].summary
+        assert summary is not None
+        return summary
 
     def drop_before(self, step: int) -> None:
         """Drop the steps before one."""

@@ -54,6 +54,7 @@ def step_votes(state: LoopState, snapshots: StepSnapshots, checkpointing: Checkp
     """Return what this rank votes for, and requests, in the next step. stop: whether it has received a stop signal."""
     return checkpointing.votes(stop=stop)._replace(
         pause=state.pause_requested and not checkpointing.is_saving,  # a save takes longer than others should wait
+        skip=state.progress.step in state.skipped_steps,
         snapshot_pending=snapshots.is_pending,
         snapshot_interval=snapshots.interval,
         joins=state.transfers.is_pending,

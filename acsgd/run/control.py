@@ -31,6 +31,8 @@ class Votes(NamedTuple):
     """A save failed on this rank."""
     pause: bool = False
     """This rank was asked to stop at the end of the step, for the next view of an elastic run."""
+    skip: bool = False
+    """The update of this step is to be skipped: its loss was a spike."""
     snapshot_pending: bool = False
     """A snapshot is incomplete on this rank."""
     snapshot_interval: int = 0
@@ -73,6 +75,7 @@ class StepReport(NamedTuple):
     save_votes: float = 0.0
     failed_saves: float = 0.0
     pause_votes: float = 0.0
+    skip_votes: float = 0.0
     snapshots_pending: float = 0.0
     snapshot_interval: float = 0.0
     joins: float = 0.0
@@ -117,6 +120,8 @@ class StepSummary:
     """Whether any rank reports a failed save."""
     pause: bool
     """Whether any rank votes to pause."""
+    skip: bool
+    """Whether any rank votes to skip the update of this step."""
     loses_stage: bool
     """Whether all ranks that hold the state of some stages vote to stop."""
     snapshot_pending: bool
@@ -159,6 +164,7 @@ class StepSummary:
             save=total.save_votes > 0,
             failed_save=total.failed_saves > 0,
             pause=total.pause_votes > 0,
+            skip=total.skip_votes > 0,
             loses_stage=any(all(_leaves(StepReport(*row)) for row in peers) for peers in by_stage.tolist()),
             snapshot_pending=total.snapshots_pending > 0,
             snapshot_interval=int(highest.snapshot_interval),

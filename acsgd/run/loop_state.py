@@ -58,8 +58,8 @@ class NoTransfers:
 class StepLog(Protocol):
     """Keeps what the ranks have agreed on in each step."""
 
-    def complete(self, step: int, summary: StepSummary, *, updated: bool) -> None:
-        """Note that a step is complete, counted from 0. updated: whether the weights changed."""
+    def complete(self, step: int, summary: StepSummary) -> None:
+        """Note that a step is complete, counted from 0."""
         ...
 
 
@@ -84,6 +84,8 @@ class LoopState:
     """Whether evaluation, log and save after that step are incomplete."""
     is_stopped: bool = False
     """Whether stop signals have ended the run."""
+    skipped_steps: set[int] = field(default_factory=set)
+    """Steps, counted from 0, whose update this rank votes to skip: their loss was a spike."""
 
     joining: Collection[int] = ()
     """Replicas with ranks whose state is incomplete: they have no micro-batches, and save no weights."""
@@ -114,4 +116,4 @@ class LoopState:
         self.is_synced, self.has_reported, self.is_open = is_synced, False, True
         self.joining = result.summary.joining
         if self.log is not None:
-            self.log.complete(result.progress.step - 1, result.summary, updated=result.updated)
+            self.log.complete(result.progress.step - 1, result.summary)

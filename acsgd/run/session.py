@@ -131,6 +131,7 @@ class Session:
             save_votes=votes.save,
             failed_saves=votes.failed_save,
             pause_votes=votes.pause,
+            skip_votes=votes.skip,
             snapshots_pending=votes.snapshot_pending,
             snapshot_interval=votes.snapshot_interval,
             joins=votes.joins,

@@ -13,12 +13,13 @@ from acsgd.run.state import restore
 class SpikeGuard:
     """Detection of loss spikes, and recovery from them. All ranks decide alike, from losses that all know.
 
-    note: prints a sentence for the user.
+    skipped_steps: as of LoopState; updated. note: prints a sentence for the user.
     """
 
-    def __init__(self, session: Session, checkpointing: Checkpointing, note: Callable[[str], None]) -> None:
-        self.skipped_steps: set[int] = set()
-        """Steps, counted from 0, whose update is skipped."""
+    def __init__(
+        self, session: Session, checkpointing: Checkpointing, skipped_steps: set[int], note: Callable[[str], None]
+    ) -> None:
+        self._skipped_steps = skipped_steps
         self._session = session
         self._checkpointing = checkpointing
         self._threshold = session.job.config.optim.spike
@@ -37,7 +38,7 @@ class SpikeGuard:
         if checkpoint is None:
             self._note(f"{spike}; there is no valid checkpoint to restore: training continues")
             return None
-        self.skipped_steps.add(before.step)
+        self._skipped_steps.add(before.step)
         restored = restore(self._session, checkpoint)
         self._note(f"{spike}; restored {checkpoint.path}, will skip this batch")
         return restored

@@ -22,6 +22,8 @@ LOST = {
     "last": [ScriptedView((0, 1, 2), 5), ScriptedView((0, 1, 3), STEPS)],
 }
 """A process ends some steps after the snapshot of step 3, and process 3 takes its place."""
+SKIPPED = 6
+"""Step whose update is skipped: that which a rank has reported and not applied when the first process ends."""
 TWICE = [*LOST["middle"][:1], ScriptedView((0, 3, 2), 6), ScriptedView((0, 3, 1), STEPS)]
 """The process beside the new one ends, too, before the next snapshot."""
 
@@ -48,6 +50,8 @@ def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     scripts = {f"{name} calm": (config, CALM) for name, config in by_name.items()}
     scripts |= {f"exact {position}": (exact, script) for position, script in LOST.items()}
     scripts |= {"coded last": (coded, LOST["last"]), "exact twice": (exact, TWICE)}
+    skipping = [[view._replace(skipped=SKIPPED) for view in script] for script in (CALM, LOST["first"])]
+    scripts |= dict(zip(("skipping calm", "skipping first"), ((exact, script) for script in skipping), strict=True))
     no_log = dataclasses.replace(exact.elastic, replay_log=0)
     scripts["exact without log"] = (dataclasses.replace(exact, elastic=no_log), LOST["middle"])
     return on_ranks(4, train_in_views, path / "store", scripts)
@@ -66,7 +70,14 @@ def assert_calm(runs: list[dict[str, Trained]], name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [("exact first", [3]), ("exact middle", [2]), ("exact last", [2]), ("coded last", [2]), ("exact twice", [2, 3])],
+    [
+        ("exact first", [3]),
+        ("exact middle", [2]),
+        ("exact last", [2]),
+        ("coded last", [2]),
+        ("exact twice", [2, 3]),
+        ("skipping first", [3]),
+    ],
 )
 def test_a_lost_stage_is_replayed_and_no_other_rank_repeats_a_step(
     runs: list[dict[str, Trained]], name: str, steps: list[int]

@@ -35,6 +35,7 @@ from acsgd.launch import Launch
 from acsgd.optim.loss_scale import LossScale
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.run.checkpointing import Checkpointing
+from acsgd.run.control import Votes
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.run.lock import RunLock
@@ -132,14 +133,13 @@ def _recording(plan: Plan, recorded: list[Step]) -> Callable[..., StepResult]:
     """Return a train_step that records each step, and skips the updates of the steps that the plan lists."""
     train_step = train.train_step
 
-    def recording(
-        session: Session, batch: Batch, progress: Progress, *args: Any, update: bool = True, **options: Any
-    ) -> StepResult:
+    def recording(session: Session, batch: Batch, progress: Progress, votes: Votes, **options: Any) -> StepResult:
         step = progress.step
         if plan.scale is not None and plan.scale[0] == step:
             progress = dataclasses.replace(progress, loss_scale=LossScale(plan.scale[1], dynamic=True))
         recorded.append(Step(step, False, progress.loss_scale.value, batch.sample_ids.tolist()))
-        result = train_step(session, batch, progress, *args, update=update and step not in plan.skipped, **options)
+        votes = votes._replace(skip=votes.skip or step in plan.skipped)
+        result = train_step(session, batch, progress, votes, **options)
         recorded[-1] = recorded[-1]._replace(updated=result.updated)
         return result
 

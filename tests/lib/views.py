@@ -236,10 +236,9 @@ class _Process:
         while (step := self._state.progress.step) < view.until:
             if returns and step == returns.to:
                 earlier = self._state.progress, [layer_message(session, layer) for layer in session.layers]
-            votes = self._votes()._replace(snapshot_interval=snapshots.interval if snapshots else 0)
+            votes = self._votes(view)._replace(snapshot_interval=snapshots.interval if snapshots else 0)
             batch = batches.batch(step, pace.micros(step))
-            update = step + 1 != view.skipped
-            result = train.train_step(session, batch, self._state.progress, votes, update=update, state=self._state)
+            result = train.train_step(session, batch, self._state.progress, votes, state=self._state)
             self.joining[step + 1] = result.summary.joining
             if returns and step + 1 == returns.after:
                 self._return_to(session, *earlier)
@@ -256,7 +255,7 @@ class _Process:
                     time.sleep(0.005)
         if view.late or view.unsynced:
             with _interrupted(self._number in view.late, self._number in view.unsynced):
-                self._begin_step(session, batches.batch(view.until, pace.micros(view.until)))
+                self._begin_step(session, batches.batch(view.until, pace.micros(view.until)), self._votes(view))
                 self._note_step()
 
     def _return_to(self, session: Session, progress: Progress, layers: Sequence[bytes]) -> None:
@@ -267,12 +266,13 @@ class _Process:
             state.load_layer(layer, session)
         self._state.return_to(progress)
 
-    def _votes(self) -> Votes:
-        return Votes(joins=self._state.transfers.is_pending, wanted=self._state.transfers.wanted)
+    def _votes(self, view: ScriptedView) -> Votes:
+        skip, transfers = self._state.progress.step + 1 == view.skipped, self._state.transfers
+        return Votes(skip=skip, joins=transfers.is_pending, wanted=transfers.wanted)
 
-    def _begin_step(self, session: Session, batch: Batch) -> None:
+    def _begin_step(self, session: Session, batch: Batch, votes: Votes) -> None:
         with contextlib.suppress(WaitInterruptedError):
-            train.train_step(session, batch, self._state.progress, self._votes(), state=self._state)
+            train.train_step(session, batch, self._state.progress, votes, state=self._state)
 
     def _note_step(self) -> None:
         """Note loss and weights if the last step is complete."""

@@ -61,9 +61,10 @@ def test_one_vote_is_enough() -> None:
         ("stop", {"stop_votes": 1.0}),
         ("save", {"save_votes": 1.0}),
         ("failed_save", {"failed_saves": 1.0}),
+        ("skip", {"skip_votes": 1.0}),
     ):
         summary = summarize([REPORT, REPORT._replace(**votes), REPORT])
-        assert [name for name in ("stop", "save", "failed_save") if getattr(summary, name)] == [field]
+        assert [name for name in ("stop", "save", "failed_save", "skip") if getattr(summary, name)] == [field]
 
 
 def test_ranks_that_read_other_texts_are_named() -> None:

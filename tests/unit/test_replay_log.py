@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from acsgd.elastic.replay_log import Decision, Position, ReplayLog
+from acsgd.elastic.replay_log import Position, ReplayLog
 from acsgd.elastic.replay_plan import LoggedSteps
 from acsgd.pp.wire.frame import Header, Kind
 from acsgd.run.control import StepReport, StepSummary
@@ -21,7 +21,7 @@ def log_of(steps: int, limit_bytes: int = 1000) -> ReplayLog:
     log.open(4, 0, FIRST, limit_bytes)
     for step in range(steps):
         send(log, step)
-        log.complete(step, SUMMARY, updated=True)
+        log.complete(step, SUMMARY)
     return log
 
 
@@ -83,11 +83,6 @@ def test_a_closed_log_keeps_nothing() -> None:
     log = log_of(5)
     log.close()
     send(log, 5)
-    log.complete(5, SUMMARY, updated=True)
+    log.complete(5, SUMMARY)
     assert log.report(ready=True) is None
     assert log.nbytes == 0
-
-
-def test_a_decision_is_the_same_after_its_way_to_another_rank() -> None:
-    decision = Decision(SUMMARY, updated=False)
-    assert Decision.from_json(decision.to_json()) == decision
