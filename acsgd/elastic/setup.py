@@ -12,8 +12,9 @@ import transformers
 from acsgd.config.options import Config
 from acsgd.elastic.messages import Setup
 from acsgd.pp.wire.delta import Delta
+from acsgd.run.cut import Cut
 from acsgd.run.inputs import Inputs
-from acsgd.run.job import Cut, Job
+from acsgd.run.job import Job
 from acsgd.run.limits import check_memory
 
 

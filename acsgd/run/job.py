@@ -38,18 +38,16 @@ from acsgd.pp.tied.groups import Pacing
 from acsgd.pp.tied.plan import TiedWeight, tied_weights
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
+from acsgd.run.cut import Cut, costs_of, divide, layers_by_rank, sizes_of
 from acsgd.run.layers_cache import LayersCache
 from acsgd.run.limits import check_computes, check_directories, check_reading
 from acsgd.run.model import RunModel, layers_cache, open_run_model
 from acsgd.run.plugins import Plugins, check_capabilities, check_deal, parse_plugins
 from acsgd.run.streams import check_streams
-from acsgd.shards.plan import StageSpec, plan, plan_blocks, training_costs
+from acsgd.shards.plan import StageSpec
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams, open_streams
 from acsgd.topology import Topology
-
-Cut = tuple[tuple[int, ...], ...]
-"""The layers of each position of a pipeline, by their indices in the model. Each layer has one position."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +110,13 @@ class Job:
     @property
     def cut(self) -> Cut:
         """The layers of each position of a pipeline."""
-        return _cut(self.placement, self.specs)
+        return layers_by_rank(self.placement, self.specs)
 
     def cut_of(self, ranks: int) -> Cut:
         """Return the layers of each position of a pipeline of fewer ranks, as `prepare` divides them."""
         stages = ranks * self.plugins.schedule.chunks
-        specs = _plan(self.config, self.model, stages, None if stages == 1 else self.costs)
-        return _cut(Placement(ranks, stages), specs)
+        specs = divide(self.config, self.model, stages, None if stages == 1 else self.costs)
+        return layers_by_rank(Placement(ranks, stages), specs)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -185,7 +183,7 @@ class Job:
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes of a micro-batch of the longest rows, by the symbols of shapes."""
-        return _sizes(self.config)
+        return sizes_of(self.config)
 
     @property
     def boundaries(self) -> list[dict[str, TensorSpec]]:
@@ -248,11 +246,7 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True) -> Job:
     plugins = parse_plugins(config)
     if topology.replicas > 1:
         check_capabilities(config, plugins.mode.requires, plugins.optimizer.capabilities)
-    options = read_options(config.data, has_labels=config.model.task in LABELLED)
-    sources = parse_sources(config.data.sources, options=options)
-    eval_sources = parse_eval(config.data.eval_sources, config.data.eval_fraction, options=options)
-    check_streams(config, sources, eval_sources, plugins)
-    check_weights(sources, config.data.weights)
+    sources, eval_sources = _open_sources(config, plugins)
     metrics = _choose_metrics(config, eval_sources or sources)
     check_deal(config, plugins)
     micro_ids = _deal(config, topology)
@@ -263,8 +257,8 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True) -> Job:
     streams = open_streams(config.run.device, launch.local_rank)
     model = open_run_model(config, launch, streams, trains=trains)
     with report_if_slow(print_note, lambda: f"planning {model.describe_size()}", enabled=launch.rank == 0):
-        costs = _costs(config, model, num_stages, streams)
-        specs = _plan(config, model, num_stages, costs)
+        costs = costs_of(config, model, num_stages, streams)
+        specs = divide(config, model, num_stages, costs)
     first_backward = next(stage for stage, spec in enumerate(specs) if spec.last > model.description.first_trained)
     programs = RankPrograms(plugins.schedule, topology.stages, topology.stage_rank, first_backward)
     programs.actions(len(micro_ids))
@@ -286,6 +280,16 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True) -> Job:
     )
 
 
+def _open_sources(config: Config, plugins: Plugins) -> tuple[tuple[WeightedSource, ...], tuple[WeightedSource, ...]]:
+    """Return the sources of training and those of data.eval_sources."""
+    options = read_options(config.data, has_labels=config.model.task in LABELLED)
+    sources = parse_sources(config.data.sources, options=options)
+    eval_sources = parse_eval(config.data.eval_sources, config.data.eval_fraction, options=options)
+    check_streams(config, sources, eval_sources, plugins)
+    check_weights(sources, config.data.weights)
+    return sources, eval_sources
+
+
 def _choose_metrics(config: Config, sources: Sequence[WeightedSource]) -> tuple[str, ...]:
     """Return the metrics of evaluations: those of eval.metrics, else of GLUE's tasks in the sources or of the task."""
     suggested = [name for source, _ in sources if isinstance(source, Glue) for name in source.metrics]
@@ -296,10 +300,6 @@ def _choose_metrics(config: Config, sources: Sequence[WeightedSource]) -> tuple[
             f"{suggest(best, dict.fromkeys(metrics))}; eval.metrics adds others"
         )
     return metrics
-
-
-def _sizes(config: Config) -> dict[str, int]:
-    return {"batch": config.pp.micro, "sequence": config.data.sequence, "target": config.data.sequence}
 
 
 def _span(shards: Sequence[LayerSpec]) -> str:
@@ -317,31 +317,3 @@ def _deal(config: Config, topology: Topology) -> range:
             f"{config.pp.micro * topology.replicas}"
         )
     return deal(num_micros, [1.0] * topology.replicas)[topology.replica]
-
-
-def _costs(config: Config, model: RunModel, stages: int, streams: Streams) -> tuple[float, ...] | None:
-    """Return the estimated cost of each layer; None if there is nothing to balance."""
-    if stages == 1 or stages > len(model.layers) or config.pp.layers is not None:
-        return None
-    return layers_cache(config).costs(model.config, model.derived, _sizes(config), device=streams.device.type)
-
-
-def _cut(placement: Placement, specs: Sequence[StageSpec]) -> Cut:
-    """Return the layers of each rank of a pipeline. specs: range of layers of each stage."""
-    return tuple(
-        tuple(layer for stage in placement.stages_of(rank) for layer in range(*specs[stage]))
-        for rank in range(placement.ranks)
-    )
-
-
-def _plan(config: Config, model: RunModel, stages: int, costs: Sequence[float] | None) -> list[StageSpec]:
-    """Return the layers of each stage: those of pp.layers, or balanced by cost."""
-    num_layers = len(model.layers)
-    if stages > num_layers:
-        raise ValueError(
-            f"pp.stages={config.pp.stages} with pp.schedule={config.pp.schedule} needs {stages} stages, but the model "
-            f"has {num_layers} layers (an embedding, {num_layers - 2} blocks, a head); use fewer stages or chunks"
-        )
-    if config.pp.layers is not None:
-        return plan_blocks(config.pp.layers, num_layers - 2, stages)
-    return [StageSpec(0, num_layers)] if costs is None else plan(training_costs(costs, model.description), stages)

@@ -263,6 +263,7 @@ ORDER = """
     run.layers_cache
     run.model
     run.streams
+    run.cut
     run.job
     run.lease
     run.lock
