@@ -130,6 +130,7 @@ def _run_agent(host: Host) -> NoReturn:
     ctypes.CDLL(None).prctl(
         PR_SET_PDEATHSIG, signal.SIGKILL
     )  # with the server, which ends with the process of the test
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts in the background ignore it
     os.chdir(host.directory)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(host.directory / name, os.O_WRONLY | os.O_APPEND), number)
