@@ -108,7 +108,7 @@ class Connections:
             outgoing = self._outgoing.get(address) or await self._connect(address)
             if outgoing is None:
                 return
-            if outgoing.writer.transport.get_write_buffer_size() > MAX_BYTES:
+            if outgoing.writer.is_closing() or outgoing.writer.transport.get_write_buffer_size() > MAX_BYTES:
                 return
             outgoing.number += 1
             line = seal(self._secret, self._run, self._sender(), outgoing.name, outgoing.number, message)

@@ -33,6 +33,8 @@ TOLERANCE = 1e-4
 """Relative difference of losses after thousands of steps of AdamW, each summed in another order."""
 EXTRA_FILES, EXTRA_THREADS, EXTRA_BYTES = 8, 4, 64 << 20
 """What processes of the surviving host may have more at the end than at the start."""
+ALONE = "no endpoint of --rdzv-endpoint can be reached"
+"""Error of a host that was cut off while it joined."""
 PROGRESS_S = 90.0
 """Time within which a step must follow when nothing is stopped or cut off."""
 COLUMNS = ("events", "views", "steps", "loss difference", "files", "threads", "MB")
@@ -140,13 +142,14 @@ class Weather:
         self._continue(float("inf"))
         for name in list(self._cut):
             self._heal(name)
-        for name in self._scene.names:
-            if self._host(name) is None:
-                self._start(name)
         deadline = time.monotonic() + PROGRESS_S
         while self._scene.watch.replicas != SHAPE.hosts:
             assert time.monotonic() < deadline, f"not all hosts train again: {self._scene.output()}"
+            for name in self._scene.names:
+                if self._host(name) is None:
+                    self._start(name)
             time.sleep(0.1)
+        self._forget_lonely()
         for name, host in self._left.items():
             while host.pids():
                 assert time.monotonic() < deadline, f"host {name}, which has left, has not ended: {host.stderr[-2000:]}"
@@ -155,6 +158,13 @@ class Weather:
             assert not errors, f"host {name}, which has left, prints {errors}"
         time.sleep(TIMEOUT_S + 2.0)
         self._wait_for_steps(3)
+
+    def _forget_lonely(self) -> None:
+        """Forget the hosts that have ended since they were cut off before they reached another host."""
+        ended = {name: host for name, host in self._scene.running.items() if host.exit_code is not None}
+        for name, host in ended.items():
+            assert ALONE in host.stderr, f"host {name} has ended: {host.stderr[-2000:]}"
+            del self._scene.running[name]
 
     def usage(self) -> list[Usage]:
         """Return what torchrun and the worker of the surviving host use."""
