@@ -17,7 +17,17 @@ from transformers.pytorch_utils import Conv1D
 from acsgd.adapters.prefix import PrefixedAttention, inject_prefix, prefix_config
 from acsgd.adapters.prompt import PromptedEmbedding, inject_prompt, prompt_config
 from acsgd.adapters.quantize import Quantization, quantize_layers
-from acsgd.adapters.spec import ALL_LINEAR, IA3, NAME, Adapter, PrefixTuning, PromptTuning, VirtualTokens, names_in
+from acsgd.adapters.spec import (
+    ALL_LINEAR,
+    IA3,
+    NAME,
+    Adapter,
+    LoRA,
+    PrefixTuning,
+    PromptTuning,
+    VirtualTokens,
+    names_in,
+)
 from acsgd.layers.description import LayerSpec, ModelLayers
 from acsgd.layers.skeleton import parameter_names, set_parameter
 from acsgd.tasks import Task
@@ -45,14 +55,17 @@ def peft_config(adapter: Adapter, model: PreTrainedModel, task: str) -> Any:
         lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # PEFT divides it
         lora_dropout=adapter.dropout,
         target_modules=targets[0] if targets == [ALL_LINEAR] else targets,
-        exclude_modules=_without_heads(model, task),
+        exclude_modules=_trained_wholly_pattern(adapter, model, task),
         use_rslora=adapter.rslora,
         use_dora=adapter.dora,
     )
 
 
 def _ia3_config(adapter: IA3, model: PreTrainedModel, task: str) -> Any:
-    """Return PEFT's config of IA3. Raises ValueError if neither PEFT nor the adapter names targets for the model."""
+    """Return PEFT's config of IA3.
+
+    Raises ValueError if neither PEFT nor the adapter names targets for the model, or if `feedforward` has other names.
+    """
     from peft import IA3Config
     from peft.utils.constants import (
         TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING,
@@ -67,17 +80,23 @@ def _ia3_config(adapter: IA3, model: PreTrainedModel, task: str) -> Any:
             )
         targets = TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING[kind]
         feedforward = feedforward or TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING[kind]
+    if others := [name for name in feedforward if name not in targets]:
+        raise ValueError(
+            f"adapter.spec: feedforward={'+'.join(others)} is not among the targets, {'+'.join(targets)}; "
+            "add it to targets"
+        )
     return IA3Config(
         task_type=TASK_TYPES[task],
         target_modules=list(targets),
         feedforward_modules=list(feedforward),
-        exclude_modules=_without_heads(model, task),
+        exclude_modules=_trained_wholly_pattern(adapter, model, task),
     )
 
 
-def _without_heads(model: PreTrainedModel, task: str) -> str | None:
-    """Return a pattern of the modules of new heads, which are not adapted."""
-    return "|".join(rf"{re.escape(head)}(\..*)?" for head in new_heads(model, task)) or None
+def _trained_wholly_pattern(adapter: LoRA | IA3, model: PreTrainedModel, task: str) -> str | None:
+    """Return a pattern of the modules that are trained as a whole, and so not adapted, as PEFT does it."""
+    names = *names_in(adapter.modules_to_save), *new_heads(model, task)
+    return "|".join(rf"(.*\.)?{re.escape(name)}(\..*)?" for name in names) or None
 
 
 def new_heads(model: PreTrainedModel, task: str) -> list[str]:

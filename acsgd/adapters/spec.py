@@ -30,7 +30,7 @@ class LoRA:
     """Modules that are adapted: "all-linear", which are all linear layers but the head, or the ends of their names,
     "q_proj+v_proj"."""
     modules_to_save: str = ""
-    """Further modules that are trained as a whole, by the ends of their names, "embed_tokens+lm_head"."""
+    """Modules that are trained as a whole, and not adapted, by the ends of their names, "embed_tokens+lm_head"."""
     rslora: bool = False
     """Whether the product is scaled by alpha / sqrt(r) instead (Kalajdzievski 2023, arXiv:2312.03732)."""
     dora: bool = False
@@ -50,7 +50,7 @@ class IA3:
     feedforward: str = ""
     """Those of the targets whose inputs are scaled: "down_proj". Default: as PEFT chooses; with targets, none."""
     modules_to_save: str = ""
-    """Further modules that are trained as a whole, by the ends of their names, "embed_tokens+lm_head"."""
+    """Modules that are trained as a whole, and not adapted, by the ends of their names, "embed_tokens+lm_head"."""
 
 
 @dataclass(frozen=True)

@@ -354,6 +354,8 @@ def test_the_initial_adapter_depends_on_the_seed_and_names_alone(tiny_model: Tin
         ("prompt_tuning:tokens=40", "the virtual tokens count towards data.sequence=32; use data.sequence=42 or more"),
         ("prompt_tuning:init=text", "init=text and text=TEXT belong together"),
         ("ia3:targets=q_proj", "its linear layers are c_attn, c_proj, c_fc, lm_head"),
+        ("ia3:targets=c_attn,feedforward=c_proj", "feedforward=c_proj is not among the targets, c_attn; add it"),
+        ("lora:targets=c_fc,modules_to_save=c_fc", "only targeted modules that are marked to be saved"),
         (
             "lorra",
             'unknown name "lorra"; use "lora", "ia3", "prompt_tuning" or "prefix_tuning" (did you mean "lora"?)',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from lib.adapters import initial_adapter
 from lib.cache import with_shared_cache
 from lib.labelled import save_model, with_special_tokens
 from lib.ranks import on_ranks
+from lib.resume import checkpoint_of, train_ranks
 from lib.training import (
     RELATIVE,
     TIMEOUT,
@@ -22,16 +24,19 @@ from lib.training import (
     train_whole,
     whole_batches,
 )
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
+from acsgd.adapters.export import merge, to_peft
 from acsgd.config.options import AdapterConfig, Config
 from acsgd.launch import Launch
 from acsgd.run.build import build_session
 from acsgd.run.data import open_data
 from acsgd.run.inputs import open_weight_source
 from acsgd.run.job import prepare
-from acsgd.tasks import TASKS
+from acsgd.shards.export import to_hf
+from acsgd.tasks import IGNORED, TASKS
 from acsgd.topology import connect
 
 GLUE = Path(__file__).parents[2].parent / "shared" / "data" / "glue"
@@ -43,6 +48,13 @@ TABLES = {
 """Task -> type of the model, its options, and header and rows of a table of examples."""
 PEFT = {"classification": "SEQ_CLS", "regression": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM"}
 """Task -> its name in PEFT."""
+EXPORTED = [
+    ("classification", "bert", "lora:r=4"),
+    ("regression", "deberta-v2", "lora:r=4,dora=true"),
+    ("seq2seq", "bart", "lora:r=4,rslora=true,modules_to_save=fc2"),
+    ("seq2seq", "bart", "ia3"),
+]
+"""Tasks, types of models and adapters."""
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +68,18 @@ def run_of(model: Path, tmp_path: Path, source: object, task: str, sequence: int
     config = plain_config(model, tmp_path / "runs", steps=4, **pp)
     data = dataclasses.replace(config.data, sources=str(source), sequence=sequence)
     return dataclasses.replace(config, data=data, model=dataclasses.replace(config.model, task=task))
+
+
+def run_on_table(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, task: str, family: str | None = None, **pp: object
+) -> Config:
+    """Write the table of a task and a model for it, by default of the type in TABLES; return a run."""
+    default, options, header, row = TABLES[task]
+    path = tmp_path / f"{task}.tsv"
+    rows = [row.format(n=n, label=n % 3, double=2 * n) for n in range(1, 50)]
+    path.write_text("\n".join([header, *rows]))
+    model = save_model(tmp_path / "models" / task, tokenizer, family or default, task, **options)
+    return with_shared_cache(run_of(model, tmp_path / task, path, task, 16, micro=2, **pp))
 
 
 def losses_of_whole(config: Config) -> list[float]:
@@ -75,16 +99,51 @@ def losses_of_whole(config: Config) -> list[float]:
 
 
 def test_each_task_trains_in_stages(special: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    configs = []
-    for task, (family, options, header, row) in TABLES.items():
-        path = tmp_path / f"{task}.tsv"
-        rows = [row.format(n=n, label=n % 3, double=2 * n) for n in range(1, 50)]
-        path.write_text("\n".join([header, *rows]))
-        model = save_model(tmp_path / "models" / task, special, family, task, **options)
-        configs.append(with_shared_cache(run_of(model, tmp_path, path, task, 16, stages=2, micro=2)))
+    configs = [run_on_table(tmp_path, special, task, stages=2) for task in TABLES]
     adapter = AdapterConfig("lora:r=4,alpha=8")
     adapted = [dataclasses.replace(config, adapter=adapter) for config in configs]
     assert_same_training([*configs, *adapted], 2, tmp_path, losses_of_whole)
+
+
+@pytest.mark.parametrize(("task", "family", "spec"), EXPORTED)
+def test_an_exported_adapter_has_the_held_out_loss_of_its_run(
+    special: PreTrainedTokenizerFast, tmp_path: Path, task: str, family: str, spec: str
+) -> None:
+    """In PEFT on the base model, and merged into it."""
+    config = run_on_table(tmp_path, special, task, family)
+    data, optim = dataclasses.replace(config.data, eval_fraction=0.25), dataclasses.replace(config.optim, lr=1e-2)
+    config = dataclasses.replace(config, data=data, optim=optim, adapter=AdapterConfig(spec))
+    train_ranks(0, 1, tmp_path / "store", [config])
+    (*_, last) = (Path(config.log.dir) / "metrics.jsonl").read_text().splitlines()
+    expected = pytest.approx(json.loads(last)["eval_loss"], rel=RELATIVE)
+
+    peft, merged, hf = directories = [tmp_path / name for name in ("peft", "merged", "hf")]
+    for directory in directories:
+        directory.mkdir()
+    checkpoint = checkpoint_of(config, config.optim.num_steps)
+    to_peft(checkpoint, peft)
+    merge(checkpoint, merged)
+    to_hf(merged, hf)
+    base = TASKS[task].auto_class.from_pretrained(config.model.name, dtype=torch.float32)
+    assert held_out_loss(config, base) != expected
+    assert held_out_loss(config, PeftModel.from_pretrained(base, peft)) == expected
+    assert held_out_loss(config, TASKS[task].auto_class.from_pretrained(hf, dtype=torch.float32)) == expected
+
+
+@torch.no_grad()
+def held_out_loss(config: Config, model: nn.Module) -> float:
+    """Return the mean loss of a model over the held-out labels of a run."""
+    task, job = TASKS[config.model.task], prepare(config, Launch())
+    held_out, total, targets = open_data(job).held_out, 0.0, 0
+    assert held_out is not None
+    for batch in held_out.batches(len(job.micro_ids)):
+        assert batch.inputs is not None
+        assert batch.labels is not None
+        for index, labels in enumerate(batch.labels):
+            logits = model.eval()(**{name: tensor[index] for name, tensor in batch.inputs.items()}).logits
+            total += task.loss(logits, labels, 0.0).item()
+            targets += int((labels != IGNORED).sum())
+    return total / targets
 
 
 def test_pairs_have_types_of_tokens_in_stages(special: PreTrainedTokenizerFast, tmp_path: Path) -> None:

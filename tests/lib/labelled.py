@@ -11,8 +11,10 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from acsgd.tasks import TASKS
 
+BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 SIZES: dict[str, dict[str, Any]] = {
-    "bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
+    "bert": BERT,
+    "deberta-v2": {**BERT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0},
     "bart": {
         "d_model": 32,
         "encoder_layers": 1,
