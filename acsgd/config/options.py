@@ -293,7 +293,8 @@ class ElasticConfig:
     each stage has replicas on several hosts; "0" = none."""
     replay_log: Annotated[float, Range(0, 10**6)] = 1.0
     """Maximum size of the log of sent messages per process, GiB; 0 = none. With it, a run of one replica that has lost
-    one stage repeats the steps since the snapshot on the new rank of that stage alone."""
+    one stage repeats the steps since the snapshot on the new rank of that stage alone. A snapshot is due when a log is
+    half full."""
     silence: Annotated[float, Range(0.2, 3600)] = 2.0
     """Time without a message after which a host counts as lost, seconds."""
     join_budget: Annotated[float, Range(0, 10**6)] = 2.0

@@ -52,6 +52,8 @@ class SnapshotStore:
         """Step of the newest snapshot that all ranks have."""
         self.log = ReplayLog()
         """The steps since that snapshot."""
+        self.has_noted_small_log = False
+        """Whether it was printed that the log is too small."""
 
     def reports(self) -> tuple[CopiedLayers, ...]:
         """Return what the worker reports of its snapshots."""

@@ -214,7 +214,7 @@ class ElasticWorker:
             metrics = self._metrics.of(job, self._state)
             for note in self._notes(job, inputs, begin):
                 metrics.note(note)
-            snapshots = self._open_snapshots(stack, begin.session, groups, view)
+            snapshots = self._open_snapshots(stack, begin.session, groups, view, metrics.note)
             checkpointing = Checkpointing.open(begin, inputs, groups, lock, note=metrics.note)
             stack.enter_context(checkpointing)
             if self._has_dropped_save:
@@ -231,11 +231,14 @@ class ElasticWorker:
                 self._has_dropped_save = checkpointing.is_saving
 
     def _open_snapshots(
-        self, stack: contextlib.ExitStack, session: Session, groups: Groups, view: View
+        self, stack: contextlib.ExitStack, session: Session, groups: Groups, view: View, note: Callable[[str], None]
     ) -> Snapshots | None:
-        """Open the snapshots of a view, if it takes any, until the end of `stack`, and the log of its messages."""
+        """Open the snapshots of a view, if it takes any, until the end of `stack`, and the log of its messages.
+
+        note: prints a sentence for the user.
+        """
         assert self._reader is not None
-        snapshots = open_snapshots(self._snapshots, session, self._reader, groups, view)
+        snapshots = open_snapshots(self._snapshots, session, self._reader, groups, view, note)
         if snapshots is not None:
             stack.callback(snapshots.close)
         is_useful = snapshots is not None

@@ -58,6 +58,16 @@ class NoTransfers:
 class StepLog(Protocol):
     """Keeps what the ranks have agreed on in each step."""
 
+    @property
+    def capacity(self) -> float | None:
+        """Number of steps that fit, estimated from the largest one; None if that is not known."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """Number of complete steps in the log."""
+        ...
+
     def complete(self, step: int, summary: StepSummary) -> None:
         """Note that a step is complete, counted from 0."""
         ...
@@ -91,6 +101,7 @@ class LoopState:
     """Replicas with ranks whose state is incomplete: they have no micro-batches, and save no weights."""
     transfers: StateTransfers = field(default_factory=NoTransfers)
     log: StepLog | None = None
+    """None if steps are not logged."""
 
     started_at: float = 0.0
     """Start of the step in progress, or of the last one; a time.perf_counter()."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +24,8 @@ LOST = {
     "last": [ScriptedView((0, 1, 2), 5), ScriptedView((0, 1, 3), STEPS)],
 }
 """A process ends some steps after the snapshot of step 3, and process 3 takes its place."""
+LOGGED = 6.5
+"""Steps that fit a small log, so that a snapshot is due every 3 steps."""
 SKIPPED = 6
 """Step whose update is skipped: that which a rank has reported and not applied when the first process ends."""
 TWICE = [*LOST["middle"][:1], ScriptedView((0, 3, 2), 6), ScriptedView((0, 3, 1), STEPS)]
@@ -53,6 +57,12 @@ def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     skipping = [[view._replace(skipped=SKIPPED) for view in script] for script in (CALM, LOST["first"])]
     scripts |= dict(zip(("skipping calm", "skipping first"), ((exact, script) for script in skipping), strict=True))
     no_log = dataclasses.replace(exact.elastic, replay_log=0)
+    hidden = json.loads((tiny_model() / "config.json").read_text())["n_embd"]
+    step_bytes = 2 * 4 * exact.data.batch * exact.data.sequence * hidden  # of the rank that sends most, without headers
+    seldom = dataclasses.replace(exact.elastic, snapshot="100", replay_log=LOGGED * step_bytes / 2**30)
+    scripts["exact filling"] = (dataclasses.replace(exact, elastic=seldom), LOST["middle"])
+    small = dataclasses.replace(exact.elastic, replay_log=0.5 * step_bytes / 2**30)
+    scripts["exact small log"] = (dataclasses.replace(exact, elastic=small), LOST["middle"])
     scripts["exact without log"] = (dataclasses.replace(exact, elastic=no_log), LOST["middle"])
     return on_ranks(4, train_in_views, path / "store", scripts)
 
@@ -77,6 +87,7 @@ def assert_calm(runs: list[dict[str, Trained]], name: str) -> None:
         ("coded last", [2]),
         ("exact twice", [2, 3]),
         ("skipping first", [3]),
+        ("exact filling", [2]),
     ],
 )
 def test_a_lost_stage_is_replayed_and_no_other_rank_repeats_a_step(
@@ -87,6 +98,13 @@ def test_a_lost_stage_is_replayed_and_no_other_rank_repeats_a_step(
     assert_calm(runs, name)
 
 
-def test_without_a_log_all_return_to_the_snapshot(runs: list[dict[str, Trained]]) -> None:
-    assert runs[0]["exact without log"].origins == ["disk", "snapshot"]
-    assert runs[3]["exact without log"].origins == ["snapshot"]
+@pytest.mark.parametrize("name", ["exact without log", "exact small log"])
+def test_without_a_log_all_return_to_the_snapshot(runs: list[dict[str, Trained]], name: str) -> None:
+    assert runs[0][name].origins == ["disk", "snapshot"]
+    assert runs[3][name].origins == ["snapshot"]
+
+
+def test_a_log_that_is_too_small_is_reported_once(runs: list[dict[str, Trained]]) -> None:
+    (note,) = runs[0]["exact small log"].notes
+    assert re.match(r"the log of sent messages has room for 0\.[45] steps; ", note)
+    assert not any(each[name].notes for each in runs for name in each if name != "exact small log")

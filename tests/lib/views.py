@@ -100,6 +100,8 @@ class Trained(NamedTuple):
     """Where the state came from in each view it was in: disk, memory, snapshot, or replay of some steps."""
     joining: dict[int, list[int]]
     """Replicas without all of their state in each step."""
+    notes: list[str]
+    """Sentences on snapshots that were printed for the user."""
 
 
 Script = Sequence[ScriptedView]
@@ -127,6 +129,7 @@ def train_in_views(
             process.streams,
             process.origins,
             process.joining,
+            process.notes,
         )
     return trained
 
@@ -147,6 +150,7 @@ class _Process:
         self.forward_bytes: dict[int, int] = {}
         self.streams: dict[int, StreamState | None] = {}
         self.joining: dict[int, list[int]] = {}
+        self.notes: list[str] = []
 
     def run_view(self, number: int, view: ScriptedView) -> None:
         """Take part in a view, or drop the state."""
@@ -226,7 +230,10 @@ class _Process:
         if chosen == "auto":
             return None
         assert self._reader is not None
-        return Snapshots(self._snapshots, session, self._reader, groups, plan.ranks, epoch=epoch, interval=int(chosen))
+        ranks, note = plan.ranks, self.notes.append
+        return Snapshots(
+            self._snapshots, session, self._reader, groups, ranks, epoch=epoch, interval=int(chosen), note=note
+        )
 
     def _train(self, session: Session, batches: BatchReader, view: ScriptedView, snapshots: Snapshots | None) -> None:
         """Train until the end of a view; complete each snapshot before the next step."""
@@ -267,8 +274,9 @@ class _Process:
         self._state.return_to(progress)
 
     def _votes(self, view: ScriptedView) -> Votes:
-        skip, transfers = self._state.progress.step + 1 == view.skipped, self._state.transfers
-        return Votes(skip=skip, joins=transfers.is_pending, wanted=transfers.wanted)
+        skip, transfers, log = self._state.progress.step + 1 == view.skipped, self._state.transfers, self._state.log
+        votes = Votes(skip=skip, joins=transfers.is_pending, wanted=transfers.wanted)
+        return votes._replace(log_capacity=log.capacity, log_steps=log.num_steps) if log else votes
 
     def _begin_step(self, session: Session, batch: Batch, votes: Votes) -> None:
         with contextlib.suppress(WaitInterruptedError):

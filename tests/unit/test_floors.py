@@ -308,6 +308,7 @@ ORDER = """
     elastic.rendezvous
     elastic.control
     elastic.transfer
+    elastic.log_room
     elastic.snapshot_cost
     elastic.replay_log
     elastic.snapshot_store

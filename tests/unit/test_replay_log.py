@@ -49,6 +49,20 @@ def test_it_keeps_the_newest_steps_that_fit_the_limit() -> None:
     assert log_of(7, limit_bytes=15).report(ready=False) == LoggedSteps(4, STAGES, 7, 7), "not a part of a step"
 
 
+def test_its_capacity_follows_from_the_largest_step_even_if_not_one_fits() -> None:
+    assert log_of(0).capacity is None
+    assert (log_of(7, limit_bytes=50).capacity, log_of(7, limit_bytes=50).num_steps) == (2.5, 2)
+    assert (log_of(3, limit_bytes=15).capacity, log_of(3, limit_bytes=15).num_steps) == (0.75, 0)
+    log = log_of(2, limit_bytes=60)
+    send(log, 2)
+    send(log, 2)
+    assert (log.capacity, log.num_steps) == (3.0, 1), "the step that is not complete has dropped the first one"
+    log.return_to(2)
+    send(log, 2)
+    log.complete(2, SUMMARY)
+    assert (log.capacity, log.num_steps) == (3.0, 2), "what is sent again counts once"
+
+
 def test_a_complete_snapshot_drops_the_steps_before() -> None:
     log = log_of(7)
     log.drop_before(6)
