@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -75,6 +76,9 @@ class WorkerEvents(Protocol):
 class _Worker:
     """A worker that is connected."""
 
+    name: str
+    """Its number on the host and that of its connection: "1.4". A worker that torchrun starts again has another one,
+    so that no view takes it for the one before, whose state it does not have."""
     hello: Hello
     writer: asyncio.StreamWriter
     state: WorkerState | None
@@ -109,6 +113,8 @@ class LocalWorkers:
     def __init__(self, events: WorkerEvents) -> None:
         self._events = events
         self._workers: dict[str, _Worker] = {}
+        """By number on the host."""
+        self._connections = itertools.count()
         self._server: asyncio.Server | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -142,10 +148,10 @@ class LocalWorkers:
 
     @property
     def states(self) -> dict[str, WorkerState] | None:
-        """States of all workers by name; None while any of them trains or is missing."""
+        """States of all workers by `_Worker.name`; None while any of them trains or is missing."""
         if not self.are_complete or any(worker.state is None for worker in self._workers.values()):
             return None
-        return {name: worker.state for name, worker in self._workers.items() if worker.state is not None}
+        return {worker.name: worker.state for worker in self._workers.values() if worker.state is not None}
 
     def forget_states(self) -> None:
         """Note that what the workers hold is out of date, since the run continued without them."""
@@ -154,15 +160,18 @@ class LocalWorkers:
                 worker.state = WorkerState(store_port=worker.state.store_port)
 
     def run(self, view: View, host_id: str) -> bool:
-        """Let all workers train in a view; return whether it has them. host_id: of this host in the view."""
-        names = {name: f"{host_id}/{name}" for name in self._workers}
-        if not self.are_complete or not set(names.values()) <= {*view.plan.ranks, *view.plan.spares}:
+        """Let all workers train in a view; return whether it has them, and not others that have ended since.
+
+        host_id: of this host in the view.
+        """
+        names = {f"{host_id}/{worker.name}": worker for worker in self._workers.values()}
+        if not self.are_complete or not names.keys() <= {*view.plan.ranks, *view.plan.spares}:
             return False
         self._cancel_deadline()
-        for name, worker in self._workers.items():
+        for name, worker in names.items():
             worker.state = None
             worker.take_tick(Tick(is_waiting=False, idle_s=0.0))
-            worker.send(Run(view, names[name]))
+            worker.send(Run(view, name))
         return True
 
     def stop(self, *, at_step_end: bool) -> None:
@@ -212,7 +221,8 @@ class LocalWorkers:
                 message = from_line(line, FromWorker)
                 if isinstance(message, Hello):
                     tick = Tick(is_waiting=False, idle_s=0.0)
-                    worker = _Worker(message, writer, message.state, tick, time.monotonic())
+                    name = f"{message.name}.{next(self._connections)}"
+                    worker = _Worker(name, message, writer, message.state, tick, time.monotonic())
                     self._workers[message.name] = worker
                     if self.are_complete:
                         self._describe_processes()

@@ -59,7 +59,8 @@ class WorkerState:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the workers of a view do. A worker is named by its host and its number on that host: "f3a0/1"."""
+    """What the workers of a view do. A worker is named by its host and by its number there, with that of its process:
+    "f3a0/1.4"."""
 
     stages: Natural
     """Ranks per pipeline."""

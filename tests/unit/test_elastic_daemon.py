@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
@@ -13,10 +14,15 @@ from lib.daemons import COMPLETE, TIMING, Worker, complete_tasks, free_addresses
 
 from acsgd.elastic.daemon import Daemon
 from acsgd.elastic.joining import DaemonOptions
-from acsgd.elastic.local_workers import LocalWorkers
-from acsgd.elastic.messages import Broken, End, Leave
+from acsgd.elastic.local_workers import LocalWorkers, WorkerEvents
+from acsgd.elastic.messages import Broken, End, Leave, View
+from acsgd.elastic.plan import Plan
 
 pytestmark = COMPLETE
+
+
+class NoEvents(WorkerEvents):
+    """Ignores what happens to workers."""
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +86,28 @@ def test_a_worker_that_ends_and_comes_back_joins_again(addresses: list[str], tmp
         b = Worker(second, tmp_path / "run")
         assert len(a.next_view().plan.ranks) == 2
         assert len(b.next_view().plan.ranks) == 2
+
+
+def test_a_view_does_not_run_on_a_worker_that_replaces_one_of_it(tmp_path: Path) -> None:
+    """It has ended after its host has promised its state, and before the view that is planned with that state."""
+
+    async def replace_worker() -> list[bool]:
+        workers = LocalWorkers(NoEvents())
+        await workers.listen(tmp_path / "socket", "127.0.0.1:1")
+        planned = []
+        for _ in range(2):
+            worker = Worker(tmp_path / "socket", tmp_path / "run")
+            while workers.states is None:
+                await asyncio.sleep(0.01)
+            planned.append(View(1, (), Plan(1, ranks=tuple(f"a/{name}" for name in workers.states))))
+            runs = [workers.run(view, "a") for view in planned]
+            worker.close()
+            while workers.are_complete:
+                await asyncio.sleep(0.01)
+        workers.close()
+        return runs
+
+    assert asyncio.run(replace_worker()) == [False, True]
 
 
 def test_a_lost_worker_and_a_lost_host_do_not_wait_for_a_heartbeat(addresses: list[str], tmp_path: Path) -> None:
