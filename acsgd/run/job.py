@@ -34,7 +34,7 @@ from acsgd.metrics import choose_metrics
 from acsgd.notes import print_note, report_if_slow
 from acsgd.pp.schedules.placement import Placement
 from acsgd.pp.schedules.programs import RankPrograms
-from acsgd.pp.tied.groups import Pacing
+from acsgd.pp.schedules.rows import Pacing
 from acsgd.pp.tied.plan import TiedWeight, tied_weights
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta

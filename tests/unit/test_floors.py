@@ -133,6 +133,7 @@ ORDER = """
     pp.schedules.validation
     pp.schedules.schedules
     pp.schedules.programs
+    pp.schedules.rows
     pp.schedules.simulate
     pp
     pp.wire.frame
@@ -397,6 +398,7 @@ TORCH_FREE = (
     "acsgd.pp.schedules.lowering",
     "acsgd.pp.schedules.validation",
     "acsgd.pp.schedules.schedules",
+    "acsgd.pp.schedules.rows",
     "acsgd.pp.schedules.simulate",
 )
 NEVER_AT_MODULE_LEVEL = (

@@ -24,6 +24,8 @@ class Op(StrEnum):
     SB = "SB"
     RB = "RB"
     R = "R"
+    SR = "SR"
+    SG = "SG"
 
 
 class Route(NamedTuple):
@@ -42,7 +44,7 @@ GRADIENT = Route(Op.SB, Op.RB, -1)
 class Operation(NamedTuple):
     """Row of the table of operations."""
 
-    kind: Literal["compute", "send", "receive", "reduce"]
+    kind: Literal["compute", "send", "receive", "reduce", "rows"]
     route: Route | None = None
     """For a computation: route of its output, and of the input it gets from the other neighbour. For a message: its
     route."""
@@ -65,6 +67,9 @@ OPERATIONS = {
     Op.RB: Operation("receive", GRADIENT),
     # all-reduce of the gradients of a stage over its replicas
     Op.R: Operation("reduce"),
+    # rows of a tied table, and their gradients. In simulated programs only (rows.py); their stage looks up the rows
+    Op.SR: Operation("rows"),
+    Op.SG: Operation("rows"),
 }
 
 PRODUCERS = {

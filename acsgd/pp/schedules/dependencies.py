@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from acsgd.pp.schedules.actions import GRADIENT, PRODUCERS, Action, Position, Program, Route, draw
+from acsgd.pp.schedules.actions import GRADIENT, PRODUCERS, Action, Op, Position, Program, Route, draw
 from acsgd.pp.schedules.placement import Placement
 
 
@@ -44,8 +44,13 @@ class Dependencies:
         return Action(route.send, stage, micro), Action(route.receive, stage + route.step, micro)
 
     def inputs(self, compute: Action) -> tuple[Action, ...]:
-        """Return the computations that must have run before a computation."""
+        """Return the computations, and the send of rows, that must have run before a computation."""
         earlier = [Action(op, compute.stage, compute.micro) for op in compute.operation.after]
+        if (
+            compute.operation.phase == "forward"
+            and (rows := Action(Op.SR, compute.stage, compute.micro)) in self._actions
+        ):
+            earlier.append(rows)
         return tuple(filter(None, (*earlier, self.source(compute))))
 
     def needs(self, action: Action) -> tuple[Action, ...]:

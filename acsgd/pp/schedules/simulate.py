@@ -1,4 +1,4 @@
-"""Simulate a program: when each action runs, the idle share of each rank, and the activations it keeps.
+"""Simulate a program: when actions run and messages travel, the idle share of each rank, and the activations it keeps.
 
 python -m acsgd.pp.schedules.simulate interleaved:chunks=2 4 8 --message 0.5
 """
@@ -6,14 +6,17 @@ python -m acsgd.pp.schedules.simulate interleaved:chunks=2 4 8 --message 0.5
 import argparse
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple, cast
 
 from acsgd.config.spec import from_spec
-from acsgd.pp.schedules.actions import Action, Program, label_ranks
+from acsgd.pp.schedules.actions import Action, Op, Program, label_ranks
 from acsgd.pp.schedules.dependencies import Dependencies, walk
 from acsgd.pp.schedules.lowering import AHEAD, lower
+from acsgd.pp.schedules.placement import Placement
+from acsgd.pp.schedules.programs import RankPrograms
+from acsgd.pp.schedules.rows import Pacing, add_rows
 from acsgd.pp.schedules.schedules import SCHEDULES, Schedule
 
 Time = float | Fraction
@@ -22,14 +25,21 @@ Time = float | Fraction
 
 @dataclass(frozen=True)
 class Cost:
-    """Durations of actions: one value for all, or one per stage (message: one per boundary, from the first)."""
+    """Durations of actions: one value for all, or one per stage (message: one per boundary, from the first; rows: one
+    per micro-batch)."""
 
     forward: Time | Sequence[Time] = 1
     backward: Time | Sequence[Time] = 2
     message: Time | Sequence[Time] = 0
+    rows: Time | Sequence[Time] = 0
+    """Of the rows of a tied table that a micro-batch is the first to use."""
+    row_gradients: Time | Sequence[Time] = 0
+    """Of the gradients of the rows that a micro-batch is the last to use."""
 
     def of(self, action: Action) -> Time:
         """Return the duration of an action: computations occupy the rank, sends the link; all others take no time."""
+        if action.operation.kind == "rows":
+            return _at(self.rows if action.op is Op.SR else self.row_gradients, action.micro)
         match action.operation.kind, action.operation.phase:
             case "compute", "forward":
                 return _at(self.forward, action.stage)
@@ -82,17 +92,31 @@ class Timeline:
         return self.spans[action].end - self.spans[action].start
 
     def draw(self) -> str:
-        """Draw the computations on one time axis, one line per rank: = continues a computation, blank is idle."""
+        """Draw the computations on one time axis, one line per rank: = continues a computation, blank is idle.
+
+        Two more lines show the transfers of rows and of their gradients, if there are any, by micro-batch.
+        """
         computes = [action for actions in self.program for action in _computes(actions)]
         shortest: Time = min((length for action in computes if (length := self._length(action))), default=1)
         columns = (1 + max(len(str(action)) for action in computes)) / shortest  # per unit of time
-        return label_ranks([self._line(actions, columns) for actions in self.program])
+        ranks = label_ranks([self._line(actions, columns) for actions in self.program])
+        label = len(ranks.partition("|")[0])
+        rows = {name: self._transfers(op, columns) for name, op in (("rows", Op.SR), ("grad", Op.SG))}
+        return "\n".join([ranks, *(f"{name:{label}}|{line}" for name, line in rows.items() if line)])
 
     def _line(self, actions: list[Action], columns: Time) -> str:
         line = ""
         for action in _computes(actions):
             start, end = (round(time * columns) for time in self.spans[action])
             line = line.ljust(start) + str(action).ljust(end - start - 1, "=") + " "
+        return line.rstrip()
+
+    def _transfers(self, op: Op, columns: Time) -> str:
+        """Draw the transfers of one kind, which do not overlap."""
+        line = ""
+        for action in (action for actions in self.program for action in actions if action.op is op):
+            start, end = (round(time * columns) for time in self.spans[action])
+            line = line.ljust(start) + str(action.micro).ljust(end - start, "=")[: end - start]
         return line.rstrip()
 
 
@@ -121,8 +145,9 @@ def simulate(program: Program, cost: Cost) -> Timeline:
     spans: dict[Action, Span] = {}
     for rank, action in walk(program, dependencies.needs):
         start = max([rank_free[rank], *(spans[need].end for need in dependencies.needs(action))])
-        if action.operation.kind == "send":
-            link = rank, dependencies.placement.rank_of(action.peer)
+        receiver = _receiver(action, dependencies.placement)
+        if receiver is not None:
+            link = rank, receiver
             start = max(start, link_free[link])
             link_free[link] = start + cost.of(action)
         spans[action] = Span(start, start + cost.of(action))
@@ -131,8 +156,17 @@ def simulate(program: Program, cost: Cost) -> Timeline:
     return Timeline(program, spans)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw a schedule on a time axis and print its bubble and memory."""
+def _receiver(action: Action, placement: Placement) -> int | None:
+    """Return the rank that receives the message of an action; None if it is none."""
+    if action.operation.kind == "send":
+        return placement.rank_of(action.peer)
+    if action.operation.kind == "rows":
+        return placement.rank_of(action.stage if action.op is Op.SR else placement.stages - 1)
+    return None
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m acsgd.pp.schedules.simulate", description=main.__doc__)
     parser.add_argument("schedule", help=" | ".join(SCHEDULES) + ", with its options: interleaved:chunks=2")
     parser.add_argument("ranks", type=int, help="ranks of the pipeline")
@@ -146,13 +180,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--first-backward", type=int, default=0, help="first stage with trained weights; those below run no backward"
     )
+    parser.add_argument(
+        "--rows",
+        type=Fraction,
+        nargs="+",
+        help="tied head: time on the wire of the rows that the first micro-batch uses, of those that the second is the "
+        "first to use, and so on; the last value is that of all others. Their gradients mirror them: the rows that the "
+        "last micro-batch uses take as long as those of the first",
+    )
     options = parser.parse_args(arguments)
+    if options.rows and options.ranks == 1:
+        parser.error("--rows needs at least 2 ranks: one rank sends no rows")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Draw a schedule on a time axis and print its bubble and memory."""
+    options = parse_arguments(arguments)
     schedule = cast(Schedule, from_spec(options.schedule, SCHEDULES, key="pp.schedule"))
     cost = Cost(options.forward, options.backward, options.message)
     computes = schedule.program(options.ranks, options.micros)
-    timeline = simulate(lower(computes, options.ahead, first_backward=options.first_backward), cost)
+    program = lower(computes, options.ahead, first_backward=options.first_backward)
+    timeline = untied = simulate(program, cost)
+    if options.rows:
+        pacing = Pacing.of(options.micros, RankPrograms(schedule, options.ranks, 0).warm_up(options.micros))
+        rows = (options.rows + options.rows[-1:] * options.micros)[: options.micros]
+        timeline = simulate(add_rows(program, pacing), replace(cost, rows=rows, row_gradients=rows[::-1]))
     print(timeline.draw())
     print(f"makespan {float(timeline.makespan):g}, bubble {float(timeline.bubble):.1%}")
+    if options.rows:
+        print(
+            f"without rows {float(untied.makespan):g}: the tie is {float(1 - untied.makespan / timeline.makespan):.1%}"
+        )
     print(f"micro-batches in flight, at most, by rank: {', '.join(map(str, timeline.peak_in_flight))}")
 
 

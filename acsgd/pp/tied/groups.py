@@ -12,28 +12,7 @@ import torch
 from torch import Tensor
 
 from acsgd.pp.schedules.actions import Action
-
-MAX_GROUPS = 256
-"""Largest number of groups: there is one per micro-batch unless a global batch has more."""
-
-
-class Pacing(NamedTuple):
-    """How far rows are sent ahead of their use."""
-
-    width: int
-    """Micro-batches per group."""
-    ahead: int
-    """Groups that are sent before the owner has run its first forward: those that others need by then."""
-
-    @classmethod
-    def of(cls, micros: int, warm_up: int) -> Pacing:
-        """Return the pacing of a run. micros: of the global batch; warm_up: forwards before the first backward, >= 1.
-
-        As many groups are sent ahead as a rank uses before its first backward, so that it fills the pipeline without
-        waiting for forwards of the owner.
-        """
-        width = -(-micros // MAX_GROUPS)
-        return cls(width, 1 + -(-(warm_up - 1) // width))
+from acsgd.pp.schedules.rows import MAX_GROUPS
 
 
 class UseOrder(NamedTuple):

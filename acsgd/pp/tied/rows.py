@@ -16,7 +16,8 @@ from acsgd.layers.composed import Inputs
 from acsgd.layers.lengths import Lengths
 from acsgd.layers.lookup_table import LookupTable
 from acsgd.pp.schedules.actions import Action
-from acsgd.pp.tied.groups import Pacing, Part, RowGroups, UseOrder
+from acsgd.pp.schedules.rows import Pacing
+from acsgd.pp.tied.groups import Part, RowGroups, UseOrder
 from acsgd.pp.wire.channel import Channel
 from acsgd.pp.wire.coder import TransferInfo
 from acsgd.pp.wire.frame import Kind
@@ -99,7 +100,7 @@ class TableOwner:
     def advance(self, forwards: int) -> None:
         """Send the rows that are due once this rank has run some forwards."""
         for transfer, rows_out in zip(self._transfers, self._rows_out, strict=True):
-            self._send(transfer, rows_out, self._pacing.ahead + forwards // self._pacing.width)
+            self._send(transfer, rows_out, self._pacing.due(forwards))
 
     def post_gradients(self) -> None:
         """Post the receives of the gradients of a step."""
