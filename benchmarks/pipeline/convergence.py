@@ -80,6 +80,7 @@ ROWS = [
     *(of("rate-adaptive delta", f"step {step:g}", f"delta:step={step:g}") for step in (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)),
     of("gradients in 4 bits", "uncompressed", "none", backward="fixpoint:bits=4"),
     of("gradients in 4 bits", "delta 2 bits", "delta:bits=2", backward="fixpoint:bits=4"),
+    of("tied dense", "uncompressed", "none", backward="none", tied="dense"),
     of("tied rows in 8 bits", "uncompressed", "none", 0.002, backward="none", tied="rows:bits=8"),
     of("tied rows in 8 bits", "delta 2 bits", "delta:bits=2", backward="fixpoint:bits=4", tied="rows:bits=8"),
     *with_dropout("step"),

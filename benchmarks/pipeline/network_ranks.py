@@ -170,10 +170,8 @@ def be_rank(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
 
 
 def make_batch(rank: int, setting: Setting) -> Batch:
-    """Return the batch of every step, the whole data set: random tokens, whose frequencies follow Zipf's law."""
-    generator, shape = torch.Generator().manual_seed(0), (setting.micros, 1, SEQUENCE + 1)
-    frequencies = 1 / torch.arange(1, setting.vocabulary + 1)
-    tokens = frequencies.multinomial(math.prod(shape), replacement=True, generator=generator).view(shape)
+    """Return the batch of every step, the whole data set."""
+    tokens = zipf_tokens(setting.micros, setting.vocabulary).unsqueeze(1)
     batch = Batch(
         {"input_ids": tokens[..., :-1]} if rank == 0 else None,
         tokens[..., 1:] if rank == setting.stages - 1 else None,
@@ -181,6 +179,13 @@ def make_batch(rank: int, setting: Setting) -> Batch:
         micro_ids=range(setting.micros),
     )
     return replace(batch, upcoming=batch)
+
+
+def zipf_tokens(micros: int, vocabulary: int) -> torch.Tensor:
+    """Return random tokens, int64 [micros, SEQUENCE + 1], whose frequencies follow Zipf's law."""
+    generator, shape = torch.Generator().manual_seed(0), (micros, SEQUENCE + 1)
+    frequencies = 1 / torch.arange(1, vocabulary + 1)
+    return frequencies.multinomial(math.prod(shape), replacement=True, generator=generator).view(shape)
 
 
 def save_model(directory: Path, *, vocabulary: int, tied: bool) -> Path:

@@ -101,6 +101,8 @@ def test_slow_messages_queue_on_their_link() -> None:
 def test_costs_may_differ_by_stage() -> None:
     timeline = simulate(lower(GPipe().program(3, 1)), Cost([1, 2, 3], [4, 5, 6], [10, 20]))
     assert timeline.makespan == (1 + 2 + 3) + (4 + 5 + 6) + 2 * (10 + 20)
+    timeline = simulate(lower(GPipe().program(3, 1)), Cost(1, 2, message=10, gradient_message=[3, 4]))
+    assert timeline.makespan == 3 * (1 + 2) + 2 * 10 + (3 + 4)
 
 
 def test_messages_are_received_in_sending_order_even_if_needed_in_another() -> None:

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import NamedTuple, cast
 
 from acsgd.config.spec import from_spec
-from acsgd.pp.schedules.actions import Action, Op, Program, label_ranks
+from acsgd.pp.schedules.actions import GRADIENT, Action, Op, Program, label_ranks
 from acsgd.pp.schedules.dependencies import Dependencies, walk
 from acsgd.pp.schedules.lowering import AHEAD, lower
 from acsgd.pp.schedules.placement import Placement
@@ -25,12 +25,14 @@ Time = float | Fraction
 
 @dataclass(frozen=True)
 class Cost:
-    """Durations of actions: one value for all, or one per stage (message: one per boundary, from the first; rows: one
+    """Durations of actions: one value for all, or one per stage (messages: one per boundary, from the first; rows: one
     per micro-batch)."""
 
     forward: Time | Sequence[Time] = 1
     backward: Time | Sequence[Time] = 2
     message: Time | Sequence[Time] = 0
+    gradient_message: Time | Sequence[Time] | None = None
+    """Of gradients of activations; None = as `message`."""
     rows: Time | Sequence[Time] = 0
     """Of the rows of a tied table that a micro-batch is the first to use."""
     row_gradients: Time | Sequence[Time] = 0
@@ -46,6 +48,8 @@ class Cost:
             case "compute", _:
                 return _at(self.backward, action.stage)
             case "send", _:
+                if action.operation.route == GRADIENT and self.gradient_message is not None:
+                    return _at(self.gradient_message, action.boundary)
                 return _at(self.message, action.boundary)
         return 0
 

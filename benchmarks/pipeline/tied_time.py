@@ -1,0 +1,137 @@
+"""Step time of a tied head on a limited link, predicted by the simulator of schedules, without training:
+
+    .venv/bin/python -m benchmarks.pipeline.tied_time
+
+The model, its tokens and the rate of the link are those of network.py on two stages, which measures the same: the time
+of uncompressed activations and rows on the link is --ratio times the compute. All times are relative to the compute,
+so the rate itself does not matter. Sizes are those of the codecs; packets add 6 %. A forward takes half of a backward,
+and a stage as long as its multiplications.
+
+tie         share of the step by which it is longer than with an untied head
+ends alone  the same if only the rows of the first micro-batch and the gradients of the last take time, which no
+            computation overlaps. The rest is rows of the next few micro-batches, in which frequent tokens occur first,
+            and gradients of the last few: they need more than the rate of the link
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from acsgd.codecs.base import wire_bytes
+from acsgd.config.spec import from_spec
+from acsgd.pp.schedules.lowering import lower
+from acsgd.pp.schedules.programs import RankPrograms
+from acsgd.pp.schedules.rows import Pacing, add_rows
+from acsgd.pp.schedules.schedules import SCHEDULES
+from acsgd.pp.schedules.simulate import Cost, simulate
+from acsgd.pp.tied.plan import TIED, Rows
+from benchmarks.pipeline.network_ranks import BLOCKS, SEQUENCE, WIDTH, zipf_tokens
+
+STAGES = 2
+PACKETS = 1.06
+"""Bytes on the wire per byte of a message."""
+FORWARD_BITS, BACKWARD_BITS = 2, 4
+TIES = ("rows", "rows:bits=8")
+
+
+def count_rows(tokens: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Return how many rows each micro-batch is the first to use, and how many it is the last to use.
+
+    tokens: [M, tokens of a micro-batch].
+    """
+    uses: dict[int, list[int]] = {}
+    for micro, of_micro in enumerate(tokens.tolist()):
+        for token in of_micro:
+            uses.setdefault(token, []).append(micro)
+    micros = range(len(tokens))
+    first, last = ([each[end] for each in uses.values()] for end in (0, -1))
+    return [first.count(micro) for micro in micros], [last.count(micro) for micro in micros]
+
+
+def compute_cost(vocabulary: int, micros: int) -> Cost:
+    """Return the times of forwards and backwards, such that an untied step on a fast link takes 1."""
+    block = 12 * WIDTH**2 + 2 * WIDTH * SEQUENCE  # multiplications per token
+    stages = [BLOCKS // STAGES * block] * STAGES
+    stages[-1] += WIDTH * vocabulary
+    per_micro = [stage / max(stages) / (micros + STAGES - 1) for stage in stages]
+    return Cost([each / 3 for each in per_micro], [each * 2 / 3 for each in per_micro])
+
+
+class Prediction:
+    """Predicted step times of one schedule and batch. seconds_per_byte: relative to the compute."""
+
+    def __init__(self, schedule: str, tokens: torch.Tensor, vocabulary: int, ratio: float) -> None:
+        chosen = from_spec(schedule, SCHEDULES, key="--schedule")
+        micros = len(tokens)
+        self._program = lower(chosen.program(STAGES, micros))
+        self._pacing = Pacing.of(micros, RankPrograms(chosen, STAGES, 0).warm_up(micros))
+        self.first, self.last = count_rows(tokens)
+        activation = 4 * SEQUENCE * WIDTH
+        self._seconds_per_byte = ratio / (micros * activation + sum(self.first) * 4 * WIDTH)
+        forward, backward = (self._seconds(activation * bits / 32) for bits in (FORWARD_BITS, BACKWARD_BITS))
+        self._cost = replace(compute_cost(vocabulary, micros), message=forward, gradient_message=backward)
+        self.untied = float(simulate(self._program, self._cost).makespan)
+
+    def step(self, how: Rows, first: Sequence[int], last: Sequence[int]) -> float:
+        """Return the time of a step whose micro-batches are the first and the last to use so many rows."""
+        rows = [self._seconds(wire_bytes(how.rows.wire((count, WIDTH), torch.float32))) for count in first]
+        gradients = [self._seconds(wire_bytes(how.gradients.wire((count, WIDTH), torch.float32))) for count in last]
+        cost = replace(self._cost, rows=rows, row_gradients=gradients)
+        return float(simulate(add_rows(self._program, self._pacing), cost).makespan)
+
+    def tie(self, how: Rows) -> tuple[float, float]:
+        """Return the share of the tie in the step, and that of its ends alone."""
+        whole = self.step(how, self.first, self.last)
+        zeros = [0] * (len(self.first) - 1)
+        ends = self.step(how, [self.first[0], *zeros], [*zeros, self.last[-1]])
+        return 1 - self.untied / whole, 1 - self.untied / ends
+
+    def _seconds(self, size: float) -> float:
+        return size * self._seconds_per_byte * PACKETS
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedule", default="1f1b:lead=6")
+    parser.add_argument("--micros", type=int, default=64, help="micro-batches per step")
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument(
+        "--ratio", type=float, nargs="+", default=[4.0, 2.0, 1.0], help="uncompressed traffic relative to compute"
+    )
+    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/tied_time.json"), help="path of the results")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Predict, print, save."""
+    options = parse_arguments()
+    tokens = zipf_tokens(options.micros, options.vocabulary)[:, :-1]
+    table = Table("ratio", "pp.tied", "step", "untied", "tie", "ends alone", title="Times relative to the compute")
+    results = []
+    for ratio in options.ratio:
+        prediction = Prediction(options.schedule, tokens, options.vocabulary, ratio)
+        for spec in TIES:
+            tie, ends = prediction.tie(from_spec(spec, TIED, key="pp.tied"))
+            step = prediction.untied / (1 - tie)
+            table.add_row(f"{ratio:g}", spec, f"{step:.2f}", f"{prediction.untied:.2f}", f"{tie:.1%}", f"{ends:.1%}")
+            results.append(
+                {"ratio": ratio, "tied": spec, "step": step, "untied": prediction.untied, "tie": tie, "ends": ends}
+            )
+    console = Console(width=120)
+    console.print(table)
+    console.print(f"rows by first use: {prediction.first[:8]} ..., {sum(prediction.first)} in all")
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
