@@ -16,6 +16,7 @@ from tests.soak.kills import Kills
 from tests.soak.leases import Leases, LeasesOnFuse
 from tests.soak.network import Network
 from tests.soak.storm import Storm
+from tests.soak.ties import Ties
 from tests.soak.views import Views
 from tests.soak.wire import Wire
 
@@ -26,6 +27,7 @@ AREAS: dict[str, type[Area]] = {
     "configs": Configs,
     "data": Data,
     "kills": Kills,
+    "ties": Ties,
     "leases": Leases,
     "leases_on_fuse": LeasesOnFuse,
     "network": Network,
