@@ -52,7 +52,7 @@ class RefusedError(RunError):
 
 
 class SaveError(RunError):
-    """A save has failed, and checkpoint.on_error is "stop". All ranks raise it together.
+    """A save has failed, and it was the last one or checkpoint.on_error is "stop". All ranks raise it together.
 
     failure: what has failed; ranks: those whose files could not be written.
     """

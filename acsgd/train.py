@@ -117,7 +117,9 @@ def run_steps(
             break
         snapshots.after_step(state)
     else:
+        state.is_open = True  # until it is saved: if that fails, the ranks of the next view save it
         checkpointing.finish_save(wait=True, last=True)
+        state.is_open = False
         metrics.note(checkpointing.describe_end(state.progress.step, signals.received))
     session.settle()
     inputs.reader.close(wait=False)

@@ -148,7 +148,7 @@ class Checkpointing:
         """Report the result of the save in progress if it has ended.
 
         wait: wait for its end, which all ranks do together; last: no other save follows. Raises SaveError if the save
-        failed, unless checkpoint.on_error="continue"; RunError if no other save follows.
+        failed, unless checkpoint.on_error="continue" and another save follows.
         """
         result, stops = self._saver.result, last or self._config.on_error == "stop"
         if not wait and (result is None or (result.error is not None and stops)):
@@ -162,8 +162,6 @@ class Checkpointing:
             return
         newest = "there is no checkpoint yet" if self.newest is None else f"the newest checkpoint is {self.newest}"
         failure = f"step {result.step} could not be saved: {result.error}; {newest}"
-        if last:
-            raise RunError(f"{failure}; fix the cause and start the run again")
         if stops:
             raise SaveError(failure, result.failed_ranks)
         self._note(f"{failure}; training continues (checkpoint.on_error)")

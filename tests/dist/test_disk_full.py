@@ -289,8 +289,8 @@ def test_a_disk_that_stays_full_keeps_its_checkpoints(
     config = changed(calm[2][0], tmp_path, dir=str(disk / "checkpoints"), on_error=on_error)
     with started(config, 2) as run:
         assert run.join() == [1, 1], run.notes()
-    kind, lost = ("SaveError", 6) if on_error == "stop" else ("RunError", STEPS)
-    assert run.notes()[-1].startswith(f"{kind}: step {lost} could not be saved: ")
+    lost = 6 if on_error == "stop" else STEPS
+    assert run.notes()[-1].startswith(f"SaveError: step {lost} could not be saved: ")
     assert "No space left on device" in run.notes()[-1]
     assert f"the newest checkpoint is {checkpoints_of(config).of(4)}" in run.notes()[-1]
     assert valid_steps(config) == [2, 4]

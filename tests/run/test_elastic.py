@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from acsgd.config.run_file import parse
+from acsgd.shards.disk import ShardDirectory
 from tests.lib.corpora import write_records
 from tests.lib.forks import finish
 from tests.lib.hosts import LIMIT_S, Hosts
+from tests.lib.injection import FullDisk
 
 TinyModel = Callable[..., Path]
 STEPS = 120
@@ -134,6 +136,24 @@ def test_a_stage_whose_only_holder_ends_is_replayed_from_the_snapshot_on_the_nex
         assert replayed["after_step"] == view["after_step"] >= 13, "no step is repeated by the others"
         assert 0 < replayed["steps"] <= 10
         assert_same_losses(hosts, run_file, tmp_path)
+
+
+def test_a_host_that_cannot_write_the_last_checkpoint_leaves_and_the_others_write_it(
+    run_file: Path, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        hosts = Hosts(tmp_path, run_file, stack, 1, ("--optim.steps", "12"))
+        a, b = hosts.start("a", min_hosts=2), hosts.start("b", min_hosts=2, worker=FullDisk())
+        assert b.wait(LIMIT_S) != 0
+        assert a.wait(LIMIT_S) == 0
+        (error,) = b.errors
+        assert "step 12 could not be saved: rank " in error
+        assert error.endswith("fix the cause and start this host again")
+        assert not a.errors
+        assert [line["step"] for line in hosts.steps()] == list(range(1, 13))
+        assert hosts.events()[-1]["after_step"] == 12
+        saved = ShardDirectory(hosts.run_dir / "checkpoints" / "step-00000012")
+        assert not list(saved.corrupt_files())
 
 
 def test_an_error_in_the_options_is_printed_once_and_workers_are_not_started_again(
