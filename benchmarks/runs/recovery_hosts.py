@@ -20,6 +20,8 @@ from tests.lib.forked_torchrun import ForkedTorchrun, Host, send
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("a", "b", "c")
+ENDPOINTS = "ab"
+"""Hosts with an endpoint."""
 MARK = "ACSGD_BENCHMARK_HOST"
 """Environment variable of all processes of a host; its value is the host's directory."""
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -75,7 +77,17 @@ class Hosts:
             process.wait()
 
     def start(self, name: str, *, min_hosts: int = 1, is_forked: bool | None = None) -> None:
-        """Start a host, or start it again. is_forked: as for the class."""
+        """Start a host, or start it again. is_forked: as for the class.
+
+        A host takes the first endpoint that is free on its machine. So that `by_rank` is right, this returns when a forked
+        host has its own; others take seconds.
+        """
+        is_forked = self._is_forked if is_forked is None else is_forked
+        self._launch(name, min_hosts, is_forked)
+        if is_forked and self._rendezvous == "elastic" and self._network is None and name in ENDPOINTS:
+            self.wait_until(lambda: _listens(self._addresses[name]))
+
+    def _launch(self, name: str, min_hosts: int, is_forked: bool) -> None:
         (cwd := self._directory / name).mkdir(exist_ok=True)
         arguments = ["--nproc-per-node", "1", "--max-restarts", "1000", *self._torchrun_flags]
         arguments += self._membership_flags(name, min_hosts)
@@ -86,7 +98,7 @@ class Hosts:
             self._processes.pop(name).wait(LIMIT_S)
         if name in self._forked:
             self._forked.pop(name).kill()
-        if self._is_forked if is_forked is None else is_forked:
+        if is_forked:
             namespace = self._network.namespaces[NAMES.index(name)] if self._network else None
             self._forked[name] = ForkedTorchrun(Host(arguments, environment, cwd, namespace))
             return
@@ -118,7 +130,7 @@ class Hosts:
             host, _, port = self._addresses["a"].partition(":")
             ranks = ["--nnodes", str(len(NAMES)), "--node-rank", str(NAMES.index(name))]
             return [*ranks, "--master-addr", host, "--master-port", port]
-        backend, used = ("acsgd", "ab") if self._rendezvous == "elastic" else ("c10d", "a")
+        backend, used = ("acsgd", ENDPOINTS) if self._rendezvous == "elastic" else ("c10d", "a")
         endpoints = ",".join(self._addresses[host] for host in used)
         nodes = ["--nnodes", f"{min_hosts}:{len(NAMES)}"]
         return [*nodes, "--rdzv-backend", backend, "--rdzv-endpoint", endpoints, "--rdzv-id", "benchmark"]
@@ -143,7 +155,7 @@ class Hosts:
         view = ViewRegister(self.run_dir / "views").newest()
         assert view is not None
         addresses = {host.id: host.address for host in view.hosts}
-        names = {self._addresses[name]: name for name in "ab"}
+        names = {self._addresses[name]: name for name in ENDPOINTS}
         return [names.get(addresses[rank.partition("/")[0]], "c") for rank in view.plan.ranks]
 
     def wait_until(self, condition: Callable[[], object]) -> None:
@@ -161,6 +173,13 @@ class Hosts:
     def _environments(self, names: Sequence[str]) -> list[tuple[int, dict[bytes, bytes]]]:
         marks = {f"{MARK}={self._directory / name}".encode() for name in names}
         return [(pid, _as_dict(entries)) for pid, entries in _all_environments() if not marks.isdisjoint(entries)]
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.partition(":")
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 1.0):
+        return True
+    return False
 
 
 def cpu_s(pids: Sequence[int]) -> float:
