@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from acsgd.config.options import (
+    AdapterConfig,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -97,6 +98,7 @@ class Variant(NamedTuple):
     """Number of replicas; with more than one, each has a single stage."""
     rate: float = 1.0
     """Factor of the learning rate."""
+    adapter: str | None = None
 
     @property
     def stages(self) -> int:
@@ -176,6 +178,7 @@ class Tuning:
                 steps=s.epochs * s.steps_per_epoch,
                 warmup=round(s.warmup * s.steps_per_epoch),
             ),
+            adapter=AdapterConfig(variant.adapter),
             dp=ReplicaConfig(variant.mode),
             pp=PipelineConfig(
                 stages=variant.stages,
