@@ -12,7 +12,6 @@ import torch.distributed as dist
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
-from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 from acsgd.elastic.replay_log import Position, ReplayLog
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.sampling.batches import BatchReader
@@ -27,8 +26,10 @@ from acsgd.topology import connect
 from acsgd.train import train_step
 from acsgd.waits import InterruptibleWaits
 from benchmarks.common.compare import Comparison, RankRounds, Step, alternate, on_ranks, summarise
+from benchmarks.runs.snapshots import STAGES, config_of
 
-STAGES, SEQUENCE, BATCH = 2, 64, 4
+BATCH = 4
+"""Sequences per step."""
 WARMUP, STEPS_PER_BLOCK = 10, 10
 """Steps after which the log is emptied, as a snapshot would."""
 LIMIT_BYTES = 2**30
@@ -75,7 +76,7 @@ def _rank_rounds(rank: int, model: Path, store: str, rounds: int) -> RankResult:
     """Run one rank."""
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)
-    job = prepare(_config_of(model), Launch(rank, rank, STAGES))
+    job = prepare(config_of(model, BATCH), Launch(rank, rank, STAGES))
     file_store, waits, timeout = dist.FileStore(store, STAGES), InterruptibleWaits(), timedelta(seconds=120)
     with connect(job.topology, timeout=timeout, store=file_store, waits=waits) as groups:
         sessions, reader = [build_session(job, open_weight_source(job), groups) for _ in range(2)], open_data(job).reader
@@ -85,17 +86,6 @@ def _rank_rounds(rank: int, model: Path, store: str, rounds: int) -> RankResult:
         ours, theirs = _step_of(sessions[0], reader, log), _step_of(sessions[1], reader)
         measured = alternate(ours, theirs, warmup=WARMUP, rounds=rounds, steps=STEPS_PER_BLOCK, barrier=dist.barrier)
         return RankResult(measured, log.nbytes // log.num_steps)
-
-
-def _config_of(model: Path) -> Config:
-    """Return a run of single sequences per micro-batch."""
-    return Config(
-        model=ModelConfig(name=str(model), init="scratch"),
-        data=DataConfig(sources="demo", sequence=SEQUENCE, batch=BATCH),
-        optim=OptimConfig(lr=1e-4, steps=10**9),
-        pp=PipelineConfig(stages=STAGES, micro=1),
-        log=LogConfig(dir=str(model.parent / "run")),
-    )
 
 
 def _step_of(session: Session, reader: BatchReader, log: ReplayLog | None = None) -> Step:

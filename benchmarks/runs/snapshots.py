@@ -63,11 +63,11 @@ class RankResult(NamedTuple):
     """Host memory of its snapshots."""
 
 
-def config_of(model: Path) -> Config:
-    """Return a run of single sequences per micro-batch."""
+def config_of(model: Path, batch: int = BATCH) -> Config:
+    """Return a run of single sequences per micro-batch. batch: sequences per step."""
     return Config(
         model=ModelConfig(name=str(model), init="scratch"),
-        data=DataConfig(sources="demo", sequence=SEQUENCE, batch=BATCH),
+        data=DataConfig(sources="demo", sequence=SEQUENCE, batch=batch),
         optim=OptimConfig(lr=1e-4, steps=10**9),
         pp=PipelineConfig(stages=STAGES, micro=1),
         log=LogConfig(dir=str(model.parent / "run")),

@@ -46,10 +46,8 @@ class Dependencies:
     def inputs(self, compute: Action) -> tuple[Action, ...]:
         """Return the computations, and the send of rows, that must have run before a computation."""
         earlier = [Action(op, compute.stage, compute.micro) for op in compute.operation.after]
-        if (
-            compute.operation.phase == "forward"
-            and (rows := Action(Op.SR, compute.stage, compute.micro)) in self._actions
-        ):
+        rows = Action(Op.SR, compute.stage, compute.micro)
+        if compute.operation.phase == "forward" and rows in self._actions:
             earlier.append(rows)
         return tuple(filter(None, (*earlier, self.source(compute))))
 
