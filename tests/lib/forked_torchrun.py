@@ -87,15 +87,19 @@ class ForkedTorchrun(Output):
         return self._agent.exitcode
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to torchrun alone."""
+        """Send a signal to torchrun alone, once it has begun and does not ignore it."""
         assert self._agent.pid is not None
-        os.kill(self._agent.pid, number)
+        self.wait_until(lambda: self.exit_code is not None or self.pids(AGENT), MARGIN_S)
+        send(number, [self._agent.pid])
 
     def kill(self) -> None:
         """End all processes at once, as a power failure does."""
-        while pids := self.pids():
+        assert self._agent.pid is not None
+        pids = [self._agent.pid]  # it may not have noted itself yet
+        while pids:
             send(signal.SIGKILL, pids)
             time.sleep(POLL_S)
+            pids = self.pids()
         self._agent.join(MARGIN_S)
 
     def wait(self, timeout_s: float) -> int:
@@ -130,7 +134,6 @@ def _run_agent(host: Host) -> NoReturn:
     ctypes.CDLL(None).prctl(
         PR_SET_PDEATHSIG, signal.SIGKILL
     )  # with the server, which ends with the process of the test
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts in the background ignore it
     os.chdir(host.directory)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(host.directory / name, os.O_WRONLY | os.O_APPEND), number)
@@ -139,12 +142,13 @@ def _run_agent(host: Host) -> NoReturn:
 
         enter(host.namespace)
     os.environ.update(host.environment)
-    _note_pid(AGENT)
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         ours.close()
         _fork_workers(theirs, host)
     theirs.close()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts in the background ignore it
+    _note_pid(AGENT)
     helper = _Helper(ours)
     subprocess_handler.SubprocessHandler._popen = lambda self, args, env: helper.start(args, env)  # type: ignore[method-assign,return-value,assignment]
     host.agent()
@@ -226,6 +230,7 @@ def _fork_workers(connection: socket.socket, host: Host) -> NoReturn:
 def _run_worker(arguments: Sequence[str], environment: Mapping[str, str], host: Host) -> NoReturn:
     """Be a worker. arguments: python -u PROGRAM ARGUMENT..."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _note_pid(WORKER)
     os.environ.clear()
     os.environ.update(environment)

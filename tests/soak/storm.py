@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from acsgd.config.run_file import parse
+from acsgd.elastic.control import ENDED
 from benchmarks.common import netlab
 from tests.lib import scenes
 from tests.lib.forked_torchrun import AGENT, WORKER, ForkedTorchrun, send
@@ -154,7 +155,7 @@ class Weather:
             while host.pids():
                 assert time.monotonic() < deadline, f"host {name}, which has left, has not ended: {host.stderr[-2000:]}"
                 time.sleep(0.1)
-            errors = [error for error in host.errors if "torchrun of this host has ended" not in error]
+            errors = [error for error in host.errors if not any(expected in error for expected in (ENDED, ALONE))]
             assert not errors, f"host {name}, which has left, prints {errors}"
         time.sleep(TIMEOUT_S + 2.0)
         self._wait_for_steps(3)
