@@ -80,6 +80,8 @@ class ElasticWorker:
         self._launch = launch
         self._control = control
         self._session: Session | None = None
+        self._is_connected = False
+        """Whether `_session` is that of the present view."""
         self._reader: BatchReader | None = None
         """Of the view in which `_session` was trained."""
         self._state = LoopState(Progress(), is_elastic=True)
@@ -148,7 +150,7 @@ class ElasticWorker:
         if rank is None:
             self._wait_as_spare(view)
             return False
-        waits, before = InterruptibleWaits(), self._session
+        waits = InterruptibleWaits()
         self._state.has_reported = self._state.pause_requested = self._state.is_stopped = False
         self._control.attach(waits, self._state)
         try:
@@ -172,8 +174,9 @@ class ElasticWorker:
         finally:
             self._control.detach()
             self._stopped_at = time.monotonic()
-            if self._session is not None and self._session is not before:
+            if self._session is not None and self._is_connected:
                 self._session.abort(f"view {view.epoch} has ended")
+            self._is_connected = False
             self._session = end_transfers(self._session, self._state)
         if is_stopped and not is_over:
             self._control.send(Idle())
@@ -211,6 +214,7 @@ class ElasticWorker:
             stack.enter_context(text_log_of(job))
             begun = self._begin(job, inputs, groups, view)
             begin, self._session, self._reader = begun.start, begun.start.session, inputs.reader
+            self._is_connected = True
             metrics = self._metrics.of(job, self._state)
             for note in self._notes(job, inputs, begin):
                 metrics.note(note)
