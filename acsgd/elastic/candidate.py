@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from acsgd.elastic.effects import Contact, Outbox, Timing
 from acsgd.elastic.messages import Host, Join
@@ -12,8 +12,8 @@ from acsgd.elastic.presence import Presence
 class Candidate:
     """A host in no view: it requests to join, or forms the first view if it has the first endpoint.
 
-    me: this host; endpoints: addresses to which a host that joins turns; min_hosts: of the first view; setup: as in
-    Join.
+    me: this host; endpoints: addresses to which a host that joins turns; min_hosts: of the first view; max_hosts: of
+    any view; setup: as in Join.
     """
 
     def __init__(
@@ -22,6 +22,7 @@ class Candidate:
         *,
         endpoints: Iterable[str],
         min_hosts: int,
+        max_hosts: int,
         setup: Mapping[str, str],
         presence: Presence,
         timing: Timing,
@@ -30,6 +31,7 @@ class Candidate:
         self._me = me
         self._endpoints = list(endpoints)
         self._min_hosts = min_hosts
+        self._max_hosts = max_hosts
         self._setup = dict(setup)
         self._presence = presence
         self._timing = timing
@@ -56,8 +58,13 @@ class Candidate:
             return False
         return all(host.id in self._presence.ended for host in known)
 
-    def absent(self, now: float) -> str:
-        """Return for which hosts this one waits."""
+    def absent(self, known: Sequence[Host], now: float) -> str:
+        """Return for what this host waits. known: the hosts of the newest view."""
+        if known:
+            return (
+                f"the run trains on {len(known)} of at most {self._max_hosts} hosts (--nnodes); this one joins when "
+                "there is room, and its messages reach all of them"
+            )
         endpoints = ",".join(address for address in self._endpoints if address != self._me.address)
         if not self._presence.has_heard:
             return f"no other host answers; start one, or check --rdzv-endpoint ({endpoints or 'only this host'})"

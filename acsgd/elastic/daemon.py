@@ -31,6 +31,7 @@ from acsgd.elastic.run_directory import RunDirectory
 from acsgd.elastic.transport import Connections, Rejection
 from acsgd.elastic.views import Membership
 from acsgd.errors import explain
+from acsgd.notes import print_note
 
 log = logging.getLogger(__name__)
 
@@ -134,13 +135,13 @@ class Daemon:
     def _note_wait(self, membership: Membership) -> None:
         now = time.monotonic()
         if membership.view is None and now - self._joined_at >= WAIT_S:
-            self._note(f"run {self._options.run}: this host waits: {membership.candidate.absent(now)}")
+            self._note(f"run {self._options.run}: this host waits: {membership.absent(now)}")
 
     def _note(self, text: str) -> None:
         """Print a sentence, once."""
         if text not in self._notes:
             self._notes.add(text)
-            log.warning("%s", text)
+            print_note(text)
 
     # The membership, and what it decides.
 
@@ -212,8 +213,8 @@ class Daemon:
         if left:
             self._workers.end(None)
             return
-        log.warning(
-            "run %s continues without this host, whose messages did not arrive; it joins again", self._options.run
+        print_note(
+            f"run {self._options.run} continues without this host, whose messages did not arrive; it joins again"
         )
         self._me = replace(self._me, id=secrets.token_hex(4))
         self._workers.stop(at_step_end=False)

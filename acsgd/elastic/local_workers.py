@@ -33,6 +33,7 @@ from acsgd.elastic.messages import (
 )
 from acsgd.elastic.plan import WorkerState
 from acsgd.elastic.processes import describe
+from acsgd.notes import print_note
 
 log = logging.getLogger(__name__)
 
@@ -201,13 +202,13 @@ class LocalWorkers:
         for name, worker in self._workers.items():
             seconds = worker.working_s(silence_s)
             if seconds is not None and seconds >= hang_s:
-                log.warning("worker %s is killed: it has not moved for %.0f s, and all others wait", name, seconds)
+                print_note(f"worker {name} is killed: it has not moved for {seconds:.0f} s, and all others wait")
                 worker.kill()
 
     def _kill_late(self) -> None:
         for name, worker in self._workers.items():
             if worker.state is None:
-                log.warning("worker %s is killed: it did not stop within %g s", name, STOP_S)
+                print_note(f"worker {name} is killed: it did not stop within {STOP_S:g} s")
                 worker.kill()
 
     def _cancel_deadline(self) -> None:

@@ -78,6 +78,7 @@ class Membership:
             me,
             endpoints=endpoints,
             min_hosts=min_hosts,
+            max_hosts=max_hosts,
             setup=setup,
             presence=self._presence,
             timing=timing,
@@ -92,6 +93,10 @@ class Membership:
     def view(self) -> View | None:
         """The view that this host is in."""
         return self._member.view if self._member else None
+
+    def absent(self, now: float) -> str:
+        """Return for what this host, which is in no view, waits."""
+        return self.candidate.absent(self._known, now)
 
     def take_effects(self) -> list[Effect]:
         """Return the effects since the last call."""

@@ -109,11 +109,14 @@ def host(
     tmp_path: Path,
     secret: str = "s",
     min_hosts: int = 1,
+    max_hosts: int = 8,
     timing: Timing = TIMING,
 ) -> Iterator[Path]:
     """A daemon; yields the path of its socket."""
     path = tmp_path / f"socket-{number}-{time.monotonic_ns()}"
-    options = DaemonOptions("run", addresses[number], tuple(addresses[:2]), secret.encode(), min_hosts, 8, timing)
+    options = DaemonOptions(
+        "run", addresses[number], tuple(addresses[:2]), secret.encode(), min_hosts, max_hosts, timing
+    )
     daemon = Daemon(options, path)
     daemon.start()
     try:

@@ -100,7 +100,7 @@ def test_a_host_of_another_protocol_is_refused(addresses: list[str], tmp_path: P
 
 
 def test_a_host_that_waits_prints_for_what_once(
-    addresses: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    addresses: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(daemon, "WAIT_S", 0.1)
     with host(addresses, 2, tmp_path) as third:
@@ -108,23 +108,36 @@ def test_a_host_that_waits_prints_for_what_once(
         time.sleep(0.5)
         endpoints = ",".join(addresses[:2])
         text = f"no other host answers; start one, or check --rdzv-endpoint ({endpoints})"
-        assert [record.getMessage() for record in caplog.records] == [f"run run: this host waits: {text}"]
-        caplog.clear()
+        assert capsys.readouterr().err == f"run run: this host waits: {text}\n"
         with host(addresses, 0, tmp_path, min_hosts=3) as first:
             Worker(first, tmp_path / "run")
             time.sleep(0.5)
-            texts = [record.getMessage() for record in caplog.records]
-    assert "run run: this host waits: 2 of at least 3 hosts (--nnodes) are here; start the others" in texts
-    assert len(set(texts)) == len(texts)
+            lines = capsys.readouterr().err.splitlines()
+    assert "run run: this host waits: 2 of at least 3 hosts (--nnodes) are here; start the others" in lines
+    assert len(set(lines)) == len(lines)
+
+
+def test_a_host_waits_for_room_in_a_run(
+    addresses: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(daemon, "WAIT_S", 0.3)
+    with host(addresses, 0, tmp_path, max_hosts=1) as first:
+        a = Worker(first, tmp_path / "run")
+        a.next_view()
+        with host(addresses, 1, tmp_path, max_hosts=1) as second:
+            Worker(second, tmp_path / "run")
+            time.sleep(1.0)
+            assert "this host waits: the run trains on 1 of at most 1 hosts (--nnodes)" in capsys.readouterr().err
+            assert_undisturbed(a)
 
 
 def test_another_program_at_an_endpoint_is_named(
-    addresses: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    addresses: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with _greeting(b"SSH-2.0-OpenSSH_9.2\r\n") as port, host([addresses[0], f"127.0.0.1:{port}"], 0, tmp_path) as first:
         a = Worker(first, tmp_path / "run")
         assert len(a.next_view().hosts) == 1
-    assert f"run run: 127.0.0.1:{port} {transport.OTHER_PROGRAM}" in [each.getMessage() for each in caplog.records]
+    assert f"run run: 127.0.0.1:{port} {transport.OTHER_PROGRAM}" in capsys.readouterr().err.splitlines()
 
 
 def test_a_run_directory_that_cannot_be_written_ends_this_host_alone(addresses: list[str], tmp_path: Path) -> None:
