@@ -52,6 +52,9 @@ class NewAdapter:
         tensors = self.base.tensors(layer, LayerTensors(weights, stored.constants))
         return tensors | self._draw(new, tensors.__getitem__)
 
+    def constants(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
+        return self.base.constants(layer, stored)
+
     def tensor(self, layer: str, key: str) -> Tensor:
         if not is_of_adapter(key):
             return self.base.tensor(layer, key)

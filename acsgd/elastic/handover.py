@@ -21,13 +21,13 @@ from acsgd.io.rows.streamed import StreamState
 from acsgd.io.sampling.batches import BatchReader
 from acsgd.optim.replay import ReplayOptimizer
 from acsgd.pp.wire.cache_plan import CachePlan
-from acsgd.run.build import build_session, keep_caches, reconnect
+from acsgd.run.build import DeferredConstants, build_session, keep_caches, reconnect
 from acsgd.run.control import StepSummary
 from acsgd.run.job import Job
 from acsgd.run.loop_state import LoopState, NoTransfers, StateTransfers
 from acsgd.run.session import Session
 from acsgd.run.state import Start
-from acsgd.shards.load import BlankWeights
+from acsgd.shards.load import BlankWeights, Constants
 from acsgd.topology import Groups, collective_errors
 from acsgd.train import apply_step
 
@@ -91,16 +91,17 @@ def hand_over(
     job: Job,
     groups: Groups,
     plan: Plan,
+    constants: Constants,
     cache_plan: CachePlan | None = None,
     snapshot: Snapshot | None = None,
 ) -> HandedOver:
     """Return the session of this rank in a new view, with the state after `plan.step` steps.
 
     All ranks call it together, since some send their state to others. session: that of the view before, which was
-    aborted; None on ranks that are no holders of the plan. snapshot: used in its place if the plan returns to one.
-    Raises RunError if one of these ranks fails.
+    aborted; None on ranks that are no holders of the plan. constants: of the model. snapshot: used in place of the
+    session if the plan returns to one. Raises RunError if one of these ranks fails.
     """
-    rank, received, received_bytes = job.topology.rank, LayersInMemory(), 0
+    rank, received, received_bytes = job.topology.rank, LayersInMemory(constants), 0
     incoming = [transfer for transfer in plan.transfers if transfer.target == rank]
     is_same = session is not None and not incoming and session.job.spans == job.spans
     is_source = any(transfer.source == rank for transfer in plan.transfers)
@@ -142,6 +143,7 @@ def join(
     job: Job,
     groups: Groups,
     plan: Plan,
+    constants: Constants,
     *,
     host: str,
     cache_plan: CachePlan | None = None,
@@ -151,16 +153,19 @@ def join(
 
     host: address of this host.
     """
-    joins, rank = plan_joins(session, job, groups, plan, host), job.topology.rank
+    joins, rank = plan_joins(session, job, groups, plan, constants, host), job.topology.rank
     replicas = joins.replicas(plan.stages)
     if rank in joins.sources:
-        receiver = StateReceiver(joins.addresses[rank], groups.timeout_s)
-        new = build_session(job, BlankWeights(partial(job.model.build, torch.float32)), groups, cache_plan)
+        receiver, deferred = StateReceiver(joins.addresses[rank], groups.timeout_s), DeferredConstants()
+        new = build_session(
+            job, BlankWeights(job.model.build(torch.float32), constants), groups, cache_plan, deferred=deferred
+        )
         optimizer = ReplayOptimizer(new.optimizer, partial(job.plugins.optimizer.open, config=job.config.optim))
-        new = replace(new, optimizer=optimizer)
-        return Joined(new, 0, JoiningRank(new, joins.sources[rank], receiver, memory_for_gradients(job)), replicas)
+        new, limit_bytes = replace(new, optimizer=optimizer), memory_for_gradients(job)
+        joining = JoiningRank(new, joins.sources[rank], receiver, deferred, limit_bytes)
+        return Joined(new, 0, joining, replicas)
     now = replace(plan, transfers=tuple(each for each in plan.transfers if each.target not in joins.sources))
-    new, received_bytes = hand_over(session, job, groups, now, cache_plan, snapshot)
+    new, received_bytes = hand_over(session, job, groups, now, constants, cache_plan, snapshot)
     return Joined(new, received_bytes, StateSource(new, joins.senders) if joins.senders else NoTransfers(), replicas)
 
 

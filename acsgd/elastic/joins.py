@@ -3,7 +3,8 @@
 Its replica has no micro-batches, so the rank adds zeros to the gradients, and gets the sums, as all replicas do. It
 requests a layer in its report of a step. The source of its state copies that layer after the step, and sends it through
 a separate connection. The rank records the gradients of the layer from the next step on. When the layer has arrived,
-it repeats these steps on it. From then on it steps the layer as all others do.
+it repeats these steps on it. From then on it steps the layer as all others do. Meanwhile, it reads what is not trained
+from its own files.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import contextlib
 import json
 import math
 import socket
+import time
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import torch
 from safetensors.torch import load
 
 from acsgd.elastic.plan import Plan
@@ -24,10 +28,12 @@ from acsgd.elastic.transfer import LayersInMemory, answer_link, layer_message, m
 from acsgd.errors import RunError
 from acsgd.optim.replay import Recording, ReplayOptimizer
 from acsgd.pp.wire.delta import Delta
+from acsgd.run.build import DeferredConstants
 from acsgd.run.control import StepSummary
 from acsgd.run.job import Job
 from acsgd.run.session import Session
-from acsgd.shards.load import LoadedLayer
+from acsgd.shards.layer_tensors import layer_tensors
+from acsgd.shards.load import Constants, LoadedLayer
 from acsgd.streams import available_memory_bytes
 from acsgd.topology import Groups, collective_errors
 
@@ -70,10 +76,18 @@ class StateSource:
 class JoiningRank:
     """Requests and receives the state of the layers of a session. A `StateTransfers`.
 
-    The optimizer of the session must be a ReplayOptimizer. limit_bytes: maximum size of recorded gradients.
+    The optimizer of the session must be a ReplayOptimizer. constants: those of its layers; limit_bytes: maximum size of
+    recorded gradients.
     """
 
-    def __init__(self, session: Session, source: int, receiver: StateReceiver, limit_bytes: float) -> None:
+    def __init__(
+        self,
+        session: Session,
+        source: int,
+        receiver: StateReceiver,
+        constants: DeferredConstants,
+        limit_bytes: float,
+    ) -> None:
         assert isinstance(session.optimizer, ReplayOptimizer)
         self._session = session
         self._source = source
@@ -86,11 +100,14 @@ class JoiningRank:
         """Layers that the source has copied, in the order in which they arrive."""
         self._stale = 0
         """Number of layers that arrive before these, and were copied before a restart."""
+        self._constants = constants
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="constants")
+        self._reading = self._thread.submit(constants.load)
 
     @property
     def is_pending(self) -> bool:
         """Whether some layers are not loaded yet."""
-        return bool(self._missing or self._requested)
+        return bool(self._missing or self._requested or not self._constants.is_complete)
 
     @property
     def wanted(self) -> int | None:
@@ -100,8 +117,10 @@ class JoiningRank:
     def after_step(self, summary: StepSummary) -> None:
         """Record the layer that this rank has requested in a step, and load those that have arrived.
 
-        Raises RunError if the connection to the source has failed.
+        Raises RunError if the connection to the source has failed, and CorruptFileError if a file of constants is.
         """
+        if self._reading.done():
+            self._reading.result()
         if (wanted := summary.wanted[self._session.job.topology.rank]) is not None:
             self._missing.remove(wanted)
             layer = self._layers[wanted]
@@ -137,6 +156,8 @@ class JoiningRank:
 
     def close(self) -> None:
         self._receiver.close()
+        self._constants.stop()
+        self._thread.shutdown(wait=False)  # the thread ends after the layer that it reads
 
     def _wait_for_message(self) -> None:
         timeout_s = self._session.groups.timeout_s
@@ -162,14 +183,16 @@ class BackgroundJoins(NamedTuple):
         return tuple(sorted({target // stages for target in self.sources}))
 
 
-def plan_joins(session: Session | None, job: Job, groups: Groups, plan: Plan, host: str) -> BackgroundJoins:
-    """Decide whether ranks join in the background: if sending all their state takes longer than elastic.join_budget.
+def plan_joins(
+    session: Session | None, job: Job, groups: Groups, plan: Plan, constants: Constants, host: str
+) -> BackgroundJoins:
+    """Decide whether ranks join in the background: if it takes longer than elastic.join_budget otherwise.
 
-    All ranks call it together. session: of this rank in the view before, if it holds state; host: address of this host.
-    Opens the ports to which ranks that join connect. Raises RunError if a rank fails.
+    All ranks call it together. session: of this rank in the view before, if it holds state; constants: of the model;
+    host: address of this host. Opens the ports to which ranks that join connect. Raises RunError if a rank fails.
     """
     sources = _possible_sources(job, plan)
-    if not sources or _sending_s(session, job, groups, sources) <= job.config.elastic.join_budget:
+    if not sources or _joining_s(session, job, groups, sources, constants) <= job.config.elastic.join_budget:
         return BackgroundJoins({}, {}, {})
     with contextlib.ExitStack() as stack:
         senders = dict[int, StateSender]()
@@ -206,17 +229,45 @@ def _possible_sources(job: Job, plan: Plan) -> dict[int, int]:
     return {} if any(target < plan.stages for target in sources) else sources
 
 
-def _sending_s(session: Session | None, job: Job, groups: Groups, sources: Mapping[int, int]) -> float:
-    """Return the time that sending the state to ranks one after another takes, seconds. The same on all ranks."""
-    rank, seconds = job.topology.rank, 0.0
+def _joining_s(
+    session: Session | None, job: Job, groups: Groups, sources: Mapping[int, int], constants: Constants
+) -> float:
+    """Return the time that all other ranks would wait for ranks that join, seconds. The same on all ranks.
+
+    It takes to send their state to one after another. Meanwhile, all read their constants from disk.
+    """
+    rank, sending_s, reading_s = job.topology.rank, 0.0, 0.0
     with collective_errors("measuring links", groups.world):
         for target, source in sources.items():
             if target == rank:
                 answer_link(groups, source)
+                reading_s = _reading_s(job, constants)
             elif source == rank:
                 assert session is not None
-                seconds += measure_link(groups, target, state_bytes(session, job.layers))
-    return sum(map(float, groups.all_gather_text("measuring links", f"{seconds}", timeout_s=groups.timeout_s)))
+                sending_s += measure_link(groups, target, state_bytes(session, job.layers))
+    mine = f"{sending_s} {reading_s}"
+    times = groups.all_gather_text("measuring links", mine, timeout_s=groups.timeout_s)
+    sending, reading = zip(*(map(float, each.split()) for each in times), strict=True)
+    return sum(sending) + max(reading)
+
+
+def _reading_s(job: Job, constants: Constants) -> float:
+    """Return the time that reading the constants of this rank's layers takes, estimated from that of one of them.
+
+    Infinity if they are also quantized, which takes longer.
+    """
+    if job.config.model.quantize != "none":
+        return math.inf
+    model, layers = job.model.build(torch.float32), job.model.description
+    stored = {layer: layer_tensors(model, layers, layer) for layer in job.layers}
+    sizes = {layer: sum(constant.numel() for constant in each.constants.values()) for layer, each in stored.items()}
+    middle = sorted(job.layers, key=sizes.__getitem__)[len(job.layers) // 2]
+    if not sizes[middle]:
+        return 0.0
+    started = time.perf_counter()
+    for tensor in constants.of_layer(layers.layers[middle].name, stored[middle]).values():
+        tensor.clone()
+    return (time.perf_counter() - started) * sum(sizes.values()) / sizes[middle]
 
 
 def _layers(session: Session) -> dict[int, LoadedLayer]:

@@ -32,6 +32,7 @@ from acsgd.run.control import StepSummary
 from acsgd.run.job import Job
 from acsgd.run.loop_state import LoopState
 from acsgd.run.session import Session
+from acsgd.shards.load import Constants
 from acsgd.streams import available_memory_bytes
 from acsgd.topology import Groups, collective_errors
 from acsgd.train import apply_step
@@ -86,19 +87,25 @@ class Replayed(NamedTuple):
 
 
 def replay_position(
-    job: Job, groups: Groups, plan: Plan, store: SnapshotStore, reader: BatchReader, state: LoopState
+    job: Job,
+    groups: Groups,
+    plan: Plan,
+    constants: Constants,
+    store: SnapshotStore,
+    reader: BatchReader,
+    state: LoopState,
 ) -> Replayed | None:
     """Bring the new rank of a lost position to step `plan.step`; return its session there, and None on other ranks.
 
-    All ranks call it together. state: that of the new rank is set to that after the last step. reader: must read on
-    from the place of the snapshot on the new rank. Raises RunError if a rank fails.
+    All ranks call it together. constants: of the model; state: that of the new rank is set to that after the last step;
+    reader: must read on from the place of the snapshot on the new rank. Raises RunError if a rank fails.
     """
     replay, rank = plan.replay, job.topology.rank
     assert replay is not None
     steps = range(replay.step, plan.step)
     with collective_errors("replaying the steps of a lost stage", groups.world):
         if rank == replay.rank:
-            return _replay(replay, steps, job, groups, store, reader, state)
+            return _replay(replay, steps, job, groups, constants, store, reader, state)
         for transfer in replay.transfers:
             if transfer.source == rank:
                 store.by_step[replay.step].send(transfer.layers, groups, replay.rank)
@@ -112,11 +119,12 @@ def _replay(
     steps: range,
     job: Job,
     groups: Groups,
+    constants: Constants,
     store: SnapshotStore,
     reader: BatchReader,
     state: LoopState,
 ) -> Replayed:
-    started_at, memory, messages = time.perf_counter(), LayersInMemory(), LoggedMessages()
+    started_at, memory, messages = time.perf_counter(), LayersInMemory(constants), LoggedMessages()
     senders = [each for each in range(job.topology.world_size) if each != replay.rank]
     received_bytes = sum(receive_layers(groups, transfer.source, memory) for transfer in replay.transfers)
     incoming = {layer for transfer in replay.transfers for layer in transfer.layers}

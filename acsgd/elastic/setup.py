@@ -31,11 +31,6 @@ def check_elastic(job: Job) -> None:
             f"pp.forward={config.pp.forward}: the files of caches belong to replicas, whose ranks change in an elastic "
             "run; use cache=ram"
         )
-    if config.model.quantize != "none":
-        raise ValueError(
-            f"model.quantize={config.model.quantize}: elastic runs cannot move quantized layers between hosts yet; "
-            "remove it, or start the run without --rdzv-backend acsgd"
-        )
     if config.elastic.replan and config.pp.layers is not None:
         raise ValueError(
             f"pp.layers={list(config.pp.layers)} is for pp.stages={config.pp.stages}, but elastic.replan changes the "
@@ -51,7 +46,7 @@ def _copied_weight(job: Job) -> str | None:
 def setup_of(job: Job, inputs: Inputs) -> Setup:
     """Return what all workers of a run must have in common."""
     parts = _options(job) | {
-        "model": job.model.config.to_json_string(),
+        "model": job.model.config.to_json_string() + inputs.base,  # whose frozen weights each host reads on its own
         "data": inputs.reader.fingerprint(),
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
         "code": _digest_of_code(),

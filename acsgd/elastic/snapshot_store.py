@@ -10,7 +10,7 @@ from torch import Tensor
 
 from acsgd.elastic.plan import CopiedLayers
 from acsgd.elastic.replay_log import ReplayLog
-from acsgd.elastic.transfer import OUTER, LayersInMemory, send_tensors
+from acsgd.elastic.transfer import LayersInMemory, send_tensors
 from acsgd.topology import Groups
 
 
@@ -26,20 +26,19 @@ class Snapshot:
     streams: tuple[dict[str, Any] | None, ...] = ()
     """As of WorkerState."""
     layers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """Tensors by layer, named as in the messages of `elastic.transfer`; those outside of all blocks as OUTER."""
+    """Tensors by layer, named as in the messages of `elastic.transfer`."""
 
     def report(self) -> CopiedLayers:
         """Return what of it the worker reports."""
-        layers = tuple(sorted(layer for layer in self.layers if layer != OUTER))
-        return CopiedLayers(self.epoch, self.step, layers, self.progress, self.streams)
+        return CopiedLayers(self.epoch, self.step, tuple(sorted(self.layers)), self.progress, self.streams)
 
     def send(self, layers: Sequence[int], groups: Groups, to: int) -> None:
         """Send the state of some layers to a rank, as `HeldLayers.send` does."""
-        send_tensors(groups, to, [self.layers[layer] for layer in (OUTER, *layers)])
+        send_tensors(groups, to, [self.layers[layer] for layer in layers])
 
     def keep(self, layers: Sequence[int], memory: LayersInMemory) -> None:
         """Add the state of some layers, not copied."""
-        for layer in (OUTER, *layers):
+        for layer in layers:
             memory.add(self.layers.get(layer, {}))  # a rank that joins in the background may have none
 
 

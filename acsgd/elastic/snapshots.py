@@ -23,7 +23,7 @@ from acsgd.elastic.messages import View
 from acsgd.elastic.packed import PackedLayers, fields_of, header_of
 from acsgd.elastic.snapshot_cost import SnapshotCost
 from acsgd.elastic.snapshot_store import Snapshot, SnapshotStore
-from acsgd.elastic.transfer import OUTER, layer_tensors_of, outer_buffers
+from acsgd.elastic.transfer import layer_tensors_of
 from acsgd.errors import RunError, WaitInterruptedError, reason
 from acsgd.io.sampling.batches import BatchReader
 from acsgd.run.control import StepSummary
@@ -74,8 +74,16 @@ def budget_of(ranks: Sequence[str], stages: int) -> float:
     return REPLICATED_BUDGET if is_replicated else BUDGET
 
 
-def describe_snapshots(interval: str, budget: float, memory_bytes: int) -> str:
-    """Return a sentence on the snapshots of a run. memory_bytes: of the rank that needs most."""
+def describe_snapshots(interval: str, budget: float, memory_bytes: int, *, have_room: bool) -> str:
+    """Return a sentence on the snapshots of a run.
+
+    memory_bytes: of the rank that needs most; have_room: whether all ranks have the memory.
+    """
+    if not have_room:
+        return (
+            f"no snapshots are taken: a host lacks the {memory_bytes / 2**20:,.1f} MiB of memory per process that they "
+            "need; if the only holder of a stage ends, all hosts return to the newest checkpoint"
+        )
     often = f"every {interval} steps" if interval != "auto" else f"as often as costs {budget:.1%} of the step time"
     return (
         f"snapshots on the next host, {often}, take up to {memory_bytes / 2**20:,.1f} MiB of host memory per process; "
@@ -120,7 +128,8 @@ class Snapshots:
         """Step of the newest snapshot of this view, until all ranks have it."""
         self._last: int | None = None
         self._cost, self._log_room = SnapshotCost(self.budget), LogRoom()
-        self._has_room = interval is not None or self._fits()
+        self.has_room = interval is not None or self._fits()
+        """Whether this rank has the memory for snapshots, or must take them whether it has or not."""
 
     @property
     def is_pending(self) -> bool:
@@ -132,7 +141,7 @@ class Snapshots:
         """Number of steps between two snapshots that this rank wants; all use the largest."""
         if self._interval is not None:
             return self._interval
-        return self._cost.interval if self._has_room else NEVER
+        return self._cost.interval if self.has_room else NEVER
 
     def after_step(self, state: LoopState) -> None:
         """Take a snapshot after a step if one is due. All ranks decide alike, from the summary of the step."""
@@ -213,8 +222,7 @@ class Snapshots:
         if self._job.topology.replica in joining:
             return {}
         own = self._own_layers(joining)
-        share = {layer.spec.index: layer_tensors_of(session, layer, weights, mode) for layer in own}
-        return share | {OUTER: outer_buffers(session)}
+        return {layer.spec.index: layer_tensors_of(session, layer, weights, mode) for layer in own}
 
     # The rest runs in the thread.
 

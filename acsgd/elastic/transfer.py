@@ -1,7 +1,8 @@
 """Transfer of the state of layers from the memory of a rank to that of another rank.
 
 Travels: global weights, optimizer state, and what the data-parallel mode's replicas have in common. Residuals and local
-weights are those of a replica, and stay there.
+weights are those of a replica, and stay there. Frozen parameters and stored buffers never change, so every host reads
+them from the files that it has: with an adapter, they are nearly all of the model.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from acsgd.dp.resize import Place, carry_over
 from acsgd.run.session import Session
 from acsgd.shards.layer_tensors import LayerTensors
-from acsgd.shards.load import LoadedLayer
+from acsgd.shards.load import Constants, LoadedLayer
 from acsgd.shards.weights import WeightState, part_of
 from acsgd.topology import Groups
 
@@ -32,10 +32,14 @@ WEIGHT, OPTIMIZER, MODE, SEPARATOR = "weight", "optimizer", "mode", "\n"
 
 
 class LayersInMemory:
-    """State of the layers that a rank needs: what it keeps, and what it has received. A `WeightSource`."""
+    """Trained state of the layers that a rank needs: what it keeps, and what it has received. A `WeightSource`.
 
-    def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
+    constants: source of all other tensors; None if they are loaded already.
+    """
+
+    def __init__(self, constants: Constants | None = None) -> None:
+        self._constants = constants
+        self._weights: dict[str, Tensor] = {}
         self._optimizer: WeightState = {}
         self._mode: WeightState = {}
 
@@ -44,32 +48,31 @@ class LayersInMemory:
         for name, tensor in tensors.items():
             kind, *parts = name.split(SEPARATOR)
             if kind == WEIGHT:
-                self._tensors[parts[0]] = tensor
+                self._weights[parts[0]] = tensor
             else:
                 state = self._optimizer if kind == OPTIMIZER else self._mode
                 state.setdefault(parts[0], {})[parts[1]] = tensor
 
     def tensors(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
-        own = (*stored.weights, *stored.constants)  # of which another rank may hold a table
-        return {key: self._tensors[key] for key in own if key in self._tensors}
+        held = {key: self._weights[key] for key in stored.weights if key in self._weights}  # another may have a table
+        return held | self.constants(layer, stored)
+
+    def constants(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
+        assert self._constants is not None
+        return self._constants.of_layer(layer, stored)
 
     def tensor(self, layer: str, key: str) -> Tensor:
-        return self._tensors[key]
+        assert self._constants is not None
+        constant = self._constants.find(layer, key)
+        return self._weights[key] if constant is None else constant
 
     @torch.no_grad()
     def load_layer(self, layer: LoadedLayer, session: Session) -> None:
         """Load the tensors of a `layer_message` into the layer of a session, in place."""
-        model = _model(session)
         for weight in layer.weights:
-            weight.master.copy_(self._tensors.pop(weight.key))
+            weight.master.copy_(self._weights[weight.key])
             weight.param.copy_(weight.master)
             session.optimizer.load_state_of(weight, part_of(self._optimizer, {weight.key}), weight.key)
-        parameters = {key: model.get_parameter(key) for key in layer.spec.parameters}
-        for key, tensor in self._tensors.items():  # which are not trained
-            mine = parameters[key] if key in parameters else model.get_buffer(key)
-            mine.copy_(tensor)
-            if key in layer.constants:  # the parameter takes no more memory
-                layer.constants[key] = mine.detach() if mine.dtype == tensor.dtype else tensor
 
     def restore(self, session: Session, was: Place) -> None:
         """Load optimizer state and state of the data-parallel mode. Weights were loaded when the session was built.
@@ -85,10 +88,6 @@ class LayersInMemory:
         for stage in session.stages.values():
             own = part_of(self._mode, {weight.key for weight in stage.weights})
             stage.sync.load_state_dict(carry_over(table, own, was=was, now=now, is_same_stage=False))
-
-
-OUTER = -1
-"""Number of the tensors outside of all blocks, where layers have their indices."""
 
 
 class HeldLayers:
@@ -110,12 +109,10 @@ class HeldLayers:
         table, is_same = job.plugins.mode.states, replicas == job.topology.replicas
         common = [state.name for state in table if state.is_common and (is_same or state.merge != "reset")]
         mode = {name: by_key for name, by_key in self._mode.items() if name in common}
-        own = [layer_tensors_of(self._session, self._layers[layer], {}, mode) for layer in layers]
-        send_tensors(groups, to, [outer_buffers(self._session), *own])
+        send_tensors(groups, to, [layer_tensors_of(self._session, self._layers[layer], {}, mode) for layer in layers])
 
     def keep(self, layers: Collection[int], memory: LayersInMemory) -> None:
         """Add the state of some layers, not copied, with that of this replica alone."""
-        memory.add(outer_buffers(self._session))
         for layer in layers:
             memory.add(layer_tensors_of(self._session, self._layers[layer], {}, self._mode))
 
@@ -123,31 +120,19 @@ class HeldLayers:
 def layer_tensors_of(
     session: Session, layer: LoadedLayer, global_weights: Mapping[str, Tensor], mode: WeightState
 ) -> dict[str, Tensor]:
-    """Return the tensors of a layer, not copied: fp32 weights, constants, optimizer state, and state of the mode.
+    """Return the trained state of a layer, not copied: fp32 weights, optimizer state, and state of the mode.
 
     Weights are all that the layer uses, also those that are stored with an earlier layer: global ones where they are
     given, else the master weights.
     """
-    own, model = [w for w in session.weights if w.key in layer.spec.parameters], _model(session)
-    looked_up = {key for stage in session.stages.values() for key in stage.tables}  # another rank has these weights
-    weights = {key: model.get_parameter(key).detach() for key in layer.spec.parameters if key not in looked_up}
-    weights |= {weight.key: global_weights.get(weight.key, weight.master).detach() for weight in own} | layer.constants
+    own = [weight for weight in session.weights if weight.key in layer.spec.parameters]
+    weights = {weight.key: global_weights.get(weight.key, weight.master).detach() for weight in own}
     tensors = {f"{WEIGHT}{SEPARATOR}{key}": tensor for key, tensor in weights.items()}
     keys = {weight.key for weight in own}
     for kind, state in ((OPTIMIZER, session.optimizer.state_of(own)), (MODE, part_of(mode, keys))):
         for name, by_key in state.items():
             tensors |= {f"{kind}{SEPARATOR}{name}{SEPARATOR}{key}": tensor for key, tensor in by_key.items()}
     return tensors
-
-
-def outer_buffers(session: Session) -> dict[str, Tensor]:
-    """Return the stored buffers outside of blocks, which every rank has."""
-    last = session.job.model.description.layers[-1]
-    return {f"{WEIGHT}{SEPARATOR}{key}": _model(session).get_buffer(key) for key in last.buffers}
-
-
-def _model(session: Session) -> PreTrainedModel:
-    return next(iter(session.stages.values())).composed.model
 
 
 def send_tensors(groups: Groups, to: int, layers: Sequence[Mapping[str, Tensor]]) -> None:
@@ -188,7 +173,7 @@ def layer_message(session: Session, layer: LoadedLayer) -> bytes:
     Trained weights that several layers of the session use are in the message of the first one only: they change.
     """
     earlier = {weight.key for weight in session.weights} - {weight.key for weight in layer.weights}
-    tensors = layer_tensors_of(session, layer, {}, {}) | outer_buffers(session)
+    tensors = layer_tensors_of(session, layer, {}, {})
     own = {name: tensor for name, tensor in tensors.items() if name.rpartition(SEPARATOR)[2] not in earlier}
     return save({name: tensor.cpu().contiguous() for name, tensor in own.items()})
 

@@ -41,7 +41,7 @@ from acsgd.launch import Launch
 from acsgd.run.checkpointing import Checkpointing
 from acsgd.run.control import StepSummary
 from acsgd.run.failures import RunContext
-from acsgd.run.inputs import Inputs, open_inputs
+from acsgd.run.inputs import Inputs, open_inputs, open_weight_source
 from acsgd.run.job import Job, prepare
 from acsgd.run.loop_state import LoopState
 from acsgd.run.session import Session
@@ -49,6 +49,7 @@ from acsgd.run.signals import StopSignals
 from acsgd.run.state import Start, start
 from acsgd.run.stdio import enter_training
 from acsgd.run.text_log import text_log_of
+from acsgd.shards.load import Constants
 from acsgd.store import StoreError
 from acsgd.topology import Groups, connect
 from acsgd.train import run_steps
@@ -218,55 +219,49 @@ class ElasticWorker:
             metrics = self._metrics.of(job, self._state)
             for note in self._notes(job, inputs, begin):
                 metrics.note(note)
-            snapshots = self._open_snapshots(stack, begin.session, groups, view, metrics.note)
+            session, state = begin.session, self._state
+            snapshots = open_snapshots(self._snapshots, session, inputs.reader, groups, view, metrics.note)
+            if snapshots is not None:
+                stack.callback(snapshots.close)
             checkpointing = Checkpointing.open(begin, inputs, groups, lock, note=metrics.note)
             stack.enter_context(checkpointing)
             if self._has_dropped_save:
                 checkpointing.request_save()
-            self._report_start(view, begun, groups, metrics, snapshots)
+            takes_snapshots = self._report_start(view, begun, groups, metrics, snapshots)
+            open_log(self._snapshots.log, session, state, plan, view.epoch, is_useful=takes_snapshots)
             self._view = view
             context.start_training()
             enter_training()
             try:
-                session, state = begin.session, self._state
                 run_steps(session, begin.progress, inputs, metrics, checkpointing, signals, state, snapshots)
             finally:
                 self._saved_step = checkpointing.newest_step
                 self._has_dropped_save = checkpointing.is_saving
 
-    def _open_snapshots(
-        self, stack: contextlib.ExitStack, session: Session, groups: Groups, view: View, note: Callable[[str], None]
-    ) -> Snapshots | None:
-        """Open the snapshots of a view, if it takes any, until the end of `stack`, and the log of its messages.
-
-        note: prints a sentence for the user.
-        """
-        assert self._reader is not None
-        snapshots = open_snapshots(self._snapshots, session, self._reader, groups, view, note)
-        if snapshots is not None:
-            stack.callback(snapshots.close)
-        is_useful = snapshots is not None
-        open_log(self._snapshots.log, session, self._state, view.plan, view.epoch, is_useful=is_useful)
-        return snapshots
-
     def _report_start(
         self, view: View, begun: ViewStart, groups: Groups, metrics: Metrics, snapshots: Snapshots | None
-    ) -> None:
-        """Wait until all ranks are ready to train, and log the events of the view. All ranks call it together."""
+    ) -> bool:
+        """Wait until all ranks are ready to train, and log the events of the view. All ranks call it together.
+
+        Returns whether the view takes snapshots.
+        """
         job, needed_bytes = begun.start.session.job, snapshots.memory_bytes() if snapshots else 0
-        mine = f"{begun.received_bytes} {needed_bytes} {begun.replay_s}"
+        has_room = snapshots is not None and snapshots.has_room
+        mine = f"{begun.received_bytes} {needed_bytes} {begun.replay_s} {int(has_room)}"
         reports = groups.all_gather_text("setting up", mine, timeout_s=job.disk_timeout_s)
-        moved, needed, replayed = zip(*(report.split() for report in reports), strict=True)
+        moved, needed, replayed, with_room = zip(*(report.split() for report in reports), strict=True)
+        have_room = "0" not in with_room
         if self._view is None and snapshots is not None:
             interval, most_bytes = job.config.elastic.snapshot, max(map(int, needed))
-            metrics.note(describe_snapshots(interval, snapshots.budget, most_bytes))
-            if limit_bytes := log_bytes(job):
+            metrics.note(describe_snapshots(interval, snapshots.budget, most_bytes, have_room=have_room))
+            if have_room and (limit_bytes := log_bytes(job)):
                 metrics.note(describe_log(limit_bytes))
         assert self._stopped_at is not None
         seconds, step = time.monotonic() - self._stopped_at, begun.start.progress.step
         moved_bytes, replay_s = sum(map(int, moved)), max(map(float, replayed))
         for event in view_events(view, self._view, step, seconds, moved_bytes, replay_s):
             metrics.event(event)
+        return have_room
 
     def _begin(self, job: Job, inputs: Inputs, groups: Groups, view: View) -> ViewStart:
         """Return the session of this rank: from disk, from its own memory, or from that of other ranks."""
@@ -282,20 +277,20 @@ class ElasticWorker:
             self._session = None
             self._state.restart(Progress())
             self._state.summary = StepSummary(**plan.summary) if plan.summary else None
-        replayed_bytes, replay_s = 0, 0.0
+        newest = inputs.candidates.checkpoints[0] if inputs.candidates.checkpoints else None
+        source = newest.shards if newest else inputs.weight_source or open_weight_source(job)
+        constants, replayed_bytes, replay_s = Constants(source, job.model.description), 0, 0.0
         if plan.replay is not None and (
-            replayed := replay_position(job, groups, plan, self._snapshots, inputs.reader, self._state)
+            replayed := replay_position(job, groups, plan, constants, self._snapshots, inputs.reader, self._state)
         ):
             self._session, replay_s, replayed_bytes = replayed
         snapshot = self._snapshots.by_step.get(plan.step) if plan.from_snapshot else None
         host, caches = view.host_of(job.topology.rank), inputs.cache_plan
-        joined = join(self._session, job, groups, plan, host=host, cache_plan=caches, snapshot=snapshot)
+        joined = join(self._session, job, groups, plan, constants, host=host, cache_plan=caches, snapshot=snapshot)
         self._session, received_bytes, self._state.transfers, self._state.joining = joined
         progress = from_json(Progress, plan.progress)
         self._state.progress, self._state.is_open = progress, plan.is_open
         run_missing_exchange(self._session, self._state, plan)
-        newest = inputs.candidates.checkpoints[0] if inputs.candidates.checkpoints else None
-        source = newest.shards if newest else inputs.weight_source
         begin = Start(self._session, progress, newest.path if newest else None, [], source)
         return ViewStart(begin, received_bytes + replayed_bytes, replay_s)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ from acsgd.pp.wire.message_log import LoggedMessages
 from acsgd.run.job import Job
 from acsgd.run.padding import micro_shapes
 from acsgd.run.session import Session
-from acsgd.shards.load import LayerLoader, WeightSource
+from acsgd.shards.load import LayerLoader, LoadedLayer, WeightSource
 from acsgd.shards.weights import Weight, in_reduction_order
 from acsgd.topology import Groups
 
@@ -43,16 +45,18 @@ def build_session(
     cache_plan: CachePlan | None = None,
     *,
     replayed: LoggedMessages | None = None,
+    deferred: DeferredConstants | None = None,
 ) -> Session:
     """Load the weights of this rank's stages, and connect them with the neighbouring stages on other ranks.
 
     cache_plan: size and place of the activation caches; needed if pp.forward is delta. replayed: messages that the
-    stages receive in place of those of other ranks, with which they are not connected.
+    stages receive in place of those of other ranks, with which they are not connected. deferred: receives the constants
+    of all layers, to be loaded later; None = load them, too.
     """
     model = job.model.build(job.dtype)
     composed = ComposedModel(model, job.model.description)
     peers = Peers(groups.dp, groups.waits)
-    stages = build_stages(job, composed, source, peers)
+    stages = build_stages(job, composed, source, peers, deferred)
     weights = [weight for stage in stages.values() for weight in stage.weights]
     optimizer = job.plugins.optimizer.open(weights, job.config.optim)
     return _connect(job, groups, peers, stages, weights, optimizer, cache_plan, replayed)
@@ -144,15 +148,55 @@ def _link_factory(
     )
 
 
-def build_stages(job: Job, composed: ComposedModel, source: WeightSource, peers: Peers) -> dict[int, Stage]:
-    """Load the layers of this rank's stages into the model, one at a time; all others stay on the meta device."""
+class DeferredConstants:
+    """The constants of a session's layers, which are loaded after it is built."""
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        """Whether all are loaded, so that stages can run."""
+        self._loader: LayerLoader
+        self._layers: list[LoadedLayer]
+        self._is_stopped = False
+
+    def add(self, loader: LayerLoader, layers: Iterable[LoadedLayer]) -> None:
+        """Set the layers of the session, and what loads them."""
+        self._loader, self._layers = loader, list(layers)
+
+    def load(self) -> None:
+        """Load the constants. Raises CorruptFileError if a file is corrupt."""
+        self._loader.load_constants(takewhile(lambda _: not self._is_stopped, self._layers))
+        self.is_complete = not self._is_stopped
+
+    def stop(self) -> None:
+        """End `load`, which another thread runs, after its present layer."""
+        self._is_stopped = True
+
+
+def build_stages(
+    job: Job,
+    composed: ComposedModel,
+    source: WeightSource,
+    peers: Peers,
+    deferred: DeferredConstants | None = None,
+) -> dict[int, Stage]:
+    """Load the layers of this rank's stages into the model, one at a time; all others stay on the meta device.
+
+    deferred: as of `build_session`.
+    """
     config, device, model = job.config, job.streams.device, composed.model
     dtype = job.dtype
     me, tied = job.topology.rank, job.tied
     looked_up = [each.key for each in tied if me in each.lookups]
     sent = [each.key for each in tied if each.lookups and me == each.owner]
     loader = LayerLoader(
-        model, job.model.description, source, device=device, dtype=dtype, looked_up=looked_up, sent=sent
+        model,
+        job.model.description,
+        source,
+        device=device,
+        dtype=dtype,
+        looked_up=looked_up,
+        sent=sent,
+        defers_constants=deferred is not None,
     )
     stages = {}
     for index in job.stages:
@@ -171,6 +215,8 @@ def build_stages(job: Job, composed: ComposedModel, source: WeightSource, peers:
             first_trained=job.model.description.first_trained,
             mask_per_sample=config.model.dropout_mask == "sample",
         )
+    if deferred is not None:
+        deferred.add(loader, (layer for stage in stages.values() for layer in stage.layers))
     fill_with_stand_ins(model, job.model.description.blocks, device, dtype)
     return stages
 

@@ -124,6 +124,14 @@ class ShardDirectory:
         check_tensors(path, tensors, expected_tensors(stored), FLOATING, is_complete=True)
         return tensors
 
+    def constants(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
+        """Read the tensors of one layer that are not trained. stored: as of `tensors`. Raises as that."""
+        if not stored.constants:
+            return {}
+        tensors, path = self.read_constants(layer) or self.read_layer(layer), self.path / self.file_of(layer).file
+        check_tensors(path, tensors, expected_tensors(stored._replace(weights={})), FLOATING, is_complete=False)
+        return {key: tensors[key] for key in stored.constants}
+
     def read_layer(self, layer: str) -> dict[str, Tensor]:
         """Read parameters and buffers of one layer, not checked; they lie in memory-mapped files."""
         files = self.files_of(layer).values()

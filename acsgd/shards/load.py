@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,6 +25,10 @@ class WeightSource(Protocol):
 
     def tensors(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
         """Return all tensors of one layer. stored: their names and shapes."""
+        ...
+
+    def constants(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
+        """Return those tensors of one layer that are not trained. stored: as of `tensors`."""
         ...
 
     def tensor(self, layer: str, key: str) -> Tensor:
@@ -49,7 +53,7 @@ class LayerLoader:
 
     model: its parameters are on the meta device; changed in place. dtype: of the parameters; master weights are fp32.
     looked_up: tied parameters of which another rank sends rows to this rank; they are not loaded. sent: tied parameters
-    of which this rank sends rows.
+    of which this rank sends rows. defers_constants: load trained weights alone; `load_constants` must follow.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class LayerLoader:
         dtype: torch.dtype,
         looked_up: Collection[str] = (),
         sent: Collection[str] = (),
+        defers_constants: bool = False,
     ) -> None:
         self._model = model
         self._layers = layers
@@ -73,34 +78,66 @@ class LayerLoader:
         self._names = parameter_names(model)
         self._holders = layers.holders()
         self._hidden_matrices = hidden_matrices(model, layers)
+        self._frozen = frozenset(layers.frozen)
+        self._has_frozen: set[str] = set()
+        """Frozen parameters that are loaded."""
+        self._defers_constants = defers_constants
         move_buffers(model, device)
-        self._load_outer_buffers()
+        if not defers_constants:
+            self._load_outer_buffers()
 
     def load(self, index: int) -> LoadedLayer:
         """Load the tensors of a layer. A tied parameter is one object in all layers on this rank."""
         layer, stored = self._layers.layers[index], layer_tensors(self._model, self._layers, index)
         tensors = self._source.tensors(layer.name, stored)
-        absent = [key for key in layer.parameters if self._model.get_parameter(key).device.type == "meta"]
-        weights, tables = [], {}
-        for key in absent:
-            if key in self._looked_up:
-                tables[key] = LookupTable(self._model.get_parameter(key).shape, self._dtype, self._device)
-                set_tied_parameter(self._model, self._names[key], tables[key])
-                continue
-            first = self._holders[key][0]
-            tensor = tensors[key] if first == index else self._source.tensor(self._layers.layers[first].name, key)
-            if is_quantized(held := self._model.get_parameter(key)):
-                param = quantize(held, tensor, key, device=self._device, dtype=self._dtype)
-            else:
-                is_trained = key not in self._layers.frozen
-                param = nn.Parameter(_copy(tensor, self._device, self._dtype), requires_grad=is_trained)
-            set_tied_parameter(self._model, self._names[key], param)
-            if param.requires_grad:
-                weights.append(self._weight(key, param, tensor, is_copy=first != index))
-        for key in layer.buffers:
+        loaded = LoadedLayer(layer, [], {}, {})
+        for key in layer.parameters:
+            if key not in self._frozen and self._model.get_parameter(key).is_meta:
+                self._load_trained(loaded, key, tensors)
+        if not self._defers_constants:
+            self._load_constants(loaded, stored, tensors)
+        return loaded
+
+    def load_constants(self, layers: Iterable[LoadedLayer]) -> None:
+        """Load the constants of layers, which were deferred."""
+        self._load_outer_buffers()
+        for loaded in layers:
+            stored = layer_tensors(self._model, self._layers, loaded.spec.index)
+            self._load_constants(loaded, stored, self._source.constants(loaded.spec.name, stored))
+
+    def _load_trained(self, loaded: LoadedLayer, key: str, tensors: Mapping[str, Tensor]) -> None:
+        """Load a trained parameter, or add a table in its place. tensors: of this layer."""
+        if key in self._looked_up:
+            loaded.tables[key] = LookupTable(self._model.get_parameter(key).shape, self._dtype, self._device)
+            set_tied_parameter(self._model, self._names[key], loaded.tables[key])
+            return
+        tensor = self._tensor(loaded.spec, key, tensors)
+        param = nn.Parameter(_copy(tensor, self._device, self._dtype))
+        set_tied_parameter(self._model, self._names[key], param)
+        is_copy = self._holders[key][0] != loaded.spec.index
+        loaded.weights.append(self._weight(key, param, tensor, is_copy=is_copy))
+
+    def _load_constants(self, loaded: LoadedLayer, stored: LayerTensors, tensors: Mapping[str, Tensor]) -> None:
+        """Load the constants of a layer, in place. tensors: of this layer."""
+        for key in loaded.spec.parameters:
+            if key in self._frozen and key not in self._has_frozen:
+                self._load_frozen(key, self._tensor(loaded.spec, key, tensors))
+        for key in loaded.spec.buffers:
             self._set_buffer(key, tensors[key])
-        constants = {key: self._constant(key, tensors[key]) for key in stored.constants}
-        return LoadedLayer(layer, weights, constants, tables)
+        loaded.constants.update({key: self._constant(key, tensors[key]) for key in stored.constants})
+
+    def _load_frozen(self, key: str, tensor: Tensor) -> None:
+        if is_quantized(held := self._model.get_parameter(key)):
+            param = quantize(held, tensor, key, device=self._device, dtype=self._dtype)
+        else:
+            param = nn.Parameter(_copy(tensor, self._device, self._dtype), requires_grad=False)
+        set_tied_parameter(self._model, self._names[key], param)
+        self._has_frozen.add(key)
+
+    def _tensor(self, layer: LayerSpec, key: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return a parameter of a layer, which may be stored with an earlier one. tensors: those stored with it."""
+        first = self._holders[key][0]
+        return tensors[key] if first == layer.index else self._source.tensor(self._layers.layers[first].name, key)
 
     def _constant(self, key: str, tensor: Tensor) -> Tensor:
         """Return a constant as it is stored: the parameter in use, which takes no more memory, if it is the same."""
@@ -136,26 +173,41 @@ def _copy(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     return tensor.to(device=device, dtype=dtype, copy=True)
 
 
-class BlankWeights:
-    """Zeros in place of the tensors of layers, for a rank that gets them later.
+class Constants:
+    """The tensors of layers that are not trained: frozen parameters and stored buffers, from a source of weights."""
 
-    build: returns the model, which may be on the meta device.
+    def __init__(self, source: WeightSource, layers: ModelLayers) -> None:
+        self._source = source
+        self._names = {*layers.frozen, *(key for layer in layers.layers for key in layer.buffers)}
+
+    def of_layer(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
+        """Return the constants of one layer. stored: as of `WeightSource.tensors`."""
+        return self._source.constants(layer, stored)
+
+    def find(self, layer: str, key: str) -> Tensor | None:
+        """Return one tensor of one layer, None if it is trained."""
+        return self._source.tensor(layer, key) if key in self._names else None
+
+
+class BlankWeights:
+    """Zeros in place of the trained weights of layers, for a rank that gets them later. A `WeightSource`.
+
+    Its layers must be loaded with `defers_constants`. model: its parameters may be on the meta device.
     """
 
-    def __init__(self, build: Callable[[], PreTrainedModel]) -> None:
-        self._build = build
-
-    @functools.cached_property
-    def _model(self) -> PreTrainedModel:
-        return self._build()
+    def __init__(self, model: PreTrainedModel, constants: Constants) -> None:
+        self._model = model
+        self._constants = constants
 
     def tensors(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
-        return {key: torch.zeros_like(x, device="cpu") for key, x in (stored.weights | stored.constants).items()}
+        return {key: torch.zeros_like(weight, device="cpu") for key, weight in stored.weights.items()}
+
+    def constants(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
+        return self._constants.of_layer(layer, stored)
 
     def tensor(self, layer: str, key: str) -> Tensor:
-        is_parameter = key in parameter_names(self._model)
-        stored = self._model.get_parameter(key) if is_parameter else self._model.get_buffer(key)
-        return torch.zeros_like(stored, device="cpu")
+        constant = self._constants.find(layer, key)
+        return torch.zeros_like(self._model.get_parameter(key), device="cpu") if constant is None else constant
 
 
 class RandomWeights:
@@ -177,6 +229,10 @@ class RandomWeights:
     def tensors(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
         drawn = self._draw(layer)
         return {key: drawn[key] for key in (*stored.weights, *stored.constants)}
+
+    def constants(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
+        drawn = self._draw(layer) if stored.constants else {}
+        return {key: drawn[key] for key in stored.constants}
 
     def tensor(self, layer: str, key: str) -> Tensor:
         return self._draw(layer)[key]

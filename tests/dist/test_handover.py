@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from lib.corpora import write_records
 from lib.ranks import on_ranks
 from lib.training import RELATIVE, make_config
 from lib.views import ScriptedView, Trained, train_in_views
+from transformers import AutoModelForCausalLM
 
 from acsgd.config.options import AdapterConfig, ReplicaConfig
 
@@ -145,6 +147,16 @@ def test_adapters_and_their_optimizer_state_are_handed_over(runs: Runs) -> None:
     losses, calm = (losses_of(runs, ADAPTER, script) for script in ("members change", "calm"))
     assert losses == pytest.approx(calm, rel=RELATIVE)
     assert calm[STEPS] < calm[1]
+
+
+def test_frozen_parameters_do_not_travel(runs: Runs, tiny_model: Callable[..., Path]) -> None:
+    """Of those that are trained, the weight, the two moments of AdamW and its step do."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model())
+    trained = [x for name, x in model.named_parameters() if not any(fnmatch(name, each) for each in FROZEN.split(","))]
+    (received,) = runs[0][f"{FROZEN}, members change"].received_bytes
+    assert received == sum(3 * x.nbytes + 4 for x in trained)
+    (received,) = runs[0][f"{ADAPTER}, members change"].received_bytes
+    assert 0 < received < 0.25 * sum(x.nbytes for x in model.parameters())
 
 
 def test_streamed_sources_are_read_on_where_the_view_before_has_ended(runs: Runs) -> None:

@@ -15,13 +15,14 @@ from lib.ranks import on_ranks
 from lib.resume import checkpoint_of, losses_of, stopped_half_way, train_ranks
 from lib.resume import make_config as make_saved_config
 from lib.training import make_config, train_whole, whole_batches
+from lib.views import ScriptedView, train_in_views
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5Block
 
 from acsgd.adapters.quantize import quantize_layers
-from acsgd.config.options import AdapterConfig, Config, EvalConfig
+from acsgd.config.options import AdapterConfig, Config, ElasticConfig, EvalConfig
 from acsgd.errors import RunError
 from acsgd.launch import Launch
 from acsgd.run.job import prepare
@@ -91,6 +92,26 @@ def test_evaluations_change_nothing_and_a_checkpoint_resumes_bit_for_bit(
     assert losses_of(same) == losses_of(whole)
     assert Manifest.read(checkpoint_of(same)).layers == Manifest.read(checkpoint_of(whole)).layers
     check_exports(checkpoint_of(whole), model, tmp_path / "exports")  # which are on the base in full precision
+
+
+def test_processes_that_join_quantize_the_base_on_their_own(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """With the adapter of another process, in the background, and with that of a snapshot."""
+    config = quantized(make_config(tiny_model("llama", **SHAPE), tmp_path, micro=1), "nf4")
+    config = dataclasses.replace(config, elastic=ElasticConfig(snapshot="2"))
+    steps = config.optim.num_steps
+    scripts = {
+        "calm": [ScriptedView((0, 1), steps)],
+        "joins": [ScriptedView((0, 1), 2), ScriptedView((0, 1, 2), steps)],
+        "all others end": [ScriptedView((0,), 2), ScriptedView((0, 2), 5), ScriptedView((2,), steps)],
+    }
+    runs = on_ranks(3, train_in_views, tmp_path / "store", {name: (config, each) for name, each in scripts.items()})
+    calm = runs[0]["calm"].losses
+    assert len(calm) == steps
+    for name in scripts:
+        merged = {step: loss for process in runs for step, loss in process[name].losses.items()}
+        assert merged == pytest.approx(calm, rel=BOUND), name
+    assert runs[2]["joins"].joining[3], "it joins in the background"
+    assert runs[2]["all others end"].origins == ["memory", "snapshot"]
 
 
 def test_layers_that_stay_in_full_precision() -> None:

@@ -49,6 +49,7 @@ from acsgd.run.job import prepare
 from acsgd.run.loop_state import LoopState
 from acsgd.run.pace import Pace
 from acsgd.run.session import Session
+from acsgd.shards.load import Constants
 from acsgd.topology import Groups, connect
 from acsgd.waits import InterruptibleWaits
 from lib.training import TIMEOUT
@@ -98,6 +99,8 @@ class Trained(NamedTuple):
     """Where the first source was read on at the beginning of each view, by the number of steps before it."""
     origins: list[str]
     """Where the state came from in each view it was in: disk, memory, snapshot, or replay of some steps."""
+    received_bytes: list[int]
+    """Size of the state that other processes sent before each view that does not start from disk."""
     joining: dict[int, list[int]]
     """Replicas without all of their state in each step."""
     notes: list[str]
@@ -128,6 +131,7 @@ def train_in_views(
             process.forward_bytes,
             process.streams,
             process.origins,
+            process.received_bytes,
             process.joining,
             process.notes,
         )
@@ -149,6 +153,7 @@ class _Process:
         self.digests: dict[int, tuple[int, str]] = {}
         self.forward_bytes: dict[int, int] = {}
         self.streams: dict[int, StreamState | None] = {}
+        self.received_bytes: list[int] = []
         self.joining: dict[int, list[int]] = {}
         self.notes: list[str] = []
 
@@ -180,17 +185,28 @@ class _Process:
                 if not is_holder:
                     self._session = None
                     self._state.restart(Progress())
+                constants = Constants(open_weight_source(job), job.model.description)
                 if not view.is_formed:
                     groups.wait_for_all("connecting", timeout_s=TIMEOUT.total_seconds())  # an abort would end that
-                    self._fail_to_form(partial(hand_over, self._session, job, groups, plan, caches))
+                    self._fail_to_form(partial(hand_over, self._session, job, groups, plan, constants, caches))
                     groups.abort("the view was not formed")
                     return
                 if plan.replay is not None:
-                    replayed = replay_position(job, groups, plan, self._snapshots, reader, self._state)
+                    replayed = replay_position(job, groups, plan, constants, self._snapshots, reader, self._state)
                     self._session = replayed.session if replayed else self._session
                 snapshot = self._snapshots.by_step.get(plan.step) if plan.from_snapshot else None
-                joined = join(self._session, job, groups, plan, host="127.0.0.1", cache_plan=caches, snapshot=snapshot)
-                self._session, _, self._state.transfers, self._state.joining = joined
+                joined = join(
+                    self._session,
+                    job,
+                    groups,
+                    plan,
+                    constants,
+                    host="127.0.0.1",
+                    cache_plan=caches,
+                    snapshot=snapshot,
+                )
+                self._session, received_bytes, self._state.transfers, self._state.joining = joined
+                self.received_bytes.append(received_bytes)
                 self._state.progress = from_json(Progress, plan.progress)
                 run_missing_exchange(self._session, self._state, plan)
                 self._note_step()

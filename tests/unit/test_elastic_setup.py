@@ -1,17 +1,21 @@
-"""Options that elastic runs refuse."""
+"""Options that elastic runs refuse, and what their hosts must have in common."""
 
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from lib.training import make_config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from acsgd.config.options import AdapterConfig, ElasticConfig, ReplicaConfig
-from acsgd.elastic.setup import check_elastic, possible_cuts, with_stages
+from acsgd.elastic.setup import check_elastic, possible_cuts, setup_of, with_stages
 from acsgd.launch import Launch
+from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 
 
@@ -50,14 +54,22 @@ def test_copies_of_a_tied_weight_stay_equal_or_the_mode_is_refused(
         check_elastic(job)
 
 
-def test_quantized_layers_are_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes", reason="the extra 8bit is not installed")
-    config = make_config(tiny_model("llama", num_hidden_layers=2), tmp_path)
-    quantized = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, quantize="nf4"), adapter=AdapterConfig("lora")
-    )
-    with pytest.raises(ValueError, match=r"model.quantize=nf4: elastic runs cannot move quantized layers .* yet"):
-        check_elastic(prepare(quantized, Launch()))
+@pytest.mark.parametrize(("adapter", "differing"), [("lora", {"model"}), (None, set())])
+def test_hosts_have_the_same_base_of_an_adapter(
+    adapter: str | None, differing: set[str], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Each reads its frozen weights on its own; those of other runs are sent."""
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model(n_layer=2), directory)
+    config = dataclasses.replace(make_config(directory, tmp_path), adapter=AdapterConfig(adapter))
+    setups = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+        model.save_pretrained(directory)
+        job = prepare(config, Launch())
+        setups.append(setup_of(job, open_inputs(job)).parts)
+    assert {name for name in setups[0] if setups[0][name] != setups[1][name]} == differing
 
 
 def test_replanned_runs_have_a_cut_for_each_number_of_stages_that_their_jobs_use(

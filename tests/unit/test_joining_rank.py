@@ -1,18 +1,27 @@
-"""What a rank that joins in the background requests, when its run returns to an earlier step."""
+"""What a rank that joins in the background requests, and when it has all."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
+
 from acsgd.elastic.joins import JoiningRank
 from acsgd.elastic.state_channel import StateReceiver
+from acsgd.errors import CorruptFileError
 from acsgd.optim.base import Optimizer
 from acsgd.optim.replay import ReplayOptimizer
+from acsgd.run.build import DeferredConstants
 from acsgd.run.control import StepSummary
 from acsgd.run.session import Session
 
 LAYERS = 2
+LIMIT_S = 30.0
 
 
 class Receiver:
@@ -35,7 +44,8 @@ def test_a_return_while_the_last_layers_are_on_their_way_requests_all_again_and_
     layers = [SimpleNamespace(spec=SimpleNamespace(index=index), weights=[]) for index in range(LAYERS)]
     job, receiver = SimpleNamespace(topology=SimpleNamespace(rank=0)), Receiver()
     session = cast(Session, SimpleNamespace(optimizer=optimizer, layers=layers, job=job))
-    rank = JoiningRank(session, 1, cast(StateReceiver, receiver), limit_bytes=0)
+    constants = cast(DeferredConstants, SimpleNamespace(load=lambda: None, is_complete=True))
+    rank = JoiningRank(session, 1, cast(StateReceiver, receiver), constants, limit_bytes=0)
 
     def step() -> None:
         rank.after_step(cast(StepSummary, SimpleNamespace(wanted=[rank.wanted])))
@@ -51,3 +61,51 @@ def test_a_return_while_the_last_layers_are_on_their_way_requests_all_again_and_
         step()
     assert rank.is_pending
     assert not receiver.messages
+
+
+class Constants:
+    """Constants that are read when the test says so."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.is_complete = False
+        self.may_end = threading.Event()
+        self._error = error
+
+    def load(self) -> None:
+        self.may_end.wait(LIMIT_S)
+        if self._error is not None:
+            raise self._error
+        self.is_complete = True
+
+
+def joining_rank(constants: Constants) -> JoiningRank:
+    """Return a rank of a session without layers, which misses nothing but its constants."""
+    optimizer = ReplayOptimizer(cast(Optimizer, None), lambda weights: cast(Optimizer, None))
+    job = SimpleNamespace(topology=SimpleNamespace(rank=0))
+    session = cast(Session, SimpleNamespace(optimizer=optimizer, layers=[], job=job))
+    receiver = cast(StateReceiver, SimpleNamespace(take=lambda: None, close=lambda: None))
+    return JoiningRank(session, 1, receiver, cast(DeferredConstants, constants), limit_bytes=0)
+
+
+def step_until(rank: JoiningRank, is_done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not is_done():
+        assert time.monotonic() < deadline
+        rank.after_step(cast(StepSummary, SimpleNamespace(wanted=[None])))
+        time.sleep(0.01)
+
+
+def test_it_joins_when_its_constants_are_read() -> None:
+    constants = Constants()
+    rank, steps = joining_rank(constants), iter(range(3))
+    step_until(rank, lambda: next(steps) == 2)
+    assert rank.is_pending
+    constants.may_end.set()
+    step_until(rank, lambda: not rank.is_pending)
+
+
+def test_a_corrupt_file_of_constants_ends_it() -> None:
+    constants = Constants(CorruptFileError(Path("embed.safetensors"), "is corrupt"))
+    constants.may_end.set()
+    with pytest.raises(CorruptFileError, match=r"embed\.safetensors is corrupt"):
+        step_until(joining_rank(constants), lambda: False)

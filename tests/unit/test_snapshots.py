@@ -8,8 +8,7 @@ import torch
 from acsgd.elastic.packed import PackedLayers, fields_of, header_of
 from acsgd.elastic.snapshot_cost import FIRST, SnapshotCost
 from acsgd.elastic.snapshot_store import Snapshot, SnapshotStore
-from acsgd.elastic.snapshots import BUDGET, REPLICATED_BUDGET, budget_of, next_hosts
-from acsgd.elastic.transfer import OUTER
+from acsgd.elastic.snapshots import BUDGET, REPLICATED_BUDGET, budget_of, describe_snapshots, next_hosts
 from acsgd.streams import Streams
 
 
@@ -35,12 +34,18 @@ def test_snapshots_may_cost_less_if_no_single_host_has_a_layer_alone() -> None:
     assert budget_of(("a/0", "b/0", "a/1", "b/1"), stages=2) == BUDGET  # both replicas of stage 0 are on host a
 
 
+def test_snapshots_for_which_there_is_no_room_are_announced_as_such() -> None:
+    text = describe_snapshots("auto", BUDGET, 3 << 20, have_room=False)
+    assert text.startswith("no snapshots are taken: a host lacks the 3.0 MiB of memory per process")
+    assert "take up to 3.0 MiB" in describe_snapshots("auto", BUDGET, 3 << 20, have_room=True)
+
+
 def test_packed_layers_arrive_as_they_were() -> None:
     weight = torch.randn(5, 3).t()  # not contiguous
     own = {
         0: {"weight": weight, "half": torch.randn(7).bfloat16()},
         1: {},  # of a layer whose only table is on another rank
-        OUTER: {"step": torch.tensor(3), "none": torch.empty(0, 4)},
+        2: {"step": torch.tensor(3), "none": torch.empty(0, 4)},
     }
     share = PackedLayers.copy_of(own, Streams(torch.device("cpu")))
     received = PackedLayers.empty(fields_of(header_of(share.fields)))
