@@ -56,8 +56,8 @@ DELAYS_S = (0.0, 0.02)
 FORMS = (
     "fixpoint:bits=4/fixpoint:bits=8",
     "delta:bits=4/fixpoint:bits=8",
-    "delta:bits=2/fixpoint:bits=8",
     "delta:bits=2/fixpoint:bits=4",
+    "delta:bits=2/fixpoint:bits=4/rows:entropy_coding=true",
     "delta:bits=2/fixpoint:bits=4/rows:bits=8",
     "delta:bits=2/fixpoint:bits=4/untied",
 )

@@ -23,14 +23,15 @@ def draw(cells: Sequence[Cell]) -> Figure:
     from matplotlib.figure import Figure
 
     delays = sorted({cell.delay_s for cell in cells})
-    figure = Figure(figsize=(10.4, 4.4), layout="constrained")
+    figure = Figure(figsize=(10.4, 5.0), layout="constrained")
     panels: Sequence[Axes] = figure.subplots(1, len(delays), sharey=True)
     compute_s = statistics.median(seconds for cell in cells for seconds in cell.compute_s)
     for axes, delay_s in zip(panels, delays, strict=True):
         axes.set_title(f"{delay_s * 1e3:g} ms of delay", color=INK, fontsize=11)
         _draw_panel(axes, sorted((c for c in cells if c.delay_s == delay_s), key=lambda cell: cell.mbit), compute_s)
     panels[0].set_ylabel(f"seconds per step, {cells[0].stages} stages (dashed: bound)")
-    panels[0].legend(frameon=False, fontsize=9)
+    lines, labels = panels[0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     return figure
 
 

@@ -6,6 +6,11 @@ becomes slower for a while slows both. Two sets of processes of the same program
 they live, in CPU time, too. So both runs are started again after ROUNDS_PER_START pairs of blocks. CPU time is that of
 all processes of a run, the agents included. The table has the geometric mean of the ratios of the blocks of a pair, and
 its 95 % confidence interval (Student's t of the logarithms, which are averaged by start).
+
+What an elastic run does besides training, it does in threads of its own: the daemon in the agent; waits, and reports to
+the daemon, in the worker. Their CPU time varies little. "Beside training" is that of the agents and of all threads of
+the workers but the main one and those of gloo, in an elastic run less that in a static one, relative to the step time:
+the share of one core of a host.
 """
 
 from __future__ import annotations
@@ -17,7 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 from rich.table import Table
 from scipy import stats
 
@@ -38,6 +42,8 @@ class Block(NamedTuple):
 
     wall_s: float
     cpu_s: float
+    beside_s: float
+    """CPU time of the agents, and of the workers' threads but the main ones and those of gloo."""
 
 
 Blocks = list[tuple[Block, Block]]
@@ -76,12 +82,26 @@ def _block(hosts: Hosts) -> Block:
     send(signal.SIGCONT, pids)
     first = hosts.watch.last_step + WARMUP
     hosts.wait_until(lambda: hosts.watch.last_step >= first)
-    cpu_before = cpu_s(pids)
+    cpu_before, beside_before = cpu_s(pids), _beside_s(hosts)
     hosts.wait_until(lambda: hosts.watch.last_step >= first + STEPS_PER_BLOCK)
-    cpu = cpu_s(pids) - cpu_before
+    cpu, beside = cpu_s(pids) - cpu_before, _beside_s(hosts) - beside_before
     send(signal.SIGSTOP, pids)
     at = {arrival.line["step"]: arrival.at for arrival in hosts.watch.steps}
-    return Block((at[first + STEPS_PER_BLOCK] - at[first]) / STEPS_PER_BLOCK, cpu / STEPS_PER_BLOCK)
+    wall = at[first + STEPS_PER_BLOCK] - at[first]
+    return Block(*(seconds / STEPS_PER_BLOCK for seconds in (wall, cpu, beside)))
+
+
+def _beside_s(hosts: Hosts) -> float:
+    """Return the CPU time until now of the agents, and of the workers' threads but the main ones and those of gloo."""
+    workers = hosts.workers(*NAMES)
+    agents = [pid for pid in hosts.pids(*NAMES) if pid not in workers]
+    threads = [
+        thread
+        for pid in workers
+        for thread in Path(f"/proc/{pid}/task").iterdir()
+        if int(thread.name) != pid and "gloo" not in (thread / "comm").read_text()
+    ]
+    return cpu_s(agents) + sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 def cost_table(starts: Sequence[Blocks]) -> Table:
@@ -95,12 +115,25 @@ def cost_table(starts: Sequence[Blocks]) -> Table:
         ratios = [[getattr(ours, name) / getattr(theirs, name) for ours, theirs in blocks] for blocks in starts]
         low, mean, high = mean_ratio([statistics.geometric_mean(of_start) for of_start in ratios])
         table.add_row(text, f"{mean:.4f}", f"{low:.4f} - {high:.4f}", f"{GOAL:g}" if name == "wall_s" else "")
+    shares = [
+        statistics.mean((ours.beside_s - theirs.beside_s) / theirs.wall_s / len(NAMES) for ours, theirs in blocks)
+        for blocks in starts
+    ]
+    half = half_interval(shares)
+    mean = statistics.mean(shares)
+    table.add_row("beside training, per host", f"{mean:.2%}", f"{mean - half:.2%} - {mean + half:.2%}", "")
     return table
 
 
 def mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:
     """Return the geometric mean of ratios between the ends of its 95 % confidence interval."""
-    logarithms = np.log(ratios)
-    mean = float(logarithms.mean())
-    half = float(stats.t.ppf(0.975, len(ratios) - 1) * logarithms.std(ddof=1) / len(ratios) ** 0.5)
+    logarithms = [math.log(ratio) for ratio in ratios]
+    mean, half = statistics.mean(logarithms), half_interval(logarithms)
     return math.exp(mean - half), math.exp(mean), math.exp(mean + half)
+
+
+def half_interval(samples: Sequence[float]) -> float:
+    """Return half the length of the 95 % confidence interval of a mean; NaN of a single sample."""
+    if len(samples) < 2:
+        return math.nan
+    return float(stats.t.ppf(0.975, len(samples) - 1) * statistics.stdev(samples) / len(samples) ** 0.5)
