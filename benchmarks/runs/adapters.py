@@ -85,6 +85,7 @@ class Way:
     name: str
     adapter: str | None = None
     forward: str = "none"
+    backward: str = "none"
     mode: str = "allreduce"
 
 
@@ -93,6 +94,7 @@ WAYS = (
     Way("LoRA", LORA),
     Way("LoRA, delta", LORA, forward="delta:bits=4"),
     Way("LoRA, cocktail_grad", LORA, mode="cocktail_grad"),
+    Way("LoRA, all compressed", LORA, "delta:bits=4", "fixpoint:bits=8", "cocktail_grad"),
     Way("LoRA on the upper stage", f"{LORA},targets={UPPER}"),
     Way("LoRA on the upper stage, delta", f"{LORA},targets={UPPER}", forward="delta:bits=4,entropy_coding=true"),
 )
@@ -123,7 +125,13 @@ def config_of(way: Way, model: Path, stages: int = 1) -> Config:
         data=DataConfig(sources="demo", sequence=SEQUENCE, batch=SEQUENCES),
         optim=OPTIM,
         adapter=AdapterConfig(way.adapter),
-        pp=PipelineConfig(stages, micro=1 if stages > 1 else 2, forward=way.forward, layers=(3, 3) if stages > 1 else None),
+        pp=PipelineConfig(
+            stages,
+            micro=1 if stages > 1 else 2,
+            forward=way.forward,
+            backward=way.backward,
+            layers=(3, 3) if stages > 1 else None,
+        ),
         dp=ReplicaConfig(way.mode),
         log=LogConfig(dir=str(model.parent / "run")),
     )
