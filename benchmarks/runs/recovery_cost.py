@@ -29,7 +29,9 @@ from benchmarks.runs.recovery_hosts import NAMES, Hosts, cpu_s
 from tests.lib.forked_torchrun import send
 
 GOAL = 1.01
-WARMUP, STEPS_PER_BLOCK, ROUNDS_PER_START = 1, 6, 6
+WARMUP, STEPS_PER_BLOCK, ROUNDS_PER_START = 6, 20, 4
+"""Steps before and in a block, and pairs of blocks. A run that continues first does what has come due while it was
+stopped, an elastic one more than a static one: a calm run has no such steps."""
 SETTLED = 14
 """Steps before the first block. The first snapshot, after 8 steps, is complete by then. The next one follows only when
 all steps since have taken 200 times as long as it did."""
