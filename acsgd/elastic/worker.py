@@ -214,8 +214,7 @@ class ElasticWorker:
             job = replace(job, config=config.with_steps(inputs.steps))
             stack.enter_context(text_log_of(job))
             begun = self._begin(job, inputs, groups, view)
-            begin, self._session, self._reader = begun.start, begun.start.session, inputs.reader
-            self._is_connected = True
+            begin, self._reader = begun.start, inputs.reader
             metrics = self._metrics.of(job, self._state)
             for note in self._notes(job, inputs, begin):
                 metrics.note(note)
@@ -269,6 +268,7 @@ class ElasticWorker:
         if plan.from_disk:
             self._session = None
             begin = start(job, inputs, groups)
+            self._session, self._is_connected = begin.session, True
             self._state.restart(begin.progress)
             return ViewStart(begin)
         assert plan.progress is not None
@@ -288,6 +288,7 @@ class ElasticWorker:
         host, caches = view.host_of(job.topology.rank), inputs.cache_plan
         joined = join(self._session, job, groups, plan, constants, host=host, cache_plan=caches, snapshot=snapshot)
         self._session, received_bytes, self._state.transfers, self._state.joining = joined
+        self._is_connected = True
         progress = from_json(Progress, plan.progress)
         self._state.progress, self._state.is_open = progress, plan.is_open
         run_missing_exchange(self._session, self._state, plan)

@@ -87,7 +87,10 @@ class LayerLoader:
             self._load_outer_buffers()
 
     def load(self, index: int) -> LoadedLayer:
-        """Load the tensors of a layer. A tied parameter is one object in all layers on this rank."""
+        """Load the tensors of a layer, without its constants if these are deferred.
+
+        A tied parameter is one object in all layers on this rank.
+        """
         layer, stored = self._layers.layers[index], layer_tensors(self._model, self._layers, index)
         tensors = self._source.tensors(layer.name, stored)
         loaded = LoadedLayer(layer, [], {}, {})
