@@ -104,11 +104,13 @@ def _append(name: str, line: str) -> None:
 # The view in which a worker is, or to which an agent belongs.
 
 _epoch = 0
+_returns = False
+"""Whether the view returns to an earlier step, or a rank of it repeats some."""
 
 
 def _note_view(view: View) -> None:
-    global _epoch
-    _epoch = view.epoch
+    global _epoch, _returns
+    _epoch, _returns = view.epoch, view.plan.origin != "memory"
 
 
 def _before(owner: Any, name: str, call: Callable[..., None]) -> None:
@@ -140,13 +142,14 @@ def _after(owner: Any, name: str, call: Callable[..., None]) -> None:
 
 
 def trace() -> None:
-    """Trace the steps of a worker, a line for each: view, pid, step, number of files and of threads, resident bytes."""
+    """Trace the steps of a worker, a line for each, with the fields of scenes.TracedStep."""
 
     def step(state: LoopState, result: Any, *, is_synced: bool) -> None:
         if is_synced:
             files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
             pages = int(Path("/proc/self/statm").read_text().split()[1])
-            fields = (_epoch, os.getpid(), result.progress.step, files, threads, pages * os.sysconf("SC_PAGE_SIZE"))
+            resident = pages * os.sysconf("SC_PAGE_SIZE")
+            fields = (_epoch, os.getpid(), result.progress.step, files, threads, resident, int(_returns))
             _append(TRACE, " ".join(map(str, fields)))
 
     _before(worker.ElasticWorker, "_run_view", lambda self, view, *rest: _note_view(view))

@@ -36,6 +36,8 @@ EXTRA_FILES, EXTRA_THREADS, EXTRA_BYTES = 8, 4, 64 << 20
 """What processes of the surviving host may have more at the end than at the start."""
 ALONE = "no endpoint of --rdzv-endpoint can be reached"
 """Error of a host that was cut off while it joined."""
+LEFT = (ENDED, "this host's ranks end with it", ALONE)
+"""Errors that a host may print which was to leave: also those of workers whose torchrun has ended before them."""
 PROGRESS_S = 90.0
 """Time within which a step must follow when nothing is stopped or cut off."""
 COLUMNS = ("events", "views", "steps", "loss difference", "files", "threads", "MB")
@@ -155,7 +157,7 @@ class Weather:
             while host.pids():
                 assert time.monotonic() < deadline, f"host {name}, which has left, has not ended: {host.stderr[-2000:]}"
                 time.sleep(0.1)
-            errors = [error for error in host.errors if not any(expected in error for expected in (ENDED, ALONE))]
+            errors = [error for error in host.errors if not any(expected in error for expected in LEFT)]
             assert not errors, f"host {name}, which has left, prints {errors}"
         time.sleep(TIMEOUT_S + 2.0)
         self._wait_for_steps(3)
