@@ -58,7 +58,7 @@ class Candidate:
             return False
         return all(host.id in self._presence.ended for host in known)
 
-    def absent(self, known: Sequence[Host], now: float) -> str:
+    def describe_wait(self, known: Sequence[Host], now: float) -> str:
         """Return for what this host waits. known: the hosts of the newest view."""
         if known:
             return (

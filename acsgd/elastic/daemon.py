@@ -135,7 +135,7 @@ class Daemon:
     def _note_wait(self, membership: Membership) -> None:
         now = time.monotonic()
         if membership.view is None and now - self._joined_at >= WAIT_S:
-            self._note(f"run {self._options.run}: this host waits: {membership.absent(now)}")
+            self._note(f"run {self._options.run}: this host waits: {membership.describe_wait(now)}")
 
     def _note(self, text: str) -> None:
         """Print a sentence, once."""

@@ -94,9 +94,9 @@ class Membership:
         """The view that this host is in."""
         return self._member.view if self._member else None
 
-    def absent(self, now: float) -> str:
+    def describe_wait(self, now: float) -> str:
         """Return for what this host, which is in no view, waits."""
-        return self.candidate.absent(self._known, now)
+        return self.candidate.describe_wait(self._known, now)
 
     def take_effects(self) -> list[Effect]:
         """Return the effects since the last call."""

@@ -183,21 +183,7 @@ def build_stages(
 
     deferred: as of `build_session`.
     """
-    config, device, model = job.config, job.streams.device, composed.model
-    dtype = job.dtype
-    me, tied = job.topology.rank, job.tied
-    looked_up = [each.key for each in tied if me in each.lookups]
-    sent = [each.key for each in tied if each.lookups and me == each.owner]
-    loader = LayerLoader(
-        model,
-        job.model.description,
-        source,
-        device=device,
-        dtype=dtype,
-        looked_up=looked_up,
-        sent=sent,
-        defers_constants=deferred is not None,
-    )
+    config, loader = job.config, _open_loader(job, composed, source, defers_constants=deferred is not None)
     stages = {}
     for index in job.stages:
         layers = [loader.load(layer) for layer in range(*job.specs[index])]
@@ -217,8 +203,23 @@ def build_stages(
         )
     if deferred is not None:
         deferred.add(loader, (layer for stage in stages.values() for layer in stage.layers))
-    fill_with_stand_ins(model, job.model.description.blocks, device, dtype)
+    fill_with_stand_ins(composed.model, job.model.description.blocks, job.streams.device, job.dtype)
     return stages
+
+
+def _open_loader(job: Job, composed: ComposedModel, source: WeightSource, *, defers_constants: bool) -> LayerLoader:
+    """Return what loads layers into the model of this rank."""
+    me = job.topology.rank
+    return LayerLoader(
+        composed.model,
+        job.model.description,
+        source,
+        device=job.streams.device,
+        dtype=job.dtype,
+        looked_up=[each.key for each in job.tied if me in each.lookups],
+        sent=[each.key for each in job.tied if each.lookups and me == each.owner],
+        defers_constants=defers_constants,
+    )
 
 
 def _placeholders(job: Job) -> Inputs:
