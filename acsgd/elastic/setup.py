@@ -13,7 +13,7 @@ from acsgd.config.options import Config
 from acsgd.elastic.messages import Setup
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.cut import Cut
-from acsgd.run.inputs import Inputs
+from acsgd.run.inputs import Inputs, base_checksums
 from acsgd.run.job import Job
 from acsgd.run.limits import check_memory
 
@@ -46,7 +46,8 @@ def _copied_weight(job: Job) -> str | None:
 def setup_of(job: Job, inputs: Inputs) -> Setup:
     """Return what all workers of a run must have in common."""
     parts = _options(job) | {
-        "model": job.model.config.to_json_string() + inputs.base,  # whose frozen weights each host reads on its own
+        "model": job.model.config.to_json_string()
+        + base_checksums(job),  # each host reads frozen weights from its own files
         "data": inputs.reader.fingerprint(),
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
         "code": _digest_of_code(),

@@ -47,8 +47,6 @@ class Inputs:
     candidates: Candidates
     weight_source: WeightSource | None
     """Initial weights of a new run; None if there are checkpoints to resume from."""
-    base: str
-    """Checksums of the files of the model to which an adapter is added; empty if there are none."""
     cache_plan: CachePlan | None
     """Size and place of the activation caches; None without delta."""
     document_tokens: str
@@ -100,17 +98,14 @@ def open_inputs(job: Job, groups: Groups | None = None, *, has_caches: bool = Fa
         reading=describe_options(job.sources[0].source.options),
     )
     candidates = find(job.checkpoints, job.config.checkpoint.resume, identity)
-    base = _open_base(job) if job.model.adapter is not None else None
-    if isinstance(base, ShardDirectory) and candidates.checkpoints:
-        _check_base(job, base, candidates.checkpoints[0].shards)
+    if job.model.adapter is not None and candidates.checkpoints:
+        _check_base(job, candidates.checkpoints[0].shards)
     fresh = not candidates.checkpoints and not candidates.rejected
     known = reader.sampler.num_known
     cache_plan = plan_activation_caches(job, known, run_id=identity.digest(), fresh=fresh, are_kept=has_caches)
     source = open_weight_source(job) if fresh else None
     notes = (*notes, *describe_padding(job))
-    checksums = _checksums(base) if isinstance(base, ShardDirectory) else ""
-    tokens = _describe_tokens(job)
-    return Inputs(reader, held, identity, candidates, source, checksums, cache_plan, tokens, steps, notes)
+    return Inputs(reader, held, identity, candidates, source, cache_plan, _describe_tokens(job), steps, notes)
 
 
 def _row_options(job: Job) -> dict[str, object]:
@@ -182,15 +177,25 @@ def open_weight_source(job: Job) -> WeightSource:
     )
 
 
-def _check_base(job: Job, base: ShardDirectory, checkpoint: ShardDirectory) -> None:
+def base_checksums(job: Job) -> str:
+    """Return the checksums of the files of the model whose parameters are frozen, by an adapter or by model.freeze.
+
+    Empty if none are, or if the weights are drawn.
+    """
+    if job.model.adapter is None and not job.config.model.freeze:
+        return ""
+    base = _open_base(job)
+    if not isinstance(base, ShardDirectory):
+        return ""
+    return repr(sorted((layer, entry.checksum) for layer, entry in base.manifest.layers.items()))
+
+
+def _check_base(job: Job, checkpoint: ShardDirectory) -> None:
     """Raise RunError if the adapter of a checkpoint was trained on another model, as far as this rank's layers show."""
-    layers = [job.model.layers[index].name for stage in job.stages for index in range(*job.specs[stage])]
-    check_base(checkpoint, base, layers, name=job.config.model.name)
-
-
-def _checksums(shards: ShardDirectory) -> str:
-    """Return the checksums of the files with the weights of a model."""
-    return repr(sorted((layer, entry.checksum) for layer, entry in shards.manifest.layers.items()))
+    base = _open_base(job)
+    if isinstance(base, ShardDirectory):
+        layers = [job.model.layers[index].name for stage in job.stages for index in range(*job.specs[stage])]
+        check_base(checkpoint, base, layers, name=job.config.model.name)
 
 
 def _open_base(job: Job) -> WeightSource:

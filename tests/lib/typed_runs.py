@@ -138,7 +138,7 @@ def train_run(config: Config, launch: Launch, store: dist.Store) -> None:
         fresh = not candidates.checkpoints
         source = open_weight_source(job) if fresh else None
         caches = plan_activation_caches(job, SAMPLES, run_id=identity.digest(), fresh=fresh)
-        inputs = Inputs(drawn, drawn, identity, candidates, source, "", caches, "", job.config.optim.num_steps, ())
+        inputs = Inputs(drawn, drawn, identity, candidates, source, caches, "", job.config.optim.num_steps, ())
         train.train(job, inputs, groups, RunLock([]))
 
 

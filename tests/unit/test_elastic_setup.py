@@ -54,14 +54,17 @@ def test_copies_of_a_tied_weight_stay_equal_or_the_mode_is_refused(
         check_elastic(job)
 
 
-@pytest.mark.parametrize(("adapter", "differing"), [("lora", {"model"}), (None, set())])
-def test_hosts_have_the_same_base_of_an_adapter(
-    adapter: str | None, differing: set[str], tiny_model: Callable[..., Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("adapter", "freeze", "differing"), [("lora", None, {"model"}), (None, "*.h.0.*", {"model"}), (None, None, set())]
+)
+def test_hosts_have_the_same_model_if_some_of_it_is_frozen(
+    adapter: str | None, freeze: str | None, differing: set[str], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Each reads its frozen weights on its own; those of other runs are sent."""
+    """Each reads frozen weights from its own files; others are sent."""
     directory = tmp_path / "model"
     shutil.copytree(tiny_model(n_layer=2), directory)
     config = dataclasses.replace(make_config(directory, tmp_path), adapter=AdapterConfig(adapter))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, freeze=freeze))
     setups = []
     for seed in (0, 1):
         torch.manual_seed(seed)
