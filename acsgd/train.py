@@ -92,8 +92,8 @@ def run_steps(
     """
     steps = session.job.config.optim.num_steps
     state, snapshots = state or LoopState(progress), snapshots or NoSnapshots()
-    spike_guard = SpikeGuard(session, checkpointing, state.skipped_steps, metrics.note)
-    if state.is_open:
+    spike_guard = SpikeGuard(session, state, snapshots, checkpointing, metrics.note)
+    if state.is_open and not spike_guard.restore_after_spike():
         evaluate_log_save(session, state, inputs, metrics, checkpointing)
     pace, waits = Pace(session, metrics.event, state.joining), session.groups.waits
     waits.on_interrupt(partial(inputs.reader.close, wait=False))  # else the thread that reads ahead waits on
@@ -104,10 +104,8 @@ def run_steps(
         votes = step_votes(state, snapshots, checkpointing, stop=signals.received is not None)
         result = train_step(session, next(batches), before, votes, state=state)
         checkpointing.finish_save(wait=result.summary.failed_save)
-        if result.updated and (restored := spike_guard.restore_before_spike(before, result.loss)):
-            state.return_to(restored)
-            snapshots.return_to(restored.step)
-            batches = read_ahead(range(restored.step, steps))
+        if spike_guard.restore_after_spike():
+            batches = read_ahead(range(state.progress.step, steps))
             continue
         evaluate_log_save(session, state, inputs, metrics, checkpointing)
         state.transfers.after_step(result.summary)
@@ -190,5 +188,5 @@ def apply_step(session: Session, batch: Batch | None, progress: Progress, summar
         session.optimizer.step(step, local_step or PLAIN_STEP)
     log.info("step %d: loss %.6g, gradient norm %.6g%s", step + 1, loss, grad_norm, "" if updated else ", skipped")
     next_scale = progress.loss_scale.after(overflowed=overflowed)
-    after = progress.after(loss if updated else None, int(summary.targets), next_scale)
+    after = progress.after(loss if updated else None, int(summary.targets), next_scale, spike=config.optim.spike)
     return StepResult(loss, grad_norm, learning_rate(step, config.optim), updated, after, summary)

@@ -80,6 +80,7 @@ def runs_of(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
             "step skipped": Plan(config("step-skipped", steps=SHORT), skipped=frozenset({NAN_STEP})),
             "overflowing": Plan(config("overflowing", dtype="fp16", steps=SCALED, loss_scale=TOO_LARGE)),
             "scaled down": Plan(config("scaled-down", dtype="fp16", steps=SCALED, loss_scale=1.0), skip_overflows_of=6),
+            "interrupted": Plan(config("interrupted", dtype=dtype, spike=FACTOR), garbled=spikes, interrupted=spikes),
         }
         by_rank = on_ranks(stages * replicas, run_ranks, directory / "store", list(plans.values()))
         outcomes = {name: list(each) for name, each in zip(plans, zip(*by_rank, strict=True), strict=True)}
@@ -105,6 +106,12 @@ def test_a_spike_restores_the_checkpoint_and_skips_the_batch(runs: Runs) -> None
     for note, spike, restored in zip(notes, SPIKES, (10, 10, 20), strict=True):
         assert note.startswith(f"step {spike + 1}: loss ")
         assert f"restored {checkpoints_of(spiking).of(restored)}" in note
+
+
+def test_a_view_that_ends_before_the_checkpoint_is_restored_learns_nothing_from_the_spike(runs: Runs) -> None:
+    for outcome in runs.outcomes["interrupted"]:
+        assert [step.step for step in outcome.steps] == RUN
+    assert_same_end(runs.configs["interrupted"], runs.configs["spiking"])
 
 
 def test_learning_from_the_spike_would_have_mattered_and_false_alarms_do_nothing(model: Path, tmp_path: Path) -> None:

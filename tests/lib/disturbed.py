@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -25,7 +26,7 @@ from acsgd.config.options import (
     OptimConfig,
     PipelineConfig,
 )
-from acsgd.errors import RunError
+from acsgd.errors import RunError, WaitInterruptedError
 from acsgd.io.checkpoint import saver
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.progress import Progress
@@ -39,6 +40,7 @@ from acsgd.run.control import Votes
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.run.lock import RunLock
+from acsgd.run.loop_state import LoopState
 from acsgd.run.session import Session, StepResult
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import Manifest, StoredFile
@@ -91,6 +93,8 @@ class Plan(NamedTuple):
     """Steps whose checkpoints are removed before a rollback."""
     invalid: frozenset[int] = frozenset()
     """Steps whose checkpoints have NaN in a weight of the last layer, though all hashes match, from a rollback on."""
+    interrupted: frozenset[int] = frozenset()
+    """Steps after whose update the loop is interrupted once, and starts again from its state, as in a new view."""
     saves_after_nan: bool = False
     """Whether the writing of a checkpoint waits until loss or gradients are not finite."""
 
@@ -108,6 +112,7 @@ def run_ranks(rank: int, world_size: int, store: Path, plans: Sequence[Plan]) ->
         error = None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train, "train_step", _recording(plan, steps))
+            patch.setattr(train, "run_steps", _starting_again(patch, plan.interrupted))
             patch.setattr(BatchReader, "batch", _garbling(plan.garbled))
             patch.setattr("acsgd.io.telemetry.metrics.Metrics.note", lambda _, text, notes=notes: notes.append(text))
             if plan.nan is not None and plan.nan[1] == rank:
@@ -144,6 +149,27 @@ def _recording(plan: Plan, recorded: list[Step]) -> Callable[..., StepResult]:
         return result
 
     return recording
+
+
+def _starting_again(patch: pytest.MonkeyPatch, interrupted: frozenset[int]) -> Callable[..., None]:
+    """Return a run_steps that an exception ends after some steps, and that starts again from the state it has left."""
+    run_steps, train_step, left = train.run_steps, train.train_step, set(interrupted)
+
+    def ending(session: Session, batch: Batch, progress: Progress, *args: Any, **options: Any) -> StepResult:
+        result = train_step(session, batch, progress, *args, **options)
+        if progress.step in left:
+            left.remove(progress.step)
+            raise WaitInterruptedError("the view has ended")
+        return result
+
+    def starting_again(session: Session, progress: Progress, *args: Any) -> None:
+        state = LoopState(progress)
+        while True:
+            with contextlib.suppress(WaitInterruptedError):
+                return run_steps(session, progress, *args, state)
+
+    patch.setattr(train, "train_step", ending)
+    return starting_again
 
 
 def _garbling(garbled: frozenset[int]) -> Callable[[BatchReader, int, range | None], Batch]:

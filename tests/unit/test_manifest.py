@@ -48,6 +48,7 @@ WRONG: dict[str, list[Any]] = {
     "run.progress.more": [1],
     "run.progress.loss_scale": [None, 5, {"value": "x"}, {"value": 0}, {"value": float("inf")}, {"dynamic": 1}],
     "run.progress.recent": [None, 5, {}, "x", [None], ["x"], [True], [float("nan")]],
+    "run.progress.is_spike": [None, 1, "x", []],
     "run.progress.evaluation": [None, 5, [], {"f1": None}, {"f1": "1"}, {"f1": float("nan")}],
     "run.progress.best": [None, 5, [], {"f1": None}, {"f1": True}, {"f1": float("inf")}],
     "run.progress.best_eval_loss": NUMBER,

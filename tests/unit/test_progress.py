@@ -46,6 +46,7 @@ def random_progress(seed: int) -> Progress:
         skipped=draw.randrange(100),
         loss_scale=LossScale(2.0 ** draw.randrange(-10, 25), draw.randrange(2000), draw.random() < 0.5),
         recent=tuple(loss() for _ in range(draw.randrange(RECENT + 1))),
+        is_spike=draw.random() < 0.5,
         evaluation=draw.choice([{}, {"eval_loss": loss(), "matthews": -loss()}]),
         best=draw.choice([{}, {"eval_loss": loss(), "matthews": -loss()}]),
     )
@@ -111,7 +112,9 @@ def test_the_best_value_of_each_metric_is_kept(metric: str, values: list[float],
 def test_a_spike_is_measured_against_the_mean_of_the_last_losses(
     recent: tuple[float, ...], loss: float, factor: float | None, spike: bool
 ) -> None:
-    assert Progress(recent=recent).is_spike(loss, factor) is spike
+    after = Progress(recent=recent).after(loss, 5, LossScale(), spike=factor)
+    assert after.is_spike is spike
+    assert not after.after(None, 5, LossScale(), spike=factor).is_spike, "it was the loss of an earlier step"
 
 
 def test_an_identity_survives_json() -> None:

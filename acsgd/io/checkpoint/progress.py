@@ -52,6 +52,8 @@ class Progress:
     loss_scale: LossScale = field(default_factory=LossScale)
     recent: tuple[Finite, ...] = ()
     """Losses of the last RECENT updates."""
+    is_spike: bool = False
+    """Whether the loss of the last step was a spike."""
     evaluation: dict[str, Finite] = field(default_factory=dict)
     """Metrics of the last evaluation by name, without those that are not finite."""
     best: dict[str, Finite] = field(default_factory=dict)
@@ -66,8 +68,12 @@ class Progress:
         """Loss of the last update."""
         return self.recent[-1] if self.recent else None
 
-    def after(self, loss: float | None, tokens: int, loss_scale: LossScale) -> Progress:
-        """Return the progress after one more step. loss: None if its update was skipped."""
+    def after(self, loss: float | None, tokens: int, loss_scale: LossScale, *, spike: float | None = None) -> Progress:
+        """Return the progress after one more step.
+
+        loss: None if its update was skipped. spike: multiple of the mean of the last RECENT losses above which it is a
+        spike; None if none is.
+        """
         return replace(
             self,
             step=self.step + 1,
@@ -75,7 +81,12 @@ class Progress:
             skipped=self.skipped + (loss is None),
             loss_scale=loss_scale,
             recent=self.recent if loss is None else (*self.recent, loss)[-RECENT:],
+            is_spike=loss is not None and spike is not None and self._is_above_recent(loss, spike),
         )
+
+    def _is_above_recent(self, loss: float, factor: float) -> bool:
+        """Return whether `loss` exceeds `factor` times the mean of the last RECENT losses. False if there are fewer."""
+        return len(self.recent) == RECENT and loss > factor * sum(self.recent) / RECENT
 
     @property
     def eval_loss(self) -> float | None:
@@ -91,10 +102,6 @@ class Progress:
     def improves(self, before: Progress, metric: str | None) -> bool:
         """Return whether the best value of a metric is another one than before. False for None, no metric."""
         return metric is not None and self.best.get(metric) != before.best.get(metric)
-
-    def is_spike(self, loss: float, factor: float | None) -> bool:
-        """Return whether `loss` exceeds `factor` times the mean of the last RECENT losses. False if there are fewer."""
-        return factor is not None and len(self.recent) == RECENT and loss > factor * sum(self.recent) / RECENT
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
