@@ -34,7 +34,7 @@ from acsgd.run.loop_state import LoopState
 from acsgd.run.session import Session
 from tests.lib.forked_torchrun import PIDS, Setup
 
-FAULTS, TRACE = "faults", "trace"
+FAULTS, TRACE, RETURNS = "faults", "trace", "returns"
 """Files with the time and the dead host of each fault, and with what workers do: see `trace`."""
 
 Hit = Callable[[], None]
@@ -104,13 +104,13 @@ def _append(name: str, line: str) -> None:
 # The view in which a worker is, or to which an agent belongs.
 
 _epoch = 0
-_returns = False
-"""Whether the view returns to an earlier step, or a rank of it repeats some."""
 
 
 def _note_view(view: View) -> None:
-    global _epoch, _returns
-    _epoch, _returns = view.epoch, view.plan.origin != "memory"
+    global _epoch
+    _epoch = view.epoch
+    if view.plan.origin != "memory":
+        _append(RETURNS, str(_epoch))
 
 
 def _before(owner: Any, name: str, call: Callable[..., None]) -> None:
@@ -142,14 +142,17 @@ def _after(owner: Any, name: str, call: Callable[..., None]) -> None:
 
 
 def trace() -> None:
-    """Trace the steps of a worker, a line for each, with the fields of scenes.TracedStep."""
+    """Trace the steps of a worker, a line for each, with the fields of scenes.TracedStep.
+
+    A second file has the epochs of views that return to an earlier step, or of which a rank repeats some.
+    """
 
     def step(state: LoopState, result: Any, *, is_synced: bool) -> None:
         if is_synced:
             files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             resident = pages * os.sysconf("SC_PAGE_SIZE")
-            fields = (_epoch, os.getpid(), result.progress.step, files, threads, resident, int(_returns))
+            fields = (_epoch, os.getpid(), result.progress.step, files, threads, resident)
             _append(TRACE, " ".join(map(str, fields)))
 
     _before(worker.ElasticWorker, "_run_view", lambda self, view, *rest: _note_view(view))

@@ -7,8 +7,8 @@ import math
 import shutil
 import signal
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,7 +21,7 @@ from benchmarks.common.metrics_watch import MetricsWatch
 from tests.lib.forked_torchrun import ForkedTorchrun, Setup, send
 from tests.lib.forks import save_model, started
 from tests.lib.hosts import Hosts
-from tests.lib.injection import FAULTS, TRACE, All, Pace, trace
+from tests.lib.injection import FAULTS, RETURNS, TRACE, All, Pace, trace
 
 HANG_S, SILENCE_S = 3.0, 2.0
 RUN_FILE = f"""
@@ -118,9 +118,6 @@ class TracedStep(NamedTuple):
     files: int
     threads: int
     resident_bytes: int
-    returns: int = 0
-    """Whether its view returns to an earlier step, or a rank of it repeats some: 0 or 1. Its event may be dropped by a
-    later view that returns."""
 
 
 @dataclass
@@ -237,9 +234,14 @@ class Scene:
     # The end, and the laws.
 
     def traced(self) -> list[TracedStep]:
-        """Return the steps of all workers."""
+        """Return the steps of all workers, in the order in which they were completed."""
         lines = (self.directory / TRACE).read_text().splitlines()
         return [TracedStep(*map(int, line.split())) for line in lines]
+
+    def returning(self) -> set[int]:
+        """Return the views that return to an earlier step; their events may be dropped when a later one does, too."""
+        path = self.directory / RETURNS
+        return set(map(int, path.read_text().split())) if path.exists() else set()
 
     def end(self) -> None:
         """End the run by SIGTERM on all hosts."""
@@ -259,7 +261,7 @@ class Scene:
         assert numbers == list(range(1, len(numbers) + 1)), f"steps are missing or logged twice: {numbers}"
         saved = sorted(path.name for path in (self.hosts.run_dir / "checkpoints").glob("step-*"))
         assert saved[-1] == f"step-{numbers[-1]:08d}", f"the run ended after step {numbers[-1]}, saved are {saved}"
-        check_trace(self.traced())
+        check_trace(self.traced(), self.returning())
         return check_losses([line["loss"] for line in steps], calm, tolerance if self.mode in EXACT else math.inf)
 
 
@@ -272,22 +274,34 @@ def check_losses(losses: Sequence[float], calm: Sequence[float], tolerance: floa
     return max(differences)
 
 
-def check_trace(steps: Sequence[TracedStep]) -> None:
+def check_trace(steps: Sequence[TracedStep], returning: Collection[int] = ()) -> None:
     """Check that no two views trained at the same time, and that no worker has leaked.
 
-    The steps of a view follow those of the view before, whose last one slower ranks may complete in the new view,
-    unless it returns to an earlier one. Connections and waits that a view has abandoned may last until run.timeout,
-    which is longer than a scene: so each view may leave some.
+    Once a later view has completed a step, a worker completes at most one step of an earlier view: that which all of
+    its ranks had reported. The steps of a view follow those of the views before, whose last one slower ranks may
+    complete in the new view, unless a view between returns to an earlier step.
+
+    Connections and waits that a view has abandoned may last until run.timeout, which is longer than a scene: so each
+    view may leave some.
+
+    steps: in the order in which they were completed; returning: views that return to an earlier step.
     """
     by_view: defaultdict[int, list[int]] = defaultdict(list)
     by_worker: defaultdict[int, list[TracedStep]] = defaultdict(list)
+    late, newest = Counter[tuple[int, int]](), 0
     for step in steps:
         by_view[step.view].append(step.step)
         by_worker[step.pid].append(step)
-    views, returning = sorted(by_view), {step.view for step in steps if step.returns}
-    for before, after in pairwise(views):
-        is_in_order = max(by_view[before]) <= min(by_view[after])
-        assert is_in_order or after in returning, f"views {before} and {after} have both trained"
+        newest = max(newest, step.view)
+        late[step.view, step.pid] += step.view < newest
+    for (view, pid), count in late.items():
+        assert count <= 1, f"views {view} and {newest} have both trained: {count} late steps of worker {pid}"
+    for before, after in pairwise(sorted(by_view)):
+        last, first = max(by_view[before]), min(by_view[after])
+        returns = any(before < view <= after for view in returning)
+        assert last <= first or returns, (
+            f"views {before} and {after} have both trained: until step {last}, from step {first}"
+        )
     for pid, own in by_worker.items():
         first, last, changes = own[0], own[-1], len({step.view for step in own}) - 1
         assert last.files <= first.files * (1 + changes), f"worker {pid}: {first.files} files, then {last.files}"

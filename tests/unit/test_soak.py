@@ -136,11 +136,16 @@ def test_two_holders_at_once_are_found() -> None:
 def test_two_views_that_train_at_once_and_a_worker_that_leaks_are_found() -> None:
     steps = [TracedStep(view, 100 + view, step, 40, 10, 0) for view, step in ((1, 1), (1, 2), (2, 2), (2, 3), (3, 4))]
     check_trace(steps)
+    check_trace([*steps[:3], TracedStep(1, 104, 2, 40, 10, 0), *steps[3:]])
     with pytest.raises(AssertionError, match="views 1 and 2 have both trained"):
         check_trace([*steps, TracedStep(1, 101, 3, 40, 10, 0)])
-    with pytest.raises(AssertionError, match="views 2 and 3"):
-        check_trace([*steps, TracedStep(3, 103, 1, 40, 10, 0)])
-    check_trace([*steps, TracedStep(3, 103, 1, 40, 10, 0, returns=1)])
+    early = TracedStep(4, 104, 1, 40, 10, 0)
+    with pytest.raises(AssertionError, match="views 3 and 4"):
+        check_trace([*steps, early])
+    check_trace([*steps, early], returning=[4])
+    check_trace([*steps, early._replace(view=5)], returning=[4])
+    with pytest.raises(AssertionError, match="views 3 and 4"):
+        check_trace([*steps, early, *(TracedStep(3, 103, step, 40, 10, 0) for step in (5, 6))], returning=[4])
     for leaking in (TracedStep(2, 102, 3, 41, 10, 0), TracedStep(2, 102, 3, 40, 15, 0)):
         with pytest.raises(AssertionError, match="worker 102"):
             check_trace([*steps, leaking])
