@@ -25,6 +25,8 @@ from acsgd.elastic.control import Control
 from acsgd.elastic.daemon import Connections
 from acsgd.elastic.messages import Decided, Hello, Prepare, View
 from acsgd.elastic.register import ViewRegister
+from acsgd.elastic.transfer import HeldLayers
+from acsgd.elastic.view_lock import ViewLock
 from acsgd.elastic.views import Membership
 from acsgd.io.checkpoint import saver
 from acsgd.optim.adamw import AdamWOptimizer
@@ -32,6 +34,7 @@ from acsgd.pp.runtime import Pipeline
 from acsgd.run.control import Gather, StepExchange
 from acsgd.run.loop_state import LoopState
 from acsgd.run.session import Session
+from acsgd.topology import Groups
 from tests.lib.forked_torchrun import PIDS, Setup
 
 FAULTS, TRACE, RETURNS = "faults", "trace", "returns"
@@ -200,14 +203,14 @@ def _announced_store(hit: Hit) -> None:
     _before(worker.ElasticWorker, "_train", lambda self, view, rank, *rest: hit() if rank == 0 else None)
 
 
-def _in_transfer(name: str) -> Callable[[Hit], None]:
-    """Return the point in the middle of sending or receiving state."""
+def _in_transfer(owner: Any, name: str) -> Callable[[Hit], None]:
+    """Return the point in the middle of sending or receiving state by a function."""
 
     def point(hit: Hit) -> None:
-        transfer = getattr(handover, name)
+        transfer = getattr(owner, name)
 
         def patched(*args: Any, **kwargs: Any) -> Any:
-            waits = args[0].waits if name == "receive_layers" else args[1].waits
+            waits = next(each for each in args if isinstance(each, Groups)).waits
             calls, wait = 0, waits.wait
 
             def counted(work: Any) -> None:
@@ -220,7 +223,7 @@ def _in_transfer(name: str) -> Callable[[Hit], None]:
             waits.wait = counted
             return transfer(*args, **kwargs)
 
-        setattr(handover, name, patched)
+        setattr(owner, name, patched)
 
     return point
 
@@ -233,14 +236,14 @@ WORKER_POINTS: dict[str, Callable[[Hit], None]] = {
     "inputs are open": _hello(_before),
     "asks to join": _hello(_after),
     "has a rank": lambda hit: _before(worker.ElasticWorker, "_train", lambda *_: hit()),
-    "groups are formed": lambda hit: _before(worker.ElasticWorker, "_hold_lock", lambda *_: hit()),
+    "groups are formed": lambda hit: _before(ViewLock, "of", lambda *_: hit()),
     "gradients ready": lambda hit: _before(StepExchange, "exchange", lambda *_: hit()),
     "row sent to one": _row_sent_to_one,
     "all rows sent": lambda hit: _after(Gather, "rows", lambda *_: hit()),
     "in the update": _in_update,
     "new rank 0 with its store": _announced_store,
-    "sends state": _in_transfer("send_layers"),
-    "receives state": _in_transfer("receive_layers"),
+    "sends state": _in_transfer(HeldLayers, "send"),
+    "receives state": _in_transfer(handover, "receive_layers"),
     "evaluates": lambda hit: _before(Pipeline, "evaluate", lambda *_: hit()),
 }
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import pytest
 
+from tests.lib.injection import AGENT_POINTS, WORKER_POINTS
 from tests.lib.scenes import TracedStep, check_losses, check_trace
 from tests.soak.area import ACCEPTED, Area, Case, Outcome, UnavailableError
 from tests.soak.areas import AREAS
@@ -123,6 +124,12 @@ def test_a_program_ends_as_the_interpreter_ends_it(tmp_path: Path) -> None:
             in_child(call, tmp_path, 10).outcome(["x"])
     with pytest.raises(AssertionError, match="still running"):
         in_child(lambda: time.sleep(60), tmp_path, 0.1)
+
+
+@pytest.mark.parametrize("name", [*WORKER_POINTS, *AGENT_POINTS])
+def test_a_fault_can_be_injected_at_each_point(name: str, tmp_path: Path) -> None:
+    point = (WORKER_POINTS | AGENT_POINTS)[name]
+    assert in_child(lambda: point(lambda: None), tmp_path, 10).outcome([]) == ACCEPTED
 
 
 def test_two_holders_at_once_are_found() -> None:
