@@ -30,7 +30,6 @@ from acsgd.elastic.view_lock import ViewLock
 from acsgd.elastic.views import Membership
 from acsgd.io.checkpoint import saver
 from acsgd.optim.adamw import AdamWOptimizer
-from acsgd.pp.runtime import Pipeline
 from acsgd.run.control import Gather, StepExchange
 from acsgd.run.loop_state import LoopState
 from acsgd.run.session import Session
@@ -244,7 +243,7 @@ WORKER_POINTS: dict[str, Callable[[Hit], None]] = {
     "new rank 0 with its store": _announced_store,
     "sends state": _in_transfer(HeldLayers, "send"),
     "receives state": _in_transfer(handover, "receive_layers"),
-    "evaluates": lambda hit: _before(Pipeline, "evaluate", lambda *_: hit()),
+    "evaluates": lambda hit: _before(Session, "evaluate", lambda *_: hit()),
 }
 
 
