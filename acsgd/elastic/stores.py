@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from acsgd.errors import RunError, reason
+from acsgd.store import CallThread
 from acsgd.waits import Waits
 
 STORE_TIMEOUT_S = 8.0
@@ -24,21 +25,26 @@ def open_store() -> dist.TCPStore:
 
 def connect_store(host: str, port: int, waits: Waits) -> dist.TCPStore:
     """Connect to the store of a view. Raises RunError if its host does not answer, WaitInterruptedError."""
+    thread = CallThread("connect", waits)  # left behind by an interrupt: the call ends late, or with its host
     try:
         _check_that_it_listens(host, port, waits)
         timeout = timedelta(seconds=STORE_TIMEOUT_S)
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        return thread.call(
+            lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
+            timeout_s=STORE_TIMEOUT_S,
+        )
     except (OSError, RuntimeError) as error:
-        raise RunError(
-            f"the store of rank 0 at {host}:{port} cannot be reached ({reason(error)})", awaited=[0]
-        ) from error
+        cause = reason(error) or f"no answer in {STORE_TIMEOUT_S:g} s"
+        raise RunError(f"the store of rank 0 at {host}:{port} cannot be reached ({cause})", awaited=[0]) from error
+    finally:
+        thread.close()
 
 
 def _check_that_it_listens(host: str, port: int, waits: Waits) -> None:
     """Raise OSError if no process listens at an address, WaitInterruptedError.
 
     A store was opened before its port was announced. But the client of torch tries again for the whole timeout if
-    its port is closed, and nothing ends this.
+    its port is closed.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:

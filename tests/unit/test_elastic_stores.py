@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 
 import pytest
@@ -30,3 +32,12 @@ def test_a_store_that_listens_is_connected_unless_another_view_follows() -> None
     waits.interrupt("another view follows")
     with pytest.raises(WaitInterruptedError):
         connect_store("127.0.0.1", store.port, waits)
+
+
+def test_a_store_that_stops_answering_is_not_waited_for_once_another_view_follows() -> None:
+    waits, started = InterruptibleWaits(), time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Timer(0.2, waits.interrupt, ["another view follows"]).start()
+        with pytest.raises(WaitInterruptedError):
+            connect_store("127.0.0.1", server.getsockname()[1], waits)
+    assert time.monotonic() - started < STORE_TIMEOUT_S / 2
