@@ -283,8 +283,8 @@ ORDER = """
     run.state
     run.text_log
     run.checkpointing
-    run.spike_guard
     run.after_step
+    run.spike_guard
     train
     elastic.assignment
     elastic.replay_plan
