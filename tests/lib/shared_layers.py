@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from acsgd.config.options import Config
 from acsgd.layers.description import ModelLayers
-from acsgd.run import job, model
+from acsgd.run import cut, job, model
 from acsgd.run.layers_cache import LayersCache
 from acsgd.shards import config as configs
 from acsgd.tasks import TASKS, Task
@@ -18,19 +19,26 @@ from acsgd.tasks import TASKS, Task
 DIRECTORY = "ACSGD_TEST_LAYERS"
 """Environment variable with the directory of the cache, for the server that processes are forked from."""
 
-
+USERS = (model, cut, job)
+"""Modules that open the cache."""
 _own_cache = model.layers_cache
 
 
 def share_layers() -> None:
     """Let runs of this process, and of those forked from it, use the directory instead of one beside each run."""
     if DIRECTORY in os.environ:
-        model.layers_cache = job.layers_cache = _shared_cache
+        for module in USERS:
+            module.layers_cache = _shared_cache  # type: ignore[attr-defined]
+
+
+def modules_with_own_cache() -> list[str]:
+    """Return the modules that use the directory beside each run, though others share one."""
+    return [name for name, module in sys.modules.items() if vars(module).get("layers_cache") is _own_cache]
 
 
 def use_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the runs of this process use the directory beside each run, as outside of tests."""
-    for module in (model, job):
+    for module in USERS:
         monkeypatch.setattr(module, "layers_cache", _own_cache)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from lib.model_types import small_config
 from lib.saved import SMALL, small_run
-from lib.shared_layers import use_own_layers
+from lib.shared_layers import modules_with_own_cache, use_own_layers
 
 from acsgd.config.options import PipelineConfig
 from acsgd.launch import Launch
@@ -23,6 +23,11 @@ from acsgd.tasks import TASKS
 
 LM = TASKS["lm"]
 SIZES = {"batch": 2, "sequence": 16}
+
+
+def test_the_runs_of_tests_share_a_cache() -> None:
+    """Else each rank of each run would estimate the costs of layers again."""
+    assert not modules_with_own_cache()
 
 
 def test_verified_layers_are_found_for_the_same_config_and_task_alone(tmp_path: Path) -> None:
