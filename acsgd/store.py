@@ -86,6 +86,18 @@ def _complete(future: Future[T], function: Callable[[], T]) -> None:
         future.set_exception(error)
 
 
+def call_in_thread(function: Callable[[], T], *, timeout_s: float, waits: Waits = DIRECT) -> T:
+    """Return what `function` returns, called in a thread of its own, which is left behind if the call does not end.
+
+    Raises what it raises, TimeoutError after `timeout_s` seconds, and WaitInterruptedError if `waits` is interrupted.
+    """
+    thread = CallThread("connect", waits)
+    try:
+        return thread.call(function, timeout_s=timeout_s)
+    finally:
+        thread.close()
+
+
 class StoreClient:
     """A connection to the store of a run. Each call raises StoreError if the store does not answer in time.
 

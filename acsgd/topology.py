@@ -13,10 +13,9 @@ import hashlib
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,10 +25,8 @@ from acsgd.errors import ConnectError, RunError, reason
 from acsgd.launch import Launch
 from acsgd.liveness import PeerWatch, heartbeat_interval_s
 from acsgd.process_groups import MARGIN_S, ProcessGroups
-from acsgd.store import CallThread, StoreClient
+from acsgd.store import StoreClient, call_in_thread
 from acsgd.waits import DIRECT, Waits
-
-T = TypeVar("T")
 
 POLL_S = 0.01
 """Seconds between two reads of the store while waiting; one read takes about 0.2 ms."""
@@ -210,13 +207,13 @@ def open_store(launch: Launch, *, timeout_s: float = STORE_TIMEOUT_S) -> dist.St
         return store
 
     with _connection_errors(launch.rank, launch.world_size, timeout_s):
-        return _bounded(connect_to_torchrun, timeout_s)
+        return call_in_thread(connect_to_torchrun, timeout_s=timeout_s + MARGIN_S)
 
 
 def clone_store(store: dist.Store, launch: Launch) -> dist.Store:
     """Return another connection to a store: a call that waits blocks all other calls of its connection."""
     with _connection_errors(launch.rank, launch.world_size, STORE_TIMEOUT_S):
-        clone: dist.Store = _bounded(store.clone, STORE_TIMEOUT_S)  # type: ignore[attr-defined]  # not in torch's stubs
+        clone: dist.Store = call_in_thread(store.clone, timeout_s=STORE_TIMEOUT_S + MARGIN_S)  # type: ignore[attr-defined]  # not in torch's stubs
         return clone
 
 
@@ -259,15 +256,6 @@ def _connection_errors(rank: int, world_size: int, timeout_s: float) -> Iterator
             f"rank {rank} on {socket.gethostname()} could not connect to the other {world_size - 1} processes "
             f"within {timeout_s:g} s: {reason(error) or 'the store, which torchrun hosts, does not answer'}"
         ) from error
-
-
-def _bounded(call: Callable[[], T], timeout_s: float) -> T:
-    """Call a function in a thread of its own: torch's timeouts do not hold if the store stops answering."""
-    thread = CallThread("connect")
-    try:
-        return thread.call(call, timeout_s=timeout_s + MARGIN_S)
-    finally:
-        thread.close()
 
 
 def _published_key(name: str, run_id: str) -> str:

@@ -46,8 +46,8 @@ def _copied_weight(job: Job) -> str | None:
 def setup_of(job: Job, inputs: Inputs) -> Setup:
     """Return what all workers of a run must have in common."""
     parts = _options(job) | {
-        "model": job.model.config.to_json_string()
-        + base_checksums(job),  # each host reads frozen weights from its own files
+        # checksums, since each host reads frozen weights from its own files
+        "model": job.model.config.to_json_string() + base_checksums(job),
         "data": inputs.reader.fingerprint(),
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
         "code": _digest_of_code(),

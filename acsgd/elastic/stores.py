@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from acsgd.errors import RunError, reason
-from acsgd.store import CallThread
+from acsgd.store import call_in_thread
 from acsgd.waits import Waits
 
 STORE_TIMEOUT_S = 8.0
@@ -25,19 +25,17 @@ def open_store() -> dist.TCPStore:
 
 def connect_store(host: str, port: int, waits: Waits) -> dist.TCPStore:
     """Connect to the store of a view. Raises RunError if its host does not answer, WaitInterruptedError."""
-    thread = CallThread("connect", waits)  # left behind by an interrupt: the call ends late, or with its host
     try:
         _check_that_it_listens(host, port, waits)
         timeout = timedelta(seconds=STORE_TIMEOUT_S)
-        return thread.call(
+        return call_in_thread(
             lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
             timeout_s=STORE_TIMEOUT_S,
+            waits=waits,
         )
     except (OSError, RuntimeError) as error:
         cause = reason(error) or f"no answer in {STORE_TIMEOUT_S:g} s"
         raise RunError(f"the store of rank 0 at {host}:{port} cannot be reached ({cause})", awaited=[0]) from error
-    finally:
-        thread.close()
 
 
 def _check_that_it_listens(host: str, port: int, waits: Waits) -> None:

@@ -28,9 +28,9 @@ TAG = 2
 PROBE_BYTES = 2**19
 """Size of the message that measures a link."""
 MAX_PROBES, PROBES_S = 8, 0.1
-"""How often it is sent at most, and within which time, seconds, it is sent again."""
-END = -1
-"""Length that ends the measurement of a link."""
+"""Maximum number of these messages, and time after which no further one is sent, seconds."""
+END_OF_PROBES = -1
+"""Sent in place of the length of a message after the last one."""
 WEIGHT, OPTIMIZER, MODE, SEPARATOR = "weight", "optimizer", "mode", "\n"
 """Kinds of tensors in a message, and what separates the parts of their names."""
 
@@ -183,28 +183,29 @@ def layer_message(session: Session, layer: LoadedLayer) -> bytes:
 
 
 def measure_link(groups: Groups, to: int, nbytes: int) -> float:
-    """Return the time in which `nbytes` would reach a rank that calls `answer_link`, seconds.
+    """Return the estimated time to send `nbytes` to a rank that calls `answer_link`, seconds.
 
-    That of the fastest of some probes, without that of an empty one, which a larger message takes only once. A rank
-    that has to wait for a core takes milliseconds longer to answer.
+    Measures the round trips of empty messages and of messages of PROBE_BYTES. The fastest of each kind counts, since a
+    rank that waits for a core answers late. The estimate is one empty round trip, plus the rest in proportion to
+    `nbytes`.
     """
     probe = bytes(min(nbytes, PROBE_BYTES))
     _round_trip_s(groups, to, b"")  # it is ready
     trip_s, probe_s = (_fastest_trip_s(groups, to, payload) for payload in (b"", probe))
-    _send(groups, to, struct.pack("<q", END))
+    _send(groups, to, struct.pack("<q", END_OF_PROBES))
     return trip_s + max(0.0, probe_s - trip_s) * nbytes / max(1, len(probe))
 
 
 def answer_link(groups: Groups, sender: int) -> None:
-    """Receive what a rank sends by `measure_link`."""
-    while (length := struct.unpack("<q", _receive(groups, sender, 8))[0]) != END:
+    """Answer the messages of `measure_link` until it ends."""
+    while (length := struct.unpack("<q", _receive(groups, sender, 8))[0]) != END_OF_PROBES:
         if length:
             _receive(groups, sender, length)
         _send(groups, sender, b"\0")
 
 
 def _fastest_trip_s(groups: Groups, to: int, payload: bytes) -> float:
-    """Return the shortest time until a payload is answered, of some attempts that take PROBES_S together."""
+    """Return the shortest of several round trips of a message, seconds."""
     trips_s = [_round_trip_s(groups, to, payload)]
     while len(trips_s) < MAX_PROBES and sum(trips_s) < PROBES_S:
         trips_s.append(_round_trip_s(groups, to, payload))
@@ -212,6 +213,7 @@ def _fastest_trip_s(groups: Groups, to: int, payload: bytes) -> float:
 
 
 def _round_trip_s(groups: Groups, to: int, payload: bytes) -> float:
+    """Send a message; return the time until its answer arrives, seconds."""
     started = time.perf_counter()
     _send(groups, to, struct.pack("<q", len(payload)))
     if payload:

@@ -12,7 +12,7 @@ from acsgd.run.state import restore
 
 
 class SpikeGuard:
-    """Recovery from loss spikes. All ranks decide alike, from progress that all have in common.
+    """Recovery from loss spikes. The decision depends on the progress alone, which is equal on all ranks.
 
     state, snapshots: updated. note: prints a sentence for the user.
     """
@@ -32,7 +32,7 @@ class SpikeGuard:
         self._note = note
 
     def restore_after_spike(self) -> bool:
-        """Restore the newest valid checkpoint if the loss of the last step was a spike. Returns whether it has.
+        """Restore the newest valid checkpoint if the loss of the last step was a spike; return whether it was restored.
 
         Without a valid checkpoint, training continues from the weights that the spike has updated.
         """

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from transformers import PreTrainedConfig
 
 from acsgd.config.options import Config
 from acsgd.layers.description import ModelLayers
-from acsgd.run import cut, job, model
+from acsgd.run import model
 from acsgd.run.layers_cache import LayersCache
 from acsgd.shards import config as configs
 from acsgd.tasks import TASKS, Task
@@ -19,27 +21,26 @@ from acsgd.tasks import TASKS, Task
 DIRECTORY = "ACSGD_TEST_LAYERS"
 """Environment variable with the directory of the cache, for the server that processes are forked from."""
 
-USERS = (model, cut, job)
-"""Modules that open the cache."""
 _own_cache = model.layers_cache
 
 
 def share_layers() -> None:
     """Let runs of this process, and of those forked from it, use the directory instead of one beside each run."""
     if DIRECTORY in os.environ:
-        for module in USERS:
+        for module in _modules_with(_own_cache):
             module.layers_cache = _shared_cache  # type: ignore[attr-defined]
-
-
-def modules_with_own_cache() -> list[str]:
-    """Return the modules that use the directory beside each run, though others share one."""
-    return [name for name, module in sys.modules.items() if vars(module).get("layers_cache") is _own_cache]
 
 
 def use_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the runs of this process use the directory beside each run, as outside of tests."""
-    for module in USERS:
+    for module in _modules_with(_shared_cache):
         monkeypatch.setattr(module, "layers_cache", _own_cache)
+
+
+def _modules_with(cache: Callable[[Config], LayersCache]) -> list[ModuleType]:
+    """Return the imported modules of acsgd in which `layers_cache` is this function."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("acsgd.")]
+    return [module for module in modules if vars(module).get("layers_cache") is cache]
 
 
 def _shared_cache(config: Config) -> LayersCache:

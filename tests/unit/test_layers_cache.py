@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from lib.model_types import small_config
 from lib.saved import SMALL, small_run
-from lib.shared_layers import modules_with_own_cache, use_own_layers
+from lib.shared_layers import DIRECTORY, use_own_layers
+from lib.training import plain_config
 
 from acsgd.config.options import PipelineConfig
 from acsgd.launch import Launch
 from acsgd.layers.description import LayersError
+from acsgd.run import cut, job, model
 from acsgd.run.inputs import open_inputs
 from acsgd.run.job import prepare
 from acsgd.run.layers_cache import LayersCache
@@ -25,9 +29,11 @@ LM = TASKS["lm"]
 SIZES = {"batch": 2, "sequence": 16}
 
 
-def test_the_runs_of_tests_share_a_cache() -> None:
+@pytest.mark.parametrize("module", [model, cut, job], ids=lambda module: module.__name__)
+def test_the_runs_of_tests_share_a_cache(module: ModuleType, tmp_path: Path) -> None:
     """Else each rank of each run would estimate the costs of layers again."""
-    assert not modules_with_own_cache()
+    config = plain_config(tmp_path / "model", tmp_path)
+    assert module.layers_cache(config).directory == Path(os.environ[DIRECTORY])
 
 
 def test_verified_layers_are_found_for_the_same_config_and_task_alone(tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ class Progress:
     def after(self, loss: float | None, tokens: int, loss_scale: LossScale, *, spike: float | None = None) -> Progress:
         """Return the progress after one more step.
 
-        loss: None if its update was skipped. spike: multiple of the mean of the last RECENT losses above which it is a
-        spike; None if none is.
+        loss: None if its update was skipped. spike: loss spike threshold, a multiple of the mean of the last RECENT
+        losses; None = no detection.
         """
         return replace(
             self,
@@ -81,12 +81,14 @@ class Progress:
             skipped=self.skipped + (loss is None),
             loss_scale=loss_scale,
             recent=self.recent if loss is None else (*self.recent, loss)[-RECENT:],
-            is_spike=loss is not None and spike is not None and self._is_above_recent(loss, spike),
+            is_spike=self._is_spike(loss, spike),
         )
 
-    def _is_above_recent(self, loss: float, factor: float) -> bool:
+    def _is_spike(self, loss: float | None, factor: float | None) -> bool:
         """Return whether `loss` exceeds `factor` times the mean of the last RECENT losses. False if there are fewer."""
-        return len(self.recent) == RECENT and loss > factor * sum(self.recent) / RECENT
+        if loss is None or factor is None or len(self.recent) < RECENT:
+            return False
+        return loss > factor * sum(self.recent) / RECENT
 
     @property
     def eval_loss(self) -> float | None:
