@@ -20,6 +20,8 @@ RENAMED = {
     "data.bad": "data.on_error",
 }
 """Former name of an option -> its name. A former name is refused, with the new one in the message."""
+REMOVED = {"elastic.replay_log": "a run that loses a stage returns to the newest snapshot, see elastic.snapshot"}
+"""Former option -> what happens without it. It is refused, with this in the message."""
 FORMER_SWITCHES = {"checkpoint.best": 'the name of a metric, checkpoint.best="eval_loss"'}
 """Option that was true or false -> what to give now. Its former values are refused, with this in the message."""
 
@@ -291,10 +293,6 @@ class ElasticConfig:
     """Interval between snapshots of the state in the memory of the next host, to which a run returns that has lost all
     holders of a layer: optimizer steps, "20"; "auto" = by measured cost, for 3 % of the step time, .5 % if
     each stage has replicas on several hosts; "0" = none."""
-    replay_log: Annotated[float, Range(0, 10**6)] = 1.0
-    """Maximum size of the log of sent messages per process, GiB; 0 = none. With it, a run of one replica that has lost
-    one stage repeats the steps since the snapshot on the new rank of that stage alone. A snapshot is due when a log is
-    half full."""
     silence: Annotated[float, Range(0.2, 3600)] = 2.0
     """Time without a message after which a host counts as lost, seconds."""
     join_budget: Annotated[float, Range(0, 10**6)] = 2.0

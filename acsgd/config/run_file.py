@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from acsgd.config.options import FORMER_SWITCHES, RENAMED, Config
+from acsgd.config.options import FORMER_SWITCHES, REMOVED, RENAMED, Config
 from acsgd.config.spec import suggest
 
 T = TypeVar("T")
@@ -31,8 +31,8 @@ def parse(argv: list[str], *, prog: str = "train.py", is_main: bool = True) -> C
     """Read `RUN.toml [--section.key value ...]`; flags > file > defaults.
 
     prog: name of the command in its help; is_main: whether this process prints help. Does not check ranges; see
-    `acsgd.config.checks`. Raises ValueError for an unreadable file, an unknown key, a renamed option or a malformed
-    value, SystemExit for --help.
+    `acsgd.config.checks`. Raises ValueError for an unreadable file, an unknown key, a renamed or removed option or a
+    malformed value, SystemExit for --help.
     """
     argv = list(argv)
     arguments: list[str] = []
@@ -102,6 +102,9 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         for key, value in values.items():
             if f"{name}.{key}" in RENAMED:
                 raise ValueError(f"{path}: {name}.{key} is now called {RENAMED[f'{name}.{key}']}")
+            if f"{name}.{key}" in REMOVED:
+                instead = REMOVED[f"{name}.{key}"]
+                raise ValueError(f"{path}: {name}.{key} is no longer an option: {instead}; leave it out")
             if isinstance(value, bool) and f"{name}.{key}" in FORMER_SWITCHES:
                 instead = FORMER_SWITCHES[f"{name}.{key}"]
                 raise ValueError(f"{path}: {name}.{key} is no longer true or false; give {instead}, or leave it out")
@@ -177,13 +180,15 @@ def _usage_error(printed: str) -> str:
 
 
 def _refuse_former(argv: list[str]) -> None:
-    """Raise ValueError for a flag with a former name, or with a former value."""
+    """Raise ValueError for a flag that was removed, or with a former name or value."""
     for argument, following in itertools.pairwise([*argv, "--"]):
         key, is_assigned, value = argument.removeprefix("--").partition("=")
         if not argument.startswith("--"):
             continue
         if key in RENAMED:
             raise ValueError(f"--{key} is now called --{RENAMED[key]}")
+        if key in REMOVED:
+            raise ValueError(f"--{key} is no longer an option: {REMOVED[key]}; leave it out")
         name, value = key.replace(".no-", "."), value if is_assigned else following
         if name in FORMER_SWITCHES and (name != key or value.startswith("--") or value.lower() in ("true", "false")):
             raise ValueError(f"--{key} is no longer a switch; give {FORMER_SWITCHES[name]}, or leave it out")

@@ -6,24 +6,16 @@ from acsgd.elastic.messages import View
 from acsgd.io.telemetry.record import Event
 
 
-def view_events(
-    view: View, before: View | None, step: int, seconds: float, moved_bytes: int, replay_s: float = 0.0
-) -> list[Event]:
-    """Return the events of a new view: one for each host that hung, left or joined since, then those of the
-    replay and of the view.
+def view_events(view: View, before: View | None, step: int, seconds: float, moved_bytes: int) -> list[Event]:
+    """Return the events of a new view: one for each host that hung, left or joined since, then that of the view.
 
-    seconds: since this rank has stopped in the view before; moved_bytes: size of the state that ranks have received;
-    replay_s: for how long the new rank of a lost stage has repeated steps.
+    seconds: since this rank has stopped in the view before; moved_bytes: size of the state that ranks have received.
     """
     known = before.hosts if before else view.hosts
     changes = [("hung", address) for address in view.hung]
     changes += [("left", host.address) for host in known if host not in view.hosts]
     changes += [("joined", host.address) for host in view.hosts if host not in known]
     events = [Event(name, step, f"{address} {name}", {"host": address}) for name, address in changes]
-    if (replay := view.plan.replay) is not None:
-        fields = {"stage": replay.rank, "steps": step - replay.step, "replay_s": round(replay_s, 3)}
-        text = f"replayed stage {replay.rank}: {step - replay.step} steps in {replay_s:.2f} s"
-        events.append(Event("replayed", step, text, fields))
     return [*events, _view_event(view, before, step, seconds, moved_bytes)]
 
 

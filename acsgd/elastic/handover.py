@@ -57,10 +57,9 @@ def worker_state(
     )
 
 
-def restore_streams(reader: BatchReader, plan: Plan, rank: int) -> None:
-    """Let a rank read streamed sources on from the place that a worker of the view before has reported."""
-    streams = plan.replay.streams if plan.replay and plan.replay.rank == rank else plan.streams
-    reader.restore([None if each is None else from_json(StreamState, each) for each in streams])
+def restore_streams(reader: BatchReader, plan: Plan) -> None:
+    """Let streamed sources be read on from the place that a worker of the view before has reported."""
+    reader.restore([None if each is None else from_json(StreamState, each) for each in plan.streams])
 
 
 def complete_step(session: Session, state: LoopState, plan: Plan, *, is_behind: bool) -> None:
@@ -174,9 +173,7 @@ class ViewStart(NamedTuple):
 
     start: Start
     received_bytes: int = 0
-    """Size of the state and the logged messages that other ranks have sent."""
-    replay_s: float = 0.0
-    """Time for which this rank has replayed steps, seconds."""
+    """Size of the state that this rank has received from others, bytes."""
 
 
 def end_transfers(session: Session | None, state: LoopState) -> Session | None:

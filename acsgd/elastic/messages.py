@@ -19,7 +19,7 @@ from acsgd.fields import Natural, from_json
 
 MAX_BYTES = 1 << 20
 """Maximum length of a message, bytes."""
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of the protocol between daemons: a new one whenever messages change."""
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from acsgd.elastic.assignment import Cut, Held, Transfer, assign, holders_of, lacks_layers, transfers_of
-from acsgd.elastic.replay_plan import LoggedSteps, Replay, plan_replay
 from acsgd.fields import Natural
 
 
@@ -53,8 +52,6 @@ class WorkerState:
     snapshots: tuple[CopiedLayers, ...] = ()
     saved_step: Natural = 0
     """Step of the newest checkpoint that it knows of; 0 = none."""
-    logged: LoggedSteps | None = None
-    """Steps of which it has all messages that it has sent; None = it keeps none."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,6 @@ class Plan:
     """Number of applied steps from which all ranks continue."""
     from_disk: bool = True
     """Whether all ranks start from the newest checkpoint, or from the initial weights if there is none."""
-    replay: Replay | None = None
-    """Steps that the new rank of a lost position repeats alone; all others have the state after step `step`."""
     from_snapshot: bool = False
     """Whether all ranks return to the snapshot of step `step`, whose layers are kept and sent in place of their own."""
     holders: tuple[str, ...] = ()
@@ -104,10 +99,8 @@ class Plan:
 
     @property
     def origin(self) -> str:
-        """Where the state comes from: "disk", "snapshot", "replay" or "memory"."""
-        if self.from_disk:
-            return "disk"
-        return "replay" if self.replay else "snapshot" if self.from_snapshot else "memory"
+        """Where the state comes from: "disk", "snapshot" or "memory"."""
+        return "disk" if self.from_disk else "snapshot" if self.from_snapshot else "memory"
 
     def rank_of(self, worker: str) -> int | None:
         """Return the rank of a worker, None if it is a spare."""
@@ -140,11 +133,7 @@ def make_plan(
     wanted = cut * (replicas if replicas >= min_replicas else 0)
     plan = _plan_of(workers, staying, cut, wanted, held)
     if plan.from_disk:
-        replay = _plan_of_replay(workers, plan.ranks, cut, held, ahead)
-        if replay is None:
-            return _plan_of_snapshot(workers, staying, cut, wanted) or plan
-        holders_left = holders_of(plan.ranks, held, wanted, ())
-        plan = replace(plan, from_disk=False, replay=replay, holders=holders_left)
+        return _plan_of_snapshot(workers, staying, cut, wanted) or plan
     behind = tuple(name for name in plan.holders if holders[name].step < ahead.step)
     unsynced = {layer for name in plan.holders if not _is_synced(holders[name], ahead) for layer in held[name]}
     return replace(
@@ -192,7 +181,7 @@ def _plan_of_snapshot(workers: Mapping[str, WorkerState], staying: Sequence[str]
     None if there is none, or a checkpoint is newer.
     """
     copies = {name: {(each.epoch, each.step): each for each in workers[name].snapshots} for name in staying}
-    saved_step = _saved_step(workers)
+    saved_step = max((state.saved_step for state in workers.values()), default=0)
     for epoch, step in sorted({taken for own in copies.values() for taken in own}, reverse=True):
         held = {name: own[epoch, step] for name, own in copies.items() if (epoch, step) in own}
         layers = {name: frozenset(each.layers) for name, each in held.items()}
@@ -201,22 +190,6 @@ def _plan_of_snapshot(workers: Mapping[str, WorkerState], staying: Sequence[str]
             known = max(held.values(), key=lambda each: len(each.streams))
             return replace(plan, step=step, from_snapshot=True, progress=known.progress, streams=known.streams)
     return None
-
-
-def _plan_of_replay(
-    workers: Mapping[str, WorkerState], ranks: Sequence[str], cut: Cut, held: Held, ahead: WorkerState
-) -> Replay | None:
-    """Return the replay of a lost position up to the last step; None if there is none, or a checkpoint of that step."""
-    if ahead.step <= _saved_step(workers):
-        return None
-    copies = [{(each.epoch, each.step): each for each in workers[name].snapshots} for name in ranks]
-    logs = [workers[name].logged for name in ranks]
-    return plan_replay(cut, [held.get(name, frozenset()) for name in ranks], copies, logs, ahead.step)
-
-
-def _saved_step(workers: Mapping[str, WorkerState]) -> int:
-    """Return the step of the newest checkpoint that a worker knows of, 0 if there is none."""
-    return max((state.saved_step for state in workers.values()), default=0)
 
 
 def _reaches(state: WorkerState, ahead: WorkerState) -> bool:

@@ -1,4 +1,4 @@
-"""The snapshots that a worker has in memory, and the log of the steps since, from view to view."""
+"""The snapshots that a worker has in memory, from view to view."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from acsgd.elastic.plan import CopiedLayers
-from acsgd.elastic.replay_log import ReplayLog
 from acsgd.elastic.transfer import LayersInMemory, send_tensors
 from acsgd.topology import Groups
 
@@ -49,10 +48,6 @@ class SnapshotStore:
         self.by_step: dict[int, Snapshot] = {}
         self._complete: int | None = None
         """Step of the newest snapshot that all ranks have."""
-        self.log = ReplayLog()
-        """The steps since that snapshot."""
-        self.has_noted_small_log = False
-        """Whether it was printed that the log is too small."""
 
     def reports(self) -> tuple[CopiedLayers, ...]:
         """Return what the worker reports of its snapshots."""
@@ -67,12 +62,10 @@ class SnapshotStore:
         """Note that all ranks have the snapshot of a step; drop those before."""
         self._complete = step
         self._keep(lambda each: each >= step)
-        self.log.drop_before(step)
 
     def return_to(self, step: int) -> None:
         """Drop the snapshots after a step to which the run returns."""
         self._keep(lambda each: each <= step)
-        self.log.return_to(step)
         if self._complete is not None and self._complete > step:
             self._complete = max(self.by_step, default=None)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from acsgd.elastic.log_room import LogRoom
 from acsgd.elastic.messages import View
 from acsgd.elastic.packed import PackedLayers, fields_of, header_of
 from acsgd.elastic.snapshot_cost import SnapshotCost
@@ -26,7 +25,6 @@ from acsgd.elastic.snapshot_store import Snapshot, SnapshotStore
 from acsgd.elastic.transfer import layer_tensors_of
 from acsgd.errors import RunError, WaitInterruptedError, reason
 from acsgd.io.sampling.batches import BatchReader
-from acsgd.run.control import StepSummary
 from acsgd.run.loop_state import LoopState
 from acsgd.run.session import Session
 from acsgd.shards.load import LoadedLayer
@@ -95,7 +93,7 @@ class Snapshots:
     """Takes the snapshots of one rank in one view.
 
     ranks, epoch: the worker of each rank, and the number, of the view. interval: elastic.snapshot in steps; None =
-    "auto". note: prints a sentence for the user.
+    "auto".
     """
 
     def __init__(
@@ -108,7 +106,6 @@ class Snapshots:
         *,
         epoch: int,
         interval: int | None,
-        note: Callable[[str], None] = log.info,
     ) -> None:
         rank, partners = session.job.topology.rank, next_hosts(ranks)
         self._job = session.job
@@ -118,7 +115,6 @@ class Snapshots:
         self._reader = reader
         self._groups = groups
         self._interval = interval
-        self._note = note
         self.budget = budget_of(ranks, session.job.topology.stages)
         self._target = partners.get(rank)
         self._sources = [source for source, target in partners.items() if target == rank]
@@ -127,7 +123,7 @@ class Snapshots:
         self._newest: int | None = None
         """Step of the newest snapshot of this view, until all ranks have it."""
         self._last: int | None = None
-        self._cost, self._log_room = SnapshotCost(self.budget), LogRoom()
+        self._cost = SnapshotCost(self.budget)
         self.has_room = interval is not None or self._fits()
         """Whether this rank has the memory for snapshots, or must take them whether it has or not."""
 
@@ -154,16 +150,11 @@ class Snapshots:
             is_pending = summary.snapshot_pending
             self._cost.record(state.record.step_s, is_pending=is_pending, completes=self._newest is not None)
         if summary.snapshot_pending:
-            self._log_room.record_pending()
             return
-        is_log_full = False
         if self._newest is not None:
             self._store.complete(self._newest)
             self._newest = None
-            self._log_room.complete()
-        else:  # the reports count the steps that are dropped now
-            is_log_full = self._log_needs_snapshot(summary)
-        if step - self._last >= summary.snapshot_interval or is_log_full:
+        if step - self._last >= summary.snapshot_interval:
             self._take(step, state.progress.to_dict(), state.joining)
 
     def return_to(self, step: int) -> None:
@@ -184,15 +175,6 @@ class Snapshots:
         share = sum(weight.master.nbytes * copies for layer in self._own_layers() for weight in layer.weights)
         return KEPT * share * (1 + len(self._sources))
 
-    def _log_needs_snapshot(self, summary: StepSummary) -> bool:
-        """Return whether the logs of sent messages need a snapshot. Prints once if a log is too small."""
-        if summary.snapshot_interval == NEVER:
-            return False
-        if self._log_room.lacks_room(summary) and not self._store.has_noted_small_log:
-            self._note(self._log_room.describe(summary, self._store.log.limit_bytes))
-            self._store.has_noted_small_log = True
-        return self._log_room.needs_snapshot(summary)
-
     def _fits(self) -> bool:
         available = available_memory_bytes()
         return available is None or self.memory_bytes() * self._job.local_world_size <= available
@@ -206,7 +188,6 @@ class Snapshots:
         self._store.begin(snapshot)
         self._cost.begin(time.perf_counter() - started)
         self._newest = self._last = step
-        self._log_room.begin()
         self._thread = threading.Thread(target=self._exchange, args=(snapshot, share), name="snapshot", daemon=True)
         self._thread.start()
 
@@ -262,19 +243,14 @@ class Snapshots:
 
 
 def open_snapshots(
-    store: SnapshotStore,
-    session: Session,
-    reader: BatchReader,
-    groups: Groups,
-    view: View,
-    note: Callable[[str], None],
+    store: SnapshotStore, session: Session, reader: BatchReader, groups: Groups, view: View
 ) -> Snapshots | None:
     """Return the snapshots of a rank; None if elastic.snapshot is 0 or all ranks of the view are on one host."""
     chosen, ranks = session.job.config.elastic.snapshot, view.plan.ranks
     if chosen == "0" or not next_hosts(ranks):
         return None
     interval = None if chosen == "auto" else int(chosen)
-    return Snapshots(store, session, reader, groups, ranks, epoch=view.epoch, interval=interval, note=note)
+    return Snapshots(store, session, reader, groups, ranks, epoch=view.epoch, interval=interval)
 
 
 def _global_state(session: Session) -> tuple[Mapping[str, Tensor], WeightState]:

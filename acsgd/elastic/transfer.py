@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -150,19 +150,14 @@ def send_tensors(groups: Groups, to: int, layers: Sequence[Mapping[str, Tensor]]
 
 def receive_layers(groups: Groups, sender: int, memory: LayersInMemory) -> int:
     """Receive what a rank sends by `HeldLayers.send`; return the number of bytes."""
+    (number,) = struct.unpack("<q", _receive(groups, sender, 8))
     nbytes = 0
-    for tensors in receive_tensors(groups, sender):
+    for _ in range(number):
+        (length,) = struct.unpack("<q", _receive(groups, sender, 8))
+        tensors = load(_receive(groups, sender, length))
         memory.add(tensors)
         nbytes += sum(tensor.nbytes for tensor in tensors.values())
     return nbytes
-
-
-def receive_tensors(groups: Groups, sender: int) -> Iterator[dict[str, Tensor]]:
-    """Receive what a rank sends by `send_tensors`, layer by layer."""
-    (number,) = struct.unpack("<q", _receive(groups, sender, 8))
-    for _ in range(number):
-        (length,) = struct.unpack("<q", _receive(groups, sender, 8))
-        yield load(_receive(groups, sender, length))
 
 
 def state_bytes(session: Session, layers: Collection[int]) -> int:

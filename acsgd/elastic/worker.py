@@ -25,7 +25,6 @@ from acsgd.elastic.handover import (
 )
 from acsgd.elastic.messages import Broken, Done, End, Hello, Idle, Leave, Run, Setup, Stop, Stopped, View
 from acsgd.elastic.plan import WorkerState
-from acsgd.elastic.replay import describe_log, log_bytes, open_log, replay_position
 from acsgd.elastic.setup import check_elastic, setup_of, with_stages
 from acsgd.elastic.snapshot_store import SnapshotStore
 from acsgd.elastic.snapshots import Snapshots, describe_snapshots, open_snapshots
@@ -135,8 +134,7 @@ class ElasticWorker:
     def _report(self) -> WorkerState:
         """Return the state of this worker, which has stopped."""
         state = worker_state(self._session, self._state, self._reader, self._store.port)
-        logged = self._snapshots.log.report(ready=state.ready)
-        return replace(state, snapshots=self._snapshots.reports(), saved_step=self._saved_step, logged=logged)
+        return replace(state, snapshots=self._snapshots.reports(), saved_step=self._saved_step)
 
     def _run_view(self, view: View, name: str, signals: StopSignals, context: RunContext) -> bool:
         """Train in a view, until it ends; return whether the run has ended."""
@@ -218,49 +216,40 @@ class ElasticWorker:
             metrics = self._metrics.of(job, self._state)
             for note in self._notes(job, inputs, begin):
                 metrics.note(note)
-            session, state = begin.session, self._state
-            snapshots = open_snapshots(self._snapshots, session, inputs.reader, groups, view, metrics.note)
+            session = begin.session
+            snapshots = open_snapshots(self._snapshots, session, inputs.reader, groups, view)
             if snapshots is not None:
                 stack.callback(snapshots.close)
             checkpointing = Checkpointing.open(begin, inputs, groups, lock, note=metrics.note)
             stack.enter_context(checkpointing)
             if self._has_dropped_save:
                 checkpointing.request_save()
-            takes_snapshots = self._report_start(view, begun, groups, metrics, snapshots)
-            open_log(self._snapshots.log, session, state, plan, view.epoch, is_useful=takes_snapshots)
+            self._report_start(view, begun, groups, metrics, snapshots)
             self._view = view
             context.start_training()
             enter_training()
             try:
-                run_steps(session, begin.progress, inputs, metrics, checkpointing, signals, state, snapshots)
+                run_steps(session, begin.progress, inputs, metrics, checkpointing, signals, self._state, snapshots)
             finally:
                 self._saved_step = checkpointing.newest_step
                 self._has_dropped_save = checkpointing.is_saving
 
     def _report_start(
         self, view: View, begun: ViewStart, groups: Groups, metrics: Metrics, snapshots: Snapshots | None
-    ) -> bool:
-        """Wait until all ranks are ready to train, and log the events of the view. All ranks call it together.
-
-        Returns whether the view takes snapshots.
-        """
+    ) -> None:
+        """Wait until all ranks are ready to train, and log the events of the view. All ranks call it together."""
         job, needed_bytes = begun.start.session.job, snapshots.memory_bytes() if snapshots else 0
         has_room = snapshots is not None and snapshots.has_room
-        mine = f"{begun.received_bytes} {needed_bytes} {begun.replay_s} {int(has_room)}"
+        mine = f"{begun.received_bytes} {needed_bytes} {int(has_room)}"
         reports = groups.all_gather_text("setting up", mine, timeout_s=job.disk_timeout_s)
-        moved, needed, replayed, with_room = zip(*(report.split() for report in reports), strict=True)
-        have_room = "0" not in with_room
+        moved, needed, with_room = zip(*(report.split() for report in reports), strict=True)
         if self._view is None and snapshots is not None:
             interval, most_bytes = job.config.elastic.snapshot, max(map(int, needed))
-            metrics.note(describe_snapshots(interval, snapshots.budget, most_bytes, have_room=have_room))
-            if have_room and (limit_bytes := log_bytes(job)):
-                metrics.note(describe_log(limit_bytes))
+            metrics.note(describe_snapshots(interval, snapshots.budget, most_bytes, have_room="0" not in with_room))
         assert self._stopped_at is not None
         seconds, step = time.monotonic() - self._stopped_at, begun.start.progress.step
-        moved_bytes, replay_s = sum(map(int, moved)), max(map(float, replayed))
-        for event in view_events(view, self._view, step, seconds, moved_bytes, replay_s):
+        for event in view_events(view, self._view, step, seconds, sum(map(int, moved))):
             metrics.event(event)
-        return have_room
 
     def _begin(self, job: Job, inputs: Inputs, groups: Groups, view: View) -> ViewStart:
         """Return the session of this rank: from disk, from its own memory, or from that of other ranks."""
@@ -272,18 +261,14 @@ class ElasticWorker:
             self._state.restart(begin.progress)
             return ViewStart(begin)
         assert plan.progress is not None
-        restore_streams(inputs.reader, plan, job.topology.rank)
+        restore_streams(inputs.reader, plan)
         if plan.from_snapshot or plan.ranks[job.topology.rank] not in plan.holders:
             self._session = None
             self._state.restart(Progress())
             self._state.summary = StepSummary(**plan.summary) if plan.summary else None
         newest = inputs.candidates.checkpoints[0] if inputs.candidates.checkpoints else None
         source = newest.shards if newest else inputs.weight_source or open_weight_source(job)
-        constants, replayed_bytes, replay_s = Constants(source, job.model.description), 0, 0.0
-        if plan.replay is not None and (
-            replayed := replay_position(job, groups, plan, constants, self._snapshots, inputs.reader, self._state)
-        ):
-            self._session, replay_s, replayed_bytes = replayed
+        constants = Constants(source, job.model.description)
         snapshot = self._snapshots.by_step.get(plan.step) if plan.from_snapshot else None
         host, caches = view.host_of(job.topology.rank), inputs.cache_plan
         joined = join(self._session, job, groups, plan, constants, host=host, cache_plan=caches, snapshot=snapshot)
@@ -293,7 +278,7 @@ class ElasticWorker:
         self._state.progress, self._state.is_open = progress, plan.is_open
         run_missing_exchange(self._session, self._state, plan)
         begin = Start(self._session, progress, newest.path if newest else None, [], source)
-        return ViewStart(begin, received_bytes + replayed_bytes, replay_s)
+        return ViewStart(begin, received_bytes)
 
     def _notes(self, job: Job, inputs: Inputs, begin: Start) -> list[str]:
         """Return what rank 0 prints at the start of a view; what does not change, in the first alone."""

@@ -21,8 +21,6 @@ from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.pp.tied.ties import Ties
 from acsgd.pp.wire.coder import TransferInfo
 from acsgd.pp.wire.link import Link
-from acsgd.pp.wire.mailbox import Outbox
-from acsgd.pp.wire.message_log import MessageLog
 
 Handler = Callable[[Action], None]
 Handlers = Mapping[Op, Handler]
@@ -117,11 +115,6 @@ class Pipeline:
         self._training = self._handlers({Op.F: self._forward, Op.B: self._backward})
         self._evaluation = self._handlers({Op.F: self._evaluate})
 
-    def log_messages(self, log: MessageLog) -> None:
-        """Give a log a copy of each message that this rank sends in training steps from now on."""
-        for outbox in self._outboxes:
-            outbox.log = log
-
     def _handlers(self, computes: Handlers) -> Handlers:
         """Return `computes` with the handlers of all other operations."""
         by_kind = {"send": self._send, "receive": self._post_receive, "reduce": self._reduce}
@@ -144,7 +137,6 @@ class Pipeline:
         """
         actions = self._actions(len(batch.micro_ids)).evaluate
         with contextlib.ExitStack() as modes:
-            modes.enter_context(self._without_log())
             for stage in self._stages.values():
                 modes.enter_context(stage.evaluating())
             self._step = step
@@ -238,22 +230,6 @@ class Pipeline:
             self._mark()
             with self._naming(action):
                 handlers[action.op](action)
-
-    @property
-    def _outboxes(self) -> list[Outbox]:
-        return [link.outbox for link in self._links.values()] + self._ties.outboxes
-
-    @contextlib.contextmanager
-    def _without_log(self) -> Iterator[None]:
-        """Log no messages inside."""
-        logs = [(outbox, outbox.log) for outbox in self._outboxes]
-        for outbox, _ in logs:
-            outbox.log = None
-        try:
-            yield
-        finally:
-            for outbox, log in logs:
-                outbox.log = log
 
     @contextlib.contextmanager
     def _naming(self, action: Action) -> Iterator[None]:

@@ -57,8 +57,6 @@ def step_votes(state: LoopState, snapshots: StepSnapshots, checkpointing: Checkp
         skip=state.progress.step in state.skipped_steps,
         snapshot_pending=snapshots.is_pending,
         snapshot_interval=snapshots.interval,
-        log_capacity=state.log.capacity if state.log else None,
-        log_steps=state.log.num_steps if state.log else 0,
         joins=state.transfers.is_pending,
         wanted=state.transfers.wanted,
     )

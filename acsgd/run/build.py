@@ -29,7 +29,6 @@ from acsgd.pp.wire.channel import Channel
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.frame import Kind
 from acsgd.pp.wire.link import Link, LinkFactory
-from acsgd.pp.wire.message_log import LoggedMessages
 from acsgd.run.job import Job
 from acsgd.run.padding import micro_shapes
 from acsgd.run.session import Session
@@ -44,14 +43,12 @@ def build_session(
     groups: Groups,
     cache_plan: CachePlan | None = None,
     *,
-    replayed: LoggedMessages | None = None,
     deferred: DeferredConstants | None = None,
 ) -> Session:
     """Load the weights of this rank's stages, and connect them with the neighbouring stages on other ranks.
 
-    cache_plan: size and place of the activation caches; needed if pp.forward is delta. replayed: messages that the
-    stages receive in place of those of other ranks, with which they are not connected. deferred: receives the constants
-    of all layers, to be loaded later; None = load them, too.
+    cache_plan: size and place of the activation caches; needed if pp.forward is delta. deferred: receives the
+    constants of all layers, to be loaded later; None = load them, too.
     """
     model = job.model.build(job.dtype)
     composed = ComposedModel(model, job.model.description)
@@ -59,7 +56,7 @@ def build_session(
     stages = build_stages(job, composed, source, peers, deferred)
     weights = [weight for stage in stages.values() for weight in stage.weights]
     optimizer = job.plugins.optimizer.open(weights, job.config.optim)
-    return _connect(job, groups, peers, stages, weights, optimizer, cache_plan, replayed)
+    return _connect(job, groups, peers, stages, weights, optimizer, cache_plan)
 
 
 def reconnect(session: Session, job: Job, groups: Groups, cache_plan: CachePlan | None = None) -> Session:
@@ -100,10 +97,9 @@ def _connect(
     weights: list[Weight],
     optimizer: Optimizer,
     cache_plan: CachePlan | None,
-    replayed: LoggedMessages | None = None,
 ) -> Session:
     """Return the session of some stages, with their links to the other ranks of the pipeline."""
-    factory = _link_factory(job, groups, cache_plan, replayed)
+    factory = _link_factory(job, groups, cache_plan)
     return Session(
         job=job,
         groups=groups,
@@ -129,9 +125,7 @@ def _connect(
     )
 
 
-def _link_factory(
-    job: Job, groups: Groups, cache_plan: CachePlan | None, replayed: LoggedMessages | None
-) -> LinkFactory:
+def _link_factory(job: Job, groups: Groups, cache_plan: CachePlan | None) -> LinkFactory:
     """Return what opens the links of this rank, with new meters."""
     return LinkFactory(
         groups.pp,
@@ -144,7 +138,6 @@ def _link_factory(
         Meter(),
         cache_plan,
         frozen=sum(spec.first <= job.model.description.first_trained for spec in job.specs[1:]),
-        replayed=replayed,
     )
 
 

@@ -37,10 +37,6 @@ class Votes(NamedTuple):
     """A snapshot is incomplete on this rank."""
     snapshot_interval: int = 0
     """Number of steps between two snapshots that this rank wants."""
-    log_capacity: float | None = None
-    """Number of steps that fit in this rank's log of sent messages; None = not known, or no log."""
-    log_steps: int = 0
-    """Number of steps in that log."""
     joins: bool = False
     """This rank has not got the state of all of its layers yet."""
     wanted: int | None = None
@@ -82,9 +78,6 @@ class StepReport(NamedTuple):
     skip_votes: float = 0.0
     snapshots_pending: float = 0.0
     snapshot_interval: float = 0.0
-    log_capacity: float = -1.0
-    """-1 = not known, or no log."""
-    log_steps: float = 0.0
     joins: float = 0.0
     wanted: float = -1.0
     """-1 = no layer."""
@@ -135,10 +128,6 @@ class StepSummary:
     """Whether a snapshot is incomplete on any rank."""
     snapshot_interval: int
     """Maximum over all ranks."""
-    log_capacity: float | None
-    """Minimum over the ranks that know theirs; None if there are none."""
-    log_steps: int
-    """Maximum over all ranks."""
     joining: list[int]
     """Replicas with ranks that have not got the state of all of their layers yet."""
     wanted: list[int | None]
@@ -156,7 +145,6 @@ class StepSummary:
         total, highest = StepReport(*rows.sum(0).tolist()), StepReport(*rows.amax(0).tolist())
         replicas = [StepReport(*row) for row in by_replica.sum(1).tolist()]
         largest = StepReport(*by_replica[topology.replica].amax(0).tolist())
-        capacities = [StepReport(*row).log_capacity for row in rows.tolist()]
         return cls(
             loss=total.loss,
             targets=total.targets,
@@ -180,8 +168,6 @@ class StepSummary:
             loses_stage=any(all(_leaves(StepReport(*row)) for row in peers) for peers in by_stage.tolist()),
             snapshot_pending=total.snapshots_pending > 0,
             snapshot_interval=int(highest.snapshot_interval),
-            log_capacity=min((each for each in capacities if each >= 0), default=None),
-            log_steps=int(highest.log_steps),
             joining=[number for number, replica in enumerate(replicas) if replica.joins],
             wanted=[None if (layer := StepReport(*row).wanted) < 0 else int(layer) for row in rows.tolist()],
         )

@@ -55,24 +55,6 @@ class NoTransfers:
         pass
 
 
-class StepLog(Protocol):
-    """Keeps what the ranks have agreed on in each step."""
-
-    @property
-    def capacity(self) -> float | None:
-        """Number of steps that fit, estimated from the largest one; None if that is not known."""
-        ...
-
-    @property
-    def num_steps(self) -> int:
-        """Number of complete steps in the log."""
-        ...
-
-    def complete(self, step: int, summary: StepSummary) -> None:
-        """Note that a step is complete, counted from 0."""
-        ...
-
-
 @dataclass
 class LoopState:
     """State of the training loop besides the session; valid also after an exception has ended the loop."""
@@ -100,8 +82,6 @@ class LoopState:
     joining: Collection[int] = ()
     """Replicas with ranks whose state is incomplete: they have no micro-batches, and save no weights."""
     transfers: StateTransfers = field(default_factory=NoTransfers)
-    log: StepLog | None = None
-    """None if steps are not logged."""
 
     started_at: float = 0.0
     """Start of the step in progress, or of the last one; a time.perf_counter()."""
@@ -126,5 +106,3 @@ class LoopState:
         self.progress, self.summary, self.record = result.progress, result.summary, record
         self.is_synced, self.has_reported, self.is_open = is_synced, False, True
         self.joining = result.summary.joining
-        if self.log is not None:
-            self.log.complete(result.progress.step - 1, result.summary)

@@ -134,8 +134,6 @@ class Session:
             skip_votes=votes.skip,
             snapshots_pending=votes.snapshot_pending,
             snapshot_interval=votes.snapshot_interval,
-            log_capacity=-1.0 if votes.log_capacity is None else votes.log_capacity,
-            log_steps=votes.log_steps,
             joins=votes.joins,
             wanted=-1 if votes.wanted is None else votes.wanted,
         )

@@ -29,7 +29,6 @@ from acsgd.elastic.handover import (
     worker_state,
 )
 from acsgd.elastic.plan import Plan, WorkerState, make_plan
-from acsgd.elastic.replay import open_log, replay_position
 from acsgd.elastic.setup import possible_cuts, with_stages
 from acsgd.elastic.snapshot_store import SnapshotStore
 from acsgd.elastic.snapshots import Snapshots
@@ -98,13 +97,11 @@ class Trained(NamedTuple):
     streams: dict[int, StreamState | None]
     """Where the first source was read on at the beginning of each view, by the number of steps before it."""
     origins: list[str]
-    """Where the state came from in each view it was in: disk, memory, snapshot, or replay of some steps."""
+    """Where the state came from in each view it was in: disk, memory or snapshot."""
     received_bytes: list[int]
     """Size of the state that other processes sent before each view that does not start from disk."""
     joining: dict[int, list[int]]
     """Replicas without all of their state in each step."""
-    notes: list[str]
-    """Sentences on snapshots that were printed for the user."""
 
 
 Script = Sequence[ScriptedView]
@@ -133,7 +130,6 @@ def train_in_views(
             process.origins,
             process.received_bytes,
             process.joining,
-            process.notes,
         )
     return trained
 
@@ -155,7 +151,6 @@ class _Process:
         self.streams: dict[int, StreamState | None] = {}
         self.received_bytes: list[int] = []
         self.joining: dict[int, list[int]] = {}
-        self.notes: list[str] = []
 
     def run_view(self, number: int, view: ScriptedView) -> None:
         """Take part in a view, or drop the state."""
@@ -167,7 +162,7 @@ class _Process:
         rank = plan.rank_of(str(self._number))
         assert rank is not None
         is_holder = str(self._number) in plan.holders and not plan.from_snapshot
-        self.origins.append(_origin(plan))
+        self.origins.append(plan.origin)
         if plan.from_snapshot:
             self._snapshots.return_to(plan.step)
             self._snapshots.complete(plan.step)
@@ -181,7 +176,7 @@ class _Process:
             if plan.from_disk:
                 self._session = build_session(job, open_weight_source(job), groups, caches)
             else:
-                restore_streams(reader, plan, rank)
+                restore_streams(reader, plan)
                 if not is_holder:
                     self._session = None
                     self._state.restart(Progress())
@@ -191,9 +186,6 @@ class _Process:
                     self._fail_to_form(partial(hand_over, self._session, job, groups, plan, constants, caches))
                     groups.abort("the view was not formed")
                     return
-                if plan.replay is not None:
-                    replayed = replay_position(job, groups, plan, constants, self._snapshots, reader, self._state)
-                    self._session = replayed.session if replayed else self._session
                 snapshot = self._snapshots.by_step.get(plan.step) if plan.from_snapshot else None
                 joined = join(
                     self._session,
@@ -213,8 +205,6 @@ class _Process:
             self._reader = reader
             self.streams[plan.step] = next(iter(reader.stream_states(plan.step)), None)
             snapshots = self._open_snapshots(self._session, groups, plan, number)
-            is_useful = snapshots is not None
-            open_log(self._snapshots.log, self._session, self._state, plan, number, is_useful=is_useful)
             self._train(self._session, reader, view, snapshots)
             reader.close()
             groups.wait_for_all("ending the view", timeout_s=TIMEOUT.total_seconds())
@@ -231,8 +221,7 @@ class _Process:
     def _plan(self, number: int, view: ScriptedView) -> Plan:
         """Report, and plan the view from the reports of all members."""
         mine = worker_state(self._session, self._state, self._reader)
-        logged = self._snapshots.log.report(ready=mine.ready)
-        mine = dataclasses.replace(mine, snapshots=self._snapshots.reports(), logged=logged)
+        mine = dataclasses.replace(mine, snapshots=self._snapshots.reports())
         self._store.set(f"{number}/{self._number}", json.dumps(dataclasses.asdict(mine)))
         states = {
             str(member): from_json(WorkerState, json.loads(self._store.get(f"{number}/{member}")))
@@ -246,10 +235,7 @@ class _Process:
         if chosen == "auto":
             return None
         assert self._reader is not None
-        ranks, note = plan.ranks, self.notes.append
-        return Snapshots(
-            self._snapshots, session, self._reader, groups, ranks, epoch=epoch, interval=int(chosen), note=note
-        )
+        return Snapshots(self._snapshots, session, self._reader, groups, plan.ranks, epoch=epoch, interval=int(chosen))
 
     def _train(self, session: Session, batches: BatchReader, view: ScriptedView, snapshots: Snapshots | None) -> None:
         """Train until the end of a view; complete each snapshot before the next step."""
@@ -290,9 +276,8 @@ class _Process:
         self._state.return_to(progress)
 
     def _votes(self, view: ScriptedView) -> Votes:
-        skip, transfers, log = self._state.progress.step + 1 == view.skipped, self._state.transfers, self._state.log
-        votes = Votes(skip=skip, joins=transfers.is_pending, wanted=transfers.wanted)
-        return votes._replace(log_capacity=log.capacity, log_steps=log.num_steps) if log else votes
+        skip, transfers = self._state.progress.step + 1 == view.skipped, self._state.transfers
+        return Votes(skip=skip, joins=transfers.is_pending, wanted=transfers.wanted)
 
     def _begin_step(self, session: Session, batch: Batch, votes: Votes) -> None:
         with contextlib.suppress(WaitInterruptedError):
@@ -309,10 +294,6 @@ class _Process:
             self.forward_bytes[state.progress.step] = state.record.pp_forward_bytes
         if state.progress.step not in self.digests:  # a single replica that continues alone folds residuals into them
             self.digests[state.progress.step] = session.job.topology.stage_rank, _digest(session)
-
-
-def _origin(plan: Plan) -> str:
-    return plan.origin if plan.replay is None else f"replay of {plan.step - plan.replay.step} steps"
 
 
 @contextlib.contextmanager

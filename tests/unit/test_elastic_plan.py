@@ -12,7 +12,6 @@ import pytest
 
 from acsgd.elastic.assignment import Transfer
 from acsgd.elastic.plan import CopiedLayers, Plan, WorkerState, make_plan
-from acsgd.elastic.replay_plan import LoggedSteps
 
 Cut = tuple[tuple[int, ...], ...]
 
@@ -298,58 +297,3 @@ def test_a_lost_layer_comes_from_the_newest_snapshot_that_has_all_layers() -> No
         assert used == max(usable) or len(plan.ranks) < len(workers)
         assert layers_after(plan, held, cut) == [{*each} for each in cut * plan.replicas]
     assert min(kinds["disk"], kinds["snapshot"]) > 100
-
-
-def test_a_lost_position_is_replayed_if_all_others_have_logged_the_steps_since_a_snapshot_of_it() -> None:
-    """Random logs and copies of random layers; the survivors are at step 9, or have the gradients for it."""
-    choose, taken = random.Random(2), [(1, 4), (1, 7), (2, 8)]  # (view, step)
-    kinds = Counter[bool]()
-    for _ in range(2000):
-        cut, lost, saved = cut_of(3, chunks=2), choose.randrange(3), choose.choice((0, 5, 9))
-        workers = {"spare/0": WorkerState(saved_step=saved)}
-        for position in {0, 1, 2} - {lost}:
-            step = choose.choice((8, 9, 9)) if len(workers) > 1 else 9
-            log = LoggedSteps(choose.choice((1, 1, 2)), 3, choose.choice((3, 5, 8)), choose.choice((9, 9, 9, 8)))
-            copied = [(each, tuple(x for x in cut[lost] if choose.random() < 0.8)) for each in taken]
-            workers[f"h{position}/0"] = WorkerState(
-                step,
-                cut[position],
-                ready=step < 9,
-                progress={"step": step},
-                summary={},
-                snapshots=tuple(CopiedLayers(*each, layers, {"step": each[1]}) for each, layers in copied),
-                logged=choose.choice((log, log, log, None)),
-            )
-        plan = make_plan(workers, staying=list(workers), cuts=[cut])
-        survivors = [state for name, state in workers.items() if name != "spare/0"]
-        logs = [state.logged for state in survivors if state.logged and state.logged.end == 9]
-        copies = [each for state in survivors for each in state.snapshots]
-        found = {(each.epoch, each.step, x) for each in copies for x in each.layers}
-        usable = [
-            (epoch, step)
-            for epoch, step in taken
-            if all((epoch, step, layer) in found for layer in cut[lost])
-            and all(log.epoch <= epoch and log.first <= step for log in logs)
-        ]
-        is_possible = bool(usable) and len(logs) == 2 and saved < 9
-        kinds[is_possible] += 1
-        assert (plan.replay is not None) == is_possible
-        if plan.replay is None:
-            assert plan.origin in ("snapshot", "disk")
-            continue
-        assert (plan.step, plan.origin, plan.transfers) == (9, "replay", ())
-        assert (plan.replay.rank, plan.ranks[lost]) == (lost, "spare/0")
-        assert (plan.replay.epoch, plan.replay.step) == max(usable)
-        assert plan.replay.progress == {"step": plan.replay.step}
-        assert sorted(x for each in plan.replay.transfers for x in each.layers) == sorted(cut[lost])
-        assert set(plan.holders) == {*workers} - {"spare/0"}
-        assert set(plan.behind) == {name for name in plan.holders if workers[name].step == 8}
-    assert min(kinds.values()) > 100
-
-
-def test_two_lost_positions_are_not_replayed_since_each_lacks_the_messages_of_the_other() -> None:
-    cut, log = cut_of(3), LoggedSteps(1, 3, 0, 9)
-    copies = (CopiedLayers(1, 4, (0, 1, 2), {"step": 4}),)
-    workers = {name: WorkerState() for name in ("b/0", "c/0")}
-    workers["a/0"] = WorkerState(9, cut[0], progress={}, summary={}, snapshots=copies, logged=log)
-    assert make_plan(workers, staying=list(workers), cuts=[cut]).origin == "snapshot"

@@ -145,7 +145,6 @@ ORDER = """
     pp.wire.cache_sync
     pp.wire.delta
     pp.wire.cache_plan
-    pp.wire.message_log
     pp.wire.mailbox
     pp.wire.link
     pp.tied.plan
@@ -287,7 +286,6 @@ ORDER = """
     run.spike_guard
     train
     elastic.assignment
-    elastic.replay_plan
     elastic.plan
     elastic.messages
     elastic.effects
@@ -309,16 +307,13 @@ ORDER = """
     elastic.rendezvous
     elastic.control
     elastic.transfer
-    elastic.log_room
     elastic.snapshot_cost
-    elastic.replay_log
     elastic.snapshot_store
     elastic.packed
     elastic.snapshots
     elastic.state_channel
     elastic.joins
     elastic.handover
-    elastic.replay
     elastic.setup
     elastic.stores
     elastic.events

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.link import LinkFactory
-from acsgd.pp.wire.mailbox import Outbox
 from acsgd.shards.weights import Weight
 
 
@@ -29,11 +28,6 @@ class TiedGroup:
         self._ranks = ranks
         self._rank = rank
         self._links = {peer: factory.open_tie(number, spec, peer=peer) for peer in ranks if peer != rank}
-
-    @property
-    def outboxes(self) -> list[Outbox]:
-        """Sending ends of all channels."""
-        return [outbox for outbox, _ in self._links.values()]
 
     def send(self, step: int) -> None:
         """Send the gradient of this copy to the other ranks."""

@@ -72,11 +72,6 @@ class TableOwner:
         self._transfers: list[RowTransfer] = []
         """Those of the present step or evaluation, by rank."""
 
-    @property
-    def outboxes(self) -> list[Outbox]:
-        """Sending ends of all channels."""
-        return self._rows_out
-
     def post_requests(self) -> None:
         """Post the receives of what the other ranks request."""
         for inbox in self._ids_in:
@@ -178,11 +173,6 @@ class TableUser:
         self._transfer: RowTransfer
         """That of the present step or evaluation."""
         self._order: UseOrder
-
-    @property
-    def outboxes(self) -> list[Outbox]:
-        """Sending ends of all channels."""
-        return [self._ids_out, self._gradients_out]
 
     def request(self, inputs: Inputs, step: int) -> None:
         """Send the indices of the rows that a batch uses. inputs: of the model, [M, B, ...], on any device."""

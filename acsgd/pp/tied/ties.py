@@ -11,7 +11,6 @@ from acsgd.layers.composed import Inputs
 from acsgd.pp.schedules.actions import Action
 from acsgd.pp.tied.dense import TiedGroup, sum_tied_gradients
 from acsgd.pp.tied.rows import RowTransfer, TableOwner, TableUser
-from acsgd.pp.wire.mailbox import Outbox
 
 
 class Batch(Protocol):
@@ -91,11 +90,6 @@ class Ties:
         """Batch whose first rows were sent after the last step."""
         self._forwards = 0
         """Number of forwards of this rank in the present step or evaluation."""
-
-    @property
-    def outboxes(self) -> list[Outbox]:
-        """Sending ends of all channels."""
-        return [outbox for each in self._all for outbox in each.outboxes]
 
     def begin_step(self, batch: Batch, step: int) -> None:
         """Begin to use the rows of a batch, and request those of the next one."""

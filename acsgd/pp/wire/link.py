@@ -21,7 +21,6 @@ from acsgd.pp.wire.coder import EXACT, Coder, StatelessCoder, TensorSpec, Transf
 from acsgd.pp.wire.delta import Delta, DeltaCoder
 from acsgd.pp.wire.frame import Kind
 from acsgd.pp.wire.mailbox import Inbox, Outbox, Received
-from acsgd.pp.wire.message_log import LoggedMessages, ReplayedChannel
 from acsgd.pp.wire.row_coder import RowDifferenceCoder
 from acsgd.streams import Streams
 from acsgd.waits import Waits
@@ -83,8 +82,6 @@ class LinkFactory:
     """Number of the first boundaries before which no layer is trained."""
     caches: dict[CacheKey, ActivationCache] = field(default_factory=dict)
     """Those of the links that were opened."""
-    replayed: LoggedMessages | None = None
-    """Messages that links receive in place of those of other ranks."""
 
     def open(self, boundary: int, *, peer: int, downstream: bool) -> Link:
         """Open this rank's end of a boundary, together with the peer.
@@ -168,10 +165,7 @@ class LinkFactory:
     def _open_channel(
         self, kind: Kind, boundary: int, peer: int, codec: Codec | Delta, coders: Mapping[str, Coder], meter: Meter
     ) -> Channel:
-        end = (kind, boundary, peer, self.group, self.waits, repr(codec), coders, self.streams, meter)
-        if self.replayed is not None:
-            return ReplayedChannel(*end, self.replayed)
-        channel = Channel(*end)
+        channel = Channel(kind, boundary, peer, self.group, self.waits, repr(codec), coders, self.streams, meter)
         handshake(channel)
         return channel
 

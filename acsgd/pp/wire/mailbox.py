@@ -18,7 +18,6 @@ from acsgd.layers.lengths import Lengths
 from acsgd.pp.wire.channel import NOT_FINITE, Channel, check_header, read_header
 from acsgd.pp.wire.coder import Coder, TransferInfo
 from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
-from acsgd.pp.wire.message_log import MessageLog
 from acsgd.streams import Event, Streams
 from acsgd.waits import Work
 
@@ -81,8 +80,6 @@ class Outbox:
 
     def __init__(self, channel: Channel, *, max_in_flight: float = MAX_SENDS_IN_FLIGHT) -> None:
         """max_in_flight: number of unfinished sends above which `flush` waits for the oldest."""
-        self.log: MessageLog | None = None
-        """Gets a copy of each message."""
         self._channel = channel
         self._max_in_flight = max_in_flight
         self._action = f"sending {channel.kind.plural} to"
@@ -154,8 +151,6 @@ class Outbox:
         channel, nbytes, posted_at = self._channel, HEADER_BYTES + header.length, time.perf_counter()
         with channel.report_failure(self._action, posted_at):
             work = channel.send(buffer[:nbytes], header.tensor)
-        if self.log is not None:
-            self.log.add(channel.peer, header, buffer[:nbytes])
         self._in_flight.append(_InFlight(buffer, work, posted_at, self._pools[header.tensor]))
         channel.meter.sent_bytes += nbytes
 
