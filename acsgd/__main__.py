@@ -8,9 +8,9 @@ import sys
 from typing import NoReturn
 
 from acsgd.errors import BEFORE_TRAINING, ReportedError
+from acsgd.failures.signals import end_with_torchrun
+from acsgd.failures.stdio import protect_streams
 from acsgd.launch import Launch, forbid_restart
-from acsgd.run.signals import end_with_torchrun
-from acsgd.run.stdio import protect_streams
 
 EVAL = "eval"
 """Name of the command that evaluates."""
@@ -41,7 +41,7 @@ def run(argv: list[str], *, prog: str) -> None:
         end_with_torchrun(os.getppid(), is_main=launch.local_rank == 0, end=end_process)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends without a traceback
 
-    from acsgd.run.error_report import report_startup_error
+    from acsgd.failures.report import report_startup_error
 
     is_eval = argv[:1] == [EVAL]
     if is_eval:
@@ -50,7 +50,7 @@ def run(argv: list[str], *, prog: str) -> None:
         with report_startup_error(launch):  # before the imports; the commands do it again, on all ranks of all hosts
             _check(argv, launch, prog=prog, is_eval=is_eval)
     if is_eval:
-        from acsgd.evaluation import command as evaluation
+        from acsgd.commands.evaluation import command as evaluation
 
         evaluation.main(argv, launch, prog=prog, end=end_process)
     else:
@@ -61,9 +61,9 @@ def run(argv: list[str], *, prog: str) -> None:
 
 def _check(argv: list[str], launch: Launch, *, prog: str, is_eval: bool) -> None:
     """Raise ValueError if the options of a command are invalid."""
+    from acsgd.commands.evaluation.options import EvalOptions
     from acsgd.config.checks import check
     from acsgd.config.run_file import parse, parse_flags
-    from acsgd.evaluation.options import EvalOptions
 
     if is_eval:
         parse_flags(EvalOptions, argv, prog=prog).check(launch.world_size)

@@ -21,15 +21,15 @@ import tyro
 
 from acsgd.__main__ import EVAL
 from acsgd.__main__ import main as start
-from acsgd.atomic import build_atomically, resumable_directory
-from acsgd.data.command import Data
-from acsgd.elastic.chaos import Chaos
-from acsgd.evaluation.options import EvalOptions
-from acsgd.generation.options import GenerateOptions
+from acsgd.commands.chaos import Chaos
+from acsgd.commands.data.command import Data
+from acsgd.commands.evaluation.options import EvalOptions
+from acsgd.commands.generation.options import GenerateOptions
+from acsgd.failures.report import print_error, report_startup_error
+from acsgd.failures.stdio import protect_streams
+from acsgd.io.files.atomic import build_atomically, resumable_directory
 from acsgd.launch import Launch
-from acsgd.progress import progress_bar
-from acsgd.run.error_report import print_error, report_startup_error
-from acsgd.run.stdio import protect_streams
+from acsgd.notes import progress_bar
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command after it has removed unfinished files."""
@@ -69,9 +69,8 @@ class FromHF:
 
     def run(self) -> None:
         """Run the conversion."""
-        from acsgd.shards.convert import from_hf
+        from acsgd.shards.convert import describe_shards, from_hf
         from acsgd.shards.hub import find_model
-        from acsgd.shards.written import describe_shards
 
         source = find_model(self.source, option="source")
         with progress_bar() as report:
@@ -98,8 +97,8 @@ class ToHF:
 
     def run(self) -> None:
         """Run the conversion."""
+        from acsgd.shards.convert import describe_hf
         from acsgd.shards.export import to_hf
-        from acsgd.shards.written import describe_hf
 
         limit = _parse_size(self.shard_size)
         with progress_bar() as report:
@@ -126,8 +125,8 @@ class FromLegacy:
 
     def run(self) -> None:
         """Run the conversion."""
+        from acsgd.shards.convert import describe_shards
         from acsgd.shards.legacy.convert import from_legacy
-        from acsgd.shards.written import describe_shards
 
         with progress_bar() as report:
             _create(
@@ -149,8 +148,8 @@ class ToLegacy:
 
     def run(self) -> None:
         """Run the conversion."""
+        from acsgd.shards.convert import describe_legacy
         from acsgd.shards.legacy.convert import to_legacy
-        from acsgd.shards.written import describe_legacy
 
         with progress_bar() as report:
             _create(self.target, lambda path: to_legacy(self.source, path, report=report))
@@ -186,7 +185,7 @@ class Merge:
     def run(self) -> None:
         """Run the conversion."""
         from acsgd.adapters.export import merge
-        from acsgd.shards.written import describe_shards
+        from acsgd.shards.convert import describe_shards
 
         with progress_bar() as report:
             _create(self.target, lambda path: merge(self.source, path, report=report))
@@ -245,7 +244,7 @@ class Generate(GenerateOptions):
     def run(self) -> None:
         """Check the options, then generate."""
         self.check()
-        from acsgd.generation.command import generate
+        from acsgd.commands.generation.command import generate
 
         generate(self)
 

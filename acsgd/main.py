@@ -25,14 +25,14 @@ import torch.distributed as dist
 from acsgd.config.options import Config
 from acsgd.config.run_file import parse
 from acsgd.elastic.worker import run_elastic
-from acsgd.io.cache import TIMEOUT_S
+from acsgd.failures.failures import RunContext, report_failure
+from acsgd.failures.report import report_startup_error
+from acsgd.io.files.cache import TIMEOUT_S
 from acsgd.launch import Launch
 from acsgd.notes import print_note
-from acsgd.run.error_report import report_startup_error
-from acsgd.run.failures import RunContext, report_failure
-from acsgd.run.inputs import open_inputs
-from acsgd.run.job import prepare
-from acsgd.run.lock import RunLock, leases_of
+from acsgd.run.lock.lock import RunLock, leases_of
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.inputs import open_inputs
 from acsgd.topology import clone_store, connect, open_store
 from acsgd.train import train
 

@@ -1,4 +1,4 @@
-"""Sentences on stderr, and reports on work that takes long."""
+"""Sentences and progress bars on stderr, and reports on work that takes long."""
 
 from __future__ import annotations
 
@@ -39,3 +39,18 @@ def report_if_slow(note: Callable[[str], None], text: Callable[[], str], *, enab
     finally:
         ended.set()
         thread.join()
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on stderr, if that is a terminal. Yields what updates it: f(bytes done, bytes in all)."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,13 +1,13 @@
-"""CUDA streams and events; the only file outside acsgd/codecs that names torch.cuda.
-
-On the CPU, work is done when its function returns, so there is no side stream and every event is complete. Callers are
-the same for both.
+"""CUDA streams and events, and the seeds of random generators; the only file outside acsgd/codecs that names
+torch.cuda.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import resource
+import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,3 +149,9 @@ class _Done:
 
 DONE = _Done()
 """The event of work that is done."""
+
+
+def mix_seed(*parts: int) -> int:
+    """Hash integers to a 63-bit seed, so that similar arguments give independent random streams."""
+    packed = struct.pack(f"<{len(parts)}q", *parts)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

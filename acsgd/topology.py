@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from acsgd.comm.liveness import PeerWatch, heartbeat_interval_s
+from acsgd.comm.process_groups import MARGIN_S, ProcessGroups
+from acsgd.comm.store import StoreClient, call_in_thread
+from acsgd.comm.waits import DIRECT, Waits
 from acsgd.errors import ConnectError, RunError, reason
 from acsgd.launch import Launch
-from acsgd.liveness import PeerWatch, heartbeat_interval_s
-from acsgd.process_groups import MARGIN_S, ProcessGroups
-from acsgd.store import StoreClient, call_in_thread
-from acsgd.waits import DIRECT, Waits
 
 POLL_S = 0.01
 """Seconds between two reads of the store while waiting; one read takes about 0.2 ms."""

@@ -12,27 +12,27 @@ from functools import partial
 from pathlib import Path
 
 from acsgd.errors import NonFiniteError, RunError
+from acsgd.failures.signals import StopSignals
+from acsgd.failures.stdio import enter_training
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.sampling.batches import Batch, Dataset
+from acsgd.io.data.batches import Batch, Dataset
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.optim.base import PLAIN_STEP
 from acsgd.optim.loss_scale import GradientScale
 from acsgd.optim.schedule import learning_rate
-from acsgd.run.after_step import NoSnapshots, StepSnapshots, evaluate_log_save, pause_needs_checkpoint, step_votes
-from acsgd.run.checkpointing import Checkpointing
-from acsgd.run.control import NO_VOTES, StepExchange, StepSummary, Votes
-from acsgd.run.inputs import Inputs
-from acsgd.run.job import Job
-from acsgd.run.lock import RunLock
-from acsgd.run.loop_state import LoopState
-from acsgd.run.nan_diagnosis import explain_non_finite
-from acsgd.run.pace import Pace
-from acsgd.run.session import Session, StepResult
-from acsgd.run.signals import StopSignals
-from acsgd.run.spike_guard import SpikeGuard
-from acsgd.run.state import start
-from acsgd.run.stdio import enter_training
-from acsgd.run.text_log import text_log_of
+from acsgd.run.lock.lock import RunLock
+from acsgd.run.plan.job import Job
+from acsgd.run.setup.inputs import Inputs
+from acsgd.run.setup.report import NO_VOTES, StepExchange, StepSummary, Votes
+from acsgd.run.setup.resume import start
+from acsgd.run.setup.session import Session, StepResult
+from acsgd.run.step.after_step import NoSnapshots, StepSnapshots, evaluate_log_save, pause_needs_checkpoint, step_votes
+from acsgd.run.step.checkpointing import Checkpointing
+from acsgd.run.step.loop_state import LoopState
+from acsgd.run.step.nan_diagnosis import explain_non_finite
+from acsgd.run.step.pace import Pace
+from acsgd.run.step.spikes import SpikeGuard
+from acsgd.run.step.text_log import text_log_of
 from acsgd.topology import Groups
 
 log = logging.getLogger(__name__)

@@ -113,8 +113,9 @@ def metrics() -> str:
     rows += [(f"`{name}`", "number", metric.meaning) for name, metric in METRICS.items()]
     return (
         "# metrics.jsonl\n\nOne JSON object per optimizer step, written by rank 0 into the run directory.\n\n"
-        f"{_docstring(Record)} Lines of steps with an evaluation also have its metrics, of the held-out data after the "
-        "update; null = not defined.\n\nLines with `event` and `after_step` (completed steps) are events: a change of "
+        f"{_docstring(Record)} Lines of steps with an evaluation also have its metrics, of the held-out data "
+        "after the update; null = not defined.\n\n"
+        "Lines with `event` and `after_step` (completed steps) are events: a change of "
         "the [hosts](../howto/elastic.md#what-happens-when) of an elastic run, or of the "
         "[speed](../howto/several-hosts.md#hosts-of-different-speed) of ranks.\n\n"
         f"{_table(('field', 'type', 'meaning'), rows)}\n"

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from acsgd.checksum import new_file_checksum
 from acsgd.errors import RunError
+from acsgd.io.files.checksum import new_file_checksum
 from acsgd.shards.disk import ShardDirectory
 
 BASE_CHECKSUM = "base_checksum"

@@ -22,7 +22,7 @@ from acsgd.adapters.inject import (
     peft_config,
     virtual_tokens_in_peft,
 )
-from acsgd.adapters.spec import NAME, Adapter, VirtualTokens, names_in, parse_adapter
+from acsgd.config.adapters import NAME, Adapter, VirtualTokens, names_in, parse_adapter
 from acsgd.shards.config import derive_layers, read_config
 from acsgd.shards.convert import Report
 from acsgd.shards.disk import ShardDirectory, copy_model_files, write_layer

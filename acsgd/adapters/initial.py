@@ -11,13 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from acsgd.adapters.inject import inject_into, is_of_adapter, loaded_module, module_of, peft_config
-from acsgd.adapters.prefix import draw_prefix
-from acsgd.adapters.prompt import draw_prompt
-from acsgd.adapters.spec import Adapter, PrefixTuning, PromptTuning
+from acsgd.adapters.virtual_tokens import draw_prefix, draw_prompt
+from acsgd.config.adapters import Adapter, PrefixTuning, PromptTuning
 from acsgd.layers.description import ModelLayers
-from acsgd.seeds import mix_seed
 from acsgd.shards.layer_tensors import LayerTensors
 from acsgd.shards.load import WeightSource
+from acsgd.streams import mix_seed
 
 
 class NewAdapter:

@@ -14,10 +14,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from acsgd.adapters.prefix import PrefixedAttention, inject_prefix, prefix_config
-from acsgd.adapters.prompt import PromptedEmbedding, inject_prompt, prompt_config
-from acsgd.adapters.quantize import Quantization, quantize_layers
-from acsgd.adapters.spec import (
+from acsgd.adapters.virtual_tokens import (
+    PrefixedAttention,
+    PromptedEmbedding,
+    inject_prefix,
+    inject_prompt,
+    prefix_config,
+    prompt_config,
+)
+from acsgd.config.adapters import (
     ALL_LINEAR,
     IA3,
     NAME,
@@ -29,6 +34,7 @@ from acsgd.adapters.spec import (
     names_in,
 )
 from acsgd.layers.description import LayerSpec, ModelLayers
+from acsgd.layers.quantize import Quantization, quantize_layers
 from acsgd.layers.skeleton import parameter_names, set_parameter
 from acsgd.tasks import Task
 

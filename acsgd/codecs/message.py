@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.base import Codec, pack, unpack, wire_bytes
-from acsgd.codecs.entropy import compress_, decompress
+from acsgd.codecs.lossless import compress_, decompress
 
 
 class MessageCodec(Protocol):

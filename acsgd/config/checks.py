@@ -7,7 +7,7 @@ import importlib.util
 import math
 import re
 
-from acsgd.adapters.spec import Adapter, LoRA, parse_adapter
+from acsgd.config.adapters import Adapter, LoRA, parse_adapter
 from acsgd.config.options import CheckpointConfig, Config, DataConfig, ElasticConfig, LogConfig, OptimConfig
 from acsgd.config.ranges import COUNT, out_of_range
 

@@ -1,8 +1,8 @@
 """Every option of a run: its type, unit, range and default.
 
 A TOML file and command-line flags of the same names describe a run; flags > file > defaults. Plug-ins (schedule,
-codecs, data-parallel mode, sources) are spec strings, "name:key=value,...", which `acsgd.run.job` parses against the
-tables of the plug-ins. This file imports none of them.
+codecs, data-parallel mode, sources) are spec strings, "name:key=value,...", which `acsgd.run.plan.job` parses
+against the tables of the plug-ins. This file imports none of them.
 """
 
 from __future__ import annotations

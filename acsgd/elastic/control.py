@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from queue import SimpleQueue
 
-from acsgd.elastic.messages import End, FromWorker, Run, Stop, Tick, ToWorker, from_line, to_line
+from acsgd.comm.waits import InterruptibleWaits
+from acsgd.elastic.membership.messages import End, FromWorker, Run, Stop, Tick, ToWorker, from_line, to_line
 from acsgd.errors import RunError
-from acsgd.run.loop_state import LoopState
-from acsgd.waits import InterruptibleWaits
+from acsgd.run.step.loop_state import LoopState
 
 TICK_S = 0.25
 ENDED = "torchrun of this host has ended"

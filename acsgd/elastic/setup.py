@@ -10,12 +10,12 @@ import torch
 import transformers
 
 from acsgd.config.options import Config
-from acsgd.elastic.messages import Setup
+from acsgd.elastic.membership.messages import Setup
 from acsgd.pp.wire.delta import Delta
-from acsgd.run.cut import Cut
-from acsgd.run.inputs import Inputs, base_checksums
-from acsgd.run.job import Job
-from acsgd.run.limits import check_memory
+from acsgd.run.plan.cut import Cut
+from acsgd.run.plan.job import Job
+from acsgd.run.plan.limits import check_memory
+from acsgd.run.setup.inputs import Inputs, base_checksums
 
 
 def check_elastic(job: Job) -> None:

@@ -10,10 +10,14 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+from acsgd.comm.store import StoreError
+from acsgd.comm.waits import InterruptibleWaits
 from acsgd.config.options import Config
 from acsgd.elastic.control import Control
-from acsgd.elastic.events import view_events
-from acsgd.elastic.handover import (
+from acsgd.elastic.membership.messages import Broken, Done, End, Hello, Idle, Leave, Run, Setup, Stop, Stopped, View
+from acsgd.elastic.membership.plan import WorkerState
+from acsgd.elastic.setup import check_elastic, setup_of, with_stages
+from acsgd.elastic.state.handover import (
     ViewStart,
     complete_step,
     end_transfers,
@@ -23,36 +27,29 @@ from acsgd.elastic.handover import (
     run_missing_exchange,
     worker_state,
 )
-from acsgd.elastic.messages import Broken, Done, End, Hello, Idle, Leave, Run, Setup, Stop, Stopped, View
-from acsgd.elastic.plan import WorkerState
-from acsgd.elastic.setup import check_elastic, setup_of, with_stages
-from acsgd.elastic.snapshot_store import SnapshotStore
-from acsgd.elastic.snapshots import Snapshots, describe_snapshots, open_snapshots
-from acsgd.elastic.stores import connect_store, open_store
-from acsgd.elastic.view_lock import ViewLock
-from acsgd.elastic.view_metrics import ViewMetrics
+from acsgd.elastic.state.snapshot_store import SnapshotStore
+from acsgd.elastic.state.snapshots import Snapshots, describe_snapshots, open_snapshots
+from acsgd.elastic.view_resources import ViewLock, ViewMetrics, connect_store, open_store, view_events
 from acsgd.errors import ConnectError, RefusedError, RunError, SaveError, WaitInterruptedError
-from acsgd.fields import from_json
+from acsgd.failures.failures import RunContext
+from acsgd.failures.signals import StopSignals
+from acsgd.failures.stdio import enter_training
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.sampling.batches import BatchReader
+from acsgd.io.data.batches import BatchReader
+from acsgd.io.files.fields import from_json
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
-from acsgd.run.checkpointing import Checkpointing
-from acsgd.run.control import StepSummary
-from acsgd.run.failures import RunContext
-from acsgd.run.inputs import Inputs, open_inputs, open_weight_source
-from acsgd.run.job import Job, prepare
-from acsgd.run.loop_state import LoopState
-from acsgd.run.session import Session
-from acsgd.run.signals import StopSignals
-from acsgd.run.state import Start, start
-from acsgd.run.stdio import enter_training
-from acsgd.run.text_log import text_log_of
+from acsgd.run.plan.job import Job, prepare
+from acsgd.run.setup.inputs import Inputs, open_inputs, open_weight_source
+from acsgd.run.setup.report import StepSummary
+from acsgd.run.setup.resume import Start, start
+from acsgd.run.setup.session import Session
+from acsgd.run.step.checkpointing import Checkpointing
+from acsgd.run.step.loop_state import LoopState
+from acsgd.run.step.text_log import text_log_of
 from acsgd.shards.load import Constants
-from acsgd.store import StoreError
 from acsgd.topology import Groups, connect
 from acsgd.train import run_steps
-from acsgd.waits import InterruptibleWaits
 
 
 def run_elastic(config: Config, launch: Launch, context: RunContext, end: Callable[[int], None]) -> None:

@@ -1,5 +1,5 @@
 """Input and output of a run: sources of text, sampling, checkpoints, telemetry."""
 
-from acsgd.io.sources.sources import SOURCES
+from acsgd.io.data.sources.sources import SOURCES
 
 __all__ = ["SOURCES"]

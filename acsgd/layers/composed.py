@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from acsgd.layers.capture import BlockCall, Reached, stubbed, unknown_like
 from acsgd.layers.description import HIDDEN, LOGITS, ModelLayers, Replicated
 from acsgd.layers.masks import masked
-from acsgd.layers.relative_bias import compute_relative_bias
+from acsgd.layers.stand_ins import compute_relative_bias
 
 State = dict[str, Tensor]
 """Tensors between two layers, by name."""

@@ -1,4 +1,4 @@
-"""Derive the layers of a model from one run of its own forward, on fake tensors: no weights, no arithmetic."""
+"""Derive the layers of a model from one run of its own forward, on fake tensors: no weights, no code per type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from acsgd.layers.description import (
     HIDDEN,
@@ -23,10 +23,28 @@ from acsgd.layers.description import (
     TensorShape,
     layer_names,
 )
-from acsgd.layers.limits import check_config
-from acsgd.layers.relative_bias import relative_bias
 from acsgd.layers.skeleton import parameter_names
+from acsgd.layers.stand_ins import relative_bias
 from acsgd.layers.trace import Trace, on_fake_tensors, trace
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Raise LayersError for an option that stages do not support, with the value to set."""
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            check_config(value)
+        elif "layerdrop" in name and isinstance(value, float) and value > 0:
+            raise LayersError(
+                f'{name} is {value}, but stages cannot skip layers at random; set "{name}": 0.0 in config.json'
+            )
+        elif name == "output_router_logits" and value:
+            raise LayersError(
+                "output_router_logits is true, but the balancing loss of the routers needs all layers on one rank; "
+                'set "output_router_logits": false in config.json to train without that loss'
+            )
+
+
+pass
 
 PROBES: tuple[Mapping[str, int], ...] = (
     {"batch": 2, "sequence": 16, "target": 8},

@@ -19,8 +19,7 @@ from transformers import Cache, PreTrainedModel
 
 from acsgd.layers.capture import BlockCall, find_blocks, stubbed
 from acsgd.layers.description import HIDDEN, LayersError, Origin
-from acsgd.layers.known_values import KnownValues, probe_batch
-from acsgd.layers.recorders import RandomOps, Uses
+from acsgd.layers.recorders import KnownValues, RandomOps, Uses, probe_batch
 from acsgd.layers.skeleton import experts_without_values, parameter_names, set_tied_parameter
 
 

@@ -13,8 +13,7 @@ from acsgd.errors import RunError
 from acsgd.layers.composed import Inputs, State
 from acsgd.layers.lengths import Lengths
 from acsgd.pp.micro_shapes import MicroShapes
-from acsgd.pp.nan_probe import NaNProbe
-from acsgd.pp.nonfinite import NonFiniteTensor
+from acsgd.pp.nan_probe import NaNProbe, NonFiniteTensor
 from acsgd.pp.schedules.actions import ACTIVATION, GRADIENT, OPERATIONS, Action, Op, Route
 from acsgd.pp.schedules.programs import StepActions
 from acsgd.pp.stage import MicroBatch, Stage

@@ -14,10 +14,9 @@ from acsgd.dp.sync import GradSync
 from acsgd.layers.composed import ComposedModel, Context, Inputs, State
 from acsgd.layers.description import LOGITS, LayerSpec
 from acsgd.layers.skeleton import parameter_names
-from acsgd.seeds import mix_seed
 from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import Weight, in_reduction_order
-from acsgd.streams import seed_generators
+from acsgd.streams import mix_seed, seed_generators
 from acsgd.tasks import Loss, Predict
 
 

@@ -1,28 +1,96 @@
-"""Convert models in files of other formats to layer shards, with two layers in memory at a time."""
+"""Convert models in files of other formats to layer shards, with two layers in memory at a time.
+
+An interrupted conversion continues with the files that it has not written.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Protocol
 
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from acsgd.errors import CorruptFileError
+from acsgd.io.files.fields import from_json
+from acsgd.io.files.read_ahead import read_ahead
 from acsgd.layers.description import ModelLayers
 from acsgd.notes import print_note
-from acsgd.read_ahead import read_ahead
 from acsgd.shards.check import first_names
 from acsgd.shards.config import derive_layers
-from acsgd.shards.disk import copy_model_files, write_layer
-from acsgd.shards.initial import draw
-from acsgd.shards.journal import Journal
+from acsgd.shards.disk import copy_model_files, verify_file, write_layer
+from acsgd.shards.load import draw
 from acsgd.shards.locate import open_hf
 from acsgd.shards.manifest import VERSION, Manifest, StoredFile
 from acsgd.tasks import TASKS
+
+NAME = ".written.jsonl"
+
+
+@dataclass(frozen=True)
+class _Line:
+    layer: str
+    entry: StoredFile
+
+
+class Journal:
+    """A file in a directory under construction that lists its complete files, a line of JSON each.
+
+    The first line identifies what is converted. What was written of something else is removed.
+    """
+
+    def __init__(self, directory: Path, identity: str) -> None:
+        self._directory = directory
+        self._path = directory / NAME
+        self._entries: dict[str, StoredFile] = {}
+        text = self._path.read_text(errors="replace") if self._path.exists() else ""
+        first, *lines = text.splitlines() or [""]
+        if first == identity:
+            self._entries = dict(filter(None, map(_parse, lines)))
+            return
+        if first:  # of another conversion
+            for path in directory.iterdir():
+                path.unlink()
+        self._path.write_text(f"{identity}\n")
+
+    def find(self, layer: str) -> StoredFile | None:
+        """Return the entry of a layer's file if it was written and is valid."""
+        entry = self._entries.get(layer)
+        if entry is None:
+            return None
+        try:
+            verify_file(self._directory / entry.file, entry)
+        except CorruptFileError:
+            return None
+        return entry
+
+    def add(self, layer: str, entry: StoredFile) -> None:
+        """Add the file of a layer."""
+        with self._path.open("a") as file:
+            file.write(json.dumps(asdict(_Line(layer, entry))) + "\n")
+
+    def remove(self) -> None:
+        """Remove the journal of a complete directory."""
+        self._path.unlink()
+
+
+def _parse(line: str) -> tuple[str, StoredFile] | None:
+    """Return the layer and the entry of a line, None if it is not complete."""
+    try:
+        parsed = from_json(_Line, json.loads(line))
+    except ValueError:
+        return None
+    return parsed.layer, parsed.entry
+
+
+pass
 
 Report = Callable[[int, int], object]
 """Called with the number of bytes written and that of all bytes to write."""
@@ -122,3 +190,29 @@ def _read(opened: OpenedModel, names: Collection[str]) -> dict[str, Tensor]:
             path = opened.path_of(name)
             raise ValueError(f"{path}: {name} has values that are not finite; give weights without NaN and infinities")
     return tensors | draw(opened.model, [name for name in names if name in opened.new])
+
+
+def describe_shards(target: Path) -> str:
+    """Return a sentence on new layer shards."""
+    manifest = Manifest.read(target)
+    task = "" if manifest.task == "lm" else f" --model.task {manifest.task}"
+    return _describe(manifest, target, f"train it with --model.name {quote(str(target))}{task}")
+
+
+def describe_hf(source: Path, target: Path) -> str:
+    """Return a sentence on a new Hugging Face directory that layer shards were converted to."""
+    manifest = Manifest.read(source)
+    load = f"{TASKS[manifest.task].auto_class.__name__}.from_pretrained({str(target)!r})"
+    return _describe(manifest, target, f"load it with {load}")
+
+
+def describe_legacy(source: Path, target: Path) -> str:
+    """Return a sentence on a new model of a replaced system that layer shards were converted to."""
+    back = f"acsgd convert from-legacy {quote(str(target))} SHARDS"
+    return _describe(Manifest.read(source), target, f"convert it back with {back}")
+
+
+def _describe(manifest: Manifest, target: Path, following: str) -> str:
+    size = sum(path.stat().st_size for path in target.iterdir())
+    layers = f"{len(manifest.model.layers)} layers, {size / 1e6:,.1f} MB, task {manifest.task}"
+    return f"wrote {target}: {layers}; {following}"

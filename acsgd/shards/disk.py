@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 import transformers
 from torch import Tensor
 
-from acsgd.checksum import file_checksum
 from acsgd.errors import CorruptFileError
+from acsgd.io.files.checksum import file_checksum
 from acsgd.layers.description import ModelLayers
 from acsgd.shards.check import FLOATING, check_tensors, expected_tensors, first_names
 from acsgd.shards.files import TensorHeader, check_file_name, open_tensors, tensor_headers, unusable

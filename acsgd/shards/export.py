@@ -1,30 +1,79 @@
-"""Convert layer shards to a Hugging Face directory, with two layers in memory at a time."""
+"""Convert layer shards to a Hugging Face directory with a model card, with two layers in memory at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from acsgd.io.files.read_ahead import read_ahead
 from acsgd.layers.description import LayerSpec
-from acsgd.read_ahead import read_ahead
 from acsgd.shards.config import CONFIG
 from acsgd.shards.convert import Report
 from acsgd.shards.disk import ShardDirectory, copy_model_files
 from acsgd.shards.files import TensorHeader
-from acsgd.shards.hf_model import tensor_of
+from acsgd.shards.hf_model import INDEX, SINGLE, tensor_of
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.locate import TIE, open_shards
-from acsgd.shards.model_card import model_card
+from acsgd.shards.manifest import Manifest
 from acsgd.shards.names import to_files
-from acsgd.shards.stored import INDEX, SINGLE
 from acsgd.shards.writer import DTYPES, TensorWriter, bytes_of, header_of
 from acsgd.tasks import UNTIED
+
+
+def model_card(config: PreTrainedConfig, manifest: Manifest, task: str) -> str:
+    """Return the model card of a model, from the manifest of its shards. It names no directories."""
+    run: dict[str, Any] = manifest.run or {}
+    origin = run.get("origin", {})
+    front = {"library_name": "transformers", **({"base_model": origin["model"]} if origin.get("model") else {})}
+    lines = [
+        "---",
+        *(f"{key}: {json.dumps(value)}" for key, value in front.items()),
+        "---",
+        "",
+        f"# {(config.architectures or [config.model_type])[0]}",
+        "",
+        f"A model of the type `{config.model_type}`, " + ("trained" if run else "converted") + " with acsgd.",
+        "",
+    ]
+    if run:
+        lines += [*_table(_training(run, task)), "", "## Options", "", *_table(_options(run))]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _training(run: dict[str, Any], task: str) -> Iterable[tuple[str, Any]]:
+    progress, origin = run["progress"], run.get("origin", {})
+    losses, evaluation = progress.get("recent") or [None], dict(progress.get("evaluation", {}))
+    return (
+        ("task", task),
+        ("started from", origin.get("model")),
+        ("sources", origin.get("sources")),
+        ("optimizer steps", progress["step"]),
+        ("target tokens", f"{progress['tokens']:,}"),
+        ("loss of the last step", losses[-1]),
+        ("held-out loss", progress.get("eval_loss", evaluation.pop("eval_loss", None))),
+        *((f"held-out {name}", value) for name, value in evaluation.items()),
+        ("replicas", run.get("replicas")),
+    )
+
+
+def _options(run: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    return sorted({**run["identity"]["data"], **run.get("options", {})}.items())
+
+
+def _table(rows: Iterable[tuple[str, Any]]) -> list[str]:
+    """Return a table in Markdown of the rows that have a value."""
+    cells = [f"| {name} | {str(value).replace('|', ' ')} |" for name, value in rows if value is not None]
+    return ["| | |", "|---|---|", *cells]
+
+
+pass
 
 CASTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_BYTES = 5 * 10**9

@@ -1,7 +1,8 @@
-"""Load single layers of a model whose parameters are on the meta device, from layer shards or with random weights."""
+"""Load single layers of a model whose parameters are on the meta device, from layer shards or initial values."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple, Protocol
@@ -10,14 +11,27 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from acsgd.adapters.quantize import is_quantized, quantize
 from acsgd.layers.description import LayerSpec, ModelLayers
-from acsgd.layers.lookup_table import LookupTable
+from acsgd.layers.quantize import is_quantized, quantize
 from acsgd.layers.skeleton import move_buffers, parameter_names, set_buffer, set_tied_parameter
-from acsgd.seeds import mix_seed
+from acsgd.layers.stand_ins import LookupTable
 from acsgd.shards.layer_tensors import LayerTensors, hidden_matrices, layer_tensors
 from acsgd.shards.weights import Weight
+from acsgd.streams import mix_seed
 from acsgd.tasks import Task
+
+
+@torch.no_grad()
+def draw(model: PreTrainedModel, names: Collection[str]) -> dict[str, Tensor]:
+    """Return new parameters, as transformers initialises them, the same in every conversion."""
+    drawn: dict[str, Tensor] = {}
+    for index, path in enumerate(dict.fromkeys(name.rpartition(".")[0] for name in names)):
+        module = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(mix_seed(0, index))
+            model._init_weights(module)
+        drawn |= {f"{path}.{leaf}": param.detach() for leaf, param in module.named_parameters(recurse=False)}
+    return {name: drawn[name] for name in names}
 
 
 class WeightSource(Protocol):

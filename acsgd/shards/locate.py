@@ -15,10 +15,18 @@ from acsgd.shards.check import first_names
 from acsgd.shards.config import CONFIG, MANY_BLOCKS, number_of_blocks, read_config
 from acsgd.shards.disk import ShardDirectory, model_files
 from acsgd.shards.files import read_json_object
-from acsgd.shards.hf_model import HFModel, LocatedTensor, names_of, read_located, tensor_of
+from acsgd.shards.hf_model import (
+    FLOATING,
+    HFModel,
+    LocatedTensor,
+    StoredTensor,
+    names_of,
+    read_located,
+    stored_tensors,
+    tensor_of,
+)
 from acsgd.shards.manifest import MANIFEST
 from acsgd.shards.names import Conversion, conversions, names_in_files
-from acsgd.shards.stored import FLOATING, StoredTensor, stored_tensors
 from acsgd.shards.writer import DTYPES
 from acsgd.tasks import TASKS, UNTIED
 

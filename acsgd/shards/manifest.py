@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from acsgd.atomic import fsync_directory
-from acsgd.checksum import check_file_checksum, new_file_checksum
 from acsgd.errors import CorruptFileError
-from acsgd.fields import Natural, from_json
+from acsgd.io.files.atomic import fsync_directory
+from acsgd.io.files.checksum import check_file_checksum, new_file_checksum
+from acsgd.io.files.fields import Natural, from_json
 from acsgd.layers.description import ModelLayers
 from acsgd.layers.verify import Verification
 from acsgd.shards.files import check_file_name, unusable

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from acsgd.layers.composed import ComposedModel, State
 from acsgd.layers.description import BATCH, LOGITS, LayerSpec, ModelLayers
-from acsgd.layers.known_values import KnownValues, probe_batch
+from acsgd.layers.recorders import KnownValues, probe_batch
 from acsgd.layers.skeleton import experts_without_values
 from acsgd.layers.trace import on_fake_tensors
 from acsgd.tasks import Task

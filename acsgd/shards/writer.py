@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acsgd.checksum import new_file_checksum
+from acsgd.io.files.checksum import new_file_checksum
 from acsgd.shards.files import TensorHeader
 
 CHUNK = 2**20

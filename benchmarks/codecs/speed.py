@@ -35,7 +35,7 @@ from torch import Tensor
 from acsgd import codecs
 from acsgd.codecs.base import Codec, pack, wire_bytes
 from acsgd.codecs.cache_update import decode_update, encode_update
-from acsgd.codecs.entropy import compress_, decompress
+from acsgd.codecs.lossless import compress_, decompress
 from acsgd.config.spec import from_spec
 from acsgd.pp.wire.delta import Delta
 

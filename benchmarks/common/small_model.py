@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
 
-from acsgd.io.cache import open_cached
+from acsgd.io.files.cache import open_cached
 
 END = "<|endoftext|>"
 

@@ -33,9 +33,9 @@ from acsgd.config.options import (
     ReplicaConfig,
 )
 from acsgd.config.run_file import to_toml
-from acsgd.io.cache import open_cached
-from acsgd.io.sources.base import TEXT, Record, RecordCounts
-from acsgd.io.sources.sources import parse_sources
+from acsgd.io.data.sources.base import TEXT, Record, RecordCounts
+from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.files.cache import open_cached
 from acsgd.shards.export import to_hf
 from benchmarks.common.small_model import cut, digest, save_blank, with_dropout, written
 from benchmarks.replicas import ddp

@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.table import Table
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
-from acsgd.io.sampling import tokens as tokens_module
-from acsgd.io.sampling.arrays import ArrayWriter
-from acsgd.io.sampling.tokens import OFFSETS, TOKENS, TokenStats
+from acsgd.io.data.tokens import tokens as tokens_module
+from acsgd.io.data.tokens.tokens import OFFSETS, TOKENS, TokenStats
+from acsgd.io.files.arrays import ArrayWriter
 from acsgd.launch import Launch
-from acsgd.run.data import open_data
-from acsgd.run.job import prepare
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.data import open_data
 from benchmarks.common.small_model import save_blank
 
 GOAL_S = 5.0

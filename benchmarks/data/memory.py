@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from acsgd.io.sampling.tokens import tokenize_all
-from acsgd.io.sources.sources import parse_sources
+from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.tokens.tokens import tokenize_all
 from benchmarks.data.tokenize import CORES, KINDS, load, pieces
 
 

@@ -22,8 +22,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from acsgd.io.rows.best_fit import best_fit
-from acsgd.io.sampling.sampler import Ints
+from acsgd.io.data.rows.best_fit import best_fit
+from acsgd.io.data.sampler import Ints
 
 THEIRS = """
 import sys, time

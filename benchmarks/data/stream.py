@@ -27,11 +27,11 @@ from rich.table import Table
 from transformers import AutoConfig, AutoTokenizer
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
-from acsgd.fields import from_json
-from acsgd.io.rows.base import Rows
-from acsgd.io.rows.streamed import StreamedRows, StreamState
-from acsgd.io.sources.sources import parse_sources
-from acsgd.run.rows import RowMaker
+from acsgd.io.data.rows.base import Rows
+from acsgd.io.data.rows.streamed import StreamedRows, StreamState
+from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.files.fields import from_json
+from acsgd.run.setup.rows import RowMaker
 from benchmarks.data.memory import write
 from benchmarks.data.tokenize import CORES, load
 

@@ -29,8 +29,8 @@ from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from acsgd.io.sampling.tokens import tokenize_all
-from acsgd.io.sources.sources import parse_sources
+from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.tokens.tokens import tokenize_all
 from benchmarks.common.compare import Comparison, alternate, summarise
 
 MARKED = (

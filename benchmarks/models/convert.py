@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from acsgd.atomic import build_atomically
+from acsgd.io.files.atomic import build_atomically
 from acsgd.layers.skeleton import weights_on_meta
 from acsgd.shards import writer
 from acsgd.shards.convert import from_hf

@@ -21,10 +21,10 @@ from rich.table import Table
 from transformers import GPTNeoXConfig, LlamaConfig, PreTrainedConfig
 
 from acsgd.adapters.inject import build_adapted, with_adapter
-from acsgd.adapters.quantize import Quantization
-from acsgd.adapters.spec import parse_adapter
+from acsgd.config.adapters import parse_adapter
 from acsgd.layers.description import LayerSpec
-from acsgd.run.limits import ParameterCount
+from acsgd.layers.quantize import Quantization
+from acsgd.run.plan.limits import ParameterCount
 from acsgd.shards.plan import layer_costs, plan, training_costs
 from acsgd.tasks import TASKS
 

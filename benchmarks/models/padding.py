@@ -25,10 +25,10 @@ from rich.table import Table
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from acsgd.generation.decode import Generator, pad
-from acsgd.generation.model import LoadedModel
-from acsgd.generation.options import Decoding
-from acsgd.generation.prompts import PromptEncoder
+from acsgd.commands.generation.decode import Generator, pad
+from acsgd.commands.generation.model import LoadedModel
+from acsgd.commands.generation.options import Decoding
+from acsgd.commands.generation.prompts import PromptEncoder
 from acsgd.layers.small_config import small_configs
 from acsgd.layers.verify import fill_with_random
 from acsgd.tasks import TASKS

@@ -31,8 +31,8 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from acsgd.layers.derive import check_config
 from acsgd.layers.description import LayersError
-from acsgd.layers.limits import check_config
 from acsgd.layers.small_config import small_configs
 from acsgd.layers.verify import make_batches
 from acsgd.shards.convert import from_hf

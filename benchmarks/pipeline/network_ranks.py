@@ -22,9 +22,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig, RunConfig
-from acsgd.io.sampling.batches import Batch
+from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
-from acsgd.run.job import prepare
+from acsgd.run.plan.job import prepare
 from benchmarks.common import netlab
 from benchmarks.pipeline.forms import open_trainings, with_form
 
@@ -32,7 +32,7 @@ SEQUENCE, WIDTH, BLOCKS, HEADS = 384, 256, 4, 4
 TIMEOUT_S = 300.0
 UNTIED = "/untied"
 """End of a form that trains a model whose head has weights of its own."""
-PRELOAD = ["acsgd.run.build", "acsgd.run.inputs", "transformers.models.gpt2.modeling_gpt2", "rich.table"]
+PRELOAD = ["acsgd.run.setup.build", "acsgd.run.setup.inputs", "transformers.models.gpt2.modeling_gpt2", "rich.table"]
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,10 @@ from transformers.utils import logging as transformers_logging
 
 from acsgd.config.options import Config
 from acsgd.config.run_file import parse
-from acsgd.io.sampling.batches import Batch
+from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
-from acsgd.run.data import open_data
-from acsgd.run.job import prepare
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.data import open_data
 from benchmarks.common.compare import Comparison, RankRounds, alternate, on_ranks, summarise
 from benchmarks.pipeline.forms import UNCOMPRESSED, Training, open_trainings, with_form
 from examples.demo import make_model

@@ -15,18 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from acsgd.comm.waits import DIRECT, Meter
 from acsgd.config.options import OptimConfig
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
-from acsgd.dp.exchange.peers import Peers
-from acsgd.dp.exchange.single_replica import SingleReplicaSync
-from acsgd.dp.sync import GradSync
-from acsgd.meter import Meter
+from acsgd.dp.peers import Peers
+from acsgd.dp.sync import GradSync, SingleReplicaSync
 from acsgd.optim.adamw import AdamWOptimizer
 from acsgd.optim.base import LocalStep
 from acsgd.shards.weights import Weight
 from acsgd.topology import Topology, connect
-from acsgd.waits import DIRECT
 
 FIRST = 3000
 """Number of the first step, rounded up to the start of a period."""

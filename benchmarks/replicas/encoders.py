@@ -17,7 +17,7 @@ from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 
 HEADER_BYTES = 16
-"""Header of every message between replicas (acsgd/dp/exchange/peers.py)."""
+"""Header of every message between replicas (acsgd/dp/peers.py)."""
 
 
 class Spread(NamedTuple):

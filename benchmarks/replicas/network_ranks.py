@@ -24,11 +24,11 @@ from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.exchange.second_moments import INTERVAL
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.sampling.batches import Batch
+from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
-from acsgd.run.build import build_session
-from acsgd.run.inputs import open_weight_source
-from acsgd.run.job import Job, prepare
+from acsgd.run.plan.job import Job, prepare
+from acsgd.run.setup.build import build_session
+from acsgd.run.setup.inputs import open_weight_source
 from acsgd.topology import Groups, Topology, connect
 from acsgd.train import train_step
 from benchmarks.common import netlab

@@ -22,11 +22,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from acsgd.config.options import OptimConfig
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
-from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.peers import Peers
 from acsgd.launch import Launch
 from acsgd.optim.adamw import AdamWOptimizer
 from acsgd.optim.base import PLAIN_STEP
-from acsgd.optim.clipping import clip_factor, scale_gradients_, squared_norm
+from acsgd.optim.loss_scale import clip_factor, scale_gradients_, squared_norm
 from acsgd.shards.weights import Weight
 from acsgd.topology import Topology, connect, open_store
 

@@ -27,22 +27,22 @@ from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
-from acsgd.elastic.snapshot_store import SnapshotStore
-from acsgd.elastic.snapshots import BUDGET, Snapshots
+from acsgd.elastic.state.snapshot_store import (SnapshotStore)
+from acsgd.elastic.state.snapshots import (BUDGET, Snapshots)
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.sampling.batches import BatchReader
+from acsgd.io.data.batches import (BatchReader)
 from acsgd.launch import Launch
-from acsgd.run.after_step import NoSnapshots, StepSnapshots
-from acsgd.run.build import build_session
-from acsgd.run.control import Votes
-from acsgd.run.data import open_data
-from acsgd.run.inputs import open_weight_source
-from acsgd.run.job import prepare
-from acsgd.run.loop_state import LoopState
-from acsgd.run.session import Session
+from acsgd.run.step.after_step import (NoSnapshots, StepSnapshots)
+from acsgd.run.setup.build import (build_session)
+from acsgd.run.setup.report import (Votes)
+from acsgd.run.setup.data import (open_data)
+from acsgd.run.setup.inputs import (open_weight_source)
+from acsgd.run.plan.job import (prepare)
+from acsgd.run.step.loop_state import (LoopState)
+from acsgd.run.setup.session import (Session)
 from acsgd.topology import connect
 from acsgd.train import train_step
-from acsgd.waits import InterruptibleWaits
+from acsgd.comm.waits import (InterruptibleWaits)
 from benchmarks.common.compare import RankRounds, Step, alternate, on_ranks, summarise
 from benchmarks.common.small_model import save_blank
 

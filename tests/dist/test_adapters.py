@@ -24,14 +24,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from acsgd.adapters.export import merge, to_peft
 from acsgd.adapters.inject import is_of_adapter
+from acsgd.commands.generation.adapter import PEFTAdapter
+from acsgd.commands.generation.model import load
 from acsgd.config.options import AdapterConfig, Config, ReplicaConfig
 from acsgd.errors import RunError
-from acsgd.generation.adapter import PEFTAdapter
-from acsgd.generation.model import load
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.launch import Launch
-from acsgd.run.inputs import open_inputs
-from acsgd.run.job import prepare
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.inputs import open_inputs
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
 from acsgd.shards.files import ADAPTER_WEIGHTS

@@ -13,7 +13,7 @@ from lib.training import RELATIVE, make_config
 from lib.views import Return, Script, ScriptedView, Trained, train_in_views
 
 from acsgd.config.options import Config, ElasticConfig, ReplicaConfig
-from acsgd.elastic import handover
+from acsgd.elastic.state import handover
 
 STEPS = 12
 """Enough for the 4 layers of the model, of which at least one arrives in each step but the first, twice."""

@@ -16,12 +16,12 @@ from torch import Tensor
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.config.options import Config
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.sampling.batches import Dataset
+from acsgd.io.data.batches import Dataset
 from acsgd.launch import Launch
 from acsgd.pp.wire.frame import HEADER_BYTES
-from acsgd.run.build import build_session
-from acsgd.run.inputs import open_inputs
-from acsgd.run.job import prepare
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.build import build_session
+from acsgd.run.setup.inputs import open_inputs
 from acsgd.topology import connect
 from acsgd.train import train_step
 

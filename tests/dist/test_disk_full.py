@@ -23,10 +23,10 @@ from acsgd.errors import RunError
 from acsgd.io.checkpoint import saver as saver_module
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.checkpoint.saver import Saver
-from acsgd.io.sampling.batches import Batch
+from acsgd.io.data.batches import Batch
 from acsgd.io.telemetry.metrics import Metrics
-from acsgd.run.checkpointing import Checkpointing
-from acsgd.run.session import Session, StepResult
+from acsgd.run.setup.session import Session, StepResult
+from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import Manifest, StoredFile
 from tests.lib.cache import share_cache, shared_model, with_shared_cache

@@ -34,13 +34,13 @@ from torch import Tensor, nn
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.exchange.buckets import make_buckets
-from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.modes.powersgd import PowerSGD
+from acsgd.dp.peers import Peers
 from acsgd.dp.sync import GradSync
 from acsgd.errors import RunError
 from acsgd.optim.base import SecondMoments
-from acsgd.optim.clipping import clip_factor, scale_gradients_, squared_norm
-from acsgd.run.control import Gather
+from acsgd.optim.loss_scale import clip_factor, scale_gradients_, squared_norm
+from acsgd.run.setup.report import Gather
 from acsgd.shards.weights import Weight
 from acsgd.topology import Topology, connect
 

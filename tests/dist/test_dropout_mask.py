@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from acsgd.config.options import Config, LogConfig, PipelineConfig
 from acsgd.pp.stage import MicroBatch, Stage
-from acsgd.seeds import mix_seed
 from acsgd.shards.manifest import Manifest
+from acsgd.streams import mix_seed
 
 TinyModel = Callable[..., Path]
 STEPS = 2

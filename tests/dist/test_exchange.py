@@ -11,9 +11,9 @@ import torch.distributed as dist
 from lib.proxy import proxied_store
 from lib.ranks import on_ranks
 
+from acsgd.comm.process_groups import MARGIN_S as TORCH_MARGIN_S
 from acsgd.errors import RunError
 from acsgd.launch import Launch
-from acsgd.process_groups import MARGIN_S as TORCH_MARGIN_S
 from acsgd.topology import Topology, connect, open_store
 
 TIMEOUT_S = 2.0

@@ -16,9 +16,9 @@ from lib.resume import make_config as make_saved_config
 from lib.training import RELATIVE, make_config, train_whole, whole_batches
 from transformers import AutoModelForCausalLM
 
+from acsgd.commands.generation.model import load
 from acsgd.config.options import Config, ReplicaConfig
 from acsgd.dp import MODES
-from acsgd.generation.model import load
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.export import to_hf

@@ -17,10 +17,10 @@ from lib.training import losses_of_rank
 from acsgd.config.options import Config, ReplicaConfig
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.launch import Launch
-from acsgd.run.build import build_session
-from acsgd.run.inputs import open_weight_source
-from acsgd.run.job import prepare
-from acsgd.run.state import restore
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.build import build_session
+from acsgd.run.setup.inputs import open_weight_source
+from acsgd.run.setup.resume import restore
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import Manifest
 from acsgd.shards.weights import WeightState

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lib.ranks import on_ranks
 
-from acsgd.elastic.addresses import find_interface
+from acsgd.elastic.host.addresses import find_interface
 from acsgd.launch import publish_daemon
 from acsgd.topology import Topology, connect
 from benchmarks.common import netlab

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from lib.processes import CONTEXT, WAIT_S, started, wait_until
 from lib.ranks import on_ranks
 
+from acsgd.comm.waits import InterruptibleWaits
 from acsgd.errors import WaitInterruptedError
-from acsgd.run.control import Gather
+from acsgd.run.setup.report import Gather
 from acsgd.topology import Groups, Topology, connect
-from acsgd.waits import InterruptibleWaits
 
 TIMEOUT = timedelta(seconds=60)
 SOON_S = 10.0

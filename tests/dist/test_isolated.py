@@ -14,11 +14,11 @@ from lib.training import assert_same_training, plain_config, train_whole, whole_
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from acsgd.config.options import Config
-from acsgd.io.sampling.batches import Batch
+from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
 from acsgd.layers.masks import DOCUMENTS
-from acsgd.run.inputs import open_inputs
-from acsgd.run.job import prepare
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.inputs import open_inputs
 
 TinyModel = Callable[..., Path]
 

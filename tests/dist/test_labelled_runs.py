@@ -31,10 +31,10 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 from acsgd.adapters.export import merge, to_peft
 from acsgd.config.options import AdapterConfig, Config
 from acsgd.launch import Launch
-from acsgd.run.build import build_session
-from acsgd.run.data import open_data
-from acsgd.run.inputs import open_weight_source
-from acsgd.run.job import prepare
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.build import build_session
+from acsgd.run.setup.data import open_data
+from acsgd.run.setup.inputs import open_weight_source
 from acsgd.shards.export import to_hf
 from acsgd.tasks import IGNORED, TASKS
 from acsgd.topology import connect

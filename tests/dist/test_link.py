@@ -14,10 +14,10 @@ from torch import Tensor
 
 from acsgd import codecs
 from acsgd.codecs.base import wire_bytes
+from acsgd.comm.waits import Meter
 from acsgd.errors import RunError
 from acsgd.layers.description import Dim
 from acsgd.layers.lengths import Lengths
-from acsgd.meter import Meter
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta

@@ -13,9 +13,9 @@ from lib.ranks import on_ranks
 from lib.replicas import on_replicas
 
 from acsgd import codecs
-from acsgd.dp.exchange.peers import Peers
+from acsgd.comm.waits import Meter
+from acsgd.dp.peers import Peers
 from acsgd.errors import RunError
-from acsgd.meter import Meter
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.pp.wire.coder import EXACT, TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta

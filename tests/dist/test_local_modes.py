@@ -24,7 +24,7 @@ from lib.replicas import (
 )
 from torch import Tensor
 
-from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.peers import Peers
 from acsgd.errors import RunError
 from acsgd.shards.weights import WeightState
 from acsgd.topology import Topology, connect

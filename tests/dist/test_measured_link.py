@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lib.ranks import on_ranks
 from lib.training import TIMEOUT
 
-from acsgd.elastic import transfer
+from acsgd.elastic.state import transfer
 from acsgd.topology import Topology, connect
 
 SIZE = 100

@@ -13,12 +13,12 @@ from lib.training import TIMEOUT, make_config
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.options import Config
-from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.peers import Peers
 from acsgd.launch import Launch
 from acsgd.layers.composed import ComposedModel
-from acsgd.run.build import build_stages
-from acsgd.run.inputs import open_weight_source
-from acsgd.run.job import prepare
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.build import build_stages
+from acsgd.run.setup.inputs import open_weight_source
 from acsgd.shards.config import read_config
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf

@@ -22,10 +22,10 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 from acsgd.config.options import CheckpointConfig, Config, EvalConfig, PipelineConfig, RunConfig
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.launch import Launch
-from acsgd.run.build import build_session
-from acsgd.run.data import open_data
-from acsgd.run.inputs import open_weight_source
-from acsgd.run.job import prepare
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.build import build_session
+from acsgd.run.setup.data import open_data
+from acsgd.run.setup.inputs import open_weight_source
 from acsgd.topology import connect
 
 CLASSES = {"classification": 3, "regression": 1}

@@ -12,10 +12,10 @@ from lib.ranks import gather_states
 from lib.replicas import copied, on_replicas
 from torch import Tensor, nn
 
+from acsgd.comm.waits import Meter
 from acsgd.config.options import OptimConfig
-from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.exchange.second_moments import SecondMomentCorrection, by_rows
-from acsgd.meter import Meter
+from acsgd.dp.peers import Peers
 from acsgd.optim.adamw import AdamWOptimizer
 from acsgd.optim.base import LocalStep
 from acsgd.shards.weights import Weight, WeightState

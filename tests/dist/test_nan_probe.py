@@ -17,9 +17,9 @@ from lib.ranks import on_ranks
 from torch import Tensor, nn
 
 from acsgd.config.options import Config
-from acsgd.pp.nonfinite import NonFiniteTensor, first_non_finite
+from acsgd.pp.nan_probe import NonFiniteTensor, first_non_finite
 from acsgd.pp.stage import MicroBatch, Stage
-from acsgd.run.session import Session
+from acsgd.run.setup.session import Session
 
 TinyModel = Callable[..., Path]
 

@@ -11,7 +11,7 @@ from lib.cache import with_shared_cache
 from lib.forks import make_config, result_of, save_model, started
 
 from acsgd.config.options import CheckpointConfig, PipelineConfig
-from acsgd.run import rows as rows_module
+from acsgd.run.setup import rows as rows_module
 
 STAGES = 4
 

@@ -12,11 +12,11 @@ from lib.forks import checkpoints_of, finish, make_config, save_model, started
 
 from acsgd import train
 from acsgd.config.options import CheckpointConfig, Config
+from acsgd.failures.signals import StopSignals
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.sampling.batches import Batch
-from acsgd.run.loop_state import LoopState
-from acsgd.run.session import Session, StepResult
-from acsgd.run.signals import StopSignals
+from acsgd.io.data.batches import Batch
+from acsgd.run.setup.session import Session, StepResult
+from acsgd.run.step.loop_state import LoopState
 
 STEPS, PAUSED = 6, 4
 """Steps of the run; steps before the pause."""

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
-from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.modes.powersgd import PowerSGD
+from acsgd.dp.peers import Peers
 from acsgd.dp.sync import GradSync
 from acsgd.errors import RunError
 from acsgd.optim.base import SecondMoments

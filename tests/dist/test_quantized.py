@@ -21,11 +21,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5Block
 
-from acsgd.adapters.quantize import quantize_layers
 from acsgd.config.options import AdapterConfig, Config, ElasticConfig, EvalConfig
 from acsgd.errors import RunError
 from acsgd.launch import Launch
-from acsgd.run.job import prepare
+from acsgd.layers.quantize import quantize_layers
+from acsgd.run.plan.job import prepare
 from acsgd.shards.manifest import Manifest
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -13,7 +13,7 @@ from torch.nn import functional
 from acsgd.config.options import OptimConfig
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
-from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.peers import Peers
 from acsgd.optim.adamw import AdamWOptimizer
 from acsgd.optim.base import PLAIN_STEP
 from acsgd.shards.weights import Weight

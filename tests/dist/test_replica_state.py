@@ -17,16 +17,16 @@ from lib.training import RELATIVE
 from acsgd import train
 from acsgd.config.options import Config, ReplicaConfig
 from acsgd.dp import MODES
-from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.modes.allreduce import AllReduce
+from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import GradSync, Mode
 from acsgd.errors import RunError
 from acsgd.launch import Launch
 from acsgd.optim.base import Capability
-from acsgd.run.inputs import open_inputs
-from acsgd.run.job import prepare
-from acsgd.run.lock import RunLock
+from acsgd.run.lock.lock import RunLock
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.inputs import open_inputs
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import Manifest
 from acsgd.shards.weights import Weight, WeightState

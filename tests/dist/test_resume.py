@@ -23,8 +23,8 @@ from lib.resume import (
 from lib.training import RELATIVE
 from safetensors.torch import load_file, save_file
 
-from acsgd.checksum import file_checksum
 from acsgd.config.options import Config
+from acsgd.io.files.checksum import file_checksum
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import MANIFEST, Manifest, _with_checksum
 

@@ -18,11 +18,11 @@ from acsgd.config.options import Config, ReplicaConfig
 from acsgd.errors import WaitInterruptedError
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
-from acsgd.run.build import build_session
-from acsgd.run.control import StepSummary
-from acsgd.run.inputs import open_weight_source
-from acsgd.run.job import prepare
-from acsgd.run.loop_state import LoopState
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.build import build_session
+from acsgd.run.setup.inputs import open_weight_source
+from acsgd.run.setup.report import StepSummary
+from acsgd.run.step.loop_state import LoopState
 from acsgd.topology import connect
 
 STEPS, INTERRUPTED = 4, 1

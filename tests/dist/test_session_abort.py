@@ -14,18 +14,18 @@ import torch.distributed as dist
 from lib.ranks import on_ranks
 from lib.training import RELATIVE, TIMEOUT, batches_of, make_config, oracle_losses
 
+from acsgd.comm.waits import InterruptibleWaits
 from acsgd.config.options import Config, ReplicaConfig
 from acsgd.errors import RunError, WaitInterruptedError
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.sampling.batches import Batch
+from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
-from acsgd.run.build import build_session
-from acsgd.run.inputs import open_weight_source
-from acsgd.run.job import prepare
-from acsgd.run.session import Session
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.build import build_session
+from acsgd.run.setup.inputs import open_weight_source
+from acsgd.run.setup.session import Session
 from acsgd.topology import Groups, connect
 from acsgd.train import train_step
-from acsgd.waits import InterruptibleWaits
 
 STEPS = 6
 VIEWS = 3

@@ -13,7 +13,7 @@ from lib.training import RELATIVE, oracle_losses
 
 from acsgd.config.options import CheckpointConfig, EvalConfig, LogConfig, PipelineConfig
 from acsgd.pp.stage import Stage
-from acsgd.run.stragglers import PATIENCE
+from acsgd.run.step.pace import PATIENCE
 
 STEPS = PATIENCE + 2
 SLEEP_S = 0.2

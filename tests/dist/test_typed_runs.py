@@ -28,10 +28,10 @@ from acsgd.config.options import (
     OptimConfig,
     PipelineConfig,
 )
-from acsgd.io.sampling.batches import Batch
+from acsgd.io.data.batches import Batch
 from acsgd.pp.wire.frame import HEADER_BYTES
-from acsgd.seeds import mix_seed
 from acsgd.shards.manifest import Manifest
+from acsgd.streams import mix_seed
 from acsgd.tasks import TASKS
 
 STEPS, HALF = 4, 2

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from acsgd.adapters.export import merge, to_peft
 from acsgd.adapters.inject import is_of_adapter
+from acsgd.commands.generation.model import load
 from acsgd.config.options import Config
-from acsgd.generation.model import load
 from acsgd.launch import Launch
-from acsgd.run.inputs import open_weight_source
-from acsgd.run.job import prepare
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.inputs import open_weight_source
 from acsgd.shards.layer_tensors import layer_tensors
 
 

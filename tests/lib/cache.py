@@ -8,8 +8,8 @@ from pathlib import Path
 
 from acsgd.config.options import Config
 from acsgd.launch import Launch
-from acsgd.run.inputs import open_inputs
-from acsgd.run.job import prepare
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.inputs import open_inputs
 from tests.lib.forks import save_model
 
 _filled: set[str] = set()

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from acsgd.io.formats.base import Example
-from acsgd.io.formats.formats import parts_of, read_each
-from acsgd.io.rows.base import RowReader
-from acsgd.io.rows.concat import ConcatRows
-from acsgd.io.sampling.encode import DocumentEncoder, Encoded
-from acsgd.io.sampling.pipeline import stop_or_skip
-from acsgd.io.sampling.tokens import Corpus
-from acsgd.io.sources.base import BadRecord, RecordCounts, Source
-from acsgd.io.sources.sources import parse_sources
+from acsgd.io.data.formats.base import Example
+from acsgd.io.data.formats.formats import parts_of, read_each
+from acsgd.io.data.rows.base import RowReader
+from acsgd.io.data.rows.concat import ConcatRows
+from acsgd.io.data.sources.base import BadRecord, RecordCounts, Source
+from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.tokens.encode import DocumentEncoder, Encoded
+from acsgd.io.data.tokens.pipeline import stop_or_skip
+from acsgd.io.data.tokens.tokens import Corpus
 
 
 def one_document(tokens: NDArray[Any], *notes: str) -> Corpus:

@@ -13,10 +13,10 @@ from queue import SimpleQueue
 
 import pytest
 
-from acsgd.elastic.daemon import Daemon
-from acsgd.elastic.effects import Timing
-from acsgd.elastic.joining import DaemonOptions
-from acsgd.elastic.messages import (
+from acsgd.elastic.host.daemon import Daemon
+from acsgd.elastic.host.joining import DaemonOptions
+from acsgd.elastic.membership.effects import Timing
+from acsgd.elastic.membership.messages import (
     End,
     FromWorker,
     Hello,
@@ -29,7 +29,7 @@ from acsgd.elastic.messages import (
     from_line,
     to_line,
 )
-from acsgd.elastic.plan import WorkerState
+from acsgd.elastic.membership.plan import WorkerState
 
 TIMING = Timing(heartbeat_s=0.02, silence_s=0.4, settle_s=0.01, last_call_s=0.1)
 LIMIT_S = 20.0

@@ -15,15 +15,15 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
-from acsgd.dp.exchange.single_replica import SingleReplicaSync
+from acsgd.dp.sync import SingleReplicaSync
 from acsgd.launch import Launch
 from acsgd.layers.composed import ComposedModel
 from acsgd.layers.skeleton import fill_with_stand_ins
 from acsgd.pp.stage import Stage
-from acsgd.run.build import build_session
-from acsgd.run.inputs import open_weight_source
-from acsgd.run.job import prepare
-from acsgd.run.session import Session
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.build import build_session
+from acsgd.run.setup.inputs import open_weight_source
+from acsgd.run.setup.session import Session
 from acsgd.shards.load import LayerLoader, RandomWeights
 from acsgd.shards.weights import Weight
 from acsgd.tasks import TASKS

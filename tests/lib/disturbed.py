@@ -31,17 +31,17 @@ from acsgd.io.checkpoint import saver
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.checkpoint.resume import Checkpoint
-from acsgd.io.sampling.batches import Batch, BatchReader
+from acsgd.io.data.batches import Batch, BatchReader
 from acsgd.launch import Launch
 from acsgd.optim.loss_scale import LossScale
 from acsgd.pp.stage import MicroBatch, Stage
-from acsgd.run.checkpointing import Checkpointing
-from acsgd.run.control import Votes
-from acsgd.run.inputs import open_inputs
-from acsgd.run.job import prepare
-from acsgd.run.lock import RunLock
-from acsgd.run.loop_state import LoopState
-from acsgd.run.session import Session, StepResult
+from acsgd.run.lock.lock import RunLock
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.inputs import open_inputs
+from acsgd.run.setup.report import Votes
+from acsgd.run.setup.session import Session, StepResult
+from acsgd.run.step.checkpointing import Checkpointing
+from acsgd.run.step.loop_state import LoopState
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import Manifest, StoredFile
 from acsgd.topology import connect

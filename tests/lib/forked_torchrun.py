@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-from acsgd.run.processes import start_time
+from acsgd.failures.processes import start_time
 from tests.lib.launched import MARGIN_S, Output
 from tests.lib.processes import CONTEXT
 

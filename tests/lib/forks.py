@@ -38,12 +38,12 @@ from acsgd.config.options import (
     RunConfig,
 )
 from acsgd.errors import ReportedError
+from acsgd.failures.failures import report_failure
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
-from acsgd.run.failures import report_failure
-from acsgd.run.session import Session
+from acsgd.run.setup.session import Session
 from acsgd.shards.manifest import Manifest, StoredFile
 from acsgd.topology import clone_store
 from tests.lib.processes import CONTEXT

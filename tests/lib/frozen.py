@@ -11,9 +11,9 @@ import torch.distributed as dist
 from acsgd.config.options import Config
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
-from acsgd.run.build import build_session
-from acsgd.run.inputs import open_weight_source
-from acsgd.run.job import prepare
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.build import build_session
+from acsgd.run.setup.inputs import open_weight_source
 from acsgd.topology import connect
 from acsgd.train import train_step
 from lib.training import TIMEOUT, batches_of

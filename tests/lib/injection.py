@@ -20,19 +20,20 @@ from typing import Any
 
 from torch import distributed as dist
 
-from acsgd.elastic import handover, worker
+from acsgd.elastic import worker
 from acsgd.elastic.control import Control
-from acsgd.elastic.daemon import Connections
-from acsgd.elastic.messages import Decided, Hello, Prepare, View
-from acsgd.elastic.register import ViewRegister
-from acsgd.elastic.transfer import HeldLayers
-from acsgd.elastic.view_lock import ViewLock
-from acsgd.elastic.views import Membership
+from acsgd.elastic.host.daemon import Connections
+from acsgd.elastic.host.register import ViewRegister
+from acsgd.elastic.membership.messages import Decided, Hello, Prepare, View
+from acsgd.elastic.membership.views import Membership
+from acsgd.elastic.state import handover
+from acsgd.elastic.state.transfer import HeldLayers
+from acsgd.elastic.view_resources import ViewLock
 from acsgd.io.checkpoint import saver
 from acsgd.optim.adamw import AdamWOptimizer
-from acsgd.run.control import Gather, StepExchange
-from acsgd.run.loop_state import LoopState
-from acsgd.run.session import Session
+from acsgd.run.setup.report import Gather, StepExchange
+from acsgd.run.setup.session import Session
+from acsgd.run.step.loop_state import LoopState
 from acsgd.topology import Groups
 from tests.lib.forked_torchrun import PIDS, Setup
 

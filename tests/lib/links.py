@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from acsgd.codecs.identity import Identity
-from acsgd.meter import Meter
+from acsgd.comm.waits import Meter
 from acsgd.pp.wire.cache import ActivationCache, EntryKey
 from acsgd.pp.wire.cache_disk import HEADER_BYTES as FILE_HEADER_BYTES
 from acsgd.pp.wire.cache_disk import TRAILER_BYTES, DiskStore

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
-from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.peers import Peers
 from acsgd.dp.sync import GradSync
 from acsgd.optim.base import SecondMoments
 from acsgd.shards.weights import Weight, WeightState

@@ -25,12 +25,12 @@ from acsgd.config.options import (
     PipelineConfig,
 )
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.sampling.batches import Batch
+from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
-from acsgd.run.inputs import open_inputs
-from acsgd.run.job import prepare
-from acsgd.run.lock import RunLock
-from acsgd.run.session import Session, StepResult
+from acsgd.run.lock.lock import RunLock
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.inputs import open_inputs
+from acsgd.run.setup.session import Session, StepResult
 from acsgd.topology import connect
 from lib.cache import share_cache, with_shared_cache
 

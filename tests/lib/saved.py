@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from acsgd import train
-from acsgd.checksum import file_checksum
 from acsgd.config.options import (
     CheckpointConfig,
     Config,
@@ -23,10 +22,11 @@ from acsgd.config.options import (
     OptimConfig,
     PipelineConfig,
 )
+from acsgd.io.files.checksum import file_checksum
 from acsgd.launch import Launch
-from acsgd.run.inputs import open_inputs
-from acsgd.run.job import prepare
-from acsgd.run.lock import RunLock
+from acsgd.run.lock.lock import RunLock
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.inputs import open_inputs
 from acsgd.shards.manifest import Manifest, StoredFile
 from acsgd.topology import connect
 

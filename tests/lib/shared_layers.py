@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig
 
 from acsgd.config.options import Config
 from acsgd.layers.description import ModelLayers
-from acsgd.run import model
-from acsgd.run.layers_cache import LayersCache
+from acsgd.run.plan import model
+from acsgd.run.plan.layers_cache import LayersCache
 from acsgd.shards import config as configs
 from acsgd.tasks import TASKS, Task
 

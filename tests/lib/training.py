@@ -18,17 +18,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.sampling.batches import Batch
-from acsgd.io.sampling.sampler import deal
+from acsgd.io.data.batches import Batch
+from acsgd.io.data.sampler import deal
 from acsgd.launch import Launch
 from acsgd.optim.loss_scale import LossScale
 from acsgd.optim.schedule import learning_rate
-from acsgd.run.build import build_session
-from acsgd.run.data import open_data
-from acsgd.run.inputs import open_weight_source
-from acsgd.run.job import Job, prepare
-from acsgd.run.session import Session
-from acsgd.seeds import mix_seed
+from acsgd.run.plan.job import Job, prepare
+from acsgd.run.setup.build import build_session
+from acsgd.run.setup.data import open_data
+from acsgd.run.setup.inputs import open_weight_source
+from acsgd.run.setup.session import Session
+from acsgd.streams import mix_seed
 from acsgd.topology import connect
 from acsgd.train import train_step
 from lib.cache import with_shared_cache

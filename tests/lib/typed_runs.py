@@ -18,13 +18,13 @@ from acsgd import train
 from acsgd.config.options import Config
 from acsgd.io.checkpoint.progress import Progress, RunIdentity
 from acsgd.io.checkpoint.resume import find
-from acsgd.io.sampling.batches import Batch
+from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
 from acsgd.layers.lengths import Lengths
-from acsgd.run.inputs import Inputs, open_weight_source, plan_activation_caches
-from acsgd.run.job import Job, prepare
-from acsgd.run.lock import RunLock
-from acsgd.run.session import Session
+from acsgd.run.lock.lock import RunLock
+from acsgd.run.plan.job import Job, prepare
+from acsgd.run.setup.inputs import Inputs, open_weight_source, plan_activation_caches
+from acsgd.run.setup.session import Session
 from acsgd.topology import connect
 from lib.model_types import VOCABULARY
 

@@ -8,10 +8,10 @@ import random
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from acsgd.elastic.effects import Contact, Excluded, Install, Record, Send, StopWorkers, Timing
-from acsgd.elastic.messages import Host, Message, View
-from acsgd.elastic.plan import WorkerState, make_plan
-from acsgd.elastic.views import Membership
+from acsgd.elastic.membership.effects import Contact, Excluded, Install, Record, Send, StopWorkers, Timing
+from acsgd.elastic.membership.messages import Host, Message, View
+from acsgd.elastic.membership.plan import WorkerState, make_plan
+from acsgd.elastic.membership.views import Membership
 
 TIMING = Timing(heartbeat_s=0.5)
 STEP_S = 0.1

@@ -18,8 +18,11 @@ import torch.distributed as dist
 from safetensors.torch import load
 
 from acsgd import train
+from acsgd.comm.waits import InterruptibleWaits
 from acsgd.config.options import Config
-from acsgd.elastic.handover import (
+from acsgd.elastic.membership.plan import Plan, WorkerState, make_plan
+from acsgd.elastic.setup import possible_cuts, with_stages
+from acsgd.elastic.state.handover import (
     complete_step,
     end_transfers,
     hand_over,
@@ -28,29 +31,26 @@ from acsgd.elastic.handover import (
     run_missing_exchange,
     worker_state,
 )
-from acsgd.elastic.plan import Plan, WorkerState, make_plan
-from acsgd.elastic.setup import possible_cuts, with_stages
-from acsgd.elastic.snapshot_store import SnapshotStore
-from acsgd.elastic.snapshots import Snapshots
-from acsgd.elastic.transfer import LayersInMemory, layer_message
+from acsgd.elastic.state.snapshot_store import SnapshotStore
+from acsgd.elastic.state.snapshots import Snapshots
+from acsgd.elastic.state.transfer import LayersInMemory, layer_message
 from acsgd.errors import WaitInterruptedError
-from acsgd.fields import from_json
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.rows.streamed import StreamState
-from acsgd.io.sampling.batches import Batch, BatchReader
+from acsgd.io.data.batches import Batch, BatchReader
+from acsgd.io.data.rows.streamed import StreamState
+from acsgd.io.files.fields import from_json
 from acsgd.launch import Launch
-from acsgd.run import build
-from acsgd.run.build import build_session
-from acsgd.run.control import Votes
-from acsgd.run.data import open_data
-from acsgd.run.inputs import open_weight_source, plan_activation_caches
-from acsgd.run.job import prepare
-from acsgd.run.loop_state import LoopState
-from acsgd.run.pace import Pace
-from acsgd.run.session import Session
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup import build
+from acsgd.run.setup.build import build_session
+from acsgd.run.setup.data import open_data
+from acsgd.run.setup.inputs import open_weight_source, plan_activation_caches
+from acsgd.run.setup.report import Votes
+from acsgd.run.setup.session import Session
+from acsgd.run.step.loop_state import LoopState
+from acsgd.run.step.pace import Pace
 from acsgd.shards.load import Constants
 from acsgd.topology import Groups, connect
-from acsgd.waits import InterruptibleWaits
 from lib.training import TIMEOUT
 
 SAMPLES = 100

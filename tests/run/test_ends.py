@@ -22,12 +22,12 @@ import pytest
 from acsgd import main, train
 from acsgd.config.options import CheckpointConfig, Config, RunConfig
 from acsgd.errors import RunError
+from acsgd.failures.failures import GRACE_S
+from acsgd.failures.signals import REPEAT_S, WATCH_S
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.pp.stage import Stage
-from acsgd.run import lease, lock
-from acsgd.run.checkpointing import Checkpointing
-from acsgd.run.failures import GRACE_S
-from acsgd.run.signals import REPEAT_S, WATCH_S
+from acsgd.run.lock import lease, lock
+from acsgd.run.step.checkpointing import Checkpointing
 from tests.lib.cache import shared_model, with_shared_cache
 from tests.lib.forks import make_config, started
 from tests.lib.launched import MARGIN_S, TRAIN, running

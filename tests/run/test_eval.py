@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from acsgd import __main__ as entry
-from acsgd.evaluation import command
+from acsgd.commands.evaluation import command
 from acsgd.launch import Launch
 from tests.lib.ranks import on_ranks
 

@@ -28,7 +28,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from acsgd.seeds import mix_seed
+from acsgd.streams import mix_seed
 from tests.soak.area import Area, Case, UnavailableError
 
 PRELOAD = ["tests.soak.preload"]

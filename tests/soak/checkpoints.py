@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from acsgd.checksum import file_checksum
 from acsgd.config.run_file import parse
+from acsgd.io.files.checksum import file_checksum
 from acsgd.shards.manifest import MANIFEST, _with_checksum
 from tests.lib.forks import finish
 from tests.soak.area import ACCEPTED, Case, Outcome

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 from acsgd.config.options import Config
 from acsgd.config.run_file import parse
 from acsgd.launch import Launch
-from acsgd.run.inputs import open_inputs
-from acsgd.run.job import prepare
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.inputs import open_inputs
 from tests.soak.area import ACCEPTED, Case, Outcome
 from tests.soak.mutate import (
     FLOATS,

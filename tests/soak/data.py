@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from acsgd.io.sampling.tokens import tokenize_all
-from acsgd.io.sources.base import ReadOptions
-from acsgd.io.sources.sources import parse_sources
+from acsgd.io.data.sources.base import ReadOptions
+from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.tokens.tokens import tokenize_all
 from acsgd.shards.config import read_config
 from acsgd.shards.tokenizer import load_tokenizer
 from tests.lib.forks import save_model

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from acsgd.errors import RunError
-from acsgd.run import lease, lock
-from acsgd.run.lease import Lease
-from acsgd.run.lock import RunLock
-from acsgd.run.processes import Process
+from acsgd.failures.processes import Process
+from acsgd.run.lock import lease, lock
+from acsgd.run.lock.lease import Lease
+from acsgd.run.lock.lock import RunLock
 from tests.soak.area import ACCEPTED, Case, Outcome, UnavailableError
 
 SPEED = 50

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar
 
 from acsgd.errors import RunError
+from acsgd.failures.report import report_startup_error
 from acsgd.launch import Launch
-from acsgd.run.error_report import report_startup_error
 from tests.soak.area import ACCEPTED, Outcome
 
 T = TypeVar("T")

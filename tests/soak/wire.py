@@ -18,15 +18,14 @@ from acsgd.codecs.base import Codec, unpack
 from acsgd.codecs.log_levels import LogLevels
 from acsgd.codecs.message import MessageCodec, PackedCodec
 from acsgd.codecs.topk import TopK
-from acsgd.dp.exchange.peers import Peers
-from acsgd.meter import Meter
+from acsgd.comm.waits import DIRECT, Meter
+from acsgd.dp.peers import Peers
 from acsgd.pp.wire.cache import ActivationCache
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.streams import Streams
-from acsgd.waits import DIRECT
 from tests.soak.area import ACCEPTED, Case, Outcome
 from tests.soak.loopback import Change, Loopback, loopback
 from tests.soak.mutate import changed_bytes

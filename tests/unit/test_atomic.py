@@ -15,7 +15,7 @@ from queue import Queue
 import pytest
 from lib.processes import CONTEXT, WAIT_S, kill, started, wait_for_a_signal
 
-from acsgd.atomic import build_atomically
+from acsgd.io.files.atomic import build_atomically
 
 
 def build_text(path: Path) -> None:

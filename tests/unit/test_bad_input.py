@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from acsgd.config.options import Config
 from acsgd.config.run_file import parse
 from acsgd.launch import Launch
-from acsgd.run import limits
-from acsgd.run.inputs import open_inputs
-from acsgd.run.job import prepare
+from acsgd.run.plan import limits
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.inputs import open_inputs
 from acsgd.shards.config import longest_sequence
 from acsgd.shards.convert import from_hf
 from acsgd.shards.manifest import MANIFEST, VERSION, Manifest

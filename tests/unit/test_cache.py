@@ -14,9 +14,9 @@ from filelock import FileLock
 from lib.processes import CONTEXT, WAIT_S, kill, started, wait_for_a_signal, wait_until
 
 from acsgd import notes as notes_module
-from acsgd.atomic import build_atomically, describe_build
 from acsgd.errors import CorruptFileError, RunError
-from acsgd.io.cache import lock_file, open_cached
+from acsgd.io.files.atomic import build_atomically, describe_build
+from acsgd.io.files.cache import lock_file, open_cached
 
 
 def build_slowly(target: Path) -> None:

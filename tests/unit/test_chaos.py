@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from acsgd import cli
-from acsgd.elastic.chaos import START, Injector, _end, _lines_after
-from acsgd.elastic.processes import HostProcesses, Process, describe, find_hosts
+from acsgd.commands.chaos import START, Injector, _end, _lines_after
+from acsgd.elastic.host.processes import HostProcesses, Process, describe, find_hosts
 from acsgd.io.telemetry.json_lines import METRICS
 
 LIMIT_S = 20.0

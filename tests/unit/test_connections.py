@@ -11,8 +11,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from acsgd import connections
-from acsgd.connections import GlooConnections
+from acsgd.comm import connections
+from acsgd.comm.connections import GlooConnections
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

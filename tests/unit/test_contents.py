@@ -19,8 +19,8 @@ from acsgd.errors import CorruptFileError
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.launch import Launch
-from acsgd.run.job import Job, prepare
-from acsgd.run.state import check_files
+from acsgd.run.plan.job import Job, prepare
+from acsgd.run.setup.resume import check_files
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
 from acsgd.shards.manifest import Manifest

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from acsgd.comm.waits import DIRECT, Meter
 from acsgd.errors import RunError
-from acsgd.meter import Meter
-from acsgd.run.control import NO_VOTES, StepReport, StepSummary, Votes
-from acsgd.run.session import Session
+from acsgd.run.setup.report import NO_VOTES, StepReport, StepSummary, Votes
+from acsgd.run.setup.session import Session
 from acsgd.topology import Topology
-from acsgd.waits import DIRECT
 
 REPORT = StepReport(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from acsgd import codecs
 from acsgd.codecs.base import pack, unpack, wire_bytes
 from acsgd.codecs.cache_update import decode_update
-from acsgd.codecs.entropy import compress_
+from acsgd.codecs.lossless import compress_
 from acsgd.errors import RunError
 from acsgd.pp.wire.channel import NOT_FINITE, check_header, read_header
 from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind

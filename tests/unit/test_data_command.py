@@ -14,7 +14,7 @@ from lib.labelled import save_model, with_special_tokens
 from transformers import PreTrainedTokenizerFast
 
 from acsgd import cli
-from acsgd.io.sampling import pipeline
+from acsgd.io.data.tokens import pipeline
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -76,7 +76,7 @@ def test_show_names_bad_records_and_goes_on(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("chars", [1, 2**20])
 def test_check_counts_everything(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chars: int) -> None:
     monkeypatch.setattr(pipeline, "BATCH_CHARS", chars)
-    monkeypatch.setattr("acsgd.io.sources.pieces.PIECE_CHARS", 64)
+    monkeypatch.setattr("acsgd.io.data.sources.text.PIECE_CHARS", 64)
     path = write(
         tmp_path / "a.jsonl",
         {"text": "one"},
@@ -177,7 +177,7 @@ def test_check_of_valid_data_succeeds_and_counts_masked_tokens(run: Run, tmp_pat
 
 
 def test_check_of_a_text_in_pieces_is_one_document(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("acsgd.io.sources.pieces.PIECE_CHARS", 16)
+    monkeypatch.setattr("acsgd.io.data.sources.text.PIECE_CHARS", 16)
     (tmp_path / "a.txt").write_text("some words\n" * 20)
     code, out, _ = run("check", f"{tmp_path / 'a.txt'}")
     assert code == 0

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from acsgd import cli
-from acsgd.data.dedup import NUM_HASHES, RECALL, NearDuplicates, rows_per_band, shingles
+from acsgd.commands.data.dedup import NUM_HASHES, RECALL, NearDuplicates, rows_per_band, shingles
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -21,14 +21,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from acsgd.adapters.spec import ADAPTERS
 from acsgd.codecs import CODECS
 from acsgd.codecs.base import Field, pack, unpack, wire_bytes
+from acsgd.config.adapters import ADAPTERS
 from acsgd.config.run_file import parse
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES, hooks
-from acsgd.io.formats.base import Example, OptionsOfFormat, Segment
-from acsgd.io.sources.base import ReadOptions, Record, RecordCounts
+from acsgd.io.data.formats.base import Example, OptionsOfFormat, Segment
+from acsgd.io.data.sources.base import ReadOptions, Record, RecordCounts
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.schedule import RATE_SCHEDULES
 from acsgd.pp import SCHEDULES, Action, Op, lower, validate

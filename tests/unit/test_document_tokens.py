@@ -15,13 +15,13 @@ from tokenizers import processors
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from acsgd.io.checkpoint.progress import RunState
-from acsgd.io.sampling import pipeline
-from acsgd.io.sampling.encode import DocumentEncoder
-from acsgd.io.sampling.tokens import TOKENS, tokenize
-from acsgd.io.sources.sources import parse_sources
+from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.tokens import pipeline
+from acsgd.io.data.tokens.encode import DocumentEncoder
+from acsgd.io.data.tokens.tokens import TOKENS, tokenize
 from acsgd.launch import Launch
-from acsgd.run.inputs import open_inputs
-from acsgd.run.job import prepare
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.inputs import open_inputs
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.tokenizer import DocumentTokens, SpecialTokens, load_tokenizer
 
@@ -81,7 +81,7 @@ def test_a_token_that_ends_a_document_begins_the_next(tokenizer: PreTrainedToken
 def test_a_long_document_begins_once(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("acsgd.io.sources.pieces.PIECE_CHARS", 8)
+    monkeypatch.setattr("acsgd.io.data.sources.text.PIECE_CHARS", 8)
     assert tokenized(with_template(tokenizer, "<s> $A"), tmp_path).count("<s>") == len(TEXTS)
 
 

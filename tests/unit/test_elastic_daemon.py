@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from lib.daemons import COMPLETE, TIMING, Worker, complete_tasks, free_addresses, host
 
-from acsgd.elastic.daemon import Daemon
-from acsgd.elastic.joining import DaemonOptions
-from acsgd.elastic.local_workers import LocalWorkers, WorkerEvents
-from acsgd.elastic.messages import Broken, End, Leave, View
-from acsgd.elastic.plan import Plan
+from acsgd.elastic.host.daemon import Daemon
+from acsgd.elastic.host.joining import DaemonOptions
+from acsgd.elastic.host.local_workers import LocalWorkers, WorkerEvents
+from acsgd.elastic.membership.messages import Broken, End, Leave, View
+from acsgd.elastic.membership.plan import Plan
 
 pytestmark = COMPLETE
 

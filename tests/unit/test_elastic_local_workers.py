@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from acsgd.elastic.local_workers import LocalWorkers
-from acsgd.elastic.messages import FromWorker, Hello, Leave, Setup, to_line
-from acsgd.elastic.plan import WorkerState
+from acsgd.elastic.host.local_workers import LocalWorkers
+from acsgd.elastic.membership.messages import FromWorker, Hello, Leave, Setup, to_line
+from acsgd.elastic.membership.plan import WorkerState
 
 LIMIT_S = 10.0
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from acsgd.elastic.assignment import Transfer
-from acsgd.elastic.plan import CopiedLayers, Plan, WorkerState, make_plan
+from acsgd.elastic.membership.assignment import Transfer
+from acsgd.elastic.membership.plan import CopiedLayers, Plan, WorkerState, make_plan
 
 Cut = tuple[tuple[int, ...], ...]
 

@@ -13,8 +13,8 @@ from queue import Empty
 import pytest
 from lib.daemons import COMPLETE, Worker, complete_tasks, free_addresses, host
 
-from acsgd.elastic import daemon, transport
-from acsgd.elastic.messages import PROTOCOL, End, Heartbeat, Host, seal
+from acsgd.elastic.host import daemon, transport
+from acsgd.elastic.membership.messages import PROTOCOL, End, Heartbeat, Host, seal
 
 pytestmark = COMPLETE
 

@@ -11,8 +11,8 @@ import pytest
 from lib.daemons import Worker, free_addresses
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from acsgd.elastic import addresses, rendezvous
-from acsgd.elastic.addresses import find_address, find_interface, parse_endpoints
+from acsgd.elastic.host import addresses, rendezvous
+from acsgd.elastic.host.addresses import find_address, find_interface, parse_endpoints
 from acsgd.launch import forbid_restart
 
 

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from acsgd.config.options import AdapterConfig, ElasticConfig, ReplicaConfig
 from acsgd.elastic.setup import check_elastic, possible_cuts, setup_of, with_stages
 from acsgd.launch import Launch
-from acsgd.run.inputs import open_inputs
-from acsgd.run.job import prepare
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.inputs import open_inputs
 
 
 @pytest.mark.parametrize(("cache", "is_refused"), [("ram", False), ("disk", True)])

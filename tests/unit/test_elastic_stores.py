@@ -9,9 +9,9 @@ import time
 import pytest
 from lib.daemons import free_addresses
 
-from acsgd.elastic.stores import STORE_TIMEOUT_S, connect_store, open_store
+from acsgd.comm.waits import DIRECT, InterruptibleWaits
+from acsgd.elastic.view_resources import STORE_TIMEOUT_S, connect_store, open_store
 from acsgd.errors import RunError, WaitInterruptedError
-from acsgd.waits import DIRECT, InterruptibleWaits
 
 
 def test_the_store_of_a_process_that_has_ended_is_not_waited_for() -> None:

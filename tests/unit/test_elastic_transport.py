@@ -10,9 +10,9 @@ from contextlib import closing
 
 import pytest
 
-from acsgd.elastic.messages import PROTOCOL, Decided, Host, View
-from acsgd.elastic.plan import Plan
-from acsgd.elastic.transport import Connections
+from acsgd.elastic.host.transport import Connections
+from acsgd.elastic.membership.messages import PROTOCOL, Decided, Host, View
+from acsgd.elastic.membership.plan import Plan
 
 ME = Host("127.0.0.1:1", "me")
 TIMEOUT_S = 30.0

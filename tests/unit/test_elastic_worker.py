@@ -9,22 +9,22 @@ from typing import cast
 
 import pytest
 
+from acsgd.comm.store import StoreError
+from acsgd.comm.waits import InterruptibleWaits
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
 from acsgd.elastic.control import Control
-from acsgd.elastic.handover import is_run_over
-from acsgd.elastic.messages import Broken, End, Hello, Host, Run, Setup, Stop, Stopped, View
-from acsgd.elastic.plan import Plan
-from acsgd.elastic.view_metrics import open_metrics
+from acsgd.elastic.membership.messages import Broken, End, Hello, Host, Run, Setup, Stop, Stopped, View
+from acsgd.elastic.membership.plan import Plan
+from acsgd.elastic.state.handover import is_run_over
+from acsgd.elastic.view_resources import open_metrics
 from acsgd.elastic.worker import ElasticWorker
 from acsgd.errors import ConnectError, RefusedError, RunError, SaveError
+from acsgd.failures.failures import RunContext
+from acsgd.failures.signals import StopSignals
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.record import Record
 from acsgd.launch import Launch
-from acsgd.run.failures import RunContext
-from acsgd.run.loop_state import LoopState
-from acsgd.run.signals import StopSignals
-from acsgd.store import StoreError
-from acsgd.waits import InterruptibleWaits
+from acsgd.run.step.loop_state import LoopState
 
 
 def record(step: int) -> Record:

@@ -13,14 +13,14 @@ from lib.corpora import encoded_of, windows_of
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from acsgd.io.formats.base import Example, Segment
-from acsgd.io.sampling import pipeline
-from acsgd.io.sampling.batches import BatchReader
-from acsgd.io.sampling.encode import DocumentEncoder
-from acsgd.io.sampling.sampler import Sampler
-from acsgd.io.sampling.tokens import TARGETS, Corpus, tokenize_all
-from acsgd.io.sources.base import RecordCounts, Source
-from acsgd.io.sources.sources import parse_sources
+from acsgd.io.data.batches import BatchReader
+from acsgd.io.data.formats.base import Example, Segment
+from acsgd.io.data.sampler import Sampler
+from acsgd.io.data.sources.base import RecordCounts, Source
+from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.tokens import pipeline
+from acsgd.io.data.tokens.encode import DocumentEncoder
+from acsgd.io.data.tokens.tokens import TARGETS, Corpus, tokenize_all
 from acsgd.tasks import IGNORED
 
 PARTS = [

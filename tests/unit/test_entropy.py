@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.bits import pack_bits
-from acsgd.codecs.entropy import compress_, decompress
+from acsgd.codecs.lossless import compress_, decompress
 
 SIZES = [0, 1, 2, 3, 16, 255, 4096, 32768, 100_003]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from acsgd.errors import CorruptFileError
-from acsgd.io.entry import BLOCK_BYTES, CHECKSUMS, Entry, seal
+from acsgd.io.files.entry import BLOCK_BYTES, CHECKSUMS, Entry, seal
 
 CONTENT = {
     "empty": b"",

@@ -17,18 +17,17 @@ from lib.labelled import save_model, with_special_tokens
 from lib.saved import SMALL, small_run, train_alone
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from acsgd.commands.evaluation import command
+from acsgd.commands.evaluation.answers import compare, evaluate_answers, read_questions
+from acsgd.commands.evaluation.job import config_of, data_of, find_evaluated
+from acsgd.commands.evaluation.options import EvalOptions
+from acsgd.commands.generation.command import open_generator
+from acsgd.commands.generation.options import Decoding
 from acsgd.config.options import DataConfig
 from acsgd.config.run_file import parse_flags
-from acsgd.evaluation import command
-from acsgd.evaluation.answers import compare, evaluate_answers, read_questions
-from acsgd.evaluation.job import config_of, data_of
-from acsgd.evaluation.model import find_evaluated
-from acsgd.evaluation.options import EvalOptions
-from acsgd.generation.command import open_generator
-from acsgd.generation.options import Decoding
+from acsgd.failures.failures import RunContext
 from acsgd.launch import Launch
-from acsgd.run.failures import RunContext
-from acsgd.run.job import prepare
+from acsgd.run.plan.job import prepare
 from acsgd.streams import Streams
 
 pytestmark = pytest.mark.usefixtures("known_models")

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 from lib.sleeps import record_sleeps
 
+from acsgd.comm.process_groups import publish_host
+from acsgd.comm.store import CallThread, StoreClient, StoreError
 from acsgd.errors import ReportedError, RunError, reason
+from acsgd.failures import failures as failure
+from acsgd.failures.failures import FailureBoard, Report, attribute_failure, report_failure
+from acsgd.failures.report import report_startup_error
+from acsgd.failures.signals import WATCH_S
 from acsgd.launch import Launch
-from acsgd.process_groups import publish_host
-from acsgd.run import failures as failure
-from acsgd.run.error_report import report_startup_error
-from acsgd.run.failures import FailureBoard, Report, attribute_failure, report_failure
-from acsgd.run.signals import WATCH_S
-from acsgd.store import CallThread, StoreClient, StoreError
 
 HOST = socket.gethostname()
 

@@ -355,16 +355,16 @@ POSITION = {f"acsgd.{name}": position for position, name in enumerate(ORDER.spli
 # Names that only some files may use.
 RESERVED = {
     "torch.distributed": (
-        "acsgd.store",
-        "acsgd.process_groups",
+        "acsgd.comm.store",
+        "acsgd.comm.process_groups",
         "acsgd.topology",
         "acsgd.pp.wire",
         "acsgd.dp",
         "acsgd.io.checkpoint",
-        "acsgd.run.control",
+        "acsgd.run.setup.report",
         "acsgd.elastic",
         "acsgd.main",
-        "acsgd.evaluation.command",
+        "acsgd.commands.evaluation.command",
     ),
     "torch.cuda": ("acsgd.streams", "acsgd.codecs"),
     "os.environ": ("acsgd.launch",),
@@ -372,22 +372,22 @@ RESERVED = {
 }
 TORCH_FREE = (
     "acsgd.errors",
-    "acsgd.waits",
-    "acsgd.connections",
+    "acsgd.comm.waits",
+    "acsgd.comm.connections",
     "acsgd.launch",
-    "acsgd.run.stdio",
-    "acsgd.run.processes",
-    "acsgd.run.signals",
-    "acsgd.run.error_report",
+    "acsgd.failures.stdio",
+    "acsgd.failures.processes",
+    "acsgd.failures.signals",
+    "acsgd.failures.report",
     "acsgd.config.ranges",
     "acsgd.config.spec",
     "acsgd.config.options",
     "acsgd.config.checks",
     "acsgd.config.run_file",
-    "acsgd.generation.options",
-    "acsgd.evaluation.options",
-    "acsgd.data.command",
-    "acsgd.pp.schedules.placement",
+    "acsgd.commands.generation.options",
+    "acsgd.commands.evaluation.options",
+    "acsgd.commands.data.command",
+    "acsgd.pp.schedules.actions",
     "acsgd.pp.schedules.actions",
     "acsgd.pp.schedules.dependencies",
     "acsgd.pp.schedules.lowering",
@@ -480,15 +480,15 @@ def test_reserved_names_are_used_only_where_allowed(name: str) -> None:
 
 # Calls without arguments of a method `wait`, which are no waits for an operation of torch, by file.
 OTHER_WAITS = {
-    "acsgd.waits": {"work"},
+    "acsgd.comm.waits": {"work"},
     "acsgd.dp.exchange.local_weights": {"self._exact"},
     "acsgd.dp.modes.cocktail": {"super()"},
     "acsgd.dp.modes.powersgd": {"super()"},
-    "acsgd.elastic.daemon": {"self._ended"},
+    "acsgd.elastic.host.daemon": {"self._ended"},
     "acsgd.pp.runtime": {"stage.sync"},
     "acsgd.pp.wire.cache_sync": {"exchange"},
     "acsgd.pp.wire.channel": {"exchange"},
-    "acsgd.run.checkpointing": {"self._saver"},
+    "acsgd.run.step.checkpointing": {"self._saver"},
 }
 BLOCKING = {"send", "recv", "barrier", "broadcast", "reduce", "gather", "scatter", "monitored_barrier"}
 

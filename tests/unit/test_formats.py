@@ -11,12 +11,12 @@ from lib.corpora import encoded_of, examples_of
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.options import DataConfig
-from acsgd.io.formats.base import Example, Segment
-from acsgd.io.formats.formats import FORMATS, read_options
-from acsgd.io.sampling.encode import DocumentEncoder
-from acsgd.io.sampling.tokens import tokenize_all
-from acsgd.io.sources.base import ReadOptions, RecordCounts
-from acsgd.io.sources.sources import parse_sources
+from acsgd.io.data.formats.base import Example, Segment
+from acsgd.io.data.formats.formats import FORMATS, read_options
+from acsgd.io.data.sources.base import ReadOptions, RecordCounts
+from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.tokens.encode import DocumentEncoder
+from acsgd.io.data.tokens.tokens import tokenize_all
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 
@@ -145,7 +145,7 @@ def test_fields_are_renamed_and_found_in_objects(tmp_path: Path) -> None:
 
 
 def test_a_long_answer_is_cut_into_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("acsgd.io.sources.pieces.PIECE_CHARS", 8)
+    monkeypatch.setattr("acsgd.io.data.sources.text.PIECE_CHARS", 8)
     examples = read(tmp_path, {"prompt": "a b ", "completion": "c d e f g h i"}, {"prompt": "p", "completion": "q"})
     assert [marked(example) for example in examples] == ["a b ", "{c d e f }", "{g h i}", "p{q}"]
     assert [example.ends_document for example in examples] == [False, False, True, True]

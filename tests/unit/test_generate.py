@@ -35,8 +35,8 @@ from transformers import (
 )
 
 from acsgd import cli
-from acsgd.generation.decode import Generator
-from acsgd.generation.model import load
+from acsgd.commands.generation.decode import Generator
+from acsgd.commands.generation.model import load
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 
 pytestmark = pytest.mark.usefixtures("known_models")

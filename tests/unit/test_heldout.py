@@ -13,17 +13,17 @@ from lib.corpora import one_document, windows_of
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.run_file import parse
-from acsgd.io.sampling.batches import Batch, BatchReader
-from acsgd.io.sampling.held_out import HeldOut, held_out, parse_eval, split
-from acsgd.io.sampling.sampler import Sampler
-from acsgd.io.sampling.tokens import Corpus, tokenize_all
-from acsgd.io.sources import files
-from acsgd.io.sources.base import ReadOptions
-from acsgd.io.sources.fingerprint import fingerprint_of
-from acsgd.io.sources.sources import parse_sources
+from acsgd.io.data.batches import Batch, BatchReader
+from acsgd.io.data.held_out import HeldOut, held_out, parse_eval, split
+from acsgd.io.data.sampler import Sampler
+from acsgd.io.data.sources import files
+from acsgd.io.data.sources.base import ReadOptions
+from acsgd.io.data.sources.fingerprint import fingerprint_of
+from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.tokens.tokens import Corpus, tokenize_all
 from acsgd.launch import Launch
-from acsgd.run.data import Data, open_data
-from acsgd.run.job import prepare
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.data import Data, open_data
 
 T = 5
 LENGTHS = [T + 1, 7 * T + 3, 20 * T + 1, 3 * T + T]

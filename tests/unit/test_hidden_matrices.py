@@ -6,7 +6,7 @@ import pytest
 from lib.model_types import small_config
 
 from acsgd.adapters.inject import build_adapted
-from acsgd.adapters.spec import parse_adapter
+from acsgd.config.adapters import parse_adapter
 from acsgd.shards.layer_tensors import hidden_matrices
 from acsgd.tasks import TASKS
 

@@ -11,14 +11,14 @@ from typing import cast
 
 import pytest
 
-from acsgd.elastic.joins import JoiningRank
-from acsgd.elastic.state_channel import StateReceiver
+from acsgd.elastic.state.channel import StateReceiver
+from acsgd.elastic.state.joins import JoiningRank
 from acsgd.errors import CorruptFileError
 from acsgd.optim.base import Optimizer
 from acsgd.optim.replay import ReplayOptimizer
-from acsgd.run.build import DeferredConstants
-from acsgd.run.control import StepSummary
-from acsgd.run.session import Session
+from acsgd.run.setup.build import DeferredConstants
+from acsgd.run.setup.report import StepSummary
+from acsgd.run.setup.session import Session
 
 LAYERS = 2
 LIMIT_S = 30.0

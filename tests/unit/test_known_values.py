@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from acsgd.layers.known_values import LARGEST, KnownValues
+from acsgd.layers.recorders import LARGEST, KnownValues
 
 IDS = torch.tensor([[5, 2, 7, 0], [2, 9, 0, 0], [4, 8, 3, 2]])
 

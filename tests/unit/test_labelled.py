@@ -25,11 +25,11 @@ from transformers import (
 from acsgd.config.checks import check
 from acsgd.config.run_file import parse
 from acsgd.errors import RunError
-from acsgd.io.sampling.batches import Batch
+from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
-from acsgd.run.data import open_data
-from acsgd.run.inputs import open_inputs
-from acsgd.run.job import Job, prepare
+from acsgd.run.plan.job import Job, prepare
+from acsgd.run.setup.data import open_data
+from acsgd.run.setup.inputs import open_inputs
 from acsgd.tasks import IGNORED, squared_error
 
 pytestmark = pytest.mark.usefixtures("known_models")
@@ -290,8 +290,8 @@ def test_texts_and_pairs_are_not_mixed(model: Model, tmp_path: Path) -> None:
 def test_a_text_that_is_too_long_to_be_tokenized_at_once_is_named_once(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("acsgd.io.sources.pieces.PIECE_CHARS", 64)
-    monkeypatch.setattr("acsgd.io.sampling.pipeline.BATCH_CHARS", 100)
+    monkeypatch.setattr("acsgd.io.data.sources.text.PIECE_CHARS", 64)
+    monkeypatch.setattr("acsgd.io.data.tokens.pipeline.BATCH_CHARS", 100)
     path = tmp_path / "a.jsonl"
     texts = ["x y z\n" * 100, "x y z\n" * 20, "short", "last"]
     records = [{"sentence1": text, "sentence2": "other", "label": 1} for text in texts]

@@ -13,6 +13,7 @@ from lib.model_types import CAUSAL, SHAPE, TYPES, small_config, task_of
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
+from acsgd.failures.report import report_startup_error
 from acsgd.launch import Launch
 from acsgd.layers import compare as comparison
 from acsgd.layers import verify as verification
@@ -28,7 +29,6 @@ from acsgd.layers.verify import (
     make_batches,
     pack,
 )
-from acsgd.run.error_report import report_startup_error
 from acsgd.tasks import TASKS
 
 Change = Callable[[ModelLayers], ModelLayers]

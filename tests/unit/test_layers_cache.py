@@ -18,10 +18,10 @@ from lib.training import plain_config
 from acsgd.config.options import PipelineConfig
 from acsgd.launch import Launch
 from acsgd.layers.description import LayersError
-from acsgd.run import cut, job, model
-from acsgd.run.inputs import open_inputs
-from acsgd.run.job import prepare
-from acsgd.run.layers_cache import LayersCache
+from acsgd.run.plan import cut, job, model
+from acsgd.run.plan.job import prepare
+from acsgd.run.plan.layers_cache import LayersCache
+from acsgd.run.setup.inputs import open_inputs
 from acsgd.shards.plan import layer_costs
 from acsgd.tasks import TASKS
 

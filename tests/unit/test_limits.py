@@ -12,11 +12,11 @@ import torch
 from lib.training import make_config
 from torch import Tensor
 
-from acsgd.adapters.quantize import Quantization, is_quantized, quantize
 from acsgd.config.options import AdapterConfig, Config
 from acsgd.launch import Launch
-from acsgd.run.job import prepare
-from acsgd.run.limits import ParameterCount, check_memory
+from acsgd.layers.quantize import Quantization, is_quantized, quantize
+from acsgd.run.plan.job import prepare
+from acsgd.run.plan.limits import ParameterCount, check_memory
 from acsgd.streams import Streams
 
 TinyModel = Callable[..., Path]

@@ -18,11 +18,11 @@ import pytest
 from lib.processes import CONTEXT, started, wait_for_a_signal
 
 from acsgd.errors import RunError
-from acsgd.run import lease as lease_module
-from acsgd.run import lock
-from acsgd.run.lease import STALE_S, WAIT_S, Lease
-from acsgd.run.lock import HEARTBEAT_S, RunLock
-from acsgd.run.processes import Process, start_time
+from acsgd.failures.processes import Process, start_time
+from acsgd.run.lock import lease as lease_module
+from acsgd.run.lock import lock
+from acsgd.run.lock.lease import STALE_S, WAIT_S, Lease
+from acsgd.run.lock.lock import HEARTBEAT_S, RunLock
 
 HERE = Process.current()
 ELSEWHERE = dataclasses.replace(HERE, host="other-host", machine="another boot")

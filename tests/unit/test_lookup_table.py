@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from acsgd.layers.lookup_table import LookupTable
 from acsgd.layers.skeleton import set_parameter
+from acsgd.layers.stand_ins import LookupTable
 
 VOCABULARY, WIDTH = 10, 4
 

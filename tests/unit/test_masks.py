@@ -7,7 +7,7 @@ from typing import get_args
 
 import torch
 
-from acsgd.dp.exchange.masks import Sampling, sample_coordinates
+from acsgd.dp.modes.cocktail import Sampling, sample_coordinates
 
 CPU = torch.device("cpu")
 FRACTIONS = [1.0, 0.5, 0.4, 0.1, 1 / 3, 0.15, 0.7, 1e-3]

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.options import CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimConfig
-from acsgd.io.sources.glue import GLUE, Glue
+from acsgd.io.data.sources.glue import GLUE, Glue
 from acsgd.launch import Launch
 from acsgd.metrics import DEFAULTS, METRICS, Outcome, choose_metrics, compute_metrics, is_better
-from acsgd.run.job import prepare
+from acsgd.run.plan.job import prepare
 from acsgd.tasks import TASKS
 
 

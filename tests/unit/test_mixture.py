@@ -17,14 +17,14 @@ from lib.saved import SMALL, small_run, train_alone
 
 from acsgd.config.options import Config, PipelineConfig
 from acsgd.config.run_file import parse
-from acsgd.io.rows import layout as layout_module
-from acsgd.io.rows.documents import DocumentRows
-from acsgd.io.rows.layout import Kind, Long, make_layout
-from acsgd.io.sampling.batches import Batch, BatchReader, Dataset
-from acsgd.io.sampling.sampler import BLOCK, Sampler, block_counts
+from acsgd.io.data.batches import Batch, BatchReader, Dataset
+from acsgd.io.data.rows import layout as layout_module
+from acsgd.io.data.rows.documents import DocumentRows
+from acsgd.io.data.rows.layout import Kind, Long, make_layout
+from acsgd.io.data.sampler import BLOCK, Sampler, block_counts
 from acsgd.launch import Launch
-from acsgd.run.data import Data, open_data
-from acsgd.run.job import Job, prepare
+from acsgd.run.plan.job import Job, prepare
+from acsgd.run.setup.data import Data, open_data
 from acsgd.tasks import IGNORED
 
 TinyModel = Callable[..., Path]

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from acsgd.pp.nonfinite import NonFiniteTensor, first_non_finite
+from acsgd.pp.nan_probe import NonFiniteTensor, first_non_finite
 
 IN_ORDER = [
     NonFiniteTensor("weight", 1, None, "weight a", "inf"),

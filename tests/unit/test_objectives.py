@@ -13,23 +13,22 @@ import pytest
 from lib.corpora import documents_of
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from acsgd.commands.evaluation.job import EvaluatedModel, config_of
+from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.config.checks import check
 from acsgd.config.options import PipelineConfig
 from acsgd.config.run_file import parse
-from acsgd.evaluation.job import config_of
-from acsgd.evaluation.model import EvaluatedModel
-from acsgd.evaluation.options import EvalOptions
-from acsgd.io.rows.base import INPUT_IDS, LABELS
-from acsgd.io.rows.documents import DocumentRows
-from acsgd.io.rows.layout import Kind, make_layout
-from acsgd.io.rows.objectives import Objective, Part, PrefixLM
-from acsgd.io.rows.ul2r import MIXTURE, UL2R, Denoiser, DenoisingTokens, Mode, denoising_tokens, removed
-from acsgd.io.sampling.sampler import Ints, random_words
+from acsgd.io.data.rows.base import INPUT_IDS, LABELS
+from acsgd.io.data.rows.documents import DocumentRows
+from acsgd.io.data.rows.layout import Kind, make_layout
+from acsgd.io.data.rows.objectives import Objective, Part, PrefixLM
+from acsgd.io.data.rows.ul2r import MIXTURE, UL2R, Denoiser, DenoisingTokens, Mode, denoising_tokens, removed
+from acsgd.io.data.sampler import Ints, random_words
 from acsgd.launch import Launch
 from acsgd.layers.masks import NO_PREFIX, PREFIXES
-from acsgd.run.data import open_data
-from acsgd.run.inputs import open_inputs
-from acsgd.run.job import Job, prepare
+from acsgd.run.plan.job import Job, prepare
+from acsgd.run.setup.data import open_data
+from acsgd.run.setup.inputs import open_inputs
 from acsgd.tasks import IGNORED
 
 BEGIN, END = 10**6, 10**6 + 1

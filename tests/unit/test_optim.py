@@ -16,7 +16,7 @@ from acsgd.optim import OPTIMIZERS
 from acsgd.optim.adamw import AdamW, AdamWOptimizer
 from acsgd.optim.base import LocalStep
 from acsgd.optim.schedule import RATE_SCHEDULES, learning_rate
-from acsgd.run.plugins import check_capabilities, parse_plugins
+from acsgd.run.plan.plugins import check_capabilities, parse_plugins
 from acsgd.shards.weights import Weight
 
 MODEL = ModelConfig("m")

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from acsgd.run.dealing import MIN_GAIN, WINDOW, Dealer
-from acsgd.run.stragglers import NORMAL, PATIENCE, SLOW, Change, Stragglers
+from acsgd.run.step.pace import MIN_GAIN, NORMAL, PATIENCE, SLOW, WINDOW, Change, Dealer, Stragglers
 
 
 def counts_over(dealer: Dealer, times: Iterable[Sequence[float]]) -> list[list[int]]:

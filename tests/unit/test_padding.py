@@ -20,14 +20,14 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from acsgd import codecs
 from acsgd.codecs.base import wire_bytes
 from acsgd.config.options import Config
-from acsgd.io.rows.base import LENGTHS
+from acsgd.io.data.rows.base import LENGTHS
 from acsgd.launch import Launch
 from acsgd.layers.lengths import Lengths, cut, longest
 from acsgd.layers.padding import depends_on_length, ignores_padding
 from acsgd.layers.verify import Stages, fill_with_random, make_batches
-from acsgd.run.data import open_data
-from acsgd.run.job import prepare
-from acsgd.run.padding import describe_padding, micro_shapes
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.data import open_data
+from acsgd.run.setup.describe import describe_padding, micro_shapes
 from acsgd.tasks import IGNORED, TASKS
 
 TinyModel = Callable[..., Path]

@@ -14,10 +14,10 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.options import DataConfig
-from acsgd.io.formats.formats import read_options
-from acsgd.io.sampling.encode import DocumentEncoder, Encoded
-from acsgd.io.sampling.plain_specials import PlainSpecials
-from acsgd.io.sources.sources import parse_sources
+from acsgd.io.data.formats.formats import read_options
+from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.tokens.encode import DocumentEncoder, Encoded
+from acsgd.io.data.tokens.plain_specials import PlainSpecials
 
 MARKS, OTHERS = ("<|im_start|>", "<|im_end|>"), ("<|im-start|>", "<|im-end|>")
 TEMPLATE = "{0}user\nhas <|im_end|> and<|im_start|>system x é{1}\n{0}assistant\n ok{1}\n"

@@ -12,7 +12,7 @@ from lib.models import TINY
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
-from acsgd.layers import known_values
+from acsgd.layers import recorders as known_values
 from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
 from acsgd.tasks import TASKS, Task
 

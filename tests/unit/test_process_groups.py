@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from acsgd import process_groups
+from acsgd.comm import process_groups
 
 
 def test_the_thread_that_drops_groups_ends_before_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

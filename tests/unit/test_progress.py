@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
-from acsgd.fields import from_json
 from acsgd.io.checkpoint.progress import RECENT, WEIGHTS, Progress, RunIdentity
 from acsgd.io.checkpoint.source_identity import SourceIdentity
+from acsgd.io.files.fields import from_json
 from acsgd.optim.loss_scale import LossScale
 
 DATA = {"data.sequence": 32, "data.batch": 4, "data.seed": 0, "weights of data.sources": [1, 3]}

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from acsgd import read_ahead as module
-from acsgd.read_ahead import read_ahead
+from acsgd.io.files import read_ahead as module
+from acsgd.io.files.read_ahead import read_ahead
 
 TIMEOUT_S = 60.0
 

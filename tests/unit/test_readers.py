@@ -25,10 +25,10 @@ import pytest
 from lib.corpora import examples_of
 from transformers import PreTrainedTokenizerFast
 
-from acsgd.io.sampling.tokens import tokenize_all
-from acsgd.io.sources import json_records
-from acsgd.io.sources.base import OnError, ReadOptions, RecordCounts, Source
-from acsgd.io.sources.sources import parse_sources
+from acsgd.io.data.sources import json_records
+from acsgd.io.data.sources.base import OnError, ReadOptions, RecordCounts, Source
+from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.tokens.tokens import tokenize_all
 
 
 def source_of(name: Path | str, on_error: OnError = "stop") -> Source:

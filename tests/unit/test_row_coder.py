@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.base import pack, unpack, wire_bytes
-from acsgd.codecs.byte_planes import from_planes, to_planes
-from acsgd.codecs.entropy import compress_
+from acsgd.codecs.lossless import compress_, from_planes, to_planes
 from acsgd.layers.description import Dim
 from acsgd.layers.lengths import Lengths
 from acsgd.pp.wire.coder import TensorSpec, TransferInfo

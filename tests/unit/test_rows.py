@@ -14,17 +14,17 @@ from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.checks import check
 from acsgd.config.run_file import parse
-from acsgd.io.rows import layout as layout_module
-from acsgd.io.rows.base import INPUT_IDS, LABELS, RowReader
-from acsgd.io.rows.best_fit import best_fit
-from acsgd.io.rows.documents import DocumentRows
-from acsgd.io.rows.layout import Kind, Long, make_layout, open_layout
-from acsgd.io.sampling.tokens import Corpus, tokenize_all
-from acsgd.io.sources.sources import parse_sources
+from acsgd.io.data.rows import layout as layout_module
+from acsgd.io.data.rows.base import INPUT_IDS, LABELS, RowReader
+from acsgd.io.data.rows.best_fit import best_fit
+from acsgd.io.data.rows.documents import DocumentRows
+from acsgd.io.data.rows.layout import Kind, Long, make_layout, open_layout
+from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.tokens.tokens import Corpus, tokenize_all
 from acsgd.launch import Launch
 from acsgd.layers.masks import DOCUMENTS
-from acsgd.run.inputs import open_inputs
-from acsgd.run.job import prepare
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.inputs import open_inputs
 from acsgd.tasks import IGNORED
 
 PAD = 10**6

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from acsgd.io.sampling.sampler import Sampler, block_counts, deal, shuffled
+from acsgd.io.data.sampler import Sampler, block_counts, deal, shuffled
 
 MIXTURE = Sampler(seed=7, batch=12, counts=(3, 7), sizes=(11, 40))
 

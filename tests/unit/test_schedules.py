@@ -12,9 +12,8 @@ import pytest
 
 from acsgd.config.spec import from_spec, to_spec
 from acsgd.pp import SCHEDULES, Action, Op, Program, Schedule, draw, forwards, lower, parse_action, validate
-from acsgd.pp.schedules.actions import OPERATIONS, Operation
+from acsgd.pp.schedules.actions import OPERATIONS, Operation, Placement
 from acsgd.pp.schedules.dependencies import Dependencies
-from acsgd.pp.schedules.placement import Placement
 from acsgd.pp.schedules.schedules import GPipe, Interleaved, OneFOneB
 from acsgd.pp.schedules.simulate import Cost, main, simulate
 

@@ -19,18 +19,19 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
 from acsgd.errors import RunError, WaitInterruptedError
-from acsgd.fields import from_json
-from acsgd.io.cache import lock_file
-from acsgd.io.formats.formats import read_options
-from acsgd.io.rows.base import LABELS, RowReader, Rows
-from acsgd.io.rows.best_fit import best_fit
-from acsgd.io.rows.cuts import fill
-from acsgd.io.rows.streamed import StreamedRows, StreamState
-from acsgd.io.sampling import pipeline, segment_cache
-from acsgd.io.sampling.batches import BatchReader
-from acsgd.io.sampling.sampler import Sampler
-from acsgd.io.sources.sources import parse_sources
-from acsgd.run.rows import RowMaker
+from acsgd.io.data.batches import BatchReader
+from acsgd.io.data.formats.formats import read_options
+from acsgd.io.data.rows.base import LABELS, RowReader, Rows
+from acsgd.io.data.rows.best_fit import best_fit
+from acsgd.io.data.rows.cuts import fill
+from acsgd.io.data.rows.streamed import StreamedRows, StreamState
+from acsgd.io.data.sampler import Sampler
+from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.stream import segment_cache
+from acsgd.io.data.tokens import pipeline
+from acsgd.io.files.cache import lock_file
+from acsgd.io.files.fields import from_json
+from acsgd.run.setup.rows import RowMaker
 
 WINDOW = 16
 DOCUMENTS = 150

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from acsgd.io.sources.base import BadRecord, Record, RecordCounts
-from acsgd.io.sources.glue import GLUE
-from acsgd.io.sources.natural_instructions import SEPARATORS, STYLES
-from acsgd.io.sources.sources import parse_sources
-from acsgd.io.sources.wikitext import detokenized
+from acsgd.io.data.sources.base import BadRecord, Record, RecordCounts
+from acsgd.io.data.sources.glue import GLUE
+from acsgd.io.data.sources.natural_instructions import SEPARATORS, STYLES
+from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.sources.wikitext import detokenized
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 has_data = pytest.mark.skipif(not SHARED.is_dir(), reason=f"no {SHARED}")

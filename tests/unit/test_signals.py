@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from acsgd.run.signals import REPEAT_S, STOP_SIGNALS, StopSignals
+from acsgd.failures.signals import REPEAT_S, STOP_SIGNALS, StopSignals
 
 INT, TERM, USR1, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from acsgd.elastic.packed import PackedLayers, fields_of, header_of
-from acsgd.elastic.snapshot_cost import FIRST, SnapshotCost
-from acsgd.elastic.snapshot_store import Snapshot, SnapshotStore
-from acsgd.elastic.snapshots import BUDGET, REPLICATED_BUDGET, budget_of, describe_snapshots, next_hosts
+from acsgd.elastic.state.snapshot_store import (
+    FIRST,
+    PackedLayers,
+    Snapshot,
+    SnapshotCost,
+    SnapshotStore,
+    fields_of,
+    header_of,
+)
+from acsgd.elastic.state.snapshots import BUDGET, REPLICATED_BUDGET, budget_of, describe_snapshots, next_hosts
 from acsgd.streams import Streams
 
 

@@ -18,10 +18,11 @@ from lib.corpora import examples_of
 
 from acsgd.config.spec import suggest
 from acsgd.io import SOURCES
-from acsgd.io.formats.base import Example, Segment
-from acsgd.io.sources import json_records, pieces
-from acsgd.io.sources.base import OnError, ReadOptions, RecordCounts, Source
-from acsgd.io.sources.sources import parse_sources
+from acsgd.io.data.formats.base import Example, Segment
+from acsgd.io.data.sources import json_records
+from acsgd.io.data.sources import text as pieces
+from acsgd.io.data.sources.base import OnError, ReadOptions, RecordCounts, Source
+from acsgd.io.data.sources.sources import parse_sources
 
 LINES = '{"text": "one\\ntwo"}\n\n  \n{"meta": 1, "text": "zwölf"}\r\n{"text": ""}'
 TABLE = ["one\ntwo", "zwölf", ""]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from acsgd.elastic.state_channel import BUFFER_BYTES, Address, StateReceiver, StateSender
+from acsgd.elastic.state.channel import BUFFER_BYTES, Address, StateReceiver, StateSender
 
 TIMEOUT_S = 30.0
 LONG = bytes(range(256)) * (BUFFER_BYTES // 128)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from acsgd.run.stdio import StandardStream
+from acsgd.failures.stdio import StandardStream
 
 BROKEN = {"pipe": "Broken pipe", "/dev/full": "No space left on device"}
 """Reasons why a write fails, by the argument of `broken`."""
@@ -105,7 +105,7 @@ def test_output_that_nobody_reads_delays_one_write_and_no_later_one_and_reaches_
 
 SCRIPT = """
 import sys, warnings
-from acsgd.run.stdio import protect_streams
+from acsgd.failures.stdio import protect_streams
 protect_streams()
 print("a line")
 sys.stdout.write("a part of a line, which Python writes when it ends \\udcff")

@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 from lib.proxy import proxied_store
 
+from acsgd.comm.liveness import FAILURES, Heartbeat, PeerWatch, heartbeat
+from acsgd.comm.store import CallThread, StoreClient, StoreError
+from acsgd.comm.waits import InterruptibleWaits
 from acsgd.errors import RunError, WaitInterruptedError
-from acsgd.liveness import FAILURES, Heartbeat, PeerWatch, heartbeat
-from acsgd.store import CallThread, StoreClient, StoreError
-from acsgd.waits import InterruptibleWaits
 
 TIMEOUT_S = 0.2
 NAME = r"torchrun's store at 127.0.0.1:\d+"

@@ -18,10 +18,10 @@ import pytest
 import zstandard
 from lib.sleeps import record_sleeps
 
-from acsgd.io.sources import hub, remote, seekable, streamed
-from acsgd.io.sources.base import BadRecord, ReadOptions, Record, RecordCounts
-from acsgd.io.sources.sources import parse_sources
-from acsgd.io.sources.streamed import Streamed
+from acsgd.io.data.sources import hub, remote, seekable, streamed
+from acsgd.io.data.sources.base import BadRecord, ReadOptions, Record, RecordCounts
+from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.sources.streamed import Streamed
 
 FIELDS = [{"text": f"zwölf {number}", "n": number} for number in range(40)]
 GROUP = 7

@@ -16,8 +16,8 @@ from acsgd.layers.description import ModelLayers
 from acsgd.pp.schedules.actions import Action, Op
 from acsgd.pp.tied.groups import RowGroups, UseOrder
 from acsgd.pp.tied.plan import Dense, Rows, TiedWeight, tied_weights
-from acsgd.run.job import prepare
-from acsgd.run.tied import describe_tied
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.describe import describe_tied
 
 
 def layers_of(model_type: str) -> ModelLayers:

@@ -17,17 +17,14 @@ from transformers import PreTrainedTokenizerFast
 
 from acsgd import notes as notes_module
 from acsgd.errors import CorruptFileError, RunError
-from acsgd.io import entry as entry_module
-from acsgd.io.sampling import tokens as tokens_module
-from acsgd.io.sampling.batches import BatchReader, Dataset
-from acsgd.io.sampling.sampler import Sampler
-from acsgd.io.sampling.tokens import (
-    Corpus,
-    tokenize_all,
-)
-from acsgd.io.sources.base import BadRecord, Record, RecordCounts
-from acsgd.io.sources.files import Files
-from acsgd.io.sources.sources import WeightedSource, parse_sources
+from acsgd.io.data.batches import BatchReader, Dataset
+from acsgd.io.data.sampler import Sampler
+from acsgd.io.data.sources.base import BadRecord, Record, RecordCounts
+from acsgd.io.data.sources.files import Files
+from acsgd.io.data.sources.sources import WeightedSource, parse_sources
+from acsgd.io.data.tokens import tokens as tokens_module
+from acsgd.io.data.tokens.tokens import Corpus, tokenize_all
+from acsgd.io.files import entry as entry_module
 
 
 def test_damaged_tokens_are_found_and_tokenized_again(

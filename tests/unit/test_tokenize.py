@@ -12,20 +12,15 @@ from lib.corpora import examples_of, source_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from acsgd.io.rows.concat import ConcatRows
-from acsgd.io.sampling import pipeline
-from acsgd.io.sampling import tokens as tokens_module
-from acsgd.io.sampling.arrays import ArrayFile
-from acsgd.io.sampling.corpus_writer import OFFSETS
-from acsgd.io.sampling.encode import DocumentEncoder
-from acsgd.io.sampling.tokens import (
-    TOKENS,
-    tokenize,
-    tokenize_all,
-    tokenizer_fingerprint,
-)
-from acsgd.io.sources.base import ReadOptions, RecordCounts
-from acsgd.io.sources.sources import parse_sources
+from acsgd.io.data.rows.concat import ConcatRows
+from acsgd.io.data.sources.base import ReadOptions, RecordCounts
+from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.tokens import pipeline
+from acsgd.io.data.tokens import tokens as tokens_module
+from acsgd.io.data.tokens.corpus_writer import OFFSETS
+from acsgd.io.data.tokens.encode import DocumentEncoder
+from acsgd.io.data.tokens.tokens import TOKENS, tokenize, tokenize_all, tokenizer_fingerprint
+from acsgd.io.files.arrays import ArrayFile
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from acsgd.errors import CorruptFileError
-from acsgd.shards.torch_files import read_torch_file, verify_torch_file
+from acsgd.shards.files import read_torch_file, verify_torch_file
 
 CONTENT = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([1.5], dtype=torch.bfloat16)}
 

@@ -11,12 +11,12 @@ from typing import cast
 import pytest
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
-from acsgd.elastic.messages import Host, View
-from acsgd.elastic.plan import Plan
-from acsgd.elastic.view_lock import ViewLock
+from acsgd.elastic.membership.messages import Host, View
+from acsgd.elastic.membership.plan import Plan
+from acsgd.elastic.view_resources import ViewLock
 from acsgd.errors import RunError, WaitInterruptedError
-from acsgd.run.job import Job
-from acsgd.run.lock import RunLock, leases_of
+from acsgd.run.lock.lock import RunLock, leases_of
+from acsgd.run.plan.job import Job
 from acsgd.topology import Groups
 
 CONNECTED = cast(Groups, SimpleNamespace(wait_for_all=lambda *_, **__: None))

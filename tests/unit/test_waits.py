@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from acsgd.comm.waits import DIRECT, InterruptibleWaits, Waits
 from acsgd.errors import WaitInterruptedError
-from acsgd.waits import DIRECT, InterruptibleWaits, Waits
 
 WAIT_S = 60.0
 SOON_S = 5.0

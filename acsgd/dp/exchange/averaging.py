@@ -13,9 +13,9 @@ from torch import Tensor
 
 from acsgd.codecs.base import NotFiniteError
 from acsgd.codecs.message import MessageCodec
-from acsgd.dp.exchange.peers import Peers
+from acsgd.comm.waits import Meter
+from acsgd.dp.peers import Peers
 from acsgd.errors import RunError
-from acsgd.meter import Meter
 
 
 def split_evenly(flat: Tensor, count: int) -> list[Tensor]:

@@ -1,9 +1,10 @@
-"""Reduction of gradients in buckets, overlapped with the backward pass."""
+"""Named tensors in one flat tensor, and the reduction of gradients in such buckets during the backward pass."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -12,14 +13,36 @@ import torch.distributed as dist
 from torch import Tensor
 
 from acsgd.codecs.identity import DTYPES
+from acsgd.comm.waits import Meter
 from acsgd.config.ranges import Range
-from acsgd.dp.exchange.flat import FlatLayout
-from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState, check_names
-from acsgd.meter import Meter
 from acsgd.optim.base import Capability, SecondMoments
 from acsgd.shards.weights import Weight, WeightState
 from acsgd.topology import collective_errors
+
+
+class FlatLayout:
+    """Layout of named tensors, one after another, in a flat tensor [n]."""
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        self._shapes = {key: tuple(shape) for key, shape in shapes.items()}
+        self._sizes = [math.prod(shape) for shape in self._shapes.values()]
+        self.n = sum(self._sizes)
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return views of a tensor [n, ...] by name: [*shape, ...]."""
+        pieces = zip(self._shapes.items(), flat.split(self._sizes), strict=True)
+        return {key: piece.view(*shape, *flat.shape[1:]) for (key, shape), piece in pieces}
+
+    def fill(self, flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Copy named tensors into a flat tensor [n, ...], in place; names without a tensor keep their values."""
+        for key, view in self.views(flat).items():
+            if key in tensors:
+                view.copy_(tensors[key])
+
+
+pass
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 """Dtype of gradients in messages. fp16 has more bits than bf16, but a range of only 6e-8 to 65504."""

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.message import MessageCodec
+from acsgd.comm.waits import Meter
 from acsgd.dp.exchange.averaging import gathered_mean, sharded_mean, split_evenly
-from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState
-from acsgd.meter import Meter
 
 RESIDUAL = ReplicaState("residual", merge="mean", single="add_to_weight")
 """Residual of a replica's updates."""

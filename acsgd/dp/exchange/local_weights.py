@@ -11,14 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from acsgd.comm.waits import Meter
 from acsgd.dp.exchange.averaging import split_evenly
-from acsgd.dp.exchange.buckets import AllReduceSync, make_buckets
+from acsgd.dp.exchange.buckets import AllReduceSync, FlatLayout, make_buckets
 from acsgd.dp.exchange.error_feedback import pad_part
-from acsgd.dp.exchange.flat import FlatLayout
-from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.exchange.second_moments import Measurement, SecondMomentCorrection
+from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState, check_names, restore
-from acsgd.meter import Meter
 from acsgd.optim.base import LocalStep, SecondMoments
 from acsgd.shards.weights import Weight, WeightState
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from acsgd.codecs.message import MessageCodec
 from acsgd.dp.exchange.error_feedback import RESIDUAL, SERVER_RESIDUAL, ErrorFeedback, Exchanged
 from acsgd.dp.exchange.local_weights import LocalWeightsSync
-from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.exchange.second_moments import moment_states
+from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState
 from acsgd.optim.base import LocalStep, SecondMoments
 from acsgd.shards.weights import Weight, WeightState

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.log_levels import LogLevels
+from acsgd.comm.waits import Meter
 from acsgd.dp.exchange.averaging import sharded_mean, split_evenly
-from acsgd.dp.exchange.flat import FlatLayout
-from acsgd.dp.exchange.peers import Peers
+from acsgd.dp.exchange.buckets import FlatLayout
+from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState, restore
-from acsgd.meter import Meter
 from acsgd.optim.base import SecondMoments
-from acsgd.seeds import mix_seed
 from acsgd.shards.weights import WeightState
+from acsgd.streams import mix_seed
 
 MIN_ROW = 8
 """Minimum elements of a row, where a weight can be divided so; shorter rows are not worth their traffic."""

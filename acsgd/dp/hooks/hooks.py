@@ -29,11 +29,9 @@ from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.identity import Identity
 from acsgd.codecs.message import MessageCodec, PackedCodec
 from acsgd.codecs.topk import TopK
-from acsgd.dp.exchange.peers import Peers
-from acsgd.dp.hooks.param_buffer import SECOND_MOMENT, ParamBuffer, make_param_buffers
-from acsgd.dp.hooks.pending import PendingBucket, SideStream
-from acsgd.meter import Meter
-from acsgd.waits import DIRECT
+from acsgd.comm.waits import DIRECT, Meter
+from acsgd.dp.hooks.param_buffer import SECOND_MOMENT, ParamBuffer, PendingBucket, SideStream, make_param_buffers
+from acsgd.dp.peers import Peers
 
 log = logging.getLogger(__name__)
 

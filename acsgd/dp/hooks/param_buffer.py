@@ -1,28 +1,82 @@
-"""Parameters of a DDP model that are exchanged together, with their residuals and second moments.
-
-n = elements of a buffer; R replicas. Gradients are vectors, one per parameter.
-"""
+"""Parameters of a DDP model that are exchanged together, and the buckets whose exchange is pending."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from acsgd.codecs.message import MessageCodec
+from acsgd.comm.waits import Meter
 from acsgd.dp.exchange.averaging import split_evenly
+from acsgd.dp.exchange.buckets import FlatLayout
 from acsgd.dp.exchange.error_feedback import RESIDUAL, SERVER_RESIDUAL, ErrorFeedback, pad_part
-from acsgd.dp.exchange.flat import FlatLayout
-from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.exchange.second_moments import ROW_MEANS, ROW_RATIOS, SecondMomentCorrection
-from acsgd.dp.hooks.pending import PendingBucket
+from acsgd.dp.peers import Peers
 from acsgd.errors import RunError
-from acsgd.meter import Meter
 from acsgd.optim.adamw import denominator
 from acsgd.optim.base import SecondMoments
+
+
+class SideStream:
+    """Stream of the peers' thread on one device; the CPU has none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self.devices: list[int | str | torch.device] | None = None if device.type == "cpu" else [device]
+        """Devices of a future's value, for torch.futures.Future."""
+
+    def mark(self) -> torch.Event | None:
+        """Record an event in the current stream of the caller; None on the CPU."""
+        if self._stream is None:
+            return None
+        return torch.accelerator.current_stream(self._stream.device).record_event()
+
+    @contextlib.contextmanager
+    def after(self, events: Iterable[torch.Event | None]) -> Iterator[None]:
+        """Run the body in this stream, after some events."""
+        if self._stream is None:
+            yield
+            return
+        with self._stream:
+            for event in events:
+                if event is not None:
+                    self._stream.wait_event(event)
+            yield
+
+
+class PendingBucket:
+    """A DDP bucket whose gradients wait for their exchange."""
+
+    def __init__(self, bucket: dist.GradBucket, stream: SideStream) -> None:
+        self._buffer = bucket.buffer()
+        self._missing = len(bucket.parameters())
+        self._failure: Exception | None = None
+        self.ready = stream.mark()
+        """Event after the computation of the gradients."""
+        self._done: Future[Tensor] = Future(devices=stream.devices)
+        self.future: Future[Tensor] = self._done.then(self._result)
+
+    def count_down(self, failure: Exception | None) -> None:
+        """Count one of the parameters as exchanged, or as failed."""
+        self._missing -= 1
+        self._failure = failure
+        if not self._missing:
+            self._done.set_result(self._buffer)
+
+    def _result(self, done: Future[Tensor]) -> Tensor:
+        if self._failure is not None:  # reaches backward as a RuntimeError with the same text
+            raise self._failure
+        return done.value()
+
+
+pass
 
 EPS = 1e-8
 """Term added to the root of a second moment, as in AdamW."""

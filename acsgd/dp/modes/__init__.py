@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from acsgd.dp.modes.allreduce import AllReduce
-from acsgd.dp.modes.central_ps import CentralPS
 from acsgd.dp.modes.cocktail import Cocktail
 from acsgd.dp.modes.cocktail_grad import CocktailGrad
 from acsgd.dp.modes.diloco import DiLoCo
 from acsgd.dp.modes.local import Local
+from acsgd.dp.modes.parameter_server import CentralPS, ShardedPS
 from acsgd.dp.modes.powersgd import PowerSGD
 from acsgd.dp.modes.quantized import Quantized
-from acsgd.dp.modes.sharded_ps import ShardedPS
 from acsgd.dp.modes.sparseloco import SparseLoCo
 
 MODES = {

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from acsgd.dp.exchange.buckets import AllReduceSync, BucketOptions, Dtype, make_buckets
-from acsgd.dp.exchange.peers import Peers
-from acsgd.dp.exchange.single_replica import SingleReplicaSync
-from acsgd.dp.sync import GradSync
+from acsgd.dp.peers import Peers
+from acsgd.dp.sync import GradSync, SingleReplicaSync
 from acsgd.shards.weights import Weight
 
 

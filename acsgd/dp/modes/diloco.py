@@ -21,11 +21,10 @@ from acsgd.codecs.message import PackedCodec
 from acsgd.config.ranges import Range
 from acsgd.dp.exchange.averaging import ShardedMean, sharded_mean, split_evenly
 from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync, WeightBuffer
-from acsgd.dp.exchange.peers import AsyncResult, Peers
 from acsgd.dp.exchange.second_moments import moment_states
-from acsgd.dp.exchange.single_replica import SingleReplicaSync
+from acsgd.dp.peers import AsyncResult, Peers
 from acsgd.dp.resize import ReplicaState
-from acsgd.dp.sync import GradSync
+from acsgd.dp.sync import GradSync, SingleReplicaSync
 from acsgd.optim.base import Capability, SecondMoments
 from acsgd.shards.weights import Weight, WeightState
 

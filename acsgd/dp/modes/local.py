@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync
-from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.exchange.second_moments import moment_states
-from acsgd.dp.exchange.single_replica import SingleReplicaSync
+from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState
-from acsgd.dp.sync import GradSync
+from acsgd.dp.sync import GradSync, SingleReplicaSync
 from acsgd.optim.base import Capability
 from acsgd.shards.weights import Weight, WeightState
 from acsgd.topology import collective_errors

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from acsgd.dp.exchange.buckets import Bucket, BucketOptions, BucketSync, make_buckets, start_all_reduce
-from acsgd.dp.exchange.peers import Peers
-from acsgd.dp.exchange.single_replica import SingleReplicaSync
+from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState, check_names, restore
-from acsgd.dp.sync import GradSync
+from acsgd.dp.sync import GradSync, SingleReplicaSync
 from acsgd.optim.base import SecondMoments
-from acsgd.seeds import mix_seed
 from acsgd.shards.weights import Weight, WeightState
+from acsgd.streams import mix_seed
 
 
 @dataclass(frozen=True)

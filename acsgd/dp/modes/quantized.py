@@ -18,11 +18,10 @@ from typing import ClassVar
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.lloyd import Lloyd
 from acsgd.codecs.message import PackedCodec
-from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.exchange.reduced_updates import ReducedUpdateSync, reduced_update_states
-from acsgd.dp.exchange.single_replica import SingleReplicaSync
+from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState
-from acsgd.dp.sync import GradSync
+from acsgd.dp.sync import GradSync, SingleReplicaSync
 from acsgd.optim.base import Capability, LocalStep
 from acsgd.shards.weights import Weight
 

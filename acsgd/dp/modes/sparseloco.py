@@ -17,11 +17,10 @@ from acsgd.codecs.topk import TopK
 from acsgd.config.ranges import Range
 from acsgd.dp.exchange.error_feedback import RESIDUAL, ErrorFeedback, Exchanged
 from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync
-from acsgd.dp.exchange.peers import Peers
 from acsgd.dp.exchange.second_moments import moment_states
-from acsgd.dp.exchange.single_replica import SingleReplicaSync
+from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState
-from acsgd.dp.sync import GradSync
+from acsgd.dp.sync import GradSync, SingleReplicaSync
 from acsgd.optim.base import Capability, SecondMoments
 from acsgd.shards.weights import Weight
 

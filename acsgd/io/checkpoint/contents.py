@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from acsgd.adapters.inject import build_adapted
-from acsgd.adapters.spec import parse_adapter
+from acsgd.config.adapters import parse_adapter
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.resize import ReplicaState

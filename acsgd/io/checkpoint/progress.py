@@ -16,9 +16,9 @@ from transformers import PreTrainedConfig
 
 from acsgd.config.options import Config
 from acsgd.errors import CorruptFileError
-from acsgd.fields import Finite, Natural, from_json
 from acsgd.io.checkpoint.source_identity import SourceIdentity, differing_sources, differing_weights
-from acsgd.io.rows.streamed import StreamState
+from acsgd.io.data.rows.streamed import StreamState
+from acsgd.io.files.fields import Finite, Natural, from_json
 from acsgd.metrics import EVAL_LOSS, Scores, is_better
 from acsgd.optim.loss_scale import LossScale
 from acsgd.shards.disk import ShardDirectory

@@ -25,8 +25,8 @@ from torch import Tensor
 from acsgd.config.options import CheckpointConfig
 from acsgd.errors import NonFiniteError, RunError, WaitInterruptedError, explain
 from acsgd.io.checkpoint.constants import ConstantsFiles
-from acsgd.io.checkpoint.directory import CheckpointDirectory
-from acsgd.io.checkpoint.written import (
+from acsgd.io.checkpoint.directory import (
+    CheckpointDirectory,
     WrittenFile,
     check_visible,
     files_of_layers,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from acsgd.io.sources.base import ReadOptions
+from acsgd.io.data.sources.base import ReadOptions
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Text logs: one file per rank with the log records of this package.
 
-    2026-11-20 16:05:35.123 | INFO     | rank 3, stage 1, replica 1 | acsgd.run.session:train_step:52 - message
+    2026-11-20 16:05:35.123 | INFO     | rank 3, stage 1, replica 1 | acsgd.run.setup.session:train_step:52 - message
 
 Modules log with `log = logging.getLogger(__name__)`; scripts, whose __name__ is "__main__", use "acsgd.NAME".
 """
@@ -15,7 +15,7 @@ from io import TextIOWrapper
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 
-from acsgd.run.error_report import log_file
+from acsgd.failures.report import log_file
 
 PACKAGE = "acsgd"
 """Name of the parent logger of all modules."""

@@ -1,12 +1,6 @@
-"""Actions, the instructions of a pipeline program, and the table of operations that says how each kind behaves.
+"""Actions, the instructions of a pipeline program, the table of their operations, and the placement of stages."""
 
-A *program* has one list of actions per rank of the pipeline. A schedule (schedules.py) lists the computations, `lower`
-(lowering.py) inserts the messages and the gradient reduction, `validate` (validation.py) checks the result and
-`simulate` (simulate.py) times it, all by the rows of OPERATIONS. A new operation is a row there, and a handler in
-acsgd/pp/runtime.py if it is a computation.
-
-A receive only *posts* a buffer and never blocks: the computation that needs the tensor waits for it.
-"""
+from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
@@ -170,3 +164,20 @@ def label_ranks(lines: Sequence[str]) -> str:
     """Prefix each line with its rank and join the lines."""
     digits = len(str(len(lines) - 1))
     return "\n".join(f"rank {rank:{digits}} |{line}".rstrip() for rank, line in enumerate(lines))
+
+
+class Placement(NamedTuple):
+    """Stages dealt to the ranks of a pipeline in turn: stage s lies on rank s % ranks."""
+
+    ranks: int
+    """Ranks of the pipeline."""
+    stages: int
+    """Stages of the model; `ranks` or a multiple of it."""
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank that holds a stage."""
+        return stage % self.ranks
+
+    def stages_of(self, rank: int) -> range:
+        """Return the stages that a rank holds, in ascending order."""
+        return range(rank, self.stages, self.ranks)

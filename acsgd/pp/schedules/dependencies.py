@@ -3,8 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from acsgd.pp.schedules.actions import GRADIENT, PRODUCERS, Action, Op, Position, Program, Route, draw
-from acsgd.pp.schedules.placement import Placement
+from acsgd.pp.schedules.actions import GRADIENT, PRODUCERS, Action, Op, Placement, Position, Program, Route, draw
 
 
 class Dependencies:

@@ -7,9 +7,8 @@ import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from acsgd.pp.schedules.actions import Action, Op, forwards
+from acsgd.pp.schedules.actions import Action, Op, Placement, forwards
 from acsgd.pp.schedules.lowering import lower
-from acsgd.pp.schedules.placement import Placement
 from acsgd.pp.schedules.schedules import Schedule
 from acsgd.pp.schedules.validation import validate
 

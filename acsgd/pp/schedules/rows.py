@@ -4,8 +4,7 @@ stage, and a stage that looks up its rows."""
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from acsgd.pp.schedules.actions import Action, Op, Program
-from acsgd.pp.schedules.placement import Placement
+from acsgd.pp.schedules.actions import Action, Op, Placement, Program
 
 MAX_GROUPS = 256
 """Largest number of groups: there is one per micro-batch unless a global batch has more."""

@@ -12,8 +12,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import ClassVar, Protocol
 
-from acsgd.pp.schedules.actions import Action, Op, Program
-from acsgd.pp.schedules.placement import Placement
+from acsgd.pp.schedules.actions import Action, Op, Placement, Program
 
 
 class Schedule(Protocol):

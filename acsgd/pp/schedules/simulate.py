@@ -11,10 +11,9 @@ from fractions import Fraction
 from typing import NamedTuple, cast
 
 from acsgd.config.spec import from_spec
-from acsgd.pp.schedules.actions import GRADIENT, Action, Op, Program, label_ranks
+from acsgd.pp.schedules.actions import GRADIENT, Action, Op, Placement, Program, label_ranks
 from acsgd.pp.schedules.dependencies import Dependencies, walk
 from acsgd.pp.schedules.lowering import AHEAD, lower
-from acsgd.pp.schedules.placement import Placement
 from acsgd.pp.schedules.programs import RankPrograms
 from acsgd.pp.schedules.rows import Pacing, add_rows
 from acsgd.pp.schedules.schedules import SCHEDULES, Schedule

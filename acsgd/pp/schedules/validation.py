@@ -3,9 +3,8 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from acsgd.pp.schedules.actions import EVALUATION, OPERATIONS, TRAINING, Action, Op, Position, Program, draw
+from acsgd.pp.schedules.actions import EVALUATION, OPERATIONS, TRAINING, Action, Op, Placement, Position, Program, draw
 from acsgd.pp.schedules.dependencies import Dependencies, walk
-from acsgd.pp.schedules.placement import Placement
 
 
 def validate(program: Program, *, forward_only: bool = False, first_backward: int = 0) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, NamedTuple
 
 from acsgd.codecs.base import Codec
-from acsgd.codecs.byte_planes import BytePlanes
 from acsgd.codecs.fixpoint import FixPoint
+from acsgd.codecs.lossless import BytePlanes
 from acsgd.config.ranges import Range
 from acsgd.layers.description import ModelLayers
 from acsgd.pp.wire.coder import EXACT

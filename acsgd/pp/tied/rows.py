@@ -14,7 +14,7 @@ from torch import Tensor
 
 from acsgd.layers.composed import Inputs
 from acsgd.layers.lengths import Lengths
-from acsgd.layers.lookup_table import LookupTable
+from acsgd.layers.stand_ins import LookupTable
 from acsgd.pp.schedules.actions import Action
 from acsgd.pp.schedules.rows import Pacing
 from acsgd.pp.tied.groups import Part, RowGroups, UseOrder

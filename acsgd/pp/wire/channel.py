@@ -19,13 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from acsgd.checksum import REMEDY
+from acsgd.comm.waits import Meter, Waits, Work
 from acsgd.errors import RunError, reason
-from acsgd.meter import Meter
+from acsgd.io.files.checksum import REMEDY
 from acsgd.pp.wire.coder import Coder
 from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
 from acsgd.streams import Streams
-from acsgd.waits import Waits, Work
 
 NOT_FINITE = 0
 """Message length that marks a tensor that the codec cannot encode. The receiver decodes it as NaN, so all ranks

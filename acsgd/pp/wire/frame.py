@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from acsgd.checksum import checksum
+from acsgd.io.files.checksum import checksum
 from acsgd.layers.lengths import Lengths
 
 _MAGIC = b"ACS4"

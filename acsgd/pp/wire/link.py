@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from acsgd.codecs.base import Codec
-from acsgd.codecs.byte_planes import BytePlanes
+from acsgd.codecs.lossless import BytePlanes
+from acsgd.comm.waits import Meter, Waits
 from acsgd.layers.composed import State
 from acsgd.layers.description import Dim
-from acsgd.meter import Meter
 from acsgd.pp.wire.cache import ActivationCache
 from acsgd.pp.wire.cache_plan import CacheKey, CachePlan
 from acsgd.pp.wire.cache_sync import CacheSync
@@ -23,7 +23,6 @@ from acsgd.pp.wire.frame import Kind
 from acsgd.pp.wire.mailbox import Inbox, Outbox, Received
 from acsgd.pp.wire.row_coder import RowDifferenceCoder
 from acsgd.streams import Streams
-from acsgd.waits import Waits
 
 
 class Link:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.base import NotFiniteError, pack, unpack, wire_bytes
-from acsgd.codecs.entropy import compress_, decompress
+from acsgd.codecs.lossless import compress_, decompress
+from acsgd.comm.waits import Work
 from acsgd.errors import RunError
 from acsgd.layers.composed import State
 from acsgd.layers.lengths import Lengths
@@ -19,7 +20,6 @@ from acsgd.pp.wire.channel import NOT_FINITE, Channel, check_header, read_header
 from acsgd.pp.wire.coder import Coder, TransferInfo
 from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
 from acsgd.streams import Event, Streams
-from acsgd.waits import Work
 
 MAX_SENDS_IN_FLIGHT = 16
 """Sends that an outbox leaves unfinished by default, before it waits for the oldest; bounds the memory of buffers."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acsgd.codecs.byte_planes import BytePlanes, bits_of, from_planes, to_planes
+from acsgd.codecs.lossless import BytePlanes, bits_of, from_planes, to_planes
 from acsgd.pp.wire.coder import StatelessCoder, TensorSpec, TransferInfo
 
 

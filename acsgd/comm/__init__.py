@@ -1,0 +1,1 @@
+"""Communication of the ranks of a run: process groups, the store, waits and heartbeats."""

@@ -1,0 +1,89 @@
+"""Heartbeats of all ranks, in the store of the run."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+
+from acsgd.comm.store import StoreClient, StoreError
+from acsgd.errors import RunError, WaitInterruptedError
+
+FAILURES = "acsgd/failures"
+"""Key of the number of ranks that reported a failure."""
+FAILURE_GRACE_S = 5.0
+"""Seconds that an exchange may take to complete after a rank reported a failure."""
+
+
+def heartbeat_interval_s(timeout_s: float) -> float:
+    """Return the time between two heartbeats of a rank. timeout_s: run.timeout, seconds."""
+    return min(0.5, timeout_s / 32)
+
+
+def heartbeat(store: StoreClient, rank: int) -> str:
+    """Return the latest heartbeat of a rank: a new text each time, "" before the first."""
+    key = _key(rank)
+    return store.get(key) if store.has(key) else ""
+
+
+class Heartbeat:
+    """A thread that stores a new heartbeat of this rank every `interval_s` seconds until it is closed.
+
+    It shows that the process runs, also while its main thread waits inside gloo.
+    """
+
+    def __init__(self, store: StoreClient, rank: int, interval_s: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._interval_s = interval_s
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self, *, within_s: float | None = None) -> None:
+        """End the thread after its last heartbeat. within_s: maximum time to wait for it, seconds; None = no limit."""
+        self._closed.set()
+        self._thread.join(within_s)
+
+    def _run(self) -> None:
+        with contextlib.suppress(StoreError, WaitInterruptedError):  # the next exchange of this rank reports it
+            for number in itertools.count():
+                self._store.set(_key(self._rank), str(number))
+                if self._closed.wait(self._interval_s):
+                    return
+
+
+class PeerWatch:
+    """Check of whether the ranks that this rank waits for are alive.
+
+    limit_s: time without a heartbeat after which a rank counts as dead, seconds (run.timeout).
+    """
+
+    def __init__(self, store: StoreClient, limit_s: float) -> None:
+        self._store = store
+        self._limit_s = limit_s
+        self._failed_at: float | None = None
+        self._seen: dict[int, tuple[str, float]] = {}
+
+    def check(self, ranks: list[int]) -> None:
+        """Raise RunError if the heartbeats of one of `ranks` have stopped, or if any rank has reported a failure.
+
+        Call it while waiting for `ranks`, about as often as there are heartbeats.
+        """
+        now = time.monotonic()
+        for rank in ranks:
+            latest = heartbeat(self._store, rank)
+            if rank not in self._seen or self._seen[rank][0] != latest:
+                self._seen[rank] = latest, now
+        silent = [rank for rank in ranks if now - self._seen[rank][1] >= self._limit_s]
+        if silent:
+            raise RunError(f"no heartbeat of ranks {silent} for {self._limit_s:g} s (run.timeout)", awaited=silent)
+        if self._store.has(FAILURES):
+            self._failed_at = self._failed_at or now
+            if now - self._failed_at >= min(FAILURE_GRACE_S, self._limit_s):
+                raise RunError(f"a rank failed, and ranks {ranks} did not answer", awaited=ranks)
+
+
+def _key(rank: int) -> str:
+    return f"acsgd/heartbeat/{rank}"

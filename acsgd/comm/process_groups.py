@@ -1,0 +1,189 @@
+"""Opening, closing and aborting the process groups of a rank."""
+
+from __future__ import annotations
+
+import atexit
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from acsgd.comm.connections import GlooConnections
+from acsgd.comm.liveness import Heartbeat, heartbeat_interval_s
+from acsgd.comm.store import CallThread, StoreClient
+from acsgd.comm.waits import SLICE_S, Waits
+
+T = TypeVar("T")
+
+_RUN_ID = "acsgd/run"
+POLL_S = 0.01
+"""Seconds between two looks at whether an aborted group can be dropped."""
+MIN_CONNECT_POLL_S, MAX_CONNECT_POLL_S = 0.002, 0.05
+"""Seconds between two reads of the store while groups are opened: fewer if ranks start seconds apart, which would load
+the store of many ranks."""
+MARGIN_S = 1.0
+"""Time that torch gets beyond the timeout of an operation to raise its own error, which has a reason, seconds."""
+
+
+class ProcessGroups:
+    """The process groups of a rank with their threads and connections, which are closed or aborted together.
+
+    store: shared by the ranks; waits: all waits of the groups, also while they are opened; timeout: limit of each
+    operation of each group, and of each call of the store.
+    """
+
+    def __init__(self, store: dist.Store, waits: Waits, rank: int, timeout: timedelta) -> None:
+        self.connections = GlooConnections()
+        self._thread = CallThread("store", waits)
+        self.client = StoreClient(store, self._thread, timeout_s=timeout.total_seconds())
+        self._store = _GroupStore(self.client, timeout.total_seconds())
+        self._timeout = timeout
+        self._waits = waits
+        self._rank = rank
+        self._heartbeat: Heartbeat | None = None
+        self._groups: list[dist.ProcessGroup] = []
+        self._is_open = False
+
+    def open(self, world_size: int, members: Sequence[list[int]]) -> tuple[str, list[dist.ProcessGroup]]:
+        """Open the group of all ranks, and one for each list of ranks, together with the other ranks.
+
+        Returns the id of the run and the groups that this rank is in, that of all ranks first.
+        """
+        rank = self._rank
+        publish_host(self.client, rank)
+        if rank == 0:
+            self.client.set(_RUN_ID, secrets.token_hex(4))
+        thread = CallThread("connect", self._waits)  # torch's timeouts do not hold everywhere
+
+        def bounded(call: Callable[[], T]) -> T:
+            return thread.call(call, timeout_s=self._timeout.total_seconds() + MARGIN_S)
+
+        def init() -> None:
+            dist.init_process_group("gloo", store=self._store, rank=rank, world_size=world_size, timeout=self._timeout)
+
+        self._is_open = True
+        try:
+            bounded(init)
+            world = dist.group.WORLD
+            assert world is not None
+            self._groups.append(world)
+            for ranks in members:  # a collective of all ranks: each opens every group, in the same order
+                group = bounded(partial(dist.new_group, ranks, timeout=self._timeout))
+                if rank in ranks:
+                    self._groups.append(group)
+        except BaseException:
+            self.connections.shut_down()
+            thread.close(within_s=MARGIN_S)  # torch's state is global: leave no thread that changes it
+            raise
+        thread.close()
+        self.connections.seal()
+        run_id = self.client.get(_RUN_ID)
+        self._heartbeat = Heartbeat(self.client, rank, heartbeat_interval_s(self._timeout.total_seconds()))
+        return run_id, list(self._groups)
+
+    def close(self) -> None:
+        """Close the groups, which are not in use any more."""
+        self.connections.close()
+        if self._is_open:
+            self._is_open = False
+            if self._heartbeat is not None:
+                self._heartbeat.close()
+            dist.destroy_process_group()
+        self._thread.close()
+
+    def abort(self) -> None:
+        """Shut down the connections, and drop the groups as far as they are open, without waiting for other ranks."""
+        self.connections.shut_down()
+        self.connections.close()
+        if self._is_open:
+            self._is_open = False
+            if self._heartbeat is not None:
+                self._heartbeat.close(within_s=SLICE_S)
+            if not dist.is_initialized():  # torch numbers groups; only a destroyed world resets the number
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.destroy_process_group()
+            args = self._groups, time.monotonic() + self._timeout.total_seconds()
+            threading.Thread(target=_drop, args=args, name=_DROPPING, daemon=True).start()
+        self._thread.close()
+
+
+def _drop(groups: list[dist.ProcessGroup], deadline: float) -> None:
+    """Drop each group after all other references to it, so that its destructor runs in this thread.
+
+    It waits for the collectives in progress, which may last until the timeout of the group, the deadline. Ends when the
+    interpreter does: a daemon thread that is in a C++ destructor then would abort the process.
+    """
+    while groups and time.monotonic() < deadline and not _interpreter_ends.wait(POLL_S):
+        groups[:] = [group for group in groups if sys.getrefcount(group) > _REFERENCES]
+
+
+_interpreter_ends = threading.Event()
+_END_S = 5.0
+"""Maximum time that the end of the interpreter waits for destructors of aborted groups, seconds."""
+
+
+@atexit.register
+def _end_drops() -> None:
+    _interpreter_ends.set()
+    deadline = time.monotonic() + _END_S
+    for thread in threading.enumerate():
+        if thread.name == _DROPPING:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+_DROPPING = "aborted groups"
+_REFERENCES = 3
+"""References to a group that only `_drop` refers to: the list, the variable, the argument of getrefcount."""
+
+
+class _GroupStore(dist.Store):
+    """Store that groups are opened with: each of its waits ends in time, and at an interrupt."""
+
+    def __init__(self, client: StoreClient, timeout_s: float) -> None:
+        super().__init__()
+        self._client = client
+        self._timeout_s = timeout_s
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch calls it with bytes
+        self._client.set_bytes(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._client.get_bytes(key)
+
+    def add(self, key: str, value: int) -> int:
+        return self._client.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._client.has(*keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        started = time.monotonic()
+        while not self._client.has(*keys):
+            waited_s = time.monotonic() - started
+            if waited_s > limit_s:
+                raise RuntimeError(f"a process has not started, or has ended: {' '.join(keys)} is not in the store")
+            time.sleep(min(MAX_CONNECT_POLL_S, MIN_CONNECT_POLL_S + waited_s / 20))
+
+
+def publish_host(store: StoreClient, rank: int) -> None:
+    """Store this rank's host name, for error messages of other ranks."""
+    store.set(_host_key(rank), socket.gethostname())
+
+
+def published_host(store: StoreClient, rank: int) -> str:
+    """Return a rank's host name."""
+    key = _host_key(rank)
+    return store.get(key) if store.has(key) else "an unknown host"
+
+
+def _host_key(rank: int) -> str:
+    return f"acsgd/host/{rank}"

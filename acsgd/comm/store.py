@@ -1,0 +1,159 @@
+"""The key-value store of a run, with a time limit on every call.
+
+torch's TCPStore has a timeout for connecting and for waiting for a key, but not for the answer to a request: while
+torchrun, which hosts the store, is stopped or cut off, a call never returns. Such a call cannot be interrupted either.
+So a thread makes the calls, and its callers stop waiting.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
+from typing import Protocol, TypeVar
+
+from torch.distributed import TCPStore
+
+from acsgd.comm.waits import DIRECT, Waits
+from acsgd.errors import RunError, reason
+
+T = TypeVar("T")
+
+
+class StoreError(RunError):
+    """The store does not answer, or its host has ended. Usually all ranks have the same error."""
+
+
+class Store(Protocol):
+    """The methods of torch.distributed.Store used here. Each raises RuntimeError once the store's host is gone."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, value: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def delete_key(self, key: str, /) -> bool: ...
+
+
+class CallThread:
+    """A daemon thread that runs calls, one after another, that may block for ever.
+
+    waits: how callers wait for them.
+    """
+
+    def __init__(self, name: str, waits: Waits = DIRECT) -> None:
+        self._waits = waits
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._is_blocked = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[], T], *, timeout_s: float) -> T:
+        """Return what `function` returns, and raise what it raises. May be called by any thread.
+
+        Raises TimeoutError after `timeout_s` seconds, and at once if an earlier call did; WaitInterruptedError.
+        """
+        if self._is_blocked:
+            raise TimeoutError
+        future: Future[T] = Future()
+        self._calls.put(lambda: _complete(future, function))
+        try:
+            if not self._waits.poll(lambda seconds: bool(wait([future], seconds).done), timeout_s):
+                self._is_blocked = True
+                raise TimeoutError
+        except BaseException:
+            future.cancel()
+            raise
+        return future.result()
+
+    def close(self, *, within_s: float = 0.0) -> None:
+        """End the thread after the calls so far. within_s: maximum time to wait for that, seconds."""
+        self._calls.put(None)
+        self._thread.join(within_s)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+
+def _complete(future: Future[T], function: Callable[[], T]) -> None:
+    """Call a function and store its result or its exception, unless nobody waits for it any more."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def call_in_thread(function: Callable[[], T], *, timeout_s: float, waits: Waits = DIRECT) -> T:
+    """Return what `function` returns, called in a thread of its own, which is left behind if the call does not end.
+
+    Raises what it raises, TimeoutError after `timeout_s` seconds, and WaitInterruptedError if `waits` is interrupted.
+    """
+    thread = CallThread("connect", waits)
+    try:
+        return thread.call(function, timeout_s=timeout_s)
+    finally:
+        thread.close()
+
+
+class StoreClient:
+    """A connection to the store of a run. Each call raises StoreError if the store does not answer in time.
+
+    Each raises WaitInterruptedError if the waits of the thread are interrupted.
+
+    thread: makes the calls; timeout_s: limit of one call, seconds.
+    """
+
+    def __init__(self, store: Store, thread: CallThread, *, timeout_s: float) -> None:
+        self._store = store
+        self._thread = thread
+        self._timeout_s = timeout_s
+
+    def with_timeout(self, timeout_s: float) -> StoreClient:
+        """Return this connection with another limit."""
+        return StoreClient(self._store, self._thread, timeout_s=timeout_s)
+
+    def set(self, key: str, value: str) -> None:
+        """Store a value."""
+        self._call(lambda: self._store.set(key, value))
+
+    def set_bytes(self, key: str, value: bytes) -> None:
+        """Store a value that need not be text."""
+        self._call(lambda: self._store.set(key, value))  # type: ignore[arg-type]  # torch's stub is narrower than torch
+
+    def get(self, key: str) -> str:
+        """Return the value of a key that exists."""
+        return self.get_bytes(key).decode()
+
+    def get_bytes(self, key: str) -> bytes:
+        """Return the value of a key that exists, which need not be text."""
+        return self._call(lambda: self._store.get(key))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the integer value of a key, 0 at first, and return the sum."""
+        return self._call(lambda: self._store.add(key, amount))
+
+    def has(self, *keys: str) -> bool:
+        """Return whether all keys exist."""
+        return self._call(lambda: self._store.check(list(keys)))
+
+    def delete(self, key: str) -> None:
+        """Delete a key."""
+        self._call(lambda: self._store.delete_key(key))
+
+    def _call(self, call: Callable[[], T]) -> T:
+        try:
+            return self._thread.call(call, timeout_s=self._timeout_s)
+        except TimeoutError:
+            raise StoreError(
+                f"{_name(self._store)} does not answer (limit {self._timeout_s:g} s); check the network, and whether "
+                "torchrun is stopped there"
+            ) from None
+        except RuntimeError as error:
+            raise StoreError(f"{_name(self._store)} has ended or cannot be reached ({reason(error)})") from error
+
+
+def _name(store: Store) -> str:
+    return f"torchrun's store at {store.host}:{store.port}" if isinstance(store, TCPStore) else "the store of the run"

@@ -1,0 +1,175 @@
+"""Report on all records of sources."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from acsgd.commands.data.findings import Finding, LabelCounts
+from acsgd.commands.data.show import open_sources
+from acsgd.config.options import DataConfig
+from acsgd.io.data.formats.labels import LABELLED, labels_of
+from acsgd.io.data.sources.base import BadRecord, RecordCounts, Source
+from acsgd.io.data.tokens.encode import Encoded, Encoder
+from acsgd.io.data.tokens.encode_examples import encoder_of
+from acsgd.io.data.tokens.pipeline import Part, encode_source, progress
+from acsgd.notes import print_note, report_if_slow
+
+BAR_CHARS = 40
+INVALID = ("malformed", "empty")
+OTHER_FINDINGS = ("repeated", "too long", "special tokens in messages")
+MAX_TOKENS = 2**24
+"""Maximum number of tokens of an example with a label, or of a prompt or a target sequence."""
+
+
+@dataclass
+class Report:
+    """What was found in one source."""
+
+    name: str
+    task: str
+    sequence: int | None
+    """Length above which a document is too long, tokens."""
+    labels: LabelCounts | None
+    """None for tasks without labels."""
+    counts: RecordCounts = field(default_factory=RecordCounts)
+    documents: int = 0
+    tokens: int = 0
+    targets: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)
+    """Number of documents by the number of bits of their length: 3 = 4 to 7 tokens."""
+    findings: dict[str, Finding] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.findings = {name: Finding() for name in (*self._invalid, *OTHER_FINDINGS)}
+
+    @property
+    def _invalid(self) -> Sequence[str]:
+        """Names of findings that make a source invalid."""
+        return INVALID if self.labels is None else (*INVALID, self.labels.finding)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether no record is malformed or empty, or has a label that the model cannot learn."""
+        return not any(self.findings[name].count for name in self._invalid)
+
+    def add_bad(self, record: BadRecord) -> None:
+        """Count a record that is left out."""
+        finding = self.findings["malformed"]
+        if self.labels is not None and record.label is not None:
+            finding = self.findings[self.labels.finding]
+            self.labels.add_other(record.label)
+        finding.add(f"{record.where} {record.reason}")
+
+    def add_documents(self, places: Sequence[str], lengths: NDArray[np.int64], encoded: Encoded) -> None:
+        """Count documents. places: of their last parts; lengths: numbers of tokens."""
+        longest = lengths
+        if self.task == "seq2seq":  # prompt and answer have a row each
+            answers = np.diff(np.concatenate([[0], np.cumsum(encoded.targets)])[[0, *encoded.ends]])
+            longest = np.maximum(answers, lengths - answers)
+        for where, tokens, in_row in zip(places, lengths.tolist(), longest.tolist(), strict=True):
+            self.documents += 1
+            self.lengths[tokens.bit_length()] += 1
+            if self.sequence is not None and in_row > self.sequence:
+                self.findings["too long"].add(f"{where}: {in_row} tokens")
+        if self.labels is not None:
+            self.labels.add(encoded.labels)
+
+
+def check(data: DataConfig, model: str, task: str, sequence: int | None) -> bool:
+    """Print a report on each source; return whether all are valid. Raises ValueError.
+
+    sequence: as of Report.
+    """
+    sources, tokenizer, config = open_sources(data, model, task)
+    console = Console(soft_wrap=True, highlight=False)
+    reports = []
+    for source in sources:
+        labels = LabelCounts(labels_of(task, config)) if task in LABELLED else None
+        encoder = encoder_of(task, tokenizer, config, MAX_TOKENS, "truncate")
+        reports.append(_examine(source, tokenizer, encoder, Report(source.name, task, sequence, labels)))
+    for report in reports:
+        _print(report, console)
+    return all(report.is_valid for report in reports)
+
+
+def _examine(source: Source, tokenizer: PreTrainedTokenizerBase, encoder: Encoder, report: Report) -> Report:
+    """Read and tokenize a source; return the report, which is completed."""
+    started, texts = time.monotonic(), _Texts(report)
+    pending = 0  # tokens of a document whose end was not read yet
+
+    def describe() -> str:
+        return progress("checking", source, report.counts, report.tokens, time.monotonic() - started)
+
+    with report_if_slow(print_note, describe):
+        for parts, encoded, bad, _ in encode_source(source, tokenizer, encoder, report.counts):
+            for record in bad:
+                report.add_bad(record)
+            for part in parts:
+                texts.add(part)
+            ends = encoded.ends.tolist()
+            places = [part.where for part in parts if part.example.ends_document]
+            report.add_documents(places, np.diff([-pending, *ends]), encoded)
+            pending = len(encoded.tokens) - ends[-1] if ends else pending + len(encoded.tokens)
+            report.tokens += len(encoded.tokens)
+            report.targets += int(encoded.targets.sum())
+    return report
+
+
+class _Texts:
+    """Texts of documents, of which those that are empty or repeated are reported."""
+
+    def __init__(self, report: Report) -> None:
+        self._findings = report.findings
+        self._seen: dict[bytes, str] = {}
+        self._hash, self._is_empty = xxhash.xxh3_128(), True
+
+    def add(self, part: Part) -> None:
+        """Add the next part of a document."""
+        self._hash.update(part.example.text.encode())
+        self._is_empty = self._is_empty and not part.example.text.strip()
+        if not part.example.ends_document:
+            return
+        first = self._seen.setdefault(self._hash.digest(), part.where)
+        if part.example.control_token is not None:
+            self._findings["special tokens in messages"].add(f"{part.where}: {part.example.control_token}")
+        if self._is_empty:
+            self._findings["empty"].add(part.where)
+        elif first is not part.where:
+            self._findings["repeated"].add(f"{part.where} repeats {first}")
+        self._hash, self._is_empty = xxhash.xxh3_128(), True
+
+
+def _print(report: Report, console: Console) -> None:
+    learned = f", {report.targets:,} of them learned" if report.labels is None else ""
+    lines = [
+        f'{report.name}: format "{report.counts.format}"',
+        f"{report.counts.records:,} records, {report.documents:,} documents, {report.tokens:,} tokens{learned}",
+    ]
+    console.print(Text("\n".join(lines), style="bold"))
+    table = Table("tokens", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("documents", justify="right")
+    table.add_column("")
+    most = max(report.lengths.values(), default=1)
+    for bits in sorted(report.lengths):
+        count = report.lengths[bits]
+        span = "0" if not bits else f"{2 ** (bits - 1):,} to {2**bits - 1:,}"
+        table.add_row(span, f"{count:,}", "█" * -(-count * BAR_CHARS // most))
+    console.print(table)
+    for line in report.labels.lines() if report.labels is not None else ():
+        console.print(Text(line))
+    for name, finding in report.findings.items():
+        console.print(Text(f"{name}: {finding.count:,}", style="bold" if finding.count else ""))
+        for line in finding.lines():
+            console.print(Text(line))

@@ -1,0 +1,101 @@
+"""Generated answers, compared with those of the data: exact match and ROUGE."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import transformers
+
+from acsgd.commands.evaluation.job import EvaluatedModel
+from acsgd.commands.evaluation.options import DTYPES, EvalOptions
+from acsgd.commands.evaluation.report import Report
+from acsgd.commands.generation.command import batches, open_generator
+from acsgd.commands.generation.decode import Generator, Ids
+from acsgd.config.options import DataConfig
+from acsgd.io.data.formats.base import Example, FormatError
+from acsgd.io.data.formats.formats import read_each, read_options
+from acsgd.io.data.sources.base import BadRecord, RecordCounts
+from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.tokens.encode_examples import prompt_and_answer
+from acsgd.io.data.tokens.pipeline import stop_or_skip
+from acsgd.notes import print_note, report_if_slow
+
+ROUGE = ("rouge1", "rouge2", "rougeL")
+
+
+class Question(NamedTuple):
+    """The prompt of an example, and its answer."""
+
+    prompt: Ids
+    answer: str
+
+
+def evaluate_answers(options: EvalOptions, model: EvaluatedModel, data: DataConfig) -> Report:
+    """Generate the answer to the prompt of each example, and compare it with the example's.
+
+    Raises ValueError if an example has no prompt or no answer, or if torchmetrics is not installed.
+    """
+    if importlib.util.find_spec("torchmetrics") is None:
+        raise ValueError('--generate needs torchmetrics: pip install "acsgd[eval]"')
+    transformers.logging.set_verbosity_error()
+    dtype = options.dtype or model.options.get("model.dtype")
+    generator = open_generator(
+        model.name, options.decoding, dtype=DTYPES[dtype] if dtype else None, device=options.device
+    )
+    questions = read_questions(data, generator)
+    answers = generate_answers(generator, [question.prompt for question in questions])
+    scores = compare(answers, [question.answer for question in questions])
+    task = "seq2seq" if generator.prompts.is_encoder_decoder else "lm"
+    return Report(model.name, data.sources, task, len(questions), "examples", scores)
+
+
+def read_questions(data: DataConfig, generator: Generator) -> list[Question]:
+    """Return prompt and answer of each example. Raises ValueError that names file and line."""
+    tokenizer, questions = generator.loaded.tokenizer, []
+    for source, _ in parse_sources(data.sources, key="--data", options=read_options(data)):
+        counts = RecordCounts()
+        for where, example in read_each(source, tokenizer, counts):
+            if isinstance(example, BadRecord):
+                stop_or_skip(example, source, counts)
+                continue
+            try:
+                questions.append(_question(example, generator))
+            except FormatError as error:
+                stop_or_skip(BadRecord(where, error.reason, error.remedy), source, counts)
+        if skipped := counts.summary():
+            print_note(f"--data: {source.name}: {skipped}")
+    if not questions:
+        raise ValueError(f"--data: {data.sources} has no examples; give prompts with answers")
+    return questions
+
+
+def _question(example: Example, generator: Generator) -> Question:
+    prompts = generator.prompts
+    prompt, answer = prompt_and_answer(example)
+    ids = prompts.encode_text(prompt) if example.has_special_tokens else prompts.encode(prompt)
+    # as the generated text is: without special tokens, which chat templates write
+    return Question(ids, prompts.decode(prompts.encode_text(answer)))
+
+
+def generate_answers(generator: Generator, prompts: Sequence[Ids]) -> list[str]:
+    """Return the text that the model generates after each prompt."""
+    answers: list[str] = []
+    size = generator.decoding.batch if generator.pads_exactly() else 1
+    # prompts of similar length together: less padding
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    with report_if_slow(print_note, lambda: f"generated {len(answers):,} of {len(prompts):,} answers"):
+        for batch in batches([generator.limit(prompts[index]) for index in order], size):
+            answers += generator.generate([prompts[order[place]] for place in batch], index=batch.start)
+    return [answer for _, answer in sorted(zip(order, answers, strict=True))]
+
+
+def compare(answers: Sequence[str], expected: Sequence[str]) -> dict[str, float]:
+    """Return the fraction of exact matches, without white space around texts, and the mean F-measures of ROUGE."""
+    from torchmetrics.functional.text import rouge_score
+
+    answers, expected = ([text.strip() for text in texts] for texts in (answers, expected))
+    matches = sum(answer == other for answer, other in zip(answers, expected, strict=True))
+    rouge = rouge_score(answers, expected, rouge_keys=ROUGE)
+    return {"exact_match": matches / len(answers), **{name: rouge[f"{name}_fmeasure"].item() for name in ROUGE}}

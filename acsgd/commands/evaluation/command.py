@@ -1,0 +1,127 @@
+"""`acsgd eval`: prepare a job as a run does, load its model, and evaluate it once."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from acsgd.commands.evaluation.answers import evaluate_answers
+from acsgd.commands.evaluation.harness import run_lm_eval
+from acsgd.commands.evaluation.job import EvaluatedModel, as_typed, config_of, data_of, find_evaluated
+from acsgd.commands.evaluation.options import EvalOptions
+from acsgd.commands.evaluation.report import Report
+from acsgd.config.run_file import parse_flags
+from acsgd.failures.failures import RunContext, report_failure
+from acsgd.failures.report import report_startup_error
+from acsgd.io.data.batches import Batch
+from acsgd.io.data.held_out import HeldOut
+from acsgd.io.files.cache import TIMEOUT_S
+from acsgd.launch import Launch
+from acsgd.notes import print_note, report_if_slow
+from acsgd.run.plan.job import prepare
+from acsgd.run.plan.model import RunModel
+from acsgd.run.setup.build import build_session
+from acsgd.run.setup.data import open_held_out
+from acsgd.run.setup.inputs import open_weight_source, verify_layers
+from acsgd.shards.check import first_names
+from acsgd.shards.locate import open_hf
+from acsgd.topology import clone_store, connect, open_store
+
+
+def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], None]) -> None:
+    """Evaluate as a command line asks: connect the ranks, evaluate, print on rank 0.
+
+    prog: name of the command; end: as of `report_failure`. Raises ReportedError after a failure.
+    """
+    options = parse_flags(EvalOptions, argv, prog=prog, is_main=launch.rank == 0)
+    options.check(launch.world_size)
+    if options.generate or options.lm_eval is not None:
+        with report_startup_error(launch):
+            _run_alone(options)
+        return
+    with report_startup_error(launch):
+        store = open_store(launch)
+        store_of_failures = clone_store(store, launch)
+    with contextlib.ExitStack() as stack, report_failure(store_of_failures, launch, end) as context:
+        report = evaluate(options, launch, store, context, stack)
+        if launch.rank == 0:
+            report.show(as_json=options.json)
+
+
+@as_typed()
+def _run_alone(options: EvalOptions) -> None:
+    """Evaluate what one process generates."""
+    model = find_evaluated(options.model)
+    if options.lm_eval is not None:
+        if code := run_lm_eval(options, model):
+            sys.exit(code)
+        return
+    evaluate_answers(options, model, data_of(options, sequence=1, batch=1)).show(as_json=options.json)
+
+
+@as_typed()
+def evaluate(
+    options: EvalOptions, launch: Launch, store: dist.Store, context: RunContext, stack: contextlib.ExitStack
+) -> Report:
+    """Return the metrics of a model on the data, equal on all ranks. Arguments as of `acsgd.main.run`."""
+    model, is_main = find_evaluated(options.model), launch.rank == 0
+    job = prepare(config_of(options, model, launch.world_size), launch, trains=False)
+    if model.task is None:
+        _check_head(job.model)
+    config = job.config
+    context.timeout_s = options.timeout
+    groups = stack.enter_context(connect(job.topology, timeout=timedelta(seconds=options.timeout), store=store))
+    verify_layers(job)
+    held_out = open_held_out(job, groups)
+    source = open_weight_source(job)
+    groups.wait_for_all("opening the inputs", timeout_s=TIMEOUT_S)
+    if is_main:
+        for note in (*_warnings(model), *held_out.notes):
+            print_note(note)
+    with report_if_slow(print_note, lambda: f"loading {job.model.describe_size()}", enabled=is_main):
+        session = build_session(job, source, groups)
+    stack.callback(session.close)
+    groups.wait_for_all("setting up", timeout_s=job.disk_timeout_s)
+    context.start_training()
+    batches = _Batches(held_out, len(job.micro_ids))
+    with report_if_slow(print_note, batches.describe, enabled=is_main):
+        scores = session.evaluate(batches, 0)
+    return Report(model.name, config.data.sources, config.model.task, len(held_out), "sequences", scores)
+
+
+def _warnings(model: EvaluatedModel) -> list[str]:
+    """Return a warning if the head was initialised when the model was converted, as that of a pretrained base is."""
+    if not model.new:
+        return []
+    return [f"warning: the head of {model.name}, {first_names(model.new)}, has random weights: nothing has trained it"]
+
+
+def _check_head(model: RunModel) -> None:
+    """Raise ValueError if the files of a Hugging Face model lack its head: a new one has learned nothing."""
+    if model.task.has_new_head and (new := open_hf(model.directory, model.task.name).new):
+        raise ValueError(
+            f"{model.directory} has no head for {model.task.name}, {first_names(sorted(new))}; give a trained model, "
+            "or the --task that it has a head for"
+        )
+
+
+class _Batches:
+    """Batches of held-out data, counted while they are read. micros: as of `HeldOut.batches`."""
+
+    def __init__(self, held_out: HeldOut, micros: int) -> None:
+        self._held_out = held_out
+        self._micros = micros
+        self._done = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._held_out.batches(self._micros):
+            yield batch
+            self._done += batch.sample_ids.numel() * self._held_out.replicas
+
+    def describe(self) -> str:
+        """Return a sentence on how much is evaluated."""
+        return f"evaluated {min(self._done, len(self._held_out)):,} of {len(self._held_out):,} sequences"

@@ -1,0 +1,91 @@
+"""Options of `acsgd eval`. Imports no torch, which takes seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from acsgd.commands.generation.options import Decoding
+from acsgd.config.ranges import Range, out_of_range
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Types of parameters by their names in options of a run -> names in torch."""
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Evaluate a model: loss, perplexity and metrics of --data, each example counted once.
+
+    Start it with torchrun for several stages or replicas: torchrun --nproc-per-node 4 -m acsgd eval ... --stages 4
+    """
+
+    model: tyro.conf.Positional[str]
+    """Checkpoint, run directory (its newest checkpoint), layer-shard directory, Hugging Face directory or id."""
+    data: str | None = None
+    """Sources without weights, as data.eval_sources of a run."""
+    generate: bool = False
+    """Generate the answer to each prompt of --data instead, and compare it: exact match and ROUGE. In one process."""
+    lm_eval: str | None = None
+    """Tasks of lm-eval to run on the model instead, comma-separated. In one process; needs acsgd[lm-eval]."""
+    lm_eval_args: str = ""
+    """Further arguments of lm-eval, after an equals sign: --lm-eval-args="--limit 100 --num_fewshot 5"."""
+    metrics: str | None = None
+    """Metrics besides the loss, as eval.metrics of a run."""
+    json: bool = False
+    """Print JSON instead of a table."""
+    task: Literal["lm", "classification", "regression", "seq2seq"] | None = None
+    """What the model is trained for. Default: that of layer shards, "lm" for a Hugging Face model."""
+    sequence: Annotated[int, Range(1, 2**24)] | None = None
+    """Sequence length, tokens. Default: that of the run that saved the checkpoint."""
+    rows: Literal["concat", "pack", "single"] | None = None
+    """How documents are put into sequences, as data.rows. Default: as in the run that saved the checkpoint."""
+    long: Literal["split", "truncate", "skip", "error"] | None = None
+    """What is done with a document that is longer than a sequence, as data.long. Default: as in that run."""
+    format: str = "auto"
+    """Format of the records, as data.format of a run."""
+    fields: str | None = None
+    """Names of fields, as data.fields of a run."""
+    targets: Literal["answers", "all"] = "answers"
+    """Which tokens count, as data.targets of a run."""
+    input_format: str = "__input__"
+    """Text of a prompt, as data.input_format of a run."""
+    output_format: str = "__output__"
+    """Text of an answer, as data.output_format of a run."""
+    split_special_tokens: bool = True
+    """Whether special tokens in messages of chats are ordinary text, as data.split_special_tokens of a run."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What an unreadable record does, as data.on_error of a run."""
+    decoding: tyro.conf.OmitArgPrefixes[Decoding] = dataclasses.field(default_factory=Decoding)
+    stages: Annotated[int, Range(1, 2**16)] = 1
+    """Ranks per pipeline, as pp.stages of a run. The other processes are replicas, which share the examples."""
+    micro: Annotated[int, Range(1, 2**20)] = 8
+    """Micro-batch size, sequences, as pp.micro of a run."""
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Type of parameters and activations. Default: as in the run that saved the checkpoint, else fp32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device: "auto" = one GPU per local rank if the host has any, else the CPU."""
+    timeout: Annotated[float, Range(0.1, 10**6)] = 600.0
+    """Maximum time a rank waits for a message of a peer, seconds."""
+    cache: Path = Path("runs/cache")
+    """Directory of tokenized data and converted models. Default: that of runs in runs/."""
+
+    def check(self, world_size: int) -> None:
+        """Raise ValueError for the first invalid option. world_size: number of processes."""
+        for error in out_of_range(self):
+            raise ValueError(f"--{error}")
+        self.decoding.check()
+        if self.generate and self.lm_eval is not None:
+            raise ValueError("--generate and --lm-eval exclude each other; give one of them")
+        if self.data is None and self.lm_eval is None:
+            raise ValueError("there is nothing to evaluate on; give --data SOURCES, or --lm-eval TASKS")
+        if self.data is not None and self.lm_eval is not None:
+            raise ValueError("--lm-eval brings its own data; remove --data")
+        if self.lm_eval_args and self.lm_eval is None:
+            raise ValueError("--lm-eval-args are for lm-eval; give --lm-eval TASKS, too")
+        if world_size > 1 and (self.generate or self.lm_eval is not None):
+            option = "--generate" if self.generate else "--lm-eval"
+            raise ValueError(f"{option} runs in one process; start acsgd eval without torchrun")

@@ -1,0 +1,142 @@
+"""An adapter directory of PEFT, put into a loaded model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from acsgd.adapters.base import BASE_CHECKSUM, BaseChecksum
+from acsgd.adapters.inject import modules_named, take_virtual_tokens, virtual_tokens_in_peft
+from acsgd.config.adapters import NAME, VirtualTokens
+from acsgd.errors import InputError
+from acsgd.layers.skeleton import parameter_names
+from acsgd.notes import print_note
+from acsgd.shards.check import first_names
+from acsgd.shards.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, blame, open_tensors, read_json_object
+from acsgd.shards.manifest import MANIFEST
+
+
+@dataclass(frozen=True)
+class PEFTAdapter:
+    """An adapter directory of PEFT, opened."""
+
+    directory: Path
+    config: Any
+    """A PeftConfig."""
+    tensors: dict[str, Tensor]
+    """Parameters by their names in the file."""
+    base_checksum: str | None
+    """Checksum of the base model's parameters that training left unchanged; None if the directory does not record it,
+    as when PEFT has written it."""
+
+    @classmethod
+    def open(cls, directory: Path) -> PEFTAdapter:
+        """Read an adapter directory. Raises ValueError if it is not one, CorruptFileError if a file is corrupt."""
+        _check_directory(directory)
+        config_path, path = directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS
+        read_json_object(config_path)
+        try:
+            from peft import PeftConfig
+        except ImportError:
+            raise ValueError('--adapter needs PEFT, which is not installed; pip install "acsgd[adapters]"') from None
+        with blame(config_path, "has invalid options", "write it again with the PEFT that is installed"), _quiet():
+            config = PeftConfig.from_pretrained(str(directory))
+        config.inference_mode = True
+        with open_tensors(path) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
+            recorded = (file.metadata() or {}).get(BASE_CHECKSUM)
+        return cls(directory, config, tensors, recorded)
+
+    @classmethod
+    def of_virtual_tokens(cls, directory: Path, model: PreTrainedModel, adapter: VirtualTokens) -> PEFTAdapter:
+        """Take virtual tokens out of a model that was loaded with them, in place. directory: of the model."""
+        parameters = [param.detach() for param in take_virtual_tokens(model)]
+        tensors, config = virtual_tokens_in_peft(adapter, model.config, parameters)
+        config.inference_mode = True
+        return cls(directory, config, tensors, None)
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Number of virtual tokens before each prompt."""
+        return self.config.num_virtual_tokens if self.config.is_prompt_learning else 0
+
+    def base_parameters(self, model: PreTrainedModel) -> frozenset[str]:
+        """Return the parameters of a model that are those of the base: all but those of modules trained as a whole."""
+        paths = [path for name in self.config.modules_to_save or () for path in modules_named(model, name)]
+        return frozenset(key for key in parameter_names(model) if not any(key.startswith(f"{path}.") for path in paths))
+
+    def check_base(self, directory: Path, checksum: BaseChecksum) -> None:
+        """Raise ValueError if the adapter was trained on another model than that of a directory.
+
+        checksum: of `base_parameters`.
+        """
+        if self.base_checksum is None:
+            print_note(f"{self.directory} does not record the checksum of its base model; its shapes fit {directory}")
+        elif self.base_checksum != checksum.hexdigest():
+            name = self.config.base_model_name_or_path
+            raise InputError(
+                f"--adapter {self.directory} was trained on another base model{f', {name},' if name else ''} than "
+                f"{directory} (checksums {self.base_checksum} and {checksum.hexdigest()}); give the model that it was "
+                "trained on"
+            )
+
+    def apply(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Put the adapter into a model, in place, and return the model to call.
+
+        Raises ValueError if names or shapes of its parameters do not fit the model.
+        """
+        from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+        with blame(self.directory / ADAPTER_CONFIG, f"does not fit {type(model).__name__}", _ADVICE), _quiet():
+            adapted: Any = get_peft_model(model, self.config, adapter_name=NAME)
+        expected = get_peft_model_state_dict(adapted, adapter_name=NAME, save_embedding_layers=False)
+        differing = [
+            name
+            for name in sorted({*expected, *self.tensors})
+            if name not in expected or name not in self.tensors or expected[name].shape != self.tensors[name].shape
+        ]
+        if differing:
+            raise ValueError(
+                f"{self.directory / ADAPTER_WEIGHTS} does not fit {type(model).__name__}: names or shapes of "
+                f"{len(differing)} parameters differ, {first_names(differing)}; {_ADVICE}"
+            )
+        set_peft_model_state_dict(adapted, dict(self.tensors), adapter_name=NAME)
+        adapted.requires_grad_(False)
+        called: PreTrainedModel = adapted if self.config.is_prompt_learning else adapted.get_base_model()
+        return called
+
+    def describe(self) -> str:
+        """Return a clause on the adapter."""
+        count = sum(tensor.numel() for tensor in self.tensors.values())
+        return f"with the {self.config.peft_type.value} adapter {self.directory}, {count:,} parameters"
+
+
+_ADVICE = "give the model that it was trained on"
+
+
+def _check_directory(directory: Path) -> None:
+    """Raise ValueError if a directory is not an adapter directory of PEFT."""
+    if os.path.lexists(directory / MANIFEST):
+        raise ValueError(
+            f"--adapter {directory} is a checkpoint; it holds model and adapter, so give it as the model, or convert "
+            f"its adapter: acsgd convert to-peft {directory} DIRECTORY"
+        )
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not os.path.lexists(directory / name):
+            raise ValueError(f"--adapter {directory} is not an adapter directory of PEFT: it has no {name}")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Context without warnings of PEFT on options that other versions have, and that it corrects itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,175 @@
+"""`acsgd generate`: load the model, then continue one prompt, all prompts of a file, or chat."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from xxhash import xxh3_64
+
+from acsgd.commands.generation.adapter import PEFTAdapter
+from acsgd.commands.generation.chat import Chat
+from acsgd.commands.generation.decode import Generator, Ids
+from acsgd.commands.generation.model import load
+from acsgd.commands.generation.options import Decoding, GenerateOptions
+from acsgd.commands.generation.prompts import Prompt, PromptEncoder
+from acsgd.commands.generation.records import Options, OutputFile, Record, check_output_path, open_output, read_records
+from acsgd.errors import RunError, is_out_of_memory
+from acsgd.notes import print_note, report_if_slow
+from acsgd.streams import open_streams
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C."""
+
+
+def generate(options: GenerateOptions) -> None:
+    """Run the command. Raises ValueError if the user's input is wrong, RunError if memory is short."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if options.file is not None and options.out is not None:
+        check_output_path(options.out, options.file)
+        records, field = read_records(options.file, field=options.field, chat=options.chat)
+        with _short_memory():
+            _generate_file(_open_model(options), options.file, options.out, records, field)
+        return
+    generator = _open_model(options)
+    with _short_memory():
+        if options.prompt is not None:
+            prompt: Prompt = [{"role": "user", "content": options.prompt}] if options.chat else options.prompt
+            generator.stream(generator.prompts.encode(prompt), index=0)
+        else:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            Chat(generator).run()
+
+
+def _open_model(options: GenerateOptions) -> Generator:
+    adapter = PEFTAdapter.open(options.adapter) if options.adapter else None
+    return open_generator(options.model, options.decoding, dtype=options.dtype, device=options.device, adapter=adapter)
+
+
+def open_generator(
+    model: str, decoding: Decoding, *, dtype: str | None, device: str, adapter: PEFTAdapter | None = None
+) -> Generator:
+    """Load a model; print what it is, how it decodes and which special tokens it uses.
+
+    model, dtype, device: as of GenerateOptions. Raises ValueError, or RunError if memory is short.
+    """
+    with _short_memory(), report_if_slow(print_note, lambda: f"loading {model}"):
+        of_parameters = getattr(torch, dtype) if dtype else None
+        loaded = load(model, dtype=of_parameters, device=_device(device), adapter=adapter)
+    prompts = PromptEncoder.of(loaded)
+    print_note(loaded.describe())
+    print_note(f"{decoding.describe()}, at most {decoding.max_new_tokens} new tokens")
+    print_note(prompts.describe())
+    return Generator(loaded, prompts, decoding)
+
+
+def _device(name: str) -> torch.device:
+    device = torch.device("cpu") if name == "cpu" else open_streams("auto", 0).device
+    if name == "cuda" and device.type != "cuda":
+        raise ValueError("--device cuda: this host has no GPU that torch can use; give --device cpu")
+    return device
+
+
+def _generate_file(generator: Generator, file: Path, out: Path, records: Sequence[Record], field: str) -> None:
+    """Write each record with the text after its prompt to `out`; resume if the file exists."""
+    limits, digest = _check_prompts(generator, file, records)
+    if generator.decoding.batch > 1 and not generator.pads_exactly():
+        print_note("padding changes the results of this model: prompts are run one at a time, as with --batch 1")
+        decoding = dataclasses.replace(generator.decoding, batch=1)
+        generator = dataclasses.replace(generator, decoding=decoding)
+    model = generator.loaded.model
+    about: Options = {
+        **dataclasses.asdict(generator.decoding),
+        "field": field,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "weights": _weights_digest(model),
+        "prompts": digest,
+    }
+    with open_output(out, records, about) as output:
+        if output.finished:
+            print_note(f"{out} holds {output.finished} of {len(records)} records; resuming after them")
+        progress = report_if_slow(print_note, lambda: f"generated {output.finished} of {len(records)} records")
+        with _interruptible(output, len(records)), progress:
+            for batch in batches(limits, generator.decoding.batch):
+                if batch.stop > output.finished:
+                    _generate_batch(generator, records, batch, output)
+        print_note(f"{out}: {len(records)} records")
+
+
+def _check_prompts(generator: Generator, file: Path, records: Sequence[Record]) -> tuple[list[int], str]:
+    """Return the maximum number of new tokens of each record, and a checksum of all prompts.
+
+    Raises ValueError with the line of the first prompt that the model cannot take.
+    """
+    limits, digest = list[int](), xxh3_64()
+    with report_if_slow(print_note, lambda: f"checked {len(limits)} of {len(records)} prompts"):
+        for record in records:
+            try:
+                ids = generator.prompts.encode(record.prompt)
+            except ValueError as error:
+                raise ValueError(f"{file}, line {record.line}: {error}") from None
+            limits.append(generator.limit(ids))
+            digest.update(repr(ids).encode())
+    return limits, digest.hexdigest()
+
+
+def batches(limits: Sequence[int], size: int) -> Iterator[range]:
+    """Divide records into batches of at most `size` successive ones with the same maximum number of new tokens.
+
+    They do not depend on how many are finished: a batch that was interrupted is run again as a whole, and all its
+    texts are those of an undisturbed start, also where they are sampled.
+    """
+    start = 0
+    for stop in range(1, len(limits) + 1):
+        if stop == len(limits) or stop - start == size or limits[stop] != limits[start]:
+            yield range(start, stop)
+            start = stop
+
+
+def _generate_batch(generator: Generator, records: Sequence[Record], batch: range, output: OutputFile) -> None:
+    """Generate the texts of a batch and append those that the output lacks."""
+    ids: list[Ids] = [generator.prompts.encode(records[index].prompt) for index in batch]
+    for index, text in zip(batch, generator.generate(ids, index=batch.start), strict=True):
+        if index >= output.finished:
+            output.append(records[index], text)
+
+
+def _weights_digest(model: nn.Module) -> str:
+    """Return a checksum of all parameters."""
+    digest = xxh3_64()
+    for param in model.parameters():
+        digest.update(param.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _interruptible(output: OutputFile, total: int) -> Iterator[None]:
+    """End the process at Ctrl-C, with a sentence on how to resume."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print_note(f"\ninterrupted: {output.path} holds {output.finished} of {total} records; the same command resumes")
+        sys.exit(INTERRUPTED)
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
+@contextlib.contextmanager
+def _short_memory() -> Iterator[None]:
+    """Report that memory is short as a RunError with the options of this command."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise RunError("out of memory; give a smaller --batch or --max-new-tokens, or --dtype bfloat16") from None
+        raise

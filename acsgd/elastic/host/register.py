@@ -1,0 +1,89 @@
+"""The register of a run's views, one file per epoch, and the lease on the run directory that all hosts share."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from acsgd.elastic.membership.messages import View
+from acsgd.io.files.fields import from_json
+from acsgd.run.lock.lease import LeaseWatch
+
+KEPT = 100
+"""Number of epochs whose files are kept."""
+
+
+class ViewRegister:
+    """The recorded views of a run, in a directory that all of its hosts share.
+
+    Requires that a hard link to a name that exists fails, as on every local file system and on NFS.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def newest(self) -> View | None:
+        """Return the view of the highest epoch; None if there is none. Raises OSError, or ValueError for a bad file."""
+        epochs = [int(path.stem) for path in self._directory.glob("*.json") if path.stem.isdecimal()]
+        return self._read(max(epochs)) if epochs else None
+
+    def record(self, view: View) -> View:
+        """Record a view unless its epoch has one; return the one that its epoch has. Raises OSError."""
+        self._write_once(self._path(view.epoch), json.dumps(asdict(view)))
+        self._path(max(0, view.epoch - KEPT)).unlink(missing_ok=True)
+        return self._read(view.epoch)
+
+    def identity(self) -> str:
+        """Return a random text, equal on all hosts that see this directory and on no others. Raises OSError."""
+        path = self._directory / "id"
+        self._write_once(path, secrets.token_hex(8))
+        return path.read_text()
+
+    def _write_once(self, path: Path, text: str) -> None:
+        """Write a file unless it exists: never in part, and not twice."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        new = self._directory / f".{path.name}.{secrets.token_hex(8)}"
+        try:
+            with new.open("x") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(new, path)
+        except FileExistsError:
+            pass
+        finally:
+            new.unlink(missing_ok=True)
+
+    def _path(self, epoch: int) -> Path:
+        return self._directory / f"{epoch:08d}.json"
+
+    def _read(self, epoch: int) -> View:
+        return from_json(View, json.loads(self._path(epoch).read_text()))
+
+
+pass
+
+ABANDONED_S = 5.0
+"""Time for which nobody holds the lease on the run directory before its hosts count as ended, seconds."""
+VIEWS = "views"
+"""Directory of the register in the run directory."""
+
+
+class RunDirectory:
+    """The register of views in a run directory, and the lease on it."""
+
+    def __init__(self, path: Path) -> None:
+        self.register = ViewRegister(path / VIEWS)
+        self._lease = LeaseWatch(path)
+        self._leased_at = time.monotonic()
+
+    def is_abandoned(self) -> bool:
+        """Read the lease; return whether nobody has held it for ABANDONED_S. Blocks while the file system does."""
+        now = time.monotonic()
+        if not self._lease.has_expired():
+            self._leased_at = now
+        return now - self._leased_at >= ABANDONED_S

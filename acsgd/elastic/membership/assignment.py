@@ -1,0 +1,69 @@
+"""Which worker gets which rank, and which layers move between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from acsgd.io.files.fields import Natural
+
+Cut = tuple[tuple[Natural, ...], ...]
+"""The layers of each position of a pipeline, by their indices in the model. Each layer has one position."""
+Held = Mapping[str, frozenset[int]]
+"""The layers of which each worker can keep or send the state; a worker without any may be missing."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A transfer of the state of some layers from the memory of one rank to that of another."""
+
+    layers: tuple[Natural, ...]
+    source: Natural
+    target: Natural
+
+
+def assign(workers: Sequence[str], held: Held, wanted: Cut) -> tuple[str, ...]:
+    """Return the worker of each rank: those that hold most of its layers first. wanted: the layers of each rank."""
+    overlaps = (
+        (-len(held[name].intersection(layers)), rank, seniority)
+        for seniority, name in enumerate(workers)
+        if name in held
+        for rank, layers in enumerate(wanted)
+    )
+    free, ranks = list(workers), dict[int, str]()
+    for overlap, rank, seniority in sorted(overlaps):
+        if overlap and rank not in ranks and workers[seniority] in free:
+            ranks[rank] = workers[seniority]
+            free.remove(workers[seniority])
+    return tuple(ranks[rank] if rank in ranks else free.pop(0) for rank in range(len(wanted)))
+
+
+def lacks_layers(ranks: Collection[str], held: Held, cut: Cut) -> bool:
+    """Return whether no rank holds some layer."""
+    return len({layer for name in ranks for layer in held.get(name, ())}) < sum(map(len, cut))
+
+
+def transfers_of(held: Sequence[frozenset[int]], wanted: Cut) -> tuple[Transfer, ...]:
+    """Return the transfers that give each rank its layers, spread evenly over the ranks that hold them.
+
+    held, wanted: layers by rank. Ranks that keep a layer are preferred as its sources.
+    """
+    load, layers_of = Counter[int](), dict[tuple[int, int], list[int]]()
+    for target, layers in enumerate(wanted):
+        for layer in sorted(set(layers) - held[target]):
+            sources = (rank for rank in range(len(wanted)) if layer in held[rank])
+            source = min(sources, key=lambda rank: (layer not in wanted[rank], load[rank], rank))
+            load[source] += 1
+            layers_of.setdefault((source, target), []).append(layer)
+    return tuple(Transfer(tuple(layers), source, target) for (source, target), layers in layers_of.items())
+
+
+def holders_of(ranks: Sequence[str], held: Held, wanted: Cut, transfers: Sequence[Transfer]) -> tuple[str, ...]:
+    """Return the workers that keep or send state."""
+    senders = {transfer.source for transfer in transfers}
+    return tuple(
+        name
+        for rank, name in enumerate(ranks)
+        if rank in senders or held.get(name, frozenset()).intersection(wanted[rank])
+    )

@@ -1,0 +1,98 @@
+"""Outputs of a membership, which its caller carries out, and the timing of the protocol."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from acsgd.elastic.membership.messages import Host, Message, Refused, View
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Intervals and limits of the protocol, seconds."""
+
+    heartbeat_s: float = 0.2
+    silence_s: float = 2.0
+    """Time without a message after which a host counts as lost."""
+    settle_s: float = 0.05
+    """Time for which losses are collected before the next view is formed."""
+    hang_s: float = 60.0
+    """Time after which a worker is killed that works without a wait while all others wait."""
+    last_call_s: float = 1.0
+    """Time without a newcomer after which the first view is formed."""
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message to a host."""
+
+    to: Host
+    message: Message
+
+
+@dataclass(frozen=True)
+class Contact:
+    """Send a message to an address of which only the address is known."""
+
+    address: str
+    message: Message
+
+
+@dataclass(frozen=True)
+class StopWorkers:
+    """Stop the workers and call `stopped` with their states. at_step_end: they first complete their step."""
+
+    at_step_end: bool
+
+
+@dataclass(frozen=True)
+class Record:
+    """Record a view, unless its epoch has one, and call `recorded` with the one that its epoch has."""
+
+    view: View
+
+
+@dataclass(frozen=True)
+class Install:
+    """Let the workers run a view."""
+
+    view: View
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """The run continues without this host: stop its workers. To join again, it needs a new membership."""
+
+    left: bool
+    """Whether it wanted to leave."""
+
+
+@dataclass(frozen=True)
+class KillHung:
+    """Kill the workers that work for too long without a wait."""
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The run has ended: end the workers."""
+
+
+Effect = Send | Contact | StopWorkers | Record | Install | Refused | Excluded | KillHung | Finish
+
+
+class Outbox:
+    """Collects the effects of an input, in order."""
+
+    def __init__(self) -> None:
+        self._effects: list[Effect] = []
+
+    def add(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def send(self, to: Host, message: Message) -> None:
+        self._effects.append(Send(to, message))
+
+    def take(self) -> list[Effect]:
+        """Return the effects since the last call."""
+        effects, self._effects = self._effects, []
+        return effects

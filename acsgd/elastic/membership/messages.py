@@ -1,0 +1,300 @@
+"""What the daemons of a run send to each other, and how it is signed.
+
+A message is one line: a signature, a space, and a JSON object. The signature is an HMAC-SHA256 of the object under the
+secret of the run. The object names the run, the sender's connection and a number that grows with every message of the
+connection, so that a recorded message is refused. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+from acsgd.elastic.membership.assignment import Cut
+from acsgd.elastic.membership.plan import Plan, WorkerState
+from acsgd.io.files.fields import Natural, from_json
+
+MAX_BYTES = 1 << 20
+"""Maximum length of a message, bytes."""
+PROTOCOL = 6
+"""Version of the protocol between daemons: a new one whenever messages change."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of a run: the daemon that speaks for its workers."""
+
+    id: str
+    """Random text, a new one whenever the daemon starts, or joins again after it was excluded."""
+    address: str
+    """host:port on which the daemon listens."""
+
+
+@dataclass(frozen=True)
+class View:
+    """The hosts of a run during one epoch, and what their workers do. Recorded once per epoch, for ever."""
+
+    epoch: Natural
+    hosts: tuple[Host, ...]
+    """Most senior first."""
+    plan: Plan
+    reason: str = ""
+    """Why the view before it ended."""
+    hung: tuple[str, ...] = ()
+    """Addresses of the hosts whose workers were killed in the view before it, since they hung."""
+
+    def has(self, host_id: str) -> bool:
+        return any(host.id == host_id for host in self.hosts)
+
+    def host_of(self, rank: int) -> str:
+        """Return the address of the host of a rank, without the port of its daemon."""
+        host_id = self.plan.ranks[rank].partition("/")[0]
+        return next(host.address for host in self.hosts if host.id == host_id).rpartition(":")[0]
+
+    def rank_hosts(self) -> set[str]:
+        """Return the ids of the hosts whose workers have ranks."""
+        return {worker.partition("/")[0] for worker in self.plan.ranks}
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Sent to all hosts of the view, every `heartbeat_s`."""
+
+    epoch: Natural
+    leaving: bool = False
+    """Whether the sender wants to leave the run."""
+    candidates: tuple[str, ...] = ()
+    """Ids of the hosts outside of the view that reach the sender."""
+    working_s: float | None = None
+    """Longest time for which one of its ranks has worked without a wait; None if all of them wait."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """Request of a host that is in no view, whose workers are ready. Repeated until it is in one."""
+
+    setup: dict[str, str]
+    """What all hosts must have in common, by name: see `Setup`."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Answer to Join: the sender's setup differs from that of the run."""
+
+    parts: tuple[str, ...]
+    """Names of what differs."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Request to form the next view, since the ranks of this one cannot continue or there are workers to add."""
+
+    epoch: Natural
+    reason: str
+    at_step_end: bool
+    """Whether the workers can first complete their step."""
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Request to stop the workers and to report their states, for the view after `base`."""
+
+    base: View | None
+    """The sender's view; None before the first."""
+    epoch: Natural
+    """Of the next view."""
+    at_step_end: bool
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Answer to Prepare: the workers have stopped, and run again only in a view of this epoch or a later one."""
+
+    epoch: Natural
+    workers: dict[str, WorkerState]
+    """By name; empty if the host has none at present."""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A view that was recorded."""
+
+    view: View
+
+
+@dataclass(frozen=True)
+class Hung:
+    """Request to kill the workers that work for too long, while the ranks of all other hosts wait."""
+
+    epoch: Natural
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The run has ended."""
+
+    epoch: Natural
+
+
+Message = Heartbeat | Join | Refused | Change | Prepare | Promise | Decided | Hung | Finished
+KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A message with what protects it from other runs, from replay and from forgery."""
+
+    run: str
+    sender: Host
+    connection: str
+    """Random text that the receiver chose for this connection."""
+    number: Natural
+    kind: str
+    body: dict[str, Any]
+
+    def message(self) -> Message:
+        """Return the message. Raises ValueError if it is not of the protocol."""
+        if self.kind not in KINDS:
+            raise ValueError(f"{self.kind!r:.50} is not a message of this protocol")
+        message: Message = from_json(KINDS[self.kind], self.body)
+        return message
+
+
+class SignatureError(ValueError):
+    """A message was not signed with the secret of the run."""
+
+
+def seal(secret: bytes, run: str, sender: Host, connection: str, number: int, message: Message) -> bytes:
+    """Return the line of a message."""
+    envelope = Envelope(run, sender, connection, number, type(message).__name__, asdict(message))
+    text = json.dumps(asdict(envelope)).encode()
+    return _signature(secret, text) + b" " + text + b"\n"
+
+
+def unseal(secret: bytes, line: bytes) -> Envelope:
+    """Return the envelope of a line. Raises ValueError if its signature or its form is wrong."""
+    signature, _, text = line.rstrip(b"\n").partition(b" ")
+    if not hmac.compare_digest(signature, _signature(secret, text)):
+        raise SignatureError("the signature is wrong: another run, or another secret")
+    return from_json(Envelope, json.loads(text))
+
+
+def _signature(secret: bytes, text: bytes) -> bytes:
+    return hmac.new(secret, text, hashlib.sha256).hexdigest().encode()
+
+
+# Between a daemon and the workers of its host, over a Unix socket that only this user can open.
+
+
+@dataclass(frozen=True)
+class Hello:
+    """First message of a worker: it is ready to train."""
+
+    name: str
+    """Its number on this host."""
+    local_world_size: Natural
+    """Number of workers on this host; the host takes part once all of them are ready."""
+    pid: Natural
+    setup: Setup
+    state: WorkerState
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run's workers have in common."""
+
+    cuts: tuple[Cut, ...]
+    """The layers of each position of a pipeline, for each number of stages that it may have, most first."""
+    run_dir: str
+    min_replicas: Natural
+    max_replicas: int | None
+    silence_s: float
+    hang_s: float
+    """elastic.min_replicas, max_replicas, silence and hang."""
+    parts: dict[str, str]
+    """What must be equal on all hosts, as a short text for each: options, model, data, versions."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The worker has stopped, and waits for a view."""
+
+    state: WorkerState
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The worker cannot continue in a view, since other ranks or the links to them have failed."""
+
+    epoch: Natural
+    reason: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """What the worker does, sent every TICK_S."""
+
+    is_waiting: bool
+    """Whether it waits for other ranks."""
+    idle_s: float
+    """Time since it last began or ended to wait, or began an action of the pipeline, seconds."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """The host leaves the run."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """The run has ended: this worker has completed the last step, or stopped the run."""
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Stop signals to all ranks have ended training, and the run is saved. It resumes if a host without ranks stays."""
+
+
+FromWorker = Hello | Stopped | Broken | Tick | Leave | Done | Idle
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Stop, and report the state. at_step_end: complete the step first."""
+
+    at_step_end: bool
+
+
+@dataclass(frozen=True)
+class Run:
+    """Train in a view. worker: name of this worker in its plan."""
+
+    view: View
+    worker: str
+
+
+@dataclass(frozen=True)
+class End:
+    """End the process. error: why, if it is the run's or this host's failure."""
+
+    error: str | None = None
+
+
+ToWorker = Stop | Run | End
+
+
+def to_line(message: FromWorker | ToWorker) -> bytes:
+    """Return the line of a message between a daemon and a worker."""
+    return json.dumps({"kind": type(message).__name__, "body": asdict(message)}).encode() + b"\n"
+
+
+def from_line(line: bytes, kinds: object) -> Any:
+    """Return the message of a line. kinds: FromWorker or ToWorker. Raises ValueError for anything else."""
+    value = json.loads(line)
+    by_name = {kind.__name__: kind for kind in get_args(kinds)}
+    if not isinstance(value, dict) or value.get("kind") not in by_name:
+        raise ValueError(f"{line!r:.80} is not a message between a daemon and a worker")
+    return from_json(by_name[value["kind"]], value.get("body"))

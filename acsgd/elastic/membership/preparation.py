@@ -1,0 +1,201 @@
+"""How the next view forms: promises of stopped workers, their collection by one host, and hosts that join."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from acsgd.elastic.membership.effects import Contact, Outbox, StopWorkers, Timing
+from acsgd.elastic.membership.messages import Host, Join, Prepare, Promise, View
+from acsgd.elastic.membership.plan import Plan, WorkerState
+from acsgd.elastic.membership.presence import Presence
+
+
+class Promises:
+    """Answers requests to stop this host's workers, once they have stopped."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._states: dict[str, WorkerState] | None = None
+        self._prepare: Prepare | None = None
+        self._waiting: dict[str, tuple[Host, int]] = {}  # by id, hosts that wait for a promise, and its epoch
+
+    @property
+    def are_stopped(self) -> bool:
+        """Whether the workers are stopped."""
+        return self._states is not None
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether a host has requested to stop them."""
+        return self._prepare is not None
+
+    def take_states(self, states: dict[str, WorkerState]) -> None:
+        """Take the states of the workers, which have stopped."""
+        self._states = states
+        for host, epoch in self._waiting.values():
+            self._outbox.send(host, Promise(epoch, states))
+        self._waiting.clear()
+
+    def take_request(self, sender: Host, prepare: Prepare) -> None:
+        """Take a request to stop the workers, at once if it is more urgent than the ones before."""
+        is_new = self._prepare is None or (self._prepare.at_step_end and not prepare.at_step_end)
+        self._prepare = prepare if is_new else self._prepare
+        if self._states is not None:
+            self._outbox.send(sender, Promise(prepare.epoch, self._states))
+            return
+        self._waiting[sender.id] = sender, prepare.epoch
+        if is_new:
+            self._outbox.add(StopWorkers(prepare.at_step_end))
+
+    def reset(self) -> None:
+        """Note that the workers run a new view."""
+        self._states = self._prepare = None
+        self._waiting.clear()
+
+
+class Planner(Protocol):
+    """Returns the plan of the next view, as `make_plan` does."""
+
+    def __call__(self, workers: Mapping[str, WorkerState], *, staying: Sequence[str]) -> Plan: ...
+
+
+@dataclass
+class Preparation:
+    """The promises that a host collects before it records the next view."""
+
+    base: View | None
+    """The view before; None before the first."""
+    epoch: int
+    reason: str
+    """Why the next view is formed."""
+    hung: tuple[str, ...]
+    """As of View."""
+    members: tuple[Host, ...]
+    """Participants of the view before, most senior first; before the first, this host."""
+    newcomers: tuple[Host, ...]
+    at_step_end: bool
+    """Whether the workers can first complete their step."""
+    since: float
+    promises: dict[str, Promise] = field(default_factory=dict)
+    """By the id of the host."""
+    is_recording: bool = False
+
+    @property
+    def participants(self) -> tuple[Host, ...]:
+        """The hosts that have to promise."""
+        return (*self.members, *self.newcomers)
+
+    def request(self) -> Prepare:
+        """Return the request to those that have not promised."""
+        return Prepare(self.base, self.epoch, self.at_step_end)
+
+    def awaited(self) -> list[Host]:
+        """Return the participants that have not promised."""
+        return [host for host in self.participants if host.id not in self.promises]
+
+    def may_record(self, ended: Set[str], silence_s: float, now: float) -> bool:
+        """Return whether the view before can complete no further step, and a larger part of it has had its chance.
+
+        ended: ids of the hosts whose processes have ended.
+        """
+        if self.awaited():
+            return False
+        if self.base is None:
+            return True
+        promised, rank_hosts = self.promises.keys(), self.base.rank_hosts()
+        if rank_hosts and not (rank_hosts & promised or rank_hosts <= ended):
+            return False
+        absent = [host for host in self.base.hosts if host.id not in promised | ended]
+        return now - self.since >= _patience_s(self.base, absent, silence_s)
+
+    def next_view(self, planner: Planner, stays: Callable[[Host], bool]) -> View:
+        """Return the next view, all participants having promised. stays: whether a host does not leave."""
+        has_heir = any(stays(host) for host in self.members)
+        hosts = tuple(host for host in self.participants if stays(host) or not has_heir)
+        promises = {host.id: self.promises[host.id] for host in self.participants}
+        states = {f"{id}/{name}": state for id, promise in promises.items() for name, state in promise.workers.items()}
+        staying = [f"{host.id}/{name}" for host in hosts for name in sorted(promises[host.id].workers)]
+        plan = replace(planner(states, staying=staying), is_first=self.base is None)
+        return View(self.epoch, hosts, plan, self.reason, self.hung)
+
+
+def _patience_s(view: View, absent: Sequence[Host], silence_s: float) -> float:
+    """Return for how long the decision is left to the hosts that are cut off: to the larger part of the view."""
+    present = len(view.hosts) - len(absent)
+    if present == len(absent):
+        return silence_s if view.hosts[0] in absent else 0.0
+    return 0.0 if present > len(absent) else 2 * silence_s
+
+
+class Candidate:
+    """A host in no view: it requests to join, or forms the first view if it has the first endpoint.
+
+    me: this host; endpoints: addresses to which a host that joins turns; min_hosts: of the first view; max_hosts: of
+    any view; setup: as in Join.
+    """
+
+    def __init__(
+        self,
+        me: Host,
+        *,
+        endpoints: Iterable[str],
+        min_hosts: int,
+        max_hosts: int,
+        setup: Mapping[str, str],
+        presence: Presence,
+        timing: Timing,
+        outbox: Outbox,
+    ) -> None:
+        self._me = me
+        self._endpoints = list(endpoints)
+        self._min_hosts = min_hosts
+        self._max_hosts = max_hosts
+        self._setup = dict(setup)
+        self._presence = presence
+        self._timing = timing
+        self._outbox = outbox
+
+    def differs(self, join: Join) -> tuple[str, ...]:
+        """Return the names of what a host that requests to join has different."""
+        return tuple(name for name in self._setup if join.setup.get(name) != self._setup[name])
+
+    def on_timer(self, known: Iterable[Host]) -> None:
+        """Send the request to join. known: the hosts of the newest view."""
+        for address in dict.fromkeys([*self._endpoints, *(host.address for host in known)]):
+            if address != self._me.address:
+                self._outbox.add(Contact(address, Join(self._setup)))
+
+    def may_found(self, known: Iterable[Host], now: float) -> bool:
+        """Return whether this host forms the first view: it has the first endpoint of those that answer."""
+        if self._me.address not in self._endpoints:
+            return False
+        if now - self._presence.newcomer_at < self._timing.last_call_s:
+            return False
+        candidates = self._presence.candidates(now)
+        if len(candidates) + 1 < self._min_hosts or not all(self.precedes(host.address) for host in candidates):
+            return False
+        return all(host.id in self._presence.ended for host in known)
+
+    def describe_wait(self, known: Sequence[Host], now: float) -> str:
+        """Return for what this host waits. known: the hosts of the newest view."""
+        if known:
+            return (
+                f"the run trains on {len(known)} of at most {self._max_hosts} hosts (--nnodes); this one joins when "
+                "there is room, and its messages reach all of them"
+            )
+        endpoints = ",".join(address for address in self._endpoints if address != self._me.address)
+        if not self._presence.has_heard:
+            return f"no other host answers; start one, or check --rdzv-endpoint ({endpoints or 'only this host'})"
+        here = len(self._presence.candidates(now)) + 1
+        if here < self._min_hosts:
+            return f"{here} of at least {self._min_hosts} hosts (--nnodes) are here; start the others"
+        return f"the first view is formed by the host with the first endpoint that answers ({endpoints})"
+
+    def precedes(self, address: str) -> bool:
+        """Return whether this host comes before the one at an address among the endpoints."""
+        if self._me.address not in self._endpoints:
+            return False
+        before_me = self._endpoints[: self._endpoints.index(self._me.address)]
+        return address not in before_me

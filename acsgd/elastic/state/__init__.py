@@ -1,0 +1,1 @@
+"""State of ranks between views: handover, transfer, joins and snapshots."""

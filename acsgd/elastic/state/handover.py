@@ -1,0 +1,208 @@
+"""How the state of a rank gets from one view to the next: in its own memory, or from that of another rank."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from acsgd.dp.resize import Place
+from acsgd.elastic.membership.messages import View
+from acsgd.elastic.membership.plan import Plan, WorkerState
+from acsgd.elastic.state.channel import StateReceiver
+from acsgd.elastic.state.joins import JoiningRank, StateSource, memory_for_gradients, plan_joins
+from acsgd.elastic.state.snapshot_store import Snapshot
+from acsgd.elastic.state.transfer import HeldLayers, LayersInMemory, receive_layers
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.data.batches import BatchReader
+from acsgd.io.data.rows.streamed import StreamState
+from acsgd.io.files.fields import from_json
+from acsgd.optim.replay import ReplayOptimizer
+from acsgd.pp.wire.cache_plan import CachePlan
+from acsgd.run.plan.job import Job
+from acsgd.run.setup.build import DeferredConstants, build_session, keep_caches, reconnect
+from acsgd.run.setup.report import StepSummary
+from acsgd.run.setup.resume import Start
+from acsgd.run.setup.session import Session
+from acsgd.run.step.loop_state import LoopState, NoTransfers, StateTransfers
+from acsgd.shards.load import BlankWeights, Constants
+from acsgd.topology import Groups, collective_errors
+from acsgd.train import apply_step
+
+
+def worker_state(
+    session: Session | None, state: LoopState, reader: BatchReader | None, store_port: int = 0
+) -> WorkerState:
+    """Return what a worker reports that has stopped.
+
+    session: None if it holds no state; reader: of its batches in the view before.
+    """
+    if session is None:
+        return WorkerState(store_port=store_port)
+    step = state.progress.step
+    streams = reader.stream_states(step) if reader is not None else ()
+    return WorkerState(
+        step=step,
+        layers=tuple(sorted(layer.spec.index for layer in session.layers)),
+        ready=state.has_reported,
+        is_synced=state.is_synced or not session.exchanges_after(step - 1),
+        exchanges=session.exchanges_after(step),
+        progress=state.progress.to_dict(),
+        summary=asdict(state.summary) if state.summary else None,
+        is_open=state.is_open,
+        store_port=store_port,
+        streams=tuple(None if each is None else asdict(each) for each in streams),
+    )
+
+
+def restore_streams(reader: BatchReader, plan: Plan) -> None:
+    """Let streamed sources be read on from the place that a worker of the view before has reported."""
+    reader.restore([None if each is None else from_json(StreamState, each) for each in plan.streams])
+
+
+def complete_step(session: Session, state: LoopState, plan: Plan, *, is_behind: bool) -> None:
+    """Complete the last step as far as this rank can alone, so that its state is that after `plan.step` steps.
+
+    is_behind: whether other ranks have applied one step more. The gradients of this rank for it are complete.
+    """
+    if is_behind:
+        assert plan.summary is not None
+        result = apply_step(session, None, state.progress, StepSummary(**plan.summary))
+        state.complete(result, is_synced=not result.updated)
+    last = state.progress.step - 1
+    if not state.is_synced and not session.exchanges_after(last):
+        session.sync_alone(last)
+        state.is_synced = True
+
+
+class HandedOver(NamedTuple):
+    """The session of a rank in a new view."""
+
+    session: Session
+    received_bytes: int
+    """Size of the state that this rank has received from others, bytes."""
+
+
+def hand_over(
+    session: Session | None,
+    job: Job,
+    groups: Groups,
+    plan: Plan,
+    constants: Constants,
+    cache_plan: CachePlan | None = None,
+    snapshot: Snapshot | None = None,
+) -> HandedOver:
+    """Return the session of this rank in a new view, with the state after `plan.step` steps.
+
+    All ranks call it together, since some send their state to others. session: that of the view before, which was
+    aborted; None on ranks that are no holders of the plan. constants: of the model. snapshot: used in place of the
+    session if the plan returns to one. Raises RunError if one of these ranks fails.
+    """
+    rank, received, received_bytes = job.topology.rank, LayersInMemory(constants), 0
+    incoming = [transfer for transfer in plan.transfers if transfer.target == rank]
+    is_same = session is not None and not incoming and session.job.spans == job.spans
+    is_source = any(transfer.source == rank for transfer in plan.transfers)
+    held: HeldLayers | Snapshot | None = snapshot
+    if session is not None and (is_source or not is_same):
+        held = HeldLayers(session)
+    with collective_errors("handing over state", groups.world):
+        for transfer in plan.transfers:  # in the same order on all ranks, so that no two wait for each other
+            if transfer.source == rank and held is not None:
+                held.send(transfer.layers, groups, transfer.target)
+            elif transfer.target == rank:
+                received_bytes += receive_layers(groups, transfer.source, received)
+    if session is not None and is_same:
+        return HandedOver(reconnect(session, job, groups, cache_plan), received_bytes)
+    if held is not None:
+        incoming_layers = {layer for transfer in incoming for layer in transfer.layers}
+        held.keep([layer for layer in job.layers if layer not in incoming_layers], received)
+    if session is not None:
+        cache_plan = keep_caches(cache_plan, session, job)
+    topology = (session.job if session is not None else job).topology
+    session = build_session(job, received, groups, cache_plan)
+    received.restore(session, Place(topology.replica, topology.replicas))
+    return HandedOver(session, received_bytes)
+
+
+class Joined(NamedTuple):
+    """The session of a rank in a new view, and the transfers in the background in which it takes part."""
+
+    session: Session
+    received_bytes: int
+    """As of HandedOver."""
+    transfers: StateTransfers
+    replicas: tuple[int, ...]
+    """Replicas that join in the background."""
+
+
+def join(
+    session: Session | None,
+    job: Job,
+    groups: Groups,
+    plan: Plan,
+    constants: Constants,
+    *,
+    host: str,
+    cache_plan: CachePlan | None = None,
+    snapshot: Snapshot | None = None,
+) -> Joined:
+    """Hand over as `hand_over` does; begin transfers in the background if it would take longer than the join budget.
+
+    host: address of this host.
+    """
+    joins, rank = plan_joins(session, job, groups, plan, constants, host), job.topology.rank
+    replicas = joins.replicas(plan.stages)
+    if rank in joins.sources:
+        receiver, deferred = StateReceiver(joins.addresses[rank], groups.timeout_s), DeferredConstants()
+        new = build_session(
+            job, BlankWeights(job.model.build(torch.float32), constants), groups, cache_plan, deferred=deferred
+        )
+        optimizer = ReplayOptimizer(new.optimizer, partial(job.plugins.optimizer.open, config=job.config.optim))
+        new, limit_bytes = replace(new, optimizer=optimizer), memory_for_gradients(job)
+        joining = JoiningRank(new, joins.sources[rank], receiver, deferred, limit_bytes)
+        return Joined(new, 0, joining, replicas)
+    now = replace(plan, transfers=tuple(each for each in plan.transfers if each.target not in joins.sources))
+    new, received_bytes = hand_over(session, job, groups, now, constants, cache_plan, snapshot)
+    return Joined(new, received_bytes, StateSource(new, joins.senders) if joins.senders else NoTransfers(), replicas)
+
+
+class ViewStart(NamedTuple):
+    """With what this rank begins to train in a view."""
+
+    start: Start
+    received_bytes: int = 0
+    """Size of the state that this rank has received from others, bytes."""
+
+
+def end_transfers(session: Session | None, state: LoopState) -> Session | None:
+    """End transfers in the background; return the session, or None if some of its state is missing."""
+    transfers, state.transfers = state.transfers, NoTransfers()
+    transfers.close()
+    if not transfers.is_pending:
+        return session
+    state.restart(Progress())
+    return None
+
+
+def run_missing_exchange(session: Session, state: LoopState, plan: Plan) -> None:
+    """Run the exchange that follows the last step, if no rank of this pipeline position has completed it.
+
+    All ranks of a position call it together.
+    """
+    if session.job.topology.stage_rank in plan.unsynced:
+        state.is_synced = False
+        session.sync_after_step(plan.step - 1)
+    state.is_synced = True
+
+
+def is_run_over(view: View, state: LoopState, num_steps: int) -> bool:
+    """Return whether the run has ended for all hosts of a view in which training has stopped.
+
+    It has not if all ranks have received stop signals, and some hosts have no ranks, such as those whose workers start
+    again. These resume from the checkpoint that the ranks have saved.
+    """
+    if state.progress.step >= num_steps:
+        return True
+    return state.is_stopped and len(view.rank_hosts()) == len(view.hosts)

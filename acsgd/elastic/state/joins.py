@@ -1,0 +1,280 @@
+"""Joining in the background: a rank without state takes part in steps while its state arrives, layer by layer.
+
+Its replica has no micro-batches, so the rank adds zeros to the gradients, and gets the sums, as all replicas do. It
+requests a layer in its report of a step. The source of its state copies that layer after the step, and sends it through
+a separate connection. The rank records the gradients of the layer from the next step on. When the layer has arrived,
+it repeats these steps on it. From then on it steps the layer as all others do. Meanwhile, it reads what is not trained
+from its own files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load
+
+from acsgd.elastic.membership.plan import Plan
+from acsgd.elastic.state.channel import Address, StateReceiver, StateSender
+from acsgd.elastic.state.transfer import LayersInMemory, answer_link, layer_message, measure_link, state_bytes
+from acsgd.errors import RunError
+from acsgd.optim.replay import Recording, ReplayOptimizer
+from acsgd.pp.wire.delta import Delta
+from acsgd.run.plan.job import Job
+from acsgd.run.setup.build import DeferredConstants
+from acsgd.run.setup.report import StepSummary
+from acsgd.run.setup.session import Session
+from acsgd.shards.layer_tensors import layer_tensors
+from acsgd.shards.load import Constants, LoadedLayer
+from acsgd.streams import available_memory_bytes
+from acsgd.topology import Groups, collective_errors
+
+MAX_REQUESTED = 2
+"""Layers that a rank has requested and not got, so that the next one is on its way when one has arrived."""
+MEMORY_SHARE = 0.5
+"""Share of the available host memory that recorded gradients may take; then training waits for a layer."""
+
+
+class StateSource:
+    """Sends the layers of a session to ranks that join, in the background. A `StateTransfers`.
+
+    senders: by rank that joins.
+    """
+
+    is_pending = False
+    wanted = None
+
+    def __init__(self, session: Session, senders: Mapping[int, StateSender]) -> None:
+        self._session = session
+        self._layers = _layers(session)
+        self._senders = senders
+
+    def after_step(self, summary: StepSummary) -> None:
+        """Copy the layers that were requested in a step. Raises RunError if a connection has failed."""
+        for rank, sender in self._senders.items():
+            if sender.error is not None:
+                raise _failure(self._session, f"sending state to rank {rank}", sender.error, rank)
+            if (wanted := summary.wanted[rank]) is not None:
+                sender.send(layer_message(self._session, self._layers[wanted]))
+
+    def restart(self) -> None:
+        pass
+
+    def close(self) -> None:
+        for sender in self._senders.values():
+            sender.close()
+
+
+class JoiningRank:
+    """Requests and receives the state of the layers of a session. A `StateTransfers`.
+
+    The optimizer of the session must be a ReplayOptimizer. constants: those of its layers; limit_bytes: maximum size of
+    recorded gradients.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        source: int,
+        receiver: StateReceiver,
+        constants: DeferredConstants,
+        limit_bytes: float,
+    ) -> None:
+        assert isinstance(session.optimizer, ReplayOptimizer)
+        self._session = session
+        self._source = source
+        self._receiver = receiver
+        self._limit_bytes = limit_bytes
+        self._optimizer = session.optimizer
+        self._layers = _layers(session)
+        self._missing = deque(self._layers)
+        self._requested = deque[tuple[LoadedLayer, Recording]]()
+        """Layers that the source has copied, in the order in which they arrive."""
+        self._stale = 0
+        """Number of layers that arrive before these, and were copied before a restart."""
+        self._constants = constants
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="constants")
+        self._reading = self._thread.submit(constants.load)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether some layers are not loaded yet."""
+        return bool(self._missing or self._requested or not self._constants.is_complete)
+
+    @property
+    def wanted(self) -> int | None:
+        """The layer to request in the next step; None if enough are requested."""
+        return self._missing[0] if self._missing and len(self._requested) < MAX_REQUESTED else None
+
+    def after_step(self, summary: StepSummary) -> None:
+        """Record the layer that this rank has requested in a step, and load those that have arrived.
+
+        Raises RunError if the connection to the source has failed, and CorruptFileError if a file of constants is.
+        """
+        if self._reading.done():
+            self._reading.result()
+        if (wanted := summary.wanted[self._session.job.topology.rank]) is not None:
+            self._missing.remove(wanted)
+            layer = self._layers[wanted]
+            self._requested.append((layer, self._optimizer.record(layer.weights)))
+        if sum(recording.nbytes for _, recording in self._requested) > self._limit_bytes:
+            self._wait_for_message()
+        while self._requested and (message := self._receiver.take()) is not None:
+            if self._stale:
+                self._stale -= 1
+                continue
+            layer, recording = self._requested.popleft()
+            received = LayersInMemory()
+            received.add(load(message))
+            received.load_layer(layer, self._session)
+            self._optimizer.replay(recording)
+        if not self.is_pending:
+            self._receiver.close()
+        elif self._requested and self._receiver.error is not None:
+            self._fail(self._receiver.error)
+
+    def restart(self) -> None:
+        """Request all layers again, since the run has returned to an earlier step.
+
+        Not if this rank has all of its state: then it has returned to the earlier one, too.
+        """
+        if not self.is_pending:
+            return
+        self._stale += len(self._requested)
+        for _, recording in self._requested:
+            self._optimizer.discard(recording)
+        self._requested.clear()
+        self._missing = deque(self._layers)
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._constants.stop()
+        self._thread.shutdown(wait=False)  # the thread ends after the layer that it reads
+
+    def _wait_for_message(self) -> None:
+        timeout_s = self._session.groups.timeout_s
+        if not self._session.groups.waits.poll(self._receiver.wait, timeout_s):
+            self._fail(f"no layer in {timeout_s:g} s")
+
+    def _fail(self, error: str) -> None:
+        raise _failure(self._session, f"receiving state from rank {self._source}", error, self._source)
+
+
+class BackgroundJoins(NamedTuple):
+    """The ranks that join in the background; the same on all ranks except `senders`."""
+
+    sources: Mapping[int, int]
+    """The rank that sends its state, by rank that joins."""
+    addresses: Mapping[int, Address]
+    """Where that rank listens, by rank that joins."""
+    senders: Mapping[int, StateSender]
+    """Connections of this rank, by rank that joins."""
+
+    def replicas(self, stages: int) -> tuple[int, ...]:
+        """Return the replicas with a rank that joins in the background, in ascending order."""
+        return tuple(sorted({target // stages for target in self.sources}))
+
+
+def plan_joins(
+    session: Session | None, job: Job, groups: Groups, plan: Plan, constants: Constants, host: str
+) -> BackgroundJoins:
+    """Decide whether ranks join in the background: if it takes longer than elastic.join_budget otherwise.
+
+    All ranks call it together. session: of this rank in the view before, if it holds state; constants: of the model;
+    host: address of this host. Opens the ports to which ranks that join connect. Raises RunError if a rank fails.
+    """
+    sources = _possible_sources(job, plan)
+    if not sources or _joining_s(session, job, groups, sources, constants) <= job.config.elastic.join_budget:
+        return BackgroundJoins({}, {}, {})
+    with contextlib.ExitStack() as stack:
+        senders = dict[int, StateSender]()
+        for target, source in sources.items():
+            if source == job.topology.rank:
+                senders[target] = StateSender(host, groups.timeout_s)
+                stack.callback(senders[target].close)
+        mine = json.dumps({target: sender.address for target, sender in senders.items()})
+        texts = groups.all_gather_text("opening ports for state", mine, timeout_s=groups.timeout_s)
+        stack.pop_all()
+    addresses = {int(target): Address(*address) for text in texts for target, address in json.loads(text).items()}
+    return BackgroundJoins(sources, addresses, senders)
+
+
+def memory_for_gradients(job: Job) -> float:
+    """Return how much host memory recorded gradients of one rank may take, bytes."""
+    available = available_memory_bytes()
+    return math.inf if available is None else MEMORY_SHARE * available / job.local_world_size
+
+
+def _possible_sources(job: Job, plan: Plan) -> dict[int, int]:
+    """Return, by rank that may join in the background, a rank that has its layers; in the order of the transfers.
+
+    Such a rank has no state, and gets all of it from ranks of its stages. Replicas must have all state in common, and
+    no activation caches, which depend on the dealing. One replica has all of its state.
+    """
+    if plan.from_snapshot or job.plugins.mode.local_steps or isinstance(job.plugins.forward, Delta):
+        return {}
+    sources: dict[int, int] = {}
+    others = {each.target for each in plan.transfers if (each.target - each.source) % plan.stages}
+    for transfer in plan.transfers:
+        if transfer.target not in others and plan.ranks[transfer.target] not in plan.holders:
+            sources.setdefault(transfer.target, transfer.source)
+    return {} if any(target < plan.stages for target in sources) else sources
+
+
+def _joining_s(
+    session: Session | None, job: Job, groups: Groups, sources: Mapping[int, int], constants: Constants
+) -> float:
+    """Return the time that all other ranks would wait for ranks that join, seconds. The same on all ranks.
+
+    It takes to send their state to one after another. Meanwhile, all read their constants from disk.
+    """
+    rank, sending_s, reading_s = job.topology.rank, 0.0, 0.0
+    with collective_errors("measuring links", groups.world):
+        for target, source in sources.items():
+            if target == rank:
+                answer_link(groups, source)
+                reading_s = _reading_s(job, constants)
+            elif source == rank:
+                assert session is not None
+                sending_s += measure_link(groups, target, state_bytes(session, job.layers))
+    mine = f"{sending_s} {reading_s}"
+    times = groups.all_gather_text("measuring links", mine, timeout_s=groups.timeout_s)
+    sending, reading = zip(*(map(float, each.split()) for each in times), strict=True)
+    return sum(sending) + max(reading)
+
+
+def _reading_s(job: Job, constants: Constants) -> float:
+    """Return the time that reading the constants of this rank's layers takes, estimated from that of one of them.
+
+    Infinity if they are also quantized, which takes longer.
+    """
+    if job.config.model.quantize != "none":
+        return math.inf
+    model, layers = job.model.build(torch.float32), job.model.description
+    stored = {layer: layer_tensors(model, layers, layer) for layer in job.layers}
+    sizes = {layer: sum(constant.numel() for constant in each.constants.values()) for layer, each in stored.items()}
+    middle = sorted(job.layers, key=sizes.__getitem__)[len(job.layers) // 2]
+    if not sizes[middle]:
+        return 0.0
+    started = time.perf_counter()
+    for tensor in constants.of_layer(layers.layers[middle].name, stored[middle]).values():
+        tensor.clone()
+    return (time.perf_counter() - started) * sum(sizes.values()) / sizes[middle]
+
+
+def _layers(session: Session) -> dict[int, LoadedLayer]:
+    """Return the layers of a rank by index."""
+    return {layer.spec.index: layer for layer in session.layers}
+
+
+def _failure(session: Session, action: str, error: str, peer: int) -> RunError:
+    rank = session.job.topology.rank
+    return RunError(f"rank {rank} on {socket.gethostname()}: {action} failed: {error}", awaited=[peer])

@@ -1,0 +1,237 @@
+"""Transfer of the state of layers from the memory of a rank to that of another rank.
+
+Travels: global weights, optimizer state, and what the data-parallel mode's replicas have in common. Residuals and local
+weights are those of a replica, and stay there. Frozen parameters and stored buffers never change, so every host reads
+them from the files that it has: with an adapter, they are nearly all of the model.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load, save
+from torch import Tensor
+
+from acsgd.dp.resize import Place, carry_over
+from acsgd.run.setup.session import Session
+from acsgd.shards.layer_tensors import LayerTensors
+from acsgd.shards.load import Constants, LoadedLayer
+from acsgd.shards.weights import WeightState, part_of
+from acsgd.topology import Groups
+
+TAG = 2
+"""Tag of these messages in the group of all ranks."""
+PROBE_BYTES = 2**19
+"""Size of the message that measures a link."""
+MAX_PROBES, PROBES_S = 8, 0.1
+"""Maximum number of these messages, and time after which no further one is sent, seconds."""
+END_OF_PROBES = -1
+"""Sent in place of the length of a message after the last one."""
+WEIGHT, OPTIMIZER, MODE, SEPARATOR = "weight", "optimizer", "mode", "\n"
+"""Kinds of tensors in a message, and what separates the parts of their names."""
+
+
+class LayersInMemory:
+    """Trained state of the layers that a rank needs: what it keeps, and what it has received. A `WeightSource`.
+
+    constants: source of all other tensors; None if they are loaded already.
+    """
+
+    def __init__(self, constants: Constants | None = None) -> None:
+        self._constants = constants
+        self._weights: dict[str, Tensor] = {}
+        self._optimizer: WeightState = {}
+        self._mode: WeightState = {}
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add the tensors of one message."""
+        for name, tensor in tensors.items():
+            kind, *parts = name.split(SEPARATOR)
+            if kind == WEIGHT:
+                self._weights[parts[0]] = tensor
+            else:
+                state = self._optimizer if kind == OPTIMIZER else self._mode
+                state.setdefault(parts[0], {})[parts[1]] = tensor
+
+    def tensors(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
+        held = {key: self._weights[key] for key in stored.weights if key in self._weights}  # another may have a table
+        return held | self.constants(layer, stored)
+
+    def constants(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
+        assert self._constants is not None
+        return self._constants.of_layer(layer, stored)
+
+    def tensor(self, layer: str, key: str) -> Tensor:
+        assert self._constants is not None
+        constant = self._constants.find(layer, key)
+        return self._weights[key] if constant is None else constant
+
+    @torch.no_grad()
+    def load_layer(self, layer: LoadedLayer, session: Session) -> None:
+        """Load the tensors of a `layer_message` into the layer of a session, in place."""
+        for weight in layer.weights:
+            weight.master.copy_(self._weights[weight.key])
+            weight.param.copy_(weight.master)
+            session.optimizer.load_state_of(weight, part_of(self._optimizer, {weight.key}), weight.key)
+
+    def restore(self, session: Session, was: Place) -> None:
+        """Load optimizer state and state of the data-parallel mode. Weights were loaded when the session was built.
+
+        was: place of the replica whose state this is, for what replicas do not have in common.
+        """
+        for weight in session.weights:
+            own = {name: by_key for name, by_key in self._optimizer.items() if weight.key in by_key}
+            if own:
+                session.optimizer.load_state_of(weight, own, weight.key)
+        topology, table = session.job.topology, session.job.plugins.mode.states
+        now = Place(topology.replica, topology.replicas)
+        for stage in session.stages.values():
+            own = part_of(self._mode, {weight.key for weight in stage.weights})
+            stage.sync.load_state_dict(carry_over(table, own, was=was, now=now, is_same_stage=False))
+
+
+class HeldLayers:
+    """The layers of a session that was aborted, to send or to keep.
+
+    Loads the global weights into the master weights, so that `reconnect` must follow, or another session.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._layers = {layer.spec.index: layer for layer in session.layers}
+        states = [stage.sync.take_state() for stage in session.stages.values()]
+        names = {name for state in states for name in state}
+        self._mode = {name: {key: x for each in states for key, x in each.get(name, {}).items()} for name in names}
+
+    def send(self, layers: Sequence[int], groups: Groups, to: int) -> None:
+        """Send the state of some layers to a rank of the next view, one message per layer."""
+        job, replicas = self._session.job, groups.dp.size()
+        table, is_same = job.plugins.mode.states, replicas == job.topology.replicas
+        common = [state.name for state in table if state.is_common and (is_same or state.merge != "reset")]
+        mode = {name: by_key for name, by_key in self._mode.items() if name in common}
+        send_tensors(groups, to, [layer_tensors_of(self._session, self._layers[layer], {}, mode) for layer in layers])
+
+    def keep(self, layers: Collection[int], memory: LayersInMemory) -> None:
+        """Add the state of some layers, not copied, with that of this replica alone."""
+        for layer in layers:
+            memory.add(layer_tensors_of(self._session, self._layers[layer], {}, self._mode))
+
+
+def layer_tensors_of(
+    session: Session, layer: LoadedLayer, global_weights: Mapping[str, Tensor], mode: WeightState
+) -> dict[str, Tensor]:
+    """Return the trained state of a layer, not copied: fp32 weights, optimizer state, and state of the mode.
+
+    Weights are all that the layer uses, also those that are stored with an earlier layer: global ones where they are
+    given, else the master weights.
+    """
+    own = [weight for weight in session.weights if weight.key in layer.spec.parameters]
+    weights = {weight.key: global_weights.get(weight.key, weight.master).detach() for weight in own}
+    tensors = {f"{WEIGHT}{SEPARATOR}{key}": tensor for key, tensor in weights.items()}
+    keys = {weight.key for weight in own}
+    for kind, state in ((OPTIMIZER, session.optimizer.state_of(own)), (MODE, part_of(mode, keys))):
+        for name, by_key in state.items():
+            tensors |= {f"{kind}{SEPARATOR}{name}{SEPARATOR}{key}": tensor for key, tensor in by_key.items()}
+    return tensors
+
+
+def send_tensors(groups: Groups, to: int, layers: Sequence[Mapping[str, Tensor]]) -> None:
+    """Send the tensors of some layers to a rank, one message per layer. Those that several share travel once."""
+    _send(groups, to, struct.pack("<q", len(layers)))
+    sent: set[str] = set()
+    for tensors in layers:
+        _send_tensors(groups, to, {name: tensor for name, tensor in tensors.items() if name not in sent})
+        sent |= tensors.keys()
+
+
+def receive_layers(groups: Groups, sender: int, memory: LayersInMemory) -> int:
+    """Receive what a rank sends by `HeldLayers.send`; return the number of bytes."""
+    (number,) = struct.unpack("<q", _receive(groups, sender, 8))
+    nbytes = 0
+    for _ in range(number):
+        (length,) = struct.unpack("<q", _receive(groups, sender, 8))
+        tensors = load(_receive(groups, sender, length))
+        memory.add(tensors)
+        nbytes += sum(tensor.nbytes for tensor in tensors.values())
+    return nbytes
+
+
+def state_bytes(session: Session, layers: Collection[int]) -> int:
+    """Return the size of the state of some layers of a session, bytes, without that of the mode."""
+    own = [layer_tensors_of(session, layer, {}, {}) for layer in session.layers if layer.spec.index in layers]
+    return sum(tensor.nbytes for tensors in own for tensor in tensors.values())
+
+
+def layer_message(session: Session, layer: LoadedLayer) -> bytes:
+    """Return a copy of what `layer_tensors_of` returns, without state of the mode, as one message.
+
+    Trained weights that several layers of the session use are in the message of the first one only: they change.
+    """
+    earlier = {weight.key for weight in session.weights} - {weight.key for weight in layer.weights}
+    tensors = layer_tensors_of(session, layer, {}, {})
+    own = {name: tensor for name, tensor in tensors.items() if name.rpartition(SEPARATOR)[2] not in earlier}
+    return save({name: tensor.cpu().contiguous() for name, tensor in own.items()})
+
+
+def measure_link(groups: Groups, to: int, nbytes: int) -> float:
+    """Return the estimated time to send `nbytes` to a rank that calls `answer_link`, seconds.
+
+    Measures the round trips of empty messages and of messages of PROBE_BYTES. The fastest of each kind counts, since a
+    rank that waits for a core answers late. The estimate is one empty round trip, plus the rest in proportion to
+    `nbytes`.
+    """
+    probe = bytes(min(nbytes, PROBE_BYTES))
+    _round_trip_s(groups, to, b"")  # it is ready
+    trip_s, probe_s = (_fastest_trip_s(groups, to, payload) for payload in (b"", probe))
+    _send(groups, to, struct.pack("<q", END_OF_PROBES))
+    return trip_s + max(0.0, probe_s - trip_s) * nbytes / max(1, len(probe))
+
+
+def answer_link(groups: Groups, sender: int) -> None:
+    """Answer the messages of `measure_link` until it ends."""
+    while (length := struct.unpack("<q", _receive(groups, sender, 8))[0]) != END_OF_PROBES:
+        if length:
+            _receive(groups, sender, length)
+        _send(groups, sender, b"\0")
+
+
+def _fastest_trip_s(groups: Groups, to: int, payload: bytes) -> float:
+    """Return the shortest of several round trips of a message, seconds."""
+    trips_s = [_round_trip_s(groups, to, payload)]
+    while len(trips_s) < MAX_PROBES and sum(trips_s) < PROBES_S:
+        trips_s.append(_round_trip_s(groups, to, payload))
+    return min(trips_s)
+
+
+def _round_trip_s(groups: Groups, to: int, payload: bytes) -> float:
+    """Send a message; return the time until its answer arrives, seconds."""
+    started = time.perf_counter()
+    _send(groups, to, struct.pack("<q", len(payload)))
+    if payload:
+        _send(groups, to, payload)
+    _receive(groups, to, 1)
+    return time.perf_counter() - started
+
+
+def _send_tensors(groups: Groups, to: int, tensors: Mapping[str, Tensor]) -> None:
+    payload = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
+    _send(groups, to, struct.pack("<q", len(payload)))
+    _send(groups, to, payload)
+
+
+def _send(groups: Groups, to: int, payload: bytes) -> None:
+    work = dist.isend(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to, groups.world, TAG)
+    assert work is not None
+    groups.waits.wait(work)
+
+
+def _receive(groups: Groups, sender: int, length: int) -> bytes:
+    buffer = torch.empty(length, dtype=torch.uint8)
+    work = dist.irecv(buffer, sender, groups.world, TAG)
+    assert work is not None
+    groups.waits.wait(work)
+    return buffer.numpy().tobytes()

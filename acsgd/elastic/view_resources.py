@@ -1,0 +1,167 @@
+"""What a worker opens for each view or keeps from one view to the next: store, lock, metrics and events."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from acsgd.comm.store import call_in_thread
+from acsgd.comm.waits import Waits
+from acsgd.config.options import Config
+from acsgd.elastic.membership.messages import View
+from acsgd.errors import RunError, reason
+from acsgd.io.telemetry.metrics import Metrics
+from acsgd.io.telemetry.record import Event
+from acsgd.run.lock.lock import RunLock, leases_of
+from acsgd.run.plan.job import Job
+from acsgd.run.step.loop_state import LoopState
+from acsgd.topology import Groups
+
+
+class ViewLock:
+    """The run lock of one worker, which keeps the leases from view to view as long as it is rank 0."""
+
+    def __init__(self) -> None:
+        self._lock: RunLock | None = None
+        self._is_holder = False
+        self._epoch = 0
+        """Number of the last view in which this worker had a rank, and its part of the lock."""
+
+    def of(self, job: Job, groups: Groups, view: View, timeout_s: float) -> RunLock:
+        """Return the lock for a view: with the leases on rank 0, without any on other ranks.
+
+        All ranks call it together. After a view that this worker has missed, rank 0 takes the leases again, since
+        another one may have had them. timeout_s: of a communication. Raises RunError on rank 0 of the first view if
+        another run holds one of the directories.
+        """
+        is_holder, is_next = job.topology.rank == 0, view.epoch == self._epoch + 1
+        if self._lock is None or self._is_holder != is_holder or not is_next:
+            self.close()
+            self._lock, self._is_holder = RunLock(leases_of(job)), is_holder
+            if not view.plan.is_first:
+                self._lock.take_over()
+        if view.plan.is_first:
+            self._lock.acquire(groups, timeout_s)
+        self._epoch = view.epoch
+        return self._lock
+
+    def close(self) -> None:
+        """Release the leases."""
+        if self._lock is not None:
+            self._lock.release()
+
+
+class ViewMetrics:
+    """The metrics of one worker, which keeps the sinks from view to view as long as it is rank 0."""
+
+    def __init__(self) -> None:
+        self._metrics: Metrics | None = None
+
+    def of(self, job: Job, state: LoopState) -> Metrics:
+        """Return the metrics for a view: those of rank 0, or without sinks on other ranks."""
+        is_main = job.topology.rank == 0
+        if not is_main:
+            self.close()
+        elif self._metrics is None:
+            self._metrics = open_metrics(job.config, state)
+        return self._metrics or Metrics([])
+
+    def close(self) -> None:
+        """Close the sinks."""
+        if self._metrics is not None:
+            self._metrics.__exit__(None, None, None)
+            self._metrics = None
+
+
+def open_metrics(config: Config, state: LoopState) -> Metrics:
+    """Open the sinks on a new rank 0, and log the last step again if this rank has its metrics.
+
+    The rank 0 before may have ended after that step and before it had logged it.
+    """
+    record = state.record if state.record and state.record.step == state.progress.step else None
+    logged = state.progress.step - (record is not None or state.is_open)
+    metrics = Metrics.open(config, Path(config.log.dir), resumed_at=logged, is_main=True)
+    if record is not None and not state.is_open:
+        metrics.log(record)
+    return metrics
+
+
+STORE_TIMEOUT_S = 8.0
+"""Time to connect to the store of a view, seconds."""
+
+
+def open_store() -> dist.TCPStore:
+    """Open a store on a free port of this host."""
+    timeout = timedelta(seconds=STORE_TIMEOUT_S)
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+
+
+def connect_store(host: str, port: int, waits: Waits) -> dist.TCPStore:
+    """Connect to the store of a view. Raises RunError if its host does not answer, WaitInterruptedError."""
+    try:
+        _check_that_it_listens(host, port, waits)
+        timeout = timedelta(seconds=STORE_TIMEOUT_S)
+        return call_in_thread(
+            lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
+            timeout_s=STORE_TIMEOUT_S,
+            waits=waits,
+        )
+    except (OSError, RuntimeError) as error:
+        cause = reason(error) or f"no answer in {STORE_TIMEOUT_S:g} s"
+        raise RunError(f"the store of rank 0 at {host}:{port} cannot be reached ({cause})", awaited=[0]) from error
+
+
+def _check_that_it_listens(host: str, port: int, waits: Waits) -> None:
+    """Raise OSError if no process listens at an address, WaitInterruptedError.
+
+    A store was opened before its port was announced. But the client of torch tries again for the whole timeout if
+    its port is closed.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setblocking(False)
+        probe.connect_ex(address)
+        if not waits.poll(lambda slice_s: bool(select.select([], [probe], [], slice_s)[1]), STORE_TIMEOUT_S):
+            raise TimeoutError(f"no answer in {STORE_TIMEOUT_S:g} s")
+        if error := probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(error, os.strerror(error))
+
+
+def view_events(view: View, before: View | None, step: int, seconds: float, moved_bytes: int) -> list[Event]:
+    """Return the events of a new view: one for each host that hung, left or joined since, then that of the view.
+
+    seconds: since this rank has stopped in the view before; moved_bytes: size of the state that ranks have received.
+    """
+    known = before.hosts if before else view.hosts
+    changes = [("hung", address) for address in view.hung]
+    changes += [("left", host.address) for host in known if host not in view.hosts]
+    changes += [("joined", host.address) for host in view.hosts if host not in known]
+    events = [Event(name, step, f"{address} {name}", {"host": address}) for name, address in changes]
+    return [*events, _view_event(view, before, step, seconds, moved_bytes)]
+
+
+def _view_event(view: View, before: View | None, step: int, seconds: float, moved_bytes: int) -> Event:
+    plan = view.plan
+    fields = {
+        "view": view.epoch,
+        "reason": view.reason,
+        "hosts": len(view.hosts),
+        "replicas": plan.replicas,
+        "stages": plan.stages,
+        "spares": len(plan.spares),
+        "moved_layers": sum(len(transfer.layers) for transfer in plan.transfers),
+        "moved_bytes": moved_bytes,
+        "from": plan.origin,
+        "recovery_s": round(seconds, 3),
+    }
+    text = f"view {view.epoch}: {plan.replicas} x {plan.stages} on {len(view.hosts)} hosts"
+    if plan.spares:
+        text += f" and {len(plan.spares)} spares"
+    if before is not None:
+        text += f", after {seconds:.2f} s: {view.reason}"
+    return Event("view", step, text, fields)

@@ -1,0 +1,123 @@
+"""Ends from outside: stop signals, and the death of the torchrun that started this rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+from acsgd.failures.processes import find_torchrun, has_proc, start_time
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
+"""Signals that stop a run after the current step. The Slurm scripts send SIGUSR1 before a job's time limit. SIGHUP:
+the terminal was closed; torchrun forwards it to its ranks, which have no terminal."""
+
+REPEAT_S = 0.5
+"""Interrupts within this many seconds count as one: a Ctrl-C reaches a rank both directly and through torchrun, which
+forwards it within milliseconds."""
+
+WATCH_S = 0.5
+"""Seconds between two checks whether torchrun is alive."""
+
+
+class StopSignals:
+    """Context manager that records stop signals instead of ending the process; a second Ctrl-C ends it.
+
+    end: ends the process with an exit code, from a thread, while the main thread may be waiting inside gloo.
+
+    After a SIGINT, a later SIGTERM ends the process as well, since torchrun forwards a second Ctrl-C as SIGTERM. The
+    exit code is then 130. A SIGHUP that is ignored when the process starts (nohup) stays ignored. Must be entered in
+    the main thread. On exit the former handlers are restored, unless an exception is raised: torchrun's SIGTERM must
+    not interrupt the failure report.
+
+    Python runs handlers in the main thread only, and not while that thread waits inside gloo. So the handlers do
+    nothing; Python's C-level handler writes the signal number to a pipe (signal.set_wakeup_fd), which a thread reads.
+    (sigwait in a thread would require blocking the signals in all threads, including torch's.)
+    """
+
+    def __init__(self, end: Callable[[int], None], on_signal: Callable[[], None] = lambda: None) -> None:
+        self._end = end
+        self._on_signal = on_signal
+        self.received: str | None = None
+        """Name of the first stop signal received, e.g. "SIGTERM"."""
+        self._interrupted_at: float | None = None
+
+    def __enter__(self) -> StopSignals:
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._listener = threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True)
+        self._listener.start()
+        self._former_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+        self._former = {number: signal.signal(number, _do_nothing) for number in {*STOP_SIGNALS} - ignored}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            return
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._former_fd)
+        os.close(self._writer)
+        self._listener.join()
+
+    def _listen(self, reader: int) -> None:
+        while numbers := os.read(reader, 64):
+            for number in numbers:
+                self._record(number, time.monotonic())
+        os.close(reader)
+
+    def _record(self, number: int, now: float) -> None:
+        """Record a signal received at `now` (time.monotonic); end the process if it is a second interrupt."""
+        if number not in STOP_SIGNALS:
+            return
+        interrupted_at = self._interrupted_at
+        is_late = interrupted_at is not None and now - interrupted_at >= REPEAT_S
+        if is_late and number in (signal.SIGINT, signal.SIGTERM):
+            self._end(128 + signal.SIGINT)
+        if number == signal.SIGINT and interrupted_at is None:
+            self._interrupted_at = now
+        if self.received is None:
+            self.received = signal.Signals(number).name
+            self._on_signal()
+
+
+def end_with_torchrun(parent: int, *, is_main: bool, end: Callable[[int], None]) -> None:
+    """Start a thread that ends this process with code 1 within a second of torchrun's death.
+
+    To be called before the slow imports. The thread then runs between the instructions of the imports: loading torch
+    keeps the interpreter busy for 0.4 s at a time.
+    parent: os.getppid() at the start of the process. If torchrun died since then, the parent is another process by
+    now: process 1, or a subreaper as `systemd --user` or tini. If torchrun died even before, no ancestor is torchrun.
+    is_main: whether this process prints the error; one per host. end: ends the process with an exit code.
+    """
+    torchrun = find_torchrun(parent) if has_proc() else parent
+
+    def started_at() -> str:
+        return start_time(torchrun) if torchrun else ""
+
+    started = started_at()
+    has_ended = has_proc() and not started  # maybe since it was found: then no later check would see a difference
+
+    def is_alive() -> bool:
+        return not has_ended and os.getppid() == parent and started_at() == started
+
+    def watch() -> None:
+        while is_alive():
+            time.sleep(WATCH_S)
+        if is_main:
+            name = f"process {torchrun}," if torchrun else "which started this run,"
+            print(f"\nerror: torchrun, {name} has ended; this host's ranks end with it", file=sys.stderr, flush=True)
+        end(1)
+
+    threading.Thread(target=watch, name="torchrun watch", daemon=True).start()
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Handle a signal by nothing: the pipe gets its number; without a handler it would end the process."""

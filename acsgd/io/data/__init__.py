@@ -1,0 +1,1 @@
+"""Data of a run: from sources over tokens and rows to batches."""

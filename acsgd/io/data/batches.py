@@ -1,0 +1,193 @@
+"""Batches of one replica, read ahead in the background.
+
+Shapes: M micro-batches of the replica, B sequences per micro-batch, T tokens per sequence.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from acsgd.comm.waits import DIRECT, Waits
+from acsgd.io.data.rows.base import RowReader
+from acsgd.io.data.rows.streamed import StreamedRows, StreamState
+from acsgd.io.data.sampler import Ints, Sampler
+from acsgd.io.files.read_ahead import read_ahead
+from acsgd.layers.lengths import Lengths
+
+AHEAD = 3
+"""Maximum number of batches read ahead."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One replica's part of the global batch of a step. Created on the host."""
+
+    inputs: Mapping[str, Tensor] | None
+    """Inputs of the model by name, as the task declares them: {"input_ids": int64 [M, B, T]}, with DOCUMENTS where they
+    are isolated, and PREFIXES where data.objective has them; None on stages that do not need them."""
+    labels: Tensor | None
+    """Labels as the task declares them: for language modelling the next token of each of the "input_ids", or IGNORED,
+    int64 [M, B, T]; None on stages that do not need them."""
+    sample_ids: Tensor
+    """Sample ids, int64 [M, B], always on the host. A sequence has the same id in every epoch."""
+    micro_ids: range
+    """Indices of the micro-batches in the global batch."""
+    upcoming_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """Sample ids of the replica's next batch, int64 [M, B], on the host; used to prefetch cache entries."""
+    num_tokens: int = 0
+    """Number of input tokens, without padding; 0 on stages that need neither inputs nor labels."""
+    longest_rows: Sequence[Lengths] | None = None
+    """Longest row of each micro-batch, without padding; None on stages that need neither inputs nor labels."""
+    checksum: int = 0
+    """Checksum of segments of streamed sources, equal on all ranks that read these; 0 on others, and without any."""
+    wait_s: float = 0.0
+    """Time for which training waited for the batch to be read, seconds."""
+    upcoming: Batch | None = None
+    """The batch of the next step, always on the host; None at the end, and of a batch that is read alone."""
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch with inputs and labels on `device`."""
+        inputs = None if self.inputs is None else {name: x.to(device) for name, x in self.inputs.items()}
+        labels = None if self.labels is None else self.labels.to(device)
+        return replace(self, inputs=inputs, labels=labels)
+
+
+@dataclass(frozen=True)
+class BatchReader:
+    """Reads one replica's batch of any step."""
+
+    rows: RowReader
+    sampler: Sampler
+    micros: range
+    """Micro-batches of the global batch that the replica trains on, where `batch` is not given others."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the user on the rows of each source."""
+        return self.rows.notes
+
+    def fingerprint(self) -> str:
+        """Return a string that differs between hosts with different texts."""
+        return self.rows.fingerprint()
+
+    def batch(self, step: int, micros: range | None = None) -> Batch:
+        """Return the batch of a step, counted from 0, as new tensors.
+
+        micros: micro-batches of the global batch, contiguous; may be empty. Default: those of this reader.
+        """
+        micros = self.micros if micros is None else micros
+        mine = slice(micros.start * self.rows.micro, micros.stop * self.rows.micro)
+        sources, indices, ids, epochs = (field[mine] for field in self.sampler.samples(step).dealt())
+        rows = self.rows.read(sources, indices, epochs)
+        upcoming = self.sampler.samples(step + 1).dealt().ids[mine]
+        return Batch(
+            inputs=rows.inputs,
+            labels=rows.labels,
+            sample_ids=self._in_micros(ids),
+            micro_ids=micros,
+            upcoming_ids=self._in_micros(upcoming),
+            num_tokens=rows.num_tokens,
+            longest_rows=rows.longest_rows,
+            checksum=sum(streamed.checksum(index) for _, streamed, index in self._streams(step)),
+        )
+
+    def stream_states(self, step: int) -> tuple[StreamState | None, ...]:
+        """Return what a checkpoint of `step` steps records of each source. Empty if this rank streams none."""
+        states = {source: rows.state(index) for source, rows, index in self._streams(step)}
+        return tuple(states.get(source) for source in range(len(self.rows.rows))) if states else ()
+
+    def restore(self, states: Sequence[StreamState | None]) -> None:
+        """Read streamed sources on from what a checkpoint records of each source."""
+        for rows, state in zip(self.rows.rows, states, strict=False):
+            if isinstance(rows, StreamedRows) and state is not None:
+                rows.restore(state)
+
+    def close(self, *, wait: bool = True) -> None:
+        """Stop reading streamed sources: a `batch` that waits for one raises WaitInterruptedError.
+
+        wait: for the thread that tokenizes, for a few seconds; else it ends later.
+        """
+        for rows in self.rows.rows:
+            if isinstance(rows, StreamedRows):
+                rows.close(wait=wait)
+
+    def _streams(self, step: int) -> list[tuple[int, StreamedRows, int]]:
+        """Return index and rows of each source that this rank streams, and the number of rows before a step."""
+        if not any(isinstance(rows, StreamedRows) for rows in self.rows.rows):
+            return []
+        sources = enumerate(zip(self.rows.rows, self.sampler.drawn_before(step), strict=True))
+        return [(source, rows, index) for source, (rows, index) in sources if isinstance(rows, StreamedRows)]
+
+    def _in_micros(self, ids: Ints) -> Tensor:
+        return torch.from_numpy(ids.copy()).unflatten(0, (len(ids) // self.rows.micro, self.rows.micro))
+
+
+class Dataset:
+    """Batches of a run, read ahead by one background thread. The thread starts with the first batch.
+
+    Can be iterated once. Errors of a read are raised by the iteration. To stop the thread early, close the dataset or
+    use it as a context manager.
+
+    micros: returns the micro-batches of a step, as of `BatchReader.batch`; called by the thread that iterates, when the
+    batch `ahead` steps before is taken. ahead: maximum number of batches read ahead. waits: in which training waits for
+    a batch.
+    """
+
+    def __init__(
+        self,
+        reader: BatchReader,
+        steps: range,
+        *,
+        micros: Callable[[int], range | None] = lambda _: None,
+        ahead: int = AHEAD,
+        waits: Waits = DIRECT,
+    ) -> None:
+        self.reader = reader
+        keys = ((step, micros(step)) for step in steps)
+        self._batches = read_ahead(lambda key: reader.batch(*key), keys, max(ahead - 1, 0), waits=waits)
+        self._upcoming: Batch | None = None
+        self._error: Exception | None = None
+        """Of the read of the batch after the last one."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        started = time.perf_counter()
+        if self._error is not None:
+            raise self._error
+        batch = self._upcoming or next(self._batches)
+        try:
+            self._upcoming = next(self._batches, None)
+        except Exception as error:  # belongs to the next step
+            self._upcoming, self._error = None, error
+        return replace(batch, upcoming=self._upcoming, wait_s=time.perf_counter() - started)
+
+    def __enter__(self) -> Dataset:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop reading ahead and end the iteration."""
+        self._batches.close()
+        self._upcoming = None
+
+
+def reading_bytes(batch: int, replica_batch: int, sequence: int, *, arrays: int = 2) -> int:
+    """Return how much host memory a `Dataset` takes at most, bytes.
+
+    batch: sequences of the global batch, about 90 bytes each. replica_batch: sequences of the replica. arrays: inputs
+    and labels of a sequence, of 8 bytes per token each: in the batches read ahead, the one in use and the next one,
+    whose rows are held, too, inputs and labels of a language model in one array.
+    """
+    return 90 * batch + replica_batch * (sequence + 2) * 8 * (arrays * (AHEAD + 2) + arrays - 1)

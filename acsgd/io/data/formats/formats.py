@@ -1,0 +1,134 @@
+"""Read the examples of a source. To add a format, write a class that satisfies `Format` and a line in FORMATS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from acsgd.config.options import DataConfig
+from acsgd.config.spec import suggest
+from acsgd.io.data.formats.base import Example, Format, FormatError, Segment, field_of, names_of
+from acsgd.io.data.formats.chat import Messages, ShareGpt
+from acsgd.io.data.formats.labelled import Labelled
+from acsgd.io.data.formats.prompts import P3, Alpaca, Dolly, InputOutput, OigChat, PromptCompletion
+from acsgd.io.data.formats.text import Text
+from acsgd.io.data.sources.base import TEXT, BadRecord, ReadOptions, Record, RecordCounts, Source
+from acsgd.io.data.sources.text import pieces_of
+
+FORMATS: Mapping[str, Callable[[ReadOptions, PreTrainedTokenizerBase], Format]] = {
+    "messages": Messages,
+    "sharegpt": ShareGpt,
+    "prompt": PromptCompletion,
+    "p3": P3,
+    "alpaca": Alpaca,
+    "dolly": Dolly,
+    "io": InputOutput,
+    "text": Text,
+    "oig": OigChat,
+    "label": Labelled,
+}
+"""Formats by name, in the order in which they are tried. A text beside a prompt or a chat repeats it."""
+
+
+def read_options(data: DataConfig, *, has_labels: bool = False) -> ReadOptions:
+    """Return how records are read. has_labels: whether the task needs labels. Raises ValueError."""
+    known = {"auto": None, **FORMATS}
+    if data.format not in known:
+        raise ValueError(f'data.format="{data.format}": unknown format{suggest(data.format, known)}')
+    form = "label" if has_labels and data.format == "auto" else data.format
+    if has_labels != (form == "label"):
+        task = "classification or regression" if form == "label" else "lm or seq2seq"
+        raise ValueError(f'data.format="{data.format}" is for model.task={task}; remove data.format')
+    for name, option in (("input", data.input_format), ("output", data.output_format)):
+        if option.count(f"__{name}__") != 1:
+            raise ValueError(f'data.{name}_format="{option}" must contain __{name}__ once')
+    return ReadOptions(
+        data.on_error,
+        form,
+        _parse_fields(data.fields),
+        data.targets,
+        data.input_format,
+        data.output_format,
+        data.split_special_tokens,
+    )
+
+
+def read_each(
+    source: Source, tokenizer: PreTrainedTokenizerBase, counts: RecordCounts
+) -> Iterator[tuple[str, Example | BadRecord]]:
+    """Yield place and example of each record, or why there is none.
+
+    counts: updated in place, but for `skipped`. A format that it names is that of all records. Raises ValueError if no
+    record can have the format.
+    """
+    reader = _Reader(source.options, tokenizer, counts.format)
+    for record in source.records(counts):
+        try:
+            example = reader.example(record)
+        except ValueError as error:
+            raise ValueError(f"{source.key}: {record.where}: {error}") from None
+        counts.format = reader.format
+        yield record.where, example
+
+
+class _Reader:
+    """Makes examples of records, all in one format. known: its name; empty = the first record decides."""
+
+    def __init__(self, options: ReadOptions, tokenizer: PreTrainedTokenizerBase, known: str) -> None:
+        self._options = options
+        self._formats = {name: make(options, tokenizer) for name, make in FORMATS.items()}
+        self.format = known if options.format == "auto" else options.format
+        """Name of the format; empty until it is detected."""
+
+    def example(self, record: Record | BadRecord) -> Example | BadRecord:
+        """Return the example of a record, or why there is none."""
+        if isinstance(record, BadRecord):
+            return record
+        try:
+            record = record._replace(fields=self._renamed(record.fields))
+            self.format = self.format or self._detected(record.fields)
+            example = self._formats[self.format].example(record)
+            example.text.encode()
+        except FormatError as error:
+            return BadRecord(record.where, error.reason, error.remedy)
+        except UnicodeEncodeError:
+            return BadRecord(record.where, "has a lone surrogate, which is not valid text", "write the whole pair")
+        if self._options.targets == "all" and example.label is None:
+            return example._replace(segments=(Segment(example.text),))
+        return example
+
+    def _renamed(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the fields of a record with those of data.fields under the names of the format."""
+        if not self._options.fields:
+            return fields
+        return {**fields, **{name: field_of(fields, path) for name, path in self._options.fields}}
+
+    def _detected(self, fields: Mapping[str, Any]) -> str:
+        for name, form in self._formats.items():
+            if form.detect(fields):
+                return name
+        raise FormatError(
+            f'has no string under "{TEXT}"; its fields: {names_of(fields)}',
+            'name the fields that a format needs, --data.fields "text=FIELD" or "input=FIELD,output=FIELD"',
+        )
+
+
+def _parse_fields(text: str | None) -> tuple[tuple[str, str], ...]:
+    """Parse data.fields. Raises ValueError."""
+    pairs = [tuple(part.strip() for part in pair.split("=")) for pair in text.split(",")] if text is not None else []
+    if not all(len(pair) == 2 and all(pair) for pair in pairs):
+        raise ValueError(f'data.fields="{text}" is not a list of fields; write, for example, "text=content"')
+    return tuple((pair[0], pair[1]) for pair in pairs)
+
+
+def parts_of(example: Example) -> Iterator[Example]:
+    """Cut a long example into parts that are tokenized one at a time."""
+    parts = [Segment(piece, is_target) for text, is_target in example.segments for piece in pieces_of(text)]
+    if len(parts) == len(example.segments):
+        yield example
+        return
+    for part in parts[:-1]:
+        yield example._replace(segments=(part,), ends_document=False)
+    yield example._replace(segments=(parts[-1],))

@@ -1,0 +1,134 @@
+"""Interface of rows, and the tensors of micro-batches read from them.
+
+Shapes: n rows, M micro-batches, B rows per micro-batch, T tokens per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from acsgd.io.data.sampler import Ints
+from acsgd.io.data.tokens.tokens import Corpus
+from acsgd.layers.lengths import Lengths, longest
+from acsgd.tasks import IGNORED
+
+INPUT_IDS, LABELS, LENGTHS = "input_ids", "labels", "lengths"
+"""Names of the tokens, of the labels, and of the numbers of input tokens without padding in a row: `Lengths`, int [2].
+"""
+
+Row = Mapping[str, NDArray[Any]]
+"""Inputs of the model, LABELS and LENGTHS of one sample by name. An array has the same shape in every row."""
+
+
+class Rows(Protocol):
+    """Samples of one corpus, or of one streamed source."""
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the number of rows is unknown. Then `read` takes the number of earlier reads in place of an index."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the user on what was skipped, and on padding."""
+        ...
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Return values that differ between hosts with different texts."""
+        ...
+
+    @property
+    def mean_targets(self) -> float:
+        """Mean number of labels of a row that are not IGNORED."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of rows; 0 if they are streamed."""
+        ...
+
+    def read(self, index: int, epoch: int = 0) -> Row:
+        """Read one row from disk. epoch: number of earlier epochs; objectives draw anew in each."""
+        ...
+
+
+class RowTensors(NamedTuple):
+    """Tensors of the rows of a batch, [M, B, ...]."""
+
+    inputs: Mapping[str, Tensor] | None
+    """Inputs of the model by name; None if they are not wanted."""
+    labels: Tensor | None
+    """Labels; None if they are not wanted."""
+    num_tokens: int
+    """Number of input tokens, without padding; 0 if neither is wanted."""
+    longest_rows: Sequence[Lengths] | None
+    """Longest row of each micro-batch, without padding; None if neither is wanted."""
+
+
+def read_window(corpus: Corpus, start: int, stop: int) -> tuple[Ints, Ints]:
+    """Read inputs and labels: the tokens from `start` until `stop`, each with the next token, or IGNORED, as label."""
+    window = corpus.tokens[start : stop + 1].astype(np.int64)
+    labels = window[1:]
+    if corpus.targets is not None:
+        labels = np.where(corpus.targets[start + 1 : stop + 1], labels, IGNORED)
+    return window[:-1], labels
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Reads rows of several sources as tensors of micro-batches."""
+
+    rows: Sequence[Rows]
+    """Rows of each source, in the order of the mixture."""
+    micro: int
+    """B."""
+    wants_inputs: bool = True
+    wants_labels: bool = True
+    virtual_tokens: int = 0
+    """Number of placeholders before each row of a language model, without labels."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the user on the rows of each source."""
+        return tuple(note for rows in self.rows for note in rows.notes)
+
+    def fingerprint(self) -> str:
+        """Return a string that differs between hosts with different texts."""
+        return repr([rows.fingerprint() for rows in self.rows])
+
+    def read(self, sources: Ints, indices: Ints, epochs: Ints | None = None) -> RowTensors:
+        """Read rows, given by source and index [n], from disk into new tensors. n: a multiple of B.
+
+        epochs: number of earlier epochs of each row. Default: 0. Reads nothing if there are no rows.
+        """
+        if not (len(sources) and (self.wants_inputs or self.wants_labels)):
+            return RowTensors(None, None, 0, None)
+        places = zip(sources, indices, np.zeros_like(indices) if epochs is None else epochs, strict=True)
+        rows = [dict(self.rows[source].read(int(index), int(epoch))) for source, index, epoch in places]
+        if self.virtual_tokens:
+            rows = [_with_virtual_tokens(row, self.virtual_tokens) for row in rows]
+        lengths = [Lengths(*row.pop(LENGTHS).tolist()) for row in rows]
+        names = [name for name in rows[0] if (self.wants_labels if name == LABELS else self.wants_inputs)]
+        tensors = {name: self._in_micros(np.stack([row[name] for row in rows])) for name in names}
+        labels = tensors.pop(LABELS, None)
+        longest_rows = [longest(lengths[first : first + self.micro]) for first in range(0, len(rows), self.micro)]
+        return RowTensors(tensors if self.wants_inputs else None, labels, sum(map(sum, lengths)), longest_rows)
+
+    def _in_micros(self, rows: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(rows).unflatten(0, (-1, self.micro))
+
+
+def _with_virtual_tokens(row: Mapping[str, NDArray[Any]], count: int) -> dict[str, NDArray[Any]]:
+    """Return a row with placeholders before it."""
+    values = {INPUT_IDS: 0, LABELS: IGNORED}
+    longer = {
+        name: np.concatenate([np.full(count, value, row[name].dtype), row[name]]) for name, value in values.items()
+    }
+    tokens, target = row[LENGTHS].tolist()
+    return {**longer, LENGTHS: np.array([tokens + count, target])}

@@ -1,0 +1,81 @@
+"""Rows of whole documents (data.rows = "pack" and "single")."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from acsgd.io.data.rows.base import INPUT_IDS, LABELS, LENGTHS, Row, read_window
+from acsgd.io.data.rows.layout import Layout
+from acsgd.io.data.rows.objectives import CAUSAL, Objective
+from acsgd.io.data.tokens.tokens import Corpus
+from acsgd.io.files.arrays import sample
+from acsgd.layers.masks import DOCUMENTS, NO_PREFIX, PREFIXES
+from acsgd.tasks import IGNORED
+
+
+class DocumentRows:
+    """Rows of `sequence` tokens with the parts of documents that a layout puts there, then padding.
+
+    The first token of a part is never a label. padding: token after the last part; isolate: whether rows have
+    DOCUMENTS, the index of each token's part; objective: of the layout, too. Rows have PREFIXES, the index of the part
+    for the tokens of its prefix, if the objective has prefixes.
+    """
+
+    is_streamed = False
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        layout: Layout,
+        sequence: int,
+        *,
+        padding: int,
+        isolate: bool = False,
+        objective: Objective = CAUSAL,
+    ) -> None:
+        self.corpus = corpus
+        self.layout = layout
+        self._sequence = sequence
+        self._padding = padding
+        self._isolate = isolate
+        self._objective = objective
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what was skipped, on the number of rows and on padding."""
+        return (*self.corpus.notes, self.layout.note)
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Return values that differ between hosts with different texts."""
+        layout = self.layout
+        sizes = len(self), len(layout.starts), layout.num_targets
+        return (*self.corpus.fingerprint(), *sizes, layout.starts[sample(layout.starts)].tolist())
+
+    @property
+    def mean_targets(self) -> float:
+        """Mean number of target tokens of a row."""
+        return self.layout.num_targets / len(self)
+
+    def __len__(self) -> int:
+        return len(self.layout.offsets) - 1
+
+    def read(self, index: int, epoch: int = 0) -> Row:
+        """Read a row."""
+        first, last = self.layout.offsets[index : index + 2].tolist()
+        starts, lengths = self.layout.starts[first:last].tolist(), self.layout.lengths[first:last].tolist()
+        tokens = np.full(self._sequence, self._padding, dtype=np.int64)
+        labels = np.full(self._sequence, IGNORED, dtype=np.int64)
+        documents = np.full(self._sequence, last - first, dtype=np.int64)
+        prefixes = np.full(self._sequence, NO_PREFIX, dtype=np.int64)
+        place = 0
+        for document, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            window = read_window(self.corpus, start, start + length)
+            part = self._objective.apply(*window, self.corpus.before + start, epoch)
+            here = slice(place, place + len(part.tokens))
+            tokens[here], labels[here] = part.tokens, part.labels
+            documents[here] = document
+            prefixes[place : place + part.prefix] = document
+            place = here.stop
+        row = {INPUT_IDS: tokens, LABELS: labels, LENGTHS: np.array([place, 0])}
+        row |= {DOCUMENTS: documents} if self._isolate else {}
+        return row | {PREFIXES: prefixes} if self._objective.has_prefix else row

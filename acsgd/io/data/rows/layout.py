@@ -1,0 +1,180 @@
+"""Layouts: which part of which document lies in which row (data.rows = "pack" and "single").
+
+A layout is a cache entry, made once per host and read from disk, since a corpus may have many documents:
+
+    starts.npy     of each part, position of its first token in the corpus
+    lengths.npy    of each part, number of tokens
+    offsets.npy    of each row, its first part; and the number of parts
+    about.json     "note" and "num_targets"
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from acsgd.io.data.rows.best_fit import best_fit
+from acsgd.io.data.rows.objectives import CAUSAL, Objective, longest_part
+from acsgd.io.data.sampler import Ints, shuffled
+from acsgd.io.data.tokens.tokens import Corpus
+from acsgd.io.files.arrays import Array, ArrayFile, ArrayWriter
+from acsgd.io.files.cache import open_cached
+from acsgd.io.files.entry import Entry, seal
+
+Kind = Literal["pack", "single"]
+Long = Literal["split", "truncate", "skip", "error"]
+
+FORMAT = 2
+"""Version of the layouts; part of every cache key."""
+CHUNK = 2**20
+"""Number of tokens whose targets are counted at a time."""
+ARRAYS = ("starts.npy", "lengths.npy", "offsets.npy")
+ABOUT = "about.json"
+
+
+class Layout(NamedTuple):
+    """Parts of documents in the order of the rows."""
+
+    starts: Array
+    """Position of the first token of each part in the corpus."""
+    lengths: Array
+    """Number of input tokens of each part; one more token follows as the last label."""
+    offsets: Array
+    """Index of the first part of each row, and the number of parts."""
+    note: str
+    """Sentence on the number of rows and on padding."""
+    num_targets: int
+    """Number of labels of all rows that are not ignored."""
+
+
+def open_layout(
+    corpus: Corpus,
+    sequence: int,
+    kind: Kind,
+    long: Long,
+    cache_dir: Path,
+    *,
+    objective: Objective = CAUSAL,
+    reports_wait: bool = True,
+) -> Layout:
+    """Return a layout on disk in `cache_dir`. Called by every process of a host; one of them makes it.
+
+    Arguments as of `make_layout`, which raises the same errors; reports_wait: as of `open_cached`.
+    """
+    parts = (FORMAT, corpus.key, sequence, kind, long, *filter(None, [objective.layout_key]))
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    def build(unfinished: Path) -> None:
+        unfinished.mkdir()
+        layout = make_layout(corpus, sequence, kind, long, objective)
+        for name, values in zip(ARRAYS, (layout.starts, layout.lengths, layout.offsets), strict=True):
+            with ArrayWriter(unfinished / name, np.dtype("<i8")) as file:
+                file.append(values[:])
+        (unfinished / ABOUT).write_text(json.dumps({"note": layout.note, "num_targets": layout.num_targets}))
+        seal(unfinished)
+
+    def open_built(path: Path) -> Layout:
+        entry = Entry(path)
+        starts, lengths, offsets = (ArrayFile(entry, name) for name in ARRAYS)
+        for array in (starts, lengths, offsets):
+            array.verify_sample()
+        about = entry.file(ABOUT)
+        return Layout(starts, lengths, offsets, **json.loads(about.read(0, about.size)))
+
+    return open_cached(cache_dir / f"{corpus.key}-{key}", build, open_built, reports_wait=reports_wait)
+
+
+def make_layout(corpus: Corpus, sequence: int, kind: Kind, long: Long, objective: Objective = CAUSAL) -> Layout:
+    """Divide the documents of a corpus among rows of at most `sequence` tokens, as an objective makes them of parts.
+
+    A document of n tokens has n - 1 inputs, each with the next token as label; one without any is left out. kind:
+    "pack" puts documents together, best-fit decreasing, and shuffles the rows, so that those at the end are not all of
+    one kind; "single" puts one document in a row, in order. long: what is done with a document that is longer than a
+    row. Raises ValueError if there is no row, or if `long` is "error" and a document is longer.
+    """
+    starts, lengths, num_long = parts_of(corpus, sequence, long, objective)
+    if not len(starts):
+        raise ValueError(
+            f"data.rows={kind}: no document of {corpus.name} has at least 2 tokens and fits into a row of "
+            f"data.sequence={sequence}; use another source, or data.long=split"
+        )
+    num_targets = _count_targets(corpus, starts, lengths, objective)
+    offsets = np.arange(len(starts) + 1)
+    if kind == "pack":
+        rows = best_fit(objective.sizes(lengths), sequence)
+        rows = shuffled(rows, int(rows.max()) + 1, np.zeros(len(rows), np.uint64))
+        starts, lengths, offsets = by_row(starts, lengths, rows)
+    note = _describe(corpus, sequence, kind, long, objective.mean_sizes(lengths), len(offsets) - 1, num_long)
+    return Layout(starts, lengths, offsets, note, num_targets)
+
+
+def parts_of(corpus: Corpus, sequence: int, long: Long, objective: Objective) -> tuple[Ints, Ints, int]:
+    """Return first token and number of inputs of each part of a document, in order, and the number of long documents.
+
+    long: as of `make_layout`. Raises ValueError if it is "error" and a document is longer than a row.
+    """
+    starts, stops = corpus.spans()
+    lengths = stops - starts - 1
+    longest = longest_part(objective, sequence)
+    is_long = lengths > longest
+    if long == "error" and is_long.any():
+        first = int(np.argmax(is_long))
+        raise ValueError(
+            f"data.long=error: document {first + 1} of {corpus.name} has {stops[first] - starts[first]} tokens, but a "
+            f"row of data.sequence={sequence} takes at most {longest} + 1; use a longer data.sequence, or "
+            "data.long=split, truncate or skip"
+        )
+    kept = lengths > 0
+    if long == "skip":
+        kept &= ~is_long
+    starts, lengths = starts[kept], lengths[kept]
+    if long == "truncate":
+        lengths = np.minimum(lengths, longest)
+    elif long == "split":
+        starts, lengths = _split(starts, lengths, longest)
+    return starts, lengths, int(is_long.sum())
+
+
+def by_row(starts: Ints, lengths: Ints, rows: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return parts in the order of their rows, and the first part of each row with the number of parts at the end."""
+    order = np.argsort(rows, kind="stable")
+    return starts[order], lengths[order], np.concatenate([[0], np.cumsum(np.bincount(rows))])
+
+
+def _split(starts: Ints, lengths: Ints, longest: int) -> tuple[Ints, Ints]:
+    """Cut documents into parts of at most `longest` inputs. So every token but the first stays a label."""
+    counts = -(-lengths // longest)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    before = (np.arange(len(first)) - first) * longest
+    return np.repeat(starts, counts) + before, np.minimum(np.repeat(lengths, counts) - before, longest)
+
+
+def _count_targets(corpus: Corpus, starts: Ints, lengths: Ints, objective: Objective) -> int:
+    """Return the number of targets among the labels of parts of documents, given in the order of the corpus."""
+    if corpus.targets is None:
+        return round(float(objective.learned(lengths).sum()))
+    total, before = 0, 0
+    for first in range(0, len(corpus.targets) + 1, CHUNK):
+        counts = before + np.cumsum([0, *corpus.targets[first : first + CHUNK]])
+        for positions, sign in ((starts + 1, -1), (starts + 1 + lengths, 1)):
+            here = slice(*np.searchsorted(positions, [first, first + CHUNK]))
+            total += sign * int(counts[positions[here] - first].sum())
+        before = counts[-1]
+    return total
+
+
+def _describe(
+    corpus: Corpus, sequence: int, kind: Kind, long: Long, sizes: NDArray[np.float64], num_rows: int, num_long: int
+) -> str:
+    done = {"split": "split", "truncate": "truncated", "skip": "left out"}
+    padding = 1 - sizes.sum() / (num_rows * sequence)
+    cut = f"; longer than a row and {done[long]}: {num_long:,}" if num_long else ""
+    return (
+        f"rows: {corpus.name}: {len(corpus.offsets) - 1:,} documents in {num_rows:,} rows of {sequence} tokens "
+        f"(data.rows={kind}), {padding:.2%} padding{cut}"
+    )

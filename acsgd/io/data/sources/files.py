@@ -1,0 +1,155 @@
+"""Files as sources: one, all of a directory, or those that match a pattern; read in bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from acsgd.errors import kind_of_file
+from acsgd.io.data.sources.base import BadRecord, NamedSource, Record, RecordCounts
+from acsgd.io.data.sources.fingerprint import fingerprint_of
+from acsgd.io.data.sources.json_records import read_json, read_json_lines
+from acsgd.io.data.sources.tables import read_arrow, read_csv, read_parquet, read_tsv
+from acsgd.io.data.sources.text import read_text, reading
+from acsgd.shards.files import blame
+
+Reader = Callable[[Path, str, str, RecordCounts], Iterator[Record | BadRecord]]
+"""Reader of a file, called with its path, its name for messages, the configuration key, and the counts to update."""
+
+READERS: Mapping[str, Reader] = {
+    ".jsonl": read_json_lines,
+    ".jsonl.zst": read_json_lines,
+    ".jsonl.gz": read_json_lines,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": read_tsv,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+    ".txt": read_text,
+}
+"""Ending of a file name -> reader."""
+
+SPLITS = ("train", "training", "val", "valid", "validation", "dev", "eval", "test")
+"""Names of directories that divide a dataset: they are never read together."""
+STATE = "state.json"
+"""File in which `datasets` lists the Arrow files of a directory that it saved."""
+
+
+def reader_of(name: str) -> Reader | None:
+    """Return the reader of files with a name, None if there is none."""
+    return next((reader for ending, reader in READERS.items() if name.endswith(ending)), None)
+
+
+@dataclass(frozen=True)
+class Files(NamedSource):
+    """Files, by name, directory or pattern. A relative name is relative to the current working directory."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Path, size, modification time and samples of each file. Raises ValueError if one cannot be read."""
+        parts = []
+        for name in self.names():
+            with reading(Path(name), key=self.key):
+                parts.append(fingerprint_of(Path(name).expanduser()))
+        return parts[0] if len(parts) == 1 else hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def check(self) -> None:
+        """Raise ValueError unless there are files, and all are readable and not empty."""
+        for name in self.names():
+            check_file(name)
+
+    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+        """Yield the records of each file, in the order of their names."""
+        names = self.names()
+        sizes = [_size(name) for name in names]
+        for number, name in enumerate(names):
+            part, earlier = RecordCounts(), counts.records
+            counts.fraction = partial(_fraction, sizes, number, part)
+            reader = reader_of(name)
+            assert reader
+            for record in reader(Path(name).expanduser(), name, self.key, part):
+                counts.records = earlier + part.records
+                yield record
+            counts.records = earlier + part.records
+
+    def names(self) -> list[str]:
+        """Return the names of the files. Raises ValueError if there are none."""
+        path = os.path.expanduser(self.name)
+        if os.path.isdir(path):
+            return _names_in(self.name, Path(path))
+        if os.path.lexists(path) or not glob.has_magic(path):
+            return [self.name]
+        names = [name for name in sorted(glob.glob(path, recursive=True)) if reader_of(name)]
+        if not names:
+            raise ValueError(f"{self.name} matches no file in {Path.cwd()} that can be read, {_endings()}")
+        return names
+
+
+def _names_in(name: str, directory: Path) -> list[str]:
+    """Return the names of the files below a directory. Raises ValueError if there are none, or of several splits."""
+    if (directory / STATE).is_file():
+        with blame(directory / STATE, "is not the state of a dataset", "save the dataset again"):
+            files = [file["filename"] for file in json.loads((directory / STATE).read_bytes())["_data_files"]]
+        return [str(directory / file) for file in files]
+    found = sorted({split for each in directory.iterdir() if (split := split_of(each.name)) in SPLITS})
+    if len(found) > 1:
+        raise ValueError(f"{name} has the splits {', '.join(found)}; give one of them, such as {directory / found[0]}")
+    paths = [path for path in sorted(directory.rglob("[!.]*")) if reader_of(path.name) and path.is_file()]
+    paths = [path for path in paths if path.suffix != ".txt"] or paths  # beside records, texts are licenses and notes
+    if not paths:
+        raise ValueError(f"{name} is a directory without files that can be read, {_endings()}")
+    return [str(path) for path in paths]
+
+
+def split_of(name: str) -> str:
+    """Return the part of a file name that may name a split: "train" of train-00000-of-00001.parquet."""
+    return re.split(r"[-_.]", name)[0]
+
+
+def _endings() -> str:
+    return ", ".join(f"*{ending}" for ending in READERS)
+
+
+def _size(name: str) -> int:
+    with contextlib.suppress(OSError):  # reading the file reports it
+        return Path(name).expanduser().stat().st_size
+    return 0
+
+
+def _fraction(sizes: Sequence[int], number: int, part: RecordCounts) -> float:
+    """Return the fraction of the bytes of all files that has been read while file `number` is being read."""
+    within = part.fraction() if part.fraction else 0.0
+    return (sum(sizes[:number]) + within * sizes[number]) / max(1, sum(sizes))
+
+
+def check_file(name: str) -> None:
+    """Raise ValueError unless a path is a readable, non-empty file."""
+    try:
+        name.encode()
+        path = Path(name).expanduser()
+        status = path.stat()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name!a} is not a UTF-8 name; rename the file") from None
+    except FileNotFoundError:
+        target = f", a link to {os.readlink(path)}," if path.is_symlink() else ""
+        raise ValueError(f"{name}{target} does not exist in {Path.cwd()}; give the path of an existing file") from None
+    except (OSError, RuntimeError, ValueError) as error:  # ~user of an unknown user, a null byte
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{name} cannot be opened ({cause}); give the path of an existing file") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(
+            f"{name} is a {kind_of_file(status.st_mode)}; its text is read more than once: write it to a file"
+        )
+    if not os.access(path, os.R_OK):
+        raise ValueError(f"{name} is not readable by this user; type: chmod +r {name}")
+    if not status.st_size:
+        raise ValueError(f"{name} is empty; give a file with text")

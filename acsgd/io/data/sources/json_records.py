@@ -1,0 +1,153 @@
+"""Files of JSON: one object per line, or one array or object per file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from acsgd.io.data.sources.base import BadRecord, Record, RecordCounts
+from acsgd.io.data.sources.text import LineError, excerpt, fraction_read, not_utf8, open_text
+
+MAX_RECORD_CHARS = 2**27
+"""Maximum length of a line of JSON, characters. Such a line takes 4 to 12 bytes of memory per character."""
+MAX_JSON_CHARS = 2**30
+"""Maximum length of a file that is one array or object, characters. It is read as a whole."""
+SKIPPED_CHARS = 2**17
+"""Characters of a longer line that are read at a time."""
+READ_CHARS = 2**24
+"""Characters of a file that are read at a time."""
+REMEDY = 'write one JSON object per line, such as {"text": "..."}'
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def read_json_lines(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+    """Yield the object in each line of a file. Blank lines are ignored."""
+    with open_text(path, key=key) as file:
+        counts.fraction = partial(fraction_read, file)
+        for number, line in enumerate(_lines(file), start=1):
+            counts.records = number
+            fields = parse_object(line) if isinstance(line, str) else line
+            if isinstance(fields, LineError):
+                yield BadRecord(f"{name}, line {number}", *fields)
+            elif fields is not None:
+                assert isinstance(line, str)
+                yield Record(fields, f"{name}, line {number}", line=line.removesuffix("\n"))
+
+
+def read_json(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+    """Yield the objects of a file: of its array, of its lines, or of the only list of objects in its object."""
+    with open_text(path, key=key) as file:
+        first = file.readline(MAX_RECORD_CHARS)
+        has_lines = isinstance(parse_object(first), dict) and bool(file.read(1))
+        text = "" if has_lines else first + _rest(file)
+    if has_lines:
+        yield from read_json_lines(path, name, key, counts)
+        return
+    if len(text) >= MAX_JSON_CHARS:
+        raise ValueError(
+            f"{key}: {name} has more than {MAX_JSON_CHARS} characters in one JSON value; write one object per line: "
+            f"jq -c .[] {name} > {name}l"
+        )
+    for counts.records, (where, raw, value) in enumerate(_values(text, name, key), start=1):
+        if error := not_utf8(raw):
+            yield BadRecord(where, *error)
+        elif isinstance(value, dict):
+            yield Record(value, where)
+        else:
+            yield BadRecord(where, f"is not a JSON object: {excerpt(raw)}", REMEDY)
+
+
+def _rest(file: TextIO) -> str:
+    """Return the rest of a file, cut off above MAX_JSON_CHARS. Python allocates as much as a single read may return."""
+    parts: list[str] = []
+    while sum(map(len, parts)) < MAX_JSON_CHARS and (part := file.read(READ_CHARS)):
+        parts.append(part)
+    return "".join(parts)
+
+
+def _values(text: str, name: str, key: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield place, text and value of each record of a JSON text that is one array or object."""
+    if text.lstrip().startswith("["):
+        yield from _elements(text, name, key)
+        return
+    value, _ = _decoded(text, _SPACE.match(text).end(), name, key)  # type: ignore[union-attr]
+    lists = [each for each in value.values() if _has_objects(each)] if isinstance(value, dict) else []
+    if len(lists) != 1:
+        yield name, text, value
+        return
+    for number, each in enumerate(lists[0], start=1):
+        yield f"{name}, record {number}", json.dumps(each, ensure_ascii=False), each
+
+
+def _elements(text: str, name: str, key: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield place, text and value of each element of a JSON array, one at a time."""
+    end, line = text.index("[") + 1, 1
+    counted = 0
+    for number in itertools.count(1):
+        start = _SPACE.match(text, end).end()  # type: ignore[union-attr]
+        if text[start : start + 1] == "]":
+            return
+        value, end = _decoded(text, start, name, key)
+        line += text.count("\n", counted, start)
+        counted = start
+        yield f"{name}, line {line}, record {number}", text[start:end], value
+        end = _SPACE.match(text, end).end()  # type: ignore[union-attr]
+        if text[end : end + 1] not in (",", "]"):
+            _refuse(text, end, "Expecting ',' delimiter", name, key)
+        end += text[end] == ","
+
+
+def _decoded(text: str, start: int, name: str, key: str) -> tuple[Any, int]:
+    """Return the JSON value that starts at a character, and where it ends. Raises ValueError."""
+    try:
+        return json.JSONDecoder().raw_decode(text, start)
+    except json.JSONDecodeError as invalid:
+        _refuse(text, invalid.pos, invalid.msg, name, key)
+    except (ValueError, RecursionError):
+        _refuse(text, start, "it exceeds the limits of the parser", name, key)
+
+
+def _refuse(text: str, position: int, problem: str, name: str, key: str) -> NoReturn:
+    line = text.count("\n", 0, position) + 1
+    around = excerpt(text[position : position + 200])
+    raise ValueError(f"{key}: {name}, line {line} is not JSON ({problem}): {around}; correct the file")
+
+
+def _has_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
+
+
+def _lines(file: TextIO) -> Iterator[str | LineError]:
+    """Yield each line, or an error in place of a line of more than MAX_RECORD_CHARS characters."""
+    while line := file.readline(MAX_RECORD_CHARS + 1):
+        if len(line) <= MAX_RECORD_CHARS or line.endswith("\n"):
+            yield line
+            continue
+        yield LineError(
+            f"has more than {MAX_RECORD_CHARS} characters: {excerpt(line)}",
+            "split the record or write its text to a *.txt file",
+        )
+        while (line := file.readline(SKIPPED_CHARS)) and not line.endswith("\n"):
+            pass
+
+
+def parse_object(line: str) -> Mapping[str, Any] | LineError | None:
+    """Return the JSON object in a line, or why there is none; None for a blank line."""
+    if line.isspace():
+        return None
+    if error := not_utf8(line):
+        return error
+    try:
+        fields = json.loads(line.rstrip("\n"))
+    except json.JSONDecodeError as invalid:
+        return LineError(f"is not JSON ({invalid.msg} at column {invalid.colno}): {excerpt(line)}", REMEDY)
+    except (ValueError, RecursionError):  # a number of 5000 digits, a thousand brackets
+        return LineError(f"exceeds the limits of the JSON parser: {excerpt(line)}", REMEDY)
+    if not isinstance(fields, dict):
+        return LineError(f"is not a JSON object: {excerpt(line)}", REMEDY)
+    return fields

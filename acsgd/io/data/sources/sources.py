@@ -1,0 +1,143 @@
+"""Sources of records. To add one, write a class that satisfies `Source` and add one line to SOURCES.
+
+data.sources lists sources with optional weights: "demo:0.3,path/a.jsonl:0.7". Parsing is cheap: it finds
+every error that can be found without reading the records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from glob import has_magic
+from pathlib import Path
+from typing import NamedTuple
+
+from acsgd.config.spec import suggest
+from acsgd.io.data.sources.base import TEXT, NamedSource, ReadOptions, Record, RecordCounts, Source
+from acsgd.io.data.sources.files import READERS, Files
+from acsgd.io.data.sources.glue import Glue
+from acsgd.io.data.sources.hub import HubDataset
+from acsgd.io.data.sources.natural_instructions import NaturalInstructions
+from acsgd.io.data.sources.sets import ChainOfThought
+from acsgd.io.data.sources.split_files import Arxiv21, Pile, PromptPool
+from acsgd.io.data.sources.streamed import Streamed
+from acsgd.io.data.sources.url import Url
+from acsgd.io.data.sources.wikitext import WikiText
+
+DEFAULTS = ReadOptions()
+
+
+class WeightedSource(NamedTuple):
+    """A source and its weight in a mixture."""
+
+    source: Source
+    weight: float | None
+    """Fraction of the mixture, as of data.weights. The weights of a mixture sum to 1. None if none has a weight."""
+
+
+@dataclass(frozen=True)
+class Demo(NamedSource):
+    """Reference texts of Python's help(), part of every CPython: at least 450 KB of English, for demonstrations."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Version of the interpreter and hash of the texts."""
+        texts = "\0".join(record.fields[TEXT] for record in self.records(RecordCounts()))
+        return f"demo {platform.python_version()} {hashlib.sha256(texts.encode()).hexdigest()}"
+
+    def check(self) -> None:
+        """Do nothing: the texts are part of Python."""
+
+    def records(self, counts: RecordCounts) -> Iterator[Record]:
+        """Yield one record per topic, in alphabetical order of the topics."""
+        from pydoc_data.topics import topics  # large; only this source needs it
+
+        for counts.records, (topic, text) in enumerate(sorted(topics.items()), start=1):
+            yield Record({TEXT: text}, f"demo, topic {topic}")
+
+
+SOURCES: dict[str, Callable[[str, str, ReadOptions], Source]] = {
+    "demo": Demo,
+    "stream:*": Streamed,
+    "hf:*": HubDataset,
+    "wikitext:*": WikiText,
+    "cot:*": ChainOfThought,
+    "natural_instructions:*": NaturalInstructions,
+    "glue:*": Glue,
+    "arxiv21:*": Arxiv21,
+    "pile:*": Pile,
+    "p3:*": PromptPool,
+    "http://*": Url,
+    "https://*": Url,
+    **{f"*{ending}": Files for ending in READERS},
+    "*/": Files,
+}
+"""Pattern of a source name -> constructor, called with (name, configuration key, options)."""
+
+
+def parse_sources(
+    spec: str, *, key: str = "data.sources", options: ReadOptions = DEFAULTS
+) -> tuple[WeightedSource, ...]:
+    """Return the sources that a string lists, with weights that sum to 1. Checks that they exist; reads no record.
+
+    spec: comma-separated "name" or "name:weight"; if any has a weight, that of the others is 1. key: configuration key
+    to name in errors. Raises ValueError.
+    """
+    try:
+        parts = [_parse(part.strip(), key, options) for part in spec.split(",")]
+    except ValueError as error:
+        raise ValueError(f'{key}="{spec}": {error}') from None
+    if all(part.weight is None for part in parts):
+        return tuple(parts)
+    weights = [1.0 if part.weight is None else part.weight for part in parts]
+    total = math.fsum(weights)
+    return tuple(WeightedSource(part.source, weight / total) for part, weight in zip(parts, weights, strict=True))
+
+
+def check_weights(sources: Sequence[WeightedSource], unit: str) -> None:
+    """Raise ValueError if several sources have no weights, but data.weights=`unit` says what these are fractions of."""
+    if unit != "sequences" and len(sources) > 1 and sources[0].weight is None:
+        spec = ",".join(f"{source.name}:{1 / len(sources):.2g}" for source, _ in sources)
+        raise ValueError(f'data.weights={unit}, but data.sources has no weights; write, for example, "{spec}"')
+
+
+def _parse(part: str, key: str, options: ReadOptions) -> WeightedSource:
+    name, weight = part, None
+    if ":" in part and (_kind(part) is None or _ends_with_weight(part)):
+        name, _, weight = (text.strip() for text in part.rpartition(":"))
+    kind = _kind(name)
+    if kind is None:
+        ending = "*" + "".join(Path(name).suffixes) if "." in name else name
+        raise ValueError(f'unknown source "{name}"{suggest(ending, SOURCES)}')
+    source = kind(name, key, options)
+    source.check()
+    return WeightedSource(source, None if weight is None else _weight(weight, name))
+
+
+def _kind(name: str) -> Callable[[str, str, ReadOptions], Source] | None:
+    found = next((kind for pattern, kind in SOURCES.items() if fnmatchcase(name, pattern)), None)
+    return found or (Files if has_magic(name) or os.path.isdir(os.path.expanduser(name)) else None)
+
+
+def _ends_with_weight(part: str) -> bool:
+    """Whether a number follows the last colon, and it does not belong to the name of a file."""
+    with contextlib.suppress(ValueError):
+        float(part.rpartition(":")[2])
+        return not os.path.lexists(os.path.expanduser(part))
+    return False
+
+
+def _weight(text: str, name: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not 0 < weight < math.inf:
+        raise ValueError(f'weight "{text}" of {name} is not a number greater than 0; write, for example, {name}:0.5')
+    return weight

@@ -1,0 +1,1 @@
+"""Streamed sources, which are tokenized while the run trains."""

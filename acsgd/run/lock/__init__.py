@@ -1,0 +1,1 @@
+"""At most one run per directory."""

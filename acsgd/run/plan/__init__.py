@@ -1,0 +1,1 @@
+"""Decisions about a run before any process group exists."""

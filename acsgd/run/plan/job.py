@@ -1,0 +1,318 @@
+"""Decide a run before any process group exists, from the configuration, torchrun's environment and the model's config.
+
+Every error in them is found here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from acsgd import codecs
+from acsgd.codecs.identity import DTYPES
+from acsgd.config.checks import check
+from acsgd.config.options import Config
+from acsgd.config.run_file import to_toml
+from acsgd.config.spec import suggest, to_spec
+from acsgd.dp.modes.allreduce import AllReduce
+from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.data.formats.formats import read_options
+from acsgd.io.data.formats.labels import LABELLED
+from acsgd.io.data.held_out import parse_eval
+from acsgd.io.data.sampler import deal
+from acsgd.io.data.sources.glue import Glue
+from acsgd.io.data.sources.sources import WeightedSource, check_weights, parse_sources
+from acsgd.io.telemetry.wandb_log import check_installed
+from acsgd.launch import Launch
+from acsgd.layers.description import LayerSpec
+from acsgd.metrics import choose_metrics
+from acsgd.notes import print_note, report_if_slow
+from acsgd.pp.schedules.actions import Placement
+from acsgd.pp.schedules.programs import RankPrograms
+from acsgd.pp.schedules.rows import Pacing
+from acsgd.pp.tied.plan import TiedWeight, tied_weights
+from acsgd.pp.wire.coder import TensorSpec
+from acsgd.pp.wire.delta import Delta
+from acsgd.run.plan.cut import Cut, costs_of, divide, layers_by_rank, sizes_of
+from acsgd.run.plan.layers_cache import LayersCache
+from acsgd.run.plan.limits import check_computes, check_directories, check_reading, check_streams
+from acsgd.run.plan.model import RunModel, layers_cache, open_run_model
+from acsgd.run.plan.plugins import Plugins, check_capabilities, check_deal, parse_plugins
+from acsgd.shards.plan import StageSpec
+from acsgd.shards.tokenizer import load_tokenizer
+from acsgd.streams import Streams, open_streams
+from acsgd.topology import Topology
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that is decided about a run, as one rank needs it. Nothing is loaded or connected yet."""
+
+    config: Config
+    topology: Topology
+    local_world_size: int
+    """Number of processes of the run on this host."""
+    streams: Streams
+    model: RunModel
+    specs: tuple[StageSpec, ...]
+    """Range of layers of each stage."""
+    costs: tuple[float, ...] | None
+    """Estimated cost of each layer; None if it was not needed for `specs`."""
+    programs: RankPrograms
+    """Pipeline actions of this rank."""
+    micro_ids: range
+    """Micro-batches of the global batch that this replica trains on if they are dealt evenly."""
+    plugins: Plugins
+    tokenizer: PreTrainedTokenizerBase
+    sources: tuple[WeightedSource, ...]
+    eval_sources: tuple[WeightedSource, ...]
+    """Sources of data.eval_sources; empty if it is not given."""
+    metrics: tuple[str, ...]
+    """Names of the metrics of evaluations."""
+
+    def describe(self) -> str:
+        """Return a summary of model, parallelism and batch for the user."""
+        config, topology, model = self.config, self.topology, self.model
+        layers = " | ".join(_span(model.layers[slice(*spec)]) for spec in self.specs)
+        idle = f"\ndp.mode={config.dp.mode} has nothing to do: there is one replica" if self._mode_is_idle else ""
+        return (
+            f"{model.config.model_type}, {model.parameters.describe()}, {config.model.dtype}, "
+            f"on {self.streams.device.type}: {topology.stages} pipeline ranks x {topology.replicas} replicas\n"
+            f"stages: {layers}\n"
+            f"a step: {config.data.batch} sequences of {config.data.sequence} tokens, "
+            f"{config.data.batch // config.pp.micro} micro-batches of {config.pp.micro}, {config.pp.schedule}{idle}"
+        )
+
+    def fingerprint(self) -> str:
+        """Return a text that must be equal on all ranks."""
+        return to_toml(self.config) + self.model.config.to_json_string() + repr(self.specs)
+
+    @property
+    def _mode_is_idle(self) -> bool:
+        return self.topology.replicas == 1 and not isinstance(self.plugins.mode, AllReduce)
+
+    @property
+    def placement(self) -> Placement:
+        """Which rank of a pipeline holds which stages."""
+        return Placement(self.topology.stages, len(self.specs))
+
+    @property
+    def stages(self) -> list[int]:
+        """Indices of the stages this rank holds."""
+        return list(self.placement.stages_of(self.topology.stage_rank))
+
+    @property
+    def cut(self) -> Cut:
+        """The layers of each position of a pipeline."""
+        return layers_by_rank(self.placement, self.specs)
+
+    def cut_of(self, ranks: int) -> Cut:
+        """Return the layers of each position of a pipeline of fewer ranks, as `prepare` divides them."""
+        stages = ranks * self.plugins.schedule.chunks
+        specs = divide(self.config, self.model, stages, None if stages == 1 else self.costs)
+        return layers_by_rank(Placement(ranks, stages), specs)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that this rank holds."""
+        return self.cut[self.topology.stage_rank]
+
+    @property
+    def spans(self) -> dict[int, StageSpec]:
+        """Range of layers of each stage that this rank holds."""
+        return {stage: self.specs[stage] for stage in self.stages}
+
+    def rank_of(self, stage: int) -> int:
+        """Return the global rank that holds a stage of this rank's pipeline."""
+        return self.topology.pipeline(self.topology.replica)[self.placement.rank_of(stage)]
+
+    @property
+    def eval_form(self) -> str:
+        """Text about how evaluations send activations, to append to another; empty without a codec."""
+        pp = self.config.pp
+        if pp.forward == "none":
+            return ""
+        codec = self.plugins.forward
+        form = to_spec(codec.first_codec, codecs.CODECS) if isinstance(codec, Delta) else pp.forward
+        return ", sent exactly" if pp.exact_eval or form == "none" else f", sent as {form}"
+
+    def rank_of_layer(self, layer: int) -> int:
+        """Return the global rank that holds a layer of this rank's pipeline."""
+        return self.rank_of(next(stage for stage, spec in enumerate(self.specs) if spec.first <= layer < spec.last))
+
+    @property
+    def tied(self) -> list[TiedWeight]:
+        """Weights that layers of several ranks of this rank's pipeline share."""
+        return tied_weights(self.model.description, self.rank_of_layer, self.plugins.tied)
+
+    @property
+    def num_micros(self) -> int:
+        """Number of micro-batches of the global batch."""
+        return self.config.data.batch // self.config.pp.micro
+
+    @property
+    def fill(self) -> float:
+        """Time to fill and drain the pipeline of a replica, in micro-batches, without that of messages."""
+        return (self.topology.stages - 1) / self.plugins.schedule.chunks
+
+    def max_lookups(self, inputs: Sequence[str], micros: int) -> int:
+        """Return how many rows of a table some micro-batches look up at most. inputs: indices of the rows."""
+        return micros * sum(math.prod(self.sizes[size] for size in self.model.inputs[name]) for name in inputs)
+
+    @property
+    def pacing(self) -> Pacing:
+        """How far rows of tables are sent ahead of use: for the forwards that a rank runs before its first backward."""
+        return Pacing.of(self.num_micros, self.programs.warm_up(max(1, len(self.micro_ids))))
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Number of tokens of each sequence that stand for embeddings of an adapter."""
+        return self.model.adapter.virtual_tokens if self.model.adapter else 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of parameters and activations."""
+        return DTYPES[self.config.model.dtype]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of a micro-batch of the longest rows, by the symbols of shapes."""
+        return sizes_of(self.config)
+
+    @property
+    def boundaries(self) -> list[dict[str, TensorSpec]]:
+        """By boundary, shapes and dtypes of the tensors that a stage sends to the next, per micro-batch, by name."""
+        sizes, dtype = self.sizes, self.dtype
+        cuts = [self.model.description.boundary(spec.first) for spec in self.specs[1:]]
+        return [
+            {name: TensorSpec(*shape.resolve(sizes, dtype), shape.dims) for name, shape in cut.items()} for cut in cuts
+        ]
+
+    @property
+    def max_targets(self) -> int:
+        """Number of labels of the global batch, if none is ignored."""
+        sizes = {**self.sizes, "batch": self.config.data.batch}
+        return math.prod(sizes[size] for size in self.model.task.labels)
+
+    @property
+    def wants_inputs(self) -> bool:
+        """Whether this rank needs the values of the model's inputs, not only their shapes."""
+        own = (layer for stage in self.stages for layer in self.model.layers[slice(*self.specs[stage])])
+        reads = bool(self.model.description.context_inputs) or any(layer.reads for layer in own)
+        data = self.config.data  # attention masks depend on the documents of a sequence, and on their prefixes
+        return reads or data.isolate or data.objective != "causal"
+
+    @property
+    def cache_dir(self) -> Path:
+        """Directory of converted models and tokenized text, beside log.dir, shared with later runs."""
+        return Path(self.config.log.dir).parent / "cache"
+
+    @property
+    def layers_cache(self) -> LayersCache:
+        """Layers of models that were compared with the whole model."""
+        return layers_cache(self.config)
+
+    @property
+    def is_first_on_host(self) -> bool:
+        """Whether this is the process of the run and host that reports what all of them wait for."""
+        return self.topology.rank % self.local_world_size == 0
+
+    @property
+    def checkpoints(self) -> CheckpointDirectory:
+        """Directory of the run's checkpoints."""
+        return CheckpointDirectory(Path(self.config.checkpoint.dir or Path(self.config.log.dir) / "checkpoints"))
+
+    @property
+    def disk_timeout_s(self) -> float:
+        """Maximum time a rank waits for others that read or write files, seconds; longer than for a message."""
+        return 10 * self.config.run.timeout
+
+
+def prepare(config: Config, launch: Launch, *, trains: bool = True) -> Job:
+    """Decide a run; write nothing. Raises ValueError that names the key and says what to type.
+
+    trains: False for a job that is only evaluated, which needs less memory.
+    """
+    check(config)
+    check_installed(config.log.to)
+    check_directories(config, launch.rank)
+    topology = Topology(launch.rank, launch.world_size, config.pp.stages)
+    plugins = parse_plugins(config)
+    if topology.replicas > 1:
+        check_capabilities(config, plugins.mode.requires, plugins.optimizer.capabilities)
+    sources, eval_sources = _open_sources(config, plugins)
+    metrics = _choose_metrics(config, eval_sources or sources)
+    check_deal(config, plugins)
+    micro_ids = _deal(config, topology)
+    num_stages = topology.stages * plugins.schedule.chunks
+    most = config.data.batch // config.pp.micro if config.data.deal == "speed" else len(micro_ids)
+    check_computes(config, num_stages, most)
+    check_reading(config, most, launch.local_world_size)
+    streams = open_streams(config.run.device, launch.local_rank)
+    model = open_run_model(config, launch, streams, trains=trains)
+    with report_if_slow(print_note, lambda: f"planning {model.describe_size()}", enabled=launch.rank == 0):
+        costs = costs_of(config, model, num_stages, streams)
+        specs = divide(config, model, num_stages, costs)
+    first_backward = next(stage for stage, spec in enumerate(specs) if spec.last > model.description.first_trained)
+    programs = RankPrograms(plugins.schedule, topology.stages, topology.stage_rank, first_backward)
+    programs.actions(len(micro_ids))
+    return Job(
+        config=config,
+        topology=topology,
+        local_world_size=launch.local_world_size,
+        streams=streams,
+        model=model,
+        specs=tuple(specs),
+        costs=costs,
+        programs=programs,
+        micro_ids=micro_ids,
+        plugins=plugins,
+        tokenizer=load_tokenizer(model.directory, model.config),
+        sources=sources,
+        eval_sources=eval_sources,
+        metrics=metrics,
+    )
+
+
+def _open_sources(config: Config, plugins: Plugins) -> tuple[tuple[WeightedSource, ...], tuple[WeightedSource, ...]]:
+    """Return the sources of training and those of data.eval_sources."""
+    options = read_options(config.data, has_labels=config.model.task in LABELLED)
+    sources = parse_sources(config.data.sources, options=options)
+    eval_sources = parse_eval(config.data.eval_sources, config.data.eval_fraction, options=options)
+    check_streams(config, sources, eval_sources, plugins)
+    check_weights(sources, config.data.weights)
+    return sources, eval_sources
+
+
+def _choose_metrics(config: Config, sources: Sequence[WeightedSource]) -> tuple[str, ...]:
+    """Return the metrics of evaluations: those of eval.metrics, else of GLUE's tasks in the sources or of the task."""
+    suggested = [name for source, _ in sources if isinstance(source, Glue) for name in source.metrics]
+    metrics, best = choose_metrics(config.eval.metrics, config.model.task, suggested), config.checkpoint.best
+    if best is not None and best not in metrics:
+        raise ValueError(
+            f'checkpoint.best="{best}" is not a metric of this run\'s evaluations'
+            f"{suggest(best, dict.fromkeys(metrics))}; eval.metrics adds others"
+        )
+    return metrics
+
+
+def _span(shards: Sequence[LayerSpec]) -> str:
+    """Return the names of the first and last layer of a stage: "embed .. block-00002"."""
+    return shards[0].name if len(shards) == 1 else f"{shards[0].name} .. {shards[-1].name}"
+
+
+def _deal(config: Config, topology: Topology) -> range:
+    """Return an even share of the micro-batches. Raises ValueError if there are fewer than replicas."""
+    num_micros = config.data.batch // config.pp.micro
+    if num_micros < topology.replicas:
+        raise ValueError(
+            f"pp.micro={config.pp.micro} cuts data.batch={config.data.batch} into {num_micros} micro-batches, too few "
+            f"for {topology.replicas} replicas; use a smaller pp.micro, or data.batch of at least "
+            f"{config.pp.micro * topology.replicas}"
+        )
+    return deal(num_micros, [1.0] * topology.replicas)[topology.replica]

@@ -1,0 +1,130 @@
+"""The model of a run, found and described."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from acsgd.adapters.inject import build_adapted, with_adapter
+from acsgd.codecs.identity import DTYPES
+from acsgd.config.adapters import Adapter, parse_adapter
+from acsgd.config.options import Config
+from acsgd.launch import Launch
+from acsgd.layers.description import LayerSpec, ModelLayers
+from acsgd.layers.quantize import Quantization, least_bytes
+from acsgd.layers.skeleton import parameter_names
+from acsgd.run.plan.layers_cache import LayersCache
+from acsgd.run.plan.limits import ParameterCount, check_memory, check_sequence
+from acsgd.shards.config import derive_layers, longest_sequence
+from acsgd.shards.hub import open_model
+from acsgd.streams import Streams
+from acsgd.tasks import TASKS, Task
+
+
+class RunModel(NamedTuple):
+    """The model of a run, as its files describe it. No weights are loaded."""
+
+    directory: Path
+    """Directory of config.json, the tokenizer and, unless model.init is "scratch", the weights."""
+    config: PreTrainedConfig
+    parameters: ParameterCount
+    """Number of parameters of the whole model, with its adapter."""
+    task: Task
+    derived: ModelLayers
+    """Layers as derived from the model's forward."""
+    description: ModelLayers
+    """Layers of the run, with its adapter and the parameters that it freezes."""
+    adapter: Adapter | None
+    quantization: Quantization | None
+    """Of the frozen linear layers of blocks."""
+    is_verified: bool
+    """Whether the layers were compared with the whole model when it was converted."""
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[str, ...]]:
+        """Inputs of forward by name, each with the names of its sizes."""
+        return self.task.inputs_of(self.config)
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """All layers of the model, first to last."""
+        return self.description.layers
+
+    def build(self, dtype: torch.dtype) -> PreTrainedModel:
+        """Build the model with its adapter, its parameters on the meta device."""
+        return build_adapted(
+            self.task,
+            self.config,
+            self.adapter,
+            dtype,
+            blocks=self.derived.blocks,
+            quantization=self.quantization,
+        )
+
+    def describe_size(self) -> str:
+        """Return the size in words, for messages."""
+        return f"a model of {self.parameters.all:,} parameters in {len(self.layers)} layers"
+
+
+def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: bool = True) -> RunModel:
+    """Find the model. Raises ValueError if it is invalid, or does not fit the sequence length or the memory.
+
+    trains: whether gradients need memory.
+    """
+    task, cache = TASKS[config.model.task], layers_cache(config)
+    found = open_model(config.model, is_valid=lambda config: cache.find(config) is not None)
+    check_sequence(config.data.sequence, longest_sequence(found.config))
+    has_frozen = config.model.freeze is not None or config.adapter.spec is not None
+    quantization = None if config.model.quantize == "none" else config.model.quantize
+    # before the model is built, which takes memory itself
+    count = _least_count(found.num_parameters, quantization, has_frozen=has_frozen)
+    check = partial(
+        check_memory, stages=config.pp.stages, processes=launch.local_world_size, streams=streams, trains=trains
+    )
+    check(count, DTYPES[config.model.dtype])
+    derived = found.layers or cache.find(found.config) or derive_layers(found.directory, found.config, task.name)
+    adapter, description = parse_adapter(config.adapter.spec), _freeze(derived, config.model.freeze)
+    if has_frozen:
+        built = build_adapted(task, found.config, adapter, blocks=derived.blocks, quantization=quantization)
+        if adapter is not None:
+            description = with_adapter(derived, built, adapter, task.name)
+        count = ParameterCount.of(built, parameter_names(built), description.frozen)
+        check(count, DTYPES[config.model.dtype])
+    return RunModel(
+        found.directory,
+        found.config,
+        count,
+        task,
+        derived,
+        description,
+        adapter,
+        quantization,
+        is_verified=found.layers is not None,
+    )
+
+
+def _least_count(parameters: int, quantization: Quantization | None, *, has_frozen: bool) -> ParameterCount:
+    """Return the count that needs least memory, if which parameters are frozen or quantized is not known yet."""
+    if quantization is not None:
+        return ParameterCount(0, parameters, parameters, least_bytes(parameters, quantization))
+    return ParameterCount(0, parameters) if has_frozen else ParameterCount(parameters, 0)
+
+
+def _freeze(layers: ModelLayers, patterns: str | None) -> ModelLayers:
+    """Return the layers without training for the parameters that model.freeze names. Raises ValueError."""
+    if patterns is None:
+        return layers
+    try:
+        return layers.freeze([pattern.strip() for pattern in patterns.split(",")])
+    except ValueError as error:
+        raise ValueError(f'model.freeze="{patterns}": {error}') from None
+
+
+def layers_cache(config: Config) -> LayersCache:
+    """Return the layers of models that were compared with the whole model."""
+    return LayersCache(Path(config.log.dir).parent / "cache" / "layers", TASKS[config.model.task])

@@ -1,0 +1,1 @@
+"""Build or resume what a rank trains with."""

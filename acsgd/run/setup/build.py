@@ -1,0 +1,283 @@
+"""Build a session: load this rank's layers and connect its stages with the neighbouring ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from acsgd.comm.waits import Meter
+from acsgd.dp.peers import Peers
+from acsgd.dp.resize import Place, carry_over
+from acsgd.layers.composed import ComposedModel, Inputs
+from acsgd.layers.skeleton import fill_with_stand_ins
+from acsgd.layers.stand_ins import LookupTable
+from acsgd.optim.base import Optimizer
+from acsgd.pp.runtime import Pipeline
+from acsgd.pp.stage import Stage
+from acsgd.pp.tied.dense import TiedGroup
+from acsgd.pp.tied.groups import UseOrder
+from acsgd.pp.tied.plan import Rows, TiedWeight
+from acsgd.pp.tied.rows import TableOwner, TableUser
+from acsgd.pp.tied.ties import Ties
+from acsgd.pp.wire.cache_plan import CachePlan
+from acsgd.pp.wire.channel import Channel
+from acsgd.pp.wire.coder import TensorSpec
+from acsgd.pp.wire.frame import Kind
+from acsgd.pp.wire.link import Link, LinkFactory
+from acsgd.run.plan.job import Job
+from acsgd.run.setup.describe import micro_shapes
+from acsgd.run.setup.session import Session
+from acsgd.shards.load import LayerLoader, LoadedLayer, WeightSource
+from acsgd.shards.weights import Weight, in_reduction_order
+from acsgd.topology import Groups
+
+
+def build_session(
+    job: Job,
+    source: WeightSource,
+    groups: Groups,
+    cache_plan: CachePlan | None = None,
+    *,
+    deferred: DeferredConstants | None = None,
+) -> Session:
+    """Load the weights of this rank's stages, and connect them with the neighbouring stages on other ranks.
+
+    cache_plan: size and place of the activation caches; needed if pp.forward is delta. deferred: receives the
+    constants of all layers, to be loaded later; None = load them, too.
+    """
+    model = job.model.build(job.dtype)
+    composed = ComposedModel(model, job.model.description)
+    peers = Peers(groups.dp, groups.waits)
+    stages = build_stages(job, composed, source, peers, deferred)
+    weights = [weight for stage in stages.values() for weight in stage.weights]
+    optimizer = job.plugins.optimizer.open(weights, job.config.optim)
+    return _connect(job, groups, peers, stages, weights, optimizer, cache_plan)
+
+
+def reconnect(session: Session, job: Job, groups: Groups, cache_plan: CachePlan | None = None) -> Session:
+    """Connect the stages of a session that was aborted with the ranks of other groups. Arguments as `build_session`.
+
+    The new session takes over weights, optimizer state, activation caches, and the data-parallel mode's state of this
+    replica. job: this rank holds the same layers in it; the number of replicas, and which this is, may differ.
+    """
+    peers, mode = Peers(groups.dp, groups.waits), job.plugins.mode
+    was, now = (Place(each.topology.replica, each.topology.replicas) for each in (session.job, job))
+    cache_plan = keep_caches(cache_plan, session, job)
+    new = _connect(job, groups, peers, session.stages, session.weights, session.optimizer, cache_plan)
+    for stage in session.stages.values():  # after the last wait: an interrupt leaves the old session as it is
+        own = stage.sync.take_state()
+        stage.restart(mode.open(stage.weights, peers))
+        stage.sync.load_state_dict(carry_over(mode.states, own, was=was, now=now))
+    return new
+
+
+def keep_caches(cache_plan: CachePlan | None, session: Session, job: Job) -> CachePlan | None:
+    """Return a plan of a job that keeps the activation caches of a session at boundaries before the same layers."""
+    if cache_plan is None:
+        return None
+    boundaries = {spec.first: boundary for boundary, spec in enumerate(job.specs[1:])}
+    kept = {}
+    for (boundary, name), cache in session.caches.items():
+        first = session.job.specs[boundary + 1].first
+        if first in boundaries:
+            kept[boundaries[first], name] = cache
+    return replace(cache_plan, kept=kept)
+
+
+def _connect(
+    job: Job,
+    groups: Groups,
+    peers: Peers,
+    stages: dict[int, Stage],
+    weights: list[Weight],
+    optimizer: Optimizer,
+    cache_plan: CachePlan | None,
+) -> Session:
+    """Return the session of some stages, with their links to the other ranks of the pipeline."""
+    factory = _link_factory(job, groups, cache_plan)
+    return Session(
+        job=job,
+        groups=groups,
+        peers=peers,
+        stages=stages,
+        weights=weights,
+        pipeline=Pipeline(
+            job.programs.actions,
+            stages,
+            _open_links(job, factory),
+            _open_ties(job, stages, factory),
+            _placeholders(job),
+            micro_shapes(job),
+            mark=groups.waits.mark,
+            exact_steps=job.config.pp.exact_steps,
+            exact_eval=job.config.pp.exact_eval,
+        ),
+        optimizer=optimizer,
+        forward_meter=factory.forward_meter,
+        backward_meter=factory.backward_meter,
+        tied_meter=factory.tied_meter,
+        caches=factory.caches,
+    )
+
+
+def _link_factory(job: Job, groups: Groups, cache_plan: CachePlan | None) -> LinkFactory:
+    """Return what opens the links of this rank, with new meters."""
+    return LinkFactory(
+        groups.pp,
+        groups.waits,
+        job.streams,
+        job.boundaries,
+        job.plugins.forward,
+        job.plugins.backward,
+        Meter(),
+        Meter(),
+        cache_plan,
+        frozen=sum(spec.first <= job.model.description.first_trained for spec in job.specs[1:]),
+    )
+
+
+class DeferredConstants:
+    """The constants of a session's layers, which are loaded after it is built."""
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        """Whether all are loaded, so that stages can run."""
+        self._loader: LayerLoader
+        self._layers: list[LoadedLayer]
+        self._is_stopped = False
+
+    def add(self, loader: LayerLoader, layers: Iterable[LoadedLayer]) -> None:
+        """Set the layers of the session, and what loads them."""
+        self._loader, self._layers = loader, list(layers)
+
+    def load(self) -> None:
+        """Load the constants. Raises CorruptFileError if a file is corrupt."""
+        self._loader.load_constants(takewhile(lambda _: not self._is_stopped, self._layers))
+        self.is_complete = not self._is_stopped
+
+    def stop(self) -> None:
+        """End `load`, which another thread runs, after its present layer."""
+        self._is_stopped = True
+
+
+def build_stages(
+    job: Job,
+    composed: ComposedModel,
+    source: WeightSource,
+    peers: Peers,
+    deferred: DeferredConstants | None = None,
+) -> dict[int, Stage]:
+    """Load the layers of this rank's stages into the model, one at a time; all others stay on the meta device.
+
+    deferred: as of `build_session`.
+    """
+    config, loader = job.config, _open_loader(job, composed, source, defers_constants=deferred is not None)
+    stages = {}
+    for index in job.stages:
+        layers = [loader.load(layer) for layer in range(*job.specs[index])]
+        weights = in_reduction_order(weight for layer in layers for weight in layer.weights)
+        stages[index] = Stage(
+            composed,
+            job.model.task.loss,
+            layers,
+            job.plugins.mode.open(weights, peers),
+            targets=job.max_targets,
+            seed=config.data.seed,
+            predict=job.model.task.predict,
+            label_smoothing=config.optim.label_smoothing,
+            recompute=config.model.recompute == "layers",
+            first_trained=job.model.description.first_trained,
+            mask_per_sample=config.model.dropout_mask == "sample",
+        )
+    if deferred is not None:
+        deferred.add(loader, (layer for stage in stages.values() for layer in stage.layers))
+    fill_with_stand_ins(composed.model, job.model.description.blocks, job.streams.device, job.dtype)
+    return stages
+
+
+def _open_loader(job: Job, composed: ComposedModel, source: WeightSource, *, defers_constants: bool) -> LayerLoader:
+    """Return what loads layers into the model of this rank."""
+    me = job.topology.rank
+    return LayerLoader(
+        composed.model,
+        job.model.description,
+        source,
+        device=job.streams.device,
+        dtype=job.dtype,
+        looked_up=[each.key for each in job.tied if me in each.lookups],
+        sent=[each.key for each in job.tied if each.lookups and me == each.owner],
+        defers_constants=defers_constants,
+    )
+
+
+def _placeholders(job: Job) -> Inputs:
+    """Return inputs of the model for the longest rows, for stages that do not depend on their values."""
+    return {
+        name: torch.zeros([job.sizes[size] for size in sizes], dtype=torch.long, device=job.streams.device)
+        for name, sizes in job.model.inputs.items()
+    }
+
+
+def _open_links(job: Job, factory: LinkFactory) -> dict[int, Link]:
+    """Open this rank's ends of all boundaries, in the order of boundaries, as the peers do."""
+    if job.topology.stages == 1:
+        return {}
+    links = {}
+    for boundary in range(len(job.specs) - 1):
+        for stage, other in ((boundary, boundary + 1), (boundary + 1, boundary)):
+            if stage in job.stages:
+                links[boundary] = factory.open(boundary, peer=job.rank_of(other), downstream=stage == boundary)
+    return links
+
+
+def _open_ties(job: Job, stages: dict[int, Stage], factory: LinkFactory) -> Ties:
+    """Connect this rank with the others that use its tied weights, weight by weight, as the others do."""
+    weights = {weight.key: weight for stage in stages.values() for weight in stage.weights}
+    tables = {key: table for stage in stages.values() for key, table in stage.tables.items()}
+    copies, owners, users, me = list[TiedGroup](), list[TableOwner](), list[TableUser](), job.topology.rank
+    for tied in job.tied:
+        if me not in tied.ranks:
+            continue
+        if not tied.lookups:
+            copies.append(TiedGroup(weights[tied.key], factory, number=tied.number, ranks=tied.ranks, rank=me))
+        elif me == tied.owner:
+            weight = weights[tied.key]
+            channels = [_open_table(job, tied, factory, weight.param, user=rank) for rank in tied.lookups]
+            owners.append(TableOwner(weight, channels, job.pacing))
+        else:
+            channels_of_user = _open_table(job, tied, factory, tables[tied.key], user=me)
+            users.append(_table_user(job, tied, stages, tables[tied.key], channels_of_user))
+    pp = job.config.pp
+    return Ties(copies, owners, users, exact_steps=pp.exact_steps, exact_eval=pp.exact_eval)
+
+
+def _table_user(
+    job: Job, tied: TiedWeight, stages: dict[int, Stage], table: LookupTable, channels: dict[Kind, Channel]
+) -> TableUser:
+    using = [index for index, stage in stages.items() if stage.looks_up(tied.key)]
+
+    @functools.cache
+    def order_of(micros: int) -> UseOrder:
+        return UseOrder.of(job.programs.actions(micros).train, using)
+
+    return TableUser(table, using, tied.lookups[job.topology.rank], order_of, channels, job.pacing)
+
+
+def _open_table(job: Job, tied: TiedWeight, factory: LinkFactory, table: Tensor, *, user: int) -> dict[Kind, Channel]:
+    """Open the channels of a table between its owner and a rank that looks up its rows."""
+    how, inputs = job.plugins.tied, tied.lookups[user]
+    assert isinstance(how, Rows)
+    return factory.open_table(
+        tied.number,
+        TensorSpec(tuple(table.shape), table.dtype),
+        peer=tied.owner if user == job.topology.rank else user,
+        max_ids=min(len(table), job.max_lookups(inputs, job.num_micros)),
+        max_rows=min(len(table), job.max_lookups(inputs, job.pacing.width)),
+        rows=how.rows,
+        gradients=how.gradients,
+    )

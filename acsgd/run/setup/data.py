@@ -1,0 +1,145 @@
+"""Training and evaluation data of a job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from acsgd.config.options import Config, OptimConfig
+from acsgd.io.data.batches import BatchReader
+from acsgd.io.data.held_out import HeldOut, held_out, split
+from acsgd.io.data.rows.base import RowReader, Rows
+from acsgd.io.data.rows.described import describe, described
+from acsgd.io.data.sampler import Sampler, block_counts
+from acsgd.io.data.sources.sources import WeightedSource
+from acsgd.io.files.cache import TIMEOUT_S
+from acsgd.run.plan.job import Job
+from acsgd.run.setup.rows import RowMaker
+from acsgd.topology import Groups
+
+ROWS = "properties of the rows"
+"""Name of the text that rank 0 publishes."""
+
+
+class Data(NamedTuple):
+    """Training and evaluation data of a job, as one replica reads them."""
+
+    reader: BatchReader
+    held_out: HeldOut | None
+    """None if nothing is held out."""
+    steps: int
+    """Number of optimizer steps of the run."""
+    notes: tuple[str, ...]
+    """Sentences on the number of steps, and on sources whose sequences are trained on more than once."""
+
+
+def open_data(job: Job, groups: Groups | None = None) -> Data:
+    """Open the sources of a job. Tokenizes text into the cache if it is not there yet.
+
+    groups: of a run, in which ranks that need no tokens get the properties of the rows from rank 0, which always needs
+    some. Raises ValueError if a source cannot be read or is too short.
+    """
+    config, topology = job.config, job.topology
+    rows = _open_or_receive_rows(job, [*job.sources, *job.eval_sources], groups)
+    training, separate = (_reader_of(job, part) for part in (rows[: len(job.sources)], rows[len(job.sources) :]))
+    fraction = config.data.eval_fraction
+    sampler = Sampler(
+        seed=config.data.seed,
+        batch=config.data.batch,
+        counts=_slots(job, training.rows),
+        sizes=tuple(None if each.is_streamed else split(len(each), fraction) for each in training.rows),
+    )
+    held = held_out(training, separate, fraction, replicas=topology.replicas, replica=topology.replica)
+    steps = _steps(config.optim, sampler)
+    notes = (*_describe_steps(config, sampler, steps), *_describe_epochs(job.sources, sampler, steps))
+    return Data(BatchReader(training, sampler, job.micro_ids), held, steps, notes)
+
+
+def open_held_out(job: Job, groups: Groups) -> HeldOut:
+    """Open data.eval_sources alone, as `open_data` does."""
+    reader, topology = _reader_of(job, _open_or_receive_rows(job, job.eval_sources, groups)), job.topology
+    held = held_out(reader, reader, 0.0, replicas=topology.replicas, replica=topology.replica)
+    assert held is not None
+    return held
+
+
+def _slots(job: Job, rows: Sequence[Rows]) -> tuple[int, ...]:
+    """Return the number of slots of each source per block; (1,) if the sources have no weights.
+
+    Raises ValueError if weights are fractions of the target tokens and a source has none.
+    """
+    shares = []
+    for (source, weight), each in zip(job.sources, rows, strict=True):
+        if weight is None:
+            return (1,)
+        targets = each.mean_targets if job.config.data.weights == "tokens" else 1.0
+        if not targets:
+            raise ValueError(f"data.weights=tokens: {source.name} has no target tokens; remove it, or its prompts")
+        shares.append(weight / targets)
+    return block_counts([share / math.fsum(shares) for share in shares])
+
+
+def _steps(optim: OptimConfig, sampler: Sampler) -> int:
+    """Return the number of optimizer steps of the run. Raises ValueError if its warm-up is longer."""
+    steps = optim.num_steps if optim.epochs is None else sampler.steps_of(optim.epochs)
+    if optim.warmup > steps:
+        raise ValueError(
+            f"optim.warmup={optim.warmup} must be at most the {steps} steps of optim.epochs={optim.epochs:g}"
+        )
+    return steps
+
+
+def _describe_steps(config: Config, sampler: Sampler, steps: int) -> list[str]:
+    """Return a sentence on the number of steps if it follows from optim.epochs."""
+    if config.optim.epochs is None:
+        return []
+    sequences = f"{sampler.num_known:,} sequences per epoch, {sampler.batch:,} per step"
+    return [f"optim.epochs={config.optim.epochs:g}: {steps:,} steps; {sequences}"]
+
+
+def _describe_epochs(sources: Sequence[WeightedSource], sampler: Sampler, steps: int) -> list[str]:
+    """Return a sentence on each source that is trained on for more than one epoch."""
+    epochs = sampler.epochs(steps)
+    names = [source.name for source, _ in sources] if len(epochs) == len(sources) else ["all sources"]
+    return [
+        f"data.sources: {name}: {count:,.2f} epochs in {steps:,} steps"
+        for name, count in zip(names, epochs, strict=True)
+        if round(count, 2) > 1
+    ]
+
+
+def _open_or_receive_rows(job: Job, sources: Sequence[WeightedSource], groups: Groups | None) -> list[Rows]:
+    """Return the rows of each source, or their properties on ranks that need no tokens. groups: as of `open_data`."""
+    if groups is not None and not (job.wants_inputs or _wants_labels(job)):
+        return [*described(groups.published_text(ROWS, timeout_s=TIMEOUT_S))]
+    rows = row_maker(job).open(sources)
+    if groups is not None and job.topology.rank == 0:
+        groups.publish_text(ROWS, describe(rows))
+    return [*rows]
+
+
+def row_maker(job: Job) -> RowMaker:
+    """Return what makes the rows of a job."""
+    data = job.config.data
+    text = replace(data, sequence=data.sequence - job.virtual_tokens)
+    return RowMaker(
+        replace(job.config, data=text), job.model.config, job.tokenizer, job.cache_dir, job.is_first_on_host
+    )
+
+
+def _reader_of(job: Job, rows: Sequence[Rows]) -> RowReader:
+    """Return the reader of what this rank needs of some rows."""
+    return RowReader(
+        rows,
+        job.config.pp.micro,
+        wants_inputs=job.wants_inputs,
+        wants_labels=_wants_labels(job),
+        virtual_tokens=job.virtual_tokens,
+    )
+
+
+def _wants_labels(job: Job) -> bool:
+    """Whether this rank computes the loss."""
+    return len(job.specs) - 1 in job.stages

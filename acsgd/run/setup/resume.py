@@ -1,0 +1,230 @@
+"""The state of a rank, layer by layer: what it saves in a checkpoint and restores from one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from acsgd.dp.resize import ReplicaState, add_tied_copy, merge_tied_copy
+from acsgd.dp.resize import restore as restore_replica
+from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents, optimizer_spec
+from acsgd.io.checkpoint.progress import Progress, changed_options, recorded_options
+from acsgd.io.checkpoint.resume import Checkpoint
+from acsgd.io.checkpoint.saver import LayerState
+from acsgd.layers.description import ModelLayers
+from acsgd.notes import print_note, report_if_slow
+from acsgd.optim.base import Optimizer, OptimizerSpec
+from acsgd.optim.loss_scale import LossScale
+from acsgd.pp.stage import Stage
+from acsgd.run.plan.job import Job
+from acsgd.run.setup.build import build_session
+from acsgd.run.setup.describe import describe_tied
+from acsgd.run.setup.inputs import Inputs
+from acsgd.run.setup.session import Session
+from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.load import LoadedLayer, WeightSource
+from acsgd.shards.weights import Weight, WeightState, part_of
+from acsgd.topology import Groups
+
+
+class Start(NamedTuple):
+    """Start of a run, from its first step or from a checkpoint."""
+
+    session: Session
+    progress: Progress
+    newest: Path | None
+    """Checkpoint that the run resumes from."""
+    notes: list[str]
+    """Messages for the user, on rank 0."""
+    source: WeightSource | None
+    """Where the weights of a run on disk are: the checkpoint, or the initial weights; None if not known."""
+
+
+def start(job: Job, inputs: Inputs, groups: Groups) -> Start:
+    """Build this rank's session and resume from the newest valid checkpoint, if there is any.
+
+    Collective. Raises RunError if there are checkpoints and none that may be used is valid.
+    """
+    found = inputs.candidates
+    checkpoint = found.choose(groups, partial(check_files, job), timeout_s=job.disk_timeout_s)
+    notes = [f"removed {path.name}: it is incomplete" for path in found.directory.leftovers()]
+    if job.topology.rank == 0:
+        notes += found.set_aside()
+        found.mark_best()
+    source = checkpoint.shards if checkpoint else inputs.weight_source
+    assert source is not None
+    with report_if_slow(print_note, lambda: f"loading {job.model.describe_size()}", enabled=job.topology.rank == 0):
+        session = build_session(job, source, groups, inputs.cache_plan)
+    notes += describe_tied(job, next(iter(session.stages.values())).composed.model)
+    if checkpoint is None:
+        return Start(session, Progress(loss_scale=LossScale.of(job.config)), None, notes, source)
+    progress = restore(session, checkpoint)
+    inputs.reader.restore(checkpoint.run.streams)
+    notes.append(f"resuming from {checkpoint.path}: {progress}")
+    if not _has_same_optimizer(job, checkpoint):
+        saved, present = optimizer_spec(checkpoint.run), job.config.optim.name
+        notes.append(f"the optimizer starts without state: the checkpoint has that of {saved}, not of {present}")
+    if changed := changed_options(checkpoint.run.options, recorded_options(job.config)):
+        notes.append(f"options that differ from those of the checkpoint: {'; '.join(changed)}")
+    return Start(session, progress, checkpoint.path, notes, source)
+
+
+def layer_states(session: Session) -> list[LayerState]:
+    """Return the state of every layer and table of this rank, not copied."""
+    return [
+        state
+        for stage in session.stages.values()
+        for state in _stage_states(stage, session.optimizer, session.job.model.description)
+    ]
+
+
+def _stage_states(stage: Stage, optimizer: Optimizer, description: ModelLayers) -> Iterator[LayerState]:
+    global_weights, replica_state = stage.sync.global_weights(), stage.sync.state_dict()
+    tables = [*description.tables()]
+
+    def state_of(name: str, position: int, weights: Sequence[Weight], constants: dict[str, Tensor]) -> LayerState:
+        originals = [weight for weight in weights if not weight.is_copy]
+        replica = part_of(replica_state, {weight.key for weight in weights})
+        if global_weights is None:
+            masters = {weight.key: weight.master for weight in originals}
+            return LayerState(name, position, masters, constants, optimizer.state_of(originals), replica)
+        # each replica has its own optimizer state
+        model = {weight.key: global_weights[weight.key] for weight in originals}
+        local = {LOCAL_OPTIMIZER + key: by_key for key, by_key in optimizer.state_of(weights).items()}
+        return LayerState(name, position, model, constants, {}, replica | local)
+
+    for layer in stage.layers:
+        apart = [weight for weight in layer.weights if weight.key in tables and not weight.is_copy]
+        others = [weight for weight in layer.weights if weight.key not in tables or weight.is_copy]
+        yield state_of(layer.spec.name, layer.spec.index, others, layer.constants)
+        for weight in apart:
+            yield state_of(weight.key, tables.index(weight.key), [weight], {})._replace(is_table=True)
+
+
+@torch.no_grad()
+def restore(session: Session, checkpoint: Checkpoint) -> Progress:
+    """Restore weights, optimizer state and replica state from a checkpoint of a run of any number of ranks.
+
+    Returns the progress of that run.
+    """
+    has_same_optimizer = _has_same_optimizer(session.job, checkpoint)
+    for stage in session.stages.values():
+        replicas: list[WeightState] = []
+        for layer in stage.layers:
+            _restore_layer(session, checkpoint.shards, layer, has_same_optimizer=has_same_optimizer)
+            states = _replica_states(session, checkpoint.shards, layer)
+            if has_same_optimizer:
+                _restore_local_optimizer(session, layer.weights, states)
+            else:
+                _drop_local_optimizer(states)
+            _merge_layer(replicas, states)
+        stage.sync.load_state_dict(replicas)
+    progress = checkpoint.run.progress
+    return replace(progress, loss_scale=LossScale.of(session.job.config, progress.loss_scale))
+
+
+def check_files(job: Job, checkpoint: Checkpoint) -> None:
+    """Check the files of a checkpoint from which this rank restores its stages; on rank 0 also the model files.
+
+    Raises CorruptFileError for the first that is corrupt or holds tensors that do not fit.
+    """
+    contents = Contents.of(checkpoint.shards, job.model.config)
+    for layer in sorted(_layers_read(job)):
+        contents.check(layer)
+    if job.topology.rank == 0:
+        for file in checkpoint.shards.manifest.model_files:
+            checkpoint.shards.verify(file)
+
+
+def _layers_read(job: Job) -> set[int]:
+    """Return the layers whose files this rank reads: its own, those of tied weights, and that of the outer buffers."""
+    description = job.model.description
+    own = {layer for index in job.stages for layer in range(*job.specs[index])}
+    tied = {holders[0] for holders in description.tied().values() if own & {*holders}}
+    return own | tied | ({len(description.layers) - 1} if description.layers[-1].buffers else set())
+
+
+def _restore_layer(
+    session: Session, checkpoint: ShardDirectory, layer: LoadedLayer, *, has_same_optimizer: bool
+) -> None:
+    description = session.job.model.description
+    read = functools.cache(checkpoint.state)
+    for weight in layer.weights:
+        first = description.first_holder(weight.key).name
+        weight.master.copy_(checkpoint.tensor(first, weight.key))
+        if has_same_optimizer:
+            session.optimizer.load_state_of(weight, read(first), weight.key)
+        if weight.param is not weight.master:
+            weight.param.copy_(weight.master)
+
+
+def _replica_states(session: Session, checkpoint: ShardDirectory, layer: LoadedLayer) -> list[WeightState]:
+    """Return the saved state of each replica for one layer, adapted to the copies of tied weights that this run has."""
+    job = session.job
+    first_holders = {weight.key: job.model.description.first_holder(weight.key).name for weight in layer.weights}
+    own = {  # not that of copies which this run does not have
+        key for key, first in first_holders.items() if first == layer.spec.name
+    } | {weight.key for weight in layer.weights if weight.is_copy}
+    saved = [part_of(state, own) for state in checkpoint.replica_states(layer.spec.name)]
+    table = [*job.plugins.mode.states, *_local_states(job.plugins.optimizer)]
+    for weight in layer.weights:
+        if not weight.is_tied:
+            continue
+        first, holders = first_holders[weight.key], job.model.description.tied()[weight.key]
+        here = [index for index in holders if job.rank_of_layer(index) == job.topology.rank]
+        if weight.is_copy:
+            add_tied_copy(table, saved, checkpoint.replica_states(first), weight.key)
+        elif weight.key not in own:
+            _merge_layer(saved, [part_of(state, {weight.key}) for state in checkpoint.replica_states(first)])
+        former = holders[1:] if weight.has_remote_lookups else here[1:]
+        for index in former:
+            copies = checkpoint.replica_states(job.model.layers[index].name)
+            merge_tied_copy(job.plugins.mode.states, saved, copies, weight.key)
+    return saved
+
+
+def _local_states(optimizer: OptimizerSpec) -> list[ReplicaState]:
+    """Return the table of the optimizer state as replicas with local weights save it."""
+    return [ReplicaState(LOCAL_OPTIMIZER + state.name, merge="mean", shape=state.shape) for state in optimizer.states]
+
+
+def _restore_local_optimizer(session: Session, weights: Sequence[Weight], saved: Sequence[WeightState]) -> None:
+    """Restore optimizer state that was saved per replica, and remove it from `saved`, in place."""
+    topology, by_key = session.job.topology, {weight.key: weight.master for weight in weights}
+    here = {"replica": topology.replica, "replicas": topology.replicas}
+    local = {}
+    for state in _local_states(session.job.plugins.optimizer):
+        local[state.name.removeprefix(LOCAL_OPTIMIZER)] = restore_replica(state, saved, by_key, **here)
+        for each in saved:
+            each.pop(state.name, None)
+    for weight in weights:
+        if any(weight.key in tensors for tensors in local.values()):
+            session.optimizer.load_state_of(weight, local, weight.key)
+
+
+def _drop_local_optimizer(saved: Sequence[WeightState]) -> None:
+    """Remove optimizer state that was saved per replica from `saved`, in place."""
+    for each in saved:
+        for name in [name for name in each if name.startswith(LOCAL_OPTIMIZER)]:
+            del each[name]
+
+
+def _has_same_optimizer(job: Job, checkpoint: Checkpoint) -> bool:
+    """Return whether the optimizer of this run saved the checkpoint, maybe with other options."""
+    saved, _, _ = optimizer_spec(checkpoint.run).partition(":")
+    return saved == job.config.optim.name.partition(":")[0]
+
+
+def _merge_layer(replicas: list[WeightState], layer: list[WeightState]) -> None:
+    """Add the state of one more layer to that of each replica, in place."""
+    replicas += [{} for _ in layer[len(replicas) :]]
+    for whole, part in zip(replicas, layer, strict=False):
+        for name, by_key in part.items():
+            whole.setdefault(name, {}).update(by_key)

@@ -1,0 +1,240 @@
+"""One rank's stages, pipeline and optimizer, and the parts of a training step that they carry out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from acsgd.comm.waits import Meter
+from acsgd.dp.peers import Peers
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.data.batches import Batch
+from acsgd.io.telemetry.record import Record
+from acsgd.optim.base import LocalStep, Optimizer
+from acsgd.optim.loss_scale import clip_factor, scale_gradients_, squared_norm
+from acsgd.pp.runtime import Pipeline
+from acsgd.pp.stage import Stage
+from acsgd.pp.wire.cache import ActivationCache
+from acsgd.pp.wire.cache_plan import CacheKey
+from acsgd.run.plan.job import Job
+from acsgd.run.setup.evaluation import Evaluation
+from acsgd.run.setup.report import StepReport, StepSummary, Votes
+from acsgd.shards.load import LoadedLayer
+from acsgd.shards.weights import Weight
+from acsgd.topology import Groups
+
+log = logging.getLogger(__name__)
+
+
+class StepResult(NamedTuple):
+    """Result of one optimizer step, equal on all ranks except the peak memory."""
+
+    loss: float
+    """Mean over the target tokens of the global batch, before the update."""
+    grad_norm: float
+    """Global gradient norm before clipping; in a local step, the largest of all replicas."""
+    lr: float
+    updated: bool
+    """Whether the weights changed."""
+    progress: Progress
+    """Progress after the step."""
+    summary: StepSummary
+
+    def record(self, step_s: float) -> Record:
+        """Return the line of metrics.jsonl for this step, without what follows the update. step_s: its duration."""
+        summary, progress = self.summary, self.progress
+        return Record(
+            step=progress.step,
+            loss=self.loss if math.isfinite(self.loss) else None,
+            tokens=progress.tokens,
+            tokens_per_s=summary.tokens / step_s,
+            targets_per_s=summary.targets / step_s,
+            step_s=step_s,
+            lr=self.lr,
+            grad_norm=self.grad_norm if math.isfinite(self.grad_norm) else None,
+            pp_forward_bytes=summary.pp_forward_bytes,
+            pp_backward_bytes=summary.pp_backward_bytes,
+            tied_bytes=summary.tied_bytes,
+            dp_bytes=summary.dp_bytes,
+            hidden_share=summary.hidden_share,
+            peak_memory_bytes=summary.peak_memory_bytes,
+            skipped=progress.skipped,
+            loss_scale=progress.loss_scale.value,
+            data_wait_s=summary.data_wait_s,
+        )
+
+
+@dataclass(frozen=True)
+class Session:
+    """Everything one rank trains with. Built by `build_session`; `close` it at the end."""
+
+    job: Job
+    groups: Groups
+    peers: Peers
+    stages: dict[int, Stage]
+    weights: list[Weight]
+    """Weights of all stages of this rank."""
+    pipeline: Pipeline
+    optimizer: Optimizer
+    forward_meter: Meter
+    """Transfers of activations."""
+    backward_meter: Meter
+    """Transfers of activation gradients."""
+    tied_meter: Meter
+    """Transfers for tied weights."""
+    caches: Mapping[CacheKey, ActivationCache]
+    """Activation caches of the links of this rank."""
+
+    @property
+    def layers(self) -> list[LoadedLayer]:
+        """The layers of all stages of this rank."""
+        return [layer for stage in self.stages.values() for layer in stage.layers]
+
+    def forward_backward(self, batch: Batch, step: int, loss_scale: float) -> tuple[Tensor, float]:
+        """Run forward, backward and the data-parallel reduce of a step, as the pipeline's program orders them.
+
+        Returns this rank's part of the loss, fp64 on the host, and the time without waits for other ranks, seconds.
+        Leaves gradients times `loss_scale` in the masters.
+        """
+        started, waited_before_s = time.perf_counter(), self._waited_s()
+        loss = self.pipeline.run(batch, step, loss_scale)
+        return loss, time.perf_counter() - started - (self._waited_s() - waited_before_s)
+
+    def report(self, loss: Tensor, batch: Batch, votes: Votes, *, compute_s: float) -> StepReport:
+        """Return this rank's report of a step, and reset the meters. loss, compute_s: of `forward_backward`."""
+        meters = self._meters()
+        report = StepReport(
+            loss=float(loss),
+            targets=0.0 if batch.labels is None else float((batch.labels != -100).sum()),
+            tokens=0.0 if batch.labels is None else float(batch.num_tokens),
+            squared_grad_norm=squared_norm(self.weights),
+            pp_forward_bytes=self.forward_meter.sent_bytes,
+            pp_backward_bytes=self.backward_meter.sent_bytes,
+            tied_bytes=self.tied_meter.sent_bytes,
+            dp_bytes=sum(stage.sync.meter.sent_bytes for stage in self.stages.values()),
+            in_flight_s=sum(meter.in_flight_s for meter in meters),
+            waited_s=sum(meter.waited_s for meter in meters),
+            peak_memory_bytes=self.job.streams.peak_memory_bytes(),
+            data_wait_s=batch.wait_s,
+            checksum=float(batch.checksum),
+            micros=float(len(batch.micro_ids)),
+            compute_s=compute_s,
+            stop_votes=votes.stop,
+            save_votes=votes.save,
+            failed_saves=votes.failed_save,
+            pause_votes=votes.pause,
+            skip_votes=votes.skip,
+            snapshots_pending=votes.snapshot_pending,
+            snapshot_interval=votes.snapshot_interval,
+            joins=votes.joins,
+            wanted=-1 if votes.wanted is None else votes.wanted,
+        )
+        for meter in meters:
+            meter.reset()
+        log.info("waited %.3f s of %.3f s with transfers in flight", report.waited_s, report.in_flight_s)
+        return report
+
+    def _meters(self) -> list[Meter]:
+        dp_meters = (stage.sync.meter for stage in self.stages.values())
+        return [self.forward_meter, self.backward_meter, self.tied_meter, *dp_meters]
+
+    def _waited_s(self) -> float:
+        """Return the time of waits for other ranks since the last report, seconds."""
+        return sum(meter.waited_s for meter in self._meters())
+
+    def local_step(self, step: int) -> LocalStep | None:
+        """Return how each replica steps on its own gradients, the same on all stages; None if gradients are summed."""
+        steps = [stage.sync.local_step(step) for stage in self.stages.values()]
+        if (first := steps[0]) is None:
+            return None
+        return first._replace(shares={key: share for each in steps if each for key, share in each.shares.items()})
+
+    def send_ahead(self) -> None:
+        """Send what other ranks need for the next step of the weights that this step has updated. Does not wait."""
+        self.pipeline.send_ahead()
+
+    def settle(self) -> None:
+        """Wait for what `send_ahead` sends, after the last step. All ranks do so together."""
+        self.pipeline.settle()
+
+    def scale_and_clip(self, factor: float, norm: float) -> None:
+        """Multiply the gradients by `factor`, then clip them; norm: that of the gradients times `factor`."""
+        scale_gradients_(self.weights, factor * clip_factor(norm, self.job.config.optim.clip))
+
+    def commit(self) -> None:
+        """Apply what data parallelism has received in this step. Called once all ranks have reported it."""
+        for stage in self.stages.values():
+            stage.sync.commit()
+
+    def exchanges_after(self, step: int) -> bool:
+        """Return whether the weights after step `step` depend on an exchange that follows it."""
+        return any(stage.sync.exchanges_after(step) for stage in self.stages.values())
+
+    def sync_after_step(self, step: int) -> None:
+        """Run the part of data-parallel synchronization that follows the optimizer step.
+
+        Changes nothing that lasts before the last message of all stages has arrived, so that it can be run again.
+        """
+        for stage in self.stages.values():
+            stage.sync.exchange(step, self.optimizer.second_moments(stage.weights))
+        self.sync_alone(step)
+
+    def sync_alone(self, step: int) -> None:
+        """Complete step `step` without other replicas. They may have exchanged something if `exchanges_after`."""
+        for stage in self.stages.values():
+            stage.sync.after_step(step, self.optimizer.second_moments(stage.weights))
+
+    def evaluate(self, batches: Iterable[Batch], step: int) -> dict[str, float]:
+        """Return the metrics of the batches of all replicas by name, without dropout. The loss is the first.
+
+        Uses the global weights where replicas have local ones. step: for error messages only.
+        """
+        evaluation, sent_bytes = Evaluation(self.job.metrics, self.groups), self.tied_meter.sent_bytes
+        with _global_weights(self.stages.values()):
+            for batch in batches:
+                part = self.pipeline.evaluate(batch.to(self.job.streams.device), step)
+                evaluation.add(part, batch.labels)
+        self.forward_meter.reset()  # the reported bytes of a step are those of training
+        self.tied_meter.reset()
+        self.tied_meter.sent_bytes = sent_bytes  # of rows that are on their way to the next step
+        return evaluation.compute()
+
+    def close(self) -> None:
+        """End the threads of the links, and wait until activation caches on disk are saved."""
+        self.pipeline.close()
+
+    def abort(self, reason: str) -> None:
+        """End the threads and drop all messages, without waiting for any rank. Call it in the training thread.
+
+        Interrupts the groups. Weights, optimizer state, the state of the data-parallel mode and activation caches stay
+        as they are; they may be in the middle of an update if the error came from there.
+        """
+        self.groups.interrupt(reason)
+        self.peers.close()
+        self.pipeline.abort()
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def _global_weights(stages: Iterable[Stage]) -> Iterator[None]:
+    """Load the global weights into the parameters of stages; restore the local ones on exit. A collective call."""
+    saved = []
+    for stage in stages:
+        shared = stage.sync.global_weights()
+        if shared is not None:
+            saved += [(weight.param, weight.param.clone()) for weight in stage.weights]
+            for weight in stage.weights:
+                weight.param.copy_(shared[weight.key])
+    try:
+        yield
+    finally:
+        for param, local in saved:
+            param.copy_(local)

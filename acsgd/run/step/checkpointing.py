@@ -1,0 +1,202 @@
+"""Policy for checkpoints: when the run is saved, and what is reported about saves."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from acsgd.adapters.initial import NewAdapter
+from acsgd.config.adapters import ADAPTERS
+from acsgd.config.spec import to_spec
+from acsgd.errors import NonFiniteError, RunError, SaveError
+from acsgd.io.checkpoint.constants import ConstantsFiles
+from acsgd.io.checkpoint.progress import Progress, RunState, origin_of, recorded_options
+from acsgd.io.checkpoint.resume import Checkpoint, newest_valid
+from acsgd.io.checkpoint.saver import Saver
+from acsgd.run.lock.lock import RunLock
+from acsgd.run.setup.inputs import Inputs
+from acsgd.run.setup.report import Votes
+from acsgd.run.setup.resume import Start, check_files, layer_states
+from acsgd.run.setup.session import Session
+from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.load import WeightSource
+from acsgd.topology import Groups
+
+
+class Checkpointing:
+    """Saves of one run, which are written while training continues. A context manager, as `Saver` is.
+
+    newest: checkpoint the run resumed from; note: prints a sentence for the user.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        saver: Saver,
+        inputs: Inputs,
+        newest: Path | None,
+        lock: RunLock,
+        note: Callable[[str], None],
+    ) -> None:
+        self.newest = newest
+        """Newest complete checkpoint that this rank knows of."""
+        self._resumed_from = newest
+        self._session = session
+        self._saver = saver
+        self._inputs = inputs
+        self._lock = lock
+        self._note = note
+        self._config = session.job.config.checkpoint
+        self._saved_at = time.monotonic()
+        self._has_copy = False
+        self._is_requested = False
+
+    @classmethod
+    def open(
+        cls, start: Start, inputs: Inputs, groups: Groups, lock: RunLock, *, note: Callable[[str], None]
+    ) -> Checkpointing:
+        """Return the checkpointing of a run that has just started."""
+        job = start.session.job
+        saver = Saver(
+            job.checkpoints,
+            job.config.checkpoint,
+            model_dir=job.model.directory,
+            task=job.model.task.name,
+            model=job.model.description,
+            adapter=to_spec(job.model.adapter, ADAPTERS) if job.model.adapter else None,
+            topology=job.topology,
+            groups=groups,
+            streams=job.streams,
+            timeout_s=job.disk_timeout_s,
+            constants=ConstantsFiles(_directories(start.source)),
+            verify=lock.verify,
+        )
+        return cls(start.session, saver, inputs, start.newest, lock, note)
+
+    def __enter__(self) -> Checkpointing:
+        self._saver.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._saver.__exit__(*exception)
+        if isinstance(exception[1], NonFiniteError):
+            with contextlib.suppress(RunError):  # that of the save; the cause is the one that is raised
+                self.finish_save(wait=False)
+
+    @property
+    def newest_step(self) -> int:
+        """Step of the newest checkpoint of this run; 0 = there is none."""
+        number = self.newest.name.rpartition("-")[2] if self.newest is not None else ""
+        return int(number) if number.isdecimal() else 0
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is in progress on this rank."""
+        return self._has_copy or self._saver.is_writing
+
+    def request_save(self) -> None:
+        """Let the run be saved after the next step."""
+        self._is_requested = True
+
+    def votes(self, *, stop: bool) -> Votes:
+        """Return this rank's votes for the end of the current step. stop: whether it received a stop signal."""
+        every_s, result = self._config.every_s, self._saver.result
+        is_due = every_s is not None and time.monotonic() - self._saved_at >= every_s
+        # by the clock of rank 0 alone, or two ranks would vote at different steps for the same save
+        save = (is_due and self._session.job.topology.rank == 0) or self._is_requested
+        self._is_requested = False
+        return Votes(stop=stop, save=save, failed_save=result is not None and result.error is not None)
+
+    def copy_state(self, progress: Progress, *, due: bool, best: bool, idle: Collection[int] = ()) -> float:
+        """Copy the state to host memory if a save is due, or if this step is the best so far by checkpoint.best.
+
+        idle: replicas that write no weights. Returns the seconds for which training stood still. Raises RunError if the
+        previous save failed, or another run has taken over the run directory.
+        """
+        self._lock.check()
+        if not (due or best):
+            return 0.0
+        started = time.perf_counter()
+        self.finish_save(wait=True)
+        if self.newest is not None and not self.newest.is_dir():
+            self._note(f"{self.newest} was removed during the run; step {progress.step} is saved now")
+        job = self._session.job
+        run = RunState(
+            progress,
+            self._inputs.identity,
+            recorded_options(job.config),
+            job.topology.replicas,
+            best,
+            origin_of(job.config),
+            self._inputs.reader.stream_states(progress.step),
+        )
+        self._saver.snapshot(progress.step, layer_states(self._session), run.to_dict(), best=best, idle=idle)
+        self._saved_at, self._has_copy = time.monotonic(), True
+        return time.perf_counter() - started
+
+    def start_write(self) -> None:
+        """Start to write the copied state, if there is any, in the background."""
+        if self._has_copy:
+            self._saver.write()
+        self._has_copy = False
+
+    def finish_save(self, *, wait: bool, last: bool = False) -> None:
+        """Report the result of the save in progress if it has ended.
+
+        wait: wait for its end, which all ranks do together; last: no other save follows. Raises SaveError if the save
+        failed, unless checkpoint.on_error="continue" and another save follows.
+        """
+        result, stops = self._saver.result, last or self._config.on_error == "stop"
+        if not wait and (result is None or (result.error is not None and stops)):
+            return  # a failure ends the run on all ranks together: after the next step, when all know of it
+        result = self._saver.wait()
+        if result is None:
+            return
+        if result.error is None:
+            self.newest = result.path
+            self._note(f"saved {result.path}, on disk after {result.seconds:.1f} s")
+            return
+        newest = "there is no checkpoint yet" if self.newest is None else f"the newest checkpoint is {self.newest}"
+        failure = f"step {result.step} could not be saved: {result.error}; {newest}"
+        if stops:
+            raise SaveError(failure, result.failed_ranks)
+        self._note(f"{failure}; training continues (checkpoint.on_error)")
+
+    def describe_end(self, step: int, signal: str | None) -> str:
+        """Return a sentence on the end of the run after a step. signal: received by this rank, None if by another."""
+        steps = self._session.job.config.optim.num_steps
+        if step == steps:
+            return f"done: step {step} of {steps}, {self.newest}"
+        return (
+            f"stopped after step {step} of {steps} on {signal or 'a signal to another rank'}; "
+            f"the same command, with any number of processes, resumes from {self.newest}"
+        )
+
+    def newest_checkpoint(self, step: int) -> Checkpoint | None:
+        """Return the newest valid checkpoint up to a step, after waiting for the save in progress. A collective call.
+
+        Reports those that are not valid. None if there is no other.
+        """
+        self.finish_save(wait=True)
+        job, directory = self._session.job, self._session.job.checkpoints
+        paths = [directory.of(each) for each in reversed(directory.steps()) if each <= step]
+        if self._resumed_from is not None and self._resumed_from.resolve().parent != directory.path.resolve():
+            paths.append(self._resumed_from)
+        check, groups = partial(check_files, job), self._session.groups
+        checkpoint, reasons = newest_valid(paths, groups, check, timeout_s=job.disk_timeout_s)
+        for reason in reasons:
+            self._note(f"passed over a checkpoint: {reason}")
+        self.newest = checkpoint.path if checkpoint else None
+        if checkpoint is not None:
+            self._inputs.reader.restore(checkpoint.run.streams)
+        return checkpoint
+
+
+def _directories(source: WeightSource | None) -> list[ShardDirectory]:
+    """Return the directory that holds the weights of a source, if it is in files."""
+    source = source.base if isinstance(source, NewAdapter) else source
+    return [source] if isinstance(source, ShardDirectory) else []

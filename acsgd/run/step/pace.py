@@ -1,0 +1,175 @@
+"""What a run does with the measured speed of its ranks: deal micro-batches by it, and report slow ranks."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from acsgd.io.data.sampler import deal
+from acsgd.io.telemetry.record import Event
+from acsgd.run.setup.report import StepSummary
+from acsgd.run.setup.session import Session
+
+pass
+pass
+
+
+class Pace:
+    """All ranks have one, and decide alike, by the reports that all of them have.
+
+    A change of the dealing holds from the first step whose batch is not being read yet. report: logs an event;
+    joining: replicas that get no micro-batches until a summary says that they have all of their state.
+    """
+
+    def __init__(self, session: Session, report: Callable[[Event], None], joining: Collection[int] = ()) -> None:
+        job = session.job
+        self._groups = session.groups
+        self._replica = job.topology.replica
+        self._report = report
+        self._is_by_speed = job.config.data.deal == "speed"
+        self._joining = tuple(joining)
+        self._dealer = Dealer(job.num_micros, job.topology.replicas, job.fill)
+        self._dealer.deal_evenly(without=joining)
+        self._stragglers = Stragglers()
+
+    def micros(self, step: int) -> range:
+        """Return the micro-batches of this replica in a step whose batch is read from now on."""
+        return self._dealer.shares[self._replica]
+
+    def record(self, summary: StepSummary, step: int) -> None:
+        """Record the last step, the `step`-th. All ranks call it together.
+
+        Raises RunError if the hosts of slow ranks are needed, and a rank does not answer.
+        """
+        before = self._dealer.counts
+        if self._joining and tuple(summary.joining) != self._joining:
+            ready = [replica for replica in self._joining if replica not in summary.joining]
+            self._joining = tuple(summary.joining)
+            self._dealer.deal_evenly(without=self._joining)
+            counts = self._dealer.counts
+            text = f"replicas that now have all of their state: {_listed(ready)}; micro-batches: {_listed(counts)}"
+            self._report(Event("ready", step, text, {"ready": ready, "micros": counts}))
+        elif self._is_by_speed and self._dealer.record([max(of_replica) for of_replica in summary.micro_s]):
+            counts = self._dealer.counts
+            text = f"micro-batches per replica, by speed: {_listed(counts)}, before {_listed(before)}"
+            self._report(Event("deal", step, text, {"micros": counts}))
+        if changes := self._stragglers.record(summary.micro_s):
+            hosts = self._groups.all_gather_text(
+                "naming slow ranks", socket.gethostname(), timeout_s=self._groups.timeout_s
+            )
+            for rank, is_slow, factor in changes:
+                state = "is slow" if is_slow else "is no longer slow"
+                text = f"rank {rank} on {hosts[rank]} {state}: {factor:.1f} times the time of other ranks of its stages"
+                fields = {"rank": rank, "host": hosts[rank], "factor": round(factor, 2)}
+                self._report(Event("slow_rank" if is_slow else "normal_rank", step, text, fields))
+
+
+def _listed(counts: list[int]) -> str:
+    return " ".join(map(str, counts))
+
+
+WINDOW = 5
+"""Number of steps whose median is the time of a replica."""
+MIN_GAIN = 0.1
+"""Fraction of the time of a step that another split must save; so measurements that vary do not change it back and
+forth."""
+
+
+class Dealer:
+    """Deals the micro-batches of a step to replicas: evenly at first, then as their times suggest.
+
+    A pure function of the recorded times, so that all ranks, which record the same, deal alike. fill: as of `deal`.
+    """
+
+    def __init__(self, num_micros: int, replicas: int, fill: float) -> None:
+        self._num_micros = num_micros
+        self._replicas = replicas
+        self._fill = fill
+        self._steps = deque[Sequence[float]](maxlen=WINDOW)
+        self.shares: tuple[range, ...] = ()
+        """Micro-batches of each replica."""
+        self.deal_evenly()
+
+    def deal_evenly(self, without: Collection[int] = ()) -> None:
+        """Deal the micro-batches evenly to all replicas but some, and forget the recorded times."""
+        self.shares = deal(self._num_micros, [float(replica not in without) for replica in range(self._replicas)])
+        self._steps.clear()
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of micro-batches of each replica."""
+        return [len(share) for share in self.shares]
+
+    def record(self, micro_s: Sequence[float]) -> bool:
+        """Record the time of each replica per micro-batch in one step; return whether `shares` change."""
+        if min(micro_s) <= 0:
+            return False
+        self._steps.append(micro_s)
+        if len(self._steps) < WINDOW:
+            return False
+        times = [median(of_replica) for of_replica in zip(*self._steps, strict=True)]
+        shares = deal(self._num_micros, [1 / seconds for seconds in times], self._fill)
+        if self._step_s(shares, times) > (1 - MIN_GAIN) * self._step_s(self.shares, times):
+            return False
+        self.shares = shares
+        self._steps.clear()
+        return True
+
+    def _step_s(self, shares: Sequence[range], times: Sequence[float]) -> float:
+        """Return the time of a step with given times per micro-batch."""
+        return max((len(share) + self._fill) * seconds for share, seconds in zip(shares, times, strict=True))
+
+
+SLOW, NORMAL = 2.0, 1.5
+"""Multiples of the median time of the other ranks: above the first a rank becomes slow, below the second normal."""
+PATIENCE = 20
+"""Number of consecutive steps after which it does."""
+
+
+class Change(NamedTuple):
+    """A rank that has become slow, or normal again."""
+
+    rank: int
+    is_slow: bool
+    factor: float
+    """Its time per micro-batch as a multiple of the median of the other ranks with the same stages; median of the last
+    PATIENCE steps."""
+
+
+class Stragglers:
+    """Finds slow ranks, from the times of all ranks. With one replica there is nothing to compare a rank with."""
+
+    def __init__(self) -> None:
+        self._slow = set[int]()
+        self._factors: dict[int, list[float]] = {}
+        """Factors of the ranks whose last steps, without a break, speak for a change."""
+
+    def record(self, micro_s: list[list[float]]) -> list[Change]:
+        """Record the times of one step per micro-batch, [replicas][stage ranks]; return which ranks have changed.
+
+        0 = a rank had no micro-batches.
+        """
+        stages = len(micro_s[0])
+        changes = []
+        for replica, of_replica in enumerate(micro_s):
+            for stage_rank, seconds in enumerate(of_replica):
+                others = [row[stage_rank] for row in micro_s[:replica] + micro_s[replica + 1 :] if row[stage_rank]]
+                if seconds and others:
+                    changes += self._compare(replica * stages + stage_rank, seconds / median(others))
+        return changes
+
+    def _compare(self, rank: int, factor: float) -> list[Change]:
+        was_slow = rank in self._slow
+        if factor >= NORMAL if was_slow else factor <= SLOW:
+            self._factors.pop(rank, None)
+            return []
+        factors = self._factors.setdefault(rank, [])
+        factors.append(factor)
+        if len(factors) < PATIENCE:
+            return []
+        self._slow ^= {rank}
+        del self._factors[rank]
+        return [Change(rank, not was_slow, median(factors))]
