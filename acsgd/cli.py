@@ -22,7 +22,7 @@ import tyro
 from acsgd.__main__ import EVAL
 from acsgd.__main__ import main as start
 from acsgd.commands.chaos import Chaos
-from acsgd.commands.data.command import Data
+from acsgd.commands.data.command import DataCommand
 from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.commands.generation.options import GenerateOptions
 from acsgd.failures.report import print_error, report_startup_error
@@ -174,7 +174,7 @@ class ToPEFT:
 
 
 @dataclass(frozen=True)
-class Merge:
+class MergeCommand:
     """Convert a checkpoint with an adapter into layer shards of a model that contains it."""
 
     source: tyro.conf.Positional[Path]
@@ -198,7 +198,7 @@ Direction = (
     | Annotated[FromLegacy, tyro.conf.subcommand("from-legacy")]
     | Annotated[ToLegacy, tyro.conf.subcommand("to-legacy")]
     | Annotated[ToPEFT, tyro.conf.subcommand("to-peft")]
-    | Annotated[Merge, tyro.conf.subcommand("merge")]
+    | Annotated[MergeCommand, tyro.conf.subcommand("merge")]
 )
 
 
@@ -265,7 +265,9 @@ def main() -> None:
 def run(argv: list[str]) -> None:
     """Run a subcommand other than train and eval. Raises SystemExit if it fails."""
     models = {"train": Train, EVAL: Eval, "convert": Convert, "inspect": Inspect, "generate": Generate}
-    command = tyro.extras.subcommand_cli_from_dict({**models, "data": Data, "chaos": Chaos}, prog="acsgd", args=argv)
+    command = tyro.extras.subcommand_cli_from_dict(
+        {**models, "data": DataCommand, "chaos": Chaos}, prog="acsgd", args=argv
+    )
     with report_startup_error(Launch()):
         command.run()
 
@@ -296,7 +298,7 @@ def _create(target: Path, build: Callable[[Path], None], *, resumable: bool = Fa
         raise ValueError(f"{target} was created by another process meanwhile and is kept; nothing else was written")
 
 
-class _Stopped(BaseException):
+class _StopSignal(BaseException):
     """A stop signal."""
 
     def __init__(self, number: int) -> None:
@@ -314,12 +316,12 @@ def _stop_signals(outcome: str) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         for each in STOP_SIGNALS:
             signal.signal(each, signal.SIG_IGN)
-        raise _Stopped(number)
+        raise _StopSignal(number)
 
     former = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     try:
         yield
-    except _Stopped as stopped:
+    except _StopSignal as stopped:
         print_error(f"{stopped}; {outcome}")
         sys.exit(stopped.exit_code)
     finally:

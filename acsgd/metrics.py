@@ -19,7 +19,7 @@ EVAL_LOSS = "eval_loss"
 MAX_EXPONENT = 700.0
 """Loss above which the perplexity is not finite in fp64."""
 
-Values = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 Scores = Mapping[str, float]
 """Value of each metric by its name."""
 
@@ -29,9 +29,9 @@ class Outcome(NamedTuple):
 
     loss: float
     """Mean loss over the target tokens, or over the examples."""
-    predictions: Values
+    predictions: FloatArray
     """Class, or value of a regression, of each example; empty for tasks that predict tokens."""
-    labels: Values
+    labels: FloatArray
     """Label of each example."""
 
 
@@ -83,11 +83,11 @@ def _spearman(outcome: Outcome) -> float:
     return _correlation(spearmanr, outcome)
 
 
-def _true_first(outcome: Outcome) -> tuple[Values, Values]:
+def _true_first(outcome: Outcome) -> tuple[FloatArray, FloatArray]:
     return outcome.labels, outcome.predictions
 
 
-def _correlation(correlate: Callable[[Values, Values], Any], outcome: Outcome) -> float:
+def _correlation(correlate: Callable[[FloatArray, FloatArray], Any], outcome: Outcome) -> float:
     """Return a correlation; NaN where it is not defined, of which scipy warns."""
     return math.nan if _is_constant(outcome) else float(correlate(*_true_first(outcome)).statistic)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A point in the work of a stream, as torch.cuda.Event."""
 
     def query(self) -> bool:
@@ -44,7 +44,7 @@ class Streams:
         """Run the body on the side stream, after all work on the current stream. inputs: device tensors it reads."""
         yield
 
-    def record_event(self) -> Event:
+    def record_event(self) -> StreamEvent:
         """Record an event on the current stream."""
         return DONE
 
@@ -80,7 +80,7 @@ class CudaStreams(Streams):
     def memory_bytes(self) -> int:
         return torch.cuda.get_device_properties(self.device).total_memory
 
-    def record_event(self) -> Event:
+    def record_event(self) -> StreamEvent:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event

@@ -22,7 +22,7 @@ from acsgd.optim.loss_scale import GradientScale
 from acsgd.optim.schedule import learning_rate
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import Job
-from acsgd.run.setup.inputs import Inputs
+from acsgd.run.setup.inputs import RunInputs
 from acsgd.run.setup.report import NO_VOTES, StepExchange, StepSummary, Votes
 from acsgd.run.setup.resume import start
 from acsgd.run.setup.session import Session, StepResult
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 def train(
     job: Job,
-    inputs: Inputs,
+    inputs: RunInputs,
     groups: Groups,
     lock: RunLock,
     *,
@@ -79,7 +79,7 @@ def train(
 def run_steps(
     session: Session,
     progress: Progress,
-    inputs: Inputs,
+    inputs: RunInputs,
     metrics: Metrics,
     checkpointing: Checkpointing,
     signals: StopSignals,

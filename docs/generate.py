@@ -31,7 +31,7 @@ from acsgd.config.options import Config
 from acsgd.config.ranges import ranges_of
 from acsgd.dp import MODES
 from acsgd.io import SOURCES
-from acsgd.io.telemetry.record import Record
+from acsgd.io.telemetry.record import StepRecord
 from acsgd.metrics import METRICS
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.schedule import RATE_SCHEDULES
@@ -108,12 +108,12 @@ def _modes_of_optimizers() -> str:
 
 def metrics() -> str:
     """Return the fields of metrics.jsonl."""
-    fields = [field for field in _fields(Record) if field.name != "evaluation"]
+    fields = [field for field in _fields(StepRecord) if field.name != "evaluation"]
     rows = [(f"`{field.name}`", field.type, field.doc.replace("None =", "null =")) for field in fields]
     rows += [(f"`{name}`", "number", metric.meaning) for name, metric in METRICS.items()]
     return (
         "# metrics.jsonl\n\nOne JSON object per optimizer step, written by rank 0 into the run directory.\n\n"
-        f"{_docstring(Record)} Lines of steps with an evaluation also have its metrics, of the held-out data "
+        f"{_docstring(StepRecord)} Lines of steps with an evaluation also have its metrics, of the held-out data "
         "after the update; null = not defined.\n\n"
         "Lines with `event` and `after_step` (completed steps) are events: a change of "
         "the [hosts](../howto/elastic.md#what-happens-when) of an elastic run, or of the "

@@ -24,7 +24,7 @@ from acsgd.adapters.inject import (
 )
 from acsgd.config.adapters import NAME, Adapter, VirtualTokens, names_in, parse_adapter
 from acsgd.shards.config import derive_layers, read_config
-from acsgd.shards.convert import Report
+from acsgd.shards.convert import ReportProgress
 from acsgd.shards.disk import ShardDirectory, copy_model_files, write_layer
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.manifest import Manifest
@@ -76,7 +76,7 @@ def _as_in_peft(
     return {f"{PREFIX}{key}": tensor for key, tensor in named.items()}, described
 
 
-def merge(source: Path, target: Path, *, report: Report = lambda done, total: None) -> None:
+def merge(source: Path, target: Path, *, report: ReportProgress = lambda done, total: None) -> None:
     """Write the model of a checkpoint, its adapter merged into it, as layer shards into `target`, an empty directory.
 
     Weights keep the dtype of the model; the sum is computed in fp32. Raises as `to_peft`.

@@ -34,7 +34,7 @@ from acsgd.config.adapters import (
     names_in,
 )
 from acsgd.layers.description import LayerSpec, ModelLayers
-from acsgd.layers.quantize import Quantization, quantize_layers
+from acsgd.layers.quantize import QuantizedFormat, quantize_layers
 from acsgd.layers.skeleton import parameter_names, set_parameter
 from acsgd.tasks import Task
 
@@ -194,7 +194,7 @@ def build_adapted(
     dtype: torch.dtype = torch.float32,
     *,
     blocks: Collection[str] = (),
-    quantization: Quantization | None = None,
+    quantization: QuantizedFormat | None = None,
 ) -> PreTrainedModel:
     """Build a model as `Task.build_in` does, with an adapter if one is given. Raises as `inject`.
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from acsgd.codecs.base import Field, Wire, rounding_bound, saturate_
 from acsgd.codecs.bits import pack_bits, packed_bytes, stream_slice, unpack_bits
 from acsgd.codecs.cache_update import add_saturated
-from acsgd.codecs.kernels import Quantization, kernels_for
-from acsgd.codecs.layout import Dims, Layout, check_dims, decode_blocks, encode_blocks, layout_of
+from acsgd.codecs.kernels import UniformQuantization, kernels_for
+from acsgd.codecs.layout import Dims, ScaleLayout, check_dims, decode_blocks, encode_blocks, layout_of
 from acsgd.codecs.scales import (
     MIN_SCALE,
     Statistic,
@@ -150,8 +150,8 @@ class FixPoint:
         return y.view(entry.shape)
 
     def _prepare(
-        self, flat: Tensor, layout: Layout, shape: tuple[int, ...]
-    ) -> tuple[Quantization, CodesOf, list[Tensor]]:
+        self, flat: Tensor, layout: ScaleLayout, shape: tuple[int, ...]
+    ) -> tuple[UniformQuantization, CodesOf, list[Tensor]]:
         """Return the quantization of a tensor [numel], its quantizer, and the fields that follow the bit stream."""
         size = measure(flat, layout, self._statistic, shape)
         stochastic = self.rounding == "stochastic"
@@ -162,20 +162,20 @@ class FixPoint:
         return self._quantization(layout, *fields), codes_of, fields
 
     def _quantization(
-        self, layout: Layout, half: Tensor, exponent: Tensor, shift: Tensor | None = None
-    ) -> Quantization:
+        self, layout: ScaleLayout, half: Tensor, exponent: Tensor, shift: Tensor | None = None
+    ) -> UniformQuantization:
         if shift is not None:
             shift = shift.float().nan_to_num_(0.0).clamp_(0.0, 0.5)
-        return Quantization(self.bits, layout, self._steps(half, exponent), shift)
+        return UniformQuantization(self.bits, layout, self._steps(half, exponent), shift)
 
-    def _add(self, codes: Tensor, quantization: Quantization, block: slice, cached: Tensor) -> Tensor:
+    def _add(self, codes: Tensor, quantization: UniformQuantization, block: slice, cached: Tensor) -> Tensor:
         """Add decoded codes [n] to a block of a cache entry [numel]. Return the fp32 sum, not saturated."""
         layout = quantization.layout
         values = self._values(layout.rows(codes), quantization.shift)
         values.mul_(layout.scales_of(quantization.steps, block))
         return add_saturated(cached[block], values.view(-1)[: len(codes)])
 
-    def _layout(self, shape: tuple[int, ...]) -> Layout:
+    def _layout(self, shape: tuple[int, ...]) -> ScaleLayout:
         return layout_of(shape, self.dims, self.group)
 
     @property
@@ -212,7 +212,7 @@ class FixPoint:
         codes = noise.add_(self._zero).addcdiv_(rows, divisors)
         return codes.clamp_(0, 2**self.bits - 1).to(torch.int32).to(torch.uint8)
 
-    def _shift(self, flat: Tensor, layout: Layout, steps: Tensor) -> Tensor:
+    def _shift(self, flat: Tensor, layout: ScaleLayout, steps: Tensor) -> Tensor:
         """Return the mean distance of elements from their levels towards 0, steps, 0 to 0.5, fp16[1].
 
         The mean is weighted with squared steps, so that it minimizes the squared error.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from acsgd.codecs.base import Field, Wire, rounding_bound
 from acsgd.codecs.bits import packed_bytes
-from acsgd.codecs.layout import Layout, decode_blocks, encode_blocks
+from acsgd.codecs.layout import ScaleLayout, decode_blocks, encode_blocks
 from acsgd.codecs.lloyd import HALF_BINS, bin_codes, bin_of, code_values, fit_levels
 from acsgd.codecs.scales import as_divisors, measure
 
@@ -119,10 +119,10 @@ class Hadamard:
         """Return the number of groups; the last one is padded with zeros."""
         return -(-math.prod(shape) // self.group)
 
-    def _layout(self, groups: int) -> Layout:
-        return Layout(groups * self.group, self.group, by_column=False)
+    def _layout(self, groups: int) -> ScaleLayout:
+        return ScaleLayout(groups * self.group, self.group, by_column=False)
 
-    def _parts(self, groups: int) -> tuple[tuple[Layout, int], tuple[Layout, int]]:
+    def _parts(self, groups: int) -> tuple[tuple[ScaleLayout, int], tuple[ScaleLayout, int]]:
         """Return the layout and the bits of the groups with the larger scales, and of the others."""
         large = round(self.fraction * groups)
         return (self._layout(large), self.bits), (self._layout(groups - large), self.low)

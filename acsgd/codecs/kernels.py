@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.bits import packed_bytes, stream_slice
-from acsgd.codecs.layout import Layout
+from acsgd.codecs.layout import ScaleLayout
 from acsgd.codecs.scales import as_divisors
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ MAX_WIDTH = 1 << 26
 _TYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16", None: "None"}
 
 
-class Launch(Protocol):
+class KernelLaunch(Protocol):
     """Function that runs a kernel on the current stream of a device.
 
     kernel: C++ name, such as "encode<4, Half, None>"; arguments: addresses and numbers, all of 64 bits.
@@ -36,18 +36,18 @@ class Launch(Protocol):
     def __call__(self, device: torch.device, kernel: str, blocks: int, arguments: tuple[int, ...]) -> None: ...
 
 
-def kernels_for(layout: Layout, device: torch.device, *dtypes: torch.dtype) -> Kernels | None:
+def kernels_for(layout: ScaleLayout, device: torch.device, *dtypes: torch.dtype) -> Kernels | None:
     """Return the kernels if they support tensors of this layout, device and dtypes, else None."""
     if device.type != "cuda" or layout.width > MAX_WIDTH or not _TYPES.keys() >= set(dtypes):
         return None
     return Kernels(_launch) if _cupy() else None
 
 
-class Quantization(NamedTuple):
+class UniformQuantization(NamedTuple):
     """Uniform quantization of a tensor [numel]."""
 
     bits: int
-    layout: Layout
+    layout: ScaleLayout
     steps: Tensor
     """Quantization steps, fp32[scales]."""
     shift: Tensor | None = None
@@ -60,10 +60,10 @@ class Kernels:
     entry: Cache entry [numel], contiguous, fp32 or fp16.
     """
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: KernelLaunch) -> None:
         self._launch = launch
 
-    def encode(self, x: Tensor, quantization: Quantization, entry: Tensor | None = None) -> Tensor:
+    def encode(self, x: Tensor, quantization: UniformQuantization, entry: Tensor | None = None) -> Tensor:
         """Return the bit stream of x. With `entry`, that of x - entry, whose decoded value is added to it in place."""
         stream = torch.empty(packed_bytes(x.numel(), quantization.bits), dtype=torch.uint8, device=x.device)
         kernel = f"encode<{quantization.bits}, {_type(x.dtype)}, {_type(entry)}>"
@@ -72,7 +72,7 @@ class Kernels:
         return stream
 
     def decode(
-        self, stream: Tensor, quantization: Quantization, dtype: torch.dtype, entry: Tensor | None = None
+        self, stream: Tensor, quantization: UniformQuantization, dtype: torch.dtype, entry: Tensor | None = None
     ) -> Tensor:
         """Return the decoded bit stream. With `entry`, add it in place, and return the sum before it is rounded."""
         y = torch.empty(quantization.layout.numel, dtype=dtype, device=stream.device)
@@ -87,7 +87,7 @@ class Kernels:
         per_thread: int,
         tensors: tuple[Tensor | None, ...],
         stream: Tensor,
-        quantization: Quantization,
+        quantization: UniformQuantization,
     ) -> None:
         """Launch a kernel for each block of whole rows. per_thread: Elements per thread."""
         bits, layout, steps, shift = quantization
@@ -108,7 +108,7 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _indexing(layout: Layout, numel: int) -> tuple[int, int, int]:
+def _indexing(layout: ScaleLayout, numel: int) -> tuple[int, int, int]:
     """Return the width, 2**62 / width rounded up (for division by it), and whether scales belong to columns."""
     one_scale = layout.by_column and layout.width == 1
     width = numel if one_scale else layout.width

@@ -21,7 +21,7 @@ SAMPLE = 1 << 16
 """Minimum number of elements that a statistic is estimated from; all of them in smaller tensors."""
 
 
-class Layout(NamedTuple):
+class ScaleLayout(NamedTuple):
     """The elements of a tensor that share a scale."""
 
     numel: int
@@ -74,13 +74,13 @@ class Layout(NamedTuple):
         return rows, *(each if self.by_column else each[::stride] for each in row_scales)
 
 
-def layout_of(shape: tuple[int, ...], dims: Dims, group: int) -> Layout:
+def layout_of(shape: tuple[int, ...], dims: Dims, group: int) -> ScaleLayout:
     """Return the layout of a tensor: one scale per index of the last dimension ("channel"), per vector along it
     ("token"), per `group` neighbours in C order ("group"), or for the whole tensor ("tensor").
     """
     last = max(1, shape[-1]) if shape else 1
     width = {"channel": last, "token": last, "group": group, "tensor": 1}[dims]
-    return Layout(torch.Size(shape).numel(), width, by_column=dims in ("channel", "tensor"))
+    return ScaleLayout(torch.Size(shape).numel(), width, by_column=dims in ("channel", "tensor"))
 
 
 def check_dims(bits: int, dims: Dims, group: int) -> None:
@@ -94,7 +94,7 @@ def check_dims(bits: int, dims: Dims, group: int) -> None:
 
 
 def encode_blocks(
-    flat: Tensor, layout: Layout, bits: int, scales: Tensor, codes_of: Callable[[Tensor, Tensor], Tensor]
+    flat: Tensor, layout: ScaleLayout, bits: int, scales: Tensor, codes_of: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """Return the bit stream of a tensor [numel].
 
@@ -109,7 +109,12 @@ def encode_blocks(
 
 
 def decode_blocks(
-    stream: Tensor, layout: Layout, bits: int, scales: Tensor, dtype: torch.dtype, values_of: Callable[[Tensor], Tensor]
+    stream: Tensor,
+    layout: ScaleLayout,
+    bits: int,
+    scales: Tensor,
+    dtype: torch.dtype,
+    values_of: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Return the tensor [numel] of a bit stream: values_of(codes [rows, width]) -> fp32, times the scales.
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from acsgd.codecs.base import Field, Wire, rounding_bound
 from acsgd.codecs.bits import packed_bytes
 from acsgd.codecs.fixpoint import ROUND_OFFSET
-from acsgd.codecs.layout import Dims, Layout, check_dims, decode_blocks, encode_blocks, layout_of
+from acsgd.codecs.layout import Dims, ScaleLayout, check_dims, decode_blocks, encode_blocks, layout_of
 from acsgd.codecs.scales import MIN_SCALE, as_divisors, decode_scales, encode_scales, measure, scale_fields
 
 HALF_BINS = 2048
@@ -126,7 +126,7 @@ def _initial_edges(histogram: Tensor, count: int) -> Tensor:
     return functional.pad(functional.pad(edges, (1, 0)), (0, 1), value=BINS)
 
 
-def _histogram(flat: Tensor, layout: Layout, scales: Tensor) -> Tensor:
+def _histogram(flat: Tensor, layout: ScaleLayout, scales: Tensor) -> Tensor:
     """Return the histogram of x / s of a sample of the rows, float64[BINS].
 
     An element has the weight of its squared scale, like its squared error. Weights are integers, so that the sum does

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from acsgd.codecs.base import Field, NotFiniteError, Wire
-from acsgd.codecs.layout import Layout
+from acsgd.codecs.layout import ScaleLayout
 
 Statistic = Literal["max", "mean", "rms"]
 """Largest magnitude, mean magnitude or root mean square."""
@@ -23,7 +23,7 @@ _EXPONENTS = -124, 113
 """Range of the common exponent of scales."""
 
 
-def measure(flat: Tensor, layout: Layout, statistic: Statistic, shape: tuple[int, ...]) -> Tensor:
+def measure(flat: Tensor, layout: ScaleLayout, statistic: Statistic, shape: tuple[int, ...]) -> Tensor:
     """Return a statistic of the elements that share each scale, fp32[scales].
 
     Squares are summed in fp32: a root mean square below 1e-19 loses digits, and below 1e-22 it is 0.
@@ -43,7 +43,7 @@ def measure(flat: Tensor, layout: Layout, statistic: Statistic, shape: tuple[int
     return result.float()
 
 
-def scale_fields(layout: Layout) -> Wire:
+def scale_fields(layout: ScaleLayout) -> Wire:
     """Return the fields of `encode_scales`."""
     return Field(torch.float16, (layout.scales,)), Field(torch.int8, (1,))
 
@@ -81,7 +81,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return (exponent + 127 << 23).view(torch.float32)
 
 
-def _measure(flat: Tensor, layout: Layout, statistic: Statistic) -> Tensor:
+def _measure(flat: Tensor, layout: ScaleLayout, statistic: Statistic) -> Tensor:
     dim = 0 if layout.by_column else 1
     parts = [_reduce(layout.rows(flat[block]), statistic, dim) for block in layout.blocks(flat.device)]
     if not parts:
@@ -106,7 +106,7 @@ def _finish(total: Tensor, statistic: Statistic, counts: Tensor) -> Tensor:
     return total / counts if statistic == "mean" else (total / counts).sqrt()
 
 
-def _row_lengths(layout: Layout, device: torch.device) -> Tensor:
+def _row_lengths(layout: ScaleLayout, device: torch.device) -> Tensor:
     lengths = torch.full((layout.scales,), layout.width, device=device)
     lengths[-1] = layout.numel - (layout.scales - 1) * layout.width
     return lengths

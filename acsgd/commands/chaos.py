@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import tyro
 
-from acsgd.elastic.host.processes import HostProcesses, Process, find_hosts
+from acsgd.elastic.host.processes import HostProcesses, LocalProcess, find_hosts
 from acsgd.io.telemetry.json_lines import METRICS
 
 Fault = Literal["kill", "stop", "host"]
@@ -85,7 +85,7 @@ class Injected(NamedTuple):
     none was."""
 
 
-class Mark(NamedTuple):
+class LogMark(NamedTuple):
     """A place in metrics.jsonl that is recognized after the file was cut off and written again."""
 
     position: int
@@ -94,7 +94,7 @@ class Mark(NamedTuple):
     """The line before it; b"" at the start of the file."""
 
 
-START = Mark(0, b"")
+START = LogMark(0, b"")
 
 
 class Injector:
@@ -161,7 +161,7 @@ class Injector:
                 )
         return f"{after}, worker {name} of {host.address} killed" if worker.send_signal(signal.SIGKILL) else None
 
-    def _wait_for_step(self, view: int | None, mark: Mark) -> float | None:
+    def _wait_for_step(self, view: int | None, mark: LogMark) -> float | None:
         """Wait until another step is logged; return how long that took, None if it does not happen.
 
         view: of the workers that were killed. A step that was almost complete may still be logged after their end, so
@@ -184,7 +184,7 @@ class Injector:
 
 
 @contextlib.contextmanager
-def _stopped(process: Process) -> Iterator[bool]:
+def _stopped(process: LocalProcess) -> Iterator[bool]:
     """Stop a process, and continue it at the end, also after an exception. Yields whether the process is there."""
     try:
         yield process.send_signal(signal.SIGSTOP)
@@ -211,7 +211,7 @@ def _lines(run_dir: Path) -> list[dict[str, Any]]:
     raise ValueError(f"{run_dir / METRICS}: a line is not JSON; is the file damaged?")
 
 
-def _lines_after(run_dir: Path, mark: Mark) -> list[dict[str, Any]] | None:
+def _lines_after(run_dir: Path, mark: LogMark) -> list[dict[str, Any]] | None:
     """Return the complete lines of metrics.jsonl after a mark; None if the file was cut off before it, or just now."""
     try:
         with (run_dir / METRICS).open("rb") as file:
@@ -226,7 +226,7 @@ def _lines_after(run_dir: Path, mark: Mark) -> list[dict[str, Any]] | None:
         return None
 
 
-def _end(run_dir: Path) -> Mark:
+def _end(run_dir: Path) -> LogMark:
     """Return the end of the complete lines of metrics.jsonl."""
     try:
         with (run_dir / METRICS).open("rb") as file:
@@ -236,7 +236,7 @@ def _end(run_dir: Path) -> Mark:
     except FileNotFoundError:
         return START
     text = text[: text.rfind(b"\n") + 1]
-    return Mark(start + len(text), text[text.rfind(b"\n", 0, -1) + 1 :])
+    return LogMark(start + len(text), text[text.rfind(b"\n", 0, -1) + 1 :])
 
 
 def _describe(injected: Injected) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from acsgd.errors import RunError
 from acsgd.shards.weights import Weight, WeightState, weight_shape
 
-Merge = Literal["mean", "share", "sum", "first", "reset"]
+MergeRule = Literal["mean", "share", "sum", "first", "reset"]
 """What each of M replicas restores from N saved tensors, its own if N = M; otherwise:
 
 mean   the mean of all N.
@@ -41,7 +41,7 @@ class ReplicaState(NamedTuple):
 
     name: str
     """Name in checkpoints."""
-    merge: Merge
+    merge: MergeRule
     shape: Callable[[Tensor], tuple[int, ...] | None] = weight_shape
     """Shape of the tensor of a weight; None if this weight has none. A tensor of another shape, saved under other
     options, is not restored."""
@@ -58,7 +58,7 @@ class ReplicaState(NamedTuple):
     of R replicas then contains the part once."""
 
 
-class Place(NamedTuple):
+class ReplicaPlace(NamedTuple):
     """A replica's place among others."""
 
     replica: int
@@ -93,7 +93,12 @@ def restore(
 
 @torch.no_grad()
 def carry_over(
-    table: Collection[ReplicaState], own: WeightState, *, was: Place, now: Place, is_same_stage: bool = True
+    table: Collection[ReplicaState],
+    own: WeightState,
+    *,
+    was: ReplicaPlace,
+    now: ReplicaPlace,
+    is_same_stage: bool = True,
 ) -> list[WeightState]:
     """Return the saved states from which a replica restores its own state at another place, or among other replicas.
 

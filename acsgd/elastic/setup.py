@@ -15,7 +15,7 @@ from acsgd.pp.wire.delta import Delta
 from acsgd.run.plan.cut import Cut
 from acsgd.run.plan.job import Job
 from acsgd.run.plan.limits import check_memory
-from acsgd.run.setup.inputs import Inputs, base_checksums
+from acsgd.run.setup.inputs import RunInputs, base_checksums
 
 
 def check_elastic(job: Job) -> None:
@@ -43,7 +43,7 @@ def _copied_weight(job: Job) -> str | None:
     return next((tied.key for tied in job.tied if not tied.lookups), None)
 
 
-def setup_of(job: Job, inputs: Inputs) -> Setup:
+def setup_of(job: Job, inputs: RunInputs) -> Setup:
     """Return what all workers of a run must have in common."""
     parts = _options(job) | {
         # checksums, since each host reads frozen weights from its own files

@@ -16,7 +16,7 @@ from acsgd.config.options import Config
 from acsgd.elastic.membership.messages import View
 from acsgd.errors import RunError, reason
 from acsgd.io.telemetry.metrics import Metrics
-from acsgd.io.telemetry.record import Event
+from acsgd.io.telemetry.record import RunEvent
 from acsgd.run.lock.lock import RunLock, leases_of
 from acsgd.run.plan.job import Job
 from acsgd.run.step.loop_state import LoopState
@@ -132,7 +132,7 @@ def _check_that_it_listens(host: str, port: int, waits: Waits) -> None:
             raise OSError(error, os.strerror(error))
 
 
-def view_events(view: View, before: View | None, step: int, seconds: float, moved_bytes: int) -> list[Event]:
+def view_events(view: View, before: View | None, step: int, seconds: float, moved_bytes: int) -> list[RunEvent]:
     """Return the events of a new view: one for each host that hung, left or joined since, then that of the view.
 
     seconds: since this rank has stopped in the view before; moved_bytes: size of the state that ranks have received.
@@ -141,11 +141,11 @@ def view_events(view: View, before: View | None, step: int, seconds: float, move
     changes = [("hung", address) for address in view.hung]
     changes += [("left", host.address) for host in known if host not in view.hosts]
     changes += [("joined", host.address) for host in view.hosts if host not in known]
-    events = [Event(name, step, f"{address} {name}", {"host": address}) for name, address in changes]
+    events = [RunEvent(name, step, f"{address} {name}", {"host": address}) for name, address in changes]
     return [*events, _view_event(view, before, step, seconds, moved_bytes)]
 
 
-def _view_event(view: View, before: View | None, step: int, seconds: float, moved_bytes: int) -> Event:
+def _view_event(view: View, before: View | None, step: int, seconds: float, moved_bytes: int) -> RunEvent:
     plan = view.plan
     fields = {
         "view": view.epoch,
@@ -164,4 +164,4 @@ def _view_event(view: View, before: View | None, step: int, seconds: float, move
         text += f" and {len(plan.spares)} spares"
     if before is not None:
         text += f", after {seconds:.2f} s: {view.reason}"
-    return Event("view", step, text, fields)
+    return RunEvent("view", step, text, fields)

@@ -40,7 +40,7 @@ from acsgd.io.files.fields import from_json
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
 from acsgd.run.plan.job import Job, prepare
-from acsgd.run.setup.inputs import Inputs, open_inputs, open_weight_source
+from acsgd.run.setup.inputs import RunInputs, open_inputs, open_weight_source
 from acsgd.run.setup.report import StepSummary
 from acsgd.run.setup.resume import Start, start
 from acsgd.run.setup.session import Session
@@ -248,7 +248,7 @@ class ElasticWorker:
         for event in view_events(view, self._view, step, seconds, sum(map(int, moved))):
             metrics.event(event)
 
-    def _begin(self, job: Job, inputs: Inputs, groups: Groups, view: View) -> ViewStart:
+    def _begin(self, job: Job, inputs: RunInputs, groups: Groups, view: View) -> ViewStart:
         """Return the session of this rank: from disk, from its own memory, or from that of other ranks."""
         plan = view.plan
         if plan.from_disk:
@@ -277,6 +277,6 @@ class ElasticWorker:
         begin = Start(self._session, progress, newest.path if newest else None, [], source)
         return ViewStart(begin, received_bytes)
 
-    def _notes(self, job: Job, inputs: Inputs, begin: Start) -> list[str]:
+    def _notes(self, job: Job, inputs: RunInputs, begin: Start) -> list[str]:
         """Return what rank 0 prints at the start of a view; what does not change, in the first alone."""
         return begin.notes if self._view else [job.describe(), *inputs.notes, *begin.notes]

@@ -76,7 +76,7 @@ def report_failure(store: Store, launch: Launch, end: Callable[[int], None]) -> 
         raise
     except BaseException as error:  # a Rust extension that panics raises a BaseException
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the first rank ends; this one ends, too
-        report = Report.of(error, launch, context)
+        report = FailureReport.of(error, launch, context)
         board = FailureBoard(client.with_timeout(context.grace_s), launch.rank, launch.world_size)
         is_printer, text = _settle(board, report, context, launch)
         record_error(text, launch, is_cause=is_printer)
@@ -91,7 +91,7 @@ def report_failure(store: Store, launch: Launch, end: Callable[[int], None]) -> 
 
 
 @dataclass(frozen=True)
-class Report:
+class FailureReport:
     """What one rank knows about a failure."""
 
     text: str
@@ -99,14 +99,14 @@ class Report:
     """Ranks this rank waited for in vain, as in RunError."""
 
     @classmethod
-    def of(cls, error: BaseException, launch: Launch, context: RunContext) -> Report:
+    def of(cls, error: BaseException, launch: Launch, context: RunContext) -> FailureReport:
         """Describe an exception that was raised on this rank."""
         text = message_of(error, launch, context.run_dir, checks_input=not context.is_training)
         return cls(text, error.awaited if isinstance(error, RunError) else ())
 
 
 def attribute_failure(
-    reports: Mapping[int, Report], silent: Collection[int], first: int, host: Callable[[int], str]
+    reports: Mapping[int, FailureReport], silent: Collection[int], first: int, host: Callable[[int], str]
 ) -> str:
     """Return the message that names the rank at fault.
 
@@ -138,18 +138,18 @@ class FailureBoard:
         self._world_size = world_size
         self._store = store
 
-    def report(self, report: Report) -> bool:
+    def report(self, report: FailureReport) -> bool:
         """Store this rank's report; return whether it is the first of all."""
         self._store.set(_key("failure", self.rank), json.dumps(asdict(report)))
         return self._store.add(FAILURES, 1) == 1
 
-    def reports(self) -> dict[int, Report]:
+    def reports(self) -> dict[int, FailureReport]:
         """Return the reports so far, by rank."""
         found = {}
         for rank in range(self._world_size):
             if self._store.has(_key("failure", rank)):
                 fields = json.loads(self._store.get(_key("failure", rank)))
-                found[rank] = Report(fields["text"], tuple(fields["awaited"]))
+                found[rank] = FailureReport(fields["text"], tuple(fields["awaited"]))
         return found
 
     def all_reported(self) -> bool:
@@ -223,7 +223,7 @@ def _clean_up(context: RunContext) -> None:
     sys.stdout.flush()
 
 
-def _settle(board: FailureBoard, report: Report, context: RunContext, launch: Launch) -> tuple[bool, str]:
+def _settle(board: FailureBoard, report: FailureReport, context: RunContext, launch: Launch) -> tuple[bool, str]:
     """Return whether this rank prints the message, and the message. If the store is gone, one rank per host prints.
 
     In an elastic run, each host is a run of its own, whose workers share no store.

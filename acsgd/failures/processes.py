@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessIdentity:
     """Identity of a process, to be stored in a file that processes of other hosts read."""
 
     host: str
@@ -23,7 +23,7 @@ class Process:
     """Local time at which this object was created. For messages only."""
 
     @classmethod
-    def current(cls) -> Process:
+    def current(cls) -> ProcessIdentity:
         """Return this process."""
         pid = os.getpid()
         return cls(socket.gethostname(), pid, _machine(), start_time(pid), time.strftime("%Y-%m-%d %H:%M:%S"))

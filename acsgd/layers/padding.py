@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from acsgd.layers.compare import Batch, Stages
+from acsgd.layers.compare import ComparedInputs, Stages
 from acsgd.layers.lengths import Lengths, cut
 
 APART = 1e-3
@@ -21,7 +21,9 @@ SHORTER = 2
 """Tokens that the second row has less than the first."""
 
 
-def ignores_padding(stages: Stages, batch: Batch, inputs: Mapping[str, Sequence[str]], predicted: str | None) -> bool:
+def ignores_padding(
+    stages: Stages, batch: ComparedInputs, inputs: Mapping[str, Sequence[str]], predicted: str | None
+) -> bool:
     """Whether padded rows have the same logits when they are cut to the longest row.
 
     batch: without padding; inputs, predicted: as in `verify`. The rows become as short as a fourth of it, since
@@ -70,12 +72,14 @@ def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
             yield from _ropes(value)
 
 
-def _lengths_of(batch: Batch, inputs: Mapping[str, Sequence[str]]) -> Lengths:
+def _lengths_of(batch: ComparedInputs, inputs: Mapping[str, Sequence[str]]) -> Lengths:
     sizes = {size: length for name, x in batch.items() for size, length in zip(inputs[name], x.shape, strict=True)}
     return Lengths(**{size: length for size, length in sizes.items() if size in Lengths._fields})
 
 
-def _pad(config: PreTrainedConfig, batch: Batch, inputs: Mapping[str, Sequence[str]], lengths: Lengths) -> Batch:
+def _pad(
+    config: PreTrainedConfig, batch: ComparedInputs, inputs: Mapping[str, Sequence[str]], lengths: Lengths
+) -> ComparedInputs:
     """Return the batch with padding behind `lengths`, and rows of which each is shorter than the one before.
 
     Each ends with an end of sequence, for which some classifiers look.

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from acsgd.errors import RunError
 from acsgd.layers.skeleton import parameter_names, weights_on_meta
 
-Quantization = Literal["nf4", "int8"]
+QuantizedFormat = Literal["nf4", "int8"]
 LARGEST_ERROR = {"nf4": 0.16, "int8": 0.006}
 """Largest error of a quantized weight, as a fraction of the largest magnitude in its block or row: half the largest
 distance of two levels of NF4, 0.3038 / 2, or of 127 levels, and the rounding of fp16 and of scales."""
@@ -23,7 +23,7 @@ LEVELS_BYTES = 64
 
 
 def quantize_layers(
-    model: PreTrainedModel, blocks: Collection[str], quantization: Quantization, trained: Collection[str]
+    model: PreTrainedModel, blocks: Collection[str], quantization: QuantizedFormat, trained: Collection[str]
 ) -> None:
     """Replace the linear layers of blocks by those of bitsandbytes, in place, their parameters on the meta device.
 
@@ -50,7 +50,7 @@ def quantize_layers(
     setattr(model, "is_loaded_in_4bit" if quantization == "nf4" else "is_loaded_in_8bit", True)  # PEFT reads it
 
 
-def _quantized_layer(linear: nn.Linear, quantization: Quantization) -> nn.Module:
+def _quantized_layer(linear: nn.Linear, quantization: QuantizedFormat) -> nn.Module:
     """Return the layer of bitsandbytes in place of a linear layer, its weight on the meta device."""
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
@@ -81,7 +81,7 @@ def quantized_bytes(meta: Tensor) -> int:
     return meta.numel() + 4 * meta.shape[0]
 
 
-def least_bytes(parameters: int, quantization: Quantization) -> int:
+def least_bytes(parameters: int, quantization: QuantizedFormat) -> int:
     """Return a lower bound of the memory of a number of parameters, any of which may be quantized."""
     return parameters // 2 if quantization == "nf4" else parameters
 
@@ -92,7 +92,7 @@ def quantize(meta: Tensor, tensor: Tensor, key: str, *, device: torch.device, dt
     meta: the parameter on the meta device; dtype: of the run, to which the tensor is rounded first. Raises RunError if
     bitsandbytes does not restore the weight, as its CPU kernels do not of rows that are no multiple of its blocks.
     """
-    quantization: Quantization = "nf4" if type(meta).__name__ == "Params4bit" else "int8"
+    quantization: QuantizedFormat = "nf4" if type(meta).__name__ == "Params4bit" else "int8"
     kind: Any = type(meta)
     rounded = tensor.to(dtype)
     param: nn.Parameter = kind(rounded, requires_grad=False, **_options(quantization)).to(device)
@@ -119,5 +119,5 @@ def dequantize(param: Any) -> Tensor:
     return restored
 
 
-def _options(quantization: Quantization) -> dict[str, Any]:
+def _options(quantization: QuantizedFormat) -> dict[str, Any]:
     return {"quant_type": "nf4", "compress_statistics": False} if quantization == "nf4" else {"has_fp16_weights": False}

@@ -23,7 +23,7 @@ from acsgd.layers.recorders import KnownValues, RandomOps, Uses, probe_batch
 from acsgd.layers.skeleton import experts_without_values, parameter_names, set_tied_parameter
 
 
-class Segment(NamedTuple):
+class TraceSegment(NamedTuple):
     """What the trace found between two blocks."""
 
     call: BlockCall | None
@@ -50,7 +50,7 @@ class Trace(NamedTuple):
     sizes: Mapping[str, int]
     blocks: list[str]
     """Module paths in the order of the calls; of a block that is called several times, as often."""
-    segments: list[Segment]
+    segments: list[TraceSegment]
     returned: list[Any]
     """What each block returned."""
     passed_on: list[dict[int, str]]
@@ -130,7 +130,7 @@ class _Tracer:
     ) -> None:
         self.blocks = [model.get_submodule(path) for path in paths]
         self.order: list[int] = []
-        self.segments: list[Segment] = []
+        self.segments: list[TraceSegment] = []
         self.returned: list[Any] = []
         self.passed_on: list[dict[int, str]] = []
         self.context_inputs: set[str] = set()
@@ -161,7 +161,9 @@ class _Tracer:
             raise LayersError("the head does not use the output of the last block")
         reads = self.uses.inputs_of(logits) | self._known.take_read()
         self.segments.append(
-            Segment(None, {HIDDEN: hidden}, {HIDDEN: Origin("output")}, parameters, trained, self._lookups(), reads, {})
+            TraceSegment(
+                None, {HIDDEN: hidden}, {HIDDEN: Origin("output")}, parameters, trained, self._lookups(), reads, {}
+            )
         )
 
     def random_layers(self) -> set[int]:
@@ -178,7 +180,7 @@ class _Tracer:
         reached = {name: self._made_of(x) for name, x in made.items() if name != HIDDEN}
         reads = {name for x in made.values() for name in self.uses.inputs_of(x)}
         parameters, trained = self._parameters_of([*made.values()])
-        self.segments.append(Segment(call, inputs, origins, parameters, trained, self._lookups(), reads, reached))
+        self.segments.append(TraceSegment(call, inputs, origins, parameters, trained, self._lookups(), reads, reached))
         self.context_inputs |= {
             name for key, x in call.tensors().items() if key not in inputs for name in self.uses.inputs_of(x)
         }

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from acsgd.layers.compare import Batch, Stages, compare
+from acsgd.layers.compare import ComparedInputs, Stages, compare
 from acsgd.layers.derive import derive
 from acsgd.layers.description import LayersError, LayerSpec, ModelLayers
 from acsgd.layers.masks import DOCUMENTS, NO_PREFIX, PREFIXES
@@ -36,7 +36,7 @@ PREFIXED = "prefixed"
 Build = Callable[[PreTrainedConfig], PreTrainedModel]
 """Returns a new model in training mode, built within `weights_on_meta`."""
 
-Inputs = Mapping[str, Sequence[str]]
+InputSizes = Mapping[str, Sequence[str]]
 """Integer inputs of forward by name, as in `derive`."""
 
 
@@ -62,7 +62,7 @@ class Verification:
 def verify(
     build: Build,
     config: PreTrainedConfig,
-    inputs: Inputs,
+    inputs: InputSizes,
     layers: ModelLayers,
     *,
     predicted: str | None,
@@ -101,7 +101,7 @@ def verify(
 
 
 def _small_stages(
-    build: Build, config: PreTrainedConfig, inputs: Inputs, layers: ModelLayers, bounds: Sequence[int]
+    build: Build, config: PreTrainedConfig, inputs: InputSizes, layers: ModelLayers, bounds: Sequence[int]
 ) -> Stages:
     """Return a small model that has every kind of layer of the model, with the first number of parameters possible."""
     kinds = {_kind(layer) for layer in layers.layers}
@@ -144,7 +144,7 @@ def _kind(layer: LayerSpec) -> Hashable:
     return frozenset(layer.inputs), replicated, frozenset(layer.origins.items()), layer.outputs, layer.returns
 
 
-def _check_causal(stages: Stages, batch: Batch, predicted: str) -> None:
+def _check_causal(stages: Stages, batch: ComparedInputs, predicted: str) -> None:
     """Raise LayersError if the logits of a token depend on later tokens of the input that is predicted."""
     changed = batch[predicted].clone()
     changed[:, -1] = changed[:, 0]
@@ -160,14 +160,14 @@ def _check_causal(stages: Stages, batch: Batch, predicted: str) -> None:
         )
 
 
-def pack(batch: Batch) -> Batch:
+def pack(batch: ComparedInputs) -> ComparedInputs:
     """Return the batch with two documents per sequence, the first longer by one token in each further sequence."""
     ids = next(iter(batch.values()))
     lengths = DOCUMENT + torch.arange(len(ids))[:, None]
     return batch | {DOCUMENTS: (torch.arange(ids.shape[1]) >= lengths).long()}
 
 
-def keeps_apart(stages: Stages, packed: Batch) -> bool:
+def keeps_apart(stages: Stages, packed: ComparedInputs) -> bool:
     """Whether the logits of documents are those of each document alone."""
     (name,) = packed.keys() - {DOCUMENTS}
     with torch.no_grad():
@@ -181,14 +181,14 @@ def keeps_apart(stages: Stages, packed: Batch) -> bool:
     return True
 
 
-def add_prefixes(batch: Batch) -> Batch:
+def add_prefixes(batch: ComparedInputs) -> ComparedInputs:
     """Return the batch with a prefix per sequence, longer by one token in each further sequence."""
     ids = next(iter(batch.values()))
     lengths = DOCUMENT + torch.arange(len(ids))[:, None]
     return batch | {PREFIXES: (torch.arange(ids.shape[1]) >= lengths).long() * NO_PREFIX}
 
 
-def looks_ahead_in_prefixes(stages: Stages, prefixed: Batch) -> bool:
+def looks_ahead_in_prefixes(stages: Stages, prefixed: ComparedInputs) -> bool:
     """Whether each token of a prefix depends on the last two of the prefix, and no token on later ones outside it."""
     (name,) = prefixed.keys() - {PREFIXES}
     is_prefix = prefixed[PREFIXES] != NO_PREFIX
@@ -222,7 +222,7 @@ def fill_with_random(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def make_batches(model: PreTrainedModel, inputs: Inputs) -> dict[str, Batch]:
+def make_batches(model: PreTrainedModel, inputs: InputSizes) -> dict[str, ComparedInputs]:
     """Return the batches that the model's forward takes, by name. All are longer than the sliding windows."""
     accepted = inspect.signature(model.forward).parameters
     sizes = {"batch": ROWS, "sequence": LENGTH, "target": LENGTH - WINDOW // 2}

@@ -11,7 +11,7 @@ from acsgd.optim.base import PLAIN_STEP, LocalStep, Optimizer, SecondMoments
 from acsgd.shards.weights import Weight, WeightState, part_of
 
 
-class _Step(NamedTuple):
+class _RecordedStep(NamedTuple):
     step: int
     how: LocalStep
     grads: Mapping[str, Tensor]
@@ -23,7 +23,7 @@ class Recording:
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self.weights = weights
-        self.steps: list[_Step] = []
+        self.steps: list[_RecordedStep] = []
 
     @property
     def nbytes(self) -> int:
@@ -46,7 +46,7 @@ class ReplayOptimizer:
         for recording in self._recordings:
             masters = {weight.key: weight.master for weight in recording.weights}
             grads = {key: x.grad.to("cpu", copy=True) for key, x in masters.items() if x.grad is not None}
-            recording.steps.append(_Step(step, how, grads))
+            recording.steps.append(_RecordedStep(step, how, grads))
         self._optimizer.step(step, how)
 
     def second_moments(self, weights: Sequence[Weight]) -> SecondMoments:

@@ -92,7 +92,7 @@ def _parse(line: str) -> tuple[str, StoredFile] | None:
 
 pass
 
-Report = Callable[[int, int], object]
+ReportProgress = Callable[[int, int], object]
 """Called with the number of bytes written and that of all bytes to write."""
 
 
@@ -129,7 +129,7 @@ def from_hf(
     task: str = "lm",
     layers: ModelLayers | None = None,
     verify: bool = False,
-    report: Report = lambda done, total: None,
+    report: ReportProgress = lambda done, total: None,
 ) -> None:
     """Convert a Hugging Face directory to layer shards in `target`, a directory.
 
@@ -149,7 +149,7 @@ def from_hf(
 
 
 def write_layers(
-    opened: OpenedModel, layers: ModelLayers, target: Path, *, sources: Sequence[Path], report: Report
+    opened: OpenedModel, layers: ModelLayers, target: Path, *, sources: Sequence[Path], report: ReportProgress
 ) -> dict[str, StoredFile]:
     """Write the file of each layer, or continue a conversion; return their manifest entries.
 

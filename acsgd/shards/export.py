@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from acsgd.io.files.read_ahead import read_ahead
 from acsgd.layers.description import LayerSpec
 from acsgd.shards.config import CONFIG
-from acsgd.shards.convert import Report
+from acsgd.shards.convert import ReportProgress
 from acsgd.shards.disk import ShardDirectory, copy_model_files
 from acsgd.shards.files import TensorHeader
 from acsgd.shards.hf_model import INDEX, SINGLE, tensor_of
@@ -86,7 +86,7 @@ def to_hf(
     *,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
-    report: Report = lambda done, total: None,
+    report: ReportProgress = lambda done, total: None,
 ) -> None:
     """Convert layer shards to a Hugging Face directory in `target`, an empty directory.
 
@@ -142,7 +142,7 @@ class _Files:
         self._file_of = {name: file for file, names in self._shards.items() for name in names}
         self._open: dict[str, tuple[TensorWriter, set[str]]] = {}
 
-    def write_all(self, tensors: Mapping[str, Tensor], report: Report) -> None:
+    def write_all(self, tensors: Mapping[str, Tensor], report: ReportProgress) -> None:
         """Write the tensors of a layer."""
         for name, tensor in tensors.items():
             self._write(name, tensor)

@@ -22,8 +22,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from acsgd.codecs.kernels import Kernels, Quantization, kernels_for
-from acsgd.codecs.layout import Layout, layout_of
+from acsgd.codecs.kernels import Kernels, UniformQuantization, kernels_for
+from acsgd.codecs.layout import ScaleLayout, layout_of
 
 GOAL = 0.8
 LAUNCHES = 10
@@ -70,13 +70,13 @@ def copy_case(numel: int, device: torch.device) -> Case:
     return Case("copy", 2 * source.nbytes, lambda: target.copy_(source))
 
 
-def cases(kernels: Kernels, layout: Layout, device: torch.device) -> Iterator[Case]:
+def cases(kernels: Kernels, layout: ScaleLayout, device: torch.device) -> Iterator[Case]:
     """Yield all kernels in every dtype and number of bits; cache entries are fp16."""
     entry = torch.randn(layout.numel, device=device).half()
     steps = torch.full((layout.scales,), 0.25, device=device)
     for (name, dtype), bits in product(DTYPES.items(), range(1, 9)):
         x = torch.randn(layout.numel, device=device).to(dtype)
-        quantization = Quantization(bits, layout, steps * 2 ** (4 - bits))
+        quantization = UniformQuantization(bits, layout, steps * 2 ** (4 - bits))
         stream = kernels.encode(x, quantization)
         nbytes = x.nbytes + stream.nbytes
         works = {

@@ -33,7 +33,7 @@ from acsgd.config.options import (
     ReplicaConfig,
 )
 from acsgd.config.run_file import to_toml
-from acsgd.io.data.sources.base import TEXT, Record, RecordCounts
+from acsgd.io.data.sources.base import TEXT, RecordCounts, SourceRecord
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.files.cache import open_cached
 from acsgd.shards.export import to_hf
@@ -234,7 +234,7 @@ def read(sources: str) -> str:
         record.fields[TEXT]
         for source, _ in parse_sources(sources)
         for record in source.records(RecordCounts())
-        if isinstance(record, Record)
+        if isinstance(record, SourceRecord)
     )
 
 

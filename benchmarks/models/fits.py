@@ -23,7 +23,7 @@ from transformers import GPTNeoXConfig, LlamaConfig, PreTrainedConfig
 from acsgd.adapters.inject import build_adapted, with_adapter
 from acsgd.config.adapters import parse_adapter
 from acsgd.layers.description import LayerSpec
-from acsgd.layers.quantize import Quantization
+from acsgd.layers.quantize import QuantizedFormat
 from acsgd.run.plan.limits import ParameterCount
 from acsgd.shards.plan import layer_costs, plan, training_costs
 from acsgd.tasks import TASKS
@@ -47,7 +47,7 @@ MODELS: dict[str, PreTrainedConfig] = {
     ),
 }
 """Sizes as published."""
-WAYS: dict[str, tuple[str | None, Quantization | None]] = {
+WAYS: dict[str, tuple[str | None, QuantizedFormat | None]] = {
     "full": (None, None),
     "LoRA": ("lora:r=16", None),
     "QLoRA": ("lora:r=16", "nf4"),
@@ -71,7 +71,7 @@ class Need(NamedTuple):
     nbytes: int
 
 
-def need(config: PreTrainedConfig, spec: str | None, quantization: Quantization | None, stages: int) -> Need:
+def need(config: PreTrainedConfig, spec: str | None, quantization: QuantizedFormat | None, stages: int) -> Need:
     """Return the memory that a model needs on some stages. spec: of the adapter; None = full fine-tuning."""
     task, adapter = TASKS["lm"], parse_adapter(spec)
     derived = description = task.layers(config)

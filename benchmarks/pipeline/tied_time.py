@@ -32,7 +32,7 @@ from acsgd.pp.schedules.programs import RankPrograms
 from acsgd.pp.schedules.rows import Pacing, add_rows
 from acsgd.pp.schedules.schedules import SCHEDULES
 from acsgd.pp.schedules.simulate import Cost, simulate
-from acsgd.pp.tied.plan import TIED, Rows
+from acsgd.pp.tied.plan import TIED, TiedRows
 from benchmarks.pipeline.network_ranks import BLOCKS, SEQUENCE, WIDTH, zipf_tokens
 
 STAGES = 2
@@ -80,14 +80,14 @@ class Prediction:
         self._cost = replace(compute_cost(vocabulary, micros), message=forward, gradient_message=backward)
         self.untied = float(simulate(self._program, self._cost).makespan)
 
-    def step(self, how: Rows, first: Sequence[int], last: Sequence[int]) -> float:
+    def step(self, how: TiedRows, first: Sequence[int], last: Sequence[int]) -> float:
         """Return the time of a step whose micro-batches are the first and the last to use so many rows."""
         rows = [self._seconds(wire_bytes(how.rows.wire((count, WIDTH), torch.float32))) for count in first]
         gradients = [self._seconds(wire_bytes(how.gradients.wire((count, WIDTH), torch.float32))) for count in last]
         cost = replace(self._cost, rows=rows, row_gradients=gradients)
         return float(simulate(add_rows(self._program, self._pacing), cost).makespan)
 
-    def tie(self, how: Rows) -> tuple[float, float]:
+    def tie(self, how: TiedRows) -> tuple[float, float]:
         """Return the share of the tie in the step, and that of its ends alone."""
         whole = self.step(how, self.first, self.last)
         zeros = [0] * (len(self.first) - 1)

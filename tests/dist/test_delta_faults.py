@@ -31,7 +31,7 @@ from acsgd.errors import RunError
 from acsgd.pp.wire.cache import EntryKey
 from acsgd.pp.wire.cache_disk import DiskStore
 from acsgd.pp.wire.delta import Delta
-from acsgd.streams import Event
+from acsgd.streams import StreamEvent
 
 DISK = Delta(cache="disk")
 STEPS: list[Step] = [[[0, 1], [2, 3], [4, 5]]]
@@ -150,7 +150,7 @@ def until_killed(rank: int, at_write: int, *args: Any) -> None:
     """Run scenarios in which rank 1 is killed before it writes an entry for the `at_write`-th time."""
     write, writes = DiskStore.write, 0
 
-    def last(store: DiskStore, slot: int, entry: Tensor, key: EntryKey, event: Event) -> None:
+    def last(store: DiskStore, slot: int, entry: Tensor, key: EntryKey, event: StreamEvent) -> None:
         nonlocal writes
         writes += 1
         if rank == 1 and writes == at_write:

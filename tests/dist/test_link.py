@@ -21,10 +21,10 @@ from acsgd.layers.lengths import Lengths
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta
-from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
+from acsgd.pp.wire.frame import HEADER_BYTES, Header, MessageKind
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.pp.wire.mailbox import MAX_SENDS_IN_FLIGHT
-from acsgd.streams import Event, Streams
+from acsgd.streams import StreamEvent, Streams
 from acsgd.topology import Groups
 
 SHAPES = {"hidden": (2, 3, 5), "mask": (7,)}
@@ -240,7 +240,10 @@ def test_lost_peer_is_an_error_that_names_rank_and_message(how: str, tmp_path: P
 
 
 def test_headers_read_back() -> None:
-    header, payload = Header(Kind.GRADIENT, 1, 300, 10**9, 70000, 5, 2**20, 7), torch.arange(5, dtype=torch.uint8)
+    header, payload = (
+        Header(MessageKind.GRADIENT, 1, 300, 10**9, 70000, 5, 2**20, 7),
+        torch.arange(5, dtype=torch.uint8),
+    )
     packed = torch.frombuffer(bytearray(header.pack(payload)), dtype=torch.uint8)
     assert len(packed) == HEADER_BYTES
     for rest in ([], [0], [0] * 20):  # a message lies at the start of a buffer of the longest
@@ -284,7 +287,7 @@ class PendingEvent:
 
 
 class PendingStreams(Streams):
-    def record_event(self) -> Event:
+    def record_event(self) -> StreamEvent:
         return PendingEvent()
 
 

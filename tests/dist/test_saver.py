@@ -24,7 +24,7 @@ from acsgd.io.checkpoint import saver as saver_module
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.saver import Saver
 from acsgd.io.telemetry.metrics import Metrics
-from acsgd.io.telemetry.record import Record
+from acsgd.io.telemetry.record import StepRecord
 from acsgd.run.setup.session import Session, StepResult
 from acsgd.shards.manifest import Manifest, StoredFile
 from tests.lib.cache import shared_model, with_shared_cache
@@ -160,7 +160,7 @@ def test_a_save_waits_for_the_previous_one_and_the_wait_is_reported(model: Path,
 def killed_before_it_logs(rank: int, *, at_step: int) -> None:
     log = Metrics.log
 
-    def killed(metrics: Metrics, record: Record) -> None:
+    def killed(metrics: Metrics, record: StepRecord) -> None:
         if record.step == at_step:
             time.sleep(WRITTEN_S)
             os.kill(os.getpid(), signal.SIGKILL)

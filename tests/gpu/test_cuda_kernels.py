@@ -18,7 +18,7 @@ from lib.kernel_laws import (
 from acsgd.codecs.cache_update import decode_update, encode_update
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.kernels import Kernels, kernels_for
-from acsgd.codecs.layout import Layout
+from acsgd.codecs.layout import ScaleLayout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -30,7 +30,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def kernels(device: torch.device) -> Kernels:
-    found = kernels_for(Layout(8, 8, by_column=True), device, torch.float32)
+    found = kernels_for(ScaleLayout(8, 8, by_column=True), device, torch.float32)
     return found or pytest.skip("no CuPy")
 
 

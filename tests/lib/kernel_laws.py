@@ -11,7 +11,7 @@ from torch import Tensor
 from acsgd.codecs.base import saturate_
 from acsgd.codecs.cache_update import add_saturated
 from acsgd.codecs.fixpoint import FixPoint
-from acsgd.codecs.kernels import Kernels, Quantization
+from acsgd.codecs.kernels import Kernels, UniformQuantization
 from acsgd.codecs.layout import layout_of
 from acsgd.codecs.scales import decode_scales
 
@@ -61,12 +61,14 @@ def data(shape: Shape, bits: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return x.to(dtype)
 
 
-def quantization_of(codec: FixPoint, fields: tuple[Tensor, ...], shape: Shape, device: torch.device) -> Quantization:
+def quantization_of(
+    codec: FixPoint, fields: tuple[Tensor, ...], shape: Shape, device: torch.device
+) -> UniformQuantization:
     """Return the quantization that the fields of a message describe."""
     _, half, exponent, *shift = (field.to(device) for field in fields)
     steps = decode_scales(half, exponent) / (0.5 if codec.bits == 1 else 2.0 ** (codec.bits - 1))
     layout = layout_of(shape, codec.dims, codec.group)
-    return Quantization(codec.bits, layout, steps, shift[0].float() if shift else None)
+    return UniformQuantization(codec.bits, layout, steps, shift[0].float() if shift else None)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -107,7 +109,7 @@ def check_alignment(kernels: Kernels, device: torch.device, bits: int, dtype: to
     shape, count, case = (29, 40), 29 * 40, (bits, dtype)
     x, steps = data((count,), bits, dtype), torch.linspace(0.1, 0.2, 40)
     before = data((count,), bits, torch.float16, seed=1).to(device)
-    quantization = Quantization(bits, layout_of(shape, "channel", 0), steps.to(device))
+    quantization = UniformQuantization(bits, layout_of(shape, "channel", 0), steps.to(device))
     entry = before.clone()
     stream = kernels.encode(x.to(device), quantization, entry)
     y = kernels.decode(stream, quantization, dtype)

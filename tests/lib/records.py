@@ -1,8 +1,8 @@
 """A record for tests of sinks."""
 
-from acsgd.io.telemetry.record import Record
+from acsgd.io.telemetry.record import StepRecord
 
-RECORD = Record(
+RECORD = StepRecord(
     step=1,
     loss=2.5,
     tokens=64,

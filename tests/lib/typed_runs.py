@@ -23,7 +23,7 @@ from acsgd.launch import Launch
 from acsgd.layers.lengths import Lengths
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import Job, prepare
-from acsgd.run.setup.inputs import Inputs, open_weight_source, plan_activation_caches
+from acsgd.run.setup.inputs import RunInputs, open_weight_source, plan_activation_caches
 from acsgd.run.setup.session import Session
 from acsgd.topology import connect
 from lib.model_types import VOCABULARY
@@ -138,7 +138,7 @@ def train_run(config: Config, launch: Launch, store: dist.Store) -> None:
         fresh = not candidates.checkpoints
         source = open_weight_source(job) if fresh else None
         caches = plan_activation_caches(job, SAMPLES, run_id=identity.digest(), fresh=fresh)
-        inputs = Inputs(drawn, drawn, identity, candidates, source, caches, "", job.config.optim.num_steps, ())
+        inputs = RunInputs(drawn, drawn, identity, candidates, source, caches, "", job.config.optim.num_steps, ())
         train.train(job, inputs, groups, RunLock([]))
 
 

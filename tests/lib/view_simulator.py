@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from acsgd.elastic.membership.effects import Contact, Excluded, Install, Record, Send, StopWorkers, Timing
-from acsgd.elastic.membership.messages import Host, Message, View
+from acsgd.elastic.membership.effects import Contact, Excluded, Install, RecordView, Send, StopWorkers, Timing
+from acsgd.elastic.membership.messages import DaemonMessage, Host, View
 from acsgd.elastic.membership.plan import WorkerState, make_plan
 from acsgd.elastic.membership.views import Membership
 
@@ -79,7 +79,7 @@ class SimulatedHost:
             case StopWorkers():
                 stop = partial(self.stop_workers, membership, self.running)
                 simulation.at(simulation.random.expovariate(10), stop)
-            case Record(view):
+            case RecordView(view):
                 simulation.at(simulation.random.expovariate(20), partial(self.record, membership, view))
             case Install(view):
                 assert simulation.register[view.epoch] == view, "a view that is not the recorded one"
@@ -160,7 +160,7 @@ class Simulation:
             call()
         self.now = end
 
-    def send(self, sender: SimulatedHost, address: str, message: Message, host_id: str | None) -> None:
+    def send(self, sender: SimulatedHost, address: str, message: DaemonMessage, host_id: str | None) -> None:
         """Deliver a message after a random delay, unless it is lost; refuse it if no process listens."""
         delay = self.random.expovariate(50)
         me = sender.me

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from acsgd.errors import RunError
-from acsgd.failures.processes import Process
+from acsgd.failures.processes import ProcessIdentity
 from acsgd.run.lock import lease, lock
 from acsgd.run.lock.lease import Lease
 from acsgd.run.lock.lock import RunLock
@@ -155,9 +155,9 @@ def hold_repeatedly(host: int, directory: Path, log: Path, seed: int) -> None:
     log: receives a line before each check, and one after it if it succeeded.
     """
     draw = random.Random(seed)
-    process = dataclasses.replace(Process.current(), host=f"host-{host}", machine=f"machine {host}")
+    process = dataclasses.replace(ProcessIdentity.current(), host=f"host-{host}", machine=f"machine {host}")
     if host == 0:
-        process = Process.current()  # whose end others on this host see at once
+        process = ProcessIdentity.current()  # whose end others on this host see at once
     if directory.is_mount():
         _cache_listings()
     lines = os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -201,7 +201,7 @@ def check_tenures(lines: Sequence[str]) -> None:
 def _acquire_after_all(directory: Path) -> None:
     """Acquire and release the lease as a process of another host."""
     started = time.monotonic()
-    lease = Lease(directory, "log.dir", dataclasses.replace(Process.current(), machine="another"))
+    lease = Lease(directory, "log.dir", dataclasses.replace(ProcessIdentity.current(), machine="another"))
     lease.acquire(lambda note: None)
     lease.release()
     assert time.monotonic() - started < END_S, "a start waits longer than the limit after all others were killed"

@@ -15,7 +15,7 @@ from acsgd.codecs.cache_update import decode_update
 from acsgd.codecs.lossless import compress_
 from acsgd.errors import RunError
 from acsgd.pp.wire.channel import NOT_FINITE, check_header, read_header
-from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
+from acsgd.pp.wire.frame import HEADER_BYTES, Header, MessageKind
 
 SPECS = [
     *codecs.CODECS,
@@ -36,7 +36,7 @@ def message_of(spec: str) -> tuple[Header, Tensor]:
     pack(codec.encode(x), payload)
     if codec.entropy_coding:
         payload = payload[: compress_(payload)]
-    header = Header(Kind.ACTIVATION, 0, 3, 41, 6, len(payload))
+    header = Header(MessageKind.ACTIVATION, 0, 3, 41, 6, len(payload))
     return header, torch.cat([torch.frombuffer(bytearray(header.pack(payload)), dtype=torch.uint8), payload])
 
 

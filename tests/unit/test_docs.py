@@ -27,8 +27,8 @@ from acsgd.config.adapters import ADAPTERS
 from acsgd.config.run_file import parse
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES, hooks
-from acsgd.io.data.formats.base import Example, OptionsOfFormat, Segment
-from acsgd.io.data.sources.base import ReadOptions, Record, RecordCounts
+from acsgd.io.data.formats.base import Example, OptionsOfFormat, TextSegment
+from acsgd.io.data.sources.base import ReadOptions, RecordCounts, SourceRecord
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.schedule import RATE_SCHEDULES
 from acsgd.pp import SCHEDULES, Action, Op, lower, validate
@@ -73,10 +73,10 @@ def example(name: str) -> Any:
         "Path": Path,
         "torch": torch,
         "Field": Field,
-        "Record": Record,
+        "Record": SourceRecord,
         "OptionsOfFormat": OptionsOfFormat,
         "Example": Example,
-        "Segment": Segment,
+        "Segment": TextSegment,
         "ReadOptions": ReadOptions,
         "Action": Action,
         "Op": Op,
@@ -105,13 +105,13 @@ def test_the_example_source_yields_documents(tmp_path: Path) -> None:
     (tmp_path / "b.md").write_text("two")
     source.check()
     assert source.fingerprint != before
-    records = [Record({"text": text}, str(tmp_path / name)) for name, text in (("a.md", "one"), ("b.md", "two"))]
+    records = [SourceRecord({"text": text}, str(tmp_path / name)) for name, text in (("a.md", "one"), ("b.md", "two"))]
     assert list(source.records(RecordCounts())) == records
 
 
 def test_the_example_format_makes_examples() -> None:
     made = example("QuestionAnswer")(ReadOptions(), None)
-    record = Record({"question": "one", "answer": "two"}, "here")
+    record = SourceRecord({"question": "one", "answer": "two"}, "here")
     assert made.detect(record.fields)
     assert made.example(record).segments == (("Q: one\nA: ", False), ("two", True))
 

@@ -14,7 +14,7 @@ import pytest
 from lib.daemons import COMPLETE, Worker, complete_tasks, free_addresses, host
 
 from acsgd.elastic.host import daemon, transport
-from acsgd.elastic.membership.messages import PROTOCOL, End, Heartbeat, Host, seal
+from acsgd.elastic.membership.messages import PROTOCOL, End, Host, HostHeartbeat, seal
 
 pytestmark = COMPLETE
 
@@ -171,7 +171,7 @@ def test_a_message_that_was_recorded_is_refused_whatever_the_clock(addresses: li
         port = int(addresses[0].rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as client, client.makefile("rb") as lines:
             name = lines.readline().split()[-1].decode()
-            line = seal(b"s", "run", me, name, 1, Heartbeat(0))
+            line = seal(b"s", "run", me, name, 1, HostHeartbeat(0))
             client.sendall(line)
             client.settimeout(0.3)
             with pytest.raises(TimeoutError):

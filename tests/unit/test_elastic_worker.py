@@ -22,13 +22,13 @@ from acsgd.errors import ConnectError, RefusedError, RunError, SaveError
 from acsgd.failures.failures import RunContext
 from acsgd.failures.signals import StopSignals
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.telemetry.record import Record
+from acsgd.io.telemetry.record import StepRecord
 from acsgd.launch import Launch
 from acsgd.run.step.loop_state import LoopState
 
 
-def record(step: int) -> Record:
-    return Record(step, 1.0, 10 * step, 1.0, 1.0, 1e-3, 1.0, 0, 0, 0, 0, 1.0, 0)
+def record(step: int) -> StepRecord:
+    return StepRecord(step, 1.0, 10 * step, 1.0, 1.0, 1e-3, 1.0, 0, 0, 0, 0, 1.0, 0)
 
 
 @pytest.mark.parametrize("num_logged", [2, 3])

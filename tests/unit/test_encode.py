@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.io.data.batches import BatchReader
-from acsgd.io.data.formats.base import Example, Segment
+from acsgd.io.data.formats.base import Example, TextSegment
 from acsgd.io.data.sampler import Sampler
 from acsgd.io.data.sources.base import RecordCounts, Source
 from acsgd.io.data.sources.sources import parse_sources
@@ -32,7 +32,7 @@ PARTS = [
     [("cut in the mid", False), ("dle of words", True)],
     [("of ", False), ("t", True), ("he end", False)],
 ]
-EXAMPLES = [Example(tuple(Segment(*part) for part in parts)) for parts in PARTS]
+EXAMPLES = [Example(tuple(TextSegment(*part) for part in parts)) for parts in PARTS]
 
 
 def tokenizers(like: PreTrainedTokenizerFast) -> Iterator[PreTrainedTokenizerFast]:
@@ -62,7 +62,7 @@ def test_targets_are_the_tokens_with_a_character_of_an_answer(tokenizer: PreTrai
 
 
 def test_blanks_that_an_answer_consists_of_are_targets(tokenizer: PreTrainedTokenizerFast) -> None:
-    example = Example((Segment("one", False), Segment("\n\n")))
+    example = Example((TextSegment("one", False), TextSegment("\n\n")))
     for each in [*tokenizers(tokenizer)][:2]:
         found = encoded_of(each, example)
         assert each.decode(found.tokens[found.targets].tolist()) == f"\n\n{each.eos_token}"
@@ -73,7 +73,7 @@ def test_a_token_is_a_target_if_only_its_first_or_last_character_is_one(tokenize
     assert len(ids) < 3, "the characters of the answer share a token with those of the prompt"
     for cut in (1, 2):
         for answer_first in (True, False):
-            segments = (Segment("the"[:cut], answer_first), Segment("the"[cut:], not answer_first))
+            segments = (TextSegment("the"[:cut], answer_first), TextSegment("the"[cut:], not answer_first))
             found = encoded_of(tokenizer, Example(segments))
             spans = tokenizer("the", add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
             expected = [start < cut if answer_first else end > cut for start, end in spans]
@@ -91,7 +91,7 @@ def test_tokens_and_targets_do_not_depend_on_the_batching(tokenizer: PreTrainedT
 
 def test_an_example_with_its_own_special_tokens_gets_no_others(tokenizer: PreTrainedTokenizerFast) -> None:
     text = "one<|endoftext|>"
-    found = encoded_of(tokenizer, Example((Segment(text),), has_special_tokens=True))
+    found = encoded_of(tokenizer, Example((TextSegment(text),), has_special_tokens=True))
     assert tokenizer.decode(found.tokens.tolist()) == text
 
 

@@ -21,7 +21,7 @@ from acsgd.comm.process_groups import publish_host
 from acsgd.comm.store import CallThread, StoreClient, StoreError
 from acsgd.errors import ReportedError, RunError, reason
 from acsgd.failures import failures as failure
-from acsgd.failures.failures import FailureBoard, Report, attribute_failure, report_failure
+from acsgd.failures.failures import FailureBoard, FailureReport, attribute_failure, report_failure
 from acsgd.failures.report import report_startup_error
 from acsgd.failures.signals import WATCH_S
 from acsgd.launch import Launch
@@ -32,7 +32,7 @@ HOST = socket.gethostname()
 class DictStore(dict[str, bytes]):
     """A store in memory. With the first report, it also gets the reports of `others` and answers of `alive` ranks."""
 
-    def __init__(self, others: dict[int, Report] | None = None, alive: tuple[int, ...] = ()) -> None:
+    def __init__(self, others: dict[int, FailureReport] | None = None, alive: tuple[int, ...] = ()) -> None:
         self.others = others or {}
         self.alive = alive
 
@@ -213,7 +213,7 @@ def test_before_training_an_error_of_another_rank_ends_this_one_with_code_2(capf
     with report_failure(store, Launch(1, 1, 2, 2), end) as context:
         context.cleanup = lambda: cleaned.append(True)
         board = FailureBoard(client_of(store), 0, 2)
-        board.report(Report("rank 0 lacks a file", ()))
+        board.report(FailureReport("rank 0 lacks a file", ()))
         board.publish("rank 0 lacks a file")
         assert ended.wait(10)
     assert (exits, cleaned) == ([2], [True])
@@ -239,12 +239,12 @@ def test_another_rank_prints_if_the_first_has_died(capsys: pytest.CaptureFixture
 def test_the_error_of_the_rank_at_fault_is_printed_even_if_another_reported_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    fail(RunError("waited for rank 1", awaited=[1]), DictStore({1: Report("rank 1: its own fault", ())}))
+    fail(RunError("waited for rank 1", awaited=[1]), DictStore({1: FailureReport("rank 1: its own fault", ())}))
     assert capsys.readouterr().err == "\nerror: rank 1: its own fault\n"
 
 
 def test_the_silent_rank_is_named_with_its_host(capsys: pytest.CaptureFixture[str]) -> None:
-    store = DictStore({2: Report("2 waited for rank 1", (1,))}, alive=(0,))
+    store = DictStore({2: FailureReport("2 waited for rank 1", (1,))}, alive=(0,))
     publish_host(client_of(store), 1)
     fail(RunError("3 waited for rank 2", awaited=[2]), store, rank=3, world_size=4)
     assert capsys.readouterr().err == (
@@ -286,7 +286,7 @@ def test_a_store_that_never_answers_does_not_keep_a_rank_from_printing(capsys: p
 
 
 def message_of(reports: dict[int, tuple[int, ...]], silent: tuple[int, ...], first: int) -> str:
-    texts = {rank: Report(f"{rank} waited", awaited) for rank, awaited in reports.items()}
+    texts = {rank: FailureReport(f"{rank} waited", awaited) for rank, awaited in reports.items()}
     return attribute_failure(texts, silent, first, lambda rank: f"host-{rank}")
 
 

@@ -11,7 +11,7 @@ from lib.corpora import encoded_of, examples_of
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.options import DataConfig
-from acsgd.io.data.formats.base import Example, Segment
+from acsgd.io.data.formats.base import Example, TextSegment
 from acsgd.io.data.formats.formats import FORMATS, read_options
 from acsgd.io.data.sources.base import ReadOptions, RecordCounts
 from acsgd.io.data.sources.sources import parse_sources
@@ -93,7 +93,7 @@ def test_a_format_is_detected_and_masks_the_prompt(
     else:
         assert marked(example) == expected
     [whole] = read(tmp_path, record, tokenizer=chat, format=name if is_given else "auto", targets="all")
-    assert whole == example._replace(segments=(Segment(example.text),))
+    assert whole == example._replace(segments=(TextSegment(example.text),))
 
 
 def test_a_context_of_dolly_is_the_input_of_its_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -30,8 +30,8 @@ from torch import Tensor
 from acsgd.codecs import bits as bits_module
 from acsgd.codecs import kernels as kernels_module
 from acsgd.codecs.fixpoint import FixPoint
-from acsgd.codecs.kernels import MAX_WIDTH, THREADS, Kernels, Quantization, kernels_for, source
-from acsgd.codecs.layout import Layout, layout_of
+from acsgd.codecs.kernels import MAX_WIDTH, THREADS, Kernels, UniformQuantization, kernels_for, source
+from acsgd.codecs.layout import ScaleLayout, layout_of
 
 CPU = torch.device("cpu")
 FLAGS = ("-std=c++17", f"-DTHREADS={THREADS}")
@@ -129,7 +129,7 @@ def test_quotients_near_the_midpoint_of_two_codes(bits: int, on_host: Kernels) -
     x = torch.cat([middles, middles.nextafter(torch.tensor(9e9)), middles.nextafter(torch.tensor(-9e9))])
     layout = layout_of(tuple(x.shape), "channel", 0)
     expected = torch_stream(x, bits, steps)
-    assert torch.equal(on_host.encode(x.view(-1), Quantization(bits, layout, steps)), expected)
+    assert torch.equal(on_host.encode(x.view(-1), UniformQuantization(bits, layout, steps)), expected)
 
 
 def torch_stream(x: Tensor, bits: int, steps: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def test_nothing_is_written_beyond_a_tensor(on_host: Kernels, monkeypatch: pytes
         buffers.clear()
         x, steps = data((count,), bits, torch.float32), torch.ones(1)
         entry = torch.zeros(count + 16, dtype=torch.float16)
-        quantization = Quantization(bits, layout_of((count,), "tensor", 0), steps)
+        quantization = UniformQuantization(bits, layout_of((count,), "tensor", 0), steps)
         stream = on_host.encode(x, quantization, entry[8:-8])
         on_host.encode(x, quantization)
         on_host.decode(stream, quantization, torch.bfloat16)
@@ -182,15 +182,15 @@ def test_tensors_may_start_at_any_address(on_host: Kernels) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(0, 8, by_column=True),
-        Layout(3 * MAX_WIDTH, MAX_WIDTH, by_column=True),
-        Layout(MAX_WIDTH * 8 + 1, MAX_WIDTH, by_column=False),
-        Layout(1 << 33, 768, by_column=True),
-        Layout((1 << 32) + 5, 1, by_column=True),
-        Layout((1 << 32) + 5, 3, by_column=False),
+        ScaleLayout(0, 8, by_column=True),
+        ScaleLayout(3 * MAX_WIDTH, MAX_WIDTH, by_column=True),
+        ScaleLayout(MAX_WIDTH * 8 + 1, MAX_WIDTH, by_column=False),
+        ScaleLayout(1 << 33, 768, by_column=True),
+        ScaleLayout((1 << 32) + 5, 1, by_column=True),
+        ScaleLayout((1 << 32) + 5, 3, by_column=False),
     ],
 )
-def test_launches_cover_every_element_once_and_divide_exactly(layout: Layout) -> None:
+def test_launches_cover_every_element_once_and_divide_exactly(layout: ScaleLayout) -> None:
     launches: list[tuple[int, int, int, int]] = []
 
     def launch(device: torch.device, kernel: str, blocks: int, arguments: tuple[int, ...]) -> None:
@@ -198,7 +198,7 @@ def test_launches_cover_every_element_once_and_divide_exactly(layout: Layout) ->
         launches.append((blocks, numel, width, per_width))
 
     x = torch.empty(layout.numel, dtype=torch.bfloat16, device="meta")
-    Kernels(launch).encode(x, Quantization(4, layout, torch.empty(layout.scales, device="meta")))
+    Kernels(launch).encode(x, UniformQuantization(4, layout, torch.empty(layout.scales, device="meta")))
     assert sum(numel for _, numel, _, _ in launches) == layout.numel
     for blocks, numel, width, per_width in launches:
         assert numel < 1 << 30
@@ -214,7 +214,7 @@ def test_without_cupy_torch_is_used_with_one_warning(
     kernels_module._cupy.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert kernels_for(Layout(8, 8, by_column=True), torch.device("cuda", 0), torch.float16) is None
+            assert kernels_for(ScaleLayout(8, 8, by_column=True), torch.device("cuda", 0), torch.float16) is None
     kernels_module._cupy.cache_clear()
     assert len(caplog.records) == 1
     assert "acsgd[cuda]" in caplog.text
@@ -223,9 +223,9 @@ def test_without_cupy_torch_is_used_with_one_warning(
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_other_devices_never_import_cupy(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels_module, "_cupy", lambda: pytest.fail("imported"))
-    assert kernels_for(Layout(8, 8, by_column=True), torch.device(device), torch.float32) is None
-    assert kernels_for(Layout(8, 8, by_column=True), torch.device("cuda", 0), torch.float64) is None
-    assert kernels_for(Layout(8, 2 * MAX_WIDTH, by_column=False), torch.device("cuda", 0), torch.float32) is None
+    assert kernels_for(ScaleLayout(8, 8, by_column=True), torch.device(device), torch.float32) is None
+    assert kernels_for(ScaleLayout(8, 8, by_column=True), torch.device("cuda", 0), torch.float64) is None
+    assert kernels_for(ScaleLayout(8, 2 * MAX_WIDTH, by_column=False), torch.device("cuda", 0), torch.float32) is None
 
 
 def test_codecs_use_available_kernels(on_host: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

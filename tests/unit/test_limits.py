@@ -14,7 +14,7 @@ from torch import Tensor
 
 from acsgd.config.options import AdapterConfig, Config
 from acsgd.launch import Launch
-from acsgd.layers.quantize import Quantization, is_quantized, quantize
+from acsgd.layers.quantize import QuantizedFormat, is_quantized, quantize
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.limits import ParameterCount, check_memory
 from acsgd.streams import Streams
@@ -53,7 +53,7 @@ def test_gradients_are_counted_for_trained_parameters_alone(tiny_model: TinyMode
 
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
 def test_quantized_layers_are_counted_by_their_bytes(
-    quantization: Quantization, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quantization: QuantizedFormat, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("bitsandbytes", reason="the extra 8bit is not installed")
     model = tiny_model("llama", num_hidden_layers=2, hidden_size=64, intermediate_size=128)

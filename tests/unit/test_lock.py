@@ -18,13 +18,13 @@ import pytest
 from lib.processes import CONTEXT, started, wait_for_a_signal
 
 from acsgd.errors import RunError
-from acsgd.failures.processes import Process, start_time
+from acsgd.failures.processes import ProcessIdentity, start_time
 from acsgd.run.lock import lease as lease_module
 from acsgd.run.lock import lock
 from acsgd.run.lock.lease import STALE_S, WAIT_S, Lease
 from acsgd.run.lock.lock import HEARTBEAT_S, RunLock
 
-HERE = Process.current()
+HERE = ProcessIdentity.current()
 ELSEWHERE = dataclasses.replace(HERE, host="other-host", machine="another boot")
 
 
@@ -51,7 +51,7 @@ class Clock:
         return self.now - 100.0
 
 
-def lease_of(directory: Path, process: Process = HERE, clock: Clock | None = None) -> Lease:
+def lease_of(directory: Path, process: ProcessIdentity = HERE, clock: Clock | None = None) -> Lease:
     clock = clock or Clock()
     return Lease(directory, "log.dir", process, clock=clock, sleep=clock.sleep)
 
@@ -62,13 +62,13 @@ def leases(directory: Path) -> list[str]:
     return [path.name for path in directory.glob(".lock/*")]
 
 
-def acquired(directory: Path, process: Process = HERE) -> Lease:
+def acquired(directory: Path, process: ProcessIdentity = HERE) -> Lease:
     lease = lease_of(directory, process)
     lease.acquire(pytest.fail)
     return lease
 
 
-def dead_process() -> Process:
+def dead_process() -> ProcessIdentity:
     """Return a process of this host that has ended and is a zombie, so that its pid is not reused."""
     child = subprocess.Popen([sys.executable, "-c", ""])
     started = start_time(child.pid)
@@ -230,7 +230,7 @@ def hold(directory: Path, go: float, results: Queue[str]) -> None:
     lease_module.WAIT_S = 1.0
     time.sleep(max(0.0, go - time.monotonic()))
     try:
-        lease = Lease(directory, "log.dir", Process.current())
+        lease = Lease(directory, "log.dir", ProcessIdentity.current())
         lease.acquire(lambda note: None)
         results.put(f"holds {os.getpid()}")
         wait_for_a_signal()

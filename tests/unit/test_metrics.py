@@ -14,7 +14,7 @@ from lib.records import RECORD
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
 from acsgd.io.telemetry.metrics import Metrics
-from acsgd.io.telemetry.record import Event
+from acsgd.io.telemetry.record import RunEvent
 from acsgd.io.telemetry.terminal import PLAIN_LINES
 
 LINE = {name: value for name, value in RECORD._asdict().items() if name != "evaluation"}
@@ -127,7 +127,7 @@ def test_the_event_of_a_view_is_kept_if_the_step_before_it_is_logged_again(tmp_p
     with Metrics.open(configure("jsonl"), tmp_path, resumed_at=0, is_main=True) as metrics:
         for step in (1, 2):
             metrics.log(RECORD._replace(step=step))
-        metrics.event(Event("view", 2, "", {"hosts": 2}))
+        metrics.event(RunEvent("view", 2, "", {"hosts": 2}))
         for step in (2, 3):
             metrics.log(RECORD._replace(step=step))
     assert [line.get("event", line.get("step")) for line in read_lines(tmp_path)] == [1, 2, "view", 3]
@@ -141,7 +141,7 @@ def test_the_event_of_a_return_to_an_earlier_step_is_kept_behind_the_dropped_lin
     with Metrics.open(configure("jsonl"), tmp_path, resumed_at=0, is_main=True) as metrics:
         for step in range(1, 5):
             metrics.log(RECORD._replace(step=step))
-        metrics.event(Event("view", back_to, "", {"hosts": 2}))
+        metrics.event(RunEvent("view", back_to, "", {"hosts": 2}))
         metrics.log(RECORD._replace(step=back_to + 1))
     steps = [LINE | {"step": step} for step in range(1, back_to + 2)]
     event = {"event": "view", "after_step": back_to, "hosts": 2}

@@ -20,7 +20,7 @@ from acsgd.config.run_file import parse
 from acsgd.io.data.batches import Batch, BatchReader, Dataset
 from acsgd.io.data.rows import layout as layout_module
 from acsgd.io.data.rows.documents import DocumentRows
-from acsgd.io.data.rows.layout import Kind, Long, make_layout
+from acsgd.io.data.rows.layout import LongDocument, RowKind, make_layout
 from acsgd.io.data.sampler import BLOCK, Sampler, block_counts
 from acsgd.launch import Launch
 from acsgd.run.plan.job import Job, prepare
@@ -95,7 +95,7 @@ def test_shares_of_a_mixture_are_within_the_bound_of_a_block(
 @pytest.mark.parametrize("kind", ["pack", "single"])
 @pytest.mark.parametrize("long", ["split", "truncate", "skip"])
 def test_the_number_of_targets_of_a_layout_is_that_of_its_labels(
-    kind: Kind, long: Long, monkeypatch: pytest.MonkeyPatch
+    kind: RowKind, long: LongDocument, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = [9, 2, 30, 5, 8, 9, 3, 17, 2, 3]
     monkeypatch.setattr(layout_module, "CHUNK", 8)

@@ -20,9 +20,9 @@ from acsgd.config.options import PipelineConfig
 from acsgd.config.run_file import parse
 from acsgd.io.data.rows.base import INPUT_IDS, LABELS
 from acsgd.io.data.rows.documents import DocumentRows
-from acsgd.io.data.rows.layout import Kind, make_layout
-from acsgd.io.data.rows.objectives import Objective, Part, PrefixLM
-from acsgd.io.data.rows.ul2r import MIXTURE, UL2R, Denoiser, DenoisingTokens, Mode, denoising_tokens, removed
+from acsgd.io.data.rows.layout import RowKind, make_layout
+from acsgd.io.data.rows.objectives import DocumentPart, Objective, PrefixLM
+from acsgd.io.data.rows.ul2r import MIXTURE, UL2R, Denoiser, DenoisingMode, DenoisingTokens, denoising_tokens, removed
 from acsgd.io.data.sampler import Ints, random_words
 from acsgd.launch import Launch
 from acsgd.layers.masks import NO_PREFIX, PREFIXES
@@ -38,12 +38,12 @@ COUNTS = [2, 3, 4, 7, 20, 61, 400]
 """Numbers of tokens of texts."""
 
 
-def part_of(objective: Objective, text: Ints, place: int = 0, epoch: int = 0) -> Part:
+def part_of(objective: Objective, text: Ints, place: int = 0, epoch: int = 0) -> DocumentPart:
     """Return what an objective makes of a text, all of which is learned."""
     return objective.apply(text[:-1], text[1:], place, epoch)
 
 
-def row_of(part: Part) -> tuple[list[int], list[int]]:
+def row_of(part: DocumentPart) -> tuple[list[int], list[int]]:
     """Return the prefix, and the learned tokens, of a part whose labels are exactly the tokens after the prefix."""
     row = [*part.tokens.tolist(), int(part.labels[-1])]
     expected = [token if place >= part.prefix else IGNORED for place, token in enumerate(row)][1:]
@@ -51,11 +51,11 @@ def row_of(part: Part) -> tuple[list[int], list[int]]:
     return row[: part.prefix], row[part.prefix :]
 
 
-def restored(part: Part) -> tuple[Mode, list[int], list[list[int]]]:
+def restored(part: DocumentPart) -> tuple[DenoisingMode, list[int], list[list[int]]]:
     """Return the mode, the text that a part was made of, and the removed spans."""
     prefix, learned = row_of(part)
     begin = prefix[: prefix[0] == BEGIN]
-    mode: Mode = next(
+    mode: DenoisingMode = next(
         mode for mode, ids in TOKENS.modes.items() if prefix[len(begin) : len(begin) + len(ids)] == [*ids]
     )
     kept = prefix[len(begin) + len(TOKENS.modes[mode]) :]
@@ -148,7 +148,7 @@ def test_a_text_with_sentinels_keeps_them() -> None:
 
 @pytest.mark.parametrize("kind", ["pack", "single"])
 @pytest.mark.parametrize("sequence", [8, 24, 100])
-def test_rows_hold_every_document(kind: Kind, sequence: int) -> None:
+def test_rows_hold_every_document(kind: RowKind, sequence: int) -> None:
     lengths = [1, 9, 2, 30, 5, 8, 9, 1, 3, 17, 2, 4]
     corpus, denoised = documents_of(lengths), UL2R(TOKENS, seed=5)
     rows = DocumentRows(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from acsgd.run.step.pace import MIN_GAIN, NORMAL, PATIENCE, SLOW, WINDOW, Change, Dealer, Stragglers
+from acsgd.run.step.pace import MIN_GAIN, NORMAL, PATIENCE, SLOW, WINDOW, Dealer, SpeedChange, Stragglers
 
 
 def counts_over(dealer: Dealer, times: Iterable[Sequence[float]]) -> list[list[int]]:
@@ -54,7 +54,7 @@ def test_replicas_without_state_get_nothing_and_the_others_an_even_split() -> No
     assert dealer.counts == Dealer(8, 3, 0.0).counts
 
 
-def changes_over(times: Iterable[list[list[float]]]) -> list[tuple[int, Change]]:
+def changes_over(times: Iterable[list[list[float]]]) -> list[tuple[int, SpeedChange]]:
     """Return each change with its step, counted from 1."""
     stragglers = Stragglers()
     return [(step, change) for step, of_step in enumerate(times, 1) for change in stragglers.record(of_step)]
@@ -64,13 +64,13 @@ def test_a_slow_rank_is_named_once_and_when_it_is_normal_again() -> None:
     """Of 3 replicas x 2 stages, whose second stage takes longer everywhere: that is not slow."""
     normal, slow = [[1.0, 5.0]] * 3, [[1.0, 5.0], [1.0, 15.0], [1.0, 5.0]]
     assert changes_over([normal] * 5 + [slow] * 100 + [normal] * 100) == [
-        (5 + PATIENCE, Change(3, True, 3.0)),
-        (105 + PATIENCE, Change(3, False, 1.0)),
+        (5 + PATIENCE, SpeedChange(3, True, 3.0)),
+        (105 + PATIENCE, SpeedChange(3, False, 1.0)),
     ]
 
 
 def test_two_replicas_are_compared_with_each_other() -> None:
-    assert changes_over([[[1.0], [SLOW + 1]]] * 30) == [(PATIENCE, Change(1, True, SLOW + 1))]
+    assert changes_over([[[1.0], [SLOW + 1]]] * 30) == [(PATIENCE, SpeedChange(1, True, SLOW + 1))]
 
 
 @pytest.mark.parametrize("pause", [[[1.0], [1.0]], [[1.0], [SLOW]]])

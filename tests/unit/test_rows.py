@@ -18,7 +18,7 @@ from acsgd.io.data.rows import layout as layout_module
 from acsgd.io.data.rows.base import INPUT_IDS, LABELS, RowReader
 from acsgd.io.data.rows.best_fit import best_fit
 from acsgd.io.data.rows.documents import DocumentRows
-from acsgd.io.data.rows.layout import Kind, Long, make_layout, open_layout
+from acsgd.io.data.rows.layout import LongDocument, RowKind, make_layout, open_layout
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.tokens.tokens import Corpus, tokenize_all
 from acsgd.launch import Launch
@@ -32,7 +32,7 @@ LENGTHS = [1, 9, 2, 30, 5, 8, 9, 1, 3, 17, 2, 4]
 """Numbers of tokens of documents."""
 
 
-def rows_of(corpus: Corpus, sequence: int, kind: Kind, long: Long) -> DocumentRows:
+def rows_of(corpus: Corpus, sequence: int, kind: RowKind, long: LongDocument) -> DocumentRows:
     """Return the rows of a corpus with a layout in memory."""
     return DocumentRows(corpus, make_layout(corpus, sequence, kind, long), sequence, padding=PAD)
 
@@ -97,13 +97,13 @@ def test_many_documents_are_packed_with_little_padding() -> None:
 
 @pytest.mark.parametrize("kind", ["pack", "single"])
 @pytest.mark.parametrize("sequence", [1, 4, 8, 29, 100])
-def test_no_token_is_lost(kind: Kind, sequence: int) -> None:
+def test_no_token_is_lost(kind: RowKind, sequence: int) -> None:
     rows = rows_of(documents_of(LENGTHS), sequence, kind, "split")
     assert pairs_of(rows) == pairs_within(SPANS)
 
 
 @pytest.mark.parametrize("kind", ["pack", "single"])
-def test_a_long_document_is_truncated_or_skipped(kind: Kind) -> None:
+def test_a_long_document_is_truncated_or_skipped(kind: RowKind) -> None:
     corpus = documents_of(LENGTHS)
     truncated = rows_of(corpus, 8, kind, "truncate")
     assert pairs_of(truncated) == pairs_within([(start, min(stop, start + 9)) for start, stop in SPANS])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from acsgd.io.data.sources.base import BadRecord, Record, RecordCounts
+from acsgd.io.data.sources.base import BadRecord, RecordCounts, SourceRecord
 from acsgd.io.data.sources.glue import GLUE
 from acsgd.io.data.sources.natural_instructions import SEPARATORS, STYLES
 from acsgd.io.data.sources.sources import parse_sources
@@ -21,7 +21,7 @@ SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 has_data = pytest.mark.skipif(not SHARED.is_dir(), reason=f"no {SHARED}")
 
 
-def read(name: str) -> list[Record | BadRecord]:
+def read(name: str) -> list[SourceRecord | BadRecord]:
     """Return the records of a set."""
     [part] = parse_sources(name)
     return list(part.source.records(RecordCounts()))
@@ -104,7 +104,7 @@ def test_files_of_glue_have_the_fields_of_the_hub(
 ) -> None:
     records = read(f"glue:{task}:{SHARED / 'glue' / file}.tsv")
     assert len(records) == count
-    assert all(isinstance(record, Record) for record in records)
+    assert all(isinstance(record, SourceRecord) for record in records)
     assert all(set(record.fields) == {*fields.split(), "label", "label_name"} for record in records)
     assert all(record.fields[field] for record in records for field in fields.split())
     names = {record.fields["label"]: record.fields["label_name"] for record in records}
@@ -189,7 +189,7 @@ def write_tasks(root: Path, sizes: dict[str, tuple[int, int]]) -> None:
 def test_at_least_three_of_ten_instructions_are_classifications(tmp_path: Path, few: int, many: int) -> None:
     """Exactly as many as needed, each instance about equally often; all others once."""
     write_tasks(tmp_path, {"few": (few, 3), "many": (many, 1000)} if many else {"few": (few, 3)})
-    records = [record for record in read(f"natural_instructions:{tmp_path}") if isinstance(record, Record)]
+    records = [record for record in read(f"natural_instructions:{tmp_path}") if isinstance(record, SourceRecord)]
     used = Counter(record.where for record in records)
     of_few = {where: count for where, count in used.items() if "few.json" in where}
     expected = max(few, -(-many * 3 // 7)) if few else 0

@@ -18,7 +18,7 @@ from lib.corpora import examples_of
 
 from acsgd.config.spec import suggest
 from acsgd.io import SOURCES
-from acsgd.io.data.formats.base import Example, Segment
+from acsgd.io.data.formats.base import Example, TextSegment
 from acsgd.io.data.sources import json_records
 from acsgd.io.data.sources import text as pieces
 from acsgd.io.data.sources.base import OnError, ReadOptions, RecordCounts, Source
@@ -412,7 +412,7 @@ def test_skipping_changes_nothing_in_a_readable_file(tmp_path: Path, name: str) 
 
 def test_the_last_line_may_be_unreadable_and_lack_a_newline(tmp_path: Path) -> None:
     source = only(write(tmp_path / "a.txt", b"good\nbad\xff"), on_error="skip")
-    assert list(examples_of(source)) == [Example((Segment("good\n"),))]
+    assert list(examples_of(source)) == [Example((TextSegment("good\n"),))]
 
 
 def test_a_file_that_is_not_zstd_is_named(tmp_path: Path) -> None:

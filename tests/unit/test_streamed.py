@@ -19,7 +19,7 @@ import zstandard
 from lib.sleeps import record_sleeps
 
 from acsgd.io.data.sources import hub, remote, seekable, streamed
-from acsgd.io.data.sources.base import BadRecord, ReadOptions, Record, RecordCounts
+from acsgd.io.data.sources.base import BadRecord, ReadOptions, RecordCounts, SourceRecord
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.sources.streamed import Streamed
 
@@ -66,7 +66,7 @@ def stream(name: str, on_error: str = "stop") -> Streamed:
 
 def read(
     source: Streamed, cursor: object = None, records: int = 0
-) -> tuple[list[Record | BadRecord], list[tuple[object, int]]]:
+) -> tuple[list[SourceRecord | BadRecord], list[tuple[object, int]]]:
     """Return the records from a cursor on, and the cursor and the count after each."""
     counts = RecordCounts(records, cursor=cursor)
     found, after = [], []
@@ -76,8 +76,8 @@ def read(
     return found, after
 
 
-def fields_of(records: list[Record | BadRecord]) -> list[object]:
-    return [dict(record.fields) for record in records if isinstance(record, Record)]
+def fields_of(records: list[SourceRecord | BadRecord]) -> list[object]:
+    return [dict(record.fields) for record in records if isinstance(record, SourceRecord)]
 
 
 @pytest.fixture(params=[*WRITERS, "hf parquet", "hf jsonl", "hf saved"])

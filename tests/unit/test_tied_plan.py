@@ -15,7 +15,7 @@ from acsgd.launch import Launch
 from acsgd.layers.description import ModelLayers
 from acsgd.pp.schedules.actions import Action, Op
 from acsgd.pp.tied.groups import RowGroups, UseOrder
-from acsgd.pp.tied.plan import Dense, Rows, TiedWeight, tied_weights
+from acsgd.pp.tied.plan import TiedDense, TiedRows, TiedWeight, tied_weights
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.describe import describe_tied
 
@@ -24,7 +24,7 @@ def layers_of(model_type: str) -> ModelLayers:
     return task_of(model_type).layers(small_config(model_type, tie_word_embeddings=True))
 
 
-def plan(layers: ModelLayers, how: Rows | Dense) -> dict[str, TiedWeight]:
+def plan(layers: ModelLayers, how: TiedRows | TiedDense) -> dict[str, TiedWeight]:
     """Return the tied weights if each layer is on a rank of its own."""
     return {weight.key: weight for weight in tied_weights(layers, lambda layer: layer, how)}
 
@@ -32,18 +32,18 @@ def plan(layers: ModelLayers, how: Rows | Dense) -> dict[str, TiedWeight]:
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 def test_the_rank_of_the_head_holds_the_table(model_type: str) -> None:
     layers = layers_of(model_type)
-    [weight] = plan(layers, Rows()).values()
+    [weight] = plan(layers, TiedRows()).values()
     head = len(layers.layers) - 1
     assert (weight.ranks, weight.owner, dict(weight.lookups)) == ((0, head), head, {0: ("input_ids",)})
-    assert not plan(layers, Dense())[weight.key].lookups
-    assert plan(layers.freeze([weight.key]), Rows()) == {}, "a frozen table does not travel"
-    assert tied_weights(layers, lambda _: 0, Rows()) == [], "nor one whose layers are on one rank"
+    assert not plan(layers, TiedDense())[weight.key].lookups
+    assert plan(layers.freeze([weight.key]), TiedRows()) == {}, "a frozen table does not travel"
+    assert tied_weights(layers, lambda _: 0, TiedRows()) == [], "nor one whose layers are on one rank"
 
 
 @pytest.mark.parametrize("model_type", ["t5", "bart"])
 def test_three_layers_of_an_encoder_decoder_share_a_table(model_type: str) -> None:
     """The embeddings of encoder and decoder, each with indices of its own, and the head."""
-    [weight] = [each for each in plan(layers_of(model_type), Rows()).values() if each.lookups]
+    [weight] = [each for each in plan(layers_of(model_type), TiedRows()).values() if each.lookups]
     encoder, decoder, head = weight.ranks
     assert weight.owner == head
     assert dict(weight.lookups) == {encoder: ("input_ids",), decoder: ("decoder_input_ids",)}
@@ -51,7 +51,7 @@ def test_three_layers_of_an_encoder_decoder_share_a_table(model_type: str) -> No
 
 def test_other_tied_weights_have_copies() -> None:
     """Those of the one block of ALBERT, which all of its layers use: no table of an embedding."""
-    weights = plan(layers_of("albert"), Rows())
+    weights = plan(layers_of("albert"), TiedRows())
     assert weights
     assert all(len(weight.ranks) > 1 and not weight.lookups for weight in weights.values())
 
@@ -75,8 +75,8 @@ def test_what_travels_at_most_is_printed(
     assert expected in note
 
 
-@pytest.mark.parametrize(("how", "share"), [(Rows(), 1.0), (Rows(bits=8), 0.3)])
-def test_bytes_of_a_batch_whose_tokens_are_all_different(how: Rows, share: float) -> None:
+@pytest.mark.parametrize(("how", "share"), [(TiedRows(), 1.0), (TiedRows(bits=8), 0.3)])
+def test_bytes_of_a_batch_whose_tokens_are_all_different(how: TiedRows, share: float) -> None:
     """Relative to its activations in fp32, in each direction; 4 micro-batches of 256 tokens, 768 elements."""
     micros, tokens, width = 4, 256, 768
     actions = [Action(op, 0, micro) for op in (Op.F, Op.B) for micro in range(micros)]

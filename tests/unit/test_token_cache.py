@@ -19,7 +19,7 @@ from acsgd import notes as notes_module
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.io.data.batches import BatchReader, Dataset
 from acsgd.io.data.sampler import Sampler
-from acsgd.io.data.sources.base import BadRecord, Record, RecordCounts
+from acsgd.io.data.sources.base import BadRecord, RecordCounts, SourceRecord
 from acsgd.io.data.sources.files import Files
 from acsgd.io.data.sources.sources import WeightedSource, parse_sources
 from acsgd.io.data.tokens import tokens as tokens_module
@@ -101,7 +101,7 @@ def test_tokens_that_are_cut_off_under_a_run_are_an_error(tokenizer: PreTrainedT
 class GrowingFile(Files):
     """A file to which another process appends while it is read."""
 
-    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+    def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         yield from super().records(counts)
         with open(self.name, "a") as file:
             file.write('{"text": "more"}\n')
@@ -144,7 +144,7 @@ class SlowFile(Files):
 
     go_on = threading.Event()
 
-    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+    def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         for record in super().records(counts):
             yield record
             assert self.go_on.wait(60)

@@ -18,7 +18,7 @@ from lib.records import RECORD
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
 from acsgd.io.telemetry.metrics import Metrics
-from acsgd.io.telemetry.record import Record
+from acsgd.io.telemetry.record import StepRecord
 from acsgd.io.telemetry.wandb_log import check_installed
 
 SECRET = "0123456789secret" * 4  # the length of a key of wandb
@@ -30,7 +30,7 @@ CONFIG = Config(
 )
 
 
-def record(step: int, loss: float | None = 2.5) -> Record:
+def record(step: int, loss: float | None = 2.5) -> StepRecord:
     return RECORD._replace(step=step, loss=loss, tokens=64 * step)
 
 

@@ -23,7 +23,7 @@ from acsgd.io.data.formats.labels import LABELLED, labels_of
 from acsgd.io.data.sources.base import BadRecord, RecordCounts, Source
 from acsgd.io.data.tokens.encode import Encoded, Encoder
 from acsgd.io.data.tokens.encode_examples import encoder_of
-from acsgd.io.data.tokens.pipeline import Part, encode_source, progress
+from acsgd.io.data.tokens.pipeline import RecordPart, encode_source, progress
 from acsgd.notes import print_note, report_if_slow
 
 BAR_CHARS = 40
@@ -34,7 +34,7 @@ MAX_TOKENS = 2**24
 
 
 @dataclass
-class Report:
+class SourceReport:
     """What was found in one source."""
 
     name: str
@@ -90,7 +90,7 @@ class Report:
 def check(data: DataConfig, model: str, task: str, sequence: int | None) -> bool:
     """Print a report on each source; return whether all are valid. Raises ValueError.
 
-    sequence: as of Report.
+    sequence: as of SourceReport.
     """
     sources, tokenizer, config = open_sources(data, model, task)
     console = Console(soft_wrap=True, highlight=False)
@@ -98,13 +98,15 @@ def check(data: DataConfig, model: str, task: str, sequence: int | None) -> bool
     for source in sources:
         labels = LabelCounts(labels_of(task, config)) if task in LABELLED else None
         encoder = encoder_of(task, tokenizer, config, MAX_TOKENS, "truncate")
-        reports.append(_examine(source, tokenizer, encoder, Report(source.name, task, sequence, labels)))
+        reports.append(_examine(source, tokenizer, encoder, SourceReport(source.name, task, sequence, labels)))
     for report in reports:
         _print(report, console)
     return all(report.is_valid for report in reports)
 
 
-def _examine(source: Source, tokenizer: PreTrainedTokenizerBase, encoder: Encoder, report: Report) -> Report:
+def _examine(
+    source: Source, tokenizer: PreTrainedTokenizerBase, encoder: Encoder, report: SourceReport
+) -> SourceReport:
     """Read and tokenize a source; return the report, which is completed."""
     started, texts = time.monotonic(), _Texts(report)
     pending = 0  # tokens of a document whose end was not read yet
@@ -130,12 +132,12 @@ def _examine(source: Source, tokenizer: PreTrainedTokenizerBase, encoder: Encode
 class _Texts:
     """Texts of documents, of which those that are empty or repeated are reported."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: SourceReport) -> None:
         self._findings = report.findings
         self._seen: dict[bytes, str] = {}
         self._hash, self._is_empty = xxhash.xxh3_128(), True
 
-    def add(self, part: Part) -> None:
+    def add(self, part: RecordPart) -> None:
         """Add the next part of a document."""
         self._hash.update(part.example.text.encode())
         self._is_empty = self._is_empty and not part.example.text.strip()
@@ -151,7 +153,7 @@ class _Texts:
         self._hash, self._is_empty = xxhash.xxh3_128(), True
 
 
-def _print(report: Report, console: Console) -> None:
+def _print(report: SourceReport, console: Console) -> None:
     learned = f", {report.targets:,} of them learned" if report.labels is None else ""
     lines = [
         f'{report.name}: format "{report.counts.format}"',

@@ -136,7 +136,7 @@ class Dedup:
 
 
 @dataclass(frozen=True)
-class Data:
+class DataCommand:
     """Show, check or deduplicate data before a run."""
 
     action: tyro.conf.OmitSubcommandPrefixes[

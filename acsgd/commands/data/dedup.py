@@ -18,7 +18,7 @@ import xxhash
 from acsgd.commands.data.findings import Finding
 from acsgd.commands.data.show import refuse_streams
 from acsgd.io.data.formats.base import names_of
-from acsgd.io.data.sources.base import TEXT, BadRecord, OnError, ReadOptions, Record, RecordCounts, Source
+from acsgd.io.data.sources.base import TEXT, BadRecord, OnError, ReadOptions, RecordCounts, Source, SourceRecord
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.files.atomic import build_atomically
 from acsgd.notes import print_note, report_if_slow
@@ -81,7 +81,7 @@ class _Writer:
                     raise ValueError(f"{problem}, or skip such records with --on-error skip")
                 self._left_out["unreadable"].add(f"{compared.where} {compared.reason}")
                 continue
-            assert isinstance(record, Record)
+            assert isinstance(record, SourceRecord)
             if finding := self._known(compared):
                 self._left_out[finding].add(record.where)
                 continue
@@ -100,7 +100,7 @@ class _Writer:
         for name, finding in self._left_out.items():
             yield from [f"{name}:", *finding.lines()] if finding.count else []
 
-    def _compared(self, record: Record) -> Mapping[str, Any] | BadRecord:
+    def _compared(self, record: SourceRecord) -> Mapping[str, Any] | BadRecord:
         """Return the fields that are compared."""
         if missing := [name for name in self._on if name not in record.fields]:
             reason = f'has no field "{missing[0]}"; its fields: {names_of(record.fields)}'
@@ -169,7 +169,7 @@ def rows_per_band(threshold: float) -> int:
     return next((rows for rows in powers if 1 - (1 - threshold**rows) ** (NUM_HASHES // rows) >= RECALL), 1)
 
 
-def _documents(records: Iterator[Record | BadRecord]) -> Iterator[Record | BadRecord]:
+def _documents(records: Iterator[SourceRecord | BadRecord]) -> Iterator[SourceRecord | BadRecord]:
     """Yield records, with the pieces of a long text as one."""
     pieces: list[str] = []
     for record in records:

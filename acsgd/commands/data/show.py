@@ -100,10 +100,10 @@ def decoded(
 pass
 pass
 
-Task = Literal["lm", "classification", "regression", "seq2seq"]
+TaskName = Literal["lm", "classification", "regression", "seq2seq"]
 
 
-def show_rows(data: DataConfig, model: str, task: Task, number: int) -> None:
+def show_rows(data: DataConfig, model: str, task: TaskName, number: int) -> None:
     """Print the first rows of each source, after the notes of a run. Raises ValueError."""
     config = Config(ModelConfig(model, task=task), data, OptimConfig(lr=1e-3, steps=1, warmup=0))
     check(config)
@@ -127,7 +127,7 @@ def show_rows(data: DataConfig, model: str, task: Task, number: int) -> None:
 
 
 def _lines(
-    row: Row, name: str, task: Task, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, marks: bool
+    row: Row, name: str, task: TaskName, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, marks: bool
 ) -> Iterator[Text]:
     """Yield the lines about a row."""
     if task == "lm":

@@ -10,7 +10,7 @@ import transformers
 
 from acsgd.commands.evaluation.job import EvaluatedModel
 from acsgd.commands.evaluation.options import DTYPES, EvalOptions
-from acsgd.commands.evaluation.report import Report
+from acsgd.commands.evaluation.report import EvaluationReport
 from acsgd.commands.generation.command import batches, open_generator
 from acsgd.commands.generation.decode import Generator, Ids
 from acsgd.config.options import DataConfig
@@ -32,7 +32,7 @@ class Question(NamedTuple):
     answer: str
 
 
-def evaluate_answers(options: EvalOptions, model: EvaluatedModel, data: DataConfig) -> Report:
+def evaluate_answers(options: EvalOptions, model: EvaluatedModel, data: DataConfig) -> EvaluationReport:
     """Generate the answer to the prompt of each example, and compare it with the example's.
 
     Raises ValueError if an example has no prompt or no answer, or if torchmetrics is not installed.
@@ -48,7 +48,7 @@ def evaluate_answers(options: EvalOptions, model: EvaluatedModel, data: DataConf
     answers = generate_answers(generator, [question.prompt for question in questions])
     scores = compare(answers, [question.answer for question in questions])
     task = "seq2seq" if generator.prompts.is_encoder_decoder else "lm"
-    return Report(model.name, data.sources, task, len(questions), "examples", scores)
+    return EvaluationReport(model.name, data.sources, task, len(questions), "examples", scores)
 
 
 def read_questions(data: DataConfig, generator: Generator) -> list[Question]:

@@ -13,7 +13,7 @@ from acsgd.commands.evaluation.answers import evaluate_answers
 from acsgd.commands.evaluation.harness import run_lm_eval
 from acsgd.commands.evaluation.job import EvaluatedModel, as_typed, config_of, data_of, find_evaluated
 from acsgd.commands.evaluation.options import EvalOptions
-from acsgd.commands.evaluation.report import Report
+from acsgd.commands.evaluation.report import EvaluationReport
 from acsgd.config.run_file import parse_flags
 from acsgd.failures.failures import RunContext, report_failure
 from acsgd.failures.report import report_startup_error
@@ -66,7 +66,7 @@ def _run_alone(options: EvalOptions) -> None:
 @as_typed()
 def evaluate(
     options: EvalOptions, launch: Launch, store: dist.Store, context: RunContext, stack: contextlib.ExitStack
-) -> Report:
+) -> EvaluationReport:
     """Return the metrics of a model on the data, equal on all ranks. Arguments as of `acsgd.main.run`."""
     model, is_main = find_evaluated(options.model), launch.rank == 0
     job = prepare(config_of(options, model, launch.world_size), launch, trains=False)
@@ -90,7 +90,7 @@ def evaluate(
     batches = _Batches(held_out, len(job.micro_ids))
     with report_if_slow(print_note, batches.describe, enabled=is_main):
         scores = session.evaluate(batches, 0)
-    return Report(model.name, config.data.sources, config.model.task, len(held_out), "sequences", scores)
+    return EvaluationReport(model.name, config.data.sources, config.model.task, len(held_out), "sequences", scores)
 
 
 def _warnings(model: EvaluatedModel) -> list[str]:

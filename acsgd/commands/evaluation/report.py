@@ -15,7 +15,7 @@ from rich.text import Text
 
 
 @dataclass(frozen=True)
-class Report:
+class EvaluationReport:
     """Results of an evaluation."""
 
     model: str

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from acsgd.commands.generation.decode import Generator, Ids
-from acsgd.commands.generation.prompts import Messages
+from acsgd.commands.generation.prompts import Conversation
 from acsgd.notes import print_note
 
 
@@ -18,7 +18,7 @@ class Chat:
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
-        self._messages: Messages = []
+        self._messages: Conversation = []
         self._turn = 0
 
     def run(self) -> None:
@@ -49,7 +49,7 @@ class Chat:
         if prompts.has_chat_template:
             self._messages = [*messages, {"role": "assistant", "content": text}]
 
-    def _newest(self, messages: Messages) -> tuple[Messages, Ids]:
+    def _newest(self, messages: Conversation) -> tuple[Conversation, Ids]:
         """Return the newest messages that leave room for a reply, and their ids."""
         prompts, wanted = self._generator.prompts, self._generator.decoding.max_new_tokens
         if prompts.max_positions is not None:

@@ -20,7 +20,14 @@ from acsgd.commands.generation.decode import Generator, Ids
 from acsgd.commands.generation.model import load
 from acsgd.commands.generation.options import Decoding, GenerateOptions
 from acsgd.commands.generation.prompts import Prompt, PromptEncoder
-from acsgd.commands.generation.records import Options, OutputFile, Record, check_output_path, open_output, read_records
+from acsgd.commands.generation.records import (
+    Options,
+    OutputFile,
+    PromptRecord,
+    check_output_path,
+    open_output,
+    read_records,
+)
 from acsgd.errors import RunError, is_out_of_memory
 from acsgd.notes import print_note, report_if_slow
 from acsgd.streams import open_streams
@@ -78,7 +85,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _generate_file(generator: Generator, file: Path, out: Path, records: Sequence[Record], field: str) -> None:
+def _generate_file(generator: Generator, file: Path, out: Path, records: Sequence[PromptRecord], field: str) -> None:
     """Write each record with the text after its prompt to `out`; resume if the file exists."""
     limits, digest = _check_prompts(generator, file, records)
     if generator.decoding.batch > 1 and not generator.pads_exactly():
@@ -105,7 +112,7 @@ def _generate_file(generator: Generator, file: Path, out: Path, records: Sequenc
         print_note(f"{out}: {len(records)} records")
 
 
-def _check_prompts(generator: Generator, file: Path, records: Sequence[Record]) -> tuple[list[int], str]:
+def _check_prompts(generator: Generator, file: Path, records: Sequence[PromptRecord]) -> tuple[list[int], str]:
     """Return the maximum number of new tokens of each record, and a checksum of all prompts.
 
     Raises ValueError with the line of the first prompt that the model cannot take.
@@ -135,7 +142,7 @@ def batches(limits: Sequence[int], size: int) -> Iterator[range]:
             start = stop
 
 
-def _generate_batch(generator: Generator, records: Sequence[Record], batch: range, output: OutputFile) -> None:
+def _generate_batch(generator: Generator, records: Sequence[PromptRecord], batch: range, output: OutputFile) -> None:
     """Generate the texts of a batch and append those that the output lacks."""
     ids: list[Ids] = [generator.prompts.encode(records[index].prompt) for index in batch]
     for index, text in zip(batch, generator.generate(ids, index=batch.start), strict=True):

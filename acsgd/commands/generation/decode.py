@@ -46,7 +46,7 @@ class Generator:
         streamer = None
         if self.decoding.num_beams == 1:
             streamer = TextStreamer(self.loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        criteria = StoppingCriteriaList([_Stopped(is_stopped)])
+        criteria = StoppingCriteriaList([_StopCriterion(is_stopped)])
         output = self._generate([prompt], self.limit(prompt), index, streamer=streamer, stopping_criteria=criteria)
         text = self.prompts.decode(output[0])
         if streamer is None:
@@ -131,7 +131,7 @@ def pad(prompts: Sequence[Ids], padding: int, *, on_left: bool) -> tuple[Tensor,
     return ids, mask
 
 
-class _Stopped(StoppingCriteria):
+class _StopCriterion(StoppingCriteria):
     """Ends a text when a function says so."""
 
     def __init__(self, is_stopped: Callable[[], bool]) -> None:

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from acsgd.commands.generation.model import LoadedModel
 from acsgd.shards.tokenizer import SpecialTokens, name_tokens
 
-Messages = list[dict[str, Any]]
+Conversation = list[dict[str, Any]]
 """Messages of a chat, each with "role" and "content", as chat templates take them."""
 
-Prompt = str | Messages
+Prompt = str | Conversation
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class PromptEncoder:
             raise ValueError("the prompt is not valid UTF-8; correct it") from None
         return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
-    def _chat(self, messages: Messages) -> str:
+    def _chat(self, messages: Conversation) -> str:
         if not self.has_chat_template:
             raise ValueError("messages need a chat template, which the tokenizer does not have; give texts as prompts")
         try:

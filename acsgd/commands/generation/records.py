@@ -20,7 +20,7 @@ GENERATED = "generated_text"
 """Field that is added to a record."""
 
 
-class Record(NamedTuple):
+class PromptRecord(NamedTuple):
     """A line of the input."""
 
     line: int
@@ -39,7 +39,7 @@ class Record(NamedTuple):
         return f"{self.output_start()}{json.dumps(generated, ensure_ascii=False)}}}\n"
 
 
-def read_records(path: Path, *, field: str | None, chat: bool) -> tuple[list[Record], str]:
+def read_records(path: Path, *, field: str | None, chat: bool) -> tuple[list[PromptRecord], str]:
     """Read all records; return them and the name of the field with the prompt. Blank lines are ignored.
 
     field: None = the first of FIELDS that the first record has. chat: whether a text is the message of a user.
@@ -64,7 +64,7 @@ def read_records(path: Path, *, field: str | None, chat: bool) -> tuple[list[Rec
                 f'{where}: {field!r} is neither a text nor a list of messages; write "..." or '
                 '[{"role": "user", "content": "..."}]'
             )
-        records.append(Record(line, text, prompt))
+        records.append(PromptRecord(line, text, prompt))
     if not records or field is None:
         raise ValueError(f"{path} has no records; give a file with one JSON object per line")
     return records, field
@@ -118,7 +118,7 @@ class OutputFile:
         """Number of records that it holds."""
         self._descriptor = descriptor
 
-    def append(self, record: Record, generated: str) -> None:
+    def append(self, record: PromptRecord, generated: str) -> None:
         """Append a record with its generated text. Raises OSError, after which the last line may be incomplete."""
         line = record.output_line(generated).encode()
         try:
@@ -130,7 +130,7 @@ class OutputFile:
 
 
 @contextlib.contextmanager
-def open_output(path: Path, records: Sequence[Record], options: Options) -> Iterator[OutputFile]:
+def open_output(path: Path, records: Sequence[PromptRecord], options: Options) -> Iterator[OutputFile]:
     """Open the output file of some records, new or from an interrupted start, whose last line may be incomplete.
 
     Raises ValueError if the file holds anything else, was written with other options, or is in use.
@@ -198,7 +198,7 @@ def _check_options(path: Path, options: Options) -> None:
             raise ValueError(f"{path} was written with {difference}; use the same to resume it, or {remedy}")
 
 
-def _finished(path: Path, descriptor: int, records: Sequence[Record]) -> int:
+def _finished(path: Path, descriptor: int, records: Sequence[PromptRecord]) -> int:
     """Remove an incomplete last line; return the number of records. Raises ValueError if they are not the input's."""
     finished, size = 0, 0
     with os.fdopen(os.dup(descriptor), "rb") as file:
@@ -216,7 +216,7 @@ def _finished(path: Path, descriptor: int, records: Sequence[Record]) -> int:
     return finished
 
 
-def _is_output(line: bytes, record: Record) -> bool:
+def _is_output(line: bytes, record: PromptRecord) -> bool:
     """Whether a line of the output is a record with a generated text."""
     start = record.output_start().encode()
     if not line.startswith(start) or not line.endswith(b"}\n"):

@@ -23,11 +23,11 @@ from acsgd.elastic.membership.effects import (
     Finish,
     Install,
     KillHung,
-    Record,
+    RecordView,
     Send,
     StopWorkers,
 )
-from acsgd.elastic.membership.messages import Change, Host, Message, Refused, View
+from acsgd.elastic.membership.messages import DaemonMessage, Host, Refused, View, ViewRequest
 from acsgd.elastic.membership.views import Membership
 from acsgd.errors import explain
 from acsgd.notes import print_note
@@ -173,7 +173,7 @@ class Daemon:
                 self._start(self._connections.send(address, message, None))
             case StopWorkers(at_step_end):
                 self._workers.stop(at_step_end=at_step_end)
-            case Record(view):
+            case RecordView(view):
                 self._start(self._record(view))
             case Install(view):
                 self._install(view)
@@ -225,9 +225,9 @@ class Daemon:
 
     # Other hosts.
 
-    def _on_message(self, sender: Host, message: Message) -> None:
+    def _on_message(self, sender: Host, message: DaemonMessage) -> None:
         self._input(lambda membership: membership.receive(sender, message, time.monotonic()))
-        if isinstance(message, Change):
+        if isinstance(message, ViewRequest):
             self._expedite_change()
 
     def _on_refused(self, address: str, host_id: str | None) -> None:

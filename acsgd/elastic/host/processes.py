@@ -15,7 +15,7 @@ from acsgd.launch import daemon_of
 
 
 @dataclass(frozen=True)
-class Process:
+class LocalProcess:
     """A process, also after another one has got its number."""
 
     pid: Natural
@@ -23,7 +23,7 @@ class Process:
     """When it started, clock ticks after the start of the machine."""
 
     @classmethod
-    def of(cls, pid: int) -> Process:
+    def of(cls, pid: int) -> LocalProcess:
         """Return a running process. Raises OSError."""
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return cls(pid, int(fields[19]))
@@ -35,7 +35,7 @@ class Process:
         except OSError:
             return False
         try:
-            if Process.of(self.pid) != self:
+            if LocalProcess.of(self.pid) != self:
                 return False
             signal.pidfd_send_signal(handle, number)
         except OSError:
@@ -53,9 +53,9 @@ class HostProcesses:
     """Absolute path."""
     address: str
     """host:port at which the other hosts reach it."""
-    agent: Process
+    agent: LocalProcess
     """torchrun."""
-    workers: dict[str, Process]
+    workers: dict[str, LocalProcess]
     """By number on the host."""
 
     def restarts_left(self) -> int:
@@ -69,8 +69,8 @@ def describe(socket: Path, run_dir: str, address: str, workers: Mapping[str, int
 
     socket: of its daemon; workers: pids by number on the host. Raises OSError, also if a worker has ended.
     """
-    processes = {name: Process.of(pid) for name, pid in workers.items()}
-    host = HostProcesses(str(Path(run_dir).resolve()), address, Process.of(os.getpid()), processes)
+    processes = {name: LocalProcess.of(pid) for name, pid in workers.items()}
+    host = HostProcesses(str(Path(run_dir).resolve()), address, LocalProcess.of(os.getpid()), processes)
     unfinished = socket.with_suffix(".new")
     unfinished.write_text(json.dumps(asdict(host)))
     unfinished.replace(_description(socket))

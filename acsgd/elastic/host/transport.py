@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from acsgd.elastic.membership.messages import MAX_BYTES, PROTOCOL, Host, Message, SignatureError, seal, unseal
+from acsgd.elastic.membership.messages import MAX_BYTES, PROTOCOL, DaemonMessage, Host, SignatureError, seal, unseal
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Connections:
         *,
         sender: Callable[[], Host],
         is_in_view: Callable[[], bool],
-        on_message: Callable[[Host, Message], None],
+        on_message: Callable[[Host, DaemonMessage], None],
         on_refused: Callable[[str, str | None], None],
         on_rejected: Callable[[Rejection], None],
         connect_timeout_s: float,
@@ -95,7 +95,7 @@ class Connections:
         for outgoing in self._outgoing.values():
             outgoing.writer.close()
 
-    async def send(self, address: str, message: Message, host_id: str | None) -> None:
+    async def send(self, address: str, message: DaemonMessage, host_id: str | None) -> None:
         """Send a message, without waiting for it to arrive. It is dropped if the host cannot be reached.
 
         host_id: of the host that is expected at the address, for `on_refused`.

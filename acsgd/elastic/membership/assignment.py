@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from acsgd.io.files.fields import Natural
 
-Cut = tuple[tuple[Natural, ...], ...]
+StoredCut = tuple[tuple[Natural, ...], ...]
 """The layers of each position of a pipeline, by their indices in the model. Each layer has one position."""
 Held = Mapping[str, frozenset[int]]
 """The layers of which each worker can keep or send the state; a worker without any may be missing."""
@@ -23,7 +23,7 @@ class Transfer:
     target: Natural
 
 
-def assign(workers: Sequence[str], held: Held, wanted: Cut) -> tuple[str, ...]:
+def assign(workers: Sequence[str], held: Held, wanted: StoredCut) -> tuple[str, ...]:
     """Return the worker of each rank: those that hold most of its layers first. wanted: the layers of each rank."""
     overlaps = (
         (-len(held[name].intersection(layers)), rank, seniority)
@@ -39,12 +39,12 @@ def assign(workers: Sequence[str], held: Held, wanted: Cut) -> tuple[str, ...]:
     return tuple(ranks[rank] if rank in ranks else free.pop(0) for rank in range(len(wanted)))
 
 
-def lacks_layers(ranks: Collection[str], held: Held, cut: Cut) -> bool:
+def lacks_layers(ranks: Collection[str], held: Held, cut: StoredCut) -> bool:
     """Return whether no rank holds some layer."""
     return len({layer for name in ranks for layer in held.get(name, ())}) < sum(map(len, cut))
 
 
-def transfers_of(held: Sequence[frozenset[int]], wanted: Cut) -> tuple[Transfer, ...]:
+def transfers_of(held: Sequence[frozenset[int]], wanted: StoredCut) -> tuple[Transfer, ...]:
     """Return the transfers that give each rank its layers, spread evenly over the ranks that hold them.
 
     held, wanted: layers by rank. Ranks that keep a layer are preferred as its sources.
@@ -59,7 +59,7 @@ def transfers_of(held: Sequence[frozenset[int]], wanted: Cut) -> tuple[Transfer,
     return tuple(Transfer(tuple(layers), source, target) for (source, target), layers in layers_of.items())
 
 
-def holders_of(ranks: Sequence[str], held: Held, wanted: Cut, transfers: Sequence[Transfer]) -> tuple[str, ...]:
+def holders_of(ranks: Sequence[str], held: Held, wanted: StoredCut, transfers: Sequence[Transfer]) -> tuple[str, ...]:
     """Return the workers that keep or send state."""
     senders = {transfer.source for transfer in transfers}
     return tuple(

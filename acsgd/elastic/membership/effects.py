@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from acsgd.elastic.membership.messages import Host, Message, Refused, View
+from acsgd.elastic.membership.messages import DaemonMessage, Host, Refused, View
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Send:
     """Send a message to a host."""
 
     to: Host
-    message: Message
+    message: DaemonMessage
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Contact:
     """Send a message to an address of which only the address is known."""
 
     address: str
-    message: Message
+    message: DaemonMessage
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StopWorkers:
 
 
 @dataclass(frozen=True)
-class Record:
+class RecordView:
     """Record a view, unless its epoch has one, and call `recorded` with the one that its epoch has."""
 
     view: View
@@ -77,10 +77,10 @@ class Finish:
     """The run has ended: end the workers."""
 
 
-Effect = Send | Contact | StopWorkers | Record | Install | Refused | Excluded | KillHung | Finish
+Effect = Send | Contact | StopWorkers | RecordView | Install | Refused | Excluded | KillHung | Finish
 
 
-class Outbox:
+class EffectList:
     """Collects the effects of an input, in order."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Outbox:
     def add(self, effect: Effect) -> None:
         self._effects.append(effect)
 
-    def send(self, to: Host, message: Message) -> None:
+    def send(self, to: Host, message: DaemonMessage) -> None:
         self._effects.append(Send(to, message))
 
     def take(self) -> list[Effect]:

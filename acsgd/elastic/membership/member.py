@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from acsgd.elastic.membership.effects import KillHung, Outbox, Timing
-from acsgd.elastic.membership.messages import Change, Decided, Heartbeat, Host, Hung, Message, View
+from acsgd.elastic.membership.effects import EffectList, KillHung, Timing
+from acsgd.elastic.membership.messages import DaemonMessage, Decided, Host, HostHeartbeat, Hung, View, ViewRequest
 from acsgd.elastic.membership.presence import Presence
 
 
 class Member:
     """A host in one view: it observes the others, and knows when the next view is due."""
 
-    def __init__(self, me: Host, view: View, presence: Presence, timing: Timing, outbox: Outbox) -> None:
+    def __init__(self, me: Host, view: View, presence: Presence, timing: Timing, outbox: EffectList) -> None:
         self.view = view
-        self.change: Change | None = None
+        self.change: ViewRequest | None = None
         """The most urgent request for the next view."""
         self.is_idle = False
         """Whether stop signals to all ranks have ended training in this view."""
@@ -31,33 +31,33 @@ class Member:
         """Whether the workers cannot complete their step, as was reported."""
         return self.change is not None and not self.change.at_step_end
 
-    def receive(self, sender: Host, message: Heartbeat | Change | Hung) -> None:
+    def receive(self, sender: Host, message: HostHeartbeat | ViewRequest | Hung) -> None:
         """Handle a message of a host of this view or of an earlier one."""
         match message:
-            case Heartbeat(epoch) if epoch < self.view.epoch:
+            case HostHeartbeat(epoch) if epoch < self.view.epoch:
                 self._outbox.send(sender, Decided(self.view))  # which also shows a host that it was excluded
-            case Heartbeat() if self.view.has(sender.id):
+            case HostHeartbeat() if self.view.has(sender.id):
                 self._presence.record_heartbeat(sender, message)
-            case Change(epoch) if epoch == self.view.epoch:
+            case ViewRequest(epoch) if epoch == self.view.epoch:
                 self._take_change(message)
             case Hung(epoch) if epoch == self.view.epoch:
                 self._outbox.add(KillHung())
 
     def request_change(self, reason: str, *, at_step_end: bool) -> None:
         """Request the next view, from all hosts."""
-        change = Change(self.view.epoch, reason, at_step_end)
+        change = ViewRequest(self.view.epoch, reason, at_step_end)
         self.broadcast(change)
         self._take_change(change)
 
     def on_timer(self, working_s: float | None, now: float) -> None:
         """Send the heartbeat, and have workers killed that hang. working_s: as in Heartbeat, of this host."""
         candidates = tuple(host.id for host in self._presence.candidates(now))
-        self.broadcast(Heartbeat(self.view.epoch, not self._presence.stays(self._me), candidates, working_s))
+        self.broadcast(HostHeartbeat(self.view.epoch, not self._presence.stays(self._me), candidates, working_s))
         for host in self._hung(working_s, now):
             self.hung.add(host.address)
             self._outbox.send(host, Hung(self.view.epoch))
 
-    def broadcast(self, message: Message) -> None:
+    def broadcast(self, message: DaemonMessage) -> None:
         """Send a message to all other hosts of the view."""
         for host in self.view.hosts:
             if host.id != self._me.id:
@@ -104,7 +104,7 @@ class Member:
                 reasons.append(f"{host.address} leaves")
         return ", ".join([*reasons, *(f"{host.address} joins" for host in newcomers)])
 
-    def _take_change(self, change: Change) -> None:
+    def _take_change(self, change: ViewRequest) -> None:
         if self.change is None or not change.at_step_end:
             self.change = change
 

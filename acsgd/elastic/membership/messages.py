@@ -13,7 +13,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
-from acsgd.elastic.membership.assignment import Cut
+from acsgd.elastic.membership.assignment import StoredCut
 from acsgd.elastic.membership.plan import Plan, WorkerState
 from acsgd.io.files.fields import Natural, from_json
 
@@ -60,7 +60,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Heartbeat:
+class HostHeartbeat:
     """Sent to all hosts of the view, every `heartbeat_s`."""
 
     epoch: Natural
@@ -89,7 +89,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Change:
+class ViewRequest:
     """Request to form the next view, since the ranks of this one cannot continue or there are workers to add."""
 
     epoch: Natural
@@ -139,8 +139,8 @@ class Finished:
     epoch: Natural
 
 
-Message = Heartbeat | Join | Refused | Change | Prepare | Promise | Decided | Hung | Finished
-KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
+DaemonMessage = HostHeartbeat | Join | Refused | ViewRequest | Prepare | Promise | Decided | Hung | Finished
+KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(DaemonMessage)}
 
 
 @dataclass(frozen=True)
@@ -155,11 +155,11 @@ class Envelope:
     kind: str
     body: dict[str, Any]
 
-    def message(self) -> Message:
+    def message(self) -> DaemonMessage:
         """Return the message. Raises ValueError if it is not of the protocol."""
         if self.kind not in KINDS:
             raise ValueError(f"{self.kind!r:.50} is not a message of this protocol")
-        message: Message = from_json(KINDS[self.kind], self.body)
+        message: DaemonMessage = from_json(KINDS[self.kind], self.body)
         return message
 
 
@@ -167,7 +167,7 @@ class SignatureError(ValueError):
     """A message was not signed with the secret of the run."""
 
 
-def seal(secret: bytes, run: str, sender: Host, connection: str, number: int, message: Message) -> bytes:
+def seal(secret: bytes, run: str, sender: Host, connection: str, number: int, message: DaemonMessage) -> bytes:
     """Return the line of a message."""
     envelope = Envelope(run, sender, connection, number, type(message).__name__, asdict(message))
     text = json.dumps(asdict(envelope)).encode()
@@ -206,7 +206,7 @@ class Hello:
 class Setup:
     """What a run's workers have in common."""
 
-    cuts: tuple[Cut, ...]
+    cuts: tuple[StoredCut, ...]
     """The layers of each position of a pipeline, for each number of stages that it may have, most first."""
     run_dir: str
     min_replicas: Natural

@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from acsgd.elastic.membership.assignment import Cut, Held, Transfer, assign, holders_of, lacks_layers, transfers_of
+from acsgd.elastic.membership.assignment import (
+    Held,
+    StoredCut,
+    Transfer,
+    assign,
+    holders_of,
+    lacks_layers,
+    transfers_of,
+)
 from acsgd.io.files.fields import Natural
 
 
@@ -111,7 +119,7 @@ def make_plan(
     workers: Mapping[str, WorkerState],
     *,
     staying: Sequence[str],
-    cuts: Sequence[Cut],
+    cuts: Sequence[StoredCut],
     min_replicas: int = 1,
     max_replicas: int | None = None,
 ) -> Plan:
@@ -161,7 +169,9 @@ def _held(holders: Mapping[str, WorkerState], staying: Sequence[str], ahead: Wor
     }
 
 
-def _plan_of(workers: Mapping[str, WorkerState], staying: Sequence[str], cut: Cut, wanted: Cut, held: Held) -> Plan:
+def _plan_of(
+    workers: Mapping[str, WorkerState], staying: Sequence[str], cut: StoredCut, wanted: StoredCut, held: Held
+) -> Plan:
     """Return the plan for state that workers hold, without its step; from disk if they do not hold all layers.
 
     wanted: the layers of each rank, none if there are too few workers.
@@ -175,7 +185,9 @@ def _plan_of(workers: Mapping[str, WorkerState], staying: Sequence[str], cut: Cu
     return replace(plan, from_disk=False, holders=holders_of(ranks, held, wanted, transfers), transfers=transfers)
 
 
-def _plan_of_snapshot(workers: Mapping[str, WorkerState], staying: Sequence[str], cut: Cut, wanted: Cut) -> Plan | None:
+def _plan_of_snapshot(
+    workers: Mapping[str, WorkerState], staying: Sequence[str], cut: StoredCut, wanted: StoredCut
+) -> Plan | None:
     """Return the plan that returns to the newest snapshot of which the ranks have all layers.
 
     None if there is none, or a checkpoint is newer.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from acsgd.elastic.membership.effects import Contact, Outbox, StopWorkers, Timing
+from acsgd.elastic.membership.effects import Contact, EffectList, StopWorkers, Timing
 from acsgd.elastic.membership.messages import Host, Join, Prepare, Promise, View
 from acsgd.elastic.membership.plan import Plan, WorkerState
 from acsgd.elastic.membership.presence import Presence
@@ -15,7 +15,7 @@ from acsgd.elastic.membership.presence import Presence
 class Promises:
     """Answers requests to stop this host's workers, once they have stopped."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: EffectList) -> None:
         self._outbox = outbox
         self._states: dict[str, WorkerState] | None = None
         self._prepare: Prepare | None = None
@@ -146,7 +146,7 @@ class Candidate:
         setup: Mapping[str, str],
         presence: Presence,
         timing: Timing,
-        outbox: Outbox,
+        outbox: EffectList,
     ) -> None:
         self._me = me
         self._endpoints = list(endpoints)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from acsgd.elastic.membership.messages import Heartbeat, Host
+from acsgd.elastic.membership.messages import Host, HostHeartbeat
 
 
 class Presence:
@@ -25,7 +25,7 @@ class Presence:
         self._silence_s = silence_s
         self._message_at: dict[str, float] = {}
         self._candidates: dict[str, tuple[Host, float]] = {}
-        self._heartbeats: dict[str, Heartbeat] = {}
+        self._heartbeats: dict[str, HostHeartbeat] = {}
 
     @property
     def has_heard(self) -> bool:
@@ -36,7 +36,7 @@ class Presence:
         """Record that a message of a host arrived."""
         self._message_at[host.id] = now
 
-    def record_heartbeat(self, host: Host, heartbeat: Heartbeat) -> None:
+    def record_heartbeat(self, host: Host, heartbeat: HostHeartbeat) -> None:
         """Record the heartbeat of a host of the same view."""
         self._heartbeats[host.id] = heartbeat
         if heartbeat.leaving:
@@ -93,7 +93,7 @@ class Presence:
 
     def newcomers(self, members: Sequence[Host], now: float) -> list[Host]:
         """Return the candidates whose messages reach all of these hosts."""
-        others = [self._heartbeats.get(host.id, Heartbeat(0)) for host in members if host != self._me]
+        others = [self._heartbeats.get(host.id, HostHeartbeat(0)) for host in members if host != self._me]
         return [host for host in self.candidates(now) if all(host.id in each.candidates for each in others)]
 
     def working_s(self, host: Host) -> float | None:

@@ -19,21 +19,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from acsgd.elastic.membership.effects import Effect, Excluded, Finish, Install, Outbox, Record, Timing
+from acsgd.elastic.membership.effects import Effect, EffectList, Excluded, Finish, Install, RecordView, Timing
 from acsgd.elastic.membership.member import Member
 from acsgd.elastic.membership.messages import (
-    Change,
+    DaemonMessage,
     Decided,
     Finished,
-    Heartbeat,
     Host,
+    HostHeartbeat,
     Hung,
     Join,
-    Message,
     Prepare,
     Promise,
     Refused,
     View,
+    ViewRequest,
 )
 from acsgd.elastic.membership.plan import Plan, WorkerState
 from acsgd.elastic.membership.preparation import Candidate, Planner, Preparation, Promises
@@ -70,7 +70,7 @@ class Membership:
         self._max_hosts = max_hosts
         self._planner = planner
         self._timing = timing
-        self._outbox = Outbox()
+        self._outbox = EffectList()
         self._presence = Presence(me, timing.silence_s, now)
         self.candidate = Candidate(
             me,
@@ -124,7 +124,7 @@ class Membership:
     def finish(self) -> None:
         """End the run: all hosts end their workers. A view without hosts is recorded, so that none continues."""
         if self._member is not None:
-            self._outbox.add(Record(View(self._next_epoch, (), Plan(stages=1))))
+            self._outbox.add(RecordView(View(self._next_epoch, (), Plan(stages=1))))
             self._member.broadcast(Finished(self._member.view.epoch))
         self._finish()
 
@@ -157,7 +157,7 @@ class Membership:
 
     # Messages.
 
-    def receive(self, sender: Host, message: Message, now: float) -> None:
+    def receive(self, sender: Host, message: DaemonMessage, now: float) -> None:
         """Handle a message of another host."""
         self._presence.record_message(sender, now)
         self._presence.end_others(sender, self._known)
@@ -179,7 +179,7 @@ class Membership:
                 self._learn(message.view, now)
             case Finished():
                 self._finish()
-            case Heartbeat() | Change() | Hung() if self._member is not None:
+            case HostHeartbeat() | ViewRequest() | Hung() if self._member is not None:
                 self._member.receive(sender, message)
 
     def _on_join(self, sender: Host, join: Join, now: float) -> None:
@@ -266,7 +266,7 @@ class Membership:
             return
         if preparation.may_record(presence.ended, self._timing.silence_s, now):
             preparation.is_recording = True
-            self._outbox.add(Record(preparation.next_view(self._planner, presence.stays)))
+            self._outbox.add(RecordView(preparation.next_view(self._planner, presence.stays)))
 
     # Views.
 

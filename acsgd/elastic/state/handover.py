@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from acsgd.dp.resize import Place
+from acsgd.dp.resize import ReplicaPlace
 from acsgd.elastic.membership.messages import View
 from acsgd.elastic.membership.plan import Plan, WorkerState
 from acsgd.elastic.state.channel import StateReceiver
@@ -122,7 +122,7 @@ def hand_over(
         cache_plan = keep_caches(cache_plan, session, job)
     topology = (session.job if session is not None else job).topology
     session = build_session(job, received, groups, cache_plan)
-    received.restore(session, Place(topology.replica, topology.replicas))
+    received.restore(session, ReplicaPlace(topology.replica, topology.replicas))
     return HandedOver(session, received_bytes)
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
-from acsgd.dp.resize import Place, carry_over
+from acsgd.dp.resize import ReplicaPlace, carry_over
 from acsgd.run.setup.session import Session
 from acsgd.shards.layer_tensors import LayerTensors
 from acsgd.shards.load import Constants, LoadedLayer
@@ -78,7 +78,7 @@ class LayersInMemory:
             weight.param.copy_(weight.master)
             session.optimizer.load_state_of(weight, part_of(self._optimizer, {weight.key}), weight.key)
 
-    def restore(self, session: Session, was: Place) -> None:
+    def restore(self, session: Session, was: ReplicaPlace) -> None:
         """Load optimizer state and state of the data-parallel mode. Weights were loaded when the session was built.
 
         was: place of the replica whose state this is, for what replicas do not have in common.
@@ -88,7 +88,7 @@ class LayersInMemory:
             if own:
                 session.optimizer.load_state_of(weight, own, weight.key)
         topology, table = session.job.topology, session.job.plugins.mode.states
-        now = Place(topology.replica, topology.replicas)
+        now = ReplicaPlace(topology.replica, topology.replicas)
         for stage in session.stages.values():
             own = part_of(self._mode, {weight.key for weight in stage.weights})
             stage.sync.load_state_dict(carry_over(table, own, was=was, now=now, is_same_stage=False))

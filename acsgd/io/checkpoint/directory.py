@@ -17,7 +17,7 @@ from acsgd.layers.description import ModelLayers
 from acsgd.shards.disk import flush
 from acsgd.shards.manifest import StoredFile
 
-Kind = Literal["layer", "table", "constants", "replica"]
+PartKind = Literal["layer", "table", "constants", "replica"]
 """Content of a file: trained parameters of a layer, or a tied weight, and state of the optimizer; tensors that never
 change; state of a replica."""
 
@@ -26,7 +26,7 @@ change; state of a replica."""
 class WrittenFile:
     """Report of one written file."""
 
-    kind: Kind
+    kind: PartKind
     layer: str
     """Name of the layer, or of the tied weight."""
     entry: dict[str, Any]
@@ -35,7 +35,7 @@ class WrittenFile:
     """Index of the replica whose state is in it; 0 for other kinds."""
 
     @classmethod
-    def of(cls, directory: Path, kind: Kind, layer: str, file: StoredFile, replica: int = 0) -> WrittenFile:
+    def of(cls, directory: Path, kind: PartKind, layer: str, file: StoredFile, replica: int = 0) -> WrittenFile:
         """Wait until a file is on disk; return the report of it."""
         flush(directory / file.file)
         return cls(kind, layer, asdict(file), replica)
@@ -46,7 +46,7 @@ class WrittenFile:
         return StoredFile(**self.entry)
 
 
-def files_of_layers(written: Sequence[WrittenFile], kind: Kind, model: ModelLayers) -> dict[str, StoredFile]:
+def files_of_layers(written: Sequence[WrittenFile], kind: PartKind, model: ModelLayers) -> dict[str, StoredFile]:
     """Return the file of a kind of each layer that has one, first layer first."""
     by_layer = {file.layer: file.stored for file in written if file.kind == kind}
     return {layer.name: by_layer[layer.name] for layer in model.layers if layer.name in by_layer}

@@ -37,7 +37,7 @@ from acsgd.layers.description import ModelLayers
 from acsgd.shards.disk import copy_model_files, write_layer
 from acsgd.shards.manifest import Manifest
 from acsgd.shards.weights import WeightState
-from acsgd.streams import Event, Streams
+from acsgd.streams import StreamEvent, Streams
 from acsgd.topology import Groups, Topology
 
 log = logging.getLogger(__name__)
@@ -221,7 +221,7 @@ class Saver:
     # The rest runs in the thread.
 
     def _save(
-        self, step: int, copies: list[LayerState], event: Event, run: dict[str, Any], best: bool, started: float
+        self, step: int, copies: list[LayerState], event: StreamEvent, run: dict[str, Any], best: bool, started: float
     ) -> None:
         errors: dict[int, str] = {}
         try:
@@ -233,7 +233,7 @@ class Saver:
         self._result = SaveResult(step, self._directory.of(step), error, tuple(errors), seconds)
 
     def _write_all(
-        self, step: int, copies: list[LayerState], event: Event, run: dict[str, Any], best: bool
+        self, step: int, copies: list[LayerState], event: StreamEvent, run: dict[str, Any], best: bool
     ) -> dict[int, str]:
         """Write this rank's files and, on rank 0, complete the checkpoint. Return the errors by rank."""
         partial = self._directory.partial(step, self._groups.run_id)
@@ -256,7 +256,7 @@ class Saver:
                 shutil.rmtree(partial, ignore_errors=True)
         return errors | _errors(self._all_gather("completing a checkpoint", {"error": error}))
 
-    def _write_layers(self, step: int, copies: Sequence[LayerState], event: Event) -> Iterator[WrittenFile]:
+    def _write_layers(self, step: int, copies: Sequence[LayerState], event: StreamEvent) -> Iterator[WrittenFile]:
         partial, published = self._directory.partial(step, self._groups.run_id), self._directory.of(step)
         event.synchronize()
         partial.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from acsgd.config.options import Config
 from acsgd.config.run_file import to_toml
-from acsgd.io.telemetry.record import Event, Record
+from acsgd.io.telemetry.record import RunEvent, StepRecord
 
 
 class ConfigFile:
@@ -21,7 +21,7 @@ class ConfigFile:
         self._path, self._text, self._notify = run_dir / "config.toml", to_toml(config), notify
         self._write()
 
-    def log(self, record: Record) -> None:
+    def log(self, record: StepRecord) -> None:
         """Write the file again if it is gone. An error is left to the next step: metrics.jsonl reports it."""
         with contextlib.suppress(OSError):
             if not self._path.exists():
@@ -31,7 +31,7 @@ class ConfigFile:
     def note(self, text: str) -> None:
         """Do nothing."""
 
-    def event(self, event: Event) -> None:
+    def event(self, event: RunEvent) -> None:
         pass
 
     def close(self, *, failed: bool) -> None:

@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import BinaryIO
 
-from acsgd.io.telemetry.record import Event, Record
+from acsgd.io.telemetry.record import RunEvent, StepRecord
 
 METRICS = "metrics.jsonl"
 """Name of the file in the run directory."""
@@ -34,7 +34,7 @@ class JsonLinesSink:
         self._unwritten, self._last_step = b"", resumed_at
         self._file = self._open()
 
-    def log(self, record: Record) -> None:
+    def log(self, record: StepRecord) -> None:
         events = b""
         with self._errors_reported():
             self._restore()
@@ -47,7 +47,7 @@ class JsonLinesSink:
     def note(self, text: str) -> None:
         pass
 
-    def event(self, event: Event) -> None:
+    def event(self, event: RunEvent) -> None:
         self._append(event.line())
 
     def close(self, *, failed: bool) -> None:

@@ -9,7 +9,7 @@ from types import TracebackType
 from acsgd.config.options import Config
 from acsgd.io.telemetry.config_file import ConfigFile
 from acsgd.io.telemetry.json_lines import METRICS, JsonLinesSink
-from acsgd.io.telemetry.record import Event, Record, Sink
+from acsgd.io.telemetry.record import RunEvent, Sink, StepRecord
 from acsgd.io.telemetry.terminal import TerminalSink
 
 log = logging.getLogger(__name__)
@@ -53,12 +53,12 @@ class Metrics:
         for sink in self._sinks:
             sink.close(failed=kind is not None)
 
-    def log(self, record: Record) -> None:
+    def log(self, record: StepRecord) -> None:
         """Send the record of a step to all sinks."""
         for sink in self._sinks:
             sink.log(record)
 
-    def event(self, event: Event) -> None:
+    def event(self, event: RunEvent) -> None:
         """Send an event to all sinks and to the text log of this rank."""
         log.info(event.text)
         for sink in self._sinks:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from acsgd.metrics import Scores
 
 
-class Record(NamedTuple):
+class StepRecord(NamedTuple):
     """Metrics of one step: one line of metrics.jsonl. Bytes are sums over all ranks and include headers."""
 
     step: int
@@ -59,7 +59,7 @@ class Record(NamedTuple):
         return {name: _finite(value) for name, value in numbers.items()}
 
 
-class Event(NamedTuple):
+class RunEvent(NamedTuple):
     """Something that happens between steps: a line of metrics.jsonl of its own."""
 
     name: str
@@ -78,7 +78,7 @@ class Event(NamedTuple):
 class Sink(Protocol):
     """A destination of records and notes."""
 
-    def log(self, record: Record) -> None:
+    def log(self, record: StepRecord) -> None:
         """Write the record of a step."""
         ...
 
@@ -86,7 +86,7 @@ class Sink(Protocol):
         """Write a sentence for the user."""
         ...
 
-    def event(self, event: Event) -> None:
+    def event(self, event: RunEvent) -> None:
         """Write an event."""
         ...
 

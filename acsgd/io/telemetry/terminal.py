@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from acsgd.io.telemetry.record import Event, Record
+from acsgd.io.telemetry.record import RunEvent, StepRecord
 
 PLAIN_LINES = 20
 """Number of progress lines of a whole run if standard output is not a terminal."""
@@ -33,7 +33,7 @@ class TerminalSink:
         self._task = self._progress.add_task("train", total=steps, completed=resumed_at, state="starting")
         self._progress.start()
 
-    def log(self, record: Record) -> None:
+    def log(self, record: StepRecord) -> None:
         state = _state(record, fp16=self._fp16)
         self._progress.update(self._task, completed=record.step, state=state)
         every = max(1, self._steps // PLAIN_LINES)
@@ -43,14 +43,14 @@ class TerminalSink:
     def note(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)
 
-    def event(self, event: Event) -> None:
+    def event(self, event: RunEvent) -> None:
         self.note(event.text)
 
     def close(self, *, failed: bool) -> None:
         self._progress.stop()
 
 
-def _state(record: Record, *, fp16: bool) -> str:
+def _state(record: StepRecord, *, fp16: bool) -> str:
     loss = "nan" if record.loss is None else f"{record.loss:.4f}"
     state = f"loss {loss}  {record.tokens_per_s:,.0f} tokens/s"
     if record.skipped:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from acsgd.config.options import Config
-from acsgd.io.telemetry.record import Event, Record
+from acsgd.io.telemetry.record import RunEvent, StepRecord
 
 if TYPE_CHECKING:
     import wandb
@@ -54,7 +54,7 @@ class WandbSink:
         except Exception as error:  # wandb raises errors of its own, of pydantic, of sockets and of its service
             self._disable(error)
 
-    def log(self, record: Record) -> None:
+    def log(self, record: StepRecord) -> None:
         """Log the numbers of a record, without those that are not finite."""
         if self._run is None:
             return
@@ -67,7 +67,7 @@ class WandbSink:
     def note(self, text: str) -> None:
         """Do nothing: notes are for the terminal and the text logs."""
 
-    def event(self, event: Event) -> None:
+    def event(self, event: RunEvent) -> None:
         self.note(event.text)
 
     def close(self, *, failed: bool) -> None:

@@ -57,7 +57,7 @@ def _at(cost: Time | Sequence[Time], index: int) -> Time:
     return cost[index] if isinstance(cost, Sequence) else cost
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """Start and end of an action; for a send, of the transfer of its message."""
 
     start: Time
@@ -69,7 +69,7 @@ class Timeline:
     """The spans of all actions of a program."""
 
     program: Program
-    spans: dict[Action, Span]
+    spans: dict[Action, ActionSpan]
 
     @property
     def makespan(self) -> Time:
@@ -145,7 +145,7 @@ def simulate(program: Program, cost: Cost) -> Timeline:
     dependencies = Dependencies.of(program)
     rank_free: defaultdict[int, Time] = defaultdict(int)
     link_free: defaultdict[tuple[int, int], Time] = defaultdict(int)
-    spans: dict[Action, Span] = {}
+    spans: dict[Action, ActionSpan] = {}
     for rank, action in walk(program, dependencies.needs):
         start = max([rank_free[rank], *(spans[need].end for need in dependencies.needs(action))])
         receiver = _receiver(action, dependencies.placement)
@@ -153,7 +153,7 @@ def simulate(program: Program, cost: Cost) -> Timeline:
             link = rank, receiver
             start = max(start, link_free[link])
             link_free[link] = start + cost.of(action)
-        spans[action] = Span(start, start + cost.of(action))
+        spans[action] = ActionSpan(start, start + cost.of(action))
         if action.is_compute:
             rank_free[rank] = spans[action].end
     return Timeline(program, spans)

@@ -43,7 +43,7 @@ class UseOrder(NamedTuple):
         )
 
 
-class Part(NamedTuple):
+class RowGroup(NamedTuple):
     """Rows of one message."""
 
     group: int
@@ -64,9 +64,9 @@ class RowGroups(NamedTuple):
     """int64 [n]: their indices in the table, by group of the first use."""
     by_end: Tensor
     """int64 [n]: their positions in `ids`, by group of the last use."""
-    parts: list[Part]
+    parts: list[RowGroup]
     """Messages of rows, in the order of `ids`."""
-    end_parts: list[Part]
+    end_parts: list[RowGroup]
     """Messages of gradients, in the order of `by_end`."""
 
     @classmethod
@@ -92,11 +92,11 @@ class RowGroups(NamedTuple):
         return cls(ids, by_end, _parts(first), _parts(last[by_end]))
 
 
-def _parts(groups: Tensor) -> list[Part]:
+def _parts(groups: Tensor) -> list[RowGroup]:
     """Return the messages of rows whose groups are given in ascending order."""
     found, sizes = (each.tolist() for each in groups.unique_consecutive(return_counts=True))
     parts, start = [], 0
     for group, size in zip(found, sizes, strict=True):
-        parts.append(Part(group, slice(start, start + size)))
+        parts.append(RowGroup(group, slice(start, start + size)))
         start += size
     return parts

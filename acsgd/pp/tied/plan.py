@@ -15,7 +15,7 @@ from acsgd.pp.wire.coder import EXACT
 
 
 @dataclass(frozen=True)
-class Rows:
+class TiedRows:
     """One rank holds the table of an embedding: that of its last layer, usually the head. It sends the others the rows
     that their batch uses, and they send the gradients of these rows back.
 
@@ -57,14 +57,14 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Dense:
+class TiedDense:
     """Each rank has a copy of the whole weight with its own optimizer state, and sends its whole gradient to the
     others."""
 
     holds_once: ClassVar[bool] = False
 
 
-TIED: Mapping[str, type] = {"rows": Rows, "dense": Dense}
+TIED: Mapping[str, type] = {"rows": TiedRows, "dense": TiedDense}
 """Ways to share a weight, by the names of pp.tied."""
 
 
@@ -83,7 +83,9 @@ class TiedWeight(NamedTuple):
     has a copy."""
 
 
-def tied_weights(description: ModelLayers, rank_of_layer: Callable[[int], int], how: Rows | Dense) -> list[TiedWeight]:
+def tied_weights(
+    description: ModelLayers, rank_of_layer: Callable[[int], int], how: TiedRows | TiedDense
+) -> list[TiedWeight]:
     """Return the weights that layers of several ranks share, in the order of the model."""
     found = []
     for number, (key, layers) in enumerate(description.tied().items()):

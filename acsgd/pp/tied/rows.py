@@ -17,14 +17,14 @@ from acsgd.layers.lengths import Lengths
 from acsgd.layers.stand_ins import LookupTable
 from acsgd.pp.schedules.actions import Action
 from acsgd.pp.schedules.rows import Pacing
-from acsgd.pp.tied.groups import Part, RowGroups, UseOrder
+from acsgd.pp.tied.groups import RowGroup, RowGroups, UseOrder
 from acsgd.pp.wire.channel import Channel
 from acsgd.pp.wire.coder import TransferInfo
-from acsgd.pp.wire.frame import Kind
+from acsgd.pp.wire.frame import MessageKind
 from acsgd.pp.wire.mailbox import Inbox, Outbox
 from acsgd.shards.weights import Weight
 
-Channels = Mapping[Kind, Channel]
+Channels = Mapping[MessageKind, Channel]
 """Channels of a table between its owner and one other rank, by what they carry."""
 FIRST = 1
 """Number of groups of rows that are sent before their step begins. Messages with which a step begins, such as the
@@ -46,11 +46,11 @@ class RowTransfer:
         self.waiting: list[Tensor] = []
         """Rows of these messages, as long as another batch is in the table."""
 
-    def info(self, part: Part) -> TransferInfo:
+    def info(self, part: RowGroup) -> TransferInfo:
         """Return the description of a message of rows."""
         return TransferInfo(self.step, 0, self.exact, self._ids[part.rows], Lengths(part.size))
 
-    def gradient_info(self, part: Part) -> TransferInfo:
+    def gradient_info(self, part: RowGroup) -> TransferInfo:
         """Return the description of a message of gradients."""
         return TransferInfo(self.step, 0, self.exact, lengths=Lengths(part.size))
 
@@ -65,10 +65,10 @@ class TableOwner:
     def __init__(self, weight: Weight, channels: Sequence[Channels], pacing: Pacing) -> None:
         self.weight = weight
         self._pacing = pacing
-        self._ids_in = [Inbox(each[Kind.TABLE_IDS]) for each in channels]
+        self._ids_in = [Inbox(each[MessageKind.TABLE_IDS]) for each in channels]
         # a step must not wait for rows that the others need later
-        self._rows_out = [Outbox(each[Kind.TABLE_ROWS], max_in_flight=math.inf) for each in channels]
-        self._gradients_in = [Inbox(each[Kind.TABLE_GRADIENTS]) for each in channels]
+        self._rows_out = [Outbox(each[MessageKind.TABLE_ROWS], max_in_flight=math.inf) for each in channels]
+        self._gradients_in = [Inbox(each[MessageKind.TABLE_GRADIENTS]) for each in channels]
         self._transfers: list[RowTransfer] = []
         """Those of the present step or evaluation, by rank."""
 
@@ -166,9 +166,9 @@ class TableUser:
         self._inputs = inputs
         self._order_of = order_of
         self._pacing = pacing
-        self._ids_out = Outbox(channels[Kind.TABLE_IDS])
-        self._rows_in = Inbox(channels[Kind.TABLE_ROWS])
-        self._gradients_out = Outbox(channels[Kind.TABLE_GRADIENTS])
+        self._ids_out = Outbox(channels[MessageKind.TABLE_IDS])
+        self._rows_in = Inbox(channels[MessageKind.TABLE_ROWS])
+        self._gradients_out = Outbox(channels[MessageKind.TABLE_GRADIENTS])
         self._requested: list[RowGroups] = []
         self._transfer: RowTransfer
         """That of the present step or evaluation."""

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from acsgd.streams import DONE, Event, Streams
+from acsgd.streams import DONE, StreamEvent, Streams
 
 ABSENT = 0
 """Version of a sample without an entry."""
@@ -46,7 +46,7 @@ class EntryStore(Protocol):
         """Return a buffer for a new entry, to be passed to `write`. It may hold what `read` returned, or zeros."""
         ...
 
-    def write(self, slot: int, entry: Tensor, key: EntryKey, event: Event) -> None:
+    def write(self, slot: int, entry: Tensor, key: EntryKey, event: StreamEvent) -> None:
         """Store an entry, which is complete once `event` is done."""
         ...
 
@@ -81,7 +81,7 @@ class HostMemoryStore:
         # Entries are overwritten in place. This is safe on a GPU, too: one stream orders all work on them.
         return self._entries[slot] if slot in self._entries else self._streams.host_buffer(self._nbytes).zero_()
 
-    def write(self, slot: int, entry: Tensor, key: EntryKey, event: Event) -> None:
+    def write(self, slot: int, entry: Tensor, key: EntryKey, event: StreamEvent) -> None:
         self._entries[slot] = entry
 
     def read(self, slot: int, key: EntryKey) -> Tensor | None:
@@ -173,7 +173,7 @@ class ActivationCache:
             self._add(sample, _Location(self._free.pop(), ABSENT))
         return self._store.buffer(self._table[sample].slot)
 
-    def write(self, sample: int, entry: Tensor, step: int, micro: int, event: Event = DONE) -> None:
+    def write(self, sample: int, entry: Tensor, step: int, micro: int, event: StreamEvent = DONE) -> None:
         """Store the entry of a sample after a transfer.
 
         entry: a buffer from `reserve`, complete once `event` is done; step, micro: of the transfer.

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from acsgd.errors import RunError
 from acsgd.pp.wire.cache import ABSENT, EntryKey
-from acsgd.streams import Event, Streams
+from acsgd.streams import StreamEvent, Streams
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class DiskStore:
             return self._free_buffers.pop()
         return self._streams.host_buffer(self._nbytes).zero_()  # the padding between fields must be equal at both ends
 
-    def write(self, slot: int, entry: Tensor, key: EntryKey, event: Event) -> None:
+    def write(self, slot: int, entry: Tensor, key: EntryKey, event: StreamEvent) -> None:
         if slot in self._resident and slot not in self._writes:
             self._retire(self._resident[slot])
         content: Future[_Entry | None] = Future()
@@ -143,7 +143,7 @@ class DiskStore:
             return None
         return _Entry(entry, key)
 
-    def _write(self, slot: int, entry: Tensor, key: EntryKey, event: Event) -> None:
+    def _write(self, slot: int, entry: Tensor, key: EntryKey, event: StreamEvent) -> None:
         event.synchronize()
         trailer = _TRAILER.pack(*key, _checksum(entry, key))
         try:

@@ -23,7 +23,7 @@ from acsgd.comm.waits import Meter, Waits, Work
 from acsgd.errors import RunError, reason
 from acsgd.io.files.checksum import REMEDY
 from acsgd.pp.wire.coder import Coder
-from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
+from acsgd.pp.wire.frame import HEADER_BYTES, Header, MessageKind
 from acsgd.streams import Streams
 
 NOT_FINITE = 0
@@ -40,7 +40,7 @@ HANDSHAKE_TAG = 15
 class Channel:
     """One end of a one-way channel: peer, content and encoding."""
 
-    kind: Kind
+    kind: MessageKind
     boundary: int
     """Index of the stage before the boundary."""
     peer: int
@@ -77,7 +77,7 @@ class Channel:
 
     def tag(self, index: int) -> int:
         """Return a gloo tag that no other channel of the two ranks uses; index: of a tensor, or a reserved tag."""
-        return (self.boundary * len(Kind) + self.kind) * _TAGS_PER_CHANNEL + index
+        return (self.boundary * len(MessageKind) + self.kind) * _TAGS_PER_CHANNEL + index
 
     def digest(self) -> int:
         """Return a 32-bit hash of everything that must be equal at both ends."""
@@ -131,7 +131,9 @@ def handshake(channel: Channel) -> None:
 
     Without this check, a message longer than the buffer posted for it makes gloo abort the process.
     """
-    ours = Header(Kind.HANDSHAKE, channel.kind, channel.boundary, channel.digest(), 0, sum(channel.max_message_bytes))
+    ours = Header(
+        MessageKind.HANDSHAKE, channel.kind, channel.boundary, channel.digest(), 0, sum(channel.max_message_bytes)
+    )
     message = torch.frombuffer(bytearray(ours.pack(torch.empty(0, dtype=torch.uint8))), dtype=torch.uint8)
     exchange = Exchange(channel, message, tag=HANDSHAKE_TAG, action="opening a channel with")
     check_header(read_header(exchange.wait(), ours, channel.peer), ours, channel.peer)

@@ -18,7 +18,7 @@ HEADER_BYTES = _IDENTITY.size + _CHECKSUM.size
 """A multiple of 16, so that the fields after the header are aligned."""
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """Content of a message."""
 
     HANDSHAKE = 0
@@ -42,7 +42,7 @@ class Kind(IntEnum):
     @property
     def is_of_weight(self) -> bool:
         """Whether the message is about a tied weight, not about the activations of a micro-batch."""
-        return Kind.TIED_GRADIENT <= self <= Kind.TABLE_GRADIENTS
+        return MessageKind.TIED_GRADIENT <= self <= MessageKind.TABLE_GRADIENTS
 
 
 class Header(NamedTuple):
@@ -97,8 +97,12 @@ class Header(NamedTuple):
         return header
 
     def __str__(self) -> str:
-        kind = Kind(self.kind).name.lower().replace("_", " ") if self.kind in list(Kind) else f"kind {self.kind}"
-        if self.kind in list(Kind) and Kind(self.kind).is_of_weight:
+        kind = (
+            MessageKind(self.kind).name.lower().replace("_", " ")
+            if self.kind in list(MessageKind)
+            else f"kind {self.kind}"
+        )
+        if self.kind in list(MessageKind) and MessageKind(self.kind).is_of_weight:
             rows = f", {self.sequence} rows" if self.sequence else ""
             return f"{kind} of tied weight {self.boundary}, step {self.step + 1}{rows}, {self.length} bytes"
         rows = f" with rows of {' and '.join(str(n) for n in self.lengths if n)} tokens" if self.sequence else ""

@@ -19,7 +19,7 @@ from acsgd.pp.wire.cache_sync import CacheSync
 from acsgd.pp.wire.channel import Channel, handshake
 from acsgd.pp.wire.coder import EXACT, Coder, StatelessCoder, TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta, DeltaCoder
-from acsgd.pp.wire.frame import Kind
+from acsgd.pp.wire.frame import MessageKind
 from acsgd.pp.wire.mailbox import Inbox, Outbox, Received
 from acsgd.pp.wire.row_coder import RowDifferenceCoder
 from acsgd.streams import Streams
@@ -89,7 +89,7 @@ class LinkFactory:
         """
         activation_coders = self._activation_coders(boundary, "sender" if downstream else "receiver")
         activations = self._open_channel(
-            Kind.ACTIVATION, boundary, peer, self.forward, activation_coders, self.forward_meter
+            MessageKind.ACTIVATION, boundary, peer, self.forward, activation_coders, self.forward_meter
         )
         gradient_coders = {
             name: StatelessCoder(self.backward, spec)
@@ -97,7 +97,7 @@ class LinkFactory:
             if spec.dtype.is_floating_point
         }
         gradients = self._open_channel(
-            Kind.GRADIENT, boundary, peer, self.backward, gradient_coders, self.backward_meter
+            MessageKind.GRADIENT, boundary, peer, self.backward, gradient_coders, self.backward_meter
         )
         caches = [coder.cache for coder in activation_coders.values() if isinstance(coder, DeltaCoder)]
         cache_sync = CacheSync(activations, caches)
@@ -111,7 +111,7 @@ class LinkFactory:
         two ends differ.
         """
         coders = {"gradient": StatelessCoder(EXACT, spec)}
-        channel = self._open_channel(Kind.TIED_GRADIENT, number, peer, EXACT, coders, self.tied_meter)
+        channel = self._open_channel(MessageKind.TIED_GRADIENT, number, peer, EXACT, coders, self.tied_meter)
         return Outbox(channel), Inbox(channel)
 
     def open_table(
@@ -124,7 +124,7 @@ class LinkFactory:
         max_rows: int,
         rows: Codec,
         gradients: Codec,
-    ) -> dict[Kind, Channel]:
+    ) -> dict[MessageKind, Channel]:
         """Open the channels of a table between its owner and a rank that looks up its rows, together with the peer.
 
         number: of the weight among all tied ones. max_ids, max_rows: largest number of rows per request, and per
@@ -133,10 +133,10 @@ class LinkFactory:
         count, *of_row = Dim("sequence", 0), *(Dim(None, size) for size in table.shape[1:])  # headers have the number
         ids = TensorSpec((max_ids,), torch.int64, (count,))
         values = TensorSpec((max_rows, *table.shape[1:]), table.dtype, (count, *of_row))
-        coders: dict[Kind, tuple[Codec, dict[str, Coder]]] = {
-            Kind.TABLE_IDS: (EXACT, {"ids": StatelessCoder(EXACT, ids)}),
-            Kind.TABLE_ROWS: (rows, {"rows": _row_coder(rows, values)}),
-            Kind.TABLE_GRADIENTS: (
+        coders: dict[MessageKind, tuple[Codec, dict[str, Coder]]] = {
+            MessageKind.TABLE_IDS: (EXACT, {"ids": StatelessCoder(EXACT, ids)}),
+            MessageKind.TABLE_ROWS: (rows, {"rows": _row_coder(rows, values)}),
+            MessageKind.TABLE_GRADIENTS: (
                 gradients,
                 {"gradient": StatelessCoder(gradients, values._replace(dtype=torch.float32))},
             ),
@@ -162,7 +162,13 @@ class LinkFactory:
         return DeltaCoder(self.forward, spec, cache, self.streams, is_frozen=boundary < self.frozen)
 
     def _open_channel(
-        self, kind: Kind, boundary: int, peer: int, codec: Codec | Delta, coders: Mapping[str, Coder], meter: Meter
+        self,
+        kind: MessageKind,
+        boundary: int,
+        peer: int,
+        codec: Codec | Delta,
+        coders: Mapping[str, Coder],
+        meter: Meter,
     ) -> Channel:
         channel = Channel(kind, boundary, peer, self.group, self.waits, repr(codec), coders, self.streams, meter)
         handshake(channel)

@@ -18,8 +18,8 @@ from acsgd.layers.composed import State
 from acsgd.layers.lengths import Lengths
 from acsgd.pp.wire.channel import NOT_FINITE, Channel, check_header, read_header
 from acsgd.pp.wire.coder import Coder, TransferInfo
-from acsgd.pp.wire.frame import HEADER_BYTES, Header, Kind
-from acsgd.streams import Event, Streams
+from acsgd.pp.wire.frame import HEADER_BYTES, Header, MessageKind
+from acsgd.streams import StreamEvent, Streams
 
 MAX_SENDS_IN_FLIGHT = 16
 """Sends that an outbox leaves unfinished by default, before it waits for the oldest; bounds the memory of buffers."""
@@ -31,7 +31,7 @@ class _BufferPool:
     def __init__(self, nbytes: int, streams: Streams) -> None:
         self._nbytes = nbytes
         self._streams = streams
-        self._free: deque[tuple[Tensor, Event]] = deque()
+        self._free: deque[tuple[Tensor, StreamEvent]] = deque()
 
     def acquire(self) -> Tensor:
         """Return a buffer that is not in use."""
@@ -50,7 +50,7 @@ class _Encoding(NamedTuple):
     header: Header
     context: bytes
     buffer: Tensor
-    encoded: Event
+    encoded: StreamEvent
     length: Future[int] | None
     """Length after entropy coding in the background; None if `header` has the final length."""
 
@@ -131,7 +131,7 @@ class Outbox:
             try:
                 fields = coder.encode(x, info)
                 if cached is not None and len(fields) == len(cached):
-                    kind, wire = Kind.CACHED_ACTIVATION, cached
+                    kind, wire = MessageKind.CACHED_ACTIVATION, cached
                 length = wire_bytes(wire)
                 body = buffer[HEADER_BYTES : HEADER_BYTES + length]
                 pack(fields, body)
@@ -206,7 +206,7 @@ class Inbox:
             info = info._replace(lengths=received.lengths)
             expected = _header(channel, index, info, wire_bytes(coder.wire(info)))
         wire, cached = coder.wire(info), coder.cached_wire(info)
-        if cached is not None and received.kind == Kind.CACHED_ACTIVATION:
+        if cached is not None and received.kind == MessageKind.CACHED_ACTIVATION:
             wire, expected = cached, expected._replace(kind=received.kind, length=wire_bytes(cached))
         header = check_header(received, expected, channel.peer, allow_shorter=coder.uses_entropy_coding(info))
         if header.length == NOT_FINITE and expected.length > 0:  # else a message whose cache hits are all as cached
@@ -238,7 +238,7 @@ def _header(channel: Channel, index: int, info: TransferInfo, length: int) -> He
     return Header(channel.kind, index, channel.boundary, info.step, info.micro, length, *lengths)
 
 
-def _entropy_code(body: Tensor, encoded: Event) -> int:
+def _entropy_code(body: Tensor, encoded: StreamEvent) -> int:
     """Entropy-code a message body in place once it is complete; return its new length."""
     encoded.synchronize()
     return compress_(body)

@@ -33,7 +33,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from acsgd.errors import RunError
-from acsgd.failures.processes import Process
+from acsgd.failures.processes import ProcessIdentity
 
 STALE_S = 20.0
 """Seconds without a heartbeat after which a holder on another host counts as dead."""
@@ -56,7 +56,7 @@ class LeaseWatch:
         """Whether the holder lives, or has written the lease between the last two calls of `has_expired`."""
 
     @property
-    def holders(self) -> list[Process | None]:
+    def holders(self) -> list[ProcessIdentity | None]:
         """The processes that the leases name; None for one that is not written completely."""
         return [_parse(text) for text in self.leases.values()]
 
@@ -96,7 +96,7 @@ class Lease:
         self,
         directory: Path,
         option: str,
-        process: Process,
+        process: ProcessIdentity,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -220,7 +220,7 @@ class Lease:
         """Return the content of the lease, which differs for each heartbeat and always has the same length."""
         return json.dumps(asdict(self._process) | {"beats": f"{self._beats:012d}"}) + "\n"
 
-    def _in_use(self, holders: Sequence[Process | None], age_s: float) -> str:
+    def _in_use(self, holders: Sequence[ProcessIdentity | None], age_s: float) -> str:
         where = f"{self._option}: {self.directory} is in use by another run"
         holder = next(filter(None, holders), None)
         if holder is None:
@@ -231,10 +231,10 @@ class Lease:
         )
 
 
-def _parse(text: str) -> Process | None:
+def _parse(text: str) -> ProcessIdentity | None:
     try:
         fields = json.loads(text)
         del fields["beats"]
-        return Process(**fields)
+        return ProcessIdentity(**fields)
     except (ValueError, TypeError, KeyError):
         return None  # not written completely

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from acsgd.errors import ReportedError, RunError
-from acsgd.failures.processes import Process
+from acsgd.failures.processes import ProcessIdentity
 from acsgd.notes import print_note
 from acsgd.run.lock.lease import STALE_S, WAIT_S, Lease
 from acsgd.run.plan.job import Job
@@ -119,4 +119,4 @@ def leases_of(job: Job) -> list[Lease]:
     if job.topology.rank != 0:
         return []
     directories = {job.checkpoints.path.resolve(): "checkpoint.dir", Path(job.config.log.dir).resolve(): "log.dir"}
-    return [Lease(directory, option, Process.current()) for directory, option in sorted(directories.items())]
+    return [Lease(directory, option, ProcessIdentity.current()) for directory, option in sorted(directories.items())]

@@ -16,7 +16,7 @@ from acsgd.config.adapters import Adapter, parse_adapter
 from acsgd.config.options import Config
 from acsgd.launch import Launch
 from acsgd.layers.description import LayerSpec, ModelLayers
-from acsgd.layers.quantize import Quantization, least_bytes
+from acsgd.layers.quantize import QuantizedFormat, least_bytes
 from acsgd.layers.skeleton import parameter_names
 from acsgd.run.plan.layers_cache import LayersCache
 from acsgd.run.plan.limits import ParameterCount, check_memory, check_sequence
@@ -40,7 +40,7 @@ class RunModel(NamedTuple):
     description: ModelLayers
     """Layers of the run, with its adapter and the parameters that it freezes."""
     adapter: Adapter | None
-    quantization: Quantization | None
+    quantization: QuantizedFormat | None
     """Of the frozen linear layers of blocks."""
     is_verified: bool
     """Whether the layers were compared with the whole model when it was converted."""
@@ -108,7 +108,7 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
     )
 
 
-def _least_count(parameters: int, quantization: Quantization | None, *, has_frozen: bool) -> ParameterCount:
+def _least_count(parameters: int, quantization: QuantizedFormat | None, *, has_frozen: bool) -> ParameterCount:
     """Return the count that needs least memory, if which parameters are frozen or quantized is not known yet."""
     if quantization is not None:
         return ParameterCount(0, parameters, parameters, least_bytes(parameters, quantization))

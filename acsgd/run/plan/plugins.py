@@ -14,7 +14,7 @@ from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import Capability, OptimizerSpec
 from acsgd.optim.schedule import parse_schedule
 from acsgd.pp.schedules.schedules import SCHEDULES, Schedule
-from acsgd.pp.tied.plan import TIED, Dense, Rows
+from acsgd.pp.tied.plan import TIED, TiedDense, TiedRows
 from acsgd.pp.wire.delta import Delta
 
 
@@ -26,7 +26,7 @@ class Plugins(NamedTuple):
     """Codec of activations."""
     backward: Codec
     """Codec of activation gradients."""
-    tied: Rows | Dense
+    tied: TiedRows | TiedDense
     """What travels of tied weights."""
     optimizer: OptimizerSpec
     mode: Mode

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from acsgd.comm.waits import Meter
 from acsgd.dp.peers import Peers
-from acsgd.dp.resize import Place, carry_over
+from acsgd.dp.resize import ReplicaPlace, carry_over
 from acsgd.layers.composed import ComposedModel, Inputs
 from acsgd.layers.skeleton import fill_with_stand_ins
 from acsgd.layers.stand_ins import LookupTable
@@ -21,13 +21,13 @@ from acsgd.pp.runtime import Pipeline
 from acsgd.pp.stage import Stage
 from acsgd.pp.tied.dense import TiedGroup
 from acsgd.pp.tied.groups import UseOrder
-from acsgd.pp.tied.plan import Rows, TiedWeight
+from acsgd.pp.tied.plan import TiedRows, TiedWeight
 from acsgd.pp.tied.rows import TableOwner, TableUser
 from acsgd.pp.tied.ties import Ties
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.pp.wire.channel import Channel
 from acsgd.pp.wire.coder import TensorSpec
-from acsgd.pp.wire.frame import Kind
+from acsgd.pp.wire.frame import MessageKind
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.run.plan.job import Job
 from acsgd.run.setup.describe import micro_shapes
@@ -66,7 +66,7 @@ def reconnect(session: Session, job: Job, groups: Groups, cache_plan: CachePlan 
     replica. job: this rank holds the same layers in it; the number of replicas, and which this is, may differ.
     """
     peers, mode = Peers(groups.dp, groups.waits), job.plugins.mode
-    was, now = (Place(each.topology.replica, each.topology.replicas) for each in (session.job, job))
+    was, now = (ReplicaPlace(each.topology.replica, each.topology.replicas) for each in (session.job, job))
     cache_plan = keep_caches(cache_plan, session, job)
     new = _connect(job, groups, peers, session.stages, session.weights, session.optimizer, cache_plan)
     for stage in session.stages.values():  # after the last wait: an interrupt leaves the old session as it is
@@ -257,7 +257,7 @@ def _open_ties(job: Job, stages: dict[int, Stage], factory: LinkFactory) -> Ties
 
 
 def _table_user(
-    job: Job, tied: TiedWeight, stages: dict[int, Stage], table: LookupTable, channels: dict[Kind, Channel]
+    job: Job, tied: TiedWeight, stages: dict[int, Stage], table: LookupTable, channels: dict[MessageKind, Channel]
 ) -> TableUser:
     using = [index for index, stage in stages.items() if stage.looks_up(tied.key)]
 
@@ -268,10 +268,12 @@ def _table_user(
     return TableUser(table, using, tied.lookups[job.topology.rank], order_of, channels, job.pacing)
 
 
-def _open_table(job: Job, tied: TiedWeight, factory: LinkFactory, table: Tensor, *, user: int) -> dict[Kind, Channel]:
+def _open_table(
+    job: Job, tied: TiedWeight, factory: LinkFactory, table: Tensor, *, user: int
+) -> dict[MessageKind, Channel]:
     """Open the channels of a table between its owner and a rank that looks up its rows."""
     how, inputs = job.plugins.tied, tied.lookups[user]
-    assert isinstance(how, Rows)
+    assert isinstance(how, TiedRows)
     return factory.open_table(
         tied.number,
         TensorSpec(tuple(table.shape), table.dtype),

@@ -14,7 +14,7 @@ from acsgd.layers.lengths import Lengths
 from acsgd.layers.masks import DOCUMENTS, PREFIXES
 from acsgd.layers.padding import depends_on_length
 from acsgd.pp.micro_shapes import MicroShapes
-from acsgd.pp.tied.plan import Rows, TiedWeight
+from acsgd.pp.tied.plan import TiedRows, TiedWeight
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.plan.job import Job
 
@@ -65,12 +65,12 @@ def describe_tied(job: Job, model: PreTrainedModel) -> list[str]:
 def _describe(job: Job, tied: TiedWeight, shape: tuple[int, ...]) -> str:
     how, ranks = job.plugins.tied, " and ".join(map(str, tied.ranks))
     if not tied.lookups:
-        reason = ", since a layer uses it otherwise than to look up rows" if isinstance(how, Rows) else ""
+        reason = ", since a layer uses it otherwise than to look up rows" if isinstance(how, TiedRows) else ""
         size = _megabytes(4 * math.prod(shape))
         return (
             f"{tied.key}: ranks {ranks} have copies{reason}; each sends its gradient of {size} per step to the others"
         )
-    assert isinstance(how, Rows)
+    assert isinstance(how, TiedRows)
     users = []
     for rank, inputs in tied.lookups.items():
         most = (min(shape[0], job.max_lookups(inputs, len(job.micro_ids))), *shape[1:])

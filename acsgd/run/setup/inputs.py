@@ -37,7 +37,7 @@ from acsgd.topology import Groups
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RunInputs:
     """Inputs of a job, found and checked. No weights have been read yet."""
 
     reader: BatchReader
@@ -69,7 +69,7 @@ class Inputs:
         return self.reader.fingerprint() + repr((self.held_out and self.held_out.fingerprint(), self.steps, steps))
 
 
-def open_inputs(job: Job, groups: Groups | None = None, *, has_caches: bool = False) -> Inputs:
+def open_inputs(job: Job, groups: Groups | None = None, *, has_caches: bool = False) -> RunInputs:
     """Find and check the inputs of a job. Verified layers, tokens and converted weights get into the cache if need be.
 
     Writes nothing else. groups: as of `open_data`; has_caches: whether this process has its activation caches already.
@@ -105,7 +105,7 @@ def open_inputs(job: Job, groups: Groups | None = None, *, has_caches: bool = Fa
     cache_plan = plan_activation_caches(job, known, run_id=identity.digest(), fresh=fresh, are_kept=has_caches)
     source = open_weight_source(job) if fresh else None
     notes = (*notes, *describe_padding(job))
-    return Inputs(reader, held, identity, candidates, source, cache_plan, _describe_tokens(job), steps, notes)
+    return RunInputs(reader, held, identity, candidates, source, cache_plan, _describe_tokens(job), steps, notes)
 
 
 def _row_options(job: Job) -> dict[str, object]:

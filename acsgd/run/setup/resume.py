@@ -26,7 +26,7 @@ from acsgd.pp.stage import Stage
 from acsgd.run.plan.job import Job
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.describe import describe_tied
-from acsgd.run.setup.inputs import Inputs
+from acsgd.run.setup.inputs import RunInputs
 from acsgd.run.setup.session import Session
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.load import LoadedLayer, WeightSource
@@ -47,7 +47,7 @@ class Start(NamedTuple):
     """Where the weights of a run on disk are: the checkpoint, or the initial weights; None if not known."""
 
 
-def start(job: Job, inputs: Inputs, groups: Groups) -> Start:
+def start(job: Job, inputs: RunInputs, groups: Groups) -> Start:
     """Build this rank's session and resume from the newest valid checkpoint, if there is any.
 
     Collective. Raises RunError if there are checkpoints and none that may be used is valid.

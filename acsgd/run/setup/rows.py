@@ -15,7 +15,7 @@ from acsgd.io.data.rows.concat import ConcatRows
 from acsgd.io.data.rows.cuts import cut_concat, cut_documents, cut_examples, layout_of
 from acsgd.io.data.rows.documents import DocumentRows
 from acsgd.io.data.rows.labelled import LabelledRows, PairRows
-from acsgd.io.data.rows.layout import Layout, open_layout
+from acsgd.io.data.rows.layout import RowLayout, open_layout
 from acsgd.io.data.rows.objectives import CAUSAL, Objective, PrefixLM
 from acsgd.io.data.rows.streamed import StreamedRows
 from acsgd.io.data.rows.ul2r import UL2R, denoising_tokens
@@ -23,7 +23,7 @@ from acsgd.io.data.sources.sources import WeightedSource
 from acsgd.io.data.sources.streamed import Streamed
 from acsgd.io.data.stream.segment_cache import SegmentCache
 from acsgd.io.data.stream.segment_files import OpenSegment
-from acsgd.io.data.stream.segments import Cutter, Position, Segment, read_segments
+from acsgd.io.data.stream.segments import Cutter, SegmentStart, StreamSegment, read_segments
 from acsgd.io.data.tokens.encode import Encoder
 from acsgd.io.data.tokens.encode_examples import encoder_of
 from acsgd.io.data.tokens.tokens import Corpus, token_dtype, tokenize_all, tokens_key
@@ -95,7 +95,7 @@ class RowMaker:
         parts = (version, source.options, key, self._encoder(self.tokenizer).key, rows)
         directory = f"{number}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
 
-        def read(position: Position) -> Iterator[Segment]:
+        def read(position: SegmentStart) -> Iterator[StreamSegment]:
             vocabulary = self.model.get_text_config().vocab_size
             encoder = self._encoder(self.tokenizer)
             return read_segments(source, self.tokenizer, encoder, self._cutter(), position, vocab_size=vocabulary)
@@ -123,7 +123,7 @@ class RowMaker:
             return cut_concat(data.window, data.sequence)
         return cut_documents(data.window, data.sequence, config.rows, config.long, self.objective)
 
-    def _rows(self, corpus: Corpus, layout: Layout | None = None) -> Rows:
+    def _rows(self, corpus: Corpus, layout: RowLayout | None = None) -> Rows:
         """Return the rows of a corpus: as the task needs them, for language modelling as data.rows asks.
 
         layout: of documents, if it is known.

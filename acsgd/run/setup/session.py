@@ -17,7 +17,7 @@ from acsgd.comm.waits import Meter
 from acsgd.dp.peers import Peers
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch
-from acsgd.io.telemetry.record import Record
+from acsgd.io.telemetry.record import StepRecord
 from acsgd.optim.base import LocalStep, Optimizer
 from acsgd.optim.loss_scale import clip_factor, scale_gradients_, squared_norm
 from acsgd.pp.runtime import Pipeline
@@ -48,10 +48,10 @@ class StepResult(NamedTuple):
     """Progress after the step."""
     summary: StepSummary
 
-    def record(self, step_s: float) -> Record:
+    def record(self, step_s: float) -> StepRecord:
         """Return the line of metrics.jsonl for this step, without what follows the update. step_s: its duration."""
         summary, progress = self.summary, self.progress
-        return Record(
+        return StepRecord(
             step=progress.step,
             loss=self.loss if math.isfinite(self.loss) else None,
             tokens=progress.tokens,

@@ -8,7 +8,7 @@ from typing import Protocol
 from acsgd.io.data.held_out import HeldOut
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.metrics import describe
-from acsgd.run.setup.inputs import Inputs
+from acsgd.run.setup.inputs import RunInputs
 from acsgd.run.setup.report import StepSummary, Votes
 from acsgd.run.setup.session import Session
 from acsgd.run.step.checkpointing import Checkpointing
@@ -63,7 +63,7 @@ def step_votes(state: LoopState, snapshots: StepSnapshots, checkpointing: Checkp
 
 
 def evaluate_log_save(
-    session: Session, state: LoopState, inputs: Inputs, metrics: Metrics, checkpointing: Checkpointing
+    session: Session, state: LoopState, inputs: RunInputs, metrics: Metrics, checkpointing: Checkpointing
 ) -> None:
     """Evaluate, log and save after the last completed step, each if it is due."""
     config, summary, progress = session.job.config, state.summary, state.progress

@@ -18,7 +18,7 @@ from acsgd.io.checkpoint.progress import Progress, RunState, origin_of, recorded
 from acsgd.io.checkpoint.resume import Checkpoint, newest_valid
 from acsgd.io.checkpoint.saver import Saver
 from acsgd.run.lock.lock import RunLock
-from acsgd.run.setup.inputs import Inputs
+from acsgd.run.setup.inputs import RunInputs
 from acsgd.run.setup.report import Votes
 from acsgd.run.setup.resume import Start, check_files, layer_states
 from acsgd.run.setup.session import Session
@@ -37,7 +37,7 @@ class Checkpointing:
         self,
         session: Session,
         saver: Saver,
-        inputs: Inputs,
+        inputs: RunInputs,
         newest: Path | None,
         lock: RunLock,
         note: Callable[[str], None],
@@ -57,7 +57,7 @@ class Checkpointing:
 
     @classmethod
     def open(
-        cls, start: Start, inputs: Inputs, groups: Groups, lock: RunLock, *, note: Callable[[str], None]
+        cls, start: Start, inputs: RunInputs, groups: Groups, lock: RunLock, *, note: Callable[[str], None]
     ) -> Checkpointing:
         """Return the checkpointing of a run that has just started."""
         job = start.session.job

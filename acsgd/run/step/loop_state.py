@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.telemetry.record import Record
+from acsgd.io.telemetry.record import StepRecord
 from acsgd.run.setup.report import StepSummary
 from acsgd.run.setup.session import StepResult
 
@@ -68,7 +68,7 @@ class LoopState:
     """Whether the gradients of the next step are complete, and their report may have reached other ranks."""
     summary: StepSummary | None = None
     """Summary of the reports of the last completed step."""
-    record: Record | None = None
+    record: StepRecord | None = None
     """Metrics of that step; None if another process has completed it."""
     is_synced: bool = True
     """Whether the exchange between replicas after that step is complete; True if there is none."""

@@ -9,7 +9,7 @@ from statistics import median
 from typing import NamedTuple
 
 from acsgd.io.data.sampler import deal
-from acsgd.io.telemetry.record import Event
+from acsgd.io.telemetry.record import RunEvent
 from acsgd.run.setup.report import StepSummary
 from acsgd.run.setup.session import Session
 
@@ -24,7 +24,7 @@ class Pace:
     joining: replicas that get no micro-batches until a summary says that they have all of their state.
     """
 
-    def __init__(self, session: Session, report: Callable[[Event], None], joining: Collection[int] = ()) -> None:
+    def __init__(self, session: Session, report: Callable[[RunEvent], None], joining: Collection[int] = ()) -> None:
         job = session.job
         self._groups = session.groups
         self._replica = job.topology.replica
@@ -51,11 +51,11 @@ class Pace:
             self._dealer.deal_evenly(without=self._joining)
             counts = self._dealer.counts
             text = f"replicas that now have all of their state: {_listed(ready)}; micro-batches: {_listed(counts)}"
-            self._report(Event("ready", step, text, {"ready": ready, "micros": counts}))
+            self._report(RunEvent("ready", step, text, {"ready": ready, "micros": counts}))
         elif self._is_by_speed and self._dealer.record([max(of_replica) for of_replica in summary.micro_s]):
             counts = self._dealer.counts
             text = f"micro-batches per replica, by speed: {_listed(counts)}, before {_listed(before)}"
-            self._report(Event("deal", step, text, {"micros": counts}))
+            self._report(RunEvent("deal", step, text, {"micros": counts}))
         if changes := self._stragglers.record(summary.micro_s):
             hosts = self._groups.all_gather_text(
                 "naming slow ranks", socket.gethostname(), timeout_s=self._groups.timeout_s
@@ -64,7 +64,7 @@ class Pace:
                 state = "is slow" if is_slow else "is no longer slow"
                 text = f"rank {rank} on {hosts[rank]} {state}: {factor:.1f} times the time of other ranks of its stages"
                 fields = {"rank": rank, "host": hosts[rank], "factor": round(factor, 2)}
-                self._report(Event("slow_rank" if is_slow else "normal_rank", step, text, fields))
+                self._report(RunEvent("slow_rank" if is_slow else "normal_rank", step, text, fields))
 
 
 def _listed(counts: list[int]) -> str:
@@ -129,7 +129,7 @@ PATIENCE = 20
 """Number of consecutive steps after which it does."""
 
 
-class Change(NamedTuple):
+class SpeedChange(NamedTuple):
     """A rank that has become slow, or normal again."""
 
     rank: int
@@ -147,7 +147,7 @@ class Stragglers:
         self._factors: dict[int, list[float]] = {}
         """Factors of the ranks whose last steps, without a break, speak for a change."""
 
-    def record(self, micro_s: list[list[float]]) -> list[Change]:
+    def record(self, micro_s: list[list[float]]) -> list[SpeedChange]:
         """Record the times of one step per micro-batch, [replicas][stage ranks]; return which ranks have changed.
 
         0 = a rank had no micro-batches.
@@ -161,7 +161,7 @@ class Stragglers:
                     changes += self._compare(replica * stages + stage_rank, seconds / median(others))
         return changes
 
-    def _compare(self, rank: int, factor: float) -> list[Change]:
+    def _compare(self, rank: int, factor: float) -> list[SpeedChange]:
         was_slow = rank in self._slow
         if factor >= NORMAL if was_slow else factor <= SLOW:
             self._factors.pop(rank, None)
@@ -172,4 +172,4 @@ class Stragglers:
             return []
         self._slow ^= {rank}
         del self._factors[rank]
-        return [Change(rank, not was_slow, median(factors))]
+        return [SpeedChange(rank, not was_slow, median(factors))]

@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from acsgd.shards.config import CONFIG, derive_layers
-from acsgd.shards.convert import Report, write_layers
+from acsgd.shards.convert import ReportProgress, write_layers
 from acsgd.shards.disk import ShardDirectory, copy_model_files, list_model_files
 from acsgd.shards.files import read_json_object, tensor_headers
 from acsgd.shards.hf_model import names_of
 from acsgd.shards.layer_tensors import layer_tensors
-from acsgd.shards.legacy.layouts import BLOCK, HEAD, Layout
+from acsgd.shards.legacy.layouts import BLOCK, HEAD, LegacyLayout
 from acsgd.shards.legacy.model import layout_of, open_legacy, untie
 from acsgd.shards.locate import open_shards
 from acsgd.shards.manifest import Manifest
@@ -24,7 +24,7 @@ from acsgd.tasks import TASKS
 
 
 def from_legacy(
-    source: Path, target: Path, *, config: Path | None = None, report: Report = lambda done, total: None
+    source: Path, target: Path, *, config: Path | None = None, report: ReportProgress = lambda done, total: None
 ) -> None:
     """Convert a model or training checkpoint of a replaced system to layer shards in `target`, a directory.
 
@@ -43,7 +43,7 @@ def from_legacy(
     Manifest(0, legacy.layout.task, model, files, replicas={}, model_files=copied, run=None).write(target)
 
 
-def to_legacy(source: Path, target: Path, *, report: Report = lambda done, total: None) -> None:
+def to_legacy(source: Path, target: Path, *, report: ReportProgress = lambda done, total: None) -> None:
     """Convert layer shards to a model of a replaced system, one file per layer, in `target`, an empty directory.
 
     Tensors keep their dtype and bits; of tied ones, each file gets a copy. Raises ValueError if the type of the model
@@ -82,7 +82,7 @@ def _stored_bytes(directory: ShardDirectory) -> dict[str, int]:
     return {name: bytes_of(header) for each in headers for name, header in each.items()}
 
 
-def _buffers(layout: Layout, model: PreTrainedModel, part: str) -> dict[str, Tensor]:
+def _buffers(layout: LegacyLayout, model: PreTrainedModel, part: str) -> dict[str, Tensor]:
     """Return what older versions of transformers stored with a layer besides parameters."""
     kind, block = (BLOCK, int(part)) if part.isdecimal() else (part, 0)
     positions = model.config.max_position_embeddings

@@ -33,7 +33,7 @@ class Buffer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class LegacyLayout:
     """Files of the models of one type."""
 
     task: str
@@ -108,32 +108,32 @@ def _mask_of(
     }
 
 
-LAYOUTS: Mapping[str, Layout] = {
-    "gpt2": Layout(
+LAYOUTS: Mapping[str, LegacyLayout] = {
+    "gpt2": LegacyLayout(
         "lm",
         "transformer.h",
         {EMBEDDING: _in("transformer", "wte", "wpe"), HEAD: _in("transformer", "ln_f") | {"lm_head": "lm_head"}},
         _mask_of("attn"),
     ),
-    "gpt_neo": Layout(
+    "gpt_neo": LegacyLayout(
         "lm",
         "transformer.h",
         {EMBEDDING: _in("transformer", "wte", "wpe"), HEAD: _in("transformer", "ln_f") | {"lm_head": "lm_head"}},
         _mask_of("attn.attention", _gpt_neo_mask),
     ),
-    "gptj": Layout(
+    "gptj": LegacyLayout(
         "lm",
         "transformer.h",
         {EMBEDDING: _in("transformer", "wte"), HEAD: _in("transformer", "ln_f") | {"lm_head": "lm_head"}},
         _mask_of("attn"),
     ),
-    "gpt_neox": Layout(
+    "gpt_neox": LegacyLayout(
         "lm",
         "gpt_neox.layers",
         {EMBEDDING: _in("gpt_neox", "embed_in"), HEAD: _in("gpt_neox", "final_layer_norm") | {"embed_out": "lm_head"}},
         _mask_of("attention") | {f"{BLOCK}.attention.rotary_emb.inv_freq": _rotary("gpt_neox.rotary_emb")},
     ),
-    "opt": Layout(
+    "opt": LegacyLayout(
         "lm",
         "model.decoder.layers",
         {
@@ -141,13 +141,13 @@ LAYOUTS: Mapping[str, Layout] = {
             HEAD: _in("model.decoder", "final_layer_norm", "project_out") | {"lm_head": "lm_head"},
         },
     ),
-    "llama": Layout(
+    "llama": LegacyLayout(
         "lm",
         "model.layers",
         {EMBEDDING: _in("model", "embed_tokens"), HEAD: _in("model", "norm") | {"lm_head": "lm_head"}},
         {f"{BLOCK}.self_attn.rotary_emb.inv_freq": _rotary("model.rotary_emb")},
     ),
-    "deberta-v2": Layout(
+    "deberta-v2": LegacyLayout(
         "classification",
         "deberta.encoder.layer",
         {

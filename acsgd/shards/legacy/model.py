@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from acsgd.shards.check import FLOATING, first_names
 from acsgd.shards.config import CONFIG, MANY_BLOCKS, number_of_blocks, read_config
 from acsgd.shards.files import read_json_object, read_torch_file, verify_torch_file
-from acsgd.shards.legacy.layouts import BLOCK, LAYOUTS, Layout
+from acsgd.shards.legacy.layouts import BLOCK, LAYOUTS, LegacyLayout
 from acsgd.tasks import TASKS
 
 LAYER = re.compile(r"pytorch_(.+)\.pt")
@@ -27,7 +27,7 @@ LATEST = "latest"
 """File beside training checkpoints with the step of the last one."""
 
 
-class Part(NamedTuple):
+class LegacyPart(NamedTuple):
     """One layer of the old layout in a file."""
 
     path: Path
@@ -42,7 +42,7 @@ class Part(NamedTuple):
         }
 
 
-def find_parts(directory: Path, names: Iterable[str]) -> dict[str, Part]:
+def find_parts(directory: Path, names: Iterable[str]) -> dict[str, LegacyPart]:
     """Return where each layer of a model is stored, and verify the files' checksums.
 
     names: of the layers, first to last, as in file names. Raises ValueError if layers are missing, or if the directory
@@ -70,7 +70,7 @@ def _advice(directory: Path) -> str:
     return "give a model or a training checkpoint of AC-SGD, CocktailSGD or OpenChatKit"
 
 
-def _of_layers(directory: Path, files: Mapping[str, Path], names: list[str]) -> dict[str, Part]:
+def _of_layers(directory: Path, files: Mapping[str, Path], names: list[str]) -> dict[str, LegacyPart]:
     if missing := [f"pytorch_{name}.pt" for name in names if name not in files]:
         raise ValueError(f"{directory} lacks layers of the model in config.json: {first_names(missing)}; copy them")
     if extra := [path.name for name, path in files.items() if name not in names]:
@@ -78,10 +78,10 @@ def _of_layers(directory: Path, files: Mapping[str, Path], names: list[str]) -> 
             f"{directory} holds layers that the model in config.json does not have: {first_names(extra)}; give the "
             "config of the model, or remove them"
         )
-    return {name: Part(files[name], "") for name in names}
+    return {name: LegacyPart(files[name], "") for name in names}
 
 
-def _of_stages(directory: Path, files: Mapping[int, Path], names: list[str]) -> dict[str, Part]:
+def _of_stages(directory: Path, files: Mapping[int, Path], names: list[str]) -> dict[str, LegacyPart]:
     """Number the layers of all stages, which are the entries of an nn.Sequential in each: "0.wte.weight"."""
     if missing := [f"prank_{rank}_checkpoint.pt" for rank in range(max(files)) if rank not in files]:
         raise ValueError(f"{directory} lacks stages of the model: {first_names(missing)}; copy them")
@@ -96,7 +96,7 @@ def _of_stages(directory: Path, files: Mapping[int, Path], names: list[str]) -> 
         numbers = sorted({int(name.partition(".")[0]) for name in tensors})
         if absent := [str(number) for number in range(len(numbers)) if number not in numbers]:
             raise ValueError(f"{path} lacks layers of its stage: {first_names(absent)}; copy it again")
-        parts += [Part(path, f"{number}.") for number in numbers]
+        parts += [LegacyPart(path, f"{number}.") for number in numbers]
     if missing := names[len(parts) :]:
         raise ValueError(
             f"{directory} holds {len(parts)} layers, with embedding and head, but the model in config.json has "
@@ -123,8 +123,8 @@ class LegacyModel(NamedTuple):
     config: PreTrainedConfig
     model: PreTrainedModel
     """The model, its parameters on the meta device."""
-    layout: Layout
-    parts: dict[str, Part]
+    layout: LegacyLayout
+    parts: dict[str, LegacyPart]
     """Where each layer of the old layout is stored."""
     names: dict[str, dict[str, str]]
     """By layer of the old layout, the names in its file and those in the model."""
@@ -182,7 +182,7 @@ def untie(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def layout_of(config_directory: Path) -> Layout:
+def layout_of(config_directory: Path) -> LegacyLayout:
     """Return the old layout of the type of model in config.json. Raises ValueError if it has none."""
     path = config_directory / CONFIG
     if not os.path.lexists(path):
@@ -220,7 +220,7 @@ def _check(legacy: LegacyModel, name: str) -> dict[str, int]:
     return {names[key]: tensor.nbytes for key, tensor in tensors.items() if key in names}
 
 
-def _check_parameter(part: Part, key: str, tensor: Tensor, param: Tensor) -> None:
+def _check_parameter(part: LegacyPart, key: str, tensor: Tensor, param: Tensor) -> None:
     if tensor.shape != param.shape:
         raise ValueError(
             f"{part.path}: {part.prefix}{key} has shape {tuple(tensor.shape)}, but by config.json it has "

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from acsgd.io.data.sources.base import Label, ReadOptions, Record
+from acsgd.io.data.sources.base import Label, ReadOptions, SourceRecord
 from acsgd.io.data.sources.text import excerpt
 
-Span = tuple[int, int]
+TextSpan = tuple[int, int]
 """First character of a part of a text, and its end."""
 
 
-class Segment(NamedTuple):
+class TextSegment(NamedTuple):
     """A part of the text of an example."""
 
     text: str
@@ -29,7 +29,7 @@ class Example(NamedTuple):
     Its text is the concatenation of its segments, and is tokenized as a whole.
     """
 
-    segments: tuple[Segment, ...]
+    segments: tuple[TextSegment, ...]
     ends_document: bool = True
     label: Label | None = None
     has_special_tokens: bool = False
@@ -39,7 +39,7 @@ class Example(NamedTuple):
     white space of the prompt."""
     control_token: str | None = None
     """First special token of the tokenizer that a message of a chat has in its text; None if there is none."""
-    plain: tuple[Span, ...] = ()
+    plain: tuple[TextSpan, ...] = ()
     """Spans of the text in which special tokens are ordinary text: where messages have them in theirs."""
 
     @property
@@ -67,7 +67,7 @@ class Format(Protocol):
         """Return whether a record with these fields has this format."""
         ...
 
-    def example(self, record: Record) -> Example:
+    def example(self, record: SourceRecord) -> Example:
         """Make an example of a record. Raises FormatError; ValueError if no record can have this format."""
         ...
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from acsgd.io.data.formats.base import Example, FormatError, OptionsOfFormat, Segment, Span, names_of
-from acsgd.io.data.sources.base import Record
+from acsgd.io.data.formats.base import Example, FormatError, OptionsOfFormat, TextSegment, TextSpan, names_of
+from acsgd.io.data.sources.base import SourceRecord
 from acsgd.io.data.sources.text import excerpt
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 SPEAKERS = {
@@ -55,7 +55,7 @@ class Messages(OptionsOfFormat):
         turns: Any = fields.get(self.field)
         return _is_list(turns) and all(isinstance(each, Mapping) and self.speaker in each for each in turns)
 
-    def example(self, record: Record) -> Example:
+    def example(self, record: SourceRecord) -> Example:
         """Return the text of the chat template, with the answers as targets."""
         if not self.tokenizer.chat_template:
             raise ValueError(
@@ -73,12 +73,12 @@ class Messages(OptionsOfFormat):
             plain=self._plain(messages, text) if control_token and self.options.split_special_tokens else (),
         )
 
-    def _control_token(self, messages: Sequence[Message]) -> str | None:
+    def _control_token(self, messages: Sequence[ChatMessage]) -> str | None:
         """Return a special token that the text of a message contains, None if there is none."""
         texts = (message["content"] for message in messages if isinstance(message["content"], str))
         return next((found[0] for text in texts if (found := self._special_tokens.search(text))), None)
 
-    def _plain(self, messages: Sequence[Message], text: str) -> tuple[Span, ...]:
+    def _plain(self, messages: Sequence[ChatMessage], text: str) -> tuple[TextSpan, ...]:
         """Return where the text of a chat has special tokens of its messages; nothing if that cannot be known.
 
         The template writes the chat again, with placeholders of the same length in the messages.
@@ -105,7 +105,7 @@ class Messages(OptionsOfFormat):
         special = sorted((token.content for token in added if token.special), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, special)) or NOTHING)
 
-    def _messages(self, fields: Mapping[str, Any]) -> list[Message]:
+    def _messages(self, fields: Mapping[str, Any]) -> list[ChatMessage]:
         """Return the messages, in the form in which chat templates take them. Raises FormatError."""
         turns: Any = fields.get(self.field)
         if not _is_list(turns) or not turns:
@@ -113,7 +113,7 @@ class Messages(OptionsOfFormat):
                 f'has no list of messages under "{self.field}"; its fields: {names_of(fields)}',
                 f'write {{"{self.field}": [{{"{self.speaker}": ..., "{self.content}": ...}}]}}',
             )
-        messages: list[Message] = []
+        messages: list[ChatMessage] = []
         before = None
         for number, turn in enumerate(turns, start=1):
             message = self._message(turn, f"message {number}")
@@ -130,7 +130,7 @@ class Messages(OptionsOfFormat):
             raise FormatError("has no message of the assistant", "write an answer, or remove the record")
         return messages
 
-    def _message(self, turn: Any, place: str) -> Message:
+    def _message(self, turn: Any, place: str) -> ChatMessage:
         speaker = turn.get(self.speaker) if isinstance(turn, Mapping) else None
         if not isinstance(speaker, str) or speaker not in self.roles:
             known = ", ".join(f'"{role}"' for role in self.roles)
@@ -152,7 +152,7 @@ class Messages(OptionsOfFormat):
         assert isinstance(template, str)
         return template
 
-    def _marked(self, messages: list[Message]) -> tuple[str, list[Span]]:
+    def _marked(self, messages: list[ChatMessage]) -> tuple[str, list[TextSpan]]:
         """Return the text of a chat, and the spans that the template marks."""
         options: dict[str, Any] = {"chat_template": self._template, **self.tokenizer.special_tokens_map}
         try:
@@ -162,7 +162,7 @@ class Messages(OptionsOfFormat):
         [text], [spans] = rendered
         return text, [(start, end) for start, end in spans if end > start]
 
-    def _derived(self, messages: list[Message]) -> tuple[str, list[Span]]:
+    def _derived(self, messages: list[ChatMessage]) -> tuple[str, list[TextSpan]]:
         """Return the text of a chat, and what each answer adds to the prompt before it."""
         answers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         prompts = self._rendered([messages[:number] for number in answers], add_generation_prompt=True)
@@ -180,7 +180,7 @@ class Messages(OptionsOfFormat):
             spans.append((len(prompt), _end(end, len(prompt), messages[number]["content"])))
         return text, spans
 
-    def _rendered(self, chats: list[list[Message]], **options: bool) -> list[str]:
+    def _rendered(self, chats: list[list[ChatMessage]], **options: bool) -> list[str]:
         """Return the texts of chats: together, which takes less time than one by one."""
         try:
             texts: Any = self.tokenizer.apply_chat_template(chats, tokenize=False, **options)  # type: ignore[arg-type]
@@ -212,12 +212,12 @@ def _end(text: str, begin: int, content: str) -> int:
     return max(begin, len(text.rstrip()))
 
 
-def _segments(text: str, spans: Sequence[Span]) -> tuple[Segment, ...]:
+def _segments(text: str, spans: Sequence[TextSpan]) -> tuple[TextSegment, ...]:
     """Cut a text into targets, its spans, and the rest."""
     segments = []
     done = 0
     for start, end in spans:
-        segments += [Segment(text[done:start], is_target=False), Segment(text[start:end])]
+        segments += [TextSegment(text[done:start], is_target=False), TextSegment(text[start:end])]
         done = end
-    segments.append(Segment(text[done:], is_target=False))
+    segments.append(TextSegment(text[done:], is_target=False))
     return tuple(segment for segment in segments if segment.text)

@@ -9,12 +9,12 @@ from transformers import PreTrainedTokenizerBase
 
 from acsgd.config.options import DataConfig
 from acsgd.config.spec import suggest
-from acsgd.io.data.formats.base import Example, Format, FormatError, Segment, field_of, names_of
+from acsgd.io.data.formats.base import Example, Format, FormatError, TextSegment, field_of, names_of
 from acsgd.io.data.formats.chat import Messages, ShareGpt
 from acsgd.io.data.formats.labelled import Labelled
 from acsgd.io.data.formats.prompts import P3, Alpaca, Dolly, InputOutput, OigChat, PromptCompletion
 from acsgd.io.data.formats.text import Text
-from acsgd.io.data.sources.base import TEXT, BadRecord, ReadOptions, Record, RecordCounts, Source
+from acsgd.io.data.sources.base import TEXT, BadRecord, ReadOptions, RecordCounts, Source, SourceRecord
 from acsgd.io.data.sources.text import pieces_of
 
 FORMATS: Mapping[str, Callable[[ReadOptions, PreTrainedTokenizerBase], Format]] = {
@@ -82,7 +82,7 @@ class _Reader:
         self.format = known if options.format == "auto" else options.format
         """Name of the format; empty until it is detected."""
 
-    def example(self, record: Record | BadRecord) -> Example | BadRecord:
+    def example(self, record: SourceRecord | BadRecord) -> Example | BadRecord:
         """Return the example of a record, or why there is none."""
         if isinstance(record, BadRecord):
             return record
@@ -96,7 +96,7 @@ class _Reader:
         except UnicodeEncodeError:
             return BadRecord(record.where, "has a lone surrogate, which is not valid text", "write the whole pair")
         if self._options.targets == "all" and example.label is None:
-            return example._replace(segments=(Segment(example.text),))
+            return example._replace(segments=(TextSegment(example.text),))
         return example
 
     def _renamed(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -125,7 +125,7 @@ def _parse_fields(text: str | None) -> tuple[tuple[str, str], ...]:
 
 def parts_of(example: Example) -> Iterator[Example]:
     """Cut a long example into parts that are tokenized one at a time."""
-    parts = [Segment(piece, is_target) for text, is_target in example.segments for piece in pieces_of(text)]
+    parts = [TextSegment(piece, is_target) for text, is_target in example.segments for piece in pieces_of(text)]
     if len(parts) == len(example.segments):
         yield example
         return

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from acsgd.io.data.formats.base import Example, FormatError, OptionsOfFormat, Segment, has_strings, names_of
-from acsgd.io.data.sources.base import Label, Record
+from acsgd.io.data.formats.base import Example, FormatError, OptionsOfFormat, TextSegment, has_strings, names_of
+from acsgd.io.data.sources.base import Label, SourceRecord
 
 TEXTS = (
     ("text",),
@@ -29,7 +29,7 @@ class Labelled(OptionsOfFormat):
         """Return False: labels are read only for tasks that need them."""
         return False
 
-    def example(self, record: Record) -> Example:
+    def example(self, record: SourceRecord) -> Example:
         """Return a segment per text, and the label."""
         names = next((names for names in TEXTS if has_strings(record.fields, *names)), None)
         if names is None:
@@ -37,7 +37,7 @@ class Labelled(OptionsOfFormat):
                 f'has no string under "text"; its fields: {names_of(record.fields)}',
                 'name the fields with the text and the label, --data.fields "text=FIELD,label=FIELD"',
             )
-        return Example(tuple(Segment(record.fields[name]) for name in names), label=_label(record.fields))
+        return Example(tuple(TextSegment(record.fields[name]) for name in names), label=_label(record.fields))
 
 
 def _label(fields: Mapping[str, Any]) -> Label:

@@ -58,7 +58,7 @@ class Classes:
         raise FormatError(f"has the label {shown(label)}, but {known}", remedy, label=label)
 
 
-class Values:
+class RegressionLabels:
     """Values of a regression."""
 
     key = "values"
@@ -78,7 +78,7 @@ class Values:
 
 def labels_of(task: str, config: PreTrainedConfig) -> Labels:
     """Return what the labels of a task of LABELLED may be."""
-    return Values() if task == "regression" else Classes(config)
+    return RegressionLabels() if task == "regression" else Classes(config)
 
 
 def shown(label: Label) -> str:

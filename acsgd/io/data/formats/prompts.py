@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from acsgd.io.data.formats.base import Example, FormatError, OptionsOfFormat, Segment, has_strings, string_of
-from acsgd.io.data.sources.base import TEXT, Record
+from acsgd.io.data.formats.base import Example, FormatError, OptionsOfFormat, TextSegment, has_strings, string_of
+from acsgd.io.data.sources.base import TEXT, SourceRecord
 
 INSTRUCTION = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -34,7 +34,7 @@ class _Pair(OptionsOfFormat):
         """Return whether both fields are strings."""
         return has_strings(fields, self.prompt, self.answer)
 
-    def example(self, record: Record) -> Example:
+    def example(self, record: SourceRecord) -> Example:
         """Return the prompt, and the answer as the target."""
         prompt = string_of(record.fields, self.prompt)
         answer = _answer(record.fields, self.answer)
@@ -72,7 +72,7 @@ class _Instruction(OptionsOfFormat):
         """Return whether instruction and answer are strings."""
         return has_strings(fields, "instruction", self.answer)
 
-    def example(self, record: Record) -> Example:
+    def example(self, record: SourceRecord) -> Example:
         """Return the prompt, and the answer as the target."""
         instruction = string_of(record.fields, "instruction")
         context = string_of(record.fields, self.context, default="")
@@ -99,10 +99,10 @@ class OigChat(OptionsOfFormat):
         """Return False: such a text is learned as a whole unless this format is asked for."""
         return False
 
-    def example(self, record: Record) -> Example:
+    def example(self, record: SourceRecord) -> Example:
         """Return the text, with what follows each "<bot>:" as a target."""
         opening, *turns = _TURN.split(string_of(record.fields, TEXT))
-        segments = [Segment(opening, is_target=False)] if opening else []
+        segments = [TextSegment(opening, is_target=False)] if opening else []
         for number, (speaker, text) in enumerate(zip(turns[::2], turns[1::2], strict=True), start=1):
             if speaker != (HUMAN if number % 2 else BOT):
                 raise FormatError(
@@ -110,7 +110,7 @@ class OigChat(OptionsOfFormat):
                 )
             if speaker == BOT and not text.strip():
                 raise FormatError(f"has an empty answer in turn {number}", "write an answer, or remove the turn")
-            segments += [Segment(speaker, is_target=False), Segment(text, is_target=speaker == BOT)]
+            segments += [TextSegment(speaker, is_target=False), TextSegment(text, is_target=speaker == BOT)]
         if not any(segment.is_target for segment in segments):
             raise FormatError(f'has no answer: no line begins with "{BOT}"', "correct the record, or --data.format")
         return Example(tuple(segments))
@@ -124,4 +124,4 @@ def _answer(fields: Mapping[str, Any], name: str) -> str:
 
 
 def _pair(prompt: str, answer: str) -> Example:
-    return Example((Segment(prompt, is_target=False), Segment(answer)))
+    return Example((TextSegment(prompt, is_target=False), TextSegment(answer)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from acsgd.io.data.formats.base import Example, OptionsOfFormat, Segment, has_strings, string_of
-from acsgd.io.data.sources.base import TEXT, Record
+from acsgd.io.data.formats.base import Example, OptionsOfFormat, TextSegment, has_strings, string_of
+from acsgd.io.data.sources.base import TEXT, SourceRecord
 
 
 class Text(OptionsOfFormat):
@@ -16,6 +16,6 @@ class Text(OptionsOfFormat):
         """Return whether there is a text."""
         return has_strings(fields, TEXT)
 
-    def example(self, record: Record) -> Example:
+    def example(self, record: SourceRecord) -> Example:
         """Return the text as one segment."""
-        return Example((Segment(string_of(record.fields, TEXT)),), record.ends_document)
+        return Example((TextSegment(string_of(record.fields, TEXT)),), record.ends_document)

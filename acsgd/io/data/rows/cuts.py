@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from acsgd.io.data.rows.best_fit import best_fit
-from acsgd.io.data.rows.layout import ARRAYS, Kind, Layout, Long, by_row, parts_of
+from acsgd.io.data.rows.layout import ARRAYS, LongDocument, RowKind, RowLayout, by_row, parts_of
 from acsgd.io.data.rows.objectives import Objective
 from acsgd.io.data.sampler import Ints
-from acsgd.io.data.stream.segments import Cut, Cutter
+from acsgd.io.data.stream.segments import Cutter, SegmentCut
 from acsgd.io.data.tokens.tokens import Corpus
 from acsgd.io.files.arrays import Array
 
@@ -18,11 +18,11 @@ from acsgd.io.files.arrays import Array
 def cut_concat(rows: int, sequence: int) -> Cutter:
     """Return the cutter of rows as `ConcatRows` has them."""
 
-    def cut(corpus: Corpus, is_last: bool) -> Cut | None:
+    def cut(corpus: Corpus, is_last: bool) -> SegmentCut | None:
         number = min(rows, max(0, len(corpus.tokens) - 1) // sequence)
         if not number or (number < rows and not is_last):
             return None
-        return Cut(number, number * sequence + 1, number * sequence, {})
+        return SegmentCut(number, number * sequence + 1, number * sequence, {})
 
     return cut
 
@@ -30,20 +30,20 @@ def cut_concat(rows: int, sequence: int) -> Cutter:
 def cut_examples(rows: int) -> Cutter:
     """Return the cutter of rows of one example each."""
 
-    def cut(corpus: Corpus, is_last: bool) -> Cut | None:
+    def cut(corpus: Corpus, is_last: bool) -> SegmentCut | None:
         number = min(rows, len(corpus.offsets) - 1)
         if not number or (number < rows and not is_last):
             return None
         end = int(corpus.offsets[number : number + 1][0])
-        return Cut(number, end, end, {})
+        return SegmentCut(number, end, end, {})
 
     return cut
 
 
-def cut_documents(rows: int, sequence: int, kind: Kind, long: Long, objective: Objective) -> Cutter:
+def cut_documents(rows: int, sequence: int, kind: RowKind, long: LongDocument, objective: Objective) -> Cutter:
     """Return the cutter of rows of whole documents. Arguments as of `make_layout`; "pack" packs each segment alone."""
 
-    def cut(corpus: Corpus, is_last: bool) -> Cut | None:
+    def cut(corpus: Corpus, is_last: bool) -> SegmentCut | None:
         starts, lengths, _ = parts_of(corpus, sequence, long, objective)
         sizes = objective.sizes(lengths)
         # parts that fill the rows without any padding are enough, or more
@@ -56,7 +56,7 @@ def cut_documents(rows: int, sequence: int, kind: Kind, long: Long, objective: O
         after = int(starts[number]) if number < len(starts) else len(corpus.tokens)
         layout = by_row(starts[:number], lengths[:number], of_part)
         end = int(starts[last] + lengths[last]) + 1
-        return Cut(int(of_part.max()) + 1, end, after, dict(zip(ARRAYS, layout, strict=True)))
+        return SegmentCut(int(of_part.max()) + 1, end, after, dict(zip(ARRAYS, layout, strict=True)))
 
     return cut
 
@@ -77,7 +77,7 @@ def fill(sizes: Ints, capacity: int, rows: int) -> Ints:
     return np.concatenate([placed, np.arange(int(placed.max(initial=-1)) + 1, rows)[: len(sizes) - low]])
 
 
-def layout_of(arrays: Mapping[str, Array]) -> Layout:
+def layout_of(arrays: Mapping[str, Array]) -> RowLayout:
     """Return the layout of a segment from the arrays of its Cut."""
     starts, lengths, offsets = (arrays[name] for name in ARRAYS)
-    return Layout(starts, lengths, offsets, note="", num_targets=0)
+    return RowLayout(starts, lengths, offsets, note="", num_targets=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from acsgd.io.data.rows.base import INPUT_IDS, LABELS, LENGTHS, Row, read_window
-from acsgd.io.data.rows.layout import Layout
+from acsgd.io.data.rows.layout import RowLayout
 from acsgd.io.data.rows.objectives import CAUSAL, Objective
 from acsgd.io.data.tokens.tokens import Corpus
 from acsgd.io.files.arrays import sample
@@ -26,7 +26,7 @@ class DocumentRows:
     def __init__(
         self,
         corpus: Corpus,
-        layout: Layout,
+        layout: RowLayout,
         sequence: int,
         *,
         padding: int,

@@ -26,8 +26,8 @@ from acsgd.io.files.arrays import Array, ArrayFile, ArrayWriter
 from acsgd.io.files.cache import open_cached
 from acsgd.io.files.entry import Entry, seal
 
-Kind = Literal["pack", "single"]
-Long = Literal["split", "truncate", "skip", "error"]
+RowKind = Literal["pack", "single"]
+LongDocument = Literal["split", "truncate", "skip", "error"]
 
 FORMAT = 2
 """Version of the layouts; part of every cache key."""
@@ -37,7 +37,7 @@ ARRAYS = ("starts.npy", "lengths.npy", "offsets.npy")
 ABOUT = "about.json"
 
 
-class Layout(NamedTuple):
+class RowLayout(NamedTuple):
     """Parts of documents in the order of the rows."""
 
     starts: Array
@@ -55,13 +55,13 @@ class Layout(NamedTuple):
 def open_layout(
     corpus: Corpus,
     sequence: int,
-    kind: Kind,
-    long: Long,
+    kind: RowKind,
+    long: LongDocument,
     cache_dir: Path,
     *,
     objective: Objective = CAUSAL,
     reports_wait: bool = True,
-) -> Layout:
+) -> RowLayout:
     """Return a layout on disk in `cache_dir`. Called by every process of a host; one of them makes it.
 
     Arguments as of `make_layout`, which raises the same errors; reports_wait: as of `open_cached`.
@@ -78,18 +78,20 @@ def open_layout(
         (unfinished / ABOUT).write_text(json.dumps({"note": layout.note, "num_targets": layout.num_targets}))
         seal(unfinished)
 
-    def open_built(path: Path) -> Layout:
+    def open_built(path: Path) -> RowLayout:
         entry = Entry(path)
         starts, lengths, offsets = (ArrayFile(entry, name) for name in ARRAYS)
         for array in (starts, lengths, offsets):
             array.verify_sample()
         about = entry.file(ABOUT)
-        return Layout(starts, lengths, offsets, **json.loads(about.read(0, about.size)))
+        return RowLayout(starts, lengths, offsets, **json.loads(about.read(0, about.size)))
 
     return open_cached(cache_dir / f"{corpus.key}-{key}", build, open_built, reports_wait=reports_wait)
 
 
-def make_layout(corpus: Corpus, sequence: int, kind: Kind, long: Long, objective: Objective = CAUSAL) -> Layout:
+def make_layout(
+    corpus: Corpus, sequence: int, kind: RowKind, long: LongDocument, objective: Objective = CAUSAL
+) -> RowLayout:
     """Divide the documents of a corpus among rows of at most `sequence` tokens, as an objective makes them of parts.
 
     A document of n tokens has n - 1 inputs, each with the next token as label; one without any is left out. kind:
@@ -110,10 +112,10 @@ def make_layout(corpus: Corpus, sequence: int, kind: Kind, long: Long, objective
         rows = shuffled(rows, int(rows.max()) + 1, np.zeros(len(rows), np.uint64))
         starts, lengths, offsets = by_row(starts, lengths, rows)
     note = _describe(corpus, sequence, kind, long, objective.mean_sizes(lengths), len(offsets) - 1, num_long)
-    return Layout(starts, lengths, offsets, note, num_targets)
+    return RowLayout(starts, lengths, offsets, note, num_targets)
 
 
-def parts_of(corpus: Corpus, sequence: int, long: Long, objective: Objective) -> tuple[Ints, Ints, int]:
+def parts_of(corpus: Corpus, sequence: int, long: LongDocument, objective: Objective) -> tuple[Ints, Ints, int]:
     """Return first token and number of inputs of each part of a document, in order, and the number of long documents.
 
     long: as of `make_layout`. Raises ValueError if it is "error" and a document is longer than a row.
@@ -169,7 +171,13 @@ def _count_targets(corpus: Corpus, starts: Ints, lengths: Ints, objective: Objec
 
 
 def _describe(
-    corpus: Corpus, sequence: int, kind: Kind, long: Long, sizes: NDArray[np.float64], num_rows: int, num_long: int
+    corpus: Corpus,
+    sequence: int,
+    kind: RowKind,
+    long: LongDocument,
+    sizes: NDArray[np.float64],
+    num_rows: int,
+    num_long: int,
 ) -> str:
     done = {"split": "split", "truncate": "truncated", "skip": "left out"}
     padding = 1 - sizes.sum() / (num_rows * sequence)

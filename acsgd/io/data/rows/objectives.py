@@ -12,7 +12,7 @@ from acsgd.streams import mix_seed
 from acsgd.tasks import IGNORED
 
 
-class Part(NamedTuple):
+class DocumentPart(NamedTuple):
     """A part of a document in a row."""
 
     tokens: Ints
@@ -48,7 +48,7 @@ class Objective(Protocol):
         """Return the mean number of labels of parts of texts, by their number of inputs."""
         ...
 
-    def apply(self, tokens: Ints, labels: Ints, place: int, epoch: int) -> Part:
+    def apply(self, tokens: Ints, labels: Ints, place: int, epoch: int) -> DocumentPart:
         """Return what lies in a row. tokens, labels: of causal language modelling; place: of the part in its corpus.
 
         A function of the seed and the arguments.
@@ -74,9 +74,9 @@ class Causal:
         """Return the lengths."""
         return lengths.astype(np.float64)
 
-    def apply(self, tokens: Ints, labels: Ints, place: int, epoch: int) -> Part:
+    def apply(self, tokens: Ints, labels: Ints, place: int, epoch: int) -> DocumentPart:
         """Return the tokens with all labels."""
-        return Part(tokens, labels)
+        return DocumentPart(tokens, labels)
 
 
 CAUSAL = Causal()
@@ -106,13 +106,13 @@ class PrefixLM:
         """Return half of the lengths: prefixes end anywhere."""
         return (lengths + 1) / 2
 
-    def apply(self, tokens: Ints, labels: Ints, place: int, epoch: int) -> Part:
+    def apply(self, tokens: Ints, labels: Ints, place: int, epoch: int) -> DocumentPart:
         """Return the tokens, with the labels after the prefix."""
         is_target = labels != IGNORED
         if not is_target[0]:
-            return Part(tokens, labels, int(is_target.argmax()) + 1 if is_target.any() else len(tokens))
+            return DocumentPart(tokens, labels, int(is_target.argmax()) + 1 if is_target.any() else len(tokens))
         prefix = 1 + mix_seed(self._seed, place, epoch) % len(tokens)
-        return Part(tokens, np.where(np.arange(len(tokens)) < prefix - 1, IGNORED, labels), prefix)
+        return DocumentPart(tokens, np.where(np.arange(len(tokens)) < prefix - 1, IGNORED, labels), prefix)
 
 
 def longest_part(objective: Objective, sequence: int) -> int:

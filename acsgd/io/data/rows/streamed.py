@@ -13,7 +13,7 @@ from acsgd.io.data.rows.base import Row, Rows
 from acsgd.io.data.sampler import Ints, order_key, shuffled
 from acsgd.io.data.stream.segment_cache import SegmentCache
 from acsgd.io.data.stream.segment_files import OpenSegment
-from acsgd.io.data.stream.segments import Position
+from acsgd.io.data.stream.segments import SegmentStart
 from acsgd.io.files.fields import Natural
 
 OPEN = 4
@@ -26,7 +26,7 @@ class StreamState:
 
     segment: Natural
     """Index of a segment, at or before the one that the next step trains on."""
-    position: Position
+    position: SegmentStart
     """Where it begins."""
     rows: Natural | None = None
     """Number of rows of the source; None if its end was not read yet."""

@@ -20,20 +20,20 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from acsgd.io.data.rows.objectives import Part
+from acsgd.io.data.rows.objectives import DocumentPart
 from acsgd.io.data.sampler import Ints, random_words
 from acsgd.shards.tokenizer import DocumentTokens, name_tokens
 from acsgd.streams import mix_seed
 from acsgd.tasks import IGNORED
 
-Mode = Literal["R", "S", "X"]
-MODES: Sequence[Mode] = ("R", "S", "X")
+DenoisingMode = Literal["R", "S", "X"]
+MODES: Sequence[DenoisingMode] = ("R", "S", "X")
 
 
 class Denoiser(NamedTuple):
     """One way to remove tokens."""
 
-    mode: Mode
+    mode: DenoisingMode
     rate: float = 0.0
     """Fraction of the tokens that is removed."""
     span: int = 0
@@ -49,7 +49,7 @@ a text in spans of 3 or of 8 tokens. Here they have 8: spans of 3 need more sent
 class DenoisingTokens(NamedTuple):
     """Tokens that denoising adds to those of a text."""
 
-    modes: Mapping[Mode, Sequence[int]]
+    modes: Mapping[DenoisingMode, Sequence[int]]
     sentinels: Sequence[int]
     begin: Sequence[int]
     """Before a document; they stay in front of the mode."""
@@ -122,7 +122,7 @@ class UL2R:
         number = len(self.tokens.sentinels)
         return [(each, removed(lengths + 1, each, number) if each.span else none) for each in MIXTURE]
 
-    def apply(self, tokens: Ints, labels: Ints, place: int, epoch: int) -> Part:
+    def apply(self, tokens: Ints, labels: Ints, place: int, epoch: int) -> DocumentPart:
         """Return the kept and the removed tokens."""
         text = np.append(tokens, labels[-1])
         begin = self.tokens.begin if text[: len(self.tokens.begin)].tolist() == [*self.tokens.begin] else ()
@@ -136,7 +136,7 @@ class UL2R:
         prefix = [*begin, *self.tokens.modes[denoiser.mode], *kept]
         row = np.array([*prefix, *learned], dtype=np.int64)
         is_learned = np.arange(1, len(row)) >= len(prefix)
-        return Part(row[:-1], np.where(is_learned, row[1:], IGNORED), min(len(prefix), len(row) - 1))
+        return DocumentPart(row[:-1], np.where(is_learned, row[1:], IGNORED), min(len(prefix), len(row) - 1))
 
     def _divide(self, text: Ints, denoiser: Denoiser, seed: int) -> tuple[list[int], list[int]]:
         """Return what is kept and what is learned, with sentinels."""

@@ -33,7 +33,7 @@ class ReadOptions:
     """Whether special tokens in the text of a message are ordinary text (data.split_special_tokens)."""
 
 
-class Record(NamedTuple):
+class SourceRecord(NamedTuple):
     """One record of a source: a line of JSON, a row of a table, or a piece of a text file."""
 
     fields: Mapping[str, Any]
@@ -116,7 +116,7 @@ class Source(Protocol):
         """Raise ValueError if the source cannot be opened. Does not read the records."""
         ...
 
-    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+    def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         """Yield the records in order, in bounded memory, with a BadRecord in place of each that cannot be read.
 
         counts: `records` and `fraction` are updated in place. Raises ValueError that names the file if the rest of it

@@ -15,14 +15,14 @@ from functools import partial
 from pathlib import Path
 
 from acsgd.errors import kind_of_file
-from acsgd.io.data.sources.base import BadRecord, NamedSource, Record, RecordCounts
+from acsgd.io.data.sources.base import BadRecord, NamedSource, RecordCounts, SourceRecord
 from acsgd.io.data.sources.fingerprint import fingerprint_of
 from acsgd.io.data.sources.json_records import read_json, read_json_lines
 from acsgd.io.data.sources.tables import read_arrow, read_csv, read_parquet, read_tsv
 from acsgd.io.data.sources.text import read_text, reading
 from acsgd.shards.files import blame
 
-Reader = Callable[[Path, str, str, RecordCounts], Iterator[Record | BadRecord]]
+Reader = Callable[[Path, str, str, RecordCounts], Iterator[SourceRecord | BadRecord]]
 """Reader of a file, called with its path, its name for messages, the configuration key, and the counts to update."""
 
 READERS: Mapping[str, Reader] = {
@@ -67,7 +67,7 @@ class Files(NamedSource):
         for name in self.names():
             check_file(name)
 
-    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+    def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         """Yield the records of each file, in the order of their names."""
         names = self.names()
         sizes = [_size(name) for name in names]

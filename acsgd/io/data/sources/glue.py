@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from acsgd.io.data.sources.base import BadRecord, Record, RecordCounts
+from acsgd.io.data.sources.base import BadRecord, RecordCounts, SourceRecord
 from acsgd.io.data.sources.sets import LocalSet
 from acsgd.io.data.sources.tables import read_columns, read_tsv
 from acsgd.io.data.sources.text import excerpt
@@ -76,7 +76,7 @@ class Glue(LocalSet):
             raise ValueError(f"{self.name} is not a task of GLUE; write glue:TASK:FILE, with one of {', '.join(GLUE)}")
         super().check()
 
-    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+    def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         """Yield the rows."""
         task = GLUE[self.parts[0]]
         path, name = self.path, str(self.path)
@@ -88,7 +88,7 @@ class Glue(LocalSet):
             yield record if isinstance(record, BadRecord) else _glue_record(record, task)
 
 
-def _glue_record(record: Record, task: GlueTask) -> Record | BadRecord:
+def _glue_record(record: SourceRecord, task: GlueTask) -> SourceRecord | BadRecord:
     """Return a row with the fields of the Hub."""
     missing = [column for column in task.fields.values() if column not in record.fields]
     if missing:

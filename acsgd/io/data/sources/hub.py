@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from acsgd.io.data.sources.base import BadRecord, NamedSource, Record, RecordCounts
+from acsgd.io.data.sources.base import BadRecord, NamedSource, RecordCounts, SourceRecord
 from acsgd.io.data.sources.files import SPLITS, STATE
 from acsgd.io.data.sources.tables import BATCH_ROWS, rows_of
 
@@ -47,7 +47,7 @@ class HubDataset(NamedSource):
         """Raise ValueError unless the name has the parts that it must have. Does not need the network."""
         parse_name(self.name)
 
-    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+    def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         """Yield the rows, as they are stored."""
         dataset = self._dataset()
         counts.fraction = lambda: counts.records / max(1, len(dataset))

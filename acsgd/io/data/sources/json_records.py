@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from acsgd.io.data.sources.base import BadRecord, Record, RecordCounts
+from acsgd.io.data.sources.base import BadRecord, RecordCounts, SourceRecord
 from acsgd.io.data.sources.text import LineError, excerpt, fraction_read, not_utf8, open_text
 
 MAX_RECORD_CHARS = 2**27
@@ -25,7 +25,7 @@ REMEDY = 'write one JSON object per line, such as {"text": "..."}'
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-def read_json_lines(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+def read_json_lines(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
     """Yield the object in each line of a file. Blank lines are ignored."""
     with open_text(path, key=key) as file:
         counts.fraction = partial(fraction_read, file)
@@ -36,10 +36,10 @@ def read_json_lines(path: Path, name: str, key: str, counts: RecordCounts) -> It
                 yield BadRecord(f"{name}, line {number}", *fields)
             elif fields is not None:
                 assert isinstance(line, str)
-                yield Record(fields, f"{name}, line {number}", line=line.removesuffix("\n"))
+                yield SourceRecord(fields, f"{name}, line {number}", line=line.removesuffix("\n"))
 
 
-def read_json(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+def read_json(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
     """Yield the objects of a file: of its array, of its lines, or of the only list of objects in its object."""
     with open_text(path, key=key) as file:
         first = file.readline(MAX_RECORD_CHARS)
@@ -57,7 +57,7 @@ def read_json(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator
         if error := not_utf8(raw):
             yield BadRecord(where, *error)
         elif isinstance(value, dict):
-            yield Record(value, where)
+            yield SourceRecord(value, where)
         else:
             yield BadRecord(where, f"is not a JSON object: {excerpt(raw)}", REMEDY)
 

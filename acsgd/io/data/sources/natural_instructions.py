@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from acsgd.io.data.sources.base import Record, RecordCounts
+from acsgd.io.data.sources.base import RecordCounts, SourceRecord
 from acsgd.io.data.sources.sets import LocalSet, read_object
 from acsgd.shards.files import blame
 
@@ -48,7 +48,7 @@ class NaturalInstructions(LocalSet):
             raise ValueError(f"{tasks} does not exist; give a split of {splits} ({found or 'there is none'})")
         return [self.path / "tasks" / f"{task}.json" for task in tasks.read_text().split()]
 
-    def records(self, counts: RecordCounts) -> Iterator[Record]:
+    def records(self, counts: RecordCounts) -> Iterator[SourceRecord]:
         """Yield prompt and completion of each instance."""
         files = self.files()
         repeated = _repeated(map(self._read, files))
@@ -109,7 +109,7 @@ def _repeated(tasks: Iterable[_Task]) -> Callable[[int], int]:
     return lambda index: (index + 1) * needed // classified - index * needed // classified
 
 
-def _record(instance: _Instance, task: _Task, where: str, repetition: int) -> Record:
+def _record(instance: _Instance, task: _Task, where: str, repetition: int) -> SourceRecord:
     """Return prompt and completion of an instance of a task."""
     draw = random.Random(f"{instance.id} {repetition}" if repetition else instance.id)
     (before_input, before_output), separator = draw.choice(STYLES), draw.choice(SEPARATORS)
@@ -118,7 +118,7 @@ def _record(instance: _Instance, task: _Task, where: str, repetition: int) -> Re
         parts.append(f"Possible labels: {', '.join(task.labels)}")
     prompt = separator.join([*parts, before_input + instance.input, before_output])
     output = draw.choice(instance.outputs)
-    return Record({"prompt": prompt, "completion": f" {output}" if before_output else output}, where)
+    return SourceRecord({"prompt": prompt, "completion": f" {output}" if before_output else output}, where)
 
 
 def _texts(value: Any) -> list[str]:

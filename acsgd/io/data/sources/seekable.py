@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import BinaryIO, NamedTuple
 
-from acsgd.io.data.sources.base import BadRecord, Record, RecordCounts
+from acsgd.io.data.sources.base import BadRecord, RecordCounts, SourceRecord
 from acsgd.io.data.sources.json_records import MAX_RECORD_CHARS, SKIPPED_CHARS, parse_object
 from acsgd.io.data.sources.tables import BATCH_ROWS, arrow_errors, batches_of, rows_of, sliced
 from acsgd.io.data.sources.text import LineError, decompressed, decompression_errors, excerpt
@@ -14,7 +14,7 @@ from acsgd.io.data.sources.text import LineError, decompressed, decompression_er
 BOM = "\ufeff"
 
 
-class Place(NamedTuple):
+class FilePlace(NamedTuple):
     """A place between two records of a file."""
 
     record: int = 0
@@ -23,11 +23,11 @@ class Place(NamedTuple):
     """Number of bytes before it, decompressed; 0 in Parquet and Arrow."""
 
 
-Found = tuple[Record | BadRecord, Place]
+Found = tuple[SourceRecord | BadRecord, FilePlace]
 """A record, and the place after it."""
 
 
-def json_lines_from(file: BinaryIO, name: str, key: str, place: Place) -> Iterator[Found]:
+def json_lines_from(file: BinaryIO, name: str, key: str, place: FilePlace) -> Iterator[Found]:
     """Yield the object of each line after a place. Of a compressed file, what lies before is decompressed, too."""
     number, byte = place
     with decompression_errors(name, key=key):
@@ -43,17 +43,17 @@ def json_lines_from(file: BinaryIO, name: str, key: str, place: Place) -> Iterat
             if len(line) > MAX_RECORD_CHARS and not line.endswith(b"\n"):
                 byte += _skip_line(lines)
                 reason = f"has more than {MAX_RECORD_CHARS} bytes: {excerpt(line[:1000].decode(errors='replace'))}"
-                yield BadRecord(where, reason, "split the record"), Place(number, byte)
+                yield BadRecord(where, reason, "split the record"), FilePlace(number, byte)
                 continue
             text = line.decode(errors="surrogateescape")
             fields = parse_object(text.removeprefix(BOM) if number == 1 else text)
             if isinstance(fields, LineError):
-                yield BadRecord(where, *fields), Place(number, byte)
+                yield BadRecord(where, *fields), FilePlace(number, byte)
             elif fields is not None:
-                yield Record(fields, where), Place(number, byte)
+                yield SourceRecord(fields, where), FilePlace(number, byte)
 
 
-def parquet_from(file: BinaryIO, name: str, key: str, place: Place) -> Iterator[Found]:
+def parquet_from(file: BinaryIO, name: str, key: str, place: FilePlace) -> Iterator[Found]:
     """Yield the rows after a place. Row groups before it are not read, and at most one is read in part."""
     import pyarrow.parquet as pq  # takes a third of a second
 
@@ -66,10 +66,10 @@ def parquet_from(file: BinaryIO, name: str, key: str, place: Place) -> Iterator[
         counts = RecordCounts(records=ends[groups[0]] - sizes[groups[0]])
         for record in rows_of(opened.iter_batches(BATCH_ROWS, row_groups=groups), name, counts):
             if counts.records > place.record:
-                yield record, Place(counts.records)
+                yield record, FilePlace(counts.records)
 
 
-def arrow_from(file: BinaryIO, name: str, key: str, place: Place) -> Iterator[Found]:
+def arrow_from(file: BinaryIO, name: str, key: str, place: FilePlace) -> Iterator[Found]:
     """Yield the rows after a place. What lies before it is read, since the sizes of its batches are, but not parsed."""
     start, counts = 0, RecordCounts(records=place.record)
     with arrow_errors(name, key, "Arrow"):
@@ -77,10 +77,10 @@ def arrow_from(file: BinaryIO, name: str, key: str, place: Place) -> Iterator[Fo
             rest = batch.slice(min(batch.num_rows, max(0, place.record - start)))
             start += batch.num_rows
             for record in rows_of(sliced(rest), name, counts):
-                yield record, Place(counts.records)
+                yield record, FilePlace(counts.records)
 
 
-SEEKABLE: Mapping[str, Callable[[BinaryIO, str, str, Place], Iterator[Found]]] = {
+SEEKABLE: Mapping[str, Callable[[BinaryIO, str, str, FilePlace], Iterator[Found]]] = {
     ".jsonl": json_lines_from,
     ".jsonl.zst": json_lines_from,
     ".jsonl.gz": json_lines_from,

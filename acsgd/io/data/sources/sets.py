@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from acsgd.io.data.sources.base import TEXT, NamedSource, Record, RecordCounts
+from acsgd.io.data.sources.base import TEXT, NamedSource, RecordCounts, SourceRecord
 from acsgd.io.data.sources.files import check_file
 from acsgd.io.data.sources.fingerprint import fingerprint_of
 from acsgd.io.data.sources.text import open_text, reading
@@ -51,11 +51,11 @@ class LocalSet(NamedSource):
 class ChainOfThought(LocalSet):
     """One JSON object of texts by subject, "cot:FILE": a document for each subject."""
 
-    def records(self, counts: RecordCounts) -> Iterator[Record]:
+    def records(self, counts: RecordCounts) -> Iterator[SourceRecord]:
         """Yield the text of each subject."""
         subjects = read_object(self.path, self.key)
         for counts.records, (subject, text) in enumerate(subjects.items(), start=1):
-            yield Record({TEXT: text, "subject": subject}, f'{self.path}, "{subject}"')
+            yield SourceRecord({TEXT: text, "subject": subject}, f'{self.path}, "{subject}"')
 
 
 def read_object(path: Path, key: str) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from acsgd.config.spec import suggest
-from acsgd.io.data.sources.base import TEXT, NamedSource, ReadOptions, Record, RecordCounts, Source
+from acsgd.io.data.sources.base import TEXT, NamedSource, ReadOptions, RecordCounts, Source, SourceRecord
 from acsgd.io.data.sources.files import READERS, Files
 from acsgd.io.data.sources.glue import Glue
 from acsgd.io.data.sources.hub import HubDataset
@@ -54,12 +54,12 @@ class Demo(NamedSource):
     def check(self) -> None:
         """Do nothing: the texts are part of Python."""
 
-    def records(self, counts: RecordCounts) -> Iterator[Record]:
+    def records(self, counts: RecordCounts) -> Iterator[SourceRecord]:
         """Yield one record per topic, in alphabetical order of the topics."""
         from pydoc_data.topics import topics  # large; only this source needs it
 
         for counts.records, (topic, text) in enumerate(sorted(topics.items()), start=1):
-            yield Record({TEXT: text}, f"demo, topic {topic}")
+            yield SourceRecord({TEXT: text}, f"demo, topic {topic}")
 
 
 SOURCES: dict[str, Callable[[str, str, ReadOptions], Source]] = {

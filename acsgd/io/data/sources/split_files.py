@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from acsgd.io.data.sources.base import TEXT, BadRecord, Record, RecordCounts
+from acsgd.io.data.sources.base import TEXT, BadRecord, RecordCounts, SourceRecord
 from acsgd.io.data.sources.files import SPLITS, STATE, Files, reader_of, split_of
 from acsgd.io.data.sources.natural_instructions import SEPARATORS, STYLES
 from acsgd.io.data.sources.sets import LocalSet
@@ -44,7 +44,7 @@ class _SplitFiles(LocalSet):
             raise ValueError(f"{self.name}: {directory} has no files of the split {split} ({splits}); give another one")
         return chosen
 
-    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+    def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         """Yield the records, in the form of a format."""
         done = 0
         for path in self.files():
@@ -57,7 +57,7 @@ class _SplitFiles(LocalSet):
     def _files_in(self, path: Path) -> Sequence[Path]:
         return [Path(name).expanduser() for name in Files(str(path), self.key).names()]
 
-    def _checked(self, record: Record) -> Record | BadRecord:
+    def _checked(self, record: SourceRecord) -> SourceRecord | BadRecord:
         missing = [name for name in self.fields if not isinstance(record.fields.get(name), str)]
         if not missing:
             return self._formed(record)
@@ -65,7 +65,7 @@ class _SplitFiles(LocalSet):
         reason = f'has no string under "{missing[0]}"; its fields: {found}'
         return BadRecord(record.where, reason, "give the set as it is distributed")
 
-    def _formed(self, record: Record) -> Record:
+    def _formed(self, record: SourceRecord) -> SourceRecord:
         """Return a record with the fields of a format."""
         return record
 
@@ -81,7 +81,7 @@ class Arxiv21(_SplitFiles):
 
     fields = ("abstract",)
 
-    def _formed(self, record: Record) -> Record:
+    def _formed(self, record: SourceRecord) -> SourceRecord:
         return record._replace(fields={**record.fields, TEXT: record.fields["abstract"].strip()})
 
 
@@ -94,7 +94,7 @@ class PromptPool(_SplitFiles):
 
     fields = ("inputs", "targets")
 
-    def _formed(self, record: Record) -> Record:
+    def _formed(self, record: SourceRecord) -> SourceRecord:
         prompt, answer = record.fields["inputs"].rstrip(), record.fields["targets"].strip()
         draw = random.Random(prompt)
         (_, before), separator = draw.choice(STYLES), draw.choice(SEPARATORS)

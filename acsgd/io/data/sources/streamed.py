@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
 
-from acsgd.io.data.sources.base import BadRecord, NamedSource, Record, RecordCounts
+from acsgd.io.data.sources.base import BadRecord, NamedSource, RecordCounts, SourceRecord
 from acsgd.io.data.sources.files import STATE, Files
 from acsgd.io.data.sources.fingerprint import version_of
 from acsgd.io.data.sources.hub import PREFIX as HUB
 from acsgd.io.data.sources.hub import first_line, from_hub_or_cache, is_saved, load_dataset, loading, parse_name
 from acsgd.io.data.sources.remote import RemoteFile
-from acsgd.io.data.sources.seekable import SEEKABLE, Place
+from acsgd.io.data.sources.seekable import SEEKABLE, FilePlace
 from acsgd.io.data.sources.text import reading
 from acsgd.io.data.sources.url import Url
 from acsgd.notes import print_note
@@ -44,7 +44,7 @@ class RecordStream(Protocol):
         """Return what changes with the records, and is equal on all hosts. Raises ValueError."""
         ...
 
-    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+    def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         """Yield the records from counts.cursor on, as `Source.records`, updating it before each.
 
         Raises ValueError, or another exception if trying again may succeed.
@@ -75,7 +75,7 @@ class Streamed(NamedSource):
         """Raise ValueError if the source cannot be opened or streamed. Does not read the records."""
         self.stream.check()
 
-    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+    def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         """Yield the records from counts.cursor on, and continue after a lost connection."""
         failures = 0
         while True:
@@ -133,11 +133,11 @@ class FileStream:
                 parts.append(version_of(Path(name).expanduser()))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
-    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+    def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         """Yield the records of each file, in the order of their names."""
         first, *place = counts.cursor or (0,)
         for number, name in itertools.islice(enumerate(self._names()), first, None):
-            here = Place(*place) if number == first else Place()
+            here = FilePlace(*place) if number == first else FilePlace()
             earlier = counts.records - here.record
             ending = _ending(name)
             assert ending
@@ -183,7 +183,7 @@ class HubStream:
             return hashlib.sha256("\n".join(version_of(Path(file)) for file in files).encode()).hexdigest()
         return revision
 
-    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+    def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         """Yield the rows."""
         with loading(self._name, self._key):
             dataset = _open(self._name)[0].decode(False)  # no images or sounds
@@ -194,7 +194,7 @@ class HubStream:
             for fields in dataset:
                 counts.records += 1
                 counts.cursor = dataset.state_dict()
-                yield Record(fields, f"{self._name}, row {counts.records}")
+                yield SourceRecord(fields, f"{self._name}, row {counts.records}")
         except Exception as error:  # `datasets` and the libraries under it raise errors of every class
             if not (self._is_local or isinstance(error, ValueError)):  # an error of the network is none of these
                 raise

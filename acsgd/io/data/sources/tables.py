@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from acsgd.io.data.sources.base import BadRecord, Record, RecordCounts
+from acsgd.io.data.sources.base import BadRecord, RecordCounts, SourceRecord
 from acsgd.io.data.sources.text import excerpt, fraction_read, not_utf8, open_text, reading
 
 MAX_CELL_CHARS = 2**27
@@ -20,24 +20,24 @@ BATCH_ROWS = 256
 """Rows of Parquet that are read at a time."""
 
 
-def read_csv(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+def read_csv(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
     """Yield the rows of a file with a header. Cells may be quoted, and then contain newlines."""
     yield from _read_delimited(path, name, key, counts, delimiter=",", quoting=csv.QUOTE_MINIMAL)
 
 
-def read_tsv(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+def read_tsv(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
     """Yield the rows of a file with a header whose cells are separated by tabs. Quotes are characters as others."""
     yield from _read_delimited(path, name, key, counts, delimiter="\t", quoting=csv.QUOTE_NONE)
 
 
 def read_columns(
     path: Path, name: str, key: str, counts: RecordCounts, columns: Sequence[str]
-) -> Iterator[Record | BadRecord]:
+) -> Iterator[SourceRecord | BadRecord]:
     """Yield the rows of a file like `read_tsv`'s, but without a header. columns: names of its columns."""
     yield from _read_delimited(path, name, key, counts, columns, delimiter="\t", quoting=csv.QUOTE_NONE)
 
 
-def read_parquet(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+def read_parquet(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
     """Yield the rows of a Parquet file."""
     import pyarrow.parquet as pq  # takes a third of a second
 
@@ -47,7 +47,7 @@ def read_parquet(path: Path, name: str, key: str, counts: RecordCounts) -> Itera
         yield from rows_of(file.iter_batches(BATCH_ROWS), name, counts)
 
 
-def read_arrow(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+def read_arrow(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
     """Yield the rows of an Arrow file or stream, as `datasets` writes it."""
     import pyarrow as pa
 
@@ -69,7 +69,7 @@ def batches_of(file: Any) -> Iterator[Any]:
 
 def _read_delimited(
     path: Path, name: str, key: str, counts: RecordCounts, columns: Sequence[str] = (), **dialect: Any
-) -> Iterator[Record | BadRecord]:
+) -> Iterator[SourceRecord | BadRecord]:
     csv.field_size_limit(MAX_CELL_CHARS)
     with open_text(path, key=key) as file:
         counts.fraction = partial(fraction_read, file)
@@ -84,7 +84,7 @@ def _read_delimited(
             elif len(row) != len(header):
                 yield BadRecord(where, f"has {len(row)} columns, not {len(header)}", "correct the row")
             else:
-                yield Record(dict(zip(header, row, strict=True)), where)
+                yield SourceRecord(dict(zip(header, row, strict=True)), where)
 
 
 def _header(rows: Iterator[tuple[int, list[str] | str]], name: str, key: str) -> list[str]:
@@ -110,7 +110,7 @@ def _delimited_rows(file: TextIO, dialect: dict[str, Any]) -> Iterator[tuple[int
             return
 
 
-def rows_of(batches: Iterable[Any], name: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+def rows_of(batches: Iterable[Any], name: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
     """Yield the rows of Arrow record batches."""
     for batch in batches:
         for fields in _fields_of(batch):
@@ -119,7 +119,7 @@ def rows_of(batches: Iterable[Any], name: str, counts: RecordCounts) -> Iterator
             if fields is None:
                 yield BadRecord(where, "is not UTF-8", "write its text as UTF-8")
             else:
-                yield Record(fields, where)
+                yield SourceRecord(fields, where)
 
 
 def _fields_of(batch: Any) -> Iterator[dict[str, Any] | None]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TextIO
 
 import zstandard
 
-from acsgd.io.data.sources.base import TEXT, BadRecord, Record, RecordCounts
+from acsgd.io.data.sources.base import TEXT, BadRecord, RecordCounts, SourceRecord
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -65,7 +65,7 @@ pass
 pass
 
 
-def read_text(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+def read_text(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
     """Yield the lines that are not UTF-8, then the text without them in pieces of at least PIECE_CHARS characters."""
     # in a separate pass, since a line may be longer than a piece and unreadable at its end
     unreadable: set[int] = set()
@@ -82,7 +82,7 @@ def read_text(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator
         piece = next(pieces, None)
         while piece is not None:
             following = next(pieces, None)
-            yield Record({TEXT: piece}, name, ends_document=following is None)
+            yield SourceRecord({TEXT: piece}, name, ends_document=following is None)
             piece = following
 
 

@@ -13,7 +13,7 @@ from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from acsgd.io.data.sources.base import BadRecord, NamedSource, Record, RecordCounts
+from acsgd.io.data.sources.base import BadRecord, NamedSource, RecordCounts, SourceRecord
 from acsgd.io.data.sources.files import READERS, reader_of
 
 TIMEOUT_S = 60.0
@@ -41,7 +41,7 @@ class Url(NamedSource):
             endings = ", ".join(f"*{ending}" for ending in READERS)
             raise ValueError(f"{self.name} is not the address of a file that can be read, {endings}")
 
-    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+    def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         """Download the file into a temporary directory, and yield its records."""
         path = Path(urlsplit(self.name).path)
         reader = reader_of(path.name)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from acsgd.io.data.sources.base import TEXT, BadRecord, Record, RecordCounts
+from acsgd.io.data.sources.base import TEXT, BadRecord, RecordCounts, SourceRecord
 from acsgd.io.data.sources.json_records import MAX_RECORD_CHARS
 from acsgd.io.data.sources.sets import LocalSet
 from acsgd.io.data.sources.text import fraction_read, not_utf8, open_text
@@ -29,7 +29,7 @@ SPACES: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
 class WikiText(LocalSet):
     """A file of WikiText, "wikitext:FILE": a document for each article, with the spaces of running text."""
 
-    def records(self, counts: RecordCounts) -> Iterator[Record | BadRecord]:
+    def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         """Yield the articles. What is before the first title belongs to it."""
         with open_text(self.path, key=self.key) as file:
             counts.fraction = partial(fraction_read, file)
@@ -42,12 +42,12 @@ class WikiText(LocalSet):
                     continue
                 is_title = bool(TITLE.fullmatch(line))
                 if is_title and has_title:
-                    yield Record({TEXT: detokenized("".join(article))}, f"{self.path}, line {first}")
+                    yield SourceRecord({TEXT: detokenized("".join(article))}, f"{self.path}, line {first}")
                     article, first = [], number
                 has_title = has_title or is_title
                 article.append(line)
             if article:
-                yield Record({TEXT: detokenized("".join(article))}, f"{self.path}, line {first}")
+                yield SourceRecord({TEXT: detokenized("".join(article))}, f"{self.path}, line {first}")
 
 
 def detokenized(text: str) -> str:

@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from acsgd.errors import CorruptFileError, RunError, WaitInterruptedError, explain
 from acsgd.io.data.stream.segment_files import OpenSegment, open_segment, read_about, write_segment
-from acsgd.io.data.stream.segments import Position, Segment
+from acsgd.io.data.stream.segments import SegmentStart, StreamSegment
 from acsgd.io.files.atomic import build_atomically
 from acsgd.io.files.cache import lock_file
 from acsgd.notes import print_note, report_if_slow
@@ -48,7 +48,7 @@ class Known(NamedTuple):
     """The position of a segment."""
 
     segment: int
-    position: Position
+    position: SegmentStart
 
 
 class SegmentCache:
@@ -63,7 +63,7 @@ class SegmentCache:
         directory: Path,
         name: str,
         rows: int,
-        read: Callable[[Position], Iterator[Segment]],
+        read: Callable[[SegmentStart], Iterator[StreamSegment]],
         token_dtype: np.dtype[np.unsignedinteger],
         *,
         span: int = 1,
@@ -74,7 +74,7 @@ class SegmentCache:
         self._read = read
         self._token_dtype = token_dtype
         self._ahead, self._behind = AHEAD * span, BEHIND * span
-        self._saved = Known(0, Position())
+        self._saved = Known(0, SegmentStart())
         """From the checkpoint that the run resumed from."""
         self._total: int | None = None
         self._wanted = 0
@@ -102,7 +102,7 @@ class SegmentCache:
         """Whether this process writes the segments of its host."""
         return self._thread is not None and self._thread.is_alive()
 
-    def restore(self, index: int, position: Position, total: int | None) -> None:
+    def restore(self, index: int, position: SegmentStart, total: int | None) -> None:
         """Set what a checkpoint records: the position of a segment, and `total`."""
         self._saved = Known(index, position)
         if total is not None:
@@ -133,7 +133,7 @@ class SegmentCache:
 
     def position(self, index: int) -> Known:
         """Return the nearest known position of a segment up to `index`."""
-        known = [Known(0, Position()), self._saved, *self._on_disk(index)]
+        known = [Known(0, SegmentStart()), self._saved, *self._on_disk(index)]
         return max((each for each in known if each.segment <= index), key=lambda each: each.segment)
 
     def close(self, *, wait: bool = True) -> None:
@@ -206,7 +206,7 @@ class SegmentCache:
                 self._changed.notify_all()
 
     def _write(self) -> None:
-        segments: Iterator[Segment] = iter(())
+        segments: Iterator[StreamSegment] = iter(())
         at = -1
         while not self._is_closed:
             index = self._first_missing()
@@ -232,7 +232,7 @@ class SegmentCache:
         indices = dict.fromkeys(each if count is None else each % count for each in wanted)
         return next((each for each in indices if not self._path(each).is_dir()), None)
 
-    def _store(self, index: int, segment: Segment) -> None:
+    def _store(self, index: int, segment: StreamSegment) -> None:
         build_atomically(self._path(index), lambda path: write_segment(path, segment, self._token_dtype))
         for each in self._indices():
             age = self._wanted + self._ahead - each

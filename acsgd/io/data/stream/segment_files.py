@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 
 from acsgd.errors import CorruptFileError
-from acsgd.io.data.stream.segments import Position, Segment
+from acsgd.io.data.stream.segments import SegmentStart, StreamSegment
 from acsgd.io.data.tokens.corpus_writer import LABELS, OFFSETS, TARGETS, TOKENS, TYPES, CorpusWriter
 from acsgd.io.data.tokens.encode import Encoded
 from acsgd.io.data.tokens.tokens import Corpus
@@ -29,8 +29,8 @@ LAYOUT = "layout-"
 class SegmentAbout:
     """What about.json stores."""
 
-    start: Position
-    after: Position
+    start: SegmentStart
+    after: SegmentStart
     rows: Annotated[int, check_positive]
     overlap: Natural
     """As of Corpus."""
@@ -46,7 +46,7 @@ class OpenSegment(NamedTuple):
     layout: Mapping[str, Array]
 
 
-def write_segment(directory: Path, segment: Segment, token_dtype: np.dtype[np.unsignedinteger]) -> None:
+def write_segment(directory: Path, segment: StreamSegment, token_dtype: np.dtype[np.unsignedinteger]) -> None:
     """Write the files of a segment into a new directory. Raises OSError."""
     directory.mkdir()
     corpus = segment.corpus

@@ -27,7 +27,7 @@ GROWTH = 1.125
 
 
 @dataclass(frozen=True)
-class Position:
+class SegmentStart:
     """Where a segment begins: a token after the beginning of a record."""
 
     cursor: Any = None
@@ -46,7 +46,7 @@ class Position:
     """Number of tokens of the source before the segment."""
 
 
-class Cut(NamedTuple):
+class SegmentCut(NamedTuple):
     """Rows at the beginning of a corpus."""
 
     rows: int
@@ -59,23 +59,23 @@ class Cut(NamedTuple):
     """Arrays that say which tokens a row has, by name; empty if the corpus suffices."""
 
 
-Cutter = Callable[[Corpus, bool], Cut | None]
+Cutter = Callable[[Corpus, bool], SegmentCut | None]
 """Function of the tokens at hand, and whether they are the last ones of the source, that returns the rows of a segment;
 None if the tokens are too few. Only the last segment has fewer rows than others. The rows do not depend on the number
 of tokens at hand."""
 
 
-class Segment(NamedTuple):
+class StreamSegment(NamedTuple):
     """Consecutive rows of a streamed source, in memory."""
 
-    start: Position
-    after: Position
+    start: SegmentStart
+    after: SegmentStart
     """Where the next segment begins."""
     rows: int
     """Number of rows."""
     corpus: Corpus
     layout: Mapping[str, Ints]
-    """As of Cut."""
+    """As of SegmentCut."""
 
 
 def read_segments(
@@ -83,10 +83,10 @@ def read_segments(
     tokenizer: PreTrainedTokenizerBase,
     encoder: Encoder,
     cut: Cutter,
-    position: Position,
+    position: SegmentStart,
     *,
     vocab_size: int,
-) -> Iterator[Segment]:
+) -> Iterator[StreamSegment]:
     """Yield the segments of a source from a position on. Holds the tokens of one segment and its records.
 
     encoder: a new one. Raises ValueError if a record cannot be read, or has a token of `vocab_size` or above.
@@ -122,7 +122,7 @@ def _report_skipped(source: Source, counts: RecordCounts, *, before: int) -> Non
 class _Tokens:
     """Tokens at hand: those read and not yet in a segment."""
 
-    def __init__(self, source: Source, encoder: Encoder, position: Position) -> None:
+    def __init__(self, source: Source, encoder: Encoder, position: SegmentStart) -> None:
         self._source = source
         self._encoder = encoder
         self._drop = position.offset
@@ -132,7 +132,7 @@ class _Tokens:
         self._tokens, self._targets, self._types = _Pieces(np.uint32), _Pieces(np.bool_), _Pieces(np.uint32)
         self._ends = np.empty(0, np.int64)
         self._labels = _Pieces(np.float64)
-        self._marks: list[tuple[int, Position]] = []
+        self._marks: list[tuple[int, SegmentStart]] = []
         """Records, each with the index of its first token among the tokens at hand, which may be below 0."""
 
     def __len__(self) -> int:
@@ -148,7 +148,7 @@ class _Tokens:
         encoded, start = part.encoded, len(self._tokens)
         if part.mark is not None:
             cursor, records, form, state = part.mark
-            self._marks.append((start, Position(cursor, records, skipped, form, state)))
+            self._marks.append((start, SegmentStart(cursor, records, skipped, form, state)))
         self._tokens.append(encoded.tokens)
         self._targets.append(encoded.targets)
         self._types.append(np.empty(0) if encoded.types is None else encoded.types)
@@ -177,14 +177,14 @@ class _Tokens:
             before=self._before,
         )
 
-    def take(self, cut: Cut) -> Segment:
+    def take(self, cut: SegmentCut) -> StreamSegment:
         """Remove the tokens of a segment, and return it."""
         corpus, start = self.corpus(cut.end), self._position(0)
         after = self._position(cut.next)
         self._remove(cut.next)
-        return Segment(start, after, cut.rows, corpus, cut.layout)
+        return StreamSegment(start, after, cut.rows, corpus, cut.layout)
 
-    def _position(self, index: int) -> Position:
+    def _position(self, index: int) -> SegmentStart:
         """Return the position of a token at hand."""
         first, mark = max((each for each in self._marks if each[0] <= index), key=lambda each: each[0])
         return replace(mark, offset=index - first, tokens=self._before + index)

@@ -17,7 +17,7 @@ from acsgd.io.data.sources.text import PIECE_CHARS, excerpt
 from acsgd.io.data.tokens.encode import DocumentEncoder, Encoded, Encoder, EncoderState, flatten
 from acsgd.tasks import TASKS, TOKEN_TYPES
 
-Long = Literal["truncate", "skip", "error"]
+LongExample = Literal["truncate", "skip", "error"]
 TOO_LONG = FormatError(f"has a text of more than {PIECE_CHARS:,} characters", "shorten it")
 
 
@@ -41,7 +41,7 @@ class _ExampleEncoder:
     _names: Sequence[str] = ("input_ids",)
     """What the tokenizer returns that is needed."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, sequence: int, long: Long) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, sequence: int, long: LongExample) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)  # truncation changes its state, and with it its fingerprint
         self._lock = threading.Lock()  # so do target texts
         self._sequence = sequence
@@ -116,7 +116,7 @@ class SequenceEncoder(_ExampleEncoder):
         self,
         tokenizer: PreTrainedTokenizerBase,
         sequence: int,
-        long: Long,
+        long: LongExample,
         labels: Labels,
         *,
         has_types: bool = False,
@@ -222,7 +222,7 @@ def prompt_and_answer(example: Example) -> tuple[str, str]:
 
 
 def encoder_of(
-    task: str, tokenizer: PreTrainedTokenizerBase, model: PreTrainedConfig, sequence: int, long: Long
+    task: str, tokenizer: PreTrainedTokenizerBase, model: PreTrainedConfig, sequence: int, long: LongExample
 ) -> Encoder:
     """Return a new encoder of the examples of a task. sequence, long: for tasks with one example per row."""
     if task == "lm":

@@ -23,7 +23,7 @@ THREADS = min(8, len(os.sched_getaffinity(0)))
 text."""
 
 
-class Part(NamedTuple):
+class RecordPart(NamedTuple):
     """A record, or a part of one that is too long to be tokenized at once."""
 
     where: str
@@ -31,7 +31,7 @@ class Part(NamedTuple):
     example: Example
 
 
-class Mark(NamedTuple):
+class RecordMark(NamedTuple):
     """What is known where a record begins, from which a streamed source can be read and encoded again."""
 
     cursor: Any
@@ -44,28 +44,28 @@ class Mark(NamedTuple):
     """State of the encoder."""
 
 
-class Batch(NamedTuple):
+class RecordBatch(NamedTuple):
     """Consecutive records of a source."""
 
-    parts: Sequence[Part | BadRecord]
-    mark: Mark | None
+    parts: Sequence[RecordPart | BadRecord]
+    mark: RecordMark | None
     """Of the first one; None if it begins within a record."""
 
     @property
     def examples(self) -> list[Example]:
         """Those that can be encoded."""
-        return [part.example for part in self.parts if isinstance(part, Part)]
+        return [part.example for part in self.parts if isinstance(part, RecordPart)]
 
 
 class EncodedParts(NamedTuple):
     """Consecutive records of a source, with their tokens."""
 
-    parts: Sequence[Part]
+    parts: Sequence[RecordPart]
     """Those that were encoded."""
     encoded: Encoded
     bad: Sequence[BadRecord]
     """Those that were not, in order."""
-    mark: Mark | None
+    mark: RecordMark | None
     """Of the first record; None if it is the rest of a record."""
 
 
@@ -77,7 +77,7 @@ def encode_source(
     The tokens do not depend on the number of threads. Raises ValueError if a record does not suit the task.
     """
 
-    def tokenize(batch: Batch) -> tuple[Batch, Sequence[Any]]:
+    def tokenize(batch: RecordBatch) -> tuple[RecordBatch, Sequence[Any]]:
         with _naming(source):
             return batch, encoder.tokenize(examples) if (examples := batch.examples) else ()
 
@@ -104,9 +104,9 @@ def progress(action: str, source: Source, counts: RecordCounts, tokens: int, sec
     return f"{action} {done}{source.name}: {tokens / 1e6:.1f} M tokens, {tokens / seconds / 1e6:.2f} M/s{left}"
 
 
-def _collect(batch: Sequence[Part | BadRecord], encoded: Encoded, mark: Mark | None) -> EncodedParts:
+def _collect(batch: Sequence[RecordPart | BadRecord], encoded: Encoded, mark: RecordMark | None) -> EncodedParts:
     """Separate what was encoded from what was not."""
-    parts: list[Part] = []
+    parts: list[RecordPart] = []
     bad: list[BadRecord] = []
     number = 0
     for each in batch:
@@ -130,29 +130,29 @@ def _naming(source: Source) -> Iterator[None]:
         raise ValueError(f"{source.key}: {source.name}: {error}") from None
 
 
-def _batches(source: Source, tokenizer: PreTrainedTokenizerBase, counts: RecordCounts) -> Iterator[Batch]:
+def _batches(source: Source, tokenizer: PreTrainedTokenizerBase, counts: RecordCounts) -> Iterator[RecordBatch]:
     """Yield the records of a source, long ones in parts, in lists of at least BATCH_CHARS characters."""
-    parts: list[Part | BadRecord] = []
+    parts: list[RecordPart | BadRecord] = []
     chars = 0
-    mark: Mark | None = _mark(counts)
+    mark: RecordMark | None = _mark(counts)
     for part, is_last in _parts(source, tokenizer, counts):
         parts.append(part)
-        chars += 1 + (len(part.example.text) if isinstance(part, Part) else 0)  # empty documents count too
+        chars += 1 + (len(part.example.text) if isinstance(part, RecordPart) else 0)  # empty documents count too
         if chars >= BATCH_CHARS:
-            yield Batch(parts, mark)
+            yield RecordBatch(parts, mark)
             parts, chars, mark = [], 0, _mark(counts) if is_last else None
     if parts:
-        yield Batch(parts, mark)
+        yield RecordBatch(parts, mark)
 
 
-def _mark(counts: RecordCounts) -> Mark:
+def _mark(counts: RecordCounts) -> RecordMark:
     """Return the mark of the next record."""
-    return Mark(counts.cursor, counts.records, counts.format)
+    return RecordMark(counts.cursor, counts.records, counts.format)
 
 
 def _parts(
     source: Source, tokenizer: PreTrainedTokenizerBase, counts: RecordCounts
-) -> Iterator[tuple[Part | BadRecord, bool]]:
+) -> Iterator[tuple[RecordPart | BadRecord, bool]]:
     """Yield each record, a long one in parts, and whether it is the last part of its record."""
     for where, example in read_each(source, tokenizer, counts):
         if isinstance(example, BadRecord):
@@ -161,6 +161,6 @@ def _parts(
         parts = parts_of(example)
         part = next(parts)
         for following in parts:
-            yield Part(where, part), False
+            yield RecordPart(where, part), False
             part = following
-        yield Part(where, part), True
+        yield RecordPart(where, part), True

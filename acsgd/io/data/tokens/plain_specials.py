@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from acsgd.io.data.formats.base import Span
+from acsgd.io.data.formats.base import TextSpan
 
 FIRST_STAND_IN = 0xF0000
 """First character that stands for a special token: private use, so that no text has a meaning for it."""
@@ -54,7 +54,7 @@ class PlainSpecials:
         longest_first = sorted(self._stand_ins, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)))
 
-    def encode(self, text: str, plain: Sequence[Span], usual: Sequence[int]) -> PlainTokens | None:
+    def encode(self, text: str, plain: Sequence[TextSpan], usual: Sequence[int]) -> PlainTokens | None:
         """Return the tokens of a text. plain: spans in which special tokens are text; usual: ids by the tokenizer.
 
         None if they cannot be exact: if the copy does not encode the whole text, with all special tokens recognized, as
@@ -69,7 +69,7 @@ class PlainSpecials:
             return None
         return PlainTokens(self._renamed(encoding), encoding)
 
-    def _encoding(self, text: str, plain: Sequence[Span]) -> Encoding:
+    def _encoding(self, text: str, plain: Sequence[TextSpan]) -> Encoding:
         """Encode a text with stand-ins for the special tokens outside of the spans."""
 
         def replaced(found: re.Match[str]) -> str:
