@@ -1,356 +1,42 @@
-"""The architecture as tables: which file may import which, and which may name torch.distributed or torch.cuda."""
+"""The architecture as tables: which package may import which, and which may name torch.distributed or torch.cuda."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# The order in which the package is read: a file imports only files above it.
-ORDER = """
+# From the bottom to the top: a package imports only packages of floors below its own.
+FLOORS = """
     errors
-    atomic
-    notes
-    progress
-    launch
-    fields
-    seeds
-    waits
-    connections
-    meter
-    streams
-    read_ahead
-    config.ranges
-    checksum
-    config.spec
-    adapters.spec
-    config.options
-    config.checks
-    config.run_file
-    codecs.base
-    codecs.bits
-    codecs.entropy
-    codecs.identity
-    codecs.byte_planes
-    codecs.layout
-    codecs.positions
-    codecs.cache_update
-    codecs.message
-    codecs.log_levels
-    codecs.scales
-    codecs.kernels
-    codecs.fixpoint
-    codecs.lloyd
-    codecs.hadamard
-    codecs.topk
-    codecs
-    layers.description
-    layers.lengths
-    layers.capture
-    layers.skeleton
-    layers.lookup_table
-    layers.relative_bias
-    layers.recorders
-    layers.known_values
-    layers.trace
-    layers.limits
-    layers.derive
-    layers.masks
-    layers.composed
-    layers.compare
-    layers.padding
-    layers.small_config
-    layers.verify
-    metrics
-    tasks
-    adapters.quantize
-    adapters.prompt
-    adapters.prefix
-    adapters.inject
-    adapters
-    shards.weights
-    shards
-    shards.layer_tensors
-    shards.files
-    shards.torch_files
-    shards.writer
-    shards.config
-    shards.check
-    shards.manifest
-    shards.disk
-    shards.load
-    adapters.base
-    adapters.initial
-    shards.plan
-    shards.stored
-    shards.names
-    shards.journal
-    shards.initial
-    shards.hf_model
-    shards.locate
-    shards.convert
-    adapters.export
-    shards.model_card
-    shards.export
-    shards.legacy.layouts
-    shards.legacy.files
-    shards.legacy.model
-    shards.legacy.convert
-    shards.legacy
-    shards.written
-    shards.hub
-    shards.tokenizer
-    optim.base
-    optim.replay
-    optim.schedule
-    optim.clipping
-    optim.loss_scale
-    optim.torch_optimizer
-    optim.adamw
-    optim.adamw8bit
-    optim.adafactor
-    optim.lion
-    optim.muon
-    optim.sgd
-    optim
-    store
-    liveness
-    process_groups
-    topology
-    run.stdio
-    run.processes
-    run.signals
-    run.error_report
-    run.failures
-    pp.schedules.placement
-    pp.schedules.actions
-    pp.schedules.dependencies
-    pp.schedules.lowering
-    pp.schedules.validation
-    pp.schedules.schedules
-    pp.schedules.programs
-    pp.schedules.rows
-    pp.schedules.simulate
-    pp
-    pp.wire.frame
-    pp.wire.coder
-    pp.wire.row_coder
-    pp.wire.channel
-    pp.wire.cache
-    pp.wire.cache_disk
-    pp.wire.cache_sync
-    pp.wire.delta
-    pp.wire.cache_plan
-    pp.wire.mailbox
-    pp.wire.link
-    pp.tied.plan
-    pp.tied.dense
-    pp.tied.groups
-    pp.tied.rows
-    pp.tied.ties
-    pp.tied
-    dp.exchange.peers
-    dp.resize
-    dp.sync
-    dp.exchange.single_replica
-    dp.exchange.flat
-    dp.exchange.averaging
-    dp.exchange.masks
-    dp.exchange.error_feedback
-    dp.exchange.buckets
-    dp.exchange.second_moments
-    dp.exchange.local_weights
-    dp.exchange.reduced_updates
-    dp.modes.allreduce
-    dp.modes.sharded_ps
-    dp.modes.central_ps
-    dp.modes.powersgd
-    dp.modes.local
-    dp.modes.cocktail
-    dp.modes.diloco
-    dp.modes.sparseloco
-    dp.modes.quantized
-    dp.modes.cocktail_grad
-    dp.modes
-    dp
-    dp.hooks.pending
-    dp.hooks.param_buffer
-    dp.hooks.hooks
-    dp.hooks
-    pp.nonfinite
-    pp.stage
-    pp.nan_probe
-    pp.micro_shapes
-    pp.runtime
-    io.cache
-    io.entry
-    io.sources.text
-    io.sources.base
-    io.sources.pieces
-    io.sources.fingerprint
-    io.sources.json_records
-    io.sources.plain_text
-    io.sources.tables
-    io.sources.files
-    io.sources.url
-    io.sources.hub
-    io.sources.remote
-    io.sources.seekable
-    io.sources.streamed
-    io.sources.sets
-    io.sources.wikitext
-    io.sources.natural_instructions
-    io.sources.split_files
-    io.sources.glue
-    io.sources.sources
-    io.formats.base
-    io.formats.text
-    io.formats.prompts
-    io.formats.chat
-    io.formats.labelled
-    io.formats.labels
-    io.formats.formats
-    io
-    io.sampling.sampler
-    io.sampling.arrays
-    io.sampling.targets
-    io.sampling.plain_specials
-    io.sampling.encode
-    io.sampling.encode_examples
-    io.sampling.pipeline
-    io.sampling.corpus_writer
-    io.sampling.tokens
-    io.sampling.segments
-    io.sampling.segment_files
-    io.sampling.segment_cache
-    io.rows.base
-    io.rows.described
-    io.rows.concat
-    io.rows.best_fit
-    io.rows.objectives
-    io.rows.ul2r
-    io.rows.layout
-    io.rows.cuts
-    io.rows.documents
-    io.rows.labelled
-    io.rows.streamed
-    io.sampling.batches
-    io.sampling.held_out
-    io.checkpoint.source_identity
-    io.checkpoint.progress
-    io.checkpoint.directory
-    io.checkpoint.constants
-    io.checkpoint.written
-    io.checkpoint.saver
-    io.checkpoint.resume
-    io.checkpoint.contents
-    io.checkpoint.inspect
-    io.telemetry.text_log
-    io.telemetry.record
-    io.telemetry.config_file
-    io.telemetry.json_lines
-    io.telemetry.terminal
-    io.telemetry.wandb_log
-    io.telemetry.metrics
-    run.control
-    run.evaluation
-    run.limits
-    run.plugins
-    run.layers_cache
-    run.model
-    run.streams
-    run.cut
-    run.job
-    run.lease
+    launch notes streams config
+    codecs comm layers metrics
+    io.files tasks topology
+    failures shards
+    adapters io.data io.telemetry optim
+    io dp
+    io.checkpoint pp
+    run.plan
     run.lock
-    run.rows
-    run.data
-    run.padding
-    run.inputs
-    run.session
-    run.dealing
-    run.stragglers
-    run.pace
-    run.loop_state
-    run.nan_diagnosis
-    run.build
-    run.tied
-    run.state
-    run.text_log
-    run.checkpointing
-    run.after_step
-    run.spike_guard
+    run.setup
+    run.step
     train
-    elastic.assignment
-    elastic.plan
-    elastic.messages
-    elastic.effects
-    elastic.presence
-    elastic.candidate
-    elastic.member
-    elastic.preparation
-    elastic.promises
-    elastic.views
-    elastic.register
-    elastic.run_directory
-    elastic.refusal
-    elastic.transport
-    elastic.processes
-    elastic.joining
-    elastic.local_workers
-    elastic.daemon
-    elastic.addresses
-    elastic.rendezvous
-    elastic.control
-    elastic.transfer
-    elastic.snapshot_cost
-    elastic.snapshot_store
-    elastic.packed
-    elastic.snapshots
-    elastic.state_channel
-    elastic.joins
-    elastic.handover
-    elastic.setup
-    elastic.stores
-    elastic.events
-    elastic.view_lock
-    elastic.view_metrics
-    elastic.worker
-    elastic.chaos
+    elastic.membership
+    elastic.host
+    elastic.state
     elastic
+    commands
     main
-    generation.options
-    generation.adapter
-    generation.model
-    generation.prompts
-    generation.decode
-    generation.records
-    generation.output
-    generation.chat
-    generation.command
-    evaluation.options
-    evaluation.model
-    evaluation.job
-    evaluation.report
-    evaluation.answers
-    evaluation.harness
-    evaluation.command
     __main__
-    data.findings
-    data.label_counts
-    data.opened
-    data.show
-    data.show_rows
-    data.check
-    data.dedup
-    data.command
     cli
 """
-POSITION = {f"acsgd.{name}": position for position, name in enumerate(ORDER.split())}
+FLOOR = {f"acsgd.{name}": floor for floor, line in enumerate(FLOORS.strip().splitlines()) for name in line.split()}
 
 # Names that only some files may use.
 RESERVED = {
@@ -387,7 +73,6 @@ TORCH_FREE = (
     "acsgd.commands.generation.options",
     "acsgd.commands.evaluation.options",
     "acsgd.commands.data.command",
-    "acsgd.pp.schedules.actions",
     "acsgd.pp.schedules.actions",
     "acsgd.pp.schedules.dependencies",
     "acsgd.pp.schedules.lowering",
@@ -446,27 +131,36 @@ def _names(tree: ast.AST) -> Iterator[str]:
             yield ast.unparse(node)
 
 
-def test_every_file_is_in_the_order() -> None:
-    assert not {module for module in FILES if module not in POSITION and not _is_bare_package(module)}
-    assert not POSITION.keys() - FILES.keys()
+def _package(module: str) -> str:
+    """Return the entry of FLOORS that a module belongs to."""
+    parts = module.split(".")
+    found = [".".join(parts[:n]) for n in range(len(parts), 1, -1) if ".".join(parts[:n]) in FLOOR]
+    assert found, f"{module} belongs to no package of FLOORS"
+    return found[0]
 
 
-def test_a_file_imports_only_files_above_it() -> None:
-    wrong = [
-        f"{module} imports {imported}"
-        for module, path in FILES.items()
-        for imported in _imports(ast.parse(path.read_text()))
-        if _within(imported, "acsgd") and POSITION.get(imported, -1) >= POSITION.get(module, 0)
-    ]
+def _edges() -> Iterator[tuple[str, str]]:
+    """Every import of one module of the project by another."""
+    for module, path in FILES.items():
+        yield from ((module, name) for name in _imports(ast.parse(path.read_text())) if _within(name, "acsgd"))
+
+
+def test_a_package_imports_only_packages_of_lower_floors() -> None:
+    packages = {(module, name, _package(module), _package(name)) for module, name in _edges() if module != "acsgd"}
+    wrong = [(module, name) for module, name, mine, other in packages if mine != other and FLOOR[other] >= FLOOR[mine]]
     assert not wrong
 
 
-def _is_bare_package(module: str) -> bool:
-    """Whether a module is an __init__ that imports nothing of the project."""
-    path = FILES[module]
-    return path.name == "__init__.py" and not any(
-        _within(name, "acsgd") for name in _imports(ast.parse(path.read_text()))
-    )
+def test_no_cycle_between_modules_or_packages_side_by_side() -> None:
+    """At each level of the tree, modules and packages form a partial order; a package's __init__ is one of them."""
+    levels: dict[str, TopologicalSorter[str]] = {}
+    for module, name in _edges():
+        pairs = [*zip_longest(module.split("."), name.split("."), fillvalue="__init__")]
+        depth = next(level for level, (mine, other) in enumerate(pairs) if mine != other)
+        levels.setdefault(str(pairs[:depth]), TopologicalSorter()).add(*pairs[depth])
+    del levels["[('acsgd', 'acsgd')]"]  # FLOORS says more
+    for sorter in levels.values():
+        sorter.prepare()
 
 
 @pytest.mark.parametrize("name", RESERVED)
