@@ -8,32 +8,38 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from acsgd.errors import NonFiniteError, RunError
 from acsgd.failures.signals import StopSignals
 from acsgd.failures.stdio import enter_training
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.data.batches import Batch, Dataset
+from acsgd.io.data.batches import Batch
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.optim.base import PLAIN_STEP
 from acsgd.optim.loss_scale import GradientScale
 from acsgd.optim.schedule import learning_rate
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import Job
+from acsgd.run.report import (
+    LOSS,
+    REPLICA_SQUARED_NORMS,
+    REPLICA_TARGETS,
+    STEP_FIELDS,
+    TARGETS,
+    Report,
+    StepExchange,
+    StepSummary,
+)
+from acsgd.run.session import Session, StepResult
 from acsgd.run.setup.inputs import RunInputs
-from acsgd.run.setup.report import NO_VOTES, StepExchange, StepSummary, Votes
 from acsgd.run.setup.resume import start
-from acsgd.run.setup.session import Session, StepResult
-from acsgd.run.step.after_step import NoSnapshots, StepSnapshots, evaluate_log_save, pause_needs_checkpoint, step_votes
-from acsgd.run.step.checkpointing import Checkpointing
-from acsgd.run.step.loop_state import LoopState
-from acsgd.run.step.nan_diagnosis import explain_non_finite
-from acsgd.run.step.pace import Pace
-from acsgd.run.step.spikes import SpikeGuard
-from acsgd.run.step.text_log import text_log_of
+from acsgd.run.step.hooks import LoopState
+from acsgd.run.step.run import Run, open_run, text_log_of
+from acsgd.run.step.spikes import SKIP
 from acsgd.topology import Groups
+
+NO_VOTES: Report = {}
 
 log = logging.getLogger(__name__)
 
@@ -69,69 +75,47 @@ def train(
         metrics = stack.enter_context(Metrics.open(config, run_dir, resumed_at=resumed_at, is_main=is_main))
         for note in [job.describe(), *inputs.notes, *begin.notes]:
             metrics.note(note)
-        checkpointing = stack.enter_context(Checkpointing.open(begin, inputs, groups, lock, note=metrics.note))
         signals = stack.enter_context(StopSignals(end))
+        run = stack.enter_context(open_run(begin, inputs, lock, signals, metrics, LoopState(begin.progress)))
         groups.wait_for_all("setting up", timeout_s=job.disk_timeout_s)
         on_start()
-        run_steps(begin.session, begin.progress, inputs, metrics, checkpointing, signals)
+        run_steps(run)
 
 
-def run_steps(
-    session: Session,
-    progress: Progress,
-    inputs: RunInputs,
-    metrics: Metrics,
-    checkpointing: Checkpointing,
-    signals: StopSignals,
-    state: LoopState | None = None,
-    snapshots: StepSnapshots | None = None,
-) -> None:
-    """Train until the last step, or until a rank receives a stop signal; evaluate, log and save when due.
+def run_steps(run: Run) -> None:
+    """Train until the last step, or until a participant of the step boundary stops or pauses the run.
 
-    state: updated while training; its progress is `progress`. If it was asked to pause, this returns after a step.
+    The loop knows no participant. `run.state` is valid also after an exception: a loop that begins with an open step
+    closes it first.
     """
-    steps = session.job.config.optim.num_steps
-    state, snapshots = state or LoopState(progress), snapshots or NoSnapshots()
-    spike_guard = SpikeGuard(session, state, snapshots, checkpointing, metrics.note)
-    if state.is_open and not spike_guard.restore_after_spike():
-        evaluate_log_save(session, state, inputs, metrics, checkpointing)
-    pace, waits = Pace(session, metrics.event, state.joining), session.groups.waits
-    waits.on_interrupt(partial(inputs.reader.close, wait=False))  # else the thread that reads ahead waits on
-    read_ahead = partial(Dataset, inputs.reader, micros=pace.micros, waits=waits)
-    batches = read_ahead(range(state.progress.step, steps))
-    while (before := state.progress).step < steps and not state.is_stopped:
+    state, hooks = run.state, run.hooks
+    if state.is_open:
+        hooks.after_step(state)
+    batches = run.read_ahead()
+    while state.progress.step < run.num_steps and not (state.is_stopped or state.is_paused):
         state.started_at = time.perf_counter()  # the wait for the batch is part of the step
-        votes = step_votes(state, snapshots, checkpointing, stop=signals.received is not None)
-        result = train_step(session, next(batches), before, votes, state=state)
-        checkpointing.finish_save(wait=result.summary.failed_save)
-        if spike_guard.restore_after_spike():
-            batches = read_ahead(range(state.progress.step, steps))
-            continue
-        evaluate_log_save(session, state, inputs, metrics, checkpointing)
-        state.transfers.after_step(result.summary)
-        pace.record(result.summary, state.progress.step)
-        if result.summary.pause and state.progress.step < steps and not state.is_stopped:
-            checkpointing.finish_save(wait=pause_needs_checkpoint(result.summary))
-            break
-        snapshots.after_step(state)
-    else:
-        state.is_open = True  # until it is saved: if that fails, the ranks of the next view save it
-        checkpointing.finish_save(wait=True, last=True)
-        state.is_open = False
-        metrics.note(checkpointing.describe_end(state.progress.step, signals.received))
-    session.settle()
-    inputs.reader.close(wait=False)
+        train_step(run.session, next(batches), state.progress, hooks.report(state), state=state)
+        if hooks.after_step(state):
+            hooks.before_next(state)
+        else:
+            batches = run.read_ahead()  # again from the earlier step to which the run has returned
+    if not state.is_paused:
+        hooks.at_end(state)
+    run.session.settle()
+    run.inputs.reader.close(wait=False)
 
 
 def train_step(
     session: Session,
     batch: Batch,
     progress: Progress,
-    votes: Votes = NO_VOTES,
+    votes: Report = NO_VOTES,
     *,
     state: LoopState | None = None,
 ) -> StepResult:
     """Run one optimizer step on all ranks together. state: updated.
+
+    votes: what this rank reports besides the numbers of the step: the same fields on all ranks.
 
     Raises RunError, the same on all ranks, if loss or gradients are not finite and optim.on_nan is "stop".
     """
@@ -140,11 +124,12 @@ def train_step(
     batch = batch.to(session.job.streams.device)
 
     # Forward, backward and data-parallel reduce; then every rank reports its losses, norms and votes to all others.
-    exchange = StepExchange(session.groups, session.job.topology)  # posts receives: reports need no round trip
+    fields = [*STEP_FIELDS, *votes]
+    exchange = StepExchange(session.groups, session.job.topology, fields)  # posts receives: no round trip follows
     loss_part, compute_s = session.forward_backward(batch, progress.step, scale.loss_scale)
-    report = session.report(loss_part, batch, votes, compute_s=compute_s)
+    report = session.report(loss_part, batch, compute_s=compute_s)
     state.has_reported = True
-    summary = exchange.exchange(report)
+    summary = exchange.exchange({**report, **votes})
 
     result = apply_step(session, batch, progress, summary)
     if result.updated:
@@ -168,25 +153,26 @@ def apply_step(session: Session, batch: Batch | None, progress: Progress, summar
 
     # Loss and gradient norm of the mean over target tokens, whose number is known only now.
     local_step = session.local_step(step)
-    loss = scale.mean_loss(summary.loss, summary.targets)
-    factors = scale.factors(summary.targets, summary.replica_targets, local=local_step is not None)
-    norms = [square**0.5 * factor for square, factor in zip(summary.replica_squared_norms, factors, strict=True)]
+    loss = scale.mean_loss(summary[LOSS], summary[TARGETS])
+    factors = scale.factors(summary[TARGETS], summary[REPLICA_TARGETS], local=local_step is not None)
+    norms = [square**0.5 * factor for square, factor in zip(summary[REPLICA_SQUARED_NORMS], factors, strict=True)]
     grad_norm = max(norms, key=lambda norm: math.inf if math.isnan(norm) else norm)
 
     finite = math.isfinite(loss) and math.isfinite(grad_norm)
     overflowed = progress.loss_scale.dynamic and math.isfinite(loss) and not finite
     if not (finite or overflowed) and config.optim.on_nan == "stop":
         assert batch is not None
-        raise NonFiniteError(explain_non_finite(session, batch, step, scale.loss_scale, loss=loss, grad_norm=grad_norm))
+        explanation = session.explain_non_finite(batch, step, scale.loss_scale, loss=loss, grad_norm=grad_norm)
+        raise NonFiniteError(explanation)
 
     # Commit, clip, step. Nothing has changed weights or residuals before all ranks reported.
     session.commit()
-    updated = finite and not summary.skip
+    updated = finite and not summary[SKIP]
     if updated:
         replica = job.topology.replica
         session.scale_and_clip(factors[replica], norms[replica])
         session.optimizer.step(step, local_step or PLAIN_STEP)
     log.info("step %d: loss %.6g, gradient norm %.6g%s", step + 1, loss, grad_norm, "" if updated else ", skipped")
     next_scale = progress.loss_scale.after(overflowed=overflowed)
-    after = progress.after(loss if updated else None, int(summary.targets), next_scale, spike=config.optim.spike)
+    after = progress.after(loss if updated else None, int(summary[TARGETS]), next_scale, spike=config.optim.spike)
     return StepResult(loss, grad_norm, learning_rate(step, config.optim), updated, after, summary)

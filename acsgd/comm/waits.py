@@ -221,9 +221,6 @@ def _release(lock: threading.Lock) -> None:
         lock.release()
 
 
-pass
-
-
 @dataclass
 class Meter:
     """Counts of one step, until `reset`."""

@@ -12,7 +12,6 @@ from queue import SimpleQueue
 from acsgd.comm.waits import InterruptibleWaits
 from acsgd.elastic.membership.messages import End, FromWorker, Run, Stop, Tick, ToWorker, from_line, to_line
 from acsgd.errors import RunError
-from acsgd.run.step.loop_state import LoopState
 
 TICK_S = 0.25
 ENDED = "torchrun of this host has ended"
@@ -35,7 +34,8 @@ class Control:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._waits: InterruptibleWaits | None = None
-        self._state: LoopState | None = None
+        self.pause_requested = False
+        """Whether training was requested to stop at the end of a step."""
         self._is_stop_pending = False
         threading.Thread(target=self._listen, name="control", daemon=True).start()
         threading.Thread(target=self._tick, name="ticks", daemon=True).start()
@@ -53,17 +53,17 @@ class Control:
                 self._is_stop_pending = False
         return message
 
-    def attach(self, waits: InterruptibleWaits, state: LoopState) -> None:
-        """From now on, let requests to stop end these waits, or pause this training loop after its step."""
+    def attach(self, waits: InterruptibleWaits) -> None:
+        """From now on, let requests to stop end these waits, or set `pause_requested`."""
         with self._lock:
-            self._waits, self._state = waits, state
+            self._waits, self.pause_requested = waits, False
             if self._is_stop_pending:
                 waits.interrupt("another view follows")
 
     def detach(self) -> None:
         """Undo `attach`."""
         with self._lock:
-            self._waits = self._state = None
+            self._waits = None
 
     def close(self) -> None:
         """End the connection and the threads."""
@@ -88,8 +88,8 @@ class Control:
 
     def _handle(self, message: Run | Stop | End) -> None:
         with self._lock:
-            if isinstance(message, Stop) and message.at_step_end and self._state is not None:
-                self._state.pause_requested = True
+            if isinstance(message, Stop) and message.at_step_end and self._waits is not None:
+                self.pause_requested = True
             elif not isinstance(message, Run):
                 self._is_stop_pending = True
                 if self._waits is not None:

@@ -19,7 +19,7 @@ from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.record import RunEvent
 from acsgd.run.lock.lock import RunLock, leases_of
 from acsgd.run.plan.job import Job
-from acsgd.run.step.loop_state import LoopState
+from acsgd.run.step.hooks import LoopState
 from acsgd.topology import Groups
 
 

@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from acsgd.comm.store import StoreError
 from acsgd.comm.waits import InterruptibleWaits
 from acsgd.config.options import Config
 from acsgd.elastic.control import Control
+from acsgd.elastic.hooks import STOPS, BackgroundJoin, Pause
 from acsgd.elastic.membership.messages import Broken, Done, End, Hello, Idle, Leave, Run, Setup, Stop, Stopped, View
 from acsgd.elastic.membership.plan import WorkerState
 from acsgd.elastic.setup import check_elastic, setup_of, with_stages
@@ -27,6 +29,7 @@ from acsgd.elastic.state.handover import (
     run_missing_exchange,
     worker_state,
 )
+from acsgd.elastic.state.joins import JoiningRank, StateSource
 from acsgd.elastic.state.snapshot_store import SnapshotStore
 from acsgd.elastic.state.snapshots import Snapshots, describe_snapshots, open_snapshots
 from acsgd.elastic.view_resources import ViewLock, ViewMetrics, connect_store, open_store, view_events
@@ -40,13 +43,13 @@ from acsgd.io.files.fields import from_json
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
 from acsgd.run.plan.job import Job, prepare
+from acsgd.run.report import StepSummary
+from acsgd.run.session import Session
 from acsgd.run.setup.inputs import RunInputs, open_inputs, open_weight_source
-from acsgd.run.setup.report import StepSummary
 from acsgd.run.setup.resume import Start, start
-from acsgd.run.setup.session import Session
 from acsgd.run.step.checkpointing import Checkpointing
-from acsgd.run.step.loop_state import LoopState
-from acsgd.run.step.text_log import text_log_of
+from acsgd.run.step.hooks import LoopState, StepHook
+from acsgd.run.step.run import open_run, text_log_of
 from acsgd.shards.load import Constants
 from acsgd.topology import Groups, connect
 from acsgd.train import run_steps
@@ -81,7 +84,9 @@ class ElasticWorker:
         """Whether `_session` is that of the present view."""
         self._reader: BatchReader | None = None
         """Of the view in which `_session` was trained."""
-        self._state = LoopState(Progress(), is_elastic=True)
+        self._state = LoopState(Progress())
+        self._transfers: StateSource | JoiningRank | None = None
+        """Background transfers of the present view in which this worker takes part."""
         self._snapshots = SnapshotStore()
         self._metrics = ViewMetrics()
         self._lock = ViewLock()
@@ -147,8 +152,8 @@ class ElasticWorker:
             self._wait_as_spare(view)
             return False
         waits = InterruptibleWaits()
-        self._state.has_reported = self._state.pause_requested = self._state.is_stopped = False
-        self._control.attach(waits, self._state)
+        self._state.has_reported = self._state.is_paused = self._state.is_stopped = False
+        self._control.attach(waits)
         try:
             self._train(view, rank, waits, signals, context)
             assert self._session is not None
@@ -173,7 +178,8 @@ class ElasticWorker:
             if self._session is not None and self._is_connected:
                 self._session.abort(f"view {view.epoch} has ended")
             self._is_connected = False
-            self._session = end_transfers(self._session, self._state)
+            self._session = end_transfers(self._session, self._state, self._transfers)
+            self._transfers = None
         if is_stopped and not is_over:
             self._control.send(Idle())
         return is_over
@@ -217,19 +223,31 @@ class ElasticWorker:
             snapshots = open_snapshots(self._snapshots, session, inputs.reader, groups, view)
             if snapshots is not None:
                 stack.callback(snapshots.close)
-            checkpointing = Checkpointing.open(begin, inputs, groups, lock, note=metrics.note)
-            stack.enter_context(checkpointing)
+            opening = open_run(
+                begin, inputs, lock, signals, metrics, self._state, stops=STOPS, extra=partial(self._hooks, snapshots)
+            )
+            run = stack.enter_context(opening)
             if self._has_dropped_save:
-                checkpointing.request_save()
+                run.checkpointing.request_save()
             self._report_start(view, begun, groups, metrics, snapshots)
             self._view = view
             context.start_training()
             enter_training()
             try:
-                run_steps(session, begin.progress, inputs, metrics, checkpointing, signals, self._state, snapshots)
+                run_steps(run)
             finally:
-                self._saved_step = checkpointing.newest_step
-                self._has_dropped_save = checkpointing.is_saving
+                self._saved_step = run.checkpointing.newest_step
+                self._has_dropped_save = run.checkpointing.is_saving
+
+    def _hooks(self, snapshots: Snapshots | None, checkpointing: Checkpointing) -> list[StepHook]:
+        """Return the participants of the step boundary that only elastic runs have."""
+        assert self._session is not None
+        num_steps, begun_at = self._session.job.config.optim.num_steps, self._state.progress.step
+        hooks: list[StepHook] = [
+            BackgroundJoin(self._transfers, begun_at),
+            Pause(self._control, checkpointing, num_steps),
+        ]
+        return hooks if snapshots is None else [*hooks, snapshots]
 
     def _report_start(
         self, view: View, begun: ViewStart, groups: Groups, metrics: Metrics, snapshots: Snapshots | None
@@ -262,14 +280,14 @@ class ElasticWorker:
         if plan.from_snapshot or plan.ranks[job.topology.rank] not in plan.holders:
             self._session = None
             self._state.restart(Progress())
-            self._state.summary = StepSummary(**plan.summary) if plan.summary else None
+            self._state.summary = StepSummary(plan.summary) if plan.summary else None
         newest = inputs.candidates.checkpoints[0] if inputs.candidates.checkpoints else None
         source = newest.shards if newest else inputs.weight_source or open_weight_source(job)
         constants = Constants(source, job.model.description)
         snapshot = self._snapshots.by_step.get(plan.step) if plan.from_snapshot else None
         host, caches = view.host_of(job.topology.rank), inputs.cache_plan
         joined = join(self._session, job, groups, plan, constants, host=host, cache_plan=caches, snapshot=snapshot)
-        self._session, received_bytes, self._state.transfers, self._state.joining = joined
+        self._session, received_bytes, self._transfers, self._state.idle = joined
         self._is_connected = True
         progress = from_json(Progress, plan.progress)
         self._state.progress, self._state.is_open = progress, plan.is_open

@@ -44,8 +44,6 @@ def check_config(config: PreTrainedConfig) -> None:
             )
 
 
-pass
-
 PROBES: tuple[Mapping[str, int], ...] = (
     {"batch": 2, "sequence": 16, "target": 8},
     {"batch": 3, "sequence": 33, "target": 13},

@@ -62,9 +62,6 @@ def _causal_order(tensor: NonFiniteTensor) -> tuple[int, int, int]:
     return PHASES.index(tensor.phase), -1 if tensor.micro is None else tensor.micro, along_pipeline
 
 
-pass
-
-
 class NaNProbe:
     """Hooks on all modules and weights of some stages, registered while this is entered as a context.
 

@@ -90,8 +90,6 @@ def _parse(line: str) -> tuple[str, StoredFile] | None:
     return parsed.layer, parsed.entry
 
 
-pass
-
 ReportProgress = Callable[[int, int], object]
 """Called with the number of bytes written and that of all bytes to write."""
 

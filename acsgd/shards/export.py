@@ -73,8 +73,6 @@ def _table(rows: Iterable[tuple[str, Any]]) -> list[str]:
     return ["| | |", "|---|---|", *cells]
 
 
-pass
-
 CASTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_BYTES = 5 * 10**9
 """Default maximum size of a file, as of transformers."""

@@ -132,9 +132,6 @@ def _indexed_tensors(index: Path) -> dict[str, StoredTensor]:
     return {name: StoredTensor(index.parent / file, name, headers[file][name]) for name, file in weight_map.items()}
 
 
-pass
-
-
 class LocatedTensor(NamedTuple):
     """A tensor of a model in files."""
 

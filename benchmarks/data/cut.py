@@ -34,10 +34,10 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import BatchReader
 from acsgd.launch import Launch
 from acsgd.run.plan.job import Job, prepare
+from acsgd.run.session import Session
 from acsgd.run.setup import build
 from acsgd.run.setup.data import open_data
 from acsgd.run.setup.inputs import open_inputs, open_weight_source
-from acsgd.run.setup.session import Session
 from acsgd.topology import Groups, connect
 from acsgd.train import train_step
 from benchmarks.common.compare import Comparison, RankRounds, alternate, on_ranks, summarise

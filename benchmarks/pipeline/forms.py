@@ -16,9 +16,9 @@ from acsgd.config.options import Config
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch
 from acsgd.run.plan.job import Job
+from acsgd.run.session import Session, StepResult
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_weight_source, plan_activation_caches
-from acsgd.run.setup.session import Session, StepResult
 from acsgd.topology import Groups, connect
 from acsgd.train import train_step
 

@@ -35,7 +35,7 @@ from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
 from acsgd.launch import Launch
-from acsgd.run.plan.job import (prepare)
+from acsgd.run.plan.job import prepare
 from benchmarks.common import netlab
 from benchmarks.pipeline.forms import open_trainings
 from benchmarks.pipeline.network_ranks import on_hosts, request_all

@@ -28,14 +28,16 @@ from rich.table import Table
 
 from acsgd.config.options import Config
 from acsgd.config.run_file import parse
+from acsgd.failures.signals import StopSignals
+from acsgd.run.step.hooks import LoopState
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.data.batches import (Batch)
-from acsgd.run.step.checkpointing import (Checkpointing)
-from acsgd.run.setup.inputs import (open_inputs)
-from acsgd.run.plan.job import (prepare)
-from acsgd.run.lock.lock import (RunLock)
-from acsgd.run.setup.session import (Session)
-from acsgd.run.setup.resume import (start)
+from acsgd.io.data.batches import Batch
+from acsgd.run.step.checkpointing import Checkpointing
+from acsgd.run.setup.inputs import open_inputs
+from acsgd.run.plan.job import prepare
+from acsgd.run.lock.lock import RunLock
+from acsgd.run.session import Session
+from acsgd.run.setup.resume import start
 from acsgd.launch import Launch
 from acsgd.topology import connect
 from acsgd.train import train_step
@@ -73,7 +75,8 @@ def rank_rounds(rank: int, directory: Path, rounds: int) -> list[Round]:
     inputs = open_inputs(job)
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(directory / "store"), RANKS)) as groups:
         begin = start(job, inputs, groups)
-        with Checkpointing.open(begin, inputs.identity, groups, RunLock([]), note=lambda text: None) as checkpointing:
+        signals, notes = StopSignals(lambda code: None), list[str]()
+        with Checkpointing.open(begin, inputs, RunLock([]), signals, note=notes.append) as checkpointing:
             batch = inputs.reader.batch(0)
             progress, _ = _run_steps(begin.session, batch, begin.progress, WARMUP)
             _save(checkpointing, progress)  # allocates the buffers
@@ -106,8 +109,8 @@ def _run_round(
 
 def _save(checkpointing: Checkpointing, progress: Progress) -> float:
     """Start a save; return the seconds for which training stood still."""
-    stall_s = checkpointing.copy_state(progress, due=True, evaluated=False)
-    checkpointing.start_write()
+    stall_s = checkpointing.copy_state(progress, due=True, best=False)
+    checkpointing.after_log(LoopState(progress))
     return stall_s
 
 

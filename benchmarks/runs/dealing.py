@@ -27,14 +27,14 @@ from transformers.utils import logging as transformers_logging
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.data.batches import (Batch)
+from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
 from acsgd.pp.stage import Stage
-from acsgd.run.setup.build import (build_session)
-from acsgd.run.setup.inputs import (open_weight_source)
-from acsgd.run.plan.job import (prepare)
-from acsgd.run.step.pace import (Pace)
-from acsgd.run.setup.session import (Session)
+from acsgd.run.setup.build import build_session
+from acsgd.run.setup.inputs import open_weight_source
+from acsgd.run.plan.job import prepare
+from acsgd.run.step.pace import Pace
+from acsgd.run.session import Session
 from acsgd.topology import connect
 from acsgd.train import train_step
 from benchmarks.common.compare import Comparison, RankRounds, Step, alternate, on_ranks, summarise

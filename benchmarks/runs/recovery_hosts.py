@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from acsgd.elastic.host.register import (ViewRegister)
+from acsgd.elastic.host.register import ViewRegister
 from benchmarks.common.metrics_watch import POLL_S, MetricsWatch
 from benchmarks.common.netlab import Lab, address
 from tests.lib.forked_torchrun import ForkedTorchrun, Host, send

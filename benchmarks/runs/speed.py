@@ -38,11 +38,11 @@ from transformers.utils import logging as transformers_logging
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig, ReplicaConfig
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.data.batches import (Batch)
-from acsgd.run.setup.build import (build_session)
-from acsgd.run.setup.inputs import (open_weight_source)
-from acsgd.run.plan.job import (Job, prepare)
-from acsgd.run.setup.session import (Session)
+from acsgd.io.data.batches import Batch
+from acsgd.run.setup.build import build_session
+from acsgd.run.setup.inputs import open_weight_source
+from acsgd.run.plan.job import Job, prepare
+from acsgd.run.session import Session
 from acsgd.launch import Launch
 from acsgd.topology import connect
 from acsgd.train import train_step

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from acsgd.launch import Launch
-from acsgd.failures.signals import (end_with_torchrun)
+from acsgd.failures.signals import end_with_torchrun
 
 TIMES = [("torchrun, Python", time.time())]
 LAUNCH = Launch.from_env()
@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: F401
 
 record("import transformers")
 from acsgd import main, train
-from acsgd.run.setup.session import (Session)
+from acsgd.run.session import Session
 from acsgd.topology import Groups
 
 record("import acsgd")

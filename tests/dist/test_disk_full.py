@@ -25,7 +25,7 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.checkpoint.saver import Saver
 from acsgd.io.data.batches import Batch
 from acsgd.io.telemetry.metrics import Metrics
-from acsgd.run.setup.session import Session, StepResult
+from acsgd.run.session import Session, StepResult
 from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import Manifest, StoredFile

@@ -40,7 +40,7 @@ from acsgd.dp.sync import GradSync
 from acsgd.errors import RunError
 from acsgd.optim.base import SecondMoments
 from acsgd.optim.loss_scale import clip_factor, scale_gradients_, squared_norm
-from acsgd.run.setup.report import Gather
+from acsgd.run.report import Gather
 from acsgd.shards.weights import Weight
 from acsgd.topology import Topology, connect
 

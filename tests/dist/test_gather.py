@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lib.ranks import on_ranks
 
 from acsgd.errors import RunError
-from acsgd.run.setup.report import Gather
+from acsgd.run.report import Gather
 from acsgd.topology import Topology, connect
 
 TIMEOUT = timedelta(seconds=60)

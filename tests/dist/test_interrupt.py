@@ -20,7 +20,7 @@ from lib.ranks import on_ranks
 
 from acsgd.comm.waits import InterruptibleWaits
 from acsgd.errors import WaitInterruptedError
-from acsgd.run.setup.report import Gather
+from acsgd.run.report import Gather
 from acsgd.topology import Groups, Topology, connect
 
 TIMEOUT = timedelta(seconds=60)

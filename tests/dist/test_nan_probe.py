@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from acsgd.config.options import Config
 from acsgd.pp.nan_probe import NonFiniteTensor, first_non_finite
 from acsgd.pp.stage import MicroBatch, Stage
-from acsgd.run.setup.session import Session
+from acsgd.run.session import Session
 
 TinyModel = Callable[..., Path]
 

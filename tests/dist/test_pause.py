@@ -6,17 +6,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from lib.forks import checkpoints_of, finish, make_config, save_model, started
 
 from acsgd import train
 from acsgd.config.options import CheckpointConfig, Config
+from acsgd.elastic.control import Control
+from acsgd.elastic.hooks import STOPS, BackgroundJoin, Pause
 from acsgd.failures.signals import StopSignals
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch
-from acsgd.run.setup.session import Session, StepResult
-from acsgd.run.step.loop_state import LoopState
+from acsgd.run.lock.lock import RunLock
+from acsgd.run.session import Session, StepResult
+from acsgd.run.setup.inputs import RunInputs
+from acsgd.run.setup.resume import Start
+from acsgd.run.step.checkpointing import Checkpointing
+from acsgd.run.step.hooks import StepHook
+from acsgd.run.step.run import Run
 
 STEPS, PAUSED = 6, 4
 """Steps of the run; steps before the pause."""
@@ -24,23 +32,29 @@ STEPS, PAUSED = 6, 4
 
 def pause(rank: int, leaving: Sequence[int]) -> None:
     """Let this rank pause after PAUSED steps, and before that receive a stop signal if it leaves."""
-    run_steps, train_step, state = train.run_steps, train.train_step, LoopState(Progress(), is_elastic=True)
-    received: list[StopSignals] = []
+    open_run, run_steps, train_step = train.open_run, train.run_steps, train.train_step
+    control, received = SimpleNamespace(pause_requested=False), list[StopSignals]()
 
-    def paused_run_steps(session: Session, progress: Progress, *args: Any) -> None:
-        state.progress = progress
-        received.append(args[-1])
-        run_steps(session, progress, *args, state)
-        assert (state.progress.step, state.is_stopped) == (PAUSED, False)
+    def opened(begin: Start, inputs: RunInputs, lock: RunLock, signals: StopSignals, *args: Any) -> Any:
+        received.append(signals)
+
+        def extra(checkpointing: Checkpointing) -> list[StepHook]:
+            return [BackgroundJoin(None, 0), Pause(cast(Control, control), checkpointing, STEPS)]
+
+        return open_run(begin, inputs, lock, signals, *args, stops=STOPS, extra=extra)
+
+    def paused_run_steps(run: Run) -> None:
+        run_steps(run)
+        assert (run.state.progress.step, run.state.is_paused, run.state.is_stopped) == (PAUSED, True, False)
 
     def disturbed_step(session: Session, batch: Batch, before: Progress, *args: Any, **options: Any) -> StepResult:
         result = train_step(session, batch, before, *args, **options)
         if result.progress.step == PAUSED - 1:  # the signal comes first: the pause is its result
-            state.pause_requested = True
+            control.pause_requested = True
             received[0].received = "SIGINT" if rank in leaving else None
         return result
 
-    train.run_steps, train.train_step = paused_run_steps, disturbed_step
+    train.open_run, train.run_steps, train.train_step = opened, paused_run_steps, disturbed_step
 
 
 def paused(directory: Path, leaving: Sequence[int]) -> tuple[Config, list[str]]:

@@ -19,10 +19,10 @@ from acsgd.errors import WaitInterruptedError
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare
+from acsgd.run.report import StepSummary
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_weight_source
-from acsgd.run.setup.report import StepSummary
-from acsgd.run.step.loop_state import LoopState
+from acsgd.run.step.hooks import LoopState
 from acsgd.topology import connect
 
 STEPS, INTERRUPTED = 4, 1
@@ -45,10 +45,11 @@ def train_with_an_interrupt(rank: int, world_size: int, store: Path, config: Con
                 else:
                     train.train_step(session, batch, state.progress, state=state)
             if step == INTERRUPTED and not is_late:
-                file_store.set(f"summary of {rank}", json.dumps(dataclasses.asdict(state.summary)))
+                assert state.summary is not None
+                file_store.set(f"summary of {rank}", json.dumps(state.summary.numbers))
             elif step == INTERRUPTED:
                 assert (state.progress.step, state.has_reported) == (step, True)
-                summary = StepSummary(**json.loads(file_store.get("summary of 0")))
+                summary = StepSummary(json.loads(file_store.get("summary of 0")))
                 state.complete(train.apply_step(session, None, state.progress, summary), is_synced=False)
                 session.sync_alone(step)
             assert (state.progress.step, state.has_reported) == (step + 1, False)

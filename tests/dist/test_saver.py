@@ -25,7 +25,7 @@ from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.saver import Saver
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.record import StepRecord
-from acsgd.run.setup.session import Session, StepResult
+from acsgd.run.session import Session, StepResult
 from acsgd.shards.manifest import Manifest, StoredFile
 from tests.lib.cache import shared_model, with_shared_cache
 from tests.lib.forks import checkpoints_of, finish, make_config, started

@@ -21,9 +21,9 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare
+from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_weight_source
-from acsgd.run.setup.session import Session
 from acsgd.topology import Groups, connect
 from acsgd.train import train_step
 

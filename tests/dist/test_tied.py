@@ -24,10 +24,10 @@ from acsgd.pp.tied.ties import Ties
 from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.pp.wire.mailbox import _Encoding
 from acsgd.run.plan.job import prepare
+from acsgd.run.session import StepResult
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_data
 from acsgd.run.setup.inputs import open_weight_source
-from acsgd.run.setup.session import StepResult
 from acsgd.topology import connect
 from acsgd.train import train_step
 

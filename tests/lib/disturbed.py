@@ -37,11 +37,12 @@ from acsgd.optim.loss_scale import LossScale
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import prepare
+from acsgd.run.report import Report
+from acsgd.run.session import Session, StepResult
 from acsgd.run.setup.inputs import open_inputs
-from acsgd.run.setup.report import Votes
-from acsgd.run.setup.session import Session, StepResult
 from acsgd.run.step.checkpointing import Checkpointing
-from acsgd.run.step.loop_state import LoopState
+from acsgd.run.step.run import Run
+from acsgd.run.step.spikes import SKIP
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import Manifest, StoredFile
 from acsgd.topology import connect
@@ -138,12 +139,12 @@ def _recording(plan: Plan, recorded: list[Step]) -> Callable[..., StepResult]:
     """Return a train_step that records each step, and skips the updates of the steps that the plan lists."""
     train_step = train.train_step
 
-    def recording(session: Session, batch: Batch, progress: Progress, votes: Votes, **options: Any) -> StepResult:
+    def recording(session: Session, batch: Batch, progress: Progress, votes: Report, **options: Any) -> StepResult:
         step = progress.step
         if plan.scale is not None and plan.scale[0] == step:
             progress = dataclasses.replace(progress, loss_scale=LossScale(plan.scale[1], dynamic=True))
         recorded.append(Step(step, False, progress.loss_scale.value, batch.sample_ids.tolist()))
-        votes = votes._replace(skip=votes.skip or step in plan.skipped)
+        votes = {**votes, SKIP: votes[SKIP] or step in plan.skipped}
         result = train_step(session, batch, progress, votes, **options)
         recorded[-1] = recorded[-1]._replace(updated=result.updated)
         return result
@@ -162,11 +163,10 @@ def _starting_again(patch: pytest.MonkeyPatch, interrupted: frozenset[int]) -> C
             raise WaitInterruptedError("the view has ended")
         return result
 
-    def starting_again(session: Session, progress: Progress, *args: Any) -> None:
-        state = LoopState(progress)
+    def starting_again(run: Run) -> None:
         while True:
             with contextlib.suppress(WaitInterruptedError):
-                return run_steps(session, progress, *args, state)
+                return run_steps(run)
 
     patch.setattr(train, "train_step", ending)
     return starting_again

@@ -40,10 +40,9 @@ from acsgd.config.options import (
 from acsgd.errors import ReportedError
 from acsgd.failures.failures import report_failure
 from acsgd.io.checkpoint.directory import CheckpointDirectory
-from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
-from acsgd.run.setup.session import Session
+from acsgd.run.step.run import Run
 from acsgd.shards.manifest import Manifest, StoredFile
 from acsgd.topology import clone_store
 from tests.lib.processes import CONTEXT
@@ -262,12 +261,12 @@ def _record_notes(directory: Path, rank: int) -> None:
         write(text)
         note(metrics, text)
 
-    def recorded_run_steps(session: Session, progress: Progress, *args: Any) -> None:
+    def recorded_run_steps(run: Run) -> None:
         unfinished = directory / f".resumed-at-{rank}"
-        unfinished.write_text(str(progress.step))
+        unfinished.write_text(str(run.state.progress.step))
         unfinished.rename(directory / f"resumed-at-{rank}")
         try:
-            run_steps(session, progress, *args)
+            run_steps(run)
         except Exception as error:
             write(f"{type(error).__name__}: {error}")
             raise

@@ -31,9 +31,9 @@ from acsgd.elastic.state.transfer import HeldLayers
 from acsgd.elastic.view_resources import ViewLock
 from acsgd.io.checkpoint import saver
 from acsgd.optim.adamw import AdamWOptimizer
-from acsgd.run.setup.report import Gather, StepExchange
-from acsgd.run.setup.session import Session
-from acsgd.run.step.loop_state import LoopState
+from acsgd.run.report import Gather, StepExchange
+from acsgd.run.session import Session
+from acsgd.run.step.hooks import LoopState
 from acsgd.topology import Groups
 from tests.lib.forked_torchrun import PIDS, Setup
 

@@ -29,8 +29,8 @@ from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import prepare
+from acsgd.run.session import Session, StepResult
 from acsgd.run.setup.inputs import open_inputs
-from acsgd.run.setup.session import Session, StepResult
 from acsgd.topology import connect
 from lib.cache import share_cache, with_shared_cache
 

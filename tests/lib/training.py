@@ -24,10 +24,10 @@ from acsgd.launch import Launch
 from acsgd.optim.loss_scale import LossScale
 from acsgd.optim.schedule import learning_rate
 from acsgd.run.plan.job import Job, prepare
+from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_data
 from acsgd.run.setup.inputs import open_weight_source
-from acsgd.run.setup.session import Session
 from acsgd.streams import mix_seed
 from acsgd.topology import connect
 from acsgd.train import train_step

@@ -16,15 +16,16 @@ from torch import Tensor
 
 from acsgd import train
 from acsgd.config.options import Config
-from acsgd.io.checkpoint.progress import Progress, RunIdentity
+from acsgd.io.checkpoint.progress import RunIdentity
 from acsgd.io.checkpoint.resume import find
 from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
 from acsgd.layers.lengths import Lengths
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import Job, prepare
+from acsgd.run.session import Session
 from acsgd.run.setup.inputs import RunInputs, open_weight_source, plan_activation_caches
-from acsgd.run.setup.session import Session
+from acsgd.run.step.run import Run
 from acsgd.topology import connect
 from lib.model_types import VOCABULARY
 
@@ -158,10 +159,10 @@ def _record_weights(run_steps: Callable[..., None]) -> Callable[..., None]:
         path = Path(job.config.log.dir) / WEIGHTS.format(step=step, rank=job.topology.rank)
         path.write_text(json.dumps(hashes))
 
-    def recorded(session: Session, progress: Progress, *args: Any) -> None:
-        write(session, progress.step)
-        run_steps(session, progress, *args)
-        write(session, session.job.config.optim.steps)
+    def recorded(run: Run) -> None:
+        write(run.session, run.state.progress.step)
+        run_steps(run)
+        write(run.session, run.num_steps)
 
     return recorded
 

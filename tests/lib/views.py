@@ -20,6 +20,7 @@ from safetensors.torch import load
 from acsgd import train
 from acsgd.comm.waits import InterruptibleWaits
 from acsgd.config.options import Config
+from acsgd.elastic.hooks import BackgroundJoin
 from acsgd.elastic.membership.plan import Plan, WorkerState, make_plan
 from acsgd.elastic.setup import possible_cuts, with_stages
 from acsgd.elastic.state.handover import (
@@ -31,6 +32,7 @@ from acsgd.elastic.state.handover import (
     run_missing_exchange,
     worker_state,
 )
+from acsgd.elastic.state.joins import JoiningRank, StateSource
 from acsgd.elastic.state.snapshot_store import SnapshotStore
 from acsgd.elastic.state.snapshots import Snapshots
 from acsgd.elastic.state.transfer import LayersInMemory, layer_message
@@ -39,16 +41,18 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch, BatchReader
 from acsgd.io.data.rows.streamed import StreamState
 from acsgd.io.files.fields import from_json
+from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare
+from acsgd.run.report import Report
+from acsgd.run.session import Session
 from acsgd.run.setup import build
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_data
 from acsgd.run.setup.inputs import open_weight_source, plan_activation_caches
-from acsgd.run.setup.report import Votes
-from acsgd.run.setup.session import Session
-from acsgd.run.step.loop_state import LoopState
+from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
 from acsgd.run.step.pace import Pace
+from acsgd.run.step.spikes import SKIP
 from acsgd.shards.load import Constants
 from acsgd.topology import Groups, connect
 from lib.training import TIMEOUT
@@ -142,7 +146,8 @@ class _Process:
         self._cuts = possible_cuts(prepare(config, Launch(0, 0, config.pp.stages)))
         self._session: Session | None = None
         self._reader: BatchReader | None = None
-        self._state = LoopState(Progress(), is_elastic=True)
+        self._state = LoopState(Progress())
+        self._transfers: StateSource | JoiningRank | None = None
         self._snapshots = SnapshotStore()
         self.losses: dict[int, float] = {}
         self.origins: list[str] = []
@@ -155,7 +160,7 @@ class _Process:
     def run_view(self, number: int, view: ScriptedView) -> None:
         """Take part in a view, or drop the state."""
         if self._number not in view.members:
-            self._session, self._state = None, LoopState(Progress(), is_elastic=True)
+            self._session, self._state = None, LoopState(Progress())
             self._snapshots = SnapshotStore()
             return
         plan = self._plan(number, view)
@@ -197,7 +202,7 @@ class _Process:
                     cache_plan=caches,
                     snapshot=snapshot,
                 )
-                self._session, received_bytes, self._state.transfers, self._state.joining = joined
+                self._session, received_bytes, self._transfers, self._state.idle = joined
                 self.received_bytes.append(received_bytes)
                 self._state.progress = from_json(Progress, plan.progress)
                 run_missing_exchange(self._session, self._state, plan)
@@ -209,7 +214,8 @@ class _Process:
             reader.close()
             groups.wait_for_all("ending the view", timeout_s=TIMEOUT.total_seconds())
             self._session.abort("the view has ended")
-            self._session = end_transfers(self._session, self._state)
+            self._session = end_transfers(self._session, self._state, self._transfers)
+            self._transfers = None
             groups.abort("the view has ended")
 
     def _fail_to_form(self, hand_over: Callable[[], object]) -> None:
@@ -239,61 +245,81 @@ class _Process:
 
     def _train(self, session: Session, batches: BatchReader, view: ScriptedView, snapshots: Snapshots | None) -> None:
         """Train until the end of a view; complete each snapshot before the next step."""
-        self._state.has_reported = False
-        pace = Pace(session, lambda _: None, self._state.joining)
-        returns, earlier = view.returns, (self._state.progress, list[bytes]())
-        while (step := self._state.progress.step) < view.until:
-            if returns and step == returns.to:
-                earlier = self._state.progress, [layer_message(session, layer) for layer in session.layers]
-            votes = self._votes(view)._replace(snapshot_interval=snapshots.interval if snapshots else 0)
-            batch = batches.batch(step, pace.micros(step))
-            result = train.train_step(session, batch, self._state.progress, votes, state=self._state)
-            self.joining[step + 1] = result.summary.joining
-            if returns and step + 1 == returns.after:
-                self._return_to(session, *earlier)
-                if snapshots is not None:
-                    snapshots.return_to(returns.to)
-                returns = None
+        state = self._state
+        state.has_reported = False
+        pace, join = Pace(session, lambda _: None, state.idle), BackgroundJoin(self._transfers, state.progress.step)
+        script = _Script(session, view)
+        hooks = StepHooks([join, script, pace] if snapshots is None else [join, script, snapshots, pace], Metrics([]))
+        while (step := state.progress.step) < view.until:
+            script.before_step(state)
+            train.train_step(
+                session, batches.batch(step, pace.micros(step)), state.progress, hooks.report(state), state=state
+            )
+            returns = not hooks.after_step(state)
+            self.joining[step + 1] = [*state.idle]
+            if returns:
                 continue
-            self._state.transfers.after_step(result.summary)
-            pace.record(result.summary, step + 1)
+            hooks.before_next(state)
             self._note_step()
-            if snapshots is not None:
-                snapshots.after_step(self._state)
-                while snapshots.is_pending:
-                    time.sleep(0.005)
+            while snapshots is not None and snapshots.is_pending:
+                time.sleep(0.005)
         if view.late or view.unsynced:
             with _interrupted(self._number in view.late, self._number in view.unsynced):
-                self._begin_step(session, batches.batch(view.until, pace.micros(view.until)), self._votes(view))
+                self._begin_step(session, batches.batch(view.until, pace.micros(view.until)), hooks.report(state))
                 self._note_step()
 
-    def _return_to(self, session: Session, progress: Progress, layers: Sequence[bytes]) -> None:
-        """Load the state of an earlier step, of which a rank that joins has only a part."""
-        for layer, message in zip(session.layers, layers, strict=True):
-            state = LayersInMemory()
-            state.add(load(message))
-            state.load_layer(layer, session)
-        self._state.return_to(progress)
-
-    def _votes(self, view: ScriptedView) -> Votes:
-        skip, transfers = self._state.progress.step + 1 == view.skipped, self._state.transfers
-        return Votes(skip=skip, joins=transfers.is_pending, wanted=transfers.wanted)
-
-    def _begin_step(self, session: Session, batch: Batch, votes: Votes) -> None:
+    def _begin_step(self, session: Session, batch: Batch, votes: Report) -> None:
         with contextlib.suppress(WaitInterruptedError):
             train.train_step(session, batch, self._state.progress, votes, state=self._state)
+
+    @property
+    def _is_incomplete(self) -> bool:
+        """Whether some of the state of this process has not arrived."""
+        return isinstance(self._transfers, JoiningRank) and self._transfers.is_pending
 
     def _note_step(self) -> None:
         """Note loss and weights if the last step is complete."""
         state, session = self._state, self._session
         assert session is not None
-        if not state.is_synced or state.transfers.is_pending or state.progress.step == 0:
+        if not state.is_synced or self._is_incomplete or state.progress.step == 0:
             return
         if state.record is not None and state.record.loss is not None:
             self.losses[state.progress.step] = state.record.loss
             self.forward_bytes[state.progress.step] = state.record.pp_forward_bytes
         if state.progress.step not in self.digests:  # a single replica that continues alone folds residuals into them
             self.digests[state.progress.step] = session.job.topology.stage_rank, _digest(session)
+
+
+class _Script(StepHook):
+    """Skips the update of a step, and returns to an earlier one, as a view says."""
+
+    fields = (SKIP,)
+
+    def __init__(self, session: Session, view: ScriptedView) -> None:
+        self._session = session
+        self._skipped = view.skipped
+        self._returns = view.returns
+        self._earlier: tuple[Progress, list[bytes]] | None = None
+
+    def report(self, state: LoopState) -> Report:
+        return {SKIP: state.progress.step + 1 == self._skipped}
+
+    def before_step(self, state: LoopState) -> None:
+        """Keep the state of the step to which the view returns."""
+        if self._returns and state.progress.step == self._returns.to:
+            self._earlier = state.progress, [layer_message(self._session, layer) for layer in self._session.layers]
+
+    def after_step(self, state: LoopState) -> Progress | None:
+        """Load the state of an earlier step, of which a rank that joins has only a part."""
+        if self._returns is None or state.progress.step != self._returns.after:
+            return None
+        assert self._earlier is not None
+        self._returns, (progress, layers) = None, self._earlier
+        for layer, message in zip(self._session.layers, layers, strict=True):
+            loaded = LayersInMemory()
+            loaded.add(load(message))
+            loaded.load_layer(layer, self._session)
+        return progress
 
 
 @contextlib.contextmanager

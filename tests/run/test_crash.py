@@ -17,7 +17,7 @@ from acsgd.config.options import CheckpointConfig
 from acsgd.config.run_file import to_toml
 from acsgd.errors import RunError
 from acsgd.io.checkpoint import saver
-from acsgd.run.setup.session import Session
+from acsgd.run.session import Session
 from tests.lib.cache import shared_model, with_shared_cache
 from tests.lib.crashes import Campaign, summary
 from tests.lib.forks import checkpoints_of, finish, make_config, started

@@ -24,7 +24,7 @@ from acsgd.failures.signals import StopSignals
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.record import StepRecord
 from acsgd.launch import Launch
-from acsgd.run.step.loop_state import LoopState
+from acsgd.run.step.hooks import LoopState
 
 
 def record(step: int) -> StepRecord:
@@ -41,7 +41,7 @@ def test_a_new_rank_0_logs_the_last_step_unless_the_rank_0_before_has(tmp_path: 
         OptimConfig(lr=1e-3, steps=9),
         log=LogConfig(dir=str(tmp_path), to="jsonl"),
     )
-    state = LoopState(Progress(step=3), is_elastic=True, record=record(3))
+    state = LoopState(Progress(step=3), record=record(3))
     with open_metrics(config, state) as metrics:
         metrics.log(record(4))
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
@@ -60,7 +60,7 @@ class Script:
     def send(self, message: object) -> None:
         self.sent.append(message)
 
-    def attach(self, waits: InterruptibleWaits, state: LoopState) -> None:
+    def attach(self, waits: InterruptibleWaits) -> None:
         pass
 
     def detach(self) -> None:
@@ -134,7 +134,7 @@ def test_a_host_whose_workers_start_again_goes_on_after_all_others_have_left(
 ) -> None:
     """Its workers have no ranks, so that those of the others are all that can vote to stop."""
     hosts = Host("a", "h:1"), Host("b", "h:2")
-    state = LoopState(Progress(step), is_elastic=True, is_stopped=stopped)
+    state = LoopState(Progress(step), is_stopped=stopped)
     assert is_run_over(View(3, hosts, Plan(1, ranks=("a/0",))), state, 9) == is_over
     assert is_run_over(View(3, hosts, Plan(1, ranks=("a/0", "b/0"))), state, 9) == (is_over or stopped)
 

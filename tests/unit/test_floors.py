@@ -22,8 +22,9 @@ FLOORS = """
     adapters io.data io.telemetry optim
     io dp
     io.checkpoint pp
-    run.plan
-    run.lock
+    run.plan run.report
+    run.lock run.evaluation
+    run.session
     run.setup
     run.step
     train
@@ -47,7 +48,7 @@ RESERVED = {
         "acsgd.pp.wire",
         "acsgd.dp",
         "acsgd.io.checkpoint",
-        "acsgd.run.setup.report",
+        "acsgd.run.report",
         "acsgd.elastic",
         "acsgd.main",
         "acsgd.commands.evaluation.command",

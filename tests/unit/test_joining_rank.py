@@ -16,9 +16,8 @@ from acsgd.elastic.state.joins import JoiningRank
 from acsgd.errors import CorruptFileError
 from acsgd.optim.base import Optimizer
 from acsgd.optim.replay import ReplayOptimizer
+from acsgd.run.session import Session
 from acsgd.run.setup.build import DeferredConstants
-from acsgd.run.setup.report import StepSummary
-from acsgd.run.setup.session import Session
 
 LAYERS = 2
 LIMIT_S = 30.0
@@ -48,7 +47,7 @@ def test_a_return_while_the_last_layers_are_on_their_way_requests_all_again_and_
     rank = JoiningRank(session, 1, cast(StateReceiver, receiver), constants, limit_bytes=0)
 
     def step() -> None:
-        rank.after_step(cast(StepSummary, SimpleNamespace(wanted=[rank.wanted])))
+        rank.after_step([rank.wanted])
 
     for _ in range(LAYERS):
         step()
@@ -91,7 +90,7 @@ def step_until(rank: JoiningRank, is_done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not is_done():
         assert time.monotonic() < deadline
-        rank.after_step(cast(StepSummary, SimpleNamespace(wanted=[None])))
+        rank.after_step([None])
         time.sleep(0.01)
 
 

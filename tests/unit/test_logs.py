@@ -21,13 +21,13 @@ def text(run_dir: Path, rank: int) -> list[str]:
 
 def test_a_line_has_time_level_rank_location_and_message(tmp_path: Path) -> None:
     with open_text_log(tmp_path, rank=3, stages=[1], replica=1):
-        logging.getLogger("acsgd.run.setup.session").info("step %d", 7)
-        logging.getLogger("acsgd.run.setup.session").warning("slow")
+        logging.getLogger("acsgd.run.session").info("step %d", 7)
+        logging.getLogger("acsgd.run.session").warning("slow")
     informed, warned = (LINE.fullmatch(line) for line in text(tmp_path, 3))
     assert informed
     assert warned
     level, who, module, function, line, message = informed.groups()
-    assert (level, who, module, message) == ("INFO", "rank 3, stage 1, replica 1", "acsgd.run.setup.session", "step 7")
+    assert (level, who, module, message) == ("INFO", "rank 3, stage 1, replica 1", "acsgd.run.session", "step 7")
     assert function == "test_a_line_has_time_level_rank_location_and_message"
     assert 'info("step %d", 7)' in Path(__file__).read_text().splitlines()[int(line) - 1]
     assert warned.group(1) == "WARNING"
@@ -58,12 +58,12 @@ def test_only_records_of_the_package_are_logged_and_none_is_printed(
     monkeypatch.setattr(package, "propagate", True)
     before = list(package.handlers), package.level, package.propagate, list(logging.getLogger().handlers)
     with open_text_log(tmp_path, rank=0, stages=[0], replica=0):
-        logging.getLogger("acsgd.run.setup.session").info("ours")
-        logging.getLogger("acsgd.run.setup.session").error("ours, urgent")
+        logging.getLogger("acsgd.run.session").info("ours")
+        logging.getLogger("acsgd.run.session").error("ours, urgent")
         logging.getLogger("transformers").error("theirs")
     assert (package.handlers, package.level, package.propagate, logging.getLogger().handlers) == before
-    logging.getLogger("acsgd.run.setup.session").info("too little")
-    logging.getLogger("acsgd.run.setup.session").error("later")
+    logging.getLogger("acsgd.run.session").info("too little")
+    logging.getLogger("acsgd.run.session").error("later")
     assert [line.rpartition(" - ")[2] for line in text(tmp_path, 0)] == ["ours", "ours, urgent"]
     assert caplog.messages == ["theirs", "later"]
     assert "ours" not in "".join(capsys.readouterr())

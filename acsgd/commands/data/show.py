@@ -54,8 +54,6 @@ def open_sources(
     return sources, load_tokenizer(directory, config), config
 
 
-pass
-
 MAX_TOKENS = 2000
 """Number of tokens of a record or row that are shown."""
 
@@ -96,9 +94,6 @@ def decoded(
         text.append(f"\n... and {rest} more tokens", style="italic")
     return text
 
-
-pass
-pass
 
 TaskName = Literal["lm", "classification", "regression", "seq2seq"]
 

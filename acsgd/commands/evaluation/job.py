@@ -53,8 +53,6 @@ def find_evaluated(name: str) -> EvaluatedModel:
     return EvaluatedModel(str(path), shards.manifest.task, options, shards.manifest.new)
 
 
-pass
-
 READING = ("format", "fields", "targets", "input_format", "output_format", "split_special_tokens", "on_error")
 """Options of the command that are those of [data] with the same name."""
 OF_ROWS = ("rows", "long", "isolate")

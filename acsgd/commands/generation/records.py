@@ -100,8 +100,6 @@ def _is_chat(value: Any) -> bool:
     return is_list and all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in value)
 
 
-pass
-
 Options = Mapping[str, Any]
 """JSON values by name."""
 

@@ -42,8 +42,6 @@ class FlatLayout:
                 view.copy_(tensors[key])
 
 
-pass
-
 Dtype = Literal["fp32", "bf16", "fp16"]
 """Dtype of gradients in messages. fp16 has more bits than bf16, but a range of only 6e-8 to 65504."""
 BUCKET_MB = 25.0

@@ -76,8 +76,6 @@ class PendingBucket:
         return done.value()
 
 
-pass
-
 EPS = 1e-8
 """Term added to the root of a second moment, as in AdamW."""
 SECOND_MOMENT = "second_moment"

@@ -70,9 +70,6 @@ def _permutation(n: int, seed: int, number: int) -> Tensor:
     return torch.randperm(n, generator=torch.Generator().manual_seed(mix_seed(seed, number)))
 
 
-pass
-
-
 @dataclass(frozen=True)
 class Cocktail:
     """Local steps; of the updates, a sample of the coordinates is considered, of which the largest are sent.

@@ -77,9 +77,6 @@ class ParameterServerSync(BucketSync):
         return [decode_message(self._codec, received[peer], x, peer) if len(x) else x for peer, x in enumerate(like)]
 
 
-pass
-
-
 @dataclass(frozen=True)
 class CentralPS(ShardedPS):
     """Replica 0 receives all gradients, sums them in replica order in fp32, and sends the sums to all.

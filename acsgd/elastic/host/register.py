@@ -65,8 +65,6 @@ class ViewRegister:
         return from_json(View, json.loads(self._path(epoch).read_text()))
 
 
-pass
-
 ABANDONED_S = 5.0
 """Time for which nobody holds the lease on the run directory before its hosts count as ended, seconds."""
 VIEWS = "views"

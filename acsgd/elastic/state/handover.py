@@ -22,11 +22,11 @@ from acsgd.io.files.fields import from_json
 from acsgd.optim.replay import ReplayOptimizer
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.run.plan.job import Job
+from acsgd.run.report import StepSummary
+from acsgd.run.session import Session
 from acsgd.run.setup.build import DeferredConstants, build_session, keep_caches, reconnect
-from acsgd.run.setup.report import StepSummary
 from acsgd.run.setup.resume import Start
-from acsgd.run.setup.session import Session
-from acsgd.run.step.loop_state import LoopState, NoTransfers, StateTransfers
+from acsgd.run.step.hooks import LoopState
 from acsgd.shards.load import BlankWeights, Constants
 from acsgd.topology import Groups, collective_errors
 from acsgd.train import apply_step
@@ -50,7 +50,7 @@ def worker_state(
         is_synced=state.is_synced or not session.exchanges_after(step - 1),
         exchanges=session.exchanges_after(step),
         progress=state.progress.to_dict(),
-        summary=asdict(state.summary) if state.summary else None,
+        summary=dict(state.summary.numbers) if state.summary else None,
         is_open=state.is_open,
         store_port=store_port,
         streams=tuple(None if each is None else asdict(each) for each in streams),
@@ -69,7 +69,7 @@ def complete_step(session: Session, state: LoopState, plan: Plan, *, is_behind: 
     """
     if is_behind:
         assert plan.summary is not None
-        result = apply_step(session, None, state.progress, StepSummary(**plan.summary))
+        result = apply_step(session, None, state.progress, StepSummary(plan.summary))
         state.complete(result, is_synced=not result.updated)
     last = state.progress.step - 1
     if not state.is_synced and not session.exchanges_after(last):
@@ -132,7 +132,7 @@ class Joined(NamedTuple):
     session: Session
     received_bytes: int
     """As of HandedOver."""
-    transfers: StateTransfers
+    transfers: StateSource | JoiningRank | None
     replicas: tuple[int, ...]
     """Replicas that join in the background."""
 
@@ -165,7 +165,7 @@ def join(
         return Joined(new, 0, joining, replicas)
     now = replace(plan, transfers=tuple(each for each in plan.transfers if each.target not in joins.sources))
     new, received_bytes = hand_over(session, job, groups, now, constants, cache_plan, snapshot)
-    return Joined(new, received_bytes, StateSource(new, joins.senders) if joins.senders else NoTransfers(), replicas)
+    return Joined(new, received_bytes, StateSource(new, joins.senders) if joins.senders else None, replicas)
 
 
 class ViewStart(NamedTuple):
@@ -176,11 +176,13 @@ class ViewStart(NamedTuple):
     """Size of the state that this rank has received from others, bytes."""
 
 
-def end_transfers(session: Session | None, state: LoopState) -> Session | None:
+def end_transfers(
+    session: Session | None, state: LoopState, transfers: StateSource | JoiningRank | None
+) -> Session | None:
     """End transfers in the background; return the session, or None if some of its state is missing."""
-    transfers, state.transfers = state.transfers, NoTransfers()
-    transfers.close()
-    if not transfers.is_pending:
+    if transfers is not None:
+        transfers.close()
+    if not (isinstance(transfers, JoiningRank) and transfers.is_pending):
         return session
     state.restart(Progress())
     return None

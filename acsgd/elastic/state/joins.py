@@ -15,7 +15,7 @@ import math
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -29,9 +29,8 @@ from acsgd.errors import RunError
 from acsgd.optim.replay import Recording, ReplayOptimizer
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.plan.job import Job
+from acsgd.run.session import Session
 from acsgd.run.setup.build import DeferredConstants
-from acsgd.run.setup.report import StepSummary
-from acsgd.run.setup.session import Session
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.load import Constants, LoadedLayer
 from acsgd.streams import available_memory_bytes
@@ -44,29 +43,23 @@ MEMORY_SHARE = 0.5
 
 
 class StateSource:
-    """Sends the layers of a session to ranks that join, in the background. A `StateTransfers`.
+    """Sends the layers of a session to ranks that join, in the background.
 
     senders: by rank that joins.
     """
-
-    is_pending = False
-    wanted = None
 
     def __init__(self, session: Session, senders: Mapping[int, StateSender]) -> None:
         self._session = session
         self._layers = _layers(session)
         self._senders = senders
 
-    def after_step(self, summary: StepSummary) -> None:
-        """Copy the layers that were requested in a step. Raises RunError if a connection has failed."""
+    def after_step(self, requested: Sequence[int | None]) -> None:
+        """Copy the layers that were requested in a step, by rank. Raises RunError if a connection has failed."""
         for rank, sender in self._senders.items():
             if sender.error is not None:
                 raise _failure(self._session, f"sending state to rank {rank}", sender.error, rank)
-            if (wanted := summary.wanted[rank]) is not None:
-                sender.send(layer_message(self._session, self._layers[wanted]))
-
-    def restart(self) -> None:
-        pass
+            if (layer := requested[rank]) is not None:
+                sender.send(layer_message(self._session, self._layers[layer]))
 
     def close(self) -> None:
         for sender in self._senders.values():
@@ -74,7 +67,7 @@ class StateSource:
 
 
 class JoiningRank:
-    """Requests and receives the state of the layers of a session. A `StateTransfers`.
+    """Requests and receives the state of the layers of a session.
 
     The optimizer of the session must be a ReplayOptimizer. constants: those of its layers; limit_bytes: maximum size of
     recorded gradients.
@@ -114,14 +107,14 @@ class JoiningRank:
         """The layer to request in the next step; None if enough are requested."""
         return self._missing[0] if self._missing and len(self._requested) < MAX_REQUESTED else None
 
-    def after_step(self, summary: StepSummary) -> None:
-        """Record the layer that this rank has requested in a step, and load those that have arrived.
+    def after_step(self, requested: Sequence[int | None]) -> None:
+        """Record the layer that this rank has requested in a step, by rank, and load those that have arrived.
 
         Raises RunError if the connection to the source has failed, and CorruptFileError if a file of constants is.
         """
         if self._reading.done():
             self._reading.result()
-        if (wanted := summary.wanted[self._session.job.topology.rank]) is not None:
+        if (wanted := requested[self._session.job.topology.rank]) is not None:
             self._missing.remove(wanted)
             layer = self._layers[wanted]
             self._requested.append((layer, self._optimizer.record(layer.weights)))

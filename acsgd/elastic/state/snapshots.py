@@ -23,8 +23,9 @@ from acsgd.elastic.state.snapshot_store import PackedLayers, Snapshot, SnapshotC
 from acsgd.elastic.state.transfer import layer_tensors_of
 from acsgd.errors import RunError, WaitInterruptedError, reason
 from acsgd.io.data.batches import BatchReader
-from acsgd.run.setup.session import Session
-from acsgd.run.step.loop_state import LoopState
+from acsgd.run.report import Field, Report, highest, on_any
+from acsgd.run.session import Session
+from acsgd.run.step.hooks import LoopState, StepHook
 from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import WeightState
 from acsgd.streams import available_memory_bytes
@@ -87,12 +88,20 @@ def describe_snapshots(interval: str, budget: float, memory_bytes: int, *, have_
     )
 
 
-class Snapshots:
+SNAPSHOT_PENDING = Field("snapshot_pending", on_any)
+"""Whether the snapshot in progress is incomplete on this rank."""
+SNAPSHOT_INTERVAL = Field("snapshot_interval", highest)
+"""Number of steps between two snapshots that this rank wants; all use the largest."""
+
+
+class Snapshots(StepHook):
     """Takes the snapshots of one rank in one view.
 
     ranks, epoch: the worker of each rank, and the number, of the view. interval: elastic.snapshot in steps; None =
     "auto".
     """
+
+    fields = (SNAPSHOT_PENDING, SNAPSHOT_INTERVAL)
 
     def __init__(
         self,
@@ -137,26 +146,31 @@ class Snapshots:
             return self._interval
         return self._cost.interval if self.has_room else NEVER
 
-    def after_step(self, state: LoopState) -> None:
-        """Take a snapshot after a step if one is due. All ranks decide alike, from the summary of the step."""
+    def report(self, state: LoopState) -> Report:
+        return {SNAPSHOT_PENDING: self.is_pending, SNAPSHOT_INTERVAL: self.interval}
+
+    def before_next(self, state: LoopState) -> None:
+        """Take a snapshot if one is due. All ranks decide alike, from the summary of the step."""
         summary, step = state.summary, state.progress.step
+        if state.is_paused:
+            return
         if self._last is None:
             self._last = step - 1
         if summary is None or self._target is None:
             return
+        is_pending = summary[SNAPSHOT_PENDING]
         if state.record is not None:
-            is_pending = summary.snapshot_pending
             self._cost.record(state.record.step_s, is_pending=is_pending, completes=self._newest is not None)
-        if summary.snapshot_pending:
+        if is_pending:
             return
         if self._newest is not None:
             self._store.complete(self._newest)
             self._newest = None
-        if step - self._last >= summary.snapshot_interval:
-            self._take(step, state.progress.to_dict(), state.joining)
+        if step - self._last >= summary[SNAPSHOT_INTERVAL]:
+            self._take(step, state.progress.to_dict(), state.idle)
 
-    def return_to(self, step: int) -> None:
-        """Drop the snapshots after a step to which the weights were returned."""
+    def at_return(self, state: LoopState) -> None:
+        step = state.progress.step
         self._store.return_to(step)
         self._newest, self._last = None, step
 

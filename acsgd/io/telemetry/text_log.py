@@ -1,6 +1,6 @@
 """Text logs: one file per rank with the log records of this package.
 
-    2026-11-20 16:05:35.123 | INFO     | rank 3, stage 1, replica 1 | acsgd.run.setup.session:train_step:52 - message
+    2026-11-20 16:05:35.123 | INFO     | rank 3, stage 1, replica 1 | acsgd.run.session:train_step:52 - message
 
 Modules log with `log = logging.getLogger(__name__)`; scripts, whose __name__ is "__main__", use "acsgd.NAME".
 """

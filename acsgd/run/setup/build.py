@@ -30,8 +30,8 @@ from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.frame import MessageKind
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.run.plan.job import Job
+from acsgd.run.session import Session
 from acsgd.run.setup.describe import micro_shapes
-from acsgd.run.setup.session import Session
 from acsgd.shards.load import LayerLoader, LoadedLayer, WeightSource
 from acsgd.shards.weights import Weight, in_reduction_order
 from acsgd.topology import Groups

@@ -24,10 +24,10 @@ from acsgd.optim.base import Optimizer, OptimizerSpec
 from acsgd.optim.loss_scale import LossScale
 from acsgd.pp.stage import Stage
 from acsgd.run.plan.job import Job
+from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.describe import describe_tied
 from acsgd.run.setup.inputs import RunInputs
-from acsgd.run.setup.session import Session
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.load import LoadedLayer, WeightSource
 from acsgd.shards.weights import Weight, WeightState, part_of

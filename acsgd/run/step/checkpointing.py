@@ -13,25 +13,33 @@ from acsgd.adapters.initial import NewAdapter
 from acsgd.config.adapters import ADAPTERS
 from acsgd.config.spec import to_spec
 from acsgd.errors import NonFiniteError, RunError, SaveError
+from acsgd.failures.signals import StopSignals
 from acsgd.io.checkpoint.constants import ConstantsFiles
 from acsgd.io.checkpoint.progress import Progress, RunState, origin_of, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint, newest_valid
 from acsgd.io.checkpoint.saver import Saver
 from acsgd.run.lock.lock import RunLock
+from acsgd.run.report import Field, Report, on_any
+from acsgd.run.session import Session
 from acsgd.run.setup.inputs import RunInputs
-from acsgd.run.setup.report import Votes
 from acsgd.run.setup.resume import Start, check_files, layer_states
-from acsgd.run.setup.session import Session
+from acsgd.run.step.hooks import LoopState, StepHook
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.load import WeightSource
-from acsgd.topology import Groups
+
+SAVE = Field("save", on_any)
+"""Whether a checkpoint is due by this rank's clock, or was requested."""
+FAILED_SAVE = Field("failed_save", on_any)
+"""Whether a save has failed on this rank."""
 
 
-class Checkpointing:
+class Checkpointing(StepHook):
     """Saves of one run, which are written while training continues. A context manager, as `Saver` is.
 
     newest: checkpoint the run resumed from; note: prints a sentence for the user.
     """
+
+    fields = (SAVE, FAILED_SAVE)
 
     def __init__(
         self,
@@ -40,6 +48,7 @@ class Checkpointing:
         inputs: RunInputs,
         newest: Path | None,
         lock: RunLock,
+        signals: StopSignals,
         note: Callable[[str], None],
     ) -> None:
         self.newest = newest
@@ -49,6 +58,7 @@ class Checkpointing:
         self._saver = saver
         self._inputs = inputs
         self._lock = lock
+        self._signals = signals
         self._note = note
         self._config = session.job.config.checkpoint
         self._saved_at = time.monotonic()
@@ -57,7 +67,7 @@ class Checkpointing:
 
     @classmethod
     def open(
-        cls, start: Start, inputs: RunInputs, groups: Groups, lock: RunLock, *, note: Callable[[str], None]
+        cls, start: Start, inputs: RunInputs, lock: RunLock, signals: StopSignals, *, note: Callable[[str], None]
     ) -> Checkpointing:
         """Return the checkpointing of a run that has just started."""
         job = start.session.job
@@ -69,13 +79,13 @@ class Checkpointing:
             model=job.model.description,
             adapter=to_spec(job.model.adapter, ADAPTERS) if job.model.adapter else None,
             topology=job.topology,
-            groups=groups,
+            groups=start.session.groups,
             streams=job.streams,
             timeout_s=job.disk_timeout_s,
             constants=ConstantsFiles(_directories(start.source)),
             verify=lock.verify,
         )
-        return cls(start.session, saver, inputs, start.newest, lock, note)
+        return cls(start.session, saver, inputs, start.newest, lock, signals, note)
 
     def __enter__(self) -> Checkpointing:
         self._saver.__enter__()
@@ -102,14 +112,38 @@ class Checkpointing:
         """Let the run be saved after the next step."""
         self._is_requested = True
 
-    def votes(self, *, stop: bool) -> Votes:
-        """Return this rank's votes for the end of the current step. stop: whether it received a stop signal."""
+    def report(self, state: LoopState) -> Report:
         every_s, result = self._config.every_s, self._saver.result
         is_due = every_s is not None and time.monotonic() - self._saved_at >= every_s
         # by the clock of rank 0 alone, or two ranks would vote at different steps for the same save
         save = (is_due and self._session.job.topology.rank == 0) or self._is_requested
         self._is_requested = False
-        return Votes(stop=stop, save=save, failed_save=result is not None and result.error is not None)
+        return {SAVE: save, FAILED_SAVE: result is not None and result.error is not None}
+
+    def after_step(self, state: LoopState) -> None:
+        """Report the save in progress if it has ended, and copy the state to save if one is due."""
+        assert state.summary is not None
+        self.finish_save(wait=state.summary[FAILED_SAVE])
+        is_due = state.is_due(self._config.every_steps, self._session.job.config.optim.num_steps)
+        is_due |= state.save_is_due or state.is_stopped or state.summary[SAVE]
+        progress = state.evaluated or state.progress
+        best = progress.improves(state.progress, self._config.best)
+        stall_s = self.copy_state(progress, due=is_due, best=best, idle=state.idle)
+        if state.record is not None:
+            state.record = state.record._replace(save_stall_s=stall_s)
+
+    def after_log(self, state: LoopState) -> None:
+        """Start to write the copied state in the background; after the log, so that it is not ahead of the metrics."""
+        if self._has_copy:
+            self._saver.write()
+        self._has_copy = False
+
+    def at_end(self, state: LoopState) -> None:
+        """Wait for the last save. Until it is written the step counts as open, so that it can be saved again."""
+        state.is_open = True
+        self.finish_save(wait=True, last=True)
+        state.is_open = False
+        self._note(self._describe_end(state.progress.step))
 
     def copy_state(self, progress: Progress, *, due: bool, best: bool, idle: Collection[int] = ()) -> float:
         """Copy the state to host memory if a save is due, or if this step is the best so far by checkpoint.best.
@@ -138,12 +172,6 @@ class Checkpointing:
         self._saved_at, self._has_copy = time.monotonic(), True
         return time.perf_counter() - started
 
-    def start_write(self) -> None:
-        """Start to write the copied state, if there is any, in the background."""
-        if self._has_copy:
-            self._saver.write()
-        self._has_copy = False
-
     def finish_save(self, *, wait: bool, last: bool = False) -> None:
         """Report the result of the save in progress if it has ended.
 
@@ -166,13 +194,13 @@ class Checkpointing:
             raise SaveError(failure, result.failed_ranks)
         self._note(f"{failure}; training continues (checkpoint.on_error)")
 
-    def describe_end(self, step: int, signal: str | None) -> str:
-        """Return a sentence on the end of the run after a step. signal: received by this rank, None if by another."""
+    def _describe_end(self, step: int) -> str:
+        """Return a sentence on the end of the run after a step."""
         steps = self._session.job.config.optim.num_steps
         if step == steps:
             return f"done: step {step} of {steps}, {self.newest}"
         return (
-            f"stopped after step {step} of {steps} on {signal or 'a signal to another rank'}; "
+            f"stopped after step {step} of {steps} on {self._signals.received or 'a signal to another rank'}; "
             f"the same command, with any number of processes, resumes from {self.newest}"
         )
 

@@ -10,61 +10,73 @@ from typing import NamedTuple
 
 from acsgd.io.data.sampler import deal
 from acsgd.io.telemetry.record import RunEvent
-from acsgd.run.setup.report import StepSummary
-from acsgd.run.setup.session import Session
-
-pass
-pass
+from acsgd.run.report import COMPUTE_S, MICROS, StepSummary
+from acsgd.run.session import Session
+from acsgd.run.step.hooks import LoopState, StepHook
 
 
-class Pace:
-    """All ranks have one, and decide alike, by the reports that all of them have.
+class Pace(StepHook):
+    """Deals micro-batches to replicas, and names slow ranks. All ranks decide alike, by the reports that all have.
 
-    A change of the dealing holds from the first step whose batch is not being read yet. report: logs an event;
-    joining: replicas that get no micro-batches until a summary says that they have all of their state.
+    A change of the dealing holds from the first step whose batch is not being read yet. note: logs an event; idle:
+    replicas that get no micro-batches, until `LoopState.idle` is another.
     """
 
-    def __init__(self, session: Session, report: Callable[[RunEvent], None], joining: Collection[int] = ()) -> None:
+    def __init__(self, session: Session, note: Callable[[RunEvent], None], idle: Collection[int] = ()) -> None:
         job = session.job
         self._groups = session.groups
         self._replica = job.topology.replica
-        self._report = report
+        self._note = note
         self._is_by_speed = job.config.data.deal == "speed"
-        self._joining = tuple(joining)
+        self._idle = tuple(idle)
         self._dealer = Dealer(job.num_micros, job.topology.replicas, job.fill)
-        self._dealer.deal_evenly(without=joining)
+        self._dealer.deal_evenly(without=idle)
         self._stragglers = Stragglers()
 
     def micros(self, step: int) -> range:
         """Return the micro-batches of this replica in a step whose batch is read from now on."""
         return self._dealer.shares[self._replica]
 
-    def record(self, summary: StepSummary, step: int) -> None:
-        """Record the last step, the `step`-th. All ranks call it together.
+    def before_next(self, state: LoopState) -> None:
+        """Record the last step, deal by it, and name ranks that have become slow.
 
         Raises RunError if the hosts of slow ranks are needed, and a rank does not answer.
         """
-        before = self._dealer.counts
-        if self._joining and tuple(summary.joining) != self._joining:
-            ready = [replica for replica in self._joining if replica not in summary.joining]
-            self._joining = tuple(summary.joining)
-            self._dealer.deal_evenly(without=self._joining)
+        assert state.summary is not None
+        before, step = self._dealer.counts, state.progress.step
+        micro_s = self._micro_s(state.summary)
+        if self._idle and tuple(state.idle) != self._idle:
+            ready = [replica for replica in self._idle if replica not in state.idle]
+            self._idle = tuple(state.idle)
+            self._dealer.deal_evenly(without=self._idle)
             counts = self._dealer.counts
             text = f"replicas that now have all of their state: {_listed(ready)}; micro-batches: {_listed(counts)}"
-            self._report(RunEvent("ready", step, text, {"ready": ready, "micros": counts}))
-        elif self._is_by_speed and self._dealer.record([max(of_replica) for of_replica in summary.micro_s]):
+            self._note(RunEvent("ready", step, text, {"ready": ready, "micros": counts}))
+        elif self._is_by_speed and self._dealer.record([max(of_replica) for of_replica in micro_s]):
             counts = self._dealer.counts
             text = f"micro-batches per replica, by speed: {_listed(counts)}, before {_listed(before)}"
-            self._report(RunEvent("deal", step, text, {"micros": counts}))
-        if changes := self._stragglers.record(summary.micro_s):
-            hosts = self._groups.all_gather_text(
-                "naming slow ranks", socket.gethostname(), timeout_s=self._groups.timeout_s
-            )
-            for rank, is_slow, factor in changes:
-                state = "is slow" if is_slow else "is no longer slow"
-                text = f"rank {rank} on {hosts[rank]} {state}: {factor:.1f} times the time of other ranks of its stages"
-                fields = {"rank": rank, "host": hosts[rank], "factor": round(factor, 2)}
-                self._report(RunEvent("slow_rank" if is_slow else "normal_rank", step, text, fields))
+            self._note(RunEvent("deal", step, text, {"micros": counts}))
+        if changes := self._stragglers.record(micro_s):
+            self._name(changes, step)
+
+    def _name(self, changes: Sequence[SpeedChange], step: int) -> None:
+        """Log an event for each rank that has become slow, or normal again. A collective call."""
+        hosts = self._groups.all_gather_text(
+            "naming slow ranks", socket.gethostname(), timeout_s=self._groups.timeout_s
+        )
+        for rank, is_slow, factor in changes:
+            state = "is slow" if is_slow else "is no longer slow"
+            text = f"rank {rank} on {hosts[rank]} {state}: {factor:.1f} times the time of other ranks of its stages"
+            fields = {"rank": rank, "host": hosts[rank], "factor": round(factor, 2)}
+            self._note(RunEvent("slow_rank" if is_slow else "normal_rank", step, text, fields))
+
+    @staticmethod
+    def _micro_s(summary: StepSummary) -> list[list[float]]:
+        """Return the computing time per micro-batch, [replicas][ranks per pipeline], seconds; 0 = a rank had none."""
+        return [
+            [seconds / micros if micros else 0.0 for seconds, micros in zip(*rows, strict=True)]
+            for rows in zip(summary[COMPUTE_S], summary[MICROS], strict=True)
+        ]
 
 
 def _listed(counts: list[int]) -> str:

@@ -111,8 +111,6 @@ def _of_stages(directory: Path, files: Mapping[int, Path], names: list[str]) -> 
     return dict(zip(names, parts, strict=True))
 
 
-pass
-
 RTOL, ATOL = 5e-3, 1e-7
 """Tolerances of buffers, which may have been rounded to bf16 or fp16."""
 

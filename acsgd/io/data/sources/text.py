@@ -61,10 +61,6 @@ def _lines(text: str) -> Iterator[str]:
         start = end
 
 
-pass
-pass
-
-
 def read_text(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
     """Yield the lines that are not UTF-8, then the text without them in pieces of at least PIECE_CHARS characters."""
     # in a separate pass, since a line may be longer than a piece and unreadable at its end

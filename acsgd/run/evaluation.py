@@ -9,7 +9,7 @@ from torch import Tensor
 
 from acsgd.metrics import Outcome, compute_metrics
 from acsgd.pp.runtime import Evaluated
-from acsgd.run.setup.report import Gather
+from acsgd.run.report import Gather
 from acsgd.tasks import IGNORED
 from acsgd.topology import Groups
 

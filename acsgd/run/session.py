@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import time
@@ -20,13 +21,15 @@ from acsgd.io.data.batches import Batch
 from acsgd.io.telemetry.record import StepRecord
 from acsgd.optim.base import LocalStep, Optimizer
 from acsgd.optim.loss_scale import clip_factor, scale_gradients_, squared_norm
+from acsgd.pp.nan_probe import NonFiniteTensor, first_non_finite
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.stage import Stage
 from acsgd.pp.wire.cache import ActivationCache
 from acsgd.pp.wire.cache_plan import CacheKey
+from acsgd.run import report
+from acsgd.run.evaluation import Evaluation
 from acsgd.run.plan.job import Job
-from acsgd.run.setup.evaluation import Evaluation
-from acsgd.run.setup.report import StepReport, StepSummary, Votes
+from acsgd.run.report import Report, StepSummary
 from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import Weight
 from acsgd.topology import Groups
@@ -35,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class StepResult(NamedTuple):
-    """Result of one optimizer step, equal on all ranks except the peak memory."""
+    """Result of one optimizer step, equal on all ranks."""
 
     loss: float
     """Mean over the target tokens of the global batch, before the update."""
@@ -50,25 +53,25 @@ class StepResult(NamedTuple):
 
     def record(self, step_s: float) -> StepRecord:
         """Return the line of metrics.jsonl for this step, without what follows the update. step_s: its duration."""
-        summary, progress = self.summary, self.progress
+        summary, progress, in_flight_s = self.summary, self.progress, self.summary[report.IN_FLIGHT_S]
         return StepRecord(
             step=progress.step,
             loss=self.loss if math.isfinite(self.loss) else None,
             tokens=progress.tokens,
-            tokens_per_s=summary.tokens / step_s,
-            targets_per_s=summary.targets / step_s,
+            tokens_per_s=int(summary[report.TOKENS]) / step_s,
+            targets_per_s=summary[report.TARGETS] / step_s,
             step_s=step_s,
             lr=self.lr,
             grad_norm=self.grad_norm if math.isfinite(self.grad_norm) else None,
-            pp_forward_bytes=summary.pp_forward_bytes,
-            pp_backward_bytes=summary.pp_backward_bytes,
-            tied_bytes=summary.tied_bytes,
-            dp_bytes=summary.dp_bytes,
-            hidden_share=summary.hidden_share,
-            peak_memory_bytes=summary.peak_memory_bytes,
+            pp_forward_bytes=int(summary[report.PP_FORWARD_BYTES]),
+            pp_backward_bytes=int(summary[report.PP_BACKWARD_BYTES]),
+            tied_bytes=int(summary[report.TIED_BYTES]),
+            dp_bytes=int(summary[report.DP_BYTES]),
+            hidden_share=1.0 - summary[report.WAITED_S] / in_flight_s if in_flight_s else 1.0,
+            peak_memory_bytes=int(summary[report.PEAK_MEMORY_BYTES][0]),
             skipped=progress.skipped,
             loss_scale=progress.loss_scale.value,
-            data_wait_s=summary.data_wait_s,
+            data_wait_s=summary[report.DATA_WAIT_S],
         )
 
 
@@ -108,39 +111,31 @@ class Session:
         loss = self.pipeline.run(batch, step, loss_scale)
         return loss, time.perf_counter() - started - (self._waited_s() - waited_before_s)
 
-    def report(self, loss: Tensor, batch: Batch, votes: Votes, *, compute_s: float) -> StepReport:
+    def report(self, loss: Tensor, batch: Batch, *, compute_s: float) -> Report:
         """Return this rank's report of a step, and reset the meters. loss, compute_s: of `forward_backward`."""
         meters = self._meters()
-        report = StepReport(
-            loss=float(loss),
-            targets=0.0 if batch.labels is None else float((batch.labels != -100).sum()),
-            tokens=0.0 if batch.labels is None else float(batch.num_tokens),
-            squared_grad_norm=squared_norm(self.weights),
-            pp_forward_bytes=self.forward_meter.sent_bytes,
-            pp_backward_bytes=self.backward_meter.sent_bytes,
-            tied_bytes=self.tied_meter.sent_bytes,
-            dp_bytes=sum(stage.sync.meter.sent_bytes for stage in self.stages.values()),
-            in_flight_s=sum(meter.in_flight_s for meter in meters),
-            waited_s=sum(meter.waited_s for meter in meters),
-            peak_memory_bytes=self.job.streams.peak_memory_bytes(),
-            data_wait_s=batch.wait_s,
-            checksum=float(batch.checksum),
-            micros=float(len(batch.micro_ids)),
-            compute_s=compute_s,
-            stop_votes=votes.stop,
-            save_votes=votes.save,
-            failed_saves=votes.failed_save,
-            pause_votes=votes.pause,
-            skip_votes=votes.skip,
-            snapshots_pending=votes.snapshot_pending,
-            snapshot_interval=votes.snapshot_interval,
-            joins=votes.joins,
-            wanted=-1 if votes.wanted is None else votes.wanted,
-        )
+        numbers: Report = {
+            report.LOSS: float(loss),
+            report.TARGETS: 0.0 if batch.labels is None else float((batch.labels != -100).sum()),
+            report.TOKENS: 0.0 if batch.labels is None else float(batch.num_tokens),
+            report.REPLICA_SQUARED_NORMS: squared_norm(self.weights),
+            report.PP_FORWARD_BYTES: self.forward_meter.sent_bytes,
+            report.PP_BACKWARD_BYTES: self.backward_meter.sent_bytes,
+            report.TIED_BYTES: self.tied_meter.sent_bytes,
+            report.DP_BYTES: sum(stage.sync.meter.sent_bytes for stage in self.stages.values()),
+            report.IN_FLIGHT_S: sum(meter.in_flight_s for meter in meters),
+            report.WAITED_S: self._waited_s(),
+            report.PEAK_MEMORY_BYTES: self.job.streams.peak_memory_bytes(),
+            report.DATA_WAIT_S: batch.wait_s,
+            report.CHECKSUM: float(batch.checksum),
+            report.MICROS: float(len(batch.micro_ids)),
+            report.COMPUTE_S: compute_s,
+        }
         for meter in meters:
             meter.reset()
-        log.info("waited %.3f s of %.3f s with transfers in flight", report.waited_s, report.in_flight_s)
-        return report
+        waited_s, in_flight_s = numbers[report.WAITED_S], numbers[report.IN_FLIGHT_S]
+        log.info("waited %.3f s of %.3f s with transfers in flight", waited_s, in_flight_s)
+        return numbers
 
     def _meters(self) -> list[Meter]:
         dp_meters = (stage.sync.meter for stage in self.stages.values())
@@ -206,6 +201,33 @@ class Session:
         self.tied_meter.reset()
         self.tied_meter.sent_bytes = sent_bytes  # of rows that are on their way to the next step
         return evaluation.compute()
+
+    def explain_non_finite(self, batch: Batch, step: int, loss_scale: float, *, loss: float, grad_norm: float) -> str:
+        """Run a step again with every layer watched; return an error message that names the first non-finite tensor.
+
+        Every rank calls it with its own batch of the step; all return the same message.
+        """
+        tensor = self.pipeline.find_non_finite(batch, step, loss_scale)
+        found = None
+        if tensor is not None:
+            micro = None if tensor.micro is None else tensor.micro - batch.micro_ids.start
+            ids = batch.sample_ids if micro is None else batch.sample_ids[micro]
+            found = {"tensor": tensor.to_dict(), "ids": ids.flatten().tolist()}
+        timeout_s = self.job.config.run.timeout
+        texts = self.groups.all_gather_text("finding a non-finite tensor", json.dumps(found), timeout_s=timeout_s)
+        reports = [report for report in map(json.loads, texts) if report]
+        ids_of = {NonFiniteTensor.from_dict(report["tensor"]): report["ids"] for report in reports}
+        summary = f"step {step + 1}: loss {loss:g}, gradient norm {grad_norm:g}"
+        if not ids_of:
+            return (
+                f"{summary}; the same step run again is finite: suspect the hardware, or a gradient norm beyond fp32; "
+                "start the run again"
+            )
+        first = first_non_finite(list(ids_of))
+        return (
+            f"{summary}; first in {first}, samples {ids_of[first]}; weights and checkpoints are unchanged; "
+            "use a smaller optim.lr, or --optim.on_nan skip to skip such updates"
+        )
 
     def close(self) -> None:
         """End the threads of the links, and wait until activation caches on disk are saved."""

@@ -1,0 +1,86 @@
+"""Participants of the step boundary that only elastic runs have: joins beside training, and the pause before a view."""
+
+from __future__ import annotations
+
+from acsgd.elastic.control import Control
+from acsgd.elastic.state.joins import JoiningRank, StateSource
+from acsgd.run.report import Field, Report, StepSummary, by_rank, by_replica, in_grid, on_all, on_any
+from acsgd.run.step.checkpointing import Checkpointing
+from acsgd.run.step.hooks import LoopState, StepHook
+from acsgd.run.step.run import STOP
+
+STOPS = STOP.reduced(on_all)
+"""Whether all ranks have received a stop signal: one concerns one host alone, which leaves, and the others train on."""
+PAUSE = Field("pause", on_any)
+"""Whether this rank was asked to stop at the end of the step, for the next view."""
+JOINS = Field("joins", by_replica)
+"""Whether this rank has not got the state of all of its layers yet."""
+WANTED = Field("wanted", by_rank)
+"""Layer whose state after the step this rank requests, 1 + its index in the model; 0 = no one."""
+
+
+class BackgroundJoin(StepHook):
+    """Transfers of state to ranks that join, beside training. Their replicas are idle until they have all of it.
+
+    transfers: those in which this rank takes part; None if there are none. begun_at: number of completed steps at the
+    start of the view, whose reports were those of another one.
+    """
+
+    fields = (JOINS, WANTED)
+
+    def __init__(self, transfers: StateSource | JoiningRank | None, begun_at: int) -> None:
+        self._transfers = transfers
+        self._begun_at = begun_at
+
+    def report(self, state: LoopState) -> Report:
+        if not isinstance(self._transfers, JoiningRank):
+            return {}
+        wanted = self._transfers.wanted
+        return {JOINS: self._transfers.is_pending, WANTED: 0 if wanted is None else 1 + wanted}
+
+    def after_step(self, state: LoopState) -> None:
+        assert state.summary is not None
+        if state.progress.step > self._begun_at:
+            state.idle = [replica for replica, joining in enumerate(state.summary[JOINS]) if joining]
+
+    def before_next(self, state: LoopState) -> None:
+        """Send or load state after a step. Raises RunError if a connection fails."""
+        assert state.summary is not None
+        if self._transfers is not None:
+            self._transfers.after_step([int(layer) - 1 if layer else None for layer in state.summary[WANTED]])
+
+    def at_return(self, state: LoopState) -> None:
+        if isinstance(self._transfers, JoiningRank):
+            self._transfers.restart()
+
+
+class Pause(StepHook):
+    """Ends the loop after a step for the next view, when the daemon of a host requests it."""
+
+    fields = (PAUSE,)
+
+    def __init__(self, control: Control, checkpointing: Checkpointing, num_steps: int) -> None:
+        self._control = control
+        self._checkpointing = checkpointing
+        self._num_steps = num_steps
+
+    def report(self, state: LoopState) -> Report:
+        # a save takes longer than others should wait
+        return {PAUSE: self._control.pause_requested and not self._checkpointing.is_saving}
+
+    def after_step(self, state: LoopState) -> None:
+        assert state.summary is not None
+        state.save_is_due |= needs_checkpoint(state.summary)
+
+    def before_next(self, state: LoopState) -> None:
+        assert state.summary is not None
+        if state.summary[PAUSE] and state.progress.step < self._num_steps and not state.is_stopped:
+            self._checkpointing.finish_save(wait=needs_checkpoint(state.summary))
+            state.is_paused = True
+
+
+def needs_checkpoint(summary: StepSummary) -> bool:
+    """Return whether the run pauses, and the ranks that leave then are the only ones with the state of some stages."""
+    stops, joins = summary[STOP.reduced(in_grid)], summary[JOINS.reduced(in_grid)]
+    leaves = [[stop or joins for stop, joins in zip(*rows, strict=True)] for rows in zip(stops, joins, strict=True)]
+    return summary[PAUSE] and any(all(peers) for peers in zip(*leaves, strict=True))

@@ -1,0 +1,239 @@
+"""What every rank reports to every other at the end of a step, in one message, and what all ranks make of it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from acsgd.comm.waits import Work
+from acsgd.errors import RunError, reason
+from acsgd.topology import Groups, Topology
+
+TAG = 1
+"""Tag of these messages; the group carries no other point-to-point messages."""
+
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
+Numbers = Sequence[Sequence[float]]
+"""One number of each rank, [replicas][ranks per pipeline]."""
+
+
+@dataclass(frozen=True)
+class Field(Generic[T_co]):
+    """A number that each rank reports with a step, sent as fp64, and its reduction over the ranks.
+
+    Whoever needs a number declares its field: see `StepHook`. Sums are in the order of the ranks.
+    """
+
+    name: str
+    """Fields of one name are reductions of the same number."""
+    reduce: Callable[[Numbers], T_co]
+
+    def reduced(self, reduce: Callable[[Numbers], T]) -> Field[T]:
+        """Return a field with another reduction of the same number."""
+        return Field(self.name, reduce)
+
+
+Report = Mapping[Field[Any], float]
+"""Numbers of one rank. All ranks report the same fields in a step, in the same order."""
+
+
+def total(numbers: Numbers) -> float:
+    """Return the sum over all ranks."""
+    return sum(by_rank(numbers))
+
+
+def highest(numbers: Numbers) -> float:
+    """Return the maximum over all ranks."""
+    return max(by_rank(numbers))
+
+
+def on_any(numbers: Numbers) -> bool:
+    """Return whether any rank reports another number than 0."""
+    return any(by_rank(numbers))
+
+
+def on_all(numbers: Numbers) -> bool:
+    """Return whether all ranks report another number than 0."""
+    return all(by_rank(numbers))
+
+
+def by_rank(numbers: Numbers) -> list[float]:
+    """Return the number of each rank."""
+    return [number for replica in numbers for number in replica]
+
+
+def by_replica(numbers: Numbers) -> list[float]:
+    """Return the sum over the ranks of each replica."""
+    return [sum(replica) for replica in numbers]
+
+
+def highest_by_replica(numbers: Numbers) -> list[float]:
+    """Return the maximum over the ranks of each replica."""
+    return [max(replica) for replica in numbers]
+
+
+def in_grid(numbers: Numbers) -> Numbers:
+    """Return the number of each rank, [replicas][ranks per pipeline]."""
+    return numbers
+
+
+LOSS = Field("loss", total)
+"""A rank's part of the loss that backward started from, without the loss scale."""
+TARGETS = Field("targets", total)
+"""Target tokens; 0 on ranks without the last stage."""
+REPLICA_TARGETS = TARGETS.reduced(by_replica)
+TOKENS = Field("tokens", total)
+"""Input tokens, without padding; 0 on ranks without the last stage."""
+REPLICA_SQUARED_NORMS = Field("squared_grad_norm", by_replica)
+"""Squared norm of a rank's gradients as backward left them."""
+PP_FORWARD_BYTES = Field("pp_forward_bytes", total)
+PP_BACKWARD_BYTES = Field("pp_backward_bytes", total)
+TIED_BYTES = Field("tied_bytes", total)
+DP_BYTES = Field("dp_bytes", total)
+IN_FLIGHT_S = Field("in_flight_s", total)
+"""Time between posting transfers and receiving them, seconds."""
+WAITED_S = Field("waited_s", total)
+"""The part of it that a rank waited. Waiting for a peer that still computes (the pipeline bubble) counts as waiting."""
+PEAK_MEMORY_BYTES = Field("peak_memory_bytes", highest_by_replica)
+DATA_WAIT_S = Field("data_wait_s", highest)
+CHECKSUM = Field("checksum", by_rank)
+"""Checksum of the batch: an integer, which fp64 represents exactly; 0 = it has none."""
+MICROS = Field("micros", in_grid)
+"""Number of micro-batches of the rank's replica."""
+COMPUTE_S = Field("compute_s", in_grid)
+"""Time from the first action to the reduced gradients, without waits for other ranks, seconds."""
+STEP_FIELDS: tuple[Field[Any], ...] = (
+    LOSS,
+    TARGETS,
+    TOKENS,
+    REPLICA_SQUARED_NORMS,
+    PP_FORWARD_BYTES,
+    PP_BACKWARD_BYTES,
+    TIED_BYTES,
+    DP_BYTES,
+    IN_FLIGHT_S,
+    WAITED_S,
+    PEAK_MEMORY_BYTES,
+    DATA_WAIT_S,
+    CHECKSUM,
+    MICROS,
+    COMPUTE_S,
+)
+"""Fields of the step itself."""
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """The reports of all ranks for one step; equal on all ranks."""
+
+    numbers: Mapping[str, Numbers]
+    """By the name of the field; JSON values."""
+
+    @classmethod
+    def of(cls, reports: Sequence[Report], topology: Topology) -> StepSummary:
+        """Return the summary of the reports of all ranks, which have the same fields."""
+        pipelines = [topology.pipeline(replica) for replica in range(topology.replicas)]
+        return cls({f.name: [[reports[rank][f] for rank in ranks] for ranks in pipelines] for f in reports[0]})
+
+    def __getitem__(self, field: Field[T]) -> T:
+        """Return a reduction. Of a field that was not reported, it is that of zeros."""
+        zeros = [[0.0] * len(replica) for replica in self.numbers[LOSS.name]]
+        return field.reduce(self.numbers.get(field.name, zeros))
+
+
+class StepExchange:
+    """Exchange of one step's reports between all ranks. Create it at the start of the step.
+
+    fields: what all ranks report, in the same order.
+    """
+
+    def __init__(self, groups: Groups, topology: Topology, fields: Iterable[Field[Any]]) -> None:
+        self._fields = [*fields]
+        self._gather = Gather([len(self._fields)] * topology.world_size, groups)
+        self._topology = topology
+
+    def exchange(self, report: Report) -> StepSummary:
+        """Send this rank's report to all ranks and return those of all.
+
+        Raises RunError if a rank does not answer, and, the same on all ranks, if they read different texts.
+        """
+        mine = torch.tensor([report[field] for field in self._fields], dtype=torch.float64)
+        reports = [dict(zip(self._fields, row.tolist(), strict=True)) for row in self._gather.rows(mine)]
+        summary = StepSummary.of(reports, self._topology)
+        check_texts(summary[CHECKSUM])
+        return summary
+
+
+def check_texts(checksums: Sequence[float]) -> None:
+    """Raise RunError unless all ranks that read segments of streamed sources read the same ones."""
+    first = next((rank for rank, checksum in enumerate(checksums) if checksum), 0)
+    others = [rank for rank, checksum in enumerate(checksums) if checksum not in (0.0, checksums[first])]
+    if others:
+        raise RunError(
+            f"ranks {others} read other texts from a streamed source than rank {first}: compare the files, and the "
+            "versions of datasets and tokenizers, of all hosts"
+        )
+
+
+class Gather:
+    """All-gather of a few numbers of each rank.
+
+    Every rank sends to every other rank directly; a ring of n ranks would take n - 1 round trips. Receives are posted
+    on construction, so numbers that are sent later arrive without waiting for a handshake.
+    lengths: how many numbers each rank sends, the same on all ranks; 0 = it sends none.
+    """
+
+    def __init__(self, lengths: Sequence[int], groups: Groups) -> None:
+        group = groups.world
+        self._group = group
+        self._waits = groups.waits
+        self._rows = [torch.zeros(length, dtype=torch.float64) for length in lengths]
+        self._others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+        self._receiving: dict[int, Work | None] = {}
+        for row, rank in zip(self._rows, dist.get_process_group_ranks(group), strict=True):
+            if rank != dist.get_rank() and len(row):
+                with _naming([rank]):
+                    self._receiving[rank] = dist.irecv(row, rank, group, TAG)
+
+    def rows(self, mine: Tensor) -> list[Tensor]:
+        """Send `mine`, fp64 [length of this rank], to all ranks; return the numbers of all ranks.
+
+        Call it once. Raises RunError that names the ranks whose numbers did not arrive.
+        """
+        self._rows[self._group.rank()].copy_(mine)
+        missing = list(self._receiving)
+        with _naming(self._others):
+            sending = [dist.isend(mine, rank, self._group, TAG) for rank in self._others if len(mine)]
+        with _naming(missing):
+            for work in self._receiving.values():
+                self._wait(work)
+                missing.pop(0)
+        with _naming(self._others):
+            for work in sending:
+                self._wait(work)
+        return self._rows
+
+    def _wait(self, work: Work | None) -> None:
+        assert work is not None
+        self._waits.wait(work)
+
+
+@contextlib.contextmanager
+def _naming(ranks: Collection[int]) -> Iterator[None]:
+    """Turn a failure inside into a RunError that names `ranks`, as they are at that time."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RunError(
+            f"rank {dist.get_rank()} on {socket.gethostname()}: exchanging loss and gradient norm with ranks "
+            f"{list(ranks)} failed ({reason(error)})",
+            awaited=ranks,
+        ) from error

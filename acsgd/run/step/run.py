@@ -1,0 +1,124 @@
+"""What one rank trains with and the participants of its step boundary: for a whole run, or a view of an elastic one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from acsgd.failures.signals import StopSignals
+from acsgd.io.data.batches import Batch, Dataset
+from acsgd.io.data.held_out import HeldOut
+from acsgd.io.telemetry.metrics import Metrics
+from acsgd.io.telemetry.text_log import open_text_log
+from acsgd.metrics import describe
+from acsgd.run.lock.lock import RunLock
+from acsgd.run.plan.job import Job
+from acsgd.run.report import Field, Report, on_any
+from acsgd.run.session import Session
+from acsgd.run.setup.inputs import RunInputs
+from acsgd.run.setup.resume import Start
+from acsgd.run.step.checkpointing import Checkpointing
+from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
+from acsgd.run.step.pace import Pace
+from acsgd.run.step.spikes import SpikeGuard
+
+STOP = Field("stop", on_any)
+"""Whether this rank has received a stop signal."""
+
+
+class StopOnSignal(StepHook):
+    """Ends the run after a step by the stop signals of all ranks. stops: STOP, reduced to whether the run ends."""
+
+    def __init__(self, signals: StopSignals, stops: Field[bool] = STOP) -> None:
+        self.fields = (stops,)
+        self._stops = stops
+        self._signals = signals
+
+    def report(self, state: LoopState) -> Report:
+        return {self._stops: self._signals.received is not None}
+
+    def after_step(self, state: LoopState) -> None:
+        assert state.summary is not None
+        state.is_stopped = state.summary[self._stops]
+
+
+class Evaluations(StepHook):
+    """Evaluates the held-out data every eval.every steps. note: prints a sentence for the user."""
+
+    def __init__(self, session: Session, held_out: HeldOut, note: Callable[[str], None]) -> None:
+        self._session = session
+        self._held_out = held_out
+        self._note = note
+
+    def after_step(self, state: LoopState) -> None:
+        job, held_out, step = self._session.job, self._held_out, state.progress.step
+        if state.is_due(job.config.eval.every, job.config.optim.num_steps):
+            scores = self._session.evaluate(held_out.batches(len(job.micro_ids), state.idle), step - 1)
+            self._note(f"step {step}: {describe(scores)} ({len(held_out)} sequences{job.eval_form})")
+            state.evaluated = state.progress.evaluated(scores)
+            if state.record is not None:
+                state.record = state.record._replace(evaluation=scores)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one rank trains with."""
+
+    session: Session
+    inputs: RunInputs
+    state: LoopState
+    hooks: StepHooks
+    checkpointing: Checkpointing
+    micros: Callable[[int], range]
+    """Returns the micro-batches of this replica in a step that is read from now on."""
+
+    @property
+    def num_steps(self) -> int:
+        """Number of optimizer steps of the run."""
+        return self.session.job.config.optim.num_steps
+
+    def read_ahead(self) -> Iterator[Batch]:
+        """Return the batches of the steps that are left."""
+        left = range(self.state.progress.step, self.num_steps)
+        return Dataset(self.inputs.reader, left, micros=self.micros, waits=self.session.groups.waits)
+
+
+@contextlib.contextmanager
+def open_run(
+    begin: Start,
+    inputs: RunInputs,
+    lock: RunLock,
+    signals: StopSignals,
+    metrics: Metrics,
+    state: LoopState,
+    *,
+    stops: Field[bool] = STOP,
+    extra: Callable[[Checkpointing], Sequence[StepHook]] = lambda _: (),
+) -> Iterator[Run]:
+    """Open the participants of the step boundary of a session.
+
+    Their order matters: a spike is restored before it is evaluated or saved, and an evaluation decides whether a
+    checkpoint is the best. extra: returns participants before these. stops: as of `StopOnSignal`.
+    """
+    session = begin.session
+    with Checkpointing.open(begin, inputs, lock, signals, note=metrics.note) as checkpointing:
+        pace = Pace(session, metrics.event, state.idle)
+        hooks: list[StepHook] = [*extra(checkpointing), SpikeGuard(session, checkpointing, metrics.note)]
+        hooks.append(StopOnSignal(signals, stops))
+        if inputs.held_out is not None:
+            hooks.append(Evaluations(session, inputs.held_out, metrics.note))
+        hooks += [checkpointing, pace]
+        # else the thread that reads ahead waits on
+        session.groups.waits.on_interrupt(partial(inputs.reader.close, wait=False))
+        yield Run(session, inputs, state, StepHooks(hooks, metrics), checkpointing, pace.micros)
+
+
+def text_log_of(job: Job) -> contextlib.AbstractContextManager[None]:
+    """Return the text log of this rank, open while the context is; without effect unless log.to has "text"."""
+    config, topology = job.config.log, job.topology
+    if "text" not in config.to.split(","):
+        return contextlib.nullcontext()
+    return open_text_log(Path(config.dir), rank=topology.rank, stages=job.stages, replica=topology.replica)

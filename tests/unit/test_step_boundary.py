@@ -1,0 +1,198 @@
+"""The step boundary: a rank's report counts what it trained and sent, summaries reduce the reports of all ranks, and
+participants report and act without any other file that knows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from acsgd.comm.waits import DIRECT, Meter
+from acsgd.errors import RunError
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.telemetry.metrics import Metrics
+from acsgd.run import report
+from acsgd.run.report import STEP_FIELDS, Field, Report, StepSummary, check_texts
+from acsgd.run.session import Session, StepResult
+from acsgd.run.step.checkpointing import FAILED_SAVE, SAVE
+from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
+from acsgd.run.step.run import STOP
+from acsgd.run.step.spikes import SKIP
+from acsgd.topology import Topology
+
+NOTHING: Report = dict.fromkeys(STEP_FIELDS, 0.0)
+
+
+class Instant:
+    def wait(self) -> bool:
+        return True
+
+
+def summarize(reports: list[Mapping[Field[Any], float]], *, stages: int = 1) -> StepSummary:
+    return StepSummary.of([{**NOTHING, **each} for each in reports], Topology(0, len(reports), stages))
+
+
+def test_a_report_counts_targets_and_bytes_and_resets_the_meters() -> None:
+    batch: Any = SimpleNamespace(
+        labels=torch.tensor([[[3, -100], [5, 1]]]), num_tokens=4, wait_s=0.5, checksum=2**33 + 1, micro_ids=range(3, 5)
+    )
+    stages: Any = {n: SimpleNamespace(sync=SimpleNamespace(meter=Meter(sent_bytes=n))) for n in (30, 40)}
+    job: Any = SimpleNamespace(streams=SimpleNamespace(peak_memory_bytes=lambda: 5))
+    unused: Any = None
+    forward, backward, tied = (Meter(sent_bytes=n) for n in (10, 20, 25))
+    forward.wait(DIRECT, Instant(), posted_at=0.0)
+    session = Session(job, unused, unused, stages, [], unused, unused, forward, backward, tied, {})
+    first = session.report(torch.tensor(1.5), batch, compute_s=3.5)
+    assert [*first] == [*STEP_FIELDS], "the order of the fields is that of the message"
+    expected = {
+        report.LOSS: 1.5,
+        report.TARGETS: 3.0,
+        report.TOKENS: 4,
+        report.REPLICA_SQUARED_NORMS: 0.0,
+        report.PEAK_MEMORY_BYTES: 5,
+        report.DATA_WAIT_S: 0.5,
+        report.CHECKSUM: 2**33 + 1,
+        report.PP_FORWARD_BYTES: 10,
+        report.PP_BACKWARD_BYTES: 20,
+        report.TIED_BYTES: 25,
+        report.DP_BYTES: 70,
+        report.MICROS: 2,
+        report.COMPUTE_S: 3.5,
+    }
+    assert {field: first[field] for field in expected} == expected
+    assert first[report.IN_FLIGHT_S] > first[report.WAITED_S] >= 0
+    batch.labels = None
+    again = session.report(torch.tensor(0.0), batch, compute_s=0.0)
+    left = {report.PEAK_MEMORY_BYTES: 5, report.DATA_WAIT_S: 0.5, report.CHECKSUM: 2**33 + 1, report.MICROS: 2}
+    assert again == {**NOTHING, **left}
+
+
+def test_the_hidden_share_is_the_fraction_of_transfer_time_not_spent_waiting() -> None:
+    reports = [{report.IN_FLIGHT_S: 3.0, report.WAITED_S: 1.0}, {report.IN_FLIGHT_S: 1.0}]
+    assert hidden_share(summarize(reports)) == 0.75
+    assert hidden_share(summarize([{}])) == 1.0
+
+
+def hidden_share(summary: StepSummary) -> float:
+    return StepResult(1.0, 1.0, 1.0, True, Progress(), summary).record(1.0).hidden_share
+
+
+def test_one_vote_is_enough() -> None:
+    votes = (STOP, SAVE, FAILED_SAVE, SKIP)
+    for field in votes:
+        summary = summarize([dict.fromkeys(votes, 0.0) | vote for vote in ({}, {field: 1.0}, {})])
+        assert [each for each in votes if summary[each]] == [field]
+
+
+def test_ranks_that_read_other_texts_are_named() -> None:
+    """Those that read none report 0."""
+    check_texts([0.0, 7.0, 0.0, 7.0])
+    with pytest.raises(RunError, match=r"ranks \[2, 4\] read other texts from a streamed source than rank 1"):
+        check_texts([0.0, 7.0, 8.0, 7.0, 9.0])
+
+
+def test_each_reduction() -> None:
+    """Two replicas of two stages."""
+    summary = summarize([{report.LOSS: number} for number in (1.0, 0.0, 3.0, 4.0)], stages=2)
+    reductions = {
+        report.total: 8.0,
+        report.highest: 4.0,
+        report.on_any: True,
+        report.on_all: False,
+        report.by_rank: [1.0, 0.0, 3.0, 4.0],
+        report.by_replica: [1.0, 7.0],
+        report.highest_by_replica: [1.0, 4.0],
+        report.in_grid: [[1.0, 0.0], [3.0, 4.0]],
+    }
+    for reduce, expected in reductions.items():
+        assert summary[report.LOSS.reduced(reduce)] == expected  # type: ignore[arg-type]
+    assert summary[Field("nobody reports it", report.by_rank)] == [0.0] * 4
+
+
+class Jury(StepHook):
+    """A participant that no other file knows: it stops a run when all ranks have voted for it in one step."""
+
+    GUILTY = Field("guilty", report.on_all)
+    AGE = Field("age", report.highest)
+    fields = (GUILTY, AGE)
+
+    def __init__(self, verdict: bool) -> None:
+        self.verdict = verdict
+        self.calls: list[str] = []
+        self.ages: list[float] = []
+
+    def report(self, state: LoopState) -> Report:
+        return {self.GUILTY: self.verdict}
+
+    def after_step(self, state: LoopState) -> None:
+        assert state.summary is not None
+        self.ages.append(state.summary[self.AGE])
+        state.is_stopped = state.summary[self.GUILTY]
+
+    def after_log(self, state: LoopState) -> None:
+        self.calls.append("after log")
+
+    def before_next(self, state: LoopState) -> None:
+        self.calls.append("before next")
+
+    def at_return(self, state: LoopState) -> None:
+        self.calls.append(f"return to {state.progress.step}")
+
+    def at_end(self, state: LoopState) -> None:
+        self.calls.append("end")
+
+
+class Returning(StepHook):
+    """Returns to an earlier step, once."""
+
+    def __init__(self) -> None:
+        self.earlier: list[Progress] = []
+
+    def after_step(self, state: LoopState) -> Progress | None:
+        return self.earlier.pop() if self.earlier else None
+
+
+def test_a_participant_reports_its_fields_and_acts_by_those_of_all_ranks() -> None:
+    jury, returning = Jury(verdict=True), Returning()
+    hooks, state = StepHooks([returning, jury], Metrics([])), LoopState(Progress(4), is_open=True)
+    mine = hooks.report(state)
+    assert mine == {Jury.GUILTY: True, Jury.AGE: 0.0}, "a field that is left out is 0"
+
+    state.summary = summarize([mine, {**mine, Jury.GUILTY: 0.0, Jury.AGE: 7.0}])
+    assert hooks.after_step(state)
+    assert (state.is_stopped, state.is_open, jury.ages) == (False, False, [7.0])
+
+    returning.earlier, state.is_open = [Progress(2)], True
+    assert not hooks.after_step(state)
+    assert (state.progress.step, state.is_open, jury.ages) == (2, False, [7.0]), "who follows is not called"
+
+    state.summary = summarize([mine, mine])
+    assert hooks.after_step(state)
+    assert state.is_stopped
+    hooks.before_next(state)
+    hooks.at_end(state)
+    assert jury.calls == ["after log", "return to 2", "after log", "before next", "end"]
+
+
+def test_totals_are_of_all_ranks_and_norms_of_each_replica() -> None:
+    reports: list[Mapping[Field[Any], float]] = [
+        {
+            report.LOSS: n,
+            report.TARGETS: 10.0 * n,
+            report.TOKENS: 20.0 * n,
+            report.REPLICA_SQUARED_NORMS: 100.0 * n,
+            report.PEAK_MEMORY_BYTES: memory,
+            report.DATA_WAIT_S: memory / 4,
+        }
+        for n, memory in ((1, 7), (2, 9), (3, 8), (4, 6))
+    ]
+    summary = summarize(reports, stages=2)
+    assert (summary[report.LOSS], summary[report.TARGETS], summary[report.TOKENS]) == (10.0, 100.0, 200)
+    assert summary[report.REPLICA_TARGETS] == [30.0, 70.0]
+    assert summary[report.REPLICA_SQUARED_NORMS] == [300.0, 700.0]
+    assert summary[report.PEAK_MEMORY_BYTES] == [9, 8]
+    assert summary[report.DATA_WAIT_S] == 9 / 4, "the maximum of all ranks"
