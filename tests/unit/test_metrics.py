@@ -181,25 +181,21 @@ def test_lines_that_do_not_fit_on_the_disk_are_written_later(
     assert capsys.readouterr().out.count("metrics.jsonl cannot be written (File too large)") == 1
 
 
-def test_removed_files_are_written_again_with_all_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_file_begins_if_it_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
-    removals = (
-        (lambda: shutil.rmtree(tmp_path), ["config.toml", "metrics.jsonl"]),
-        ((run_dir / "metrics.jsonl").unlink, ["metrics.jsonl"]),
-        ((run_dir / "config.toml").unlink, ["config.toml"]),
-        (lambda: None, []),
-    )
+    removals = (lambda: shutil.rmtree(tmp_path), (run_dir / "metrics.jsonl").unlink)
     with Metrics.open(configure("print,jsonl", steps=8), run_dir, resumed_at=0, is_main=True) as metrics:
-        config = (run_dir / "config.toml").read_text()
         metrics.log(RECORD._replace(step=1))
-        for step, (remove, names) in enumerate(removals, start=2):
+        for step, remove in enumerate(removals, start=2):
             remove()
             capsys.readouterr()
             metrics.log(RECORD._replace(step=step))
-            notes = [line for line in printed_lines(capsys) if " was removed during the run; " in line]
-            assert [note.partition(" was ")[0] for note in notes] == [str(run_dir / name) for name in names], step
-            assert [line["step"] for line in read_lines(run_dir)] == list(range(1, step + 1))
-            assert (run_dir / "config.toml").read_text() == config
+            (note,) = [line for line in printed_lines(capsys) if " was removed during the run; " in line]
+            assert note.startswith(str(run_dir / "metrics.jsonl"))
+            assert [line["step"] for line in read_lines(run_dir)] == [step]
+        metrics.log(RECORD._replace(step=4))
+        assert [line["step"] for line in read_lines(run_dir)] == [3, 4]
+    assert not any("removed" in line for line in printed_lines(capsys))
 
 
 def test_a_run_directory_that_cannot_be_made_again_is_reported_once(
@@ -214,7 +210,7 @@ def test_a_run_directory_that_cannot_be_made_again_is_reported_once(
         metrics.log(RECORD._replace(step=3))
         run_dir.unlink()
         metrics.log(RECORD._replace(step=4))
-        assert [line["step"] for line in read_lines(run_dir)] == [1, 2, 3, 4]
+        assert [line["step"] for line in read_lines(run_dir)] == [2, 3, 4]
     assert capsys.readouterr().out.count("metrics.jsonl cannot be written (") == 1
 
 

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
-from typing import BinaryIO
 
 from acsgd.io.telemetry.record import RunEvent, StepRecord
 
@@ -21,7 +20,7 @@ class JsonLinesSink:
 
     If training returns to an earlier step, the lines after it are dropped. If the last step is logged again, the events
     after it are kept: a view may begin with the evaluation of a step whose line is there. A full disk does not end the
-    run: lines that cannot be written are kept and written later. A file that was removed is written again.
+    run: lines that cannot be written are kept and written later. If the file is removed, a new one begins.
 
     resumed_at: completed steps of the checkpoint the run resumed from; 0 = a new run, whose file starts empty.
     notify: prints a sentence for the user.
@@ -30,14 +29,14 @@ class JsonLinesSink:
     def __init__(self, path: Path, *, resumed_at: int, notify: Callable[[str], None]) -> None:
         if path.exists():
             _truncate_after(path, resumed_at)
+        path.touch()
         self._path, self._notify, self._has_warned = path, notify, False
         self._unwritten, self._last_step = b"", resumed_at
-        self._file = self._open()
 
     def log(self, record: StepRecord) -> None:
         events = b""
         with self._errors_reported():
-            self._restore()
+            self._begin_again_if_removed()
             if record.step <= self._last_step:
                 events = self._events_after(record.step) if record.step == self._last_step else b""
                 self._rewind(record.step - 1)
@@ -53,11 +52,11 @@ class JsonLinesSink:
     def close(self, *, failed: bool) -> None:
         with contextlib.suppress(OSError):
             self._write()
-            self._file.close()
 
     def _append(self, line: Mapping[str, object], then: bytes = b"") -> None:
         self._unwritten += json.dumps(line, allow_nan=False).encode() + b"\n" + then
         with self._errors_reported():
+            self._begin_again_if_removed()
             self._write()
 
     @contextlib.contextmanager
@@ -70,32 +69,15 @@ class JsonLinesSink:
                 self._notify(f"{self._path} cannot be written ({error.strerror}); its lines are kept until it can")
             self._has_warned = True
 
-    def _open(self) -> BinaryIO:
-        # unbuffered, so that `write` returns how much of a line was written
-        return self._path.open("a+b", buffering=0)
-
-    def _restore(self) -> None:
-        """Open the file again if it is no longer at its path; if nothing is there, write all lines again."""
-        with contextlib.suppress(OSError):
-            if os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
-                return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        is_removed = not self._path.exists()
-        file = self._open()
-        if is_removed:
-            with contextlib.suppress(OSError):  # on a network file system, a removed file may be lost at once
-                self._unwritten = self._written() + self._unwritten
-            self._notify(f"{self._path} was removed during the run; its lines are written again")
-        self._file.close()
-        self._file = file
-
-    def _written(self) -> bytes:
-        self._file.seek(0)
-        return self._file.read()
+    def _begin_again_if_removed(self) -> None:
+        if not self._path.exists():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.touch()
+            self._notify(f"{self._path} was removed during the run; a new file begins, without earlier lines")
 
     def _events_after(self, step: int) -> bytes:
         """Return the lines of the events after the last step."""
-        lines = [*_lines_until((self._written() + self._unwritten).splitlines(), step)]
+        lines = [*_lines_until((self._path.read_bytes() + self._unwritten).splitlines(), step)]
         return b"".join(line for line in lines if json.loads(line).get("after_step") == step)
 
     def _rewind(self, step: int) -> None:
@@ -104,15 +86,17 @@ class JsonLinesSink:
         The event of the return to this step comes after them. It is written again behind the truncated part, so that a
         full disk has room for it.
         """
-        written = self._written()
+        written = self._path.read_bytes()
         kept = list(_lines_until((written + self._unwritten).splitlines(), step))
         unchanged = _count_common(written.splitlines(keepends=True), kept)
-        self._file.truncate(sum(map(len, kept[:unchanged])))
+        os.truncate(self._path, sum(map(len, kept[:unchanged])))
         self._unwritten = b"".join(kept[unchanged:])
 
     def _write(self) -> None:
-        while self._unwritten:
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        # unbuffered, so that `write` returns how much of a line was written
+        with self._path.open("ab", buffering=0) as file:
+            while self._unwritten:
+                self._unwritten = self._unwritten[file.write(self._unwritten) :]
 
 
 def _truncate_after(path: Path, step: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 
 from acsgd.config.options import Config
-from acsgd.io.telemetry.config_file import ConfigFile
+from acsgd.config.run_file import to_toml
 from acsgd.io.telemetry.json_lines import METRICS, JsonLinesSink
 from acsgd.io.telemetry.record import RunEvent, Sink, StepRecord
 from acsgd.io.telemetry.terminal import TerminalSink
@@ -31,7 +31,8 @@ class Metrics:
         names = set(config.log.to.split(",")) if is_main else set()
         metrics = cls([])
         if is_main:
-            metrics._sinks.append(ConfigFile(config.as_given, run_dir, notify=metrics.note))
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / "config.toml").write_text(to_toml(config.as_given))
         if "jsonl" in names:
             path = run_dir / METRICS
             metrics._sinks.append(JsonLinesSink(path, resumed_at=resumed_at, notify=metrics.note))
