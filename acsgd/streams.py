@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -48,10 +49,9 @@ class Streams:
         """Record an event on the current stream."""
         return DONE
 
-    def memory_bytes(self) -> int | None:
-        """Return the memory of the device, free or not: of the host with its swap, or of the GPU; None = unknown."""
-        fields = _host_memory_bytes()
-        return fields["MemTotal"] + fields["SwapTotal"] if fields else None
+    def memory_bytes(self) -> int:
+        """Return the memory of the device, free or not: of the host with its swap, or of the GPU."""
+        return psutil.virtual_memory().total + psutil.swap_memory().total
 
     def peak_memory_bytes(self) -> int:
         """Return the peak memory of this process: resident on the CPU, allocated by torch on a GPU."""
@@ -115,24 +115,14 @@ def open_streams(device: str, local_rank: int) -> Streams:
     return Streams(torch.device("cpu"))
 
 
-def available_memory_bytes() -> int | None:
-    """Return the host memory that new allocations can use, bytes; None if the system does not report it."""
-    fields = _host_memory_bytes()
-    return fields["MemAvailable"] if fields else None
-
-
-def _host_memory_bytes() -> dict[str, int] | None:
-    """Return the fields of /proc/meminfo in bytes, None if there is no such file."""
-    path = Path("/proc/meminfo")
-    if not path.exists():
-        return None
-    fields = (line.split(":", 1) for line in path.read_text().splitlines())
-    return {name: int(value.split()[0]) * 1024 for name, value in fields}
+def available_memory_bytes() -> int:
+    """Return the host memory that new allocations can use, bytes."""
+    return psutil.virtual_memory().available
 
 
 def _peak_resident_bytes() -> int:
     status = Path("/proc/self/status")
-    if status.exists():  # Linux, where ru_maxrss of a forked process starts at its parent's peak
+    if status.exists():  # Linux, where ru_maxrss of a forked process starts at its parent's peak; psutil has no peak
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
         return int(fields["VmHWM"].split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

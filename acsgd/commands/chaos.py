@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import psutil
 import tyro
 
-from acsgd.elastic.host.processes import HostProcesses, LocalProcess, find_hosts
+from acsgd.elastic.host.processes import HostProcesses, find_hosts
+from acsgd.failures.processes import ProcessIdentity
 from acsgd.io.telemetry.json_lines import METRICS
 
 Fault = Literal["kill", "stop", "host"]
@@ -153,7 +155,7 @@ class Injector:
             with _stopped(worker) as is_there:
                 time.sleep(seconds if is_there else 0)
             return f"{after}, worker {name} of {host.address} stopped for {seconds:.1f} s" if is_there else None
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(psutil.NoSuchProcess):
             if host.restarts_left() < 1:
                 raise ValueError(
                     f"torchrun of {host.address} has no restarts left, so a killed worker would end the host; start it "
@@ -184,7 +186,7 @@ class Injector:
 
 
 @contextlib.contextmanager
-def _stopped(process: LocalProcess) -> Iterator[bool]:
+def _stopped(process: ProcessIdentity) -> Iterator[bool]:
     """Stop a process, and continue it at the end, also after an exception. Yields whether the process is there."""
     try:
         yield process.send_signal(signal.SIGSTOP)

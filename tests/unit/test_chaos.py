@@ -19,7 +19,8 @@ import pytest
 
 from acsgd import cli
 from acsgd.commands.chaos import START, Injector, _end, _lines_after
-from acsgd.elastic.host.processes import HostProcesses, LocalProcess, describe, find_hosts
+from acsgd.elastic.host.processes import HostProcesses, describe, find_hosts
+from acsgd.failures.processes import ProcessIdentity
 from acsgd.io.telemetry.json_lines import METRICS
 
 LIMIT_S = 20.0
@@ -81,14 +82,15 @@ def test_the_processes_of_a_run_are_found_and_those_of_others_are_not(
     host = make_host()
     (found,) = find_hosts(host.run_dir)
     assert [worker.pid for worker in found.workers.values()] == [worker.pid for worker in host.workers]
-    assert found.agent == LocalProcess.of(os.getpid())
+    assert found.agent.pid == os.getpid()
+    assert found.agent.is_alive()
     assert found.restarts_left() == 3
     assert not find_hosts(tmp_path)
 
 
 def test_a_process_that_has_got_the_number_of_another_one_is_not_signalled(make_host: Callable[..., Host]) -> None:
-    worker = LocalProcess.of(make_host().workers[1].pid)
-    assert not replace(worker, started=worker.started - 1).send_signal(signal.SIGKILL)
+    worker = ProcessIdentity.of(make_host().workers[1].pid)
+    assert not replace(worker, started=str(int(worker.started) - 1)).send_signal(signal.SIGKILL)
     assert state_of(worker.pid) != "Z"
     assert worker.send_signal(signal.SIGKILL)
 
@@ -184,7 +186,7 @@ def test_after_a_kill_steps_of_a_file_that_was_written_again_count(tmp_path: Pat
 def test_a_host_is_killed_with_its_torchrun(make_host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch) -> None:
     host, killed = make_host(), list[int]()
     (found,) = find_hosts(host.run_dir)
-    monkeypatch.setattr(LocalProcess, "send_signal", lambda process, number: killed.append(process.pid) is None)
+    monkeypatch.setattr(ProcessIdentity, "send_signal", lambda process, number: killed.append(process.pid) is None)
     assert host.injector()._inject("host", [found]) is not None
     assert killed == [os.getpid(), *(worker.pid for worker in host.workers)]
 

@@ -134,7 +134,7 @@ class LocalWorkers:
 
     def _describe_processes(self) -> None:
         pids = {name: worker.hello.pid for name, worker in self._workers.items()}
-        with contextlib.suppress(OSError):  # a worker has ended already
+        with contextlib.suppress(OSError):  # only `acsgd chaos` reads it
             describe(self._path, self.setup.run_dir, self._address, pids)
 
     @property

@@ -202,8 +202,7 @@ def plan_joins(
 
 def memory_for_gradients(job: Job) -> float:
     """Return how much host memory recorded gradients of one rank may take, bytes."""
-    available = available_memory_bytes()
-    return math.inf if available is None else MEMORY_SHARE * available / job.local_world_size
+    return MEMORY_SHARE * available_memory_bytes() / job.local_world_size
 
 
 def _possible_sources(job: Job, plan: Plan) -> dict[int, int]:

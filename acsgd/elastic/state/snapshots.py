@@ -188,8 +188,7 @@ class Snapshots(StepHook):
         return KEPT * share * (1 + len(self._sources))
 
     def _fits(self) -> bool:
-        available = available_memory_bytes()
-        return available is None or self.memory_bytes() * self._job.local_world_size <= available
+        return self.memory_bytes() * self._job.local_world_size <= available_memory_bytes()
 
     def _take(self, step: int, progress: dict[str, Any], joining: Collection[int]) -> None:
         """Copy the state, and start to send it. joining: replicas without state, which copy nothing."""

@@ -84,7 +84,7 @@ def check_space(delta: Delta, directory: Path, nbytes: Sequence[int], *, process
         existing = next(parent for parent in directory.absolute().parents if parent.exists())
         reused = sum(path.stat().st_blocks * 512 for path in directory.rglob("*"))
         available, place = shutil.disk_usage(existing).free + reused, str(existing)
-    if available is not None and sum(nbytes) > available / processes:
+    if sum(nbytes) > available / processes:
         raise ValueError(
             f"the activation caches of {ends} ends of links need {sum(nbytes) / 2**30:.3g} GiB, but {place} has "
             f"{available / 2**30:.3g} GiB free for {processes} processes; give "

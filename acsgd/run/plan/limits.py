@@ -60,7 +60,7 @@ def check_reading(config: Config, micros: int, processes: int) -> None:
     )
     needed = reading_bytes(data.batch, micros * config.pp.micro, data.sequence, arrays=arrays)
     available = available_memory_bytes()
-    if available is not None and needed * processes > available:
+    if needed * processes > available:
         raise ValueError(
             f"data.batch={data.batch} with data.sequence={data.sequence} needs {needed / 2**30:.1f} GiB of host memory "
             f"per process to read batches, but {available / 2**30:.1f} GiB are available for {processes} processes on "
@@ -136,7 +136,7 @@ def check_memory(
     """Raise ValueError if `ParameterCount.needed_bytes` exceeds the memory. processes: ranks on this host."""
     memory, per_rank = streams.memory_bytes(), count.needed_bytes(dtype, trains=trains) / stages
     on_cpu = streams.device.type == "cpu"
-    if memory is not None and (needed := per_rank * (processes if on_cpu else 1)) > memory:
+    if (needed := per_rank * (processes if on_cpu else 1)) > memory:
         place = "this host" if on_cpu else "a GPU"
         what = "weights and gradients" if trains and count.trained else "weights"
         raise ValueError(
