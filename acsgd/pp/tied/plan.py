@@ -35,11 +35,6 @@ class TiedRows:
             raise ValueError("bits=1 must be 0 for exact rows, or 2 to 8; 8 is usual")
 
     @property
-    def are_differences(self) -> bool:
-        """Whether rows travel as differences from the step before, so that no message can be decoded alone."""
-        return self.entropy_coding and not self.bits
-
-    @property
     def rows(self) -> Codec:
         """Codec of rows."""
         return FixPoint(self.bits, dims="token", entropy_coding=self.entropy_coding) if self.bits else self._exact
