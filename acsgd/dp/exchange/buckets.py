@@ -16,9 +16,10 @@ from acsgd.codecs.identity import DTYPES
 from acsgd.comm.waits import Meter
 from acsgd.config.ranges import Range
 from acsgd.dp.peers import Peers
-from acsgd.dp.resize import ReplicaState, check_names
-from acsgd.optim.base import Capability, SecondMoments
-from acsgd.shards.weights import Weight, WeightState
+from acsgd.dp.resize import ReplicaState
+from acsgd.dp.sync import GradSync
+from acsgd.optim.base import Capability
+from acsgd.shards.weights import Weight
 from acsgd.topology import collective_errors
 
 
@@ -110,14 +111,14 @@ class BucketOptions:
         return ()
 
 
-class BucketSync:
+class BucketSync(GradSync):
     """Base of syncs that reduce gradients in buckets.
 
     Buckets are reduced in the same order on every replica, each as soon as it and all before it are final.
     """
 
     def __init__(self, buckets: list[Bucket]) -> None:
-        self.meter = Meter()
+        super().__init__()
         self._buckets = buckets
         self._bucket_of = {weight.key: bucket for bucket in buckets for weight in bucket.weights}
         self._pending: list[Callable[[], None]] = []
@@ -125,9 +126,6 @@ class BucketSync:
     def start_reduction(self, bucket: Bucket) -> Callable[[], None]:
         """Start to reduce a bucket; return a function that waits for the sum, in the bucket's flat tensor."""
         raise NotImplementedError
-
-    def local_step(self, step: int) -> None:
-        pass
 
     def begin_step(self, step: int, scale: float = 1.0) -> None:
         assert not self._pending
@@ -152,30 +150,6 @@ class BucketSync:
         for finish in self._pending:
             finish()
         self._pending.clear()
-
-    def commit(self) -> None:
-        pass
-
-    def exchanges_after(self, step: int) -> bool:
-        return False
-
-    def exchange(self, step: int, moments: SecondMoments) -> None:
-        pass
-
-    def after_step(self, step: int, moments: SecondMoments) -> None:
-        pass
-
-    def global_weights(self) -> None:
-        pass
-
-    def state_dict(self) -> WeightState:
-        return {}
-
-    def take_state(self) -> WeightState:
-        return self.state_dict()
-
-    def load_state_dict(self, saved: Sequence[WeightState]) -> None:
-        check_names((), saved)
 
     def _next_is_final(self) -> bool:
         started = len(self._pending)

@@ -11,13 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from acsgd.comm.waits import Meter
 from acsgd.dp.exchange.averaging import split_evenly
 from acsgd.dp.exchange.buckets import AllReduceSync, FlatLayout, make_buckets
 from acsgd.dp.exchange.error_feedback import pad_part
 from acsgd.dp.exchange.second_moments import Measurement, SecondMomentCorrection
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState, check_names, restore
+from acsgd.dp.sync import GradSync
 from acsgd.optim.base import LocalStep, SecondMoments
 from acsgd.shards.weights import Weight, WeightState
 
@@ -71,7 +71,7 @@ def make_buffers(weights: Sequence[Weight], max_elements: int = MAX_ELEMENTS) ->
     return [WeightBuffer(members) for members in [*tied, *others] if members]
 
 
-class LocalWeightsSync:
+class LocalWeightsSync(GradSync):
     """Base of syncs in which replicas make local steps. A mode adds when and how they exchange weights.
 
     A checkpoint holds the global weights as the model, and the local weights of each replica as its state.
@@ -92,7 +92,7 @@ class LocalWeightsSync:
         how: options of the local steps. moment_correction: whether to keep second moments as large as those of the mean
         gradient.
         """
-        self.meter = Meter()
+        super().__init__()
         self.peers = peers
         self.exact_steps = exact_steps
         self.buffers = make_buffers(weights)
@@ -136,12 +136,6 @@ class LocalWeightsSync:
     def wait(self) -> None:
         if self._exact is not None:
             self._exact.wait()
-
-    def commit(self) -> None:
-        pass
-
-    def exchanges_after(self, step: int) -> bool:
-        return False
 
     def exchange(self, step: int, moments: SecondMoments) -> None:
         self._measured = None
