@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+from acsgd.io.data.sources.url import TIMEOUT_S
+
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-TIMEOUT_S = 60.0
-"""Maximum time without an answer of the server, seconds."""
 SKIP_BYTES = 2**20
 """Bytes that are read at a time to reach a place on a server without ranges."""
 
@@ -24,6 +24,8 @@ class ConnectionLostError(Exception):
     """A server does not answer, or a response ended early. Trying again may succeed."""
 
 
+# fsspec has such a file, too, but it needs aiohttp, refuses servers without ranges, does not notice that the file has
+# changed, requests each block on its own, and reports a server that fails as a file that does not exist.
 class RemoteFile(io.RawIOBase):
     """A file of a server, readable and seekable. Bytes are requested from where they are read on, in one response.
 
@@ -45,9 +47,6 @@ class RemoteFile(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_END and self._size is None:
