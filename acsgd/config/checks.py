@@ -8,11 +8,8 @@ import math
 import re
 
 from acsgd.config.adapters import Adapter, LoRA, parse_adapter
-from acsgd.config.options import CheckpointConfig, Config, DataConfig, ElasticConfig, LogConfig, OptimConfig
+from acsgd.config.options import CheckpointConfig, Config, DataConfig, ElasticConfig, OptimConfig
 from acsgd.config.ranges import COUNT, out_of_range
-
-SINKS = ("print", "jsonl", "text", "wandb")
-"""Names allowed in log.to."""
 
 
 def check(config: Config) -> None:
@@ -24,7 +21,6 @@ def check(config: Config) -> None:
     _check_rows(config)
     _check_checkpoint(config.checkpoint)
     _check_evaluation(config)
-    _check_log(config.log)
     _check_elastic(config.elastic)
     _check_adapter(config)
     if config.optim.spike is not None and config.checkpoint.every is None:
@@ -164,10 +160,3 @@ def _check_elastic(elastic: ElasticConfig) -> None:
         raise ValueError(f"elastic.min_replicas={low} must be at most elastic.max_replicas={high}")
     if elastic.snapshot != "auto" and not (elastic.snapshot.isdecimal() and int(elastic.snapshot) <= COUNT.high):
         raise ValueError(f'elastic.snapshot={elastic.snapshot} is not an interval; give steps, "20", "0", or "auto"')
-
-
-def _check_log(log: LogConfig) -> None:
-    unknown = set(filter(None, log.to.split(","))) - set(SINKS)
-    if unknown:
-        known = ", ".join(f'"{sink}"' for sink in SINKS)
-        raise ValueError(f'log.to="{log.to}": unknown {", ".join(sorted(unknown))}; use {known}, comma-separated')

@@ -160,7 +160,6 @@ def test_a_missing_file_is_named() -> None:
             "--checkpoint.best f1",
             'checkpoint.best="f1" needs evaluation data; give data.eval_sources or, for example, data.eval_fraction=0.',
         ),
-        ("--log.to print,wandbb", 'log.to="print,wandbb": unknown wandbb; use "print", "jsonl", "text", "wandb"'),
     ],
 )
 def test_an_invalid_value_is_named(flags: str, message: str, run_file: Path) -> None:

@@ -17,9 +17,8 @@ import pytest
 from lib.records import RECORD
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
-from acsgd.io.telemetry.metrics import Metrics
+from acsgd.io.telemetry.metrics import Metrics, check_trackers
 from acsgd.io.telemetry.record import StepRecord
-from acsgd.io.telemetry.wandb_log import check_installed
 
 SECRET = "0123456789secret" * 4  # the length of a key of wandb
 CONFIG = Config(
@@ -286,11 +285,17 @@ def test_missing_wandb_is_an_error_before_training(tmp_path: Path, monkeypatch: 
     (tmp_path / "wandb").mkdir()  # wandb leaves such a directory in its working directory
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    check_installed("print,jsonl")
+    check_trackers("print,jsonl")
     with pytest.raises(ValueError, match=re.escape('log.to="print,wandb" needs wandb: pip install "acsgd[wandb]"')):
-        check_installed("print,wandb")
+        check_trackers("print,wandb")
+
+
+def test_unknown_names_of_sinks_are_refused_with_those_that_exist() -> None:
+    expected = 'log.to="print,wandbb": unknown wandbb; use "print", "jsonl", "wandb", "text", comma-separated'
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        check_trackers("print,wandbb")
 
 
 def test_installed_wandb_is_accepted() -> None:
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
-    check_installed("print,wandb")
+    check_trackers("print,wandb")

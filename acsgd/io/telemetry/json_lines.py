@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
 
+from acsgd.config.options import Config
 from acsgd.io.telemetry.record import RunEvent, StepRecord
 
 METRICS = "metrics.jsonl"
@@ -32,6 +33,11 @@ class JsonLinesSink:
         path.touch()
         self._path, self._notify, self._has_warned = path, notify, False
         self._unwritten, self._last_step = b"", resumed_at
+
+    @classmethod
+    def open(cls, config: Config, run_dir: Path, resumed_at: int, notify: Callable[[str], None]) -> JsonLinesSink:
+        """Open the sink of a run, as a `Tracker` does."""
+        return cls(run_dir / METRICS, resumed_at=resumed_at, notify=notify)
 
     def log(self, record: StepRecord) -> None:
         events = b""

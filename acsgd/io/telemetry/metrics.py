@@ -2,17 +2,57 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from acsgd.config.options import Config
 from acsgd.config.run_file import to_toml
-from acsgd.io.telemetry.json_lines import METRICS, JsonLinesSink
+from acsgd.io.telemetry.json_lines import JsonLinesSink
 from acsgd.io.telemetry.record import RunEvent, Sink, StepRecord
 from acsgd.io.telemetry.terminal import TerminalSink
+from acsgd.io.telemetry.wandb_log import WandbSink
 
 log = logging.getLogger(__name__)
+
+
+TEXT = "text"
+"""Name in log.to of the text log that each rank has; all others are trackers, of the main rank alone."""
+
+
+class Tracker(NamedTuple):
+    """A kind of sink, as named in log.to."""
+
+    open: Callable[[Config, Path, int, Callable[[str], None]], Sink]
+    """Opens it for a configuration, a run directory, the completed steps of the checkpoint that the run resumed from (0
+    = a new run), and a function that prints a sentence for the user."""
+    package: str | None = None
+    """Package that it needs, an extra of acsgd."""
+
+
+TRACKERS: Mapping[str, Tracker] = {
+    "print": Tracker(TerminalSink.open),
+    "jsonl": Tracker(JsonLinesSink.open),
+    "wandb": Tracker(WandbSink, "wandb"),
+}
+"""Trackers by name. To add one, write its `Sink` and one line here."""
+
+
+def check_trackers(to: str) -> None:
+    """Raise ValueError if log.to names an unknown sink, or one whose package is not installed."""
+    names = [name for name in to.split(",") if name]
+    if unknown := sorted({*names} - {*TRACKERS, TEXT}):
+        known = ", ".join(f'"{name}"' for name in (*TRACKERS, TEXT))
+        raise ValueError(f'log.to="{to}": unknown {", ".join(unknown)}; use {known}, comma-separated')
+    for package in (TRACKERS[name].package for name in names if name != TEXT):
+        spec = importlib.util.find_spec(package) if package else None
+        if package and (
+            spec is None or spec.origin is None
+        ):  # a directory ./wandb is a namespace package without origin
+            raise ValueError(f'log.to="{to}" needs {package}: pip install "acsgd[{package}]"')
 
 
 class Metrics:
@@ -28,21 +68,13 @@ class Metrics:
         resumed_at: completed steps of the checkpoint the run resumed from; 0 = a new run. is_main: whether this rank
         has sinks.
         """
-        names = set(config.log.to.split(",")) if is_main else set()
         metrics = cls([])
         if is_main:
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / "config.toml").write_text(to_toml(config.as_given))
-        if "jsonl" in names:
-            path = run_dir / METRICS
-            metrics._sinks.append(JsonLinesSink(path, resumed_at=resumed_at, notify=metrics.note))
-        if "print" in names:
-            fp16 = config.model.dtype == "fp16"
-            metrics._sinks.append(TerminalSink(config.optim.num_steps, resumed_at=resumed_at, fp16=fp16))
-        if "wandb" in names:
-            from acsgd.io.telemetry.wandb_log import WandbSink
-
-            metrics._sinks.append(WandbSink(config, run_dir, resumed_at=resumed_at, notify=metrics.note))
+            names = config.log.to.split(",")
+            for tracker in (tracker for name, tracker in TRACKERS.items() if name in names):
+                metrics._sinks.append(tracker.open(config, run_dir, resumed_at, metrics.note))  # may print a sentence
         return metrics
 
     def __enter__(self) -> Metrics:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from acsgd.config.options import Config
 from acsgd.io.telemetry.record import RunEvent, StepRecord
 
 PLAIN_LINES = 20
@@ -32,6 +36,11 @@ class TerminalSink:
         )
         self._task = self._progress.add_task("train", total=steps, completed=resumed_at, state="starting")
         self._progress.start()
+
+    @classmethod
+    def open(cls, config: Config, run_dir: Path, resumed_at: int, notify: Callable[[str], None]) -> TerminalSink:
+        """Open the sink of a run, as a `Tracker` does."""
+        return cls(config.optim.num_steps, resumed_at=resumed_at, fp16=config.model.dtype == "fp16")
 
     def log(self, record: StepRecord) -> None:
         state = _state(record, fp16=self._fp16)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -31,22 +30,13 @@ FINISH_TIMEOUT_S = 60.0
 """Time limit for the upload at the end of a run; `wandb sync` uploads the rest."""
 
 
-def check_installed(to: str) -> None:
-    """Raise ValueError if log.to names wandb and it is not installed. to: the value of log.to."""
-    if "wandb" not in to.split(","):
-        return
-    spec = importlib.util.find_spec("wandb")
-    if spec is None or spec.origin is None:  # a directory ./wandb is a namespace package without origin
-        raise ValueError(f'log.to="{to}" needs wandb: pip install "acsgd[wandb]"')
-
-
 class WandbSink:
     """Logs to one wandb run, which a resumed run continues. Errors of wandb are reported once and do not end training.
 
     wandb ignores steps that a resumed run repeats.
     """
 
-    def __init__(self, config: Config, run_dir: Path, *, resumed_at: int, notify: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, run_dir: Path, resumed_at: int, notify: Callable[[str], None]) -> None:
         self._notify = notify
         self._run: wandb.Run | None = None
         try:

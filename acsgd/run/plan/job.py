@@ -27,7 +27,7 @@ from acsgd.io.data.held_out import parse_eval
 from acsgd.io.data.sampler import deal
 from acsgd.io.data.sources.glue import Glue
 from acsgd.io.data.sources.sources import WeightedSource, check_weights, parse_sources
-from acsgd.io.telemetry.wandb_log import check_installed
+from acsgd.io.telemetry.metrics import check_trackers
 from acsgd.launch import Launch
 from acsgd.layers.description import LayerSpec
 from acsgd.metrics import choose_metrics
@@ -239,7 +239,7 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True) -> Job:
     trains: False for a job that is only evaluated, which needs less memory.
     """
     check(config)
-    check_installed(config.log.to)
+    check_trackers(config.log.to)
     check_directories(config, launch.rank)
     topology = Topology(launch.rank, launch.world_size, config.pp.stages)
     plugins = parse_plugins(config)

@@ -11,7 +11,7 @@ from pathlib import Path
 from acsgd.failures.signals import StopSignals
 from acsgd.io.data.batches import Batch, Dataset
 from acsgd.io.data.held_out import HeldOut
-from acsgd.io.telemetry.metrics import Metrics
+from acsgd.io.telemetry.metrics import TEXT, Metrics
 from acsgd.io.telemetry.text_log import open_text_log
 from acsgd.metrics import describe
 from acsgd.run.lock.lock import RunLock
@@ -119,6 +119,6 @@ def open_run(
 def text_log_of(job: Job) -> contextlib.AbstractContextManager[None]:
     """Return the text log of this rank, open while the context is; without effect unless log.to has "text"."""
     config, topology = job.config.log, job.topology
-    if "text" not in config.to.split(","):
+    if TEXT not in config.to.split(","):
         return contextlib.nullcontext()
     return open_text_log(Path(config.dir), rank=topology.rank, stages=job.stages, replica=topology.replica)
