@@ -120,7 +120,7 @@ def train_step(
     Raises RunError, the same on all ranks, if loss or gradients are not finite and optim.on_nan is "stop".
     """
     state = state or LoopState(progress, started_at=time.perf_counter())
-    scale = GradientScale.of(session.job.max_targets, progress.loss_scale)
+    scale = GradientScale.of(session.job.shapes.max_targets, progress.loss_scale)
     batch = batch.to(session.job.streams.device)
 
     # Forward, backward and data-parallel reduce; then every rank reports its losses, norms and votes to all others.
@@ -149,7 +149,7 @@ def apply_step(session: Session, batch: Batch | None, progress: Progress, summar
     a NaN. batch: of the step; needed for a NaN.
     """
     job, config, step = session.job, session.job.config, progress.step
-    scale = GradientScale.of(job.max_targets, progress.loss_scale)
+    scale = GradientScale.of(job.shapes.max_targets, progress.loss_scale)
 
     # Loss and gradient norm of the mean over target tokens, whose number is known only now.
     local_step = session.local_step(step)

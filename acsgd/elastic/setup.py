@@ -11,9 +11,10 @@ import transformers
 
 from acsgd.config.options import Config
 from acsgd.elastic.membership.messages import Setup
+from acsgd.pp.schedules.actions import Placement
 from acsgd.pp.wire.delta import Delta
-from acsgd.run.plan.cut import Cut
 from acsgd.run.plan.job import Job
+from acsgd.run.plan.layout import Cut, divide, layers_by_rank
 from acsgd.run.plan.limits import check_memory
 from acsgd.run.setup.inputs import RunInputs, base_checksums
 
@@ -70,10 +71,17 @@ def possible_cuts(job: Job) -> tuple[Cut, ...]:
 
     With elastic.replan, those of all numbers of stages up to pp.stages whose weights and gradients fit the memory.
     """
-    cuts = [job.cut]
+    cuts = [job.layout.cut]
     while job.config.elastic.replan and len(cuts[-1]) > 1 and _fits(job, len(cuts[-1]) - 1):
-        cuts.append(job.cut_of(len(cuts[-1]) - 1))
+        cuts.append(_cut_of(job, len(cuts[-1]) - 1))
     return tuple(cuts)
+
+
+def _cut_of(job: Job, ranks: int) -> Cut:
+    """Return the layers of each position of a pipeline of fewer ranks, as `prepare` divides them."""
+    stages = ranks * job.plugins.schedule.chunks
+    specs = divide(job.config, job.model, stages, None if stages == 1 else job.layout.costs)
+    return layers_by_rank(Placement(ranks, stages), specs)
 
 
 def with_stages(config: Config, stages: int) -> Config:
@@ -84,7 +92,7 @@ def with_stages(config: Config, stages: int) -> Config:
 def _fits(job: Job, stages: int) -> bool:
     """Return whether the processes of this host have memory for pipelines of some number of stages."""
     try:
-        check_memory(job.model.parameters, job.dtype, stages, job.local_world_size, job.streams)
+        check_memory(job.model.parameters, job.shapes.dtype, stages, job.local_world_size, job.streams)
     except ValueError:
         return False
     return True

@@ -150,7 +150,7 @@ def peft_loop(job: Job, session: Session) -> Step:
 
     def step(number: int) -> float:
         total = torch.zeros(())
-        for micro in tokens_of(number)[: job.num_micros]:
+        for micro in tokens_of(number)[: job.shapes.num_micros]:
             logits = model(input_ids=micro[:, :-1], use_cache=False).logits
             loss = summed_loss(logits, micro[:, 1:]) / (SEQUENCES * SEQUENCE)
             loss.backward()
@@ -207,8 +207,8 @@ def batch_of(job: Job, step: int) -> Batch:
     rows = slice(job.micro_ids.start, job.micro_ids.stop)
     tokens = tokens_of(step).flatten(0, 1)[:SEQUENCES, None][rows]
     return Batch(
-        {"input_ids": tokens[..., :-1]} if 0 in job.stages else None,
-        tokens[..., 1:] if STAGES - 1 in job.stages else None,
+        {"input_ids": tokens[..., :-1]} if 0 in job.layout.stages else None,
+        tokens[..., 1:] if STAGES - 1 in job.layout.stages else None,
         sample_ids=ids[rows],
         micro_ids=job.micro_ids,
     )

@@ -64,7 +64,7 @@ def step_of(session: Session, deals: list[list[int]]) -> Step:
     def step(number: int) -> float:
         mine = pace.micros(number)
         generator = torch.Generator().manual_seed(number % 4)
-        tokens = torch.randint(VOCABULARY, (session.job.num_micros, 1, SEQUENCE + 1), generator=generator)
+        tokens = torch.randint(VOCABULARY, (session.job.shapes.num_micros, 1, SEQUENCE + 1), generator=generator)
         tokens = tokens[mine.start : mine.stop]
         ids = torch.zeros(len(tokens), 1, dtype=torch.int64)
         batch = Batch({"input_ids": tokens[..., :-1]}, tokens[..., 1:], sample_ids=ids, micro_ids=mine)

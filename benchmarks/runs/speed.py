@@ -94,7 +94,7 @@ def acsgd(session: Session) -> Step:
     """Return acsgd's step."""
     job = session.job
     rows = slice(job.micro_ids.start, job.micro_ids.stop)
-    is_first, is_last = 0 in job.stages, len(job.specs) - 1 in job.stages
+    is_first, is_last = 0 in job.layout.stages, len(job.layout.specs) - 1 in job.layout.stages
 
     def step(number: int) -> float:
         tokens = tokens_of(number)[rows]
@@ -139,7 +139,7 @@ def pipelined(job: Job) -> Step:
     """Return the step of torch.distributed.pipelining, with acsgd's stages."""
     rank, stages = job.topology.rank, job.topology.stages
     targets = NUM_MICROS * MICRO * SEQUENCE
-    module = GPT2Stage(pretrained(job), *job.specs[rank])
+    module = GPT2Stage(pretrained(job), *job.layout.specs[rank])
     stage = PipelineStage(module, rank, stages, torch.device("cpu"))
     schedule_class = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[job.config.pp.schedule]
     schedule = schedule_class(

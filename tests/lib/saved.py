@@ -52,7 +52,7 @@ def train_alone(config: Config) -> Path:
     inputs = open_inputs(job)
     with connect(job.topology, timeout=timedelta(seconds=60), store=dist.HashStore()) as groups:
         train.train(job, inputs, groups, RunLock([]))
-    return job.checkpoints.path
+    return job.paths.checkpoints.path
 
 
 def rewrite_tensors(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

@@ -58,7 +58,7 @@ class Drawn:
     @classmethod
     def of(cls, job: Job) -> Drawn:
         """Return those of a rank."""
-        has_last = len(job.specs) - 1 in job.stages
+        has_last = len(job.layout.specs) - 1 in job.layout.stages
         return cls(job.config, job.micro_ids, wants_inputs=job.wants_inputs, wants_labels=has_last)
 
     @classmethod
@@ -135,7 +135,7 @@ def train_run(config: Config, launch: Launch, store: dist.Store) -> None:
     drawn: Any = Drawn.of(job)
     identity = RunIdentity.of(job.model.config, tokenizer="", texts=drawn.fingerprint(), data={})
     with connect(job.topology, timeout=TIMEOUT, store=store) as groups:
-        candidates = find(job.checkpoints, "auto", identity)
+        candidates = find(job.paths.checkpoints, "auto", identity)
         fresh = not candidates.checkpoints
         source = open_weight_source(job) if fresh else None
         caches = plan_activation_caches(job, SAMPLES, run_id=identity.digest(), fresh=fresh)
@@ -146,7 +146,7 @@ def train_run(config: Config, launch: Launch, store: dist.Store) -> None:
 def fill_cache(config: Config, world_size: int) -> None:
     """Put into the cache of a run what its ranks would each compute or wait for."""
     job = prepare(config, Launch(0, 0, world_size))
-    job.layers_cache.verify(job.model.config, job.model.description, reports_wait=False)
+    job.paths.layers_cache.verify(job.model.config, job.model.description, reports_wait=False)
     open_weight_source(job)
 
 

@@ -111,11 +111,11 @@ def job(finished: Config) -> Job:
 
 def copied(job: Job, target: Path) -> Path:
     """Copy the checkpoint of the last step."""
-    return Path(shutil.copytree(job.checkpoints.of(2), target / "step-00000002"))
+    return Path(shutil.copytree(job.paths.checkpoints.of(2), target / "step-00000002"))
 
 
 def test_a_tensor_that_does_not_fit_is_named_by_a_start_and_by_inspect(job: Job, tmp_path: Path) -> None:
-    check_files(job, Checkpoint.open(job.checkpoints.of(2)))
+    check_files(job, Checkpoint.open(job.paths.checkpoints.of(2)))
     for name, (change, message) in CHANGES.items():
         checkpoint = copied(job, tmp_path / name)
         rewrite_tensors(checkpoint / FILE, change)
@@ -131,13 +131,16 @@ def test_a_run_resumes_from_an_older_checkpoint_if_a_moment_does_not_fit(
     finished: Config, job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A short moment would otherwise let the optimizer write past its end."""
-    expected = Manifest.read(job.checkpoints.of(2))
-    rewrite_tensors(job.checkpoints.of(2) / FILE, CHANGES["a short moment"][0])
+    expected = Manifest.read(job.paths.checkpoints.of(2))
+    rewrite_tensors(job.paths.checkpoints.of(2) / FILE, CHANGES["a short moment"][0])
     train_alone(printing(finished))
     printed = capsys.readouterr().out
-    assert f"set aside a checkpoint: {job.checkpoints.of(2) / FILE} is invalid: exp_avg_sq/{BIAS} has shape" in printed
-    assert f"resuming from {job.checkpoints.of(1)}" in printed
-    assert Manifest.read(job.checkpoints.of(2)) == expected
+    assert (
+        f"set aside a checkpoint: {job.paths.checkpoints.of(2) / FILE} is invalid: exp_avg_sq/{BIAS} has shape"
+        in printed
+    )
+    assert f"resuming from {job.paths.checkpoints.of(1)}" in printed
+    assert Manifest.read(job.paths.checkpoints.of(2)) == expected
 
 
 def printing(config: Config, **optim: Any) -> Config:
@@ -178,7 +181,7 @@ def test_weights_of_a_converted_model_are_checked_too(tiny_model: TinyModel, tmp
 
 def copied_run(config: Config, job: Job, directory: Path) -> Config:
     """Copy a run as it was after its first step; return a config that resumes and prints it."""
-    shutil.copytree(job.checkpoints.of(1), directory / "checkpoints" / "step-00000001")
+    shutil.copytree(job.paths.checkpoints.of(1), directory / "checkpoints" / "step-00000001")
     share_cache(Path(config.model.name), directory)
     return dataclasses.replace(printing(config), log=LogConfig(dir=str(directory), to="jsonl,print"))
 
@@ -191,7 +194,7 @@ def test_a_resumed_run_reports_options_that_differ_from_the_checkpoint(
     train_alone(dataclasses.replace(same, checkpoint=CheckpointConfig(keep=3), run=RunConfig(timeout=30)))
     assert note not in capsys.readouterr().out
     assert Manifest.read(tmp_path / "same/run/checkpoints/step-00000002").layers == (
-        Manifest.read(job.checkpoints.of(2)).layers
+        Manifest.read(job.paths.checkpoints.of(2)).layers
     )
     other = copied_run(finished, job, tmp_path / "other" / "run")
     train_alone(
@@ -226,7 +229,7 @@ def test_a_checkpoint_without_options_resumes_and_is_checked(finished: Config, j
     dataclasses.replace(manifest, run=run).write(checkpoint)
     train_alone(config)
     resumed = Manifest.read(tmp_path / "run/checkpoints/step-00000002")
-    assert resumed.layers == Manifest.read(job.checkpoints.of(2)).layers
+    assert resumed.layers == Manifest.read(job.paths.checkpoints.of(2)).layers
     rewrite_tensors(checkpoint / FILE, CHANGES["a short moment"][0])
     with pytest.raises(CorruptFileError, match=r"exp_avg_sq/.* has shape"):
         check_files(job, Checkpoint.open(checkpoint))

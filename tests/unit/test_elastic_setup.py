@@ -80,12 +80,12 @@ def test_replanned_runs_have_a_cut_for_each_number_of_stages_that_their_jobs_use
 ) -> None:
     config = make_config(tiny_model(), tmp_path, stages=3)
     job = prepare(config, Launch(0, 0, 3))
-    assert possible_cuts(job) == (job.cut,)
+    assert possible_cuts(job) == (job.layout.cut,)
     elastic = dataclasses.replace(config, elastic=ElasticConfig(replan=True))
     cuts = possible_cuts(prepare(elastic, Launch(0, 0, 3)))
     assert [len(cut) for cut in cuts] == [3, 2, 1]
     for cut in cuts:
-        assert prepare(with_stages(elastic, len(cut)), Launch(0, 0, len(cut))).cut == cut
+        assert prepare(with_stages(elastic, len(cut)), Launch(0, 0, len(cut))).layout.cut == cut
     fixed = dataclasses.replace(elastic, pp=dataclasses.replace(config.pp, layers=(2, 2, 2)))
     with pytest.raises(ValueError, match=r"pp.layers=\[2, 2, 2\] is for pp.stages=3"):
         check_elastic(prepare(fixed, Launch(0, 0, 3)))

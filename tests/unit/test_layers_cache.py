@@ -18,7 +18,7 @@ from lib.training import plain_config
 from acsgd.config.options import PipelineConfig
 from acsgd.launch import Launch
 from acsgd.layers.description import LayersError
-from acsgd.run.plan import cut, job, model
+from acsgd.run.plan import layout, model
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.layers_cache import LayersCache
 from acsgd.run.setup.inputs import open_inputs
@@ -29,7 +29,7 @@ LM = TASKS["lm"]
 SIZES = {"batch": 2, "sequence": 16}
 
 
-@pytest.mark.parametrize("module", [model, cut, job], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [model, layout], ids=lambda module: module.__name__)
 def test_the_runs_of_tests_share_a_cache(module: ModuleType, tmp_path: Path) -> None:
     """Else each rank of each run would estimate the costs of layers again."""
     config = plain_config(tmp_path / "model", tmp_path)
@@ -114,8 +114,8 @@ def test_a_run_keeps_the_costs_of_its_layers_and_balances_stages_by_them(
     job = prepare(config, launch)
     assert not list(tmp_path.iterdir())
     open_inputs(job)
-    (entry,) = (path for path in job.layers_cache.directory.iterdir() if b"costs" in path.read_bytes())
-    assert prepare(config, launch).costs == job.costs
+    (entry,) = (path for path in job.paths.layers_cache.directory.iterdir() if b"costs" in path.read_bytes())
+    assert prepare(config, launch).layout.costs == job.layout.costs
     for costs, specs in ([9, 1, 1], ((0, 1), (1, 3))), ([1, 1, 9], ((0, 2), (2, 3))):
         entry.write_text(json.dumps({"costs": costs}))
-        assert prepare(config, launch).specs == specs
+        assert prepare(config, launch).layout.specs == specs

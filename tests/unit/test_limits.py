@@ -60,15 +60,15 @@ def test_quantized_layers_are_counted_by_their_bytes(
     plain = dataclasses.replace(make_config(model, tmp_path), adapter=AdapterConfig("lora:r=4"))
     config = dataclasses.replace(plain, model=dataclasses.replace(plain.model, quantize=quantization))
     job, full = prepare(config, Launch()), count_of(plain)
-    built, count = job.model.build(job.dtype), job.model.parameters
+    built, count = job.model.build(job.shapes.dtype), job.model.parameters
     on_meta = {key: param for key, param in built.named_parameters() if is_quantized(param)}
     assert len(on_meta) == 2 * 7
     assert count == full._replace(
         quantized=sum(param.numel() for param in on_meta.values()),
         quantized_bytes=sum(bytes_of(key, param) for key, param in on_meta.items()),
     )
-    needed = count.needed_bytes(job.dtype)
-    assert needed == full.needed_bytes(job.dtype) - 4 * count.quantized + count.quantized_bytes
+    needed = count.needed_bytes(job.shapes.dtype)
+    assert needed == full.needed_bytes(job.shapes.dtype) - 4 * count.quantized + count.quantized_bytes
     monkeypatch.setattr(Streams, "memory_bytes", lambda self: needed)
     prepare(config, Launch())
     with pytest.raises(ValueError, match="weights need at least"):

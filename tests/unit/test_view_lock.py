@@ -28,7 +28,7 @@ def job(tmp_path: Path) -> Job:
     data, optim = DataConfig("demo", 8, 2), OptimConfig(lr=1e-3, steps=9)
     config = Config(ModelConfig("m"), data, optim, log=LogConfig(dir=str(tmp_path)))
     topology, checkpoints = SimpleNamespace(rank=0), SimpleNamespace(path=tmp_path / "checkpoints")
-    return cast(Job, SimpleNamespace(topology=topology, checkpoints=checkpoints, config=config))
+    return cast(Job, SimpleNamespace(topology=topology, paths=SimpleNamespace(checkpoints=checkpoints), config=config))
 
 
 @pytest.fixture

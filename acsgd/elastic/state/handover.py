@@ -102,7 +102,7 @@ def hand_over(
     """
     rank, received, received_bytes = job.topology.rank, LayersInMemory(constants), 0
     incoming = [transfer for transfer in plan.transfers if transfer.target == rank]
-    is_same = session is not None and not incoming and session.job.spans == job.spans
+    is_same = session is not None and not incoming and session.job.layout.spans == job.layout.spans
     is_source = any(transfer.source == rank for transfer in plan.transfers)
     held: HeldLayers | Snapshot | None = snapshot
     if session is not None and (is_source or not is_same):
@@ -117,7 +117,7 @@ def hand_over(
         return HandedOver(reconnect(session, job, groups, cache_plan), received_bytes)
     if held is not None:
         incoming_layers = {layer for transfer in incoming for layer in transfer.layers}
-        held.keep([layer for layer in job.layers if layer not in incoming_layers], received)
+        held.keep([layer for layer in job.layout.layers if layer not in incoming_layers], received)
     if session is not None:
         cache_plan = keep_caches(cache_plan, session, job)
     topology = (session.job if session is not None else job).topology

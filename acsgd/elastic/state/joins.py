@@ -236,7 +236,7 @@ def _joining_s(
                 reading_s = _reading_s(job, constants)
             elif source == rank:
                 assert session is not None
-                sending_s += measure_link(groups, target, state_bytes(session, job.layers))
+                sending_s += measure_link(groups, target, state_bytes(session, job.layout.layers))
     mine = f"{sending_s} {reading_s}"
     times = groups.all_gather_text("measuring links", mine, timeout_s=groups.timeout_s)
     sending, reading = zip(*(map(float, each.split()) for each in times), strict=True)
@@ -251,9 +251,9 @@ def _reading_s(job: Job, constants: Constants) -> float:
     if job.config.model.quantize != "none":
         return math.inf
     model, layers = job.model.build(torch.float32), job.model.description
-    stored = {layer: layer_tensors(model, layers, layer) for layer in job.layers}
+    stored = {layer: layer_tensors(model, layers, layer) for layer in job.layout.layers}
     sizes = {layer: sum(constant.numel() for constant in each.constants.values()) for layer, each in stored.items()}
-    middle = sorted(job.layers, key=sizes.__getitem__)[len(job.layers) // 2]
+    middle = sorted(job.layout.layers, key=sizes.__getitem__)[len(job.layout.layers) // 2]
     if not sizes[middle]:
         return 0.0
     started = time.perf_counter()

@@ -118,5 +118,8 @@ def leases_of(job: Job) -> list[Lease]:
     """
     if job.topology.rank != 0:
         return []
-    directories = {job.checkpoints.path.resolve(): "checkpoint.dir", Path(job.config.log.dir).resolve(): "log.dir"}
+    directories = {
+        job.paths.checkpoints.path.resolve(): "checkpoint.dir",
+        Path(job.config.log.dir).resolve(): "log.dir",
+    }
     return [Lease(directory, option, ProcessIdentity.current()) for directory, option in sorted(directories.items())]

@@ -5,22 +5,17 @@ Every error in them is found here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from acsgd import codecs
-from acsgd.codecs.identity import DTYPES
 from acsgd.config.checks import check
 from acsgd.config.options import Config
 from acsgd.config.run_file import to_toml
 from acsgd.config.spec import suggest, to_spec
 from acsgd.dp.modes.allreduce import AllReduce
-from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.data.formats.formats import read_options
 from acsgd.io.data.formats.labels import LABELLED
 from acsgd.io.data.held_out import parse_eval
@@ -32,18 +27,14 @@ from acsgd.launch import Launch
 from acsgd.layers.description import LayerSpec
 from acsgd.metrics import choose_metrics
 from acsgd.notes import print_note, report_if_slow
-from acsgd.pp.schedules.actions import Placement
 from acsgd.pp.schedules.programs import RankPrograms
 from acsgd.pp.schedules.rows import Pacing
 from acsgd.pp.tied.plan import TiedWeight, tied_weights
-from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
-from acsgd.run.plan.cut import Cut, costs_of, divide, layers_by_rank, sizes_of
-from acsgd.run.plan.layers_cache import LayersCache
+from acsgd.run.plan.layout import BatchShapes, RunPaths, StageLayout, costs_of, divide
 from acsgd.run.plan.limits import check_computes, check_directories, check_reading, check_streams
-from acsgd.run.plan.model import RunModel, layers_cache, open_run_model
+from acsgd.run.plan.model import RunModel, open_run_model
 from acsgd.run.plan.plugins import Plugins, check_capabilities, check_deal, parse_plugins
-from acsgd.shards.plan import StageSpec
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams, open_streams
 from acsgd.topology import Topology
@@ -59,10 +50,8 @@ class Job:
     """Number of processes of the run on this host."""
     streams: Streams
     model: RunModel
-    specs: tuple[StageSpec, ...]
-    """Range of layers of each stage."""
-    costs: tuple[float, ...] | None
-    """Estimated cost of each layer; None if it was not needed for `specs`."""
+    layout: StageLayout
+    """Which ranks hold which layers."""
     programs: RankPrograms
     """Pipeline actions of this rank."""
     micro_ids: range
@@ -75,61 +64,36 @@ class Job:
     metrics: tuple[str, ...]
     """Names of the metrics of evaluations."""
 
+    @property
+    def shapes(self) -> BatchShapes:
+        """Shapes of the batches."""
+        return BatchShapes(self.config, self.model, self.layout.specs)
+
+    @property
+    def paths(self) -> RunPaths:
+        """Directories of the run."""
+        return RunPaths(self.config)
+
     def describe(self) -> str:
         """Return a summary of model, parallelism and batch for the user."""
         config, topology, model = self.config, self.topology, self.model
-        layers = " | ".join(_span(model.layers[slice(*spec)]) for spec in self.specs)
+        layers = " | ".join(_span(model.layers[slice(*spec)]) for spec in self.layout.specs)
         idle = f"\ndp.mode={config.dp.mode} has nothing to do: there is one replica" if self._mode_is_idle else ""
         return (
             f"{model.config.model_type}, {model.parameters.describe()}, {config.model.dtype}, "
             f"on {self.streams.device.type}: {topology.stages} pipeline ranks x {topology.replicas} replicas\n"
             f"stages: {layers}\n"
             f"a step: {config.data.batch} sequences of {config.data.sequence} tokens, "
-            f"{config.data.batch // config.pp.micro} micro-batches of {config.pp.micro}, {config.pp.schedule}{idle}"
+            f"{self.shapes.num_micros} micro-batches of {config.pp.micro}, {config.pp.schedule}{idle}"
         )
 
     def fingerprint(self) -> str:
         """Return a text that must be equal on all ranks."""
-        return to_toml(self.config) + self.model.config.to_json_string() + repr(self.specs)
+        return to_toml(self.config) + self.model.config.to_json_string() + repr(self.layout.specs)
 
     @property
     def _mode_is_idle(self) -> bool:
         return self.topology.replicas == 1 and not isinstance(self.plugins.mode, AllReduce)
-
-    @property
-    def placement(self) -> Placement:
-        """Which rank of a pipeline holds which stages."""
-        return Placement(self.topology.stages, len(self.specs))
-
-    @property
-    def stages(self) -> list[int]:
-        """Indices of the stages this rank holds."""
-        return list(self.placement.stages_of(self.topology.stage_rank))
-
-    @property
-    def cut(self) -> Cut:
-        """The layers of each position of a pipeline."""
-        return layers_by_rank(self.placement, self.specs)
-
-    def cut_of(self, ranks: int) -> Cut:
-        """Return the layers of each position of a pipeline of fewer ranks, as `prepare` divides them."""
-        stages = ranks * self.plugins.schedule.chunks
-        specs = divide(self.config, self.model, stages, None if stages == 1 else self.costs)
-        return layers_by_rank(Placement(ranks, stages), specs)
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The layers that this rank holds."""
-        return self.cut[self.topology.stage_rank]
-
-    @property
-    def spans(self) -> dict[int, StageSpec]:
-        """Range of layers of each stage that this rank holds."""
-        return {stage: self.specs[stage] for stage in self.stages}
-
-    def rank_of(self, stage: int) -> int:
-        """Return the global rank that holds a stage of this rank's pipeline."""
-        return self.topology.pipeline(self.topology.replica)[self.placement.rank_of(stage)]
 
     @property
     def eval_form(self) -> str:
@@ -141,91 +105,28 @@ class Job:
         form = to_spec(codec.first_codec, codecs.CODECS) if isinstance(codec, Delta) else pp.forward
         return ", sent exactly" if pp.exact_eval or form == "none" else f", sent as {form}"
 
-    def rank_of_layer(self, layer: int) -> int:
-        """Return the global rank that holds a layer of this rank's pipeline."""
-        return self.rank_of(next(stage for stage, spec in enumerate(self.specs) if spec.first <= layer < spec.last))
-
     @property
     def tied(self) -> list[TiedWeight]:
         """Weights that layers of several ranks of this rank's pipeline share."""
-        return tied_weights(self.model.description, self.rank_of_layer, self.plugins.tied)
-
-    @property
-    def num_micros(self) -> int:
-        """Number of micro-batches of the global batch."""
-        return self.config.data.batch // self.config.pp.micro
-
-    @property
-    def fill(self) -> float:
-        """Time to fill and drain the pipeline of a replica, in micro-batches, without that of messages."""
-        return (self.topology.stages - 1) / self.plugins.schedule.chunks
-
-    def max_lookups(self, inputs: Sequence[str], micros: int) -> int:
-        """Return how many rows of a table some micro-batches look up at most. inputs: indices of the rows."""
-        return micros * sum(math.prod(self.sizes[size] for size in self.model.inputs[name]) for name in inputs)
+        return tied_weights(self.model.description, self.layout.rank_of_layer, self.plugins.tied)
 
     @property
     def pacing(self) -> Pacing:
         """How far rows of tables are sent ahead of use: for the forwards that a rank runs before its first backward."""
-        return Pacing.of(self.num_micros, self.programs.warm_up(max(1, len(self.micro_ids))))
-
-    @property
-    def virtual_tokens(self) -> int:
-        """Number of tokens of each sequence that stand for embeddings of an adapter."""
-        return self.model.adapter.virtual_tokens if self.model.adapter else 0
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of parameters and activations."""
-        return DTYPES[self.config.model.dtype]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Sizes of a micro-batch of the longest rows, by the symbols of shapes."""
-        return sizes_of(self.config)
-
-    @property
-    def boundaries(self) -> list[dict[str, TensorSpec]]:
-        """By boundary, shapes and dtypes of the tensors that a stage sends to the next, per micro-batch, by name."""
-        sizes, dtype = self.sizes, self.dtype
-        cuts = [self.model.description.boundary(spec.first) for spec in self.specs[1:]]
-        return [
-            {name: TensorSpec(*shape.resolve(sizes, dtype), shape.dims) for name, shape in cut.items()} for cut in cuts
-        ]
-
-    @property
-    def max_targets(self) -> int:
-        """Number of labels of the global batch, if none is ignored."""
-        sizes = {**self.sizes, "batch": self.config.data.batch}
-        return math.prod(sizes[size] for size in self.model.task.labels)
+        return Pacing.of(self.shapes.num_micros, self.programs.warm_up(max(1, len(self.micro_ids))))
 
     @property
     def wants_inputs(self) -> bool:
         """Whether this rank needs the values of the model's inputs, not only their shapes."""
-        own = (layer for stage in self.stages for layer in self.model.layers[slice(*self.specs[stage])])
+        own = (self.model.layers[layer] for layer in self.layout.layers)
         reads = bool(self.model.description.context_inputs) or any(layer.reads for layer in own)
         data = self.config.data  # attention masks depend on the documents of a sequence, and on their prefixes
         return reads or data.isolate or data.objective != "causal"
 
     @property
-    def cache_dir(self) -> Path:
-        """Directory of converted models and tokenized text, beside log.dir, shared with later runs."""
-        return Path(self.config.log.dir).parent / "cache"
-
-    @property
-    def layers_cache(self) -> LayersCache:
-        """Layers of models that were compared with the whole model."""
-        return layers_cache(self.config)
-
-    @property
     def is_first_on_host(self) -> bool:
         """Whether this is the process of the run and host that reports what all of them wait for."""
         return self.topology.rank % self.local_world_size == 0
-
-    @property
-    def checkpoints(self) -> CheckpointDirectory:
-        """Directory of the run's checkpoints."""
-        return CheckpointDirectory(Path(self.config.checkpoint.dir or Path(self.config.log.dir) / "checkpoints"))
 
     @property
     def disk_timeout_s(self) -> float:
@@ -267,8 +168,7 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True) -> Job:
         local_world_size=launch.local_world_size,
         streams=streams,
         model=model,
-        specs=tuple(specs),
-        costs=costs,
+        layout=StageLayout(topology, tuple(specs), costs),
         programs=programs,
         micro_ids=micro_ids,
         plugins=plugins,

@@ -50,7 +50,7 @@ def build_session(
     cache_plan: size and place of the activation caches; needed if pp.forward is delta. deferred: receives the
     constants of all layers, to be loaded later; None = load them, too.
     """
-    model = job.model.build(job.dtype)
+    model = job.model.build(job.shapes.dtype)
     composed = ComposedModel(model, job.model.description)
     peers = Peers(groups.dp, groups.waits)
     stages = build_stages(job, composed, source, peers, deferred)
@@ -80,10 +80,10 @@ def keep_caches(cache_plan: CachePlan | None, session: Session, job: Job) -> Cac
     """Return a plan of a job that keeps the activation caches of a session at boundaries before the same layers."""
     if cache_plan is None:
         return None
-    boundaries = {spec.first: boundary for boundary, spec in enumerate(job.specs[1:])}
+    boundaries = {spec.first: boundary for boundary, spec in enumerate(job.layout.specs[1:])}
     kept = {}
     for (boundary, name), cache in session.caches.items():
-        first = session.job.specs[boundary + 1].first
+        first = session.job.layout.specs[boundary + 1].first
         if first in boundaries:
             kept[boundaries[first], name] = cache
     return replace(cache_plan, kept=kept)
@@ -131,13 +131,13 @@ def _link_factory(job: Job, groups: Groups, cache_plan: CachePlan | None) -> Lin
         groups.pp,
         groups.waits,
         job.streams,
-        job.boundaries,
+        job.shapes.boundaries,
         job.plugins.forward,
         job.plugins.backward,
         Meter(),
         Meter(),
         cache_plan,
-        frozen=sum(spec.first <= job.model.description.first_trained for spec in job.specs[1:]),
+        frozen=sum(spec.first <= job.model.description.first_trained for spec in job.layout.specs[1:]),
     )
 
 
@@ -178,15 +178,15 @@ def build_stages(
     """
     config, loader = job.config, _open_loader(job, composed, source, defers_constants=deferred is not None)
     stages = {}
-    for index in job.stages:
-        layers = [loader.load(layer) for layer in range(*job.specs[index])]
+    for index in job.layout.stages:
+        layers = [loader.load(layer) for layer in range(*job.layout.specs[index])]
         weights = in_reduction_order(weight for layer in layers for weight in layer.weights)
         stages[index] = Stage(
             composed,
             job.model.task.loss,
             layers,
             job.plugins.mode.open(weights, peers),
-            targets=job.max_targets,
+            targets=job.shapes.max_targets,
             seed=config.data.seed,
             predict=job.model.task.predict,
             label_smoothing=config.optim.label_smoothing,
@@ -196,7 +196,7 @@ def build_stages(
         )
     if deferred is not None:
         deferred.add(loader, (layer for stage in stages.values() for layer in stage.layers))
-    fill_with_stand_ins(composed.model, job.model.description.blocks, job.streams.device, job.dtype)
+    fill_with_stand_ins(composed.model, job.model.description.blocks, job.streams.device, job.shapes.dtype)
     return stages
 
 
@@ -208,7 +208,7 @@ def _open_loader(job: Job, composed: ComposedModel, source: WeightSource, *, def
         job.model.description,
         source,
         device=job.streams.device,
-        dtype=job.dtype,
+        dtype=job.shapes.dtype,
         looked_up=[each.key for each in job.tied if me in each.lookups],
         sent=[each.key for each in job.tied if each.lookups and me == each.owner],
         defers_constants=defers_constants,
@@ -218,7 +218,7 @@ def _open_loader(job: Job, composed: ComposedModel, source: WeightSource, *, def
 def _placeholders(job: Job) -> Inputs:
     """Return inputs of the model for the longest rows, for stages that do not depend on their values."""
     return {
-        name: torch.zeros([job.sizes[size] for size in sizes], dtype=torch.long, device=job.streams.device)
+        name: torch.zeros([job.shapes.sizes[size] for size in sizes], dtype=torch.long, device=job.streams.device)
         for name, sizes in job.model.inputs.items()
     }
 
@@ -228,10 +228,10 @@ def _open_links(job: Job, factory: LinkFactory) -> dict[int, Link]:
     if job.topology.stages == 1:
         return {}
     links = {}
-    for boundary in range(len(job.specs) - 1):
+    for boundary in range(len(job.layout.specs) - 1):
         for stage, other in ((boundary, boundary + 1), (boundary + 1, boundary)):
-            if stage in job.stages:
-                links[boundary] = factory.open(boundary, peer=job.rank_of(other), downstream=stage == boundary)
+            if stage in job.layout.stages:
+                links[boundary] = factory.open(boundary, peer=job.layout.rank_of(other), downstream=stage == boundary)
     return links
 
 
@@ -278,8 +278,8 @@ def _open_table(
         tied.number,
         TensorSpec(tuple(table.shape), table.dtype),
         peer=tied.owner if user == job.topology.rank else user,
-        max_ids=min(len(table), job.max_lookups(inputs, job.num_micros)),
-        max_rows=min(len(table), job.max_lookups(inputs, job.pacing.width)),
+        max_ids=min(len(table), job.shapes.max_lookups(inputs, job.shapes.num_micros)),
+        max_rows=min(len(table), job.shapes.max_lookups(inputs, job.pacing.width)),
         rows=how.rows,
         gradients=how.gradients,
     )

@@ -123,9 +123,9 @@ def _open_or_receive_rows(job: Job, sources: Sequence[WeightedSource], groups: G
 def row_maker(job: Job) -> RowMaker:
     """Return what makes the rows of a job."""
     data = job.config.data
-    text = replace(data, sequence=data.sequence - job.virtual_tokens)
+    text = replace(data, sequence=data.sequence - job.shapes.virtual_tokens)
     return RowMaker(
-        replace(job.config, data=text), job.model.config, job.tokenizer, job.cache_dir, job.is_first_on_host
+        replace(job.config, data=text), job.model.config, job.tokenizer, job.paths.cache, job.is_first_on_host
     )
 
 
@@ -136,10 +136,10 @@ def _reader_of(job: Job, rows: Sequence[Rows]) -> RowReader:
         job.config.pp.micro,
         wants_inputs=job.wants_inputs,
         wants_labels=_wants_labels(job),
-        virtual_tokens=job.virtual_tokens,
+        virtual_tokens=job.shapes.virtual_tokens,
     )
 
 
 def _wants_labels(job: Job) -> bool:
     """Whether this rank computes the loss."""
-    return len(job.specs) - 1 in job.stages
+    return len(job.layout.specs) - 1 in job.layout.stages

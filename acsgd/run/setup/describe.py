@@ -45,7 +45,7 @@ def reason_for_padding(job: Job) -> str | None:
         return "pp.forward=delta caches activations by sample and position"
     if job.config.model.dropout_mask == "sample":
         return "model.dropout_mask=sample draws the masks of a sample for all of its positions"
-    verification = job.layers_cache.verify(model.config, model.derived, reports_wait=job.is_first_on_host)
+    verification = job.paths.layers_cache.verify(model.config, model.derived, reports_wait=job.is_first_on_host)
     if not verification.ignores_padding or depends_on_length(model.config, job.config.data.sequence):
         return f"the results of {model.config.model_type} depend on it"
     return None
@@ -73,7 +73,7 @@ def _describe(job: Job, tied: TiedWeight, shape: tuple[int, ...]) -> str:
     assert isinstance(how, TiedRows)
     users = []
     for rank, inputs in tied.lookups.items():
-        most = (min(shape[0], job.max_lookups(inputs, len(job.micro_ids))), *shape[1:])
+        most = (min(shape[0], job.shapes.max_lookups(inputs, len(job.micro_ids))), *shape[1:])
         sent = _megabytes(wire_bytes(how.rows.wire(most, DTYPES[job.config.model.dtype])))
         returned = _megabytes(wire_bytes(how.gradients.wire(most, torch.float32)))
         users.append(

@@ -97,7 +97,7 @@ def open_inputs(job: Job, groups: Groups | None = None, *, has_caches: bool = Fa
         ],
         reading=describe_options(job.sources[0].source.options),
     )
-    candidates = find(job.checkpoints, job.config.checkpoint.resume, identity)
+    candidates = find(job.paths.checkpoints, job.config.checkpoint.resume, identity)
     if job.model.adapter is not None and candidates.checkpoints:
         _check_base(job, candidates.checkpoints[0].shards)
     fresh = not candidates.checkpoints and not candidates.rejected
@@ -147,7 +147,7 @@ def _describe_tokens(job: Job) -> str:
 
 def verify_layers(job: Job) -> None:
     """Verify the layers of the model, unless they are, and keep them and their costs in the cache."""
-    model, cache, data = job.model, job.layers_cache, job.config.data
+    model, cache, data = job.model, job.paths.layers_cache, job.config.data
     if not model.is_verified or data.isolate or data.objective != "causal" or has_padding(job):
         result = cache.verify(model.config, model.derived, reports_wait=job.is_first_on_host)
         if data.isolate and PACKED not in result.batches:
@@ -161,8 +161,10 @@ def verify_layers(job: Job) -> None:
                 "directions, since not all masks of its attention are built by transformers; use another model, or "
                 "remove data.objective"
             )
-    if job.costs is not None:
-        cache.keep_costs(model.config, model.derived, job.sizes, job.costs, device=job.streams.device.type)
+    if job.layout.costs is not None:
+        cache.keep_costs(
+            model.config, model.derived, job.shapes.sizes, job.layout.costs, device=job.streams.device.type
+        )
 
 
 def open_weight_source(job: Job) -> WeightSource:
@@ -194,7 +196,9 @@ def _check_base(job: Job, checkpoint: ShardDirectory) -> None:
     """Raise RunError if the adapter of a checkpoint was trained on another model, as far as this rank's layers show."""
     base = _open_base(job)
     if isinstance(base, ShardDirectory):
-        layers = [job.model.layers[index].name for stage in job.stages for index in range(*job.specs[stage])]
+        layers = [
+            job.model.layers[index].name for stage in job.layout.stages for index in range(*job.layout.specs[stage])
+        ]
         check_base(checkpoint, base, layers, name=job.config.model.name)
 
 
@@ -217,7 +221,7 @@ def _open_base(job: Job) -> WeightSource:
         target.mkdir(exist_ok=True)
         from_hf(job.model.directory, target, task=task, layers=job.model.derived)
 
-    path = job.cache_dir / "models" / name
+    path = job.paths.cache / "models" / name
     return open_cached(path, convert, CachedModel, resumable=True, reports_wait=job.is_first_on_host)
 
 
@@ -261,14 +265,16 @@ def plan_activation_caches(
     try:
         return plan_caches(
             delta,
-            [boundary.values() for boundary in job.boundaries],
+            [boundary.values() for boundary in job.shapes.boundaries],
             samples=samples,
             per_step=len(job.micro_ids) * job.config.pp.micro,
-            ends=[cut for stage in job.stages for cut in (stage - 1, stage) if 0 <= cut < len(job.specs) - 1],
+            ends=[
+                cut for stage in job.layout.stages for cut in (stage - 1, stage) if 0 <= cut < len(job.layout.specs) - 1
+            ],
             processes=job.local_world_size,
             directory=Path(job.config.log.dir) / "activation-cache",
             replica=job.topology.replica,
-            first_layers=[job.model.layers[start].name for start, _ in job.specs[1:]],
+            first_layers=[job.model.layers[start].name for start, _ in job.layout.specs[1:]],
             run_id=run_id,
             fresh=fresh,
             are_kept=are_kept,

@@ -146,7 +146,7 @@ def check_files(job: Job, checkpoint: Checkpoint) -> None:
 def _layers_read(job: Job) -> set[int]:
     """Return the layers whose files this rank reads: its own, those of tied weights, and that of the outer buffers."""
     description = job.model.description
-    own = {layer for index in job.stages for layer in range(*job.specs[index])}
+    own = {layer for index in job.layout.stages for layer in range(*job.layout.specs[index])}
     tied = {holders[0] for holders in description.tied().values() if own & {*holders}}
     return own | tied | ({len(description.layers) - 1} if description.layers[-1].buffers else set())
 
@@ -178,7 +178,7 @@ def _replica_states(session: Session, checkpoint: ShardDirectory, layer: LoadedL
         if not weight.is_tied:
             continue
         first, holders = first_holders[weight.key], job.model.description.tied()[weight.key]
-        here = [index for index in holders if job.rank_of_layer(index) == job.topology.rank]
+        here = [index for index in holders if job.layout.rank_of_layer(index) == job.topology.rank]
         if weight.is_copy:
             add_tied_copy(table, saved, checkpoint.replica_states(first), weight.key)
         elif weight.key not in own:

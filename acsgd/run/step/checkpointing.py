@@ -72,7 +72,7 @@ class Checkpointing(StepHook):
         """Return the checkpointing of a run that has just started."""
         job = start.session.job
         saver = Saver(
-            job.checkpoints,
+            job.paths.checkpoints,
             job.config.checkpoint,
             model_dir=job.model.directory,
             task=job.model.task.name,
@@ -210,7 +210,7 @@ class Checkpointing(StepHook):
         Reports those that are not valid. None if there is no other.
         """
         self.finish_save(wait=True)
-        job, directory = self._session.job, self._session.job.checkpoints
+        job, directory = self._session.job, self._session.job.paths.checkpoints
         paths = [directory.of(each) for each in reversed(directory.steps()) if each <= step]
         if self._resumed_from is not None and self._resumed_from.resolve().parent != directory.path.resolve():
             paths.append(self._resumed_from)

@@ -29,7 +29,9 @@ class Pace(StepHook):
         self._note = note
         self._is_by_speed = job.config.data.deal == "speed"
         self._idle = tuple(idle)
-        self._dealer = Dealer(job.num_micros, job.topology.replicas, job.fill)
+        # time to fill and drain the pipeline of a replica, in micro-batches, without that of messages
+        fill = (job.topology.stages - 1) / job.plugins.schedule.chunks
+        self._dealer = Dealer(job.shapes.num_micros, job.topology.replicas, fill)
         self._dealer.deal_evenly(without=idle)
         self._stragglers = Stragglers()
 

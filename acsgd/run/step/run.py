@@ -121,4 +121,4 @@ def text_log_of(job: Job) -> contextlib.AbstractContextManager[None]:
     config, topology = job.config.log, job.topology
     if TEXT not in config.to.split(","):
         return contextlib.nullcontext()
-    return open_text_log(Path(config.dir), rank=topology.rank, stages=job.stages, replica=topology.replica)
+    return open_text_log(Path(config.dir), rank=topology.rank, stages=job.layout.stages, replica=topology.replica)
