@@ -27,13 +27,13 @@ from acsgd.config.run_file import parse
 from acsgd.elastic.worker import run_elastic
 from acsgd.failures.failures import RunContext, report_failure
 from acsgd.failures.report import report_startup_error
+from acsgd.groups import clone_store, connect, open_store
 from acsgd.io.files.cache import TIMEOUT_S
 from acsgd.launch import Launch
 from acsgd.notes import print_note
 from acsgd.run.lock.lock import RunLock, leases_of
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.inputs import open_inputs
-from acsgd.topology import clone_store, connect, open_store
 from acsgd.train import train
 
 

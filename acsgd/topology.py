@@ -1,4 +1,4 @@
-"""The grid of replicas x pipeline stages, and the process groups over it.
+"""The grid of ranks: replicas x pipeline stages, as named axes.
 
     rank = replica * stages + stage rank        4 stages x 2 replicas:   replica 0:  0 1 2 3
                                                                          replica 1:  4 5 6 7
@@ -8,259 +8,77 @@ Neighbours in a pipeline are adjacent ranks, so torchrun places them on one host
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import socket
-import time
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from datetime import timedelta
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
-import torch
-import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
-
-from acsgd.comm.liveness import PeerWatch, heartbeat_interval_s
-from acsgd.comm.process_groups import MARGIN_S, ProcessGroups
-from acsgd.comm.store import StoreClient, call_in_thread
-from acsgd.comm.waits import DIRECT, Waits
-from acsgd.errors import ConnectError, RunError, reason
-from acsgd.launch import Launch
-
-POLL_S = 0.01
-"""Seconds between two reads of the store while waiting; one read takes about 0.2 ms."""
-STORE_TIMEOUT_S = 60.0
-"""Maximum time to connect to torchrun's store, seconds."""
+Axis = Literal["replica", "shard", "context", "pipeline"]
+"""Name of an axis of the grid. There are no options yet for the sizes of "shard" and "context"."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """This rank's position in the grid of replicas x pipeline stages."""
+    """This rank's position in the grid of ranks."""
 
     rank: int
-    world_size: int
-    stages: int
-    """Ranks per pipeline."""
+    sizes: Mapping[Axis, int]
+    """Number of ranks along each axis. Neighbours along the last axis are adjacent ranks. An axis of size 1 may be
+    missing."""
 
-    def __post_init__(self) -> None:
-        if self.world_size % self.stages:
-            divisors = [n for n in range(1, self.world_size + 1) if self.world_size % n == 0]
+    @classmethod
+    def of(cls, rank: int, world_size: int, stages: int) -> Topology:
+        """Return the grid of replicas x pipeline stages. Raises ValueError if `stages` does not divide `world_size`."""
+        if world_size % stages:
+            divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
             raise ValueError(
-                f"pp.stages={self.stages} does not divide the number of processes, {self.world_size}; use "
-                f"--pp.stages {' or '.join(str(n) for n in divisors)}, or launch a multiple of {self.stages} "
-                f"processes: torchrun --nproc-per-node {self.stages * max(1, self.world_size // self.stages)} ..."
+                f"pp.stages={stages} does not divide the number of processes, {world_size}; use "
+                f"--pp.stages {' or '.join(str(n) for n in divisors)}, or launch a multiple of {stages} "
+                f"processes: torchrun --nproc-per-node {stages * max(1, world_size // stages)} ..."
             )
+        return cls(rank, {"replica": world_size // stages, "pipeline": stages})
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.sizes.values())
+
+    def index(self, axis: Axis) -> int:
+        """Return this rank's position along an axis, 0 = first."""
+        return self.rank // self._stride(axis) % self.sizes.get(axis, 1)
+
+    def ranks_along(self, axis: Axis) -> list[int]:
+        """Return this rank and those that differ from it in their position along an axis only, in order of position."""
+        stride, size = self._stride(axis), self.sizes.get(axis, 1)
+        first = self.rank - self.index(axis) * stride
+        return list(range(first, first + size * stride, stride))
+
+    def lines(self, axis: Axis) -> list[list[int]]:
+        """Return the ranks along an axis for each position along the other axes: every rank is in one of the lists."""
+        grid = (replace(self, rank=rank) for rank in range(self.world_size))
+        return [each.ranks_along(axis) for each in grid if each.index(axis) == 0]
+
+    def _stride(self, axis: Axis) -> int:
+        """Return the difference between the ranks of neighbours along an axis."""
+        axes = [*self.sizes]
+        return math.prod(self.sizes[each] for each in axes[axes.index(axis) + 1 :]) if axis in axes else 1
+
+    @property
+    def stages(self) -> int:
+        """Ranks per pipeline."""
+        return self.sizes["pipeline"]
 
     @property
     def replicas(self) -> int:
         """Number of copies of the pipeline."""
-        return self.world_size // self.stages
-
-    @property
-    def replica(self) -> int:
-        """Index of the replica this rank belongs to."""
-        return self.rank // self.stages
+        return self.sizes["replica"]
 
     @property
     def stage_rank(self) -> int:
         """This rank's position in its pipeline, 0 = first."""
-        return self.rank % self.stages
+        return self.index("pipeline")
 
-    def pipeline(self, replica: int) -> list[int]:
-        """Ranks of one pipeline, first stage first."""
-        return list(range(replica * self.stages, (replica + 1) * self.stages))
-
-    def peers(self, stage_rank: int) -> list[int]:
-        """Ranks that hold the same stages, one per replica."""
-        return list(range(stage_rank, self.world_size, self.stages))
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The process groups of one rank. A group that timed out or lost a peer cannot be used again."""
-
-    pp: dist.ProcessGroup
-    """The ranks of this rank's pipeline."""
-    dp: dist.ProcessGroup
-    """The ranks of all replicas that hold the same stages."""
-    world: dist.ProcessGroup
-    """All ranks."""
-    background: dist.ProcessGroup
-    """All ranks, over connections of their own, so that other messages do not wait for long ones; the same as `world`
-    unless it was requested."""
-    store: StoreClient
-    timeout_s: float
-    """Maximum time to wait for a peer (run.timeout), seconds."""
-    run_id: str
-    """Random text, equal on all ranks and different for each start."""
-    waits: Waits
-    """All waits of this rank for others."""
-    _opened: ProcessGroups
-    _rounds: Counter[str] = field(default_factory=Counter)
-    """Number of text exchanges so far, by name."""
-
-    def all_equal(self, text: str) -> bool:
-        """Return whether all ranks passed the same text. A collective: every rank must call it."""
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
-        extremes = torch.tensor([digest, -digest])
-        for group in (self.dp, self.pp):
-            with collective_errors("comparing configurations", group):
-                work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group, async_op=True)
-                assert work is not None
-                self.waits.wait(work)
-        return extremes.tolist() == [digest, -digest]
-
-    def all_gather_text(self, name: str, text: str, *, timeout_s: float) -> list[str]:
-        """Gather one text per rank, through the store: for rare messages, from any thread.
-
-        name: purpose of the exchange. Exchanges of one name must have one order on all ranks. Returns the texts by
-        rank. Raises RunError that names the missing ranks after `timeout_s` seconds, or earlier if one of them had no
-        heartbeat for run.timeout seconds or any rank has failed; StoreError if the store does not answer.
-        """
-        number = self._rounds[name]
-        self._rounds[name] += 1
-        keys = [_text_key(name, number, rank) for rank in range(self.world.size())]
-        try:
-            self.store.set(keys[self.world.rank()], text)
-            self._wait_for(keys, timeout_s)
-            texts = [self.store.get(key) for key in keys]
-            if number:  # all ranks have read the texts before these
-                self.store.delete(_text_key(name, number - 1, self.world.rank()))
-        except RunError as error:
-            where = f"rank {self.world.rank()} on {socket.gethostname()}: {name}"
-            raise type(error)(f"{where}: {error}", awaited=error.awaited) from error
-        return texts
-
-    def publish_text(self, name: str, text: str) -> None:
-        """Store a text of rank 0, once per run, for the ranks that call `published_text`."""
-        self.store.set(_published_key(name, self.run_id), text)
-
-    def published_text(self, name: str, *, timeout_s: float) -> str:
-        """Wait for a text that rank 0 publishes. Raises errors as `all_gather_text` does."""
-        key = _published_key(name, self.run_id)
-        try:
-            self._wait_for([key], timeout_s)
-        except RunError as error:
-            where = f"rank {self.world.rank()} on {socket.gethostname()}: {name}"
-            raise type(error)(f"{where}: {error}", awaited=error.awaited) from error
-        return self.store.get(key)
-
-    def _wait_for(self, keys: list[str], timeout_s: float) -> None:
-        """Wait until the store has the keys of the first ranks, or of all."""
-        deadline, watch = time.monotonic() + timeout_s, PeerWatch(self.store, self.timeout_s)
-        while not self._has_all(keys, within_s=heartbeat_interval_s(self.timeout_s)):
-            missing = [rank for rank, key in enumerate(keys) if not self.store.has(key)]
-            watch.check(missing)
-            if time.monotonic() > deadline:
-                raise RunError(f"ranks {missing} did not answer within {timeout_s:g} s", awaited=missing)
-
-    def _has_all(self, keys: list[str], *, within_s: float) -> bool:
-        """Poll the store for keys; return whether it has all of them within some seconds."""
-        until = time.monotonic() + within_s
-        while not (found := self.store.has(*keys)) and time.monotonic() < until:
-            time.sleep(POLL_S)
-        return found
-
-    def wait_for_all(self, name: str, *, timeout_s: float) -> None:
-        """Wait until every rank has called this. name, timeout_s: as in `all_gather_text`."""
-        self.all_gather_text(name, "", timeout_s=timeout_s)
-
-    def interrupt(self, reason: str) -> None:
-        """End all waits with WaitInterruptedError, and shut down the connections to other ranks. From any thread.
-
-        An operation that is posted afterwards may also fail as if its peer had ended.
-        """
-        self.waits.interrupt(reason)
-        self._opened.connections.shut_down()  # which direct waits do not
-
-    def abort(self, reason: str) -> None:
-        """Interrupt, and drop the groups, without waiting for any rank; `connect` may then form new ones.
-
-        Call it in the training thread, once its threads have left their waits. Only the first call has an effect.
-        """
-        self.interrupt(reason)
-        self._opened.abort()
-
-
-@contextlib.contextmanager
-def collective_errors(purpose: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Turn a RuntimeError of a collective into a RunError with its purpose and its ranks."""
-    try:
-        yield
-    except RuntimeError as error:
-        rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
-        raise RunError(
-            f"rank {rank} on {socket.gethostname()}: {purpose} with ranks {ranks} failed ({reason(error)})",
-            awaited=[other for other in ranks if other != rank],
-        ) from error
-
-
-def open_store(launch: Launch, *, timeout_s: float = STORE_TIMEOUT_S) -> dist.Store:
-    """Connect to the store of the run, torchrun's. Raises RunError if it does not answer in time."""
-    if launch.world_size == 1:
-        return dist.HashStore()
-
-    def connect_to_torchrun() -> dist.Store:
-        timeout = timedelta(seconds=timeout_s)
-        store, _, _ = next(iter(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)))
-        return store
-
-    with _connection_errors(launch.rank, launch.world_size, timeout_s):
-        return call_in_thread(connect_to_torchrun, timeout_s=timeout_s + MARGIN_S)
-
-
-def clone_store(store: dist.Store, launch: Launch) -> dist.Store:
-    """Return another connection to a store: a call that waits blocks all other calls of its connection."""
-    with _connection_errors(launch.rank, launch.world_size, STORE_TIMEOUT_S):
-        clone: dist.Store = call_in_thread(store.clone, timeout_s=STORE_TIMEOUT_S + MARGIN_S)  # type: ignore[attr-defined]  # not in torch's stubs
-        return clone
-
-
-@contextlib.contextmanager
-def connect(
-    topology: Topology, *, timeout: timedelta, store: dist.Store, waits: Waits = DIRECT, background: bool = False
-) -> Iterator[Groups]:
-    """Open this rank's process groups over gloo; close them on exit, or abort them if an exception is raised.
-
-    timeout: limit of each operation of each group, and of each call of the store. waits: all waits of these groups,
-    also while they are opened. background: whether `Groups.background` gets connections of its own. A process may
-    connect again after exit, with other ranks, with another store (such as a dist.PrefixStore of a new prefix) and with
-    other interruptible waits. Raises RunError if not all ranks connect in time.
-    """
-    rank, timeout_s = topology.rank, timeout.total_seconds()
-    opened = ProcessGroups(store, waits, rank, timeout)
-    waits.on_interrupt(opened.connections.shut_down)
-    pipelines = [topology.pipeline(replica) for replica in range(topology.replicas)]
-    peers = [topology.peers(stage_rank) for stage_rank in range(topology.stages)]
-    try:
-        with _connection_errors(rank, topology.world_size, timeout_s):
-            everyone = [list(range(topology.world_size))] if background else []
-            run_id, (world, pp, dp, *others) = opened.open(topology.world_size, [*pipelines, *peers, *everyone])
-        yield Groups(pp, dp, world, others[0] if others else world, opened.client, timeout_s, run_id, waits, opened)
-    except BaseException:
-        waits.interrupt("the groups are closed after an error")
-        opened.abort()
-        raise
-    opened.close()
-    waits.interrupt("the groups are closed")
-
-
-@contextlib.contextmanager
-def _connection_errors(rank: int, world_size: int, timeout_s: float) -> Iterator[None]:
-    """Turn an error while connecting into a ConnectError."""
-    try:
-        yield
-    except (RuntimeError, TimeoutError) as error:
-        raise ConnectError(
-            f"rank {rank} on {socket.gethostname()} could not connect to the other {world_size - 1} processes "
-            f"within {timeout_s:g} s: {reason(error) or 'the store, which torchrun hosts, does not answer'}"
-        ) from error
-
-
-def _published_key(name: str, run_id: str) -> str:
-    return f"acsgd/published/{run_id}/{name}"
-
-
-def _text_key(name: str, number: int, rank: int) -> str:
-    return f"acsgd/{name}/{number}/{rank}"
+    @property
+    def replica(self) -> int:
+        """Index of the replica this rank belongs to."""
+        return self.index("replica")

@@ -13,6 +13,7 @@ from pathlib import Path
 from acsgd.errors import NonFiniteError, RunError
 from acsgd.failures.signals import StopSignals
 from acsgd.failures.stdio import enter_training
+from acsgd.groups import Groups
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch
 from acsgd.io.telemetry.metrics import Metrics
@@ -38,6 +39,14 @@ from acsgd.run.step.hooks import LoopState
 from acsgd.run.step.run import Run, open_run, text_log_of
 from acsgd.run.step.spikes import SKIP
 from acsgd.topology import Groups
+from acsgd.run.setup.session import Session, StepResult
+from acsgd.run.step.after_step import NoSnapshots, StepSnapshots, evaluate_log_save, pause_needs_checkpoint, step_votes
+from acsgd.run.step.checkpointing import Checkpointing
+from acsgd.run.step.loop_state import LoopState
+from acsgd.run.step.nan_diagnosis import explain_non_finite
+from acsgd.run.step.pace import Pace
+from acsgd.run.step.spikes import SpikeGuard
+from acsgd.run.step.text_log import text_log_of
 
 NO_VOTES: Report = {}
 

@@ -1,4 +1,4 @@
-"""Opening, closing and aborting the process groups of a rank."""
+"""Groups of ranks and their transports; opening, closing and aborting the groups of a rank."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from acsgd.comm.connections import GlooConnections
 from acsgd.comm.liveness import Heartbeat, heartbeat_interval_s
 from acsgd.comm.store import CallThread, StoreClient
-from acsgd.comm.waits import SLICE_S, Waits
+from acsgd.comm.waits import SLICE_S, Waits, Work
 
 T = TypeVar("T")
 
@@ -30,6 +33,64 @@ MIN_CONNECT_POLL_S, MAX_CONNECT_POLL_S = 0.002, 0.05
 the store of many ranks."""
 MARGIN_S = 1.0
 """Time that torch gets beyond the timeout of an operation to raise its own error, which has a reason, seconds."""
+
+
+class Transport(NamedTuple):
+    """What carries the messages of a group."""
+
+    backend: str
+    """Name in torch.distributed."""
+    device: torch.device
+    """Device of the tensors that are sent and received."""
+
+
+GLOO = Transport("gloo", torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that exchange messages. One that timed out or lost a peer cannot be used again.
+
+    Operations return at once; they raise RuntimeError, as their works do, if a peer fails or times out.
+    """
+
+    process_group: dist.ProcessGroup
+    transport: Transport
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors that are sent and received."""
+        return self.transport.device
+
+    @property
+    def ranks(self) -> list[int]:
+        """Global ranks of the members, in the order of the group."""
+        return dist.get_process_group_ranks(self.process_group)
+
+    def size(self) -> int:
+        """Return the number of members."""
+        return self.process_group.size()
+
+    def rank(self) -> int:
+        """Return the position of this rank among the members."""
+        return self.process_group.rank()
+
+    def isend(self, tensor: Tensor, rank: int, tag: int = 0) -> Work:
+        """Start to send a tensor to a global rank."""
+        return _started(dist.isend(tensor, rank, self.process_group, tag))
+
+    def irecv(self, buffer: Tensor, rank: int, tag: int = 0) -> Work:
+        """Start to receive a tensor from a global rank."""
+        return _started(dist.irecv(buffer, rank, self.process_group, tag))
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Work:
+        """Start to reduce a tensor of each member, in place. gloo also takes those of another device."""
+        return _started(dist.all_reduce(tensor, op, group=self.process_group, async_op=True))
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "None is returned to ranks outside of the group"
+    return work
 
 
 class ProcessGroups:
@@ -51,7 +112,7 @@ class ProcessGroups:
         self._groups: list[dist.ProcessGroup] = []
         self._is_open = False
 
-    def open(self, world_size: int, members: Sequence[list[int]]) -> tuple[str, list[dist.ProcessGroup]]:
+    def open(self, world_size: int, members: Sequence[list[int]], transport: Transport) -> tuple[str, list[Group]]:
         """Open the group of all ranks, and one for each list of ranks, together with the other ranks.
 
         Returns the id of the run and the groups that this rank is in, that of all ranks first.
@@ -66,7 +127,9 @@ class ProcessGroups:
             return thread.call(call, timeout_s=self._timeout.total_seconds() + MARGIN_S)
 
         def init() -> None:
-            dist.init_process_group("gloo", store=self._store, rank=rank, world_size=world_size, timeout=self._timeout)
+            dist.init_process_group(
+                transport.backend, store=self._store, rank=rank, world_size=world_size, timeout=self._timeout
+            )
 
         self._is_open = True
         try:
@@ -75,7 +138,7 @@ class ProcessGroups:
             assert world is not None
             self._groups.append(world)
             for ranks in members:  # a collective of all ranks: each opens every group, in the same order
-                group = bounded(partial(dist.new_group, ranks, timeout=self._timeout))
+                group = bounded(partial(dist.new_group, ranks, timeout=self._timeout, backend=transport.backend))
                 if rank in ranks:
                     self._groups.append(group)
         except BaseException:
@@ -86,7 +149,7 @@ class ProcessGroups:
         self.connections.seal()
         run_id = self.client.get(_RUN_ID)
         self._heartbeat = Heartbeat(self.client, rank, heartbeat_interval_s(self._timeout.total_seconds()))
-        return run_id, list(self._groups)
+        return run_id, [Group(each, transport) for each in self._groups]
 
     def close(self) -> None:
         """Close the groups, which are not in use any more."""
@@ -107,7 +170,7 @@ class ProcessGroups:
             if self._heartbeat is not None:
                 self._heartbeat.close(within_s=SLICE_S)
             if not dist.is_initialized():  # torch numbers groups; only a destroyed world resets the number
-                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+                dist.init_process_group(GLOO.backend, store=dist.HashStore(), rank=0, world_size=1)
             dist.destroy_process_group()
             args = self._groups, time.monotonic() + self._timeout.total_seconds()
             threading.Thread(target=_drop, args=args, name=_DROPPING, daemon=True).start()

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from acsgd.comm.waits import Meter, Waits
+from acsgd.comm.process_groups import Group
+from acsgd.comm.waits import Meter, Waits, Work
 from acsgd.errors import RunError, reason
 from acsgd.io.files.checksum import CHECKSUM_BYTES, REMEDY, checksum
 
@@ -62,16 +63,18 @@ class Peers:
     waits: all waits for other replicas.
     """
 
-    def __init__(self, group: dist.ProcessGroup, waits: Waits) -> None:
+    def __init__(self, group: Group, waits: Waits) -> None:
         self.group = group
         self.waits = waits
         self.size = group.size()
         """Number of replicas, R."""
         self.replica = group.rank()
-        self._ranks = dist.get_process_group_ranks(group)
+        self.device = group.device
+        """Device of messages."""
+        self._ranks = group.ranks
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replicas")
         self._exchanges = 0
-        self._abort_messages: list[dist.Work] = []
+        self._abort_messages: list[Work] = []
         """Keeps the buffers of unfinished sends alive."""
 
     def submit(self, work: Callable[[], T]) -> AsyncResult[T]:
@@ -82,7 +85,7 @@ class Peers:
         """Send a message to some replicas, and receive one from some. Call it in the thread.
 
         Args:
-            outgoing: Messages to send, by replica, in host memory.
+            outgoing: Messages to send, by replica, on the device of the group.
             longest: Maximum number of bytes to receive, by replica; each of them must send to this one.
             meter: Counts the bytes sent.
 
@@ -92,13 +95,13 @@ class Peers:
         self._exchanges += 1
         since, buffers, receiving, sending = time.perf_counter(), {}, {}, {}
         for peer, nbytes in longest.items():
-            buffers[peer] = torch.empty(_HEADER.size + nbytes, dtype=torch.uint8)
+            buffers[peer] = torch.empty(_HEADER.size + nbytes, dtype=torch.uint8, device=self.device)
             with self._errors_of(peer, since):
-                receiving[peer] = _started(dist.irecv(buffers[peer], self._ranks[peer], self.group, TAG))
+                receiving[peer] = self.group.irecv(buffers[peer], self._ranks[peer], TAG)
         for peer, message in outgoing.items():
             framed = torch.cat([self._header(len(message), message), message])
             with self._errors_of(peer, since):
-                sending[peer] = _started(dist.isend(framed, self._ranks[peer], self.group, TAG))
+                sending[peer] = self.group.isend(framed, self._ranks[peer], TAG)
             meter.sent_bytes += len(framed)
         received = {}
         for peer, buffer in buffers.items():
@@ -123,7 +126,7 @@ class Peers:
         for peer, rank in enumerate(self._ranks):
             if peer != self.replica:
                 with contextlib.suppress(RuntimeError):  # the peer has failed, too
-                    self._abort_messages.append(_started(dist.isend(header, rank, self.group, TAG)))
+                    self._abort_messages.append(self.group.isend(header, rank, TAG))
 
     def _header(self, length: int, message: Tensor) -> Tensor:
         """Return the header of a message of the present exchange, uint8[16]."""
@@ -165,8 +168,3 @@ class Peers:
                 f"{rank}, failed after {time.perf_counter() - since:.1f} s ({reason(error)})",
                 awaited=[rank],
             ) from error
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "None is returned to ranks outside of the group"
-    return work

@@ -15,12 +15,14 @@ from acsgd.comm.waits import Waits
 from acsgd.config.options import Config
 from acsgd.elastic.membership.messages import View
 from acsgd.errors import RunError, reason
+from acsgd.groups import Groups
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.record import RunEvent
 from acsgd.run.lock.lock import RunLock, leases_of
 from acsgd.run.plan.job import Job
 from acsgd.run.step.hooks import LoopState
 from acsgd.topology import Groups
+from acsgd.run.step.loop_state import LoopState
 
 
 class ViewLock:

@@ -37,6 +37,7 @@ from acsgd.errors import ConnectError, RefusedError, RunError, SaveError, WaitIn
 from acsgd.failures.failures import RunContext
 from acsgd.failures.signals import StopSignals
 from acsgd.failures.stdio import enter_training
+from acsgd.groups import Groups, connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import BatchReader
 from acsgd.io.files.fields import from_json
@@ -51,7 +52,6 @@ from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.run.step.hooks import LoopState, StepHook
 from acsgd.run.step.run import open_run, text_log_of
 from acsgd.shards.load import Constants
-from acsgd.topology import Groups, connect
 from acsgd.train import run_steps
 
 

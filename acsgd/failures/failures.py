@@ -18,8 +18,8 @@ from acsgd.comm.store import CallThread, Store, StoreClient, StoreError
 from acsgd.errors import BEFORE_TRAINING, IN_TRAINING, RefusedError, ReportedError, RunError
 from acsgd.failures.report import is_first_of_host, message_of, print_error, record_error
 from acsgd.failures.signals import WATCH_S
+from acsgd.groups import STORE_TIMEOUT_S
 from acsgd.launch import Launch
-from acsgd.topology import STORE_TIMEOUT_S
 
 GRACE_S = 5.0
 """Upper limit, seconds, for one wait for other ranks' reports. torchrun kills after 30 s: all waits must fit in."""

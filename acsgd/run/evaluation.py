@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from acsgd.groups import Groups
 from acsgd.metrics import Outcome, compute_metrics
 from acsgd.pp.runtime import Evaluated
 from acsgd.run.report import Gather
 from acsgd.tasks import IGNORED
-from acsgd.topology import Groups
 
 
 class Evaluation:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from acsgd.comm.waits import Meter
 from acsgd.dp.peers import Peers
+from acsgd.groups import Groups
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch
 from acsgd.io.telemetry.record import StepRecord
@@ -32,7 +33,6 @@ from acsgd.run.plan.job import Job
 from acsgd.run.report import Report, StepSummary
 from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import Weight
-from acsgd.topology import Groups
 
 log = logging.getLogger(__name__)
 

@@ -30,6 +30,7 @@ from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
+from acsgd.groups import Groups, connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import BatchReader
 from acsgd.launch import Launch
@@ -39,6 +40,7 @@ from acsgd.run.setup import build
 from acsgd.run.setup.data import open_data
 from acsgd.run.setup.inputs import open_inputs, open_weight_source
 from acsgd.topology import Groups, connect
+from acsgd.run.setup.session import Session
 from acsgd.train import train_step
 from benchmarks.common.compare import Comparison, RankRounds, alternate, on_ranks, summarise
 from benchmarks.common.small_model import save_blank

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from acsgd.config.options import Config
+from acsgd.groups import Groups, connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch
 from acsgd.run.plan.job import Job
@@ -20,6 +21,7 @@ from acsgd.run.session import Session, StepResult
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_weight_source, plan_activation_caches
 from acsgd.topology import Groups, connect
+from acsgd.run.setup.session import Session, StepResult
 from acsgd.train import train_step
 
 UNCOMPRESSED = "none/none"

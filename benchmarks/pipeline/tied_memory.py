@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import GPT2Config
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
+from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
@@ -33,6 +34,7 @@ from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_weight_source
 from acsgd.topology import connect
+from acsgd.run.setup.session import Session
 from acsgd.train import train_step
 from benchmarks.common.compare import on_ranks
 from benchmarks.pipeline.network_ranks import save_tokenizer

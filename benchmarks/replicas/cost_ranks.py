@@ -15,16 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from acsgd.comm.process_groups import Group
 from acsgd.comm.waits import DIRECT, Meter
 from acsgd.config.options import OptimConfig
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.peers import Peers
 from acsgd.dp.sync import GradSync, SingleReplicaSync
+from acsgd.groups import connect
 from acsgd.optim.adamw import AdamWOptimizer
 from acsgd.optim.base import LocalStep
 from acsgd.shards.weights import Weight
-from acsgd.topology import Topology, connect
+from acsgd.topology import Topology
 
 FIRST = 3000
 """Number of the first step, rounded up to the start of a period."""
@@ -225,8 +227,8 @@ def live_bytes() -> int:
 
 
 @contextlib.contextmanager
-def _group(rank: int, replicas: int, store: str) -> Iterator[dist.ProcessGroup]:
+def _group(rank: int, replicas: int, store: str) -> Iterator[Group]:
     torch.set_num_threads(1)
-    topology = Topology(rank, replicas, stages=1)
+    topology = Topology.of(rank, replicas, stages=1)
     with connect(topology, timeout=TIMEOUT, store=dist.FileStore(store, replicas)) as groups:
         yield groups.dp

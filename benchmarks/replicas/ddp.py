@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from acsgd.config.options import Config, OptimConfig, ReplicaConfig
 from acsgd.config.spec import from_spec
 from acsgd.dp.hooks import CocktailState, cocktail_hook
+from acsgd.groups import connect
 from acsgd.io.data.batches import Batch, Dataset
 from acsgd.launch import Launch
 from acsgd.optim.schedule import learning_rate
@@ -36,7 +37,6 @@ from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.data import open_data
 from acsgd.run.setup.inputs import open_weight_source
 from acsgd.shards.layer_tensors import layer_tensors
-from acsgd.topology import connect
 from tests.lib.processes import PRELOAD
 
 TORCH = "torch:"

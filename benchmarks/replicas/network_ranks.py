@@ -23,13 +23,14 @@ from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, Pip
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.exchange.second_moments import INTERVAL
+from acsgd.groups import Groups, connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_weight_source
-from acsgd.topology import Groups, Topology, connect
+from acsgd.topology import Topology
 from acsgd.train import train_step
 from benchmarks.common import netlab
 from benchmarks.pipeline.network_ranks import SEQUENCE, TIMEOUT_S, on_hosts, request_all
@@ -142,14 +143,14 @@ def period(mode: str) -> int:
 def be_replica(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
     """Run one replica: the steps of each request, until the pipe is closed."""
     files, timeout = dist.FileStore(store, setting.replicas), timedelta(seconds=TIMEOUT_S)
-    topology = Topology(rank, setting.replicas, stages=1)
+    topology = Topology.of(rank, setting.replicas, stages=1)
     with connect(topology, timeout=timeout, store=files) as groups, contextlib.suppress(EOFError):
         steps = open_steps(rank, setting, groups)
         numbers = dict.fromkeys(steps, FIRST_STEP)
         while True:
             request: Request = pipe.recv()
             if request.mode is None:
-                dist.all_reduce(torch.zeros(SETTLING_BYTES // 4), group=groups.dp)
+                groups.dp.all_reduce(torch.zeros(SETTLING_BYTES // 4)).wait()
                 pipe.send(None)
                 continue
             first = numbers[request.mode]
@@ -200,10 +201,10 @@ def ddp(job: Job, batch: Batch, groups: Groups, *, fp16: bool) -> Step:
     """Return the step of DistributedDataParallel; fp16: with torch's hook for all-reduce in fp16."""
     replicas = job.topology.replicas
     model = DistributedDataParallel(
-        pretrained(job), bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True, process_group=groups.dp
+        pretrained(job), bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True, process_group=groups.dp.process_group
     )
     if fp16:
-        model.register_comm_hook(groups.dp, fp16_compress_hook)
+        model.register_comm_hook(groups.dp.process_group, fp16_compress_hook)
     adamw = make_adamw(model)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     sent_bytes = 2 * (replicas - 1) / replicas * num_params * (2 if fp16 else 4)  # gloo's ring all-reduce

@@ -23,12 +23,13 @@ from acsgd.config.options import OptimConfig
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.peers import Peers
+from acsgd.groups import connect, open_store
 from acsgd.launch import Launch
 from acsgd.optim.adamw import AdamWOptimizer
 from acsgd.optim.base import PLAIN_STEP
 from acsgd.optim.loss_scale import clip_factor, scale_gradients_, squared_norm
 from acsgd.shards.weights import Weight
-from acsgd.topology import Topology, connect, open_store
+from acsgd.topology import Topology
 
 BATCH, TOKENS, VOCABULARY, WIDTH = 2, 64, 3000, 32
 HELD_OUT = 10**6
@@ -127,7 +128,7 @@ def main() -> None:
     torch.set_num_threads(1)
     launch = Launch.from_env()
     config = OptimConfig(lr=options.lr, steps=options.steps, warmup=options.steps // 20)
-    topology = Topology(launch.rank, launch.world_size, 1)
+    topology = Topology.of(launch.rank, launch.world_size, 1)
     with connect(topology, timeout=timedelta(seconds=300), store=open_store(launch)) as groups:
         for tied in (True, False):
             compare(Peers(groups.dp, groups.waits), config, options.exact_steps, tied=tied)

@@ -39,7 +39,7 @@ from acsgd.run.lock.lock import RunLock
 from acsgd.run.session import Session
 from acsgd.run.setup.resume import start
 from acsgd.launch import Launch
-from acsgd.topology import connect
+from acsgd.groups import connect
 from acsgd.train import train_step
 from benchmarks.common.compare import on_ranks
 from examples.demo import make_model

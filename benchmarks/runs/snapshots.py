@@ -40,6 +40,15 @@ from acsgd.run.plan.job import prepare
 from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
 from acsgd.run.session import Session
 from acsgd.topology import connect
+from acsgd.run.step.after_step import (NoSnapshots, StepSnapshots)
+from acsgd.run.setup.build import (build_session)
+from acsgd.run.setup.report import (Votes)
+from acsgd.run.setup.data import (open_data)
+from acsgd.run.setup.inputs import (open_weight_source)
+from acsgd.run.plan.job import (prepare)
+from acsgd.run.step.loop_state import (LoopState)
+from acsgd.run.setup.session import (Session)
+from acsgd.groups import connect
 from acsgd.train import train_step
 from acsgd.comm.waits import InterruptibleWaits
 from benchmarks.common.compare import RankRounds, Step, alternate, on_ranks, summarise

@@ -44,7 +44,7 @@ from acsgd.run.setup.inputs import open_weight_source
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.session import Session
 from acsgd.launch import Launch
-from acsgd.topology import connect
+from acsgd.groups import connect
 from acsgd.train import train_step
 from benchmarks.common.compare import Comparison, RankRounds, Step, alternate, on_ranks, summarise
 

@@ -38,6 +38,8 @@ record("import transformers")
 from acsgd import main, train
 from acsgd.run.session import Session
 from acsgd.topology import Groups
+from acsgd.run.setup.session import (Session)
+from acsgd.groups import Groups
 
 record("import acsgd")
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.config.options import Config
+from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Dataset
 from acsgd.launch import Launch
@@ -22,7 +23,6 @@ from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_inputs
-from acsgd.topology import connect
 from acsgd.train import train_step
 
 STEPS = 7

@@ -38,11 +38,12 @@ from acsgd.dp.modes.powersgd import PowerSGD
 from acsgd.dp.peers import Peers
 from acsgd.dp.sync import GradSync
 from acsgd.errors import RunError
+from acsgd.groups import connect
 from acsgd.optim.base import SecondMoments
 from acsgd.optim.loss_scale import clip_factor, scale_gradients_, squared_norm
 from acsgd.run.report import Gather
 from acsgd.shards.weights import Weight
-from acsgd.topology import Topology, connect
+from acsgd.topology import Topology
 
 USED = (3, 0, 4, 1)
 """Weights in the order of their gradients; weight 2 has none."""
@@ -78,7 +79,7 @@ def reduce_all(rank: int, world_size: int, store: Path, specs: Sequence[str], si
     """Reduce the gradients of two micro-batches in some steps of each mode. size: factor on the gradients."""
     torch.set_num_threads(1)
     file_store = dist.FileStore(str(store), world_size)
-    with connect(Topology(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups:
+    with connect(Topology.of(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups:
         peers = Peers(groups.dp, groups.waits)
         results = []
         for spec in specs:
@@ -257,7 +258,7 @@ def lose(rank: int, world_size: int, store: Path, spec: str, victim: int, how: s
     torch.set_num_threads(1)
     file_store = dist.FileStore(str(store), world_size)
     seconds = 60 if how == "ends" else 2
-    with connect(Topology(rank, world_size, 1), timeout=timedelta(seconds=seconds), store=file_store) as groups:
+    with connect(Topology.of(rank, world_size, 1), timeout=timedelta(seconds=seconds), store=file_store) as groups:
         peers, weights = Peers(groups.dp, groups.waits), make_weights()
         sync = from_spec(spec, MODES, key="dp.mode").open(weights, peers)
         dist.barrier()
@@ -319,7 +320,7 @@ def test_buckets_hold_every_gradient_once_last_layer_first() -> None:
 def clip(rank: int, world_size: int, store: Path) -> tuple[float, float]:
     """Clip the gradients of stages 0 and 1 to norm 1; rank 1 also holds a copy of a weight of rank 0."""
     file_store = dist.FileStore(str(store), world_size)
-    with connect(Topology(rank, world_size, world_size), timeout=TIMEOUT, store=file_store) as groups:
+    with connect(Topology.of(rank, world_size, world_size), timeout=TIMEOUT, store=file_store) as groups:
         weights = make_weights()
         if rank == 1:
             weights[1] = Weight("copy", weights[1].param, weights[1].master, is_copy=True)

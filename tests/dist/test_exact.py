@@ -14,13 +14,13 @@ from lib.training import TIMEOUT, batches_of, make_config
 from acsgd.codecs.base import wire_bytes
 from acsgd.codecs.identity import Identity
 from acsgd.config.options import Config
+from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
 from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_weight_source
-from acsgd.topology import connect
 from acsgd.train import train_step
 
 STEPS, EXACT_STEPS = 5, 3

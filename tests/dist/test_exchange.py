@@ -13,8 +13,9 @@ from lib.ranks import on_ranks
 
 from acsgd.comm.process_groups import MARGIN_S as TORCH_MARGIN_S
 from acsgd.errors import RunError
+from acsgd.groups import connect, open_store
 from acsgd.launch import Launch
-from acsgd.topology import Topology, connect, open_store
+from acsgd.topology import Topology
 
 TIMEOUT_S = 2.0
 MARGIN_S = 15.0
@@ -28,7 +29,7 @@ def connect_and_exchange(rank: int, world_size: int, port: int) -> tuple[str, fl
     timeout, started = timedelta(seconds=TIMEOUT_S), time.monotonic()
     try:
         store = open_store(Launch(rank, rank, world_size, world_size), timeout_s=TIMEOUT_S)
-        with connect(Topology(rank, world_size, 2), timeout=timeout, store=store) as groups:
+        with connect(Topology.of(rank, world_size, 2), timeout=timeout, store=store) as groups:
             for _ in range(1000):
                 groups.all_gather_text("writing a checkpoint", "", timeout_s=600)
     except RunError as error:
@@ -58,7 +59,7 @@ def test_wherever_the_store_freezes_all_ranks_end_in_time() -> None:
 def exchange(rank: int, world_size: int, port: int, rounds: int) -> str:
     """Exchange texts and return the identity of the run."""
     store = dist.TCPStore("127.0.0.1", port)
-    with connect(Topology(rank, world_size, 1), timeout=timedelta(seconds=60), store=store) as groups:
+    with connect(Topology.of(rank, world_size, 1), timeout=timedelta(seconds=60), store=store) as groups:
         for number in range(rounds):
             for name in ("writing", "completing"):
                 texts = groups.all_gather_text(name, f"{number} {rank}", timeout_s=60)

@@ -14,6 +14,9 @@ from lib.ranks import on_ranks
 from acsgd.errors import RunError
 from acsgd.run.report import Gather
 from acsgd.topology import Topology, connect
+from acsgd.groups import connect
+from acsgd.run.setup.report import Gather
+from acsgd.topology import Topology
 
 TIMEOUT = timedelta(seconds=60)
 STEPS = 3
@@ -23,7 +26,7 @@ def gather_rows(rank: int, world_size: int, store: Path) -> list[list[list[float
     """Gather a few rounds of 0 to 2 numbers per rank, each rank sending later than the one before it."""
     file_store = dist.FileStore(str(store), world_size)
     rounds = []
-    with connect(Topology(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups:
+    with connect(Topology.of(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups:
         for step in range(STEPS):
             lengths = [(rank + step) % 3 for rank in range(world_size)]
             gather = Gather(lengths, groups)
@@ -42,7 +45,7 @@ def test_every_rank_gets_the_numbers_of_every_rank(world_size: int, tmp_path: Pa
 def wait_for_rank_1(rank: int, world_size: int, store: Path) -> tuple[int, ...]:
     """Wait for rank 1, which is alive but sends nothing; return the ranks that the failure names."""
     file_store = dist.FileStore(str(store), world_size)
-    with connect(Topology(rank, world_size, 1), timeout=timedelta(seconds=1), store=file_store) as groups:
+    with connect(Topology.of(rank, world_size, 1), timeout=timedelta(seconds=1), store=file_store) as groups:
         gather = Gather([1, 1, 1], groups)
         if rank == 1:
             file_store.wait(["failed 0", "failed 2"], TIMEOUT)

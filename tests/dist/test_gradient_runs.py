@@ -15,6 +15,7 @@ from lib.resume import HALF, TIMEOUT, TinyModel, checkpoint_of, losses_of, train
 from lib.training import losses_of_rank
 
 from acsgd.config.options import Config, ReplicaConfig
+from acsgd.groups import connect
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare
@@ -24,7 +25,6 @@ from acsgd.run.setup.resume import restore
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import Manifest
 from acsgd.shards.weights import WeightState
-from acsgd.topology import connect
 
 TIED = "transformer.wte.weight"
 U = 2.0**-24

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from lib.ranks import on_ranks
 
 from acsgd.elastic.host.addresses import find_interface
+from acsgd.groups import connect
 from acsgd.launch import publish_daemon
-from acsgd.topology import Topology, connect
+from acsgd.topology import Topology
 from benchmarks.common import netlab
 
 
@@ -23,11 +24,9 @@ def connect_between_hosts(rank: int, world_size: int, store: Path, namespaces: t
     endpoints = tuple(f"{netlab.address(host)}:29400" for host in range(world_size))
     publish_daemon(Path("socket"), interface=find_interface(endpoints[rank], endpoints))
     file_store = dist.FileStore(str(store), world_size)
-    with connect(Topology(rank, world_size, world_size), timeout=timedelta(seconds=10), store=file_store) as groups:
+    with connect(Topology.of(rank, world_size, world_size), timeout=timedelta(seconds=10), store=file_store) as groups:
         total = torch.tensor(float(rank))
-        work = dist.all_reduce(total, group=groups.pp, async_op=True)
-        assert work is not None
-        groups.waits.wait(work)
+        groups.waits.wait(groups.pp.all_reduce(total))
     return total.item()
 
 

@@ -22,6 +22,9 @@ from acsgd.comm.waits import InterruptibleWaits
 from acsgd.errors import WaitInterruptedError
 from acsgd.run.report import Gather
 from acsgd.topology import Groups, Topology, connect
+from acsgd.groups import Groups, connect
+from acsgd.run.setup.report import Gather
+from acsgd.topology import Topology
 
 TIMEOUT = timedelta(seconds=60)
 SOON_S = 10.0
@@ -36,12 +39,11 @@ def exchange_with_victim(rank: int, groups: Groups, store: dist.Store) -> None:
     message, other = torch.ones(ELEMENTS), torch.ones(ELEMENTS)
     if rank == VICTIM:
         store.wait(["posted 0", "posted 1"], TIMEOUT)
-        works = dist.isend(other, 1, groups.world), dist.irecv(message, 0, groups.world)
+        works = groups.world.isend(other, 1), groups.world.irecv(message, 0)
         os.kill(os.getpid(), signal.SIGSTOP)
         assert not works
     while True:
-        work = dist.isend(message, VICTIM, groups.world) if rank == 0 else dist.irecv(message, VICTIM, groups.world)
-        assert work is not None
+        work = groups.world.isend(message, VICTIM) if rank == 0 else groups.world.irecv(message, VICTIM)
         store.set(f"posted {rank}", "")
         groups.waits.wait(work)
 
@@ -60,13 +62,13 @@ def survive(rank: int, port: int, pipe: Connection) -> None:
 
     control = threading.Thread(target=interrupt, daemon=True)
     control.start()
-    view = connect(Topology(rank, 3, 1), timeout=TIMEOUT, store=dist.PrefixStore("0", store), waits=waits)
+    view = connect(Topology.of(rank, 3, 1), timeout=TIMEOUT, store=dist.PrefixStore("0", store), waits=waits)
     with contextlib.suppress(WaitInterruptedError, RuntimeError), view as groups:  # gloo may notice the end
         exchange_with_victim(rank, groups, store)
     left_at = time.monotonic()
     control.join(WAIT_S)
     new_store, new_waits = dist.PrefixStore("1", store), InterruptibleWaits()
-    with connect(Topology(rank, 2, 1), timeout=TIMEOUT, store=new_store, waits=new_waits) as groups:
+    with connect(Topology.of(rank, 2, 1), timeout=TIMEOUT, store=new_store, waits=new_waits) as groups:
         formed_at = time.monotonic()
         rows = Gather([2, 2], groups).rows(torch.full((2,), float(rank), dtype=torch.float64))
         assert groups.all_equal("text")
@@ -118,13 +120,13 @@ def connect_without_peer(rank: int, world_size: int, path: Path) -> float:
         left_at = list[float]()
         timer = threading.Timer(0.2, waits.interrupt, ["rank 1 does not come"])
         timer.start()
-        view = connect(Topology(0, 2, 1), timeout=TIMEOUT, store=dist.PrefixStore("0", store), waits=waits)
+        view = connect(Topology.of(0, 2, 1), timeout=TIMEOUT, store=dist.PrefixStore("0", store), waits=waits)
         with contextlib.suppress(WaitInterruptedError), view:
             raise AssertionError("connected to nobody")
         left_at.append(time.monotonic())
         store.set("left", "")
     store.wait(["left"], TIMEOUT)
-    with connect(Topology(rank, 2, 1), timeout=TIMEOUT, store=dist.PrefixStore("1", store)) as groups:
+    with connect(Topology.of(rank, 2, 1), timeout=TIMEOUT, store=dist.PrefixStore("1", store)) as groups:
         begin = time.monotonic()
         if rank == 0:
             waits.callback()
@@ -140,10 +142,10 @@ def lose_peer(rank: int, world_size: int, store: dist.Store) -> None:
     """Form groups, and abort them while an operation waits."""
     waits = InterruptibleWaits()
     timer = threading.Timer(0.01, waits.interrupt, ["the view changes"])
-    with connect(Topology(rank, world_size, 1), timeout=TIMEOUT, store=store, waits=waits) as groups:
+    with connect(Topology.of(rank, world_size, 1), timeout=TIMEOUT, store=store, waits=waits) as groups:
         try:
             assert groups.all_equal("text")
-            work = dist.irecv(torch.empty(1 << 20), 1 - rank, groups.world)
+            work = groups.world.irecv(torch.empty(1 << 20), 1 - rank)
             assert work is not None
             timer.start()
             waits.wait(work)

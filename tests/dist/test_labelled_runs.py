@@ -30,6 +30,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from acsgd.adapters.export import merge, to_peft
 from acsgd.config.options import AdapterConfig, Config
+from acsgd.groups import connect
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.build import build_session
@@ -37,7 +38,6 @@ from acsgd.run.setup.data import open_data
 from acsgd.run.setup.inputs import open_weight_source
 from acsgd.shards.export import to_hf
 from acsgd.tasks import IGNORED, TASKS
-from acsgd.topology import connect
 
 GLUE = Path(__file__).parents[2].parent / "shared" / "data" / "glue"
 TABLES = {

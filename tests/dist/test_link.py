@@ -16,6 +16,7 @@ from acsgd import codecs
 from acsgd.codecs.base import wire_bytes
 from acsgd.comm.waits import Meter
 from acsgd.errors import RunError
+from acsgd.groups import Groups
 from acsgd.layers.description import Dim
 from acsgd.layers.lengths import Lengths
 from acsgd.pp.wire.cache_plan import CachePlan
@@ -25,7 +26,6 @@ from acsgd.pp.wire.frame import HEADER_BYTES, Header, MessageKind
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.pp.wire.mailbox import MAX_SENDS_IN_FLIGHT
 from acsgd.streams import StreamEvent, Streams
-from acsgd.topology import Groups
 
 SHAPES = {"hidden": (2, 3, 5), "mask": (7,)}
 TIMEOUT_S = 1.5

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from acsgd.dp.peers import Peers
 from acsgd.errors import RunError
+from acsgd.groups import connect
 from acsgd.shards.weights import WeightState
-from acsgd.topology import Topology, connect
+from acsgd.topology import Topology
 
 CONSERVING = [
     "cocktail",
@@ -219,7 +220,7 @@ def lose(rank: int, world_size: int, store: Path, spec: str) -> tuple[int, ...] 
     """Train until replica 1 ends before its fourth step; return the ranks that the error of the other names."""
     torch.set_num_threads(1)
     file_store = dist.FileStore(str(store), world_size)
-    with connect(Topology(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups:
+    with connect(Topology.of(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups:
         run = LocalRun(spec, Peers(groups.dp, groups.waits))
         run.train(rank, range(3))
         dist.barrier()

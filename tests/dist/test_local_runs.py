@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from acsgd.config.options import Config
 from acsgd.dp.exchange.second_moments import by_rows
+from acsgd.groups import connect
 from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare
@@ -24,7 +25,6 @@ from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_weight_source
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import Manifest
-from acsgd.topology import connect
 
 MODES = {
     "local": "fp32",

@@ -13,7 +13,8 @@ from lib.ranks import on_ranks
 from lib.training import TIMEOUT
 
 from acsgd.elastic.state import transfer
-from acsgd.topology import Topology, connect
+from acsgd.groups import connect
+from acsgd.topology import Topology
 
 SIZE = 100
 """Size of the state in probes."""
@@ -32,7 +33,9 @@ def measure(rank: int, world_size: int, path: Path, late: tuple[bool, ...]) -> f
             time.sleep(LATE_S)
         send(*args)
 
-    with connect(Topology(rank, world_size, 1), timeout=TIMEOUT, store=dist.FileStore(str(path), world_size)) as groups:
+    with connect(
+        Topology.of(rank, world_size, 1), timeout=TIMEOUT, store=dist.FileStore(str(path), world_size)
+    ) as groups:
         if rank == 0:
             return transfer.measure_link(groups, 1, SIZE * transfer.PROBE_BYTES)
         with pytest.MonkeyPatch.context() as patch:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.options import Config
 from acsgd.dp.peers import Peers
+from acsgd.groups import connect
 from acsgd.launch import Launch
 from acsgd.layers.composed import ComposedModel
 from acsgd.run.plan.job import prepare
@@ -24,7 +25,7 @@ from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
 from acsgd.streams import Streams
 from acsgd.tasks import TASKS
-from acsgd.topology import Topology, connect
+from acsgd.topology import Topology
 
 SLACK = 24 * 2**20
 """Python objects of the meta model, allocator arenas, code that is paged in: not a layer's weights (50 MB here)."""
@@ -43,7 +44,7 @@ def load_on_rank(rank: int, world_size: int, store: Path, config: Config) -> dic
     job = prepare(config, Launch(rank, rank, world_size))
     source = open_weight_source(job)
     # the groups play no part in loading; one process alone stands for its rank
-    with connect(Topology(0, 1, 1), timeout=TIMEOUT, store=dist.HashStore()) as groups:
+    with connect(Topology.of(0, 1, 1), timeout=TIMEOUT, store=dist.HashStore()) as groups:
         composed = ComposedModel(job.model.task.build(job.model.config), job.model.description)
         before = job.streams.peak_memory_bytes()
         stages = build_stages(job, composed, source, Peers(groups.dp, groups.waits)).values()

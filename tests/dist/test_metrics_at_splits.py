@@ -20,13 +20,13 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from acsgd.config.options import CheckpointConfig, Config, EvalConfig, PipelineConfig, RunConfig
+from acsgd.groups import connect
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_data
 from acsgd.run.setup.inputs import open_weight_source
-from acsgd.topology import connect
 
 CLASSES = {"classification": 3, "regression": 1}
 TEXTS = [f"{'no ' * (n % 5)}number {n * n} of {n}" for n in range(23)]

@@ -22,6 +22,7 @@ from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import GradSync, Mode
 from acsgd.errors import RunError
+from acsgd.groups import connect
 from acsgd.launch import Launch
 from acsgd.optim.base import Capability
 from acsgd.run.lock.lock import RunLock
@@ -30,7 +31,6 @@ from acsgd.run.setup.inputs import open_inputs
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import Manifest
 from acsgd.shards.weights import Weight, WeightState
-from acsgd.topology import connect
 
 
 @dataclasses.dataclass(frozen=True)

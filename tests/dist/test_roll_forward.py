@@ -16,6 +16,7 @@ from lib.training import RELATIVE, TIMEOUT, batches_of, make_config, oracle_loss
 from acsgd import train
 from acsgd.config.options import Config, ReplicaConfig
 from acsgd.errors import WaitInterruptedError
+from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare
@@ -24,6 +25,8 @@ from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_weight_source
 from acsgd.run.step.hooks import LoopState
 from acsgd.topology import connect
+from acsgd.run.setup.report import StepSummary
+from acsgd.run.step.loop_state import LoopState
 
 STEPS, INTERRUPTED = 4, 1
 

@@ -17,6 +17,7 @@ from lib.training import RELATIVE, TIMEOUT, batches_of, make_config, oracle_loss
 from acsgd.comm.waits import InterruptibleWaits
 from acsgd.config.options import Config, ReplicaConfig
 from acsgd.errors import RunError, WaitInterruptedError
+from acsgd.groups import Groups, connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
@@ -25,6 +26,7 @@ from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_weight_source
 from acsgd.topology import Groups, connect
+from acsgd.run.setup.session import Session
 from acsgd.train import train_step
 
 STEPS = 6

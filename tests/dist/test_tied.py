@@ -18,6 +18,7 @@ from lib.views import ScriptedView, train_in_views
 from torch import Tensor
 
 from acsgd.config.options import Config, ReplicaConfig
+from acsgd.groups import connect
 from acsgd.io.data.batches import Batch, Dataset
 from acsgd.launch import Launch
 from acsgd.pp.tied.ties import Ties
@@ -29,6 +30,7 @@ from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_data
 from acsgd.run.setup.inputs import open_weight_source
 from acsgd.topology import connect
+from acsgd.run.setup.session import StepResult
 from acsgd.train import train_step
 
 TinyModel = Callable[..., Path]

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 from acsgd.dp.sync import SingleReplicaSync
+from acsgd.groups import connect
 from acsgd.launch import Launch
 from acsgd.layers.composed import ComposedModel
 from acsgd.layers.skeleton import fill_with_stand_ins
@@ -27,7 +28,6 @@ from acsgd.run.setup.inputs import open_weight_source
 from acsgd.shards.load import LayerLoader, RandomWeights
 from acsgd.shards.weights import Weight
 from acsgd.tasks import TASKS
-from acsgd.topology import connect
 from lib.cache import with_shared_cache
 from lib.models import layers_of
 from lib.training import TIMEOUT

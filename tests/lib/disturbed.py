@@ -27,6 +27,7 @@ from acsgd.config.options import (
     PipelineConfig,
 )
 from acsgd.errors import RunError, WaitInterruptedError
+from acsgd.groups import connect
 from acsgd.io.checkpoint import saver
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.progress import Progress
@@ -45,7 +46,6 @@ from acsgd.run.step.run import Run
 from acsgd.run.step.spikes import SKIP
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import Manifest, StoredFile
-from acsgd.topology import connect
 from lib.cache import with_shared_cache
 from lib.saved import rewrite_tensors
 

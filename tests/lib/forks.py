@@ -39,12 +39,12 @@ from acsgd.config.options import (
 )
 from acsgd.errors import ReportedError
 from acsgd.failures.failures import report_failure
+from acsgd.groups import clone_store
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
 from acsgd.run.step.run import Run
 from acsgd.shards.manifest import Manifest, StoredFile
-from acsgd.topology import clone_store
 from tests.lib.processes import CONTEXT
 
 TIMEOUT = timedelta(seconds=60)

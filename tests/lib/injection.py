@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import distributed as dist
-
 from acsgd.elastic import worker
 from acsgd.elastic.control import Control
 from acsgd.elastic.host.daemon import Connections
@@ -29,12 +27,16 @@ from acsgd.elastic.membership.views import Membership
 from acsgd.elastic.state import handover
 from acsgd.elastic.state.transfer import HeldLayers
 from acsgd.elastic.view_resources import ViewLock
+from acsgd.groups import Groups
 from acsgd.io.checkpoint import saver
 from acsgd.optim.adamw import AdamWOptimizer
 from acsgd.run.report import Gather, StepExchange
 from acsgd.run.session import Session
 from acsgd.run.step.hooks import LoopState
 from acsgd.topology import Groups
+from acsgd.run.setup.report import Gather, StepExchange
+from acsgd.run.setup.session import Session
+from acsgd.run.step.loop_state import LoopState
 from tests.lib.forked_torchrun import PIDS, Setup
 
 FAULTS, TRACE, RETURNS = "faults", "trace", "returns"
@@ -167,9 +169,7 @@ def _row_sent_to_one(hit: Hit) -> None:
 
     def send(gather: Gather, mine: Any) -> None:
         if others := gather._others:
-            work = dist.isend(mine, others[0], gather._group, 1)
-            assert work is not None
-            work.wait()
+            gather._group.isend(mine, others[0], 1).wait()
             hit()
 
     original = Gather.rows

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from acsgd.codecs.identity import Identity
 from acsgd.comm.waits import Meter
+from acsgd.groups import Groups, connect
 from acsgd.pp.wire.cache import ActivationCache, EntryKey
 from acsgd.pp.wire.cache_disk import HEADER_BYTES as FILE_HEADER_BYTES
 from acsgd.pp.wire.cache_disk import TRAILER_BYTES, DiskStore
@@ -25,7 +26,7 @@ from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.streams import Streams
-from acsgd.topology import Groups, Topology, connect
+from acsgd.topology import Topology
 from lib.ranks import on_ranks
 
 CPU = Streams(torch.device("cpu"))
@@ -47,7 +48,7 @@ def connect_pipeline(
 ) -> AbstractContextManager[Groups]:
     """Connect `world_size` ranks as one pipeline."""
     file_store = dist.FileStore(str(store), world_size)
-    return connect(Topology(rank, world_size, world_size), timeout=timedelta(seconds=timeout_s), store=file_store)
+    return connect(Topology.of(rank, world_size, world_size), timeout=timedelta(seconds=timeout_s), store=file_store)
 
 
 @dataclass

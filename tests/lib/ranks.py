@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 
+from acsgd.comm.process_groups import Group
 from tests.lib.processes import CONTEXT
 
 END_S = 30.0
@@ -57,15 +58,15 @@ def _run_together(body: Callable[..., Any], *args: Any) -> Any:
     return body(*args)
 
 
-def gather_states(state: dict[str, dict[str, torch.Tensor]], group: dist.ProcessGroup) -> list[dict[str, Any]]:
+def gather_states(state: dict[str, dict[str, torch.Tensor]], group: Group) -> list[dict[str, Any]]:
     """All-gather the state of each rank of a group, as safetensors. Names and shapes may differ between ranks."""
     tensors = {f"{name}|{key}": x.contiguous() for name, by_key in state.items() for key, x in by_key.items()}
     mine = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    dist.all_gather(lengths, torch.tensor([len(mine)]), group=group)
+    dist.all_gather(lengths, torch.tensor([len(mine)]), group=group.process_group)
     longest = int(max(lengths))
     messages = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
-    dist.all_gather(messages, torch.nn.functional.pad(mine, (0, longest - len(mine))), group=group)
+    dist.all_gather(messages, torch.nn.functional.pad(mine, (0, longest - len(mine))), group=group.process_group)
     states: list[dict[str, Any]] = []
     for message, length in zip(messages, lengths, strict=True):
         states.append({name: {} for name in state})

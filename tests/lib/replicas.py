@@ -17,9 +17,10 @@ from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.peers import Peers
 from acsgd.dp.sync import GradSync
+from acsgd.groups import connect
 from acsgd.optim.base import SecondMoments
 from acsgd.shards.weights import Weight, WeightState
-from acsgd.topology import Topology, connect
+from acsgd.topology import Topology
 from lib.ranks import on_ranks
 
 SHAPES = [(7,), (3, 5), (1,), (64, 9), (2, 2, 2)]
@@ -120,7 +121,7 @@ def on_replicas(world_size: int, body: Any, store: Path, *args: Any) -> list[Any
 def _connected(body: Any, rank: int, world_size: int, store: Path, *args: Any) -> Any:
     torch.set_num_threads(1)
     file_store = dist.FileStore(str(store), world_size)
-    with connect(Topology(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups:
+    with connect(Topology.of(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups:
         result = body(rank, Peers(groups.dp, groups.waits), *args)
         dist.barrier()  # a rank that leaves early would disturb the others' connections
         return result

@@ -24,6 +24,7 @@ from acsgd.config.options import (
     OptimConfig,
     PipelineConfig,
 )
+from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
@@ -32,6 +33,7 @@ from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session, StepResult
 from acsgd.run.setup.inputs import open_inputs
 from acsgd.topology import connect
+from acsgd.run.setup.session import Session, StepResult
 from lib.cache import share_cache, with_shared_cache
 
 STEPS, HALF = 8, 5

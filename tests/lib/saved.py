@@ -22,13 +22,13 @@ from acsgd.config.options import (
     OptimConfig,
     PipelineConfig,
 )
+from acsgd.groups import connect
 from acsgd.io.files.checksum import file_checksum
 from acsgd.launch import Launch
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.inputs import open_inputs
 from acsgd.shards.manifest import Manifest, StoredFile
-from acsgd.topology import connect
 
 SMALL = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 32}
 """Options of a GPT-2 so small that a checkpoint is hashed in a millisecond."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
+from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch
 from acsgd.io.data.sampler import deal
@@ -29,7 +30,6 @@ from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_data
 from acsgd.run.setup.inputs import open_weight_source
 from acsgd.streams import mix_seed
-from acsgd.topology import connect
 from acsgd.train import train_step
 from lib.cache import with_shared_cache
 from lib.models import first_modules

@@ -37,6 +37,7 @@ from acsgd.elastic.state.snapshot_store import SnapshotStore
 from acsgd.elastic.state.snapshots import Snapshots
 from acsgd.elastic.state.transfer import LayersInMemory, layer_message
 from acsgd.errors import WaitInterruptedError
+from acsgd.groups import Groups, connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch, BatchReader
 from acsgd.io.data.rows.streamed import StreamState
@@ -54,7 +55,6 @@ from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
 from acsgd.run.step.pace import Pace
 from acsgd.run.step.spikes import SKIP
 from acsgd.shards.load import Constants
-from acsgd.topology import Groups, connect
 from lib.training import TIMEOUT
 
 SAMPLES = 100

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from acsgd.topology import Topology, connect
+from acsgd.comm.process_groups import Group
+from acsgd.groups import connect
+from acsgd.topology import Topology
 
 Change = Callable[[bytes], bytes]
 
@@ -57,11 +59,11 @@ class Loopback:
 
 
 @contextlib.contextmanager
-def loopback() -> Iterator[tuple[Loopback, dist.ProcessGroup]]:
+def loopback() -> Iterator[tuple[Loopback, Group]]:
     """Replace gloo's messages by those of a Loopback; yield it, and a group of this process alone."""
     former = dist.isend, dist.irecv
     network = Loopback()
-    with connect(Topology(0, 1, 1), timeout=timedelta(seconds=60), store=dist.HashStore()) as groups:
+    with connect(Topology.of(0, 1, 1), timeout=timedelta(seconds=60), store=dist.HashStore()) as groups:
         dist.isend, dist.irecv = network.isend, network.irecv
         try:
             yield network, groups.world

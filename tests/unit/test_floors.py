@@ -18,6 +18,7 @@ FLOORS = """
     launch notes streams config
     codecs comm layers metrics
     io.files tasks topology
+    groups
     failures shards
     adapters io.data io.telemetry optim
     io dp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from acsgd.launch import Launch
-from acsgd.topology import Topology
+from acsgd.topology import Axis, Topology
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"}
 
@@ -31,22 +31,41 @@ def test_an_environment_that_torchrun_did_not_make_is_refused_in_one_sentence(
 
 @pytest.mark.parametrize(("world_size", "stages"), [(1, 1), (4, 1), (4, 2), (4, 4), (6, 3), (12, 4)])
 def test_every_rank_has_one_position_and_is_among_its_peers(world_size: int, stages: int) -> None:
-    grid = [Topology(rank, world_size, stages) for rank in range(world_size)]
+    grid = [Topology.of(rank, world_size, stages) for rank in range(world_size)]
     assert len({(t.replica, t.stage_rank) for t in grid}) == world_size
     for t in grid:
-        assert t.replicas * stages == world_size
-        assert t.rank in t.pipeline(t.replica)
-        assert t.rank in t.peers(t.stage_rank)
-        assert t.pipeline(t.replica)[t.stage_rank] == t.peers(t.stage_rank)[t.replica] == t.rank
+        assert t.world_size == t.replicas * stages == world_size
+        assert t.ranks_along("pipeline")[t.stage_rank] == t.ranks_along("replica")[t.replica] == t.rank
 
 
 def test_neighbours_in_a_pipeline_are_adjacent_ranks() -> None:
-    assert Topology(0, 8, 4).pipeline(1) == [4, 5, 6, 7]
-    assert Topology(0, 8, 4).peers(1) == [1, 5]
+    topology = Topology.of(5, 8, 4)
+    assert topology.ranks_along("pipeline") == [4, 5, 6, 7]
+    assert topology.ranks_along("replica") == [1, 5]
+    assert topology.lines("pipeline") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert topology.lines("replica") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_any_number_of_axes_makes_a_grid() -> None:
+    sizes: dict[Axis, int] = {"replica": 2, "shard": 3, "pipeline": 2}
+    grid = [Topology(rank, sizes) for rank in range(12)]
+    assert len({tuple(t.index(axis) for axis in sizes) for t in grid}) == 12
+    assert grid[9].ranks_along("shard") == [7, 9, 11]
+    assert grid[9].ranks_along("context") == [9]
+    for axis in sizes:
+        assert sorted(rank for line in grid[0].lines(axis) for rank in line) == [*range(12)]
+        for t in grid:
+            line = t.ranks_along(axis)
+            assert line in t.lines(axis)
+            assert line[t.index(axis)] == t.rank
+            others = [each for each in sizes if each != axis]
+            assert {tuple(grid[rank].index(each) for each in others) for rank in line} == {
+                tuple(t.index(each) for each in others)
+            }
 
 
 @pytest.mark.parametrize(("world_size", "stages", "advice"), [(1, 2, "--nproc-per-node 2"), (4, 3, "1 or 2 or 4")])
 def test_stages_must_divide_the_world(world_size: int, stages: int, advice: str) -> None:
     with pytest.raises(ValueError, match=f"pp.stages={stages} does not divide") as error:
-        Topology(0, world_size, stages)
+        Topology.of(0, world_size, stages)
     assert advice in str(error.value)

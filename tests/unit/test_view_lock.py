@@ -15,9 +15,9 @@ from acsgd.elastic.membership.messages import Host, View
 from acsgd.elastic.membership.plan import Plan
 from acsgd.elastic.view_resources import ViewLock
 from acsgd.errors import RunError, WaitInterruptedError
+from acsgd.groups import Groups
 from acsgd.run.lock.lock import RunLock, leases_of
 from acsgd.run.plan.job import Job
-from acsgd.topology import Groups
 
 CONNECTED = cast(Groups, SimpleNamespace(wait_for_all=lambda *_, **__: None))
 

@@ -17,6 +17,7 @@ from acsgd.commands.evaluation.report import EvaluationReport
 from acsgd.config.run_file import parse_flags
 from acsgd.failures.failures import RunContext, report_failure
 from acsgd.failures.report import report_startup_error
+from acsgd.groups import clone_store, connect, open_store
 from acsgd.io.data.batches import Batch
 from acsgd.io.data.held_out import HeldOut
 from acsgd.io.files.cache import TIMEOUT_S
@@ -29,7 +30,6 @@ from acsgd.run.setup.data import open_held_out
 from acsgd.run.setup.inputs import open_weight_source, verify_layers
 from acsgd.shards.check import first_names
 from acsgd.shards.locate import open_hf
-from acsgd.topology import clone_store, connect, open_store
 
 
 def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], None]) -> None:

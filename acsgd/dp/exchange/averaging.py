@@ -54,7 +54,9 @@ def sharded_mean(
     messages = [_encode(codec, part, peers.replica) for part in parts]
     sent = [codec.decode(message, len(part)) for message, part in zip(messages, parts, strict=True)]
     longest = codec.max_bytes(len(mine))
-    received = peers.exchange({peer: messages[peer].cpu() for peer in others}, dict.fromkeys(others, longest), meter)
+    received = peers.exchange(
+        {peer: messages[peer].to(peers.device) for peer in others}, dict.fromkeys(others, longest), meter
+    )
     mean = torch.zeros_like(mine)
     for peer in range(peers.size):  # the same order on every owner
         mean += sent[peer] if peer == peers.replica else decode_message(codec, received[peer], mine, peer)
@@ -63,7 +65,7 @@ def sharded_mean(
         mean += server_residual
     answer = _encode(codec, mean, peers.replica)
     lengths = {peer: codec.max_bytes(len(parts[peer])) for peer in others}
-    answers = peers.exchange(dict.fromkeys(others, answer.cpu()), lengths, meter)
+    answers = peers.exchange(dict.fromkeys(others, answer.to(peers.device)), lengths, meter)
     answers[peers.replica] = answer
     means = [decode_message(codec, answers[peer], part, peer) for peer, part in enumerate(parts)]
     return ShardedMean(sent, means, mean - means[peers.replica])
@@ -78,7 +80,7 @@ def gathered_mean(x: Tensor, codec: MessageCodec, peers: Peers, meter: Meter) ->
     others = [peer for peer in range(peers.size) if peer != peers.replica]
     message = _encode(codec, x, peers.replica)
     lengths = dict.fromkeys(others, codec.max_bytes(len(x)))
-    received = peers.exchange(dict.fromkeys(others, message.cpu()), lengths, meter)
+    received = peers.exchange(dict.fromkeys(others, message.to(peers.device)), lengths, meter)
     received[peers.replica] = message
     mean = torch.zeros_like(x)
     for peer in range(peers.size):

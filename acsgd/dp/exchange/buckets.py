@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from acsgd.codecs.identity import DTYPES
@@ -21,6 +20,10 @@ from acsgd.dp.sync import GradSync
 from acsgd.optim.base import Capability
 from acsgd.shards.weights import Weight
 from acsgd.topology import collective_errors
+from acsgd.dp.resize import ReplicaState, check_names
+from acsgd.groups import collective_errors
+from acsgd.optim.base import Capability, SecondMoments
+from acsgd.shards.weights import Weight, WeightState
 
 
 class FlatLayout:
@@ -184,7 +187,7 @@ class AllReduceSync(BucketSync):
 def start_all_reduce(message: Tensor, peers: Peers, meter: Meter) -> Callable[[], None]:
     """Start to all-reduce a tensor, in place; return a function that waits for the sum. That may raise RunError."""
     since, group = time.perf_counter(), peers.group
-    work = dist.all_reduce(message, group=group, async_op=True)
+    work = group.all_reduce(message)
     meter.sent_bytes += 2 * (group.size() - 1) * message.nbytes // group.size()  # per rank of a ring
 
     def wait() -> None:

@@ -29,6 +29,7 @@ from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.identity import Identity
 from acsgd.codecs.message import MessageCodec, PackedCodec
 from acsgd.codecs.topk import TopK
+from acsgd.comm.process_groups import GLOO, Group
 from acsgd.comm.waits import DIRECT, Meter
 from acsgd.dp.hooks.param_buffer import SECOND_MOMENT, ParamBuffer, PendingBucket, SideStream, make_param_buffers
 from acsgd.dp.peers import Peers
@@ -202,9 +203,9 @@ class MeanState(HookState):
         super().__init__(model, codec, precondition=precondition, moment_correction=moment_correction, timeout=timeout)
 
 
-def _new_group(model: DistributedDataParallel, timeout: timedelta) -> dist.ProcessGroup:
+def _new_group(model: DistributedDataParallel, timeout: timedelta) -> Group:
     """Open a gloo group for the messages of one model: several models' must not mix, and nccl has no such messages."""
     if model.process_group.size() == 1:
-        return model.process_group
+        return Group(model.process_group, GLOO)
     ranks = dist.get_process_group_ranks(model.process_group)
-    return dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+    return Group(dist.new_group(ranks, timeout, backend=GLOO.backend, use_local_synchronization=True), GLOO)

@@ -183,7 +183,7 @@ class ParamBuffer:
 
     def _unused(self, grads: Mapping[str, Tensor], meter: Meter) -> Collection[str]:
         """Return the parameters whose gradients are 0 on all replicas."""
-        used = torch.stack([grads[name].any() for name in self.params]).to(torch.uint8).cpu()
+        used = torch.stack([grads[name].any() for name in self.params]).to(self._peers.device, torch.uint8)
         others = [peer for peer in range(self._peers.size) if peer != self._peers.replica]
         received = self._peers.exchange(dict.fromkeys(others, used), dict.fromkeys(others, len(used)), meter)
         for theirs in received.values():

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync
@@ -15,9 +14,9 @@ from acsgd.dp.exchange.second_moments import moment_states
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import GradSync, SingleReplicaSync
+from acsgd.groups import collective_errors
 from acsgd.optim.base import Capability
 from acsgd.shards.weights import Weight, WeightState
-from acsgd.topology import collective_errors
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,6 @@ class LocalSync(LocalWeightsSync):
         for buffer in self.buffers:
             buffer.shared.copy_(buffer.local)
             with collective_errors("averaging weights", self.peers.group):
-                work = dist.all_reduce(buffer.shared, group=self.peers.group, async_op=True)
-                assert work is not None
-                self.peers.waits.wait(work)
+                self.peers.waits.wait(self.peers.group.all_reduce(buffer.shared))
             buffer.shared /= self.peers.size
         return super().global_weights()

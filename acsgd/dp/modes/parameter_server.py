@@ -70,8 +70,8 @@ class ParameterServerSync(BucketSync):
 
         like: by replica, vectors of the lengths and device of the result. Empty vectors are not sent.
         """
-        me = self._peers.replica
-        outgoing = {peer: message.cpu() for peer, message in enumerate(messages) if peer != me and len(message)}
+        me, device = self._peers.replica, self._peers.device
+        outgoing = {peer: message.to(device) for peer, message in enumerate(messages) if peer != me and len(message)}
         lengths = {peer: self._codec.max_bytes(len(x)) for peer, x in enumerate(like) if peer != me and len(x)}
         received = {me: messages[me]} | self._peers.exchange(outgoing, lengths, self.meter)
         return [decode_message(self._codec, received[peer], x, peer) if len(x) else x for peer, x in enumerate(like)]

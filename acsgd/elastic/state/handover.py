@@ -15,6 +15,7 @@ from acsgd.elastic.state.channel import StateReceiver
 from acsgd.elastic.state.joins import JoiningRank, StateSource, memory_for_gradients, plan_joins
 from acsgd.elastic.state.snapshot_store import Snapshot
 from acsgd.elastic.state.transfer import HeldLayers, LayersInMemory, receive_layers
+from acsgd.groups import Groups, collective_errors
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import BatchReader
 from acsgd.io.data.rows.streamed import StreamState
@@ -28,7 +29,6 @@ from acsgd.run.setup.build import DeferredConstants, build_session, keep_caches,
 from acsgd.run.setup.resume import Start
 from acsgd.run.step.hooks import LoopState
 from acsgd.shards.load import BlankWeights, Constants
-from acsgd.topology import Groups, collective_errors
 from acsgd.train import apply_step
 
 

@@ -26,6 +26,7 @@ from acsgd.elastic.membership.plan import Plan
 from acsgd.elastic.state.channel import Address, StateReceiver, StateSender
 from acsgd.elastic.state.transfer import LayersInMemory, answer_link, layer_message, measure_link, state_bytes
 from acsgd.errors import RunError
+from acsgd.groups import Groups, collective_errors
 from acsgd.optim.replay import Recording, ReplayOptimizer
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.plan.job import Job
@@ -34,7 +35,6 @@ from acsgd.run.setup.build import DeferredConstants
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.load import Constants, LoadedLayer
 from acsgd.streams import available_memory_bytes
-from acsgd.topology import Groups, collective_errors
 
 MAX_REQUESTED = 2
 """Layers that a rank has requested and not got, so that the next one is on its way when one has arrived."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from acsgd.codecs.base import Field, Wire, pack, unpack, wire_bytes
 from acsgd.elastic.membership.plan import CopiedLayers
 from acsgd.elastic.state.transfer import LayersInMemory, send_tensors
+from acsgd.groups import Groups
 from acsgd.streams import Streams
-from acsgd.topology import Groups
 
 Fields = dict[int, dict[str, Field]]
 """Dtypes and shapes of tensors, by layer and name."""

@@ -15,13 +15,13 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from acsgd.elastic.membership.messages import View
 from acsgd.elastic.state.snapshot_store import PackedLayers, Snapshot, SnapshotCost, SnapshotStore, fields_of, header_of
 from acsgd.elastic.state.transfer import layer_tensors_of
 from acsgd.errors import RunError, WaitInterruptedError, reason
+from acsgd.groups import Groups
 from acsgd.io.data.batches import BatchReader
 from acsgd.run.report import Field, Report, highest, on_any
 from acsgd.run.session import Session
@@ -29,7 +29,6 @@ from acsgd.run.step.hooks import LoopState, StepHook
 from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import WeightState
 from acsgd.streams import available_memory_bytes
-from acsgd.topology import Groups
 
 log = logging.getLogger(__name__)
 
@@ -235,7 +234,7 @@ class Snapshots(StepHook):
         assert self._target is not None
         header = torch.frombuffer(bytearray(header_of(share.fields)), dtype=torch.uint8)
         pieces = [torch.tensor([len(header)]), header, *_pieces(share.buffer)]
-        return [dist.isend(piece, self._target, self._groups.background) for piece in pieces]
+        return [self._groups.background.isend(piece, self._target) for piece in pieces]
 
     def _receive(self, source: int) -> PackedLayers:
         length = torch.zeros(1, dtype=torch.int64)
@@ -248,9 +247,7 @@ class Snapshots(StepHook):
         return packed
 
     def _wait_for(self, buffer: Tensor, source: int) -> None:
-        work = dist.irecv(buffer, source, self._groups.background)
-        assert work is not None
-        self._groups.waits.wait(work)
+        self._groups.waits.wait(self._groups.background.irecv(buffer, source))
 
 
 def open_snapshots(

@@ -12,16 +12,16 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
 from acsgd.dp.resize import ReplicaPlace, carry_over
 from acsgd.run.session import Session
+from acsgd.groups import Groups
+from acsgd.run.setup.session import Session
 from acsgd.shards.layer_tensors import LayerTensors
 from acsgd.shards.load import Constants, LoadedLayer
 from acsgd.shards.weights import WeightState, part_of
-from acsgd.topology import Groups
 
 TAG = 2
 """Tag of these messages in the group of all ranks."""
@@ -224,14 +224,11 @@ def _send_tensors(groups: Groups, to: int, tensors: Mapping[str, Tensor]) -> Non
 
 
 def _send(groups: Groups, to: int, payload: bytes) -> None:
-    work = dist.isend(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to, groups.world, TAG)
-    assert work is not None
-    groups.waits.wait(work)
+    message = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(groups.world.device)
+    groups.waits.wait(groups.world.isend(message, to, TAG))
 
 
 def _receive(groups: Groups, sender: int, length: int) -> bytes:
-    buffer = torch.empty(length, dtype=torch.uint8)
-    work = dist.irecv(buffer, sender, groups.world, TAG)
-    assert work is not None
-    groups.waits.wait(work)
-    return buffer.numpy().tobytes()
+    buffer = torch.empty(length, dtype=torch.uint8, device=groups.world.device)
+    groups.waits.wait(groups.world.irecv(buffer, sender, TAG))
+    return buffer.cpu().numpy().tobytes()

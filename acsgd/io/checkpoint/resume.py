@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from acsgd.errors import CorruptFileError, RunError
+from acsgd.groups import Groups
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.progress import RunIdentity, RunState
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import MANIFEST
-from acsgd.topology import Groups
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from acsgd.config.options import CheckpointConfig
 from acsgd.errors import NonFiniteError, RunError, WaitInterruptedError, explain
+from acsgd.groups import Groups
 from acsgd.io.checkpoint.constants import ConstantsFiles
 from acsgd.io.checkpoint.directory import (
     CheckpointDirectory,
@@ -38,7 +39,7 @@ from acsgd.shards.disk import copy_model_files, write_layer
 from acsgd.shards.manifest import Manifest
 from acsgd.shards.weights import WeightState
 from acsgd.streams import StreamEvent, Streams
-from acsgd.topology import Groups, Topology
+from acsgd.topology import Topology
 
 log = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from acsgd.comm.process_groups import Group
 from acsgd.comm.waits import Meter, Waits, Work
 from acsgd.errors import RunError, reason
 from acsgd.io.files.checksum import REMEDY
@@ -45,7 +46,7 @@ class Channel:
     """Index of the stage before the boundary."""
     peer: int
     """Global rank of the other end."""
-    group: dist.ProcessGroup
+    group: Group
     waits: Waits
     codec: str
     """Codec and options, compared by the handshake."""
@@ -61,15 +62,11 @@ class Channel:
 
     def send(self, message: Tensor, index: int) -> Work:
         """Start to send a message, uint8[n]; index: of its tensor. Raises RuntimeError as gloo does."""
-        work = dist.isend(message, self.peer, self.group, self.tag(index))
-        assert work is not None
-        return work
+        return self.group.isend(message, self.peer, self.tag(index))
 
     def receive(self, buffer: Tensor, index: int) -> Work:
         """Start to receive the next message of a tensor into a buffer. Raises RuntimeError as gloo does."""
-        work = dist.irecv(buffer, self.peer, self.group, self.tag(index))
-        assert work is not None
-        return work
+        return self.group.irecv(buffer, self.peer, self.tag(index))
 
     def wait(self, work: Work, posted_at: float) -> None:
         """Wait for a message and count its time; as of `Meter.wait`."""
@@ -113,14 +110,12 @@ class Exchange:
         self._data, self._received = data, torch.empty_like(data)
         self._started_at = time.perf_counter()
         with channel.report_failure(action, self._started_at):
-            self._receive = dist.irecv(self._received, channel.peer, channel.group, channel.tag(tag))
-            self._send = dist.isend(data, channel.peer, channel.group, channel.tag(tag))
+            self._receive = channel.receive(self._received, tag)
+            self._send = channel.send(data, tag)
 
     def wait(self) -> Tensor:
         """Wait for the other end's bytes and return them, uint8[n]."""
         with self._channel.report_failure(self._action, self._started_at):
-            assert self._receive is not None
-            assert self._send is not None
             self._channel.waits.wait(self._receive)
             self._channel.waits.wait(self._send)
         return self._received

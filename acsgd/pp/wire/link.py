@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
 from acsgd.codecs.base import Codec
 from acsgd.codecs.lossless import BytePlanes
+from acsgd.comm.process_groups import Group
 from acsgd.comm.waits import Meter, Waits
 from acsgd.layers.composed import State
 from acsgd.layers.description import Dim
@@ -63,7 +63,7 @@ class Link:
 class LinkFactory:
     """Opens the links of one rank, all with the same codecs and meters."""
 
-    group: dist.ProcessGroup
+    group: Group
     waits: Waits
     streams: Streams
     boundaries: Sequence[Mapping[str, TensorSpec]]

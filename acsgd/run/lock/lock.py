@@ -10,10 +10,10 @@ from pathlib import Path
 
 from acsgd.errors import ReportedError, RunError
 from acsgd.failures.processes import ProcessIdentity
+from acsgd.groups import Groups
 from acsgd.notes import print_note
 from acsgd.run.lock.lease import STALE_S, WAIT_S, Lease
 from acsgd.run.plan.job import Job
-from acsgd.topology import Groups
 
 HEARTBEAT_S = 3.0
 """Seconds between two rewrites of a lease."""

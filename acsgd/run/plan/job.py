@@ -142,7 +142,7 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True) -> Job:
     check(config)
     check_trackers(config.log.to)
     check_directories(config, launch.rank)
-    topology = Topology(launch.rank, launch.world_size, config.pp.stages)
+    topology = Topology.of(launch.rank, launch.world_size, config.pp.stages)
     plugins = parse_plugins(config)
     if topology.replicas > 1:
         check_capabilities(config, plugins.mode.requires, plugins.optimizer.capabilities)

@@ -69,7 +69,7 @@ class StageLayout:
 
     def rank_of(self, stage: int) -> int:
         """Return the global rank that holds a stage of this rank's pipeline."""
-        return self.topology.pipeline(self.topology.replica)[self.placement.rank_of(stage)]
+        return self.topology.ranks_along("pipeline")[self.placement.rank_of(stage)]
 
     def rank_of_layer(self, layer: int) -> int:
         """Return the global rank that holds a layer of this rank's pipeline."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from acsgd.comm.waits import Meter
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaPlace, carry_over
+from acsgd.groups import Groups
 from acsgd.layers.composed import ComposedModel, Inputs
 from acsgd.layers.skeleton import fill_with_stand_ins
 from acsgd.layers.stand_ins import LookupTable
@@ -34,7 +35,6 @@ from acsgd.run.session import Session
 from acsgd.run.setup.describe import micro_shapes
 from acsgd.shards.load import LayerLoader, LoadedLayer, WeightSource
 from acsgd.shards.weights import Weight, in_reduction_order
-from acsgd.topology import Groups
 
 
 def build_session(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from acsgd.config.options import Config, OptimConfig
+from acsgd.groups import Groups
 from acsgd.io.data.batches import BatchReader
 from acsgd.io.data.held_out import HeldOut, held_out, split
 from acsgd.io.data.rows.base import RowReader, Rows
@@ -17,7 +18,6 @@ from acsgd.io.data.sources.sources import WeightedSource
 from acsgd.io.files.cache import TIMEOUT_S
 from acsgd.run.plan.job import Job
 from acsgd.run.setup.rows import RowMaker
-from acsgd.topology import Groups
 
 ROWS = "properties of the rows"
 """Name of the text that rank 0 publishes."""

@@ -13,6 +13,7 @@ from acsgd.adapters.initial import NewAdapter
 from acsgd.config.adapters import ADAPTERS
 from acsgd.config.spec import to_spec
 from acsgd.errors import CorruptFileError
+from acsgd.groups import Groups
 from acsgd.io.checkpoint.progress import ADAPTER, WEIGHTS, RunIdentity
 from acsgd.io.checkpoint.resume import Candidates, find
 from acsgd.io.checkpoint.source_identity import SourceIdentity, describe_options
@@ -33,7 +34,6 @@ from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.load import RandomWeights, WeightSource
 from acsgd.shards.manifest import MANIFEST, VERSION, StoredFile
 from acsgd.shards.tokenizer import DocumentTokens, SpecialTokens, name_tokens, padding_id
-from acsgd.topology import Groups
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from acsgd.dp.resize import ReplicaState, add_tied_copy, merge_tied_copy
 from acsgd.dp.resize import restore as restore_replica
+from acsgd.groups import Groups
 from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents, optimizer_spec
 from acsgd.io.checkpoint.progress import Progress, changed_options, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint
@@ -31,7 +32,6 @@ from acsgd.run.setup.inputs import RunInputs
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.load import LoadedLayer, WeightSource
 from acsgd.shards.weights import Weight, WeightState, part_of
-from acsgd.topology import Groups
 
 
 class Start(NamedTuple):

@@ -1,0 +1,225 @@
+"""The process groups of a rank over the axes of the grid, and how they are opened."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from acsgd.comm.liveness import PeerWatch, heartbeat_interval_s
+from acsgd.comm.process_groups import GLOO, MARGIN_S, Group, ProcessGroups
+from acsgd.comm.store import StoreClient, call_in_thread
+from acsgd.comm.waits import DIRECT, Waits
+from acsgd.errors import ConnectError, RunError, reason
+from acsgd.launch import Launch
+from acsgd.topology import Axis, Topology
+
+POLL_S = 0.01
+"""Seconds between two reads of the store while waiting; one read takes about 0.2 ms."""
+STORE_TIMEOUT_S = 60.0
+"""Maximum time to connect to torchrun's store, seconds."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of one rank. A group that timed out or lost a peer cannot be used again."""
+
+    by_axis: Mapping[Axis, Group]
+    """The ranks that differ from this one in their position along an axis only, with this one."""
+    world: Group
+    """All ranks."""
+    background: Group
+    """All ranks, over connections of their own, so that other messages do not wait for long ones; the same as `world`
+    unless it was requested."""
+    store: StoreClient
+    timeout_s: float
+    """Maximum time to wait for a peer (run.timeout), seconds."""
+    run_id: str
+    """Random text, equal on all ranks and different for each start."""
+    waits: Waits
+    """All waits of this rank for others."""
+    _opened: ProcessGroups
+    _rounds: Counter[str] = field(default_factory=Counter)
+    """Number of text exchanges so far, by name."""
+
+    @property
+    def pp(self) -> Group:
+        """The ranks of this rank's pipeline."""
+        return self.by_axis["pipeline"]
+
+    @property
+    def dp(self) -> Group:
+        """The ranks of all replicas that hold the same stages."""
+        return self.by_axis["replica"]
+
+    def all_equal(self, text: str) -> bool:
+        """Return whether all ranks passed the same text. A collective: every rank must call it."""
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+        extremes = torch.tensor([digest, -digest])
+        for group in self.by_axis.values():
+            with collective_errors("comparing configurations", group):
+                self.waits.wait(group.all_reduce(extremes, dist.ReduceOp.MAX))
+        return extremes.tolist() == [digest, -digest]
+
+    def all_gather_text(self, name: str, text: str, *, timeout_s: float) -> list[str]:
+        """Gather one text per rank, through the store: for rare messages, from any thread.
+
+        name: purpose of the exchange. Exchanges of one name must have one order on all ranks. Returns the texts by
+        rank. Raises RunError that names the missing ranks after `timeout_s` seconds, or earlier if one of them had no
+        heartbeat for run.timeout seconds or any rank has failed; StoreError if the store does not answer.
+        """
+        number = self._rounds[name]
+        self._rounds[name] += 1
+        keys = [_text_key(name, number, rank) for rank in range(self.world.size())]
+        try:
+            self.store.set(keys[self.world.rank()], text)
+            self._wait_for(keys, timeout_s)
+            texts = [self.store.get(key) for key in keys]
+            if number:  # all ranks have read the texts before these
+                self.store.delete(_text_key(name, number - 1, self.world.rank()))
+        except RunError as error:
+            where = f"rank {self.world.rank()} on {socket.gethostname()}: {name}"
+            raise type(error)(f"{where}: {error}", awaited=error.awaited) from error
+        return texts
+
+    def publish_text(self, name: str, text: str) -> None:
+        """Store a text of rank 0, once per run, for the ranks that call `published_text`."""
+        self.store.set(_published_key(name, self.run_id), text)
+
+    def published_text(self, name: str, *, timeout_s: float) -> str:
+        """Wait for a text that rank 0 publishes. Raises errors as `all_gather_text` does."""
+        key = _published_key(name, self.run_id)
+        try:
+            self._wait_for([key], timeout_s)
+        except RunError as error:
+            where = f"rank {self.world.rank()} on {socket.gethostname()}: {name}"
+            raise type(error)(f"{where}: {error}", awaited=error.awaited) from error
+        return self.store.get(key)
+
+    def _wait_for(self, keys: list[str], timeout_s: float) -> None:
+        """Wait until the store has the keys of the first ranks, or of all."""
+        deadline, watch = time.monotonic() + timeout_s, PeerWatch(self.store, self.timeout_s)
+        while not self._has_all(keys, within_s=heartbeat_interval_s(self.timeout_s)):
+            missing = [rank for rank, key in enumerate(keys) if not self.store.has(key)]
+            watch.check(missing)
+            if time.monotonic() > deadline:
+                raise RunError(f"ranks {missing} did not answer within {timeout_s:g} s", awaited=missing)
+
+    def _has_all(self, keys: list[str], *, within_s: float) -> bool:
+        """Poll the store for keys; return whether it has all of them within some seconds."""
+        until = time.monotonic() + within_s
+        while not (found := self.store.has(*keys)) and time.monotonic() < until:
+            time.sleep(POLL_S)
+        return found
+
+    def wait_for_all(self, name: str, *, timeout_s: float) -> None:
+        """Wait until every rank has called this. name, timeout_s: as in `all_gather_text`."""
+        self.all_gather_text(name, "", timeout_s=timeout_s)
+
+    def interrupt(self, reason: str) -> None:
+        """End all waits with WaitInterruptedError, and shut down the connections to other ranks. From any thread.
+
+        An operation that is posted afterwards may also fail as if its peer had ended.
+        """
+        self.waits.interrupt(reason)
+        self._opened.connections.shut_down()  # which direct waits do not
+
+    def abort(self, reason: str) -> None:
+        """Interrupt, and drop the groups, without waiting for any rank; `connect` may then form new ones.
+
+        Call it in the training thread, once its threads have left their waits. Only the first call has an effect.
+        """
+        self.interrupt(reason)
+        self._opened.abort()
+
+
+@contextlib.contextmanager
+def collective_errors(purpose: str, group: Group) -> Iterator[None]:
+    """Turn a RuntimeError of a collective into a RunError with its purpose and its ranks."""
+    try:
+        yield
+    except RuntimeError as error:
+        rank, ranks = dist.get_rank(), group.ranks
+        raise RunError(
+            f"rank {rank} on {socket.gethostname()}: {purpose} with ranks {ranks} failed ({reason(error)})",
+            awaited=[other for other in ranks if other != rank],
+        ) from error
+
+
+def open_store(launch: Launch, *, timeout_s: float = STORE_TIMEOUT_S) -> dist.Store:
+    """Connect to the store of the run, torchrun's. Raises RunError if it does not answer in time."""
+    if launch.world_size == 1:
+        return dist.HashStore()
+
+    def connect_to_torchrun() -> dist.Store:
+        timeout = timedelta(seconds=timeout_s)
+        store, _, _ = next(iter(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)))
+        return store
+
+    with _connection_errors(launch.rank, launch.world_size, timeout_s):
+        return call_in_thread(connect_to_torchrun, timeout_s=timeout_s + MARGIN_S)
+
+
+def clone_store(store: dist.Store, launch: Launch) -> dist.Store:
+    """Return another connection to a store: a call that waits blocks all other calls of its connection."""
+    with _connection_errors(launch.rank, launch.world_size, STORE_TIMEOUT_S):
+        clone: dist.Store = call_in_thread(store.clone, timeout_s=STORE_TIMEOUT_S + MARGIN_S)  # type: ignore[attr-defined]  # not in torch's stubs
+        return clone
+
+
+@contextlib.contextmanager
+def connect(
+    topology: Topology, *, timeout: timedelta, store: dist.Store, waits: Waits = DIRECT, background: bool = False
+) -> Iterator[Groups]:
+    """Open this rank's process groups over gloo; close them on exit, or abort them if an exception is raised.
+
+    timeout: limit of each operation of each group, and of each call of the store. waits: all waits of these groups,
+    also while they are opened. background: whether `Groups.background` gets connections of its own. A process may
+    connect again after exit, with other ranks, with another store (such as a dist.PrefixStore of a new prefix) and with
+    other interruptible waits. Raises RunError if not all ranks connect in time.
+    """
+    rank, timeout_s = topology.rank, timeout.total_seconds()
+    opened = ProcessGroups(store, waits, rank, timeout)
+    waits.on_interrupt(opened.connections.shut_down)
+    lines = [line for axis in topology.sizes for line in topology.lines(axis)]
+    try:
+        with _connection_errors(rank, topology.world_size, timeout_s):
+            everyone = [list(range(topology.world_size))] if background else []
+            run_id, (world, *others) = opened.open(topology.world_size, [*lines, *everyone], GLOO)
+        by_axis, apart = dict(zip(topology.sizes, others, strict=False)), others[len(topology.sizes) :]
+        yield Groups(by_axis, world, apart[0] if apart else world, opened.client, timeout_s, run_id, waits, opened)
+    except BaseException:
+        waits.interrupt("the groups are closed after an error")
+        opened.abort()
+        raise
+    opened.close()
+    waits.interrupt("the groups are closed")
+
+
+@contextlib.contextmanager
+def _connection_errors(rank: int, world_size: int, timeout_s: float) -> Iterator[None]:
+    """Turn an error while connecting into a ConnectError."""
+    try:
+        yield
+    except (RuntimeError, TimeoutError) as error:
+        raise ConnectError(
+            f"rank {rank} on {socket.gethostname()} could not connect to the other {world_size - 1} processes "
+            f"within {timeout_s:g} s: {reason(error) or 'the store, which torchrun hosts, does not answer'}"
+        ) from error
+
+
+def _published_key(name: str, run_id: str) -> str:
+    return f"acsgd/published/{run_id}/{name}"
+
+
+def _text_key(name: str, number: int, rank: int) -> str:
+    return f"acsgd/{name}/{number}/{rank}"
