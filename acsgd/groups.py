@@ -180,7 +180,7 @@ def clone_store(store: dist.Store, launch: Launch) -> dist.Store:
 def connect(
     topology: Topology, *, timeout: timedelta, store: dist.Store, waits: Waits = DIRECT, background: bool = False
 ) -> Iterator[Groups]:
-    """Open this rank's process groups over gloo; close them on exit, or abort them if an exception is raised.
+    """Open this rank's process groups; close them on exit, or abort them if an exception is raised.
 
     timeout: limit of each operation of each group, and of each call of the store. waits: all waits of these groups,
     also while they are opened. background: whether `Groups.background` gets connections of its own. A process may
@@ -195,8 +195,8 @@ def connect(
         with _connection_errors(rank, topology.world_size, timeout_s):
             everyone = [list(range(topology.world_size))] if background else []
             run_id, (world, *others) = opened.open(topology.world_size, [*lines, *everyone], GLOO)
-        by_axis, apart = dict(zip(topology.sizes, others, strict=False)), others[len(topology.sizes) :]
-        yield Groups(by_axis, world, apart[0] if apart else world, opened.client, timeout_s, run_id, waits, opened)
+        by_axis, apart = dict(zip(topology.sizes, others, strict=False)), others[-1] if background else world
+        yield Groups(by_axis, world, apart, opened.client, timeout_s, run_id, waits, opened)
     except BaseException:
         waits.interrupt("the groups are closed after an error")
         opened.abort()

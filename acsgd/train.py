@@ -164,7 +164,8 @@ def apply_step(session: Session, batch: Batch | None, progress: Progress, summar
     local_step = session.local_step(step)
     loss = scale.mean_loss(summary[LOSS], summary[TARGETS])
     factors = scale.factors(summary[TARGETS], summary[REPLICA_TARGETS], local=local_step is not None)
-    norms = [square**0.5 * factor for square, factor in zip(summary[REPLICA_SQUARED_NORMS], factors, strict=True)]
+    squares = session.owned.ownership.squared_norms(summary[REPLICA_SQUARED_NORMS])
+    norms = [square**0.5 * factor for square, factor in zip(squares, factors, strict=True)]
     grad_norm = max(norms, key=lambda norm: math.inf if math.isnan(norm) else norm)
 
     finite = math.isfinite(loss) and math.isfinite(grad_norm)

@@ -77,9 +77,9 @@ class AdamW8bitOptimizer(TorchOptimizer):
             found |= {f"{name}_scale": scales} if scales else {}
         return found
 
-    def load_state_of(self, weight: Weight, state: WeightState, key: str) -> None:
-        """Load a copy of what `state_of` returned for `key`, quantized, as the state of a weight."""
-        if key not in state.get("step", {}):
+    def load_state_of(self, weight: Weight, state: WeightState) -> None:
+        """Load a copy, quantized, of what `state_of` returned for a weight of the same key."""
+        if (key := weight.key) not in state.get("step", {}):
             return
         optimizer: Any = self._optimizer
         places = ((g, group, p) for g, group in enumerate(optimizer.param_groups) for p in range(len(group["params"])))

@@ -44,7 +44,7 @@ class SecondMoments(NamedTuple):
 
 
 class Optimizer(Protocol):
-    """An optimizer over the weights of one rank."""
+    """An optimizer over what one rank owns of the weights: each weight, or parts of it."""
 
     def step(self, step: int, how: LocalStep = PLAIN_STEP) -> None:
         """Update masters and parameters of step `step`, counted from 0, with the gradients of the masters."""
@@ -58,8 +58,8 @@ class Optimizer(Protocol):
         """Return the state of some weights, not copied; empty before the first step."""
         ...
 
-    def load_state_of(self, weight: Weight, state: WeightState, key: str) -> None:
-        """Load a copy of what `state_of` returned for `key` as the state of a weight."""
+    def load_state_of(self, weight: Weight, state: WeightState) -> None:
+        """Load a copy of what `state_of` returned for a weight of the same key."""
         ...
 
 

@@ -66,6 +66,6 @@ class MuonOptimizer:
             [weight for weight in weights if not weight.is_hidden_matrix]
         )
 
-    def load_state_of(self, weight: Weight, state: WeightState, key: str) -> None:
-        """Load a copy of what `state_of` returned for `key` as the state of a weight."""
-        (self._muon if weight.is_hidden_matrix else self._adamw).load_state_of(weight, state, key)
+    def load_state_of(self, weight: Weight, state: WeightState) -> None:
+        """Load a copy of what `state_of` returned for a weight of the same key."""
+        (self._muon if weight.is_hidden_matrix else self._adamw).load_state_of(weight, state)

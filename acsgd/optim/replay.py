@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from acsgd.optim.base import PLAIN_STEP, LocalStep, Optimizer, SecondMoments
-from acsgd.shards.weights import Weight, WeightState, part_of
+from acsgd.shards.weights import Weight, WeightState
 
 
 class _RecordedStep(NamedTuple):
@@ -55,8 +55,8 @@ class ReplayOptimizer:
     def state_of(self, weights: Sequence[Weight]) -> WeightState:
         return self._optimizer.state_of(weights)
 
-    def load_state_of(self, weight: Weight, state: WeightState, key: str) -> None:
-        self._optimizer.load_state_of(weight, state, key)
+    def load_state_of(self, weight: Weight, state: WeightState) -> None:
+        self._optimizer.load_state_of(weight, state)
 
     def record(self, weights: Sequence[Weight]) -> Recording:
         """Record the gradients of some weights from the next step on, until `replay` or `discard`."""
@@ -75,7 +75,7 @@ class ReplayOptimizer:
         optimizer, state = self._open(weights), self.state_of(weights)
         grads = [weight.master.grad for weight in weights]
         for weight in weights:
-            optimizer.load_state_of(weight, part_of(state, {weight.key}), weight.key)
+            optimizer.load_state_of(weight, state)
         for step in recording.steps:
             for weight in weights:
                 grad = step.grads.get(weight.key)
@@ -83,4 +83,4 @@ class ReplayOptimizer:
             optimizer.step(step.step, step.how)
         for weight, grad in zip(weights, grads, strict=True):
             weight.master.grad = grad
-            self.load_state_of(weight, part_of(optimizer.state_of(weights), {weight.key}), weight.key)
+            self.load_state_of(weight, optimizer.state_of([weight]))

@@ -60,13 +60,13 @@ class TorchOptimizer:
                     state[name][weight.key] = tensor
         return dict(state)
 
-    def load_state_of(self, weight: Weight, state: WeightState, key: str) -> None:
-        """Load a copy of what `state_of` returned for `key` as the state of a weight."""
+    def load_state_of(self, weight: Weight, state: WeightState) -> None:
+        """Load a copy of what `state_of` returned for a weight of the same key."""
         self._optimizer.state[weight.master] = {
             # fused optimizers keep their step count where the weights are
-            name: by_key[key].to(weight.master.device, copy=True)
+            name: by_key[weight.key].to(weight.master.device, copy=True)
             for name, by_key in state.items()
-            if key in by_key
+            if weight.key in by_key
         }
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from acsgd.io.telemetry.record import StepRecord
 from acsgd.optim.base import LocalStep, Optimizer
 from acsgd.optim.loss_scale import clip_factor, scale_gradients_, squared_norm
 from acsgd.pp.nan_probe import NonFiniteTensor, first_non_finite
+from acsgd.optim.ownership import OwnedWeights
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.stage import Stage
 from acsgd.pp.wire.cache import ActivationCache
@@ -83,8 +84,8 @@ class Session:
     groups: Groups
     peers: Peers
     stages: dict[int, Stage]
-    weights: list[Weight]
-    """Weights of all stages of this rank."""
+    owned: OwnedWeights
+    """What this rank owns of the weights of all of its stages."""
     pipeline: Pipeline
     optimizer: Optimizer
     forward_meter: Meter
@@ -95,6 +96,11 @@ class Session:
     """Transfers for tied weights."""
     caches: Mapping[CacheKey, ActivationCache]
     """Activation caches of the links of this rank."""
+
+    @property
+    def weights(self) -> Sequence[Weight]:
+        """The weights of all stages of this rank."""
+        return self.owned.weights
 
     @property
     def layers(self) -> list[LoadedLayer]:
@@ -118,7 +124,7 @@ class Session:
             report.LOSS: float(loss),
             report.TARGETS: 0.0 if batch.labels is None else float((batch.labels != -100).sum()),
             report.TOKENS: 0.0 if batch.labels is None else float(batch.num_tokens),
-            report.REPLICA_SQUARED_NORMS: squared_norm(self.weights),
+            report.REPLICA_SQUARED_NORMS: squared_norm(self.owned.counted),
             report.PP_FORWARD_BYTES: self.forward_meter.sent_bytes,
             report.PP_BACKWARD_BYTES: self.backward_meter.sent_bytes,
             report.TIED_BYTES: self.tied_meter.sent_bytes,
@@ -162,7 +168,7 @@ class Session:
 
     def scale_and_clip(self, factor: float, norm: float) -> None:
         """Multiply the gradients by `factor`, then clip them; norm: that of the gradients times `factor`."""
-        scale_gradients_(self.weights, factor * clip_factor(norm, self.job.config.optim.clip))
+        scale_gradients_(self.owned.of(self.weights), factor * clip_factor(norm, self.job.config.optim.clip))
 
     def commit(self) -> None:
         """Apply what data parallelism has received in this step. Called once all ranks have reported it."""

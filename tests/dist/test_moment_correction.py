@@ -135,7 +135,7 @@ def resume(rank: int, peers: Peers) -> list[int]:
         whole.train(rank, range(at))
         states = gather_states(copied(whole.correction.state_dict()), peers.group)
         for weight in half.weights:
-            half.optimizer.load_state_of(weight, copied(whole.optimizer.state_of(whole.weights)), weight.key)
+            half.optimizer.load_state_of(weight, copied(whole.optimizer.state_of(whole.weights)))
         half.correction.load_state_dict(states)
         for replica in (whole, half):
             replica.train(rank, range(at, at + 20))

@@ -115,7 +115,7 @@ def one_at_a_time(rank: int, *, save: int, out: Path) -> None:
         return result
 
     def copied(saver: Saver, step: int, *args: Any, **options: Any) -> None:
-        seen["published"][step] = saver._directory.steps()
+        seen["published"][step] = saver.directory.steps()
         snapshot(saver, step, *args, **options)
 
     def write(directory: Path, *args: Any) -> StoredFile:

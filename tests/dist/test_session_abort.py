@@ -88,7 +88,7 @@ def copy_state(old: Session, new: Session) -> None:
     with torch.no_grad():
         for source, weight in zip(old.weights, new.weights, strict=True):
             weight.master.copy_(source.master)
-            new.optimizer.load_state_of(weight, old.optimizer.state_of([source]), weight.key)
+            new.optimizer.load_state_of(weight, old.optimizer.state_of([source]))
 
 
 @pytest.mark.parametrize("mode", ["allreduce", "sharded_ps"])

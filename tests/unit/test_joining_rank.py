@@ -15,6 +15,7 @@ from acsgd.elastic.state.channel import StateReceiver
 from acsgd.elastic.state.joins import JoiningRank
 from acsgd.errors import CorruptFileError
 from acsgd.optim.base import Optimizer
+from acsgd.optim.ownership import OwnedWeights, Ownership
 from acsgd.optim.replay import ReplayOptimizer
 from acsgd.run.session import Session
 from acsgd.run.setup.build import DeferredConstants
@@ -42,7 +43,8 @@ def test_a_return_while_the_last_layers_are_on_their_way_requests_all_again_and_
     optimizer = ReplayOptimizer(cast(Optimizer, None), lambda weights: cast(Optimizer, None))
     layers = [SimpleNamespace(spec=SimpleNamespace(index=index), weights=[]) for index in range(LAYERS)]
     job, receiver = SimpleNamespace(topology=SimpleNamespace(rank=0)), Receiver()
-    session = cast(Session, SimpleNamespace(optimizer=optimizer, layers=layers, job=job))
+    owned = OwnedWeights([], Ownership(0, 1))
+    session = cast(Session, SimpleNamespace(optimizer=optimizer, owned=owned, layers=layers, job=job))
     constants = cast(DeferredConstants, SimpleNamespace(load=lambda: None, is_complete=True))
     rank = JoiningRank(session, 1, cast(StateReceiver, receiver), constants, limit_bytes=0)
 

@@ -17,7 +17,7 @@ from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import Optimizer, OptimizerSpec
 from acsgd.optim.replay import ReplayOptimizer
 from acsgd.optim.schedule import learning_rate
-from acsgd.shards.weights import Weight, WeightState, part_of
+from acsgd.shards.weights import Weight, WeightState
 
 CONFIG = OptimConfig(lr=0.01, steps=10, weight_decay=0.1, schedule="constant")
 SHAPES = {"matrix": (4, 3), "embedding": (5, 3), "experts": (2, 4, 3), "norm": (4,)}
@@ -92,7 +92,7 @@ def test_an_optimizer_continues_bit_for_bit_from_the_state_of_another(spec: str)
     state = optimizer.state_of(weights)
     for weight, other in zip(weights, others, strict=True):
         other.master.data.copy_(weight.master)
-        resumed.load_state_of(other, state, weight.key)
+        resumed.load_state_of(other, state)
     train(optimizer, weights, range(3, 6))
     train(resumed, others, range(3, 6))
     for weight, other in zip(weights, others, strict=True):
@@ -119,7 +119,7 @@ def test_steps_are_repeated_bit_for_bit_on_a_state_that_arrives_later(spec: str)
 
     for other in others_late:
         other.master.data.copy_(masters[other.key])
-        replaying.load_state_of(other, part_of(state, {other.key}), other.key)
+        replaying.load_state_of(other, state)
     replaying.replay(recording)
     for step in (4, 5):
         for weight, other in zip(weights, others, strict=True):
@@ -240,7 +240,7 @@ def test_adamw8bit_is_that_of_bitsandbytes_and_its_state_survives_fp32() -> None
         assert torch.equal(ours.master, theirs.master)
         state, resumed = optimizer.state_of([ours]), opened("adamw8bit", [ours])
         assert state["exp_avg"]["matrix"].unique().numel() < 17 * 256, "it was quantized"
-        resumed.load_state_of(ours, state, "matrix")
+        resumed.load_state_of(ours, state)
         optimizer = resumed
 
 

@@ -54,9 +54,8 @@ def sharded_mean(
     messages = [_encode(codec, part, peers.replica) for part in parts]
     sent = [codec.decode(message, len(part)) for message, part in zip(messages, parts, strict=True)]
     longest = codec.max_bytes(len(mine))
-    received = peers.exchange(
-        {peer: messages[peer].to(peers.device) for peer in others}, dict.fromkeys(others, longest), meter
-    )
+    outgoing = {peer: messages[peer].to(peers.device) for peer in others}
+    received = peers.exchange(outgoing, dict.fromkeys(others, longest), meter)
     mean = torch.zeros_like(mine)
     for peer in range(peers.size):  # the same order on every owner
         mean += sent[peer] if peer == peers.replica else decode_message(codec, received[peer], mine, peer)

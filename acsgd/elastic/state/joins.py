@@ -117,7 +117,7 @@ class JoiningRank:
         if (wanted := requested[self._session.job.topology.rank]) is not None:
             self._missing.remove(wanted)
             layer = self._layers[wanted]
-            self._requested.append((layer, self._optimizer.record(layer.weights)))
+            self._requested.append((layer, self._optimizer.record(self._session.owned.of(layer.weights))))
         if sum(recording.nbytes for _, recording in self._requested) > self._limit_bytes:
             self._wait_for_message()
         while self._requested and (message := self._receiver.take()) is not None:

@@ -76,17 +76,14 @@ class LayersInMemory:
         for weight in layer.weights:
             weight.master.copy_(self._weights[weight.key])
             weight.param.copy_(weight.master)
-            session.optimizer.load_state_of(weight, part_of(self._optimizer, {weight.key}), weight.key)
+        session.owned.load_state(session.optimizer, layer.weights, self._optimizer)
 
     def restore(self, session: Session, was: ReplicaPlace) -> None:
         """Load optimizer state and state of the data-parallel mode. Weights were loaded when the session was built.
 
         was: place of the replica whose state this is, for what replicas do not have in common.
         """
-        for weight in session.weights:
-            own = {name: by_key for name, by_key in self._optimizer.items() if weight.key in by_key}
-            if own:
-                session.optimizer.load_state_of(weight, own, weight.key)
+        session.owned.load_state(session.optimizer, session.weights, self._optimizer)
         topology, table = session.job.topology, session.job.plugins.mode.states
         now = ReplicaPlace(topology.replica, topology.replicas)
         for stage in session.stages.values():
@@ -132,8 +129,8 @@ def layer_tensors_of(
     own = [weight for weight in session.weights if weight.key in layer.spec.parameters]
     weights = {weight.key: global_weights.get(weight.key, weight.master).detach() for weight in own}
     tensors = {f"{WEIGHT}{SEPARATOR}{key}": tensor for key, tensor in weights.items()}
-    keys = {weight.key for weight in own}
-    for kind, state in ((OPTIMIZER, session.optimizer.state_of(own)), (MODE, part_of(mode, keys))):
+    optimizer = session.owned.state_of(session.optimizer, own)
+    for kind, state in ((OPTIMIZER, optimizer), (MODE, part_of(mode, weights.keys()))):
         for name, by_key in state.items():
             tensors |= {f"{kind}{SEPARATOR}{name}{SEPARATOR}{key}": tensor for key, tensor in by_key.items()}
     return tensors
@@ -144,7 +141,9 @@ def send_tensors(groups: Groups, to: int, layers: Sequence[Mapping[str, Tensor]]
     _send(groups, to, struct.pack("<q", len(layers)))
     sent: set[str] = set()
     for tensors in layers:
-        _send_tensors(groups, to, {name: tensor for name, tensor in tensors.items() if name not in sent})
+        payload = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items() if name not in sent})
+        _send(groups, to, struct.pack("<q", len(payload)))
+        _send(groups, to, payload)
         sent |= tensors.keys()
 
 
@@ -215,12 +214,6 @@ def _round_trip_s(groups: Groups, to: int, payload: bytes) -> float:
         _send(groups, to, payload)
     _receive(groups, to, 1)
     return time.perf_counter() - started
-
-
-def _send_tensors(groups: Groups, to: int, tensors: Mapping[str, Tensor]) -> None:
-    payload = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
-    _send(groups, to, struct.pack("<q", len(payload)))
-    _send(groups, to, payload)
 
 
 def _send(groups: Groups, to: int, payload: bytes) -> None:

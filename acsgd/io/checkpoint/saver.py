@@ -1,9 +1,9 @@
 """Asynchronous checkpoints.
 
 Training waits while the state is copied to host memory (`snapshot`). One thread per rank does the rest (`write`): it
-writes the files, reports to the other ranks, and, on rank 0, completes and publishes the checkpoint. Each layer is
-written by one replica, so replicas share the work. Extra host memory per rank: one copy of what it writes, at most
-12 bytes per parameter of its layers (weights and two AdamW moments in fp32), kept between saves.
+writes the files, reports to the other ranks, and, on rank 0, completes and publishes the checkpoint. Extra host memory
+per rank: one copy of what it writes, at most 12 bytes per parameter of its layers (weights and two AdamW moments in
+fp32), kept between saves.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class LayerState(NamedTuple):
-    """State of one layer, or of a table. `Saver` copies the tensors; they may be on any device."""
+    """What one rank writes of the state of a layer, or of a table. The tensors may be on any device."""
 
     name: str
     """Name of the layer, or of the weight."""
@@ -57,7 +57,7 @@ class LayerState(NamedTuple):
     constants: Mapping[str, Tensor]
     """Tensors of the layer that never change, by their names."""
     optimizer: WeightState
-    """State of the optimizer."""
+    """State of the optimizer; empty on ranks that do not write it."""
     replica: WeightState
     """State of the data-parallel mode that belongs to this replica."""
     is_table: bool = False
@@ -83,60 +83,46 @@ class SaveResult(NamedTuple):
     """Time from the start of the save until the checkpoint was on disk."""
 
 
+@dataclass(eq=False)
 class Saver:
     """Writes checkpoints, one at a time. Every rank has one; all ranks save at the same steps.
 
     A context manager: leaving it waits for the save in progress, unless an exception was raised on this rank alone.
-
-    model_dir: directory from which config.json and the tokenizer are copied; task, model, adapter: for the manifest;
-    timeout_s: maximum time to wait for the other ranks to finish writing, seconds; constants: adds those of layers;
-    verify: raises RunError if another run owns the directory, called on rank 0 before it publishes a checkpoint.
     """
 
-    def __init__(
-        self,
-        directory: CheckpointDirectory,
-        config: CheckpointConfig,
-        *,
-        model_dir: Path,
-        task: str,
-        model: ModelLayers,
-        adapter: str | None,
-        topology: Topology,
-        groups: Groups,
-        streams: Streams,
-        timeout_s: float,
-        constants: ConstantsFiles,
-        verify: Callable[[], None],
-    ) -> None:
-        self._directory = directory
-        self._config = config
-        self._model_dir = model_dir
-        self._task = task
-        self._model = model
-        self._adapter = adapter
-        self._topology = topology
-        self._groups = groups
-        self._streams = streams
-        self._timeout_s = timeout_s
-        self._constants = constants
-        self._verify = verify
-        self._buffers: dict[str, Tensor] = {}
-        self._thread: threading.Thread | None = None
-        self._result: SaveResult | None = None
-        self._failure: Exception | None = None
+    directory: CheckpointDirectory
+    config: CheckpointConfig
+    model_dir: Path
+    """Directory from which config.json and the tokenizer are copied."""
+    task: str
+    """Recorded in the manifest, as are the next two."""
+    model: ModelLayers
+    adapter: str | None
+    topology: Topology
+    groups: Groups
+    streams: Streams
+    timeout_s: float
+    """Maximum time to wait for the other ranks to finish writing, seconds."""
+    constants: ConstantsFiles
+    """Adds those of layers."""
+    verify: Callable[[], None]
+    """Raises RunError if another run owns the directory; called on rank 0 before it publishes a checkpoint."""
+    _buffers: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _result: SaveResult | None = field(default=None, init=False)
+    _failure: Exception | None = field(default=None, init=False)
 
     def __enter__(self) -> Saver:
-        if self._topology.rank == 0:
-            self._directory.path.mkdir(parents=True, exist_ok=True)
-            self._directory.clean()
+        if self.topology.rank == 0:
+            self.directory.path.mkdir(parents=True, exist_ok=True)
+            self.directory.clean()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._join()
         elif issubclass(kind, NonFiniteError) and self._thread is not None and self._thread.is_alive():
-            self._thread.join(self._timeout_s)  # the other ranks wait here, too: the checkpoint is of a step before
+            self._thread.join(self.timeout_s)  # the other ranks wait here, too: the checkpoint is of a step before
 
     def snapshot(
         self,
@@ -145,18 +131,16 @@ class Saver:
         run: dict[str, Any],
         *,
         best: bool = False,
-        idle: Collection[int] = (),
     ) -> None:
         """Copy the state to host memory, for `write`. Called by every rank, after `wait` for the previous save.
 
-        states: of all layers this rank holds; may change as soon as this returns. run: state of the run for the
-        manifest. best: whether to point the link "best" to this checkpoint. idle: replicas that write no layers.
+        states: what this rank writes; may change as soon as this returns. run: state of the run for the manifest. best:
+        whether to point the link "best" to this checkpoint.
         """
         assert self._thread is None, "the previous save was not waited for"
         started = time.perf_counter()
-        writers = [replica for replica in range(self._topology.replicas) if replica not in idle]
-        copies = [self._copy(state, writers[state.position % len(writers)]) for state in states]
-        event = self._streams.record_event()
+        copies = [self._copy(state) for state in states]
+        event = self.streams.record_event()
         self._thread = threading.Thread(
             target=self._save, args=(step, copies, event, run, best, started), name=f"save {step}", daemon=True
         )
@@ -189,7 +173,7 @@ class Saver:
 
     def _join(self) -> None:
         if self._thread is not None:
-            self._groups.waits.poll(self._has_ended, math.inf)  # the thread waits for other ranks
+            self.groups.waits.poll(self._has_ended, math.inf)  # the thread waits for other ranks
             self._thread = None
 
     def _has_ended(self, within_s: float) -> bool:
@@ -197,15 +181,13 @@ class Saver:
         self._thread.join(within_s)
         return not self._thread.is_alive()
 
-    def _copy(self, state: LayerState, writer: int) -> LayerState:
-        """Copy the part of a layer that this rank writes. writer: replica that writes what replicas have in common."""
+    def _copy(self, state: LayerState) -> LayerState:
         name = state.name
-        replica = self._copies(f"{name} replica", state.replica)
-        if writer != self._topology.replica:
-            return state._replace(weights=None, constants={}, optimizer={}, replica=replica)
-        assert state.weights is not None
-        weights = self._copies(name, {"": state.weights})[""]
-        return state._replace(weights=weights, optimizer=self._copies(name, state.optimizer), replica=replica)
+        return state._replace(
+            weights=None if state.weights is None else self._copies(name, {"": state.weights})[""],
+            optimizer=self._copies(name, state.optimizer),
+            replica=self._copies(f"{name} replica", state.replica),
+        )
 
     def _copies(self, owner: str, state: Mapping[str, Mapping[str, Tensor]]) -> WeightState:
         return {
@@ -215,7 +197,7 @@ class Saver:
 
     def _copied(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self._buffers:
-            raw = self._streams.host_buffer(tensor.nbytes)
+            raw = self.streams.host_buffer(tensor.nbytes)
             self._buffers[name] = raw.view(tensor.dtype).view(tensor.shape)
         return self._buffers[name].copy_(tensor.detach(), non_blocking=True)
 
@@ -231,26 +213,26 @@ class Saver:
         except Exception as failure:  # `wait` raises it in the training thread
             self._failure, error = failure, str(failure)
         seconds = time.perf_counter() - started
-        self._result = SaveResult(step, self._directory.of(step), error, tuple(errors), seconds)
+        self._result = SaveResult(step, self.directory.of(step), error, tuple(errors), seconds)
 
     def _write_all(
         self, step: int, copies: list[LayerState], event: StreamEvent, run: dict[str, Any], best: bool
     ) -> dict[int, str]:
         """Write this rank's files and, on rank 0, complete the checkpoint. Return the errors by rank."""
-        partial = self._directory.partial(step, self._groups.run_id)
+        partial = self.directory.partial(step, self.groups.run_id)
         written: list[WrittenFile] = []
         error = self._attempt(lambda: written.extend(self._write_layers(step, copies, event)))
         report = {"files": [asdict(file) for file in written], "error": error}
         try:
             reports = self._all_gather("writing a checkpoint", report)
         except (RunError, WaitInterruptedError):
-            if self._topology.rank == 0:  # another rank does not know whether rank 0 has all reports
+            if self.topology.rank == 0:  # another rank does not know whether rank 0 has all reports
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         errors, error = _errors(reports), None
         if errors:
             shutil.rmtree(partial, ignore_errors=True)
-        elif self._topology.rank == 0:
+        elif self.topology.rank == 0:
             files = [WrittenFile(**file) for report in reports for file in report["files"]]
             error = self._attempt(lambda: self._complete(step, files, run, best))
             if error is not None:
@@ -258,7 +240,7 @@ class Saver:
         return errors | _errors(self._all_gather("completing a checkpoint", {"error": error}))
 
     def _write_layers(self, step: int, copies: Sequence[LayerState], event: StreamEvent) -> Iterator[WrittenFile]:
-        partial, published = self._directory.partial(step, self._groups.run_id), self._directory.of(step)
+        partial, published = self.directory.partial(step, self.groups.run_id), self.directory.of(step)
         event.synchronize()
         partial.mkdir(parents=True, exist_ok=True)
         for copy in copies:
@@ -266,41 +248,41 @@ class Saver:
                 file = write_layer(partial, copy.stem, copy.weights, copy.optimizer)
                 yield WrittenFile.of(partial, "table" if copy.is_table else "layer", copy.name, file)
             if copy.constants:
-                file = self._constants.add(partial, published, copy.name, copy.constants)
+                file = self.constants.add(partial, published, copy.name, copy.constants)
                 yield WrittenFile.of(partial, "constants", copy.name, file)
             if copy.replica:
-                replica = self._topology.replica
+                replica = self.topology.replica
                 file = write_layer(partial, f"{copy.stem}.replica-{replica:05d}", {}, copy.replica)
                 yield WrittenFile.of(partial, "replica", copy.name, file, replica)
 
     def _complete(self, step: int, written: Sequence[WrittenFile], run: dict[str, Any], best: bool) -> None:
         """Write the manifest of a checkpoint whose layers are written, publish it, and remove old checkpoints."""
-        partial = self._directory.partial(step, self._groups.run_id)
+        partial = self.directory.partial(step, self.groups.run_id)
         check_visible(partial, written)
         Manifest(
             step=step,
-            task=self._task,
-            model=self._model,
-            layers=files_of_layers(written, "layer", self._model),
+            task=self.task,
+            model=self.model,
+            layers=files_of_layers(written, "layer", self.model),
             tables=files_of_tables(written),
             replicas=files_of_replicas(written),
-            model_files=copy_model_files(self._model_dir, partial),
+            model_files=copy_model_files(self.model_dir, partial),
             run=run,
-            constants=files_of_layers(written, "constants", self._model),
-            adapter=self._adapter,
+            constants=files_of_layers(written, "constants", self.model),
+            adapter=self.adapter,
         ).write(partial)
-        self._verify()
-        self._directory.publish(step, self._groups.run_id)
+        self.verify()
+        self.directory.publish(step, self.groups.run_id)
         if best:
-            self._directory.mark_best(step)
+            self.directory.mark_best(step)
         try:
-            self._directory.prune(step, keep=self._config.keep, keep_every=self._config.keep_every)
+            self.directory.prune(step, keep=self.config.keep, keep_every=self.config.keep_every)
         except OSError as error:  # this checkpoint is saved, and the next save tries again
             log.warning("old checkpoints could not be removed: %s", error)
 
     def _all_gather(self, phase: str, report: dict[str, Any]) -> list[dict[str, Any]]:
         """Gather a report of each rank at the end of a phase."""
-        texts = self._groups.all_gather_text(phase, json.dumps(report), timeout_s=self._timeout_s)
+        texts = self.groups.all_gather_text(phase, json.dumps(report), timeout_s=self.timeout_s)
         return [json.loads(text) for text in texts]
 
     def _attempt(self, work: Callable[[], None]) -> str | None:
@@ -308,7 +290,7 @@ class Saver:
         try:
             work()
         except Exception as error:
-            return f"rank {self._topology.rank} on {socket.gethostname()}: {_message(error)}"
+            return f"rank {self.topology.rank} on {socket.gethostname()}: {_message(error)}"
         return None
 
 

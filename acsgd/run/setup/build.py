@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -18,6 +18,7 @@ from acsgd.layers.composed import ComposedModel, Inputs
 from acsgd.layers.skeleton import fill_with_stand_ins
 from acsgd.layers.stand_ins import LookupTable
 from acsgd.optim.base import Optimizer
+from acsgd.optim.ownership import OwnedWeights, Ownership
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.stage import Stage
 from acsgd.pp.tied.dense import TiedGroup
@@ -55,8 +56,9 @@ def build_session(
     peers = Peers(groups.dp, groups.waits)
     stages = build_stages(job, composed, source, peers, deferred)
     weights = [weight for stage in stages.values() for weight in stage.weights]
-    optimizer = job.plugins.optimizer.open(weights, job.config.optim)
-    return _connect(job, groups, peers, stages, weights, optimizer, cache_plan)
+    owned = _owned(weights, job)
+    optimizer = job.plugins.optimizer.open(owned.of(weights), job.config.optim)
+    return _connect(job, groups, peers, stages, owned, optimizer, cache_plan)
 
 
 def reconnect(session: Session, job: Job, groups: Groups, cache_plan: CachePlan | None = None) -> Session:
@@ -68,12 +70,18 @@ def reconnect(session: Session, job: Job, groups: Groups, cache_plan: CachePlan 
     peers, mode = Peers(groups.dp, groups.waits), job.plugins.mode
     was, now = (ReplicaPlace(each.topology.replica, each.topology.replicas) for each in (session.job, job))
     cache_plan = keep_caches(cache_plan, session, job)
-    new = _connect(job, groups, peers, session.stages, session.weights, session.optimizer, cache_plan)
+    owned = _owned(session.weights, job)
+    new = _connect(job, groups, peers, session.stages, owned, session.optimizer, cache_plan)
     for stage in session.stages.values():  # after the last wait: an interrupt leaves the old session as it is
         own = stage.sync.take_state()
         stage.restart(mode.open(stage.weights, peers))
         stage.sync.load_state_dict(carry_over(mode.states, own, was=was, now=now))
     return new
+
+
+def _owned(weights: Sequence[Weight], job: Job) -> OwnedWeights:
+    """Return what this rank owns of its weights: all, as the other replicas do."""
+    return OwnedWeights(weights, Ownership(job.topology.replica, job.topology.replicas))
 
 
 def keep_caches(cache_plan: CachePlan | None, session: Session, job: Job) -> CachePlan | None:
@@ -94,7 +102,7 @@ def _connect(
     groups: Groups,
     peers: Peers,
     stages: dict[int, Stage],
-    weights: list[Weight],
+    owned: OwnedWeights,
     optimizer: Optimizer,
     cache_plan: CachePlan | None,
 ) -> Session:
@@ -105,7 +113,7 @@ def _connect(
         groups=groups,
         peers=peers,
         stages=stages,
-        weights=weights,
+        owned=owned,
         pipeline=Pipeline(
             job.programs.actions,
             stages,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,8 @@ from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents, optimizer_sp
 from acsgd.io.checkpoint.progress import Progress, changed_options, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.io.checkpoint.saver import LayerState
-from acsgd.layers.description import ModelLayers
 from acsgd.notes import print_note, report_if_slow
-from acsgd.optim.base import Optimizer, OptimizerSpec
+from acsgd.optim.base import OptimizerSpec
 from acsgd.optim.loss_scale import LossScale
 from acsgd.pp.stage import Stage
 from acsgd.run.plan.job import Job
@@ -76,29 +75,30 @@ def start(job: Job, inputs: RunInputs, groups: Groups) -> Start:
     return Start(session, progress, checkpoint.path, notes, source)
 
 
-def layer_states(session: Session) -> list[LayerState]:
-    """Return the state of every layer and table of this rank, not copied."""
-    return [
-        state
-        for stage in session.stages.values()
-        for state in _stage_states(stage, session.optimizer, session.job.model.description)
-    ]
+def layer_states(session: Session, idle: Collection[int] = ()) -> list[LayerState]:
+    """Return what this rank saves of the state of its layers and tables, not copied.
+
+    idle: replicas that save nothing of what replicas have in common.
+    """
+    return [state for stage in session.stages.values() for state in _stage_states(session, stage, idle)]
 
 
-def _stage_states(stage: Stage, optimizer: Optimizer, description: ModelLayers) -> Iterator[LayerState]:
+def _stage_states(session: Session, stage: Stage, idle: Collection[int]) -> Iterator[LayerState]:
     global_weights, replica_state = stage.sync.global_weights(), stage.sync.state_dict()
-    tables = [*description.tables()]
+    owned, tables = session.owned, [*session.job.model.description.tables()]
 
     def state_of(name: str, position: int, weights: Sequence[Weight], constants: dict[str, Tensor]) -> LayerState:
         originals = [weight for weight in weights if not weight.is_copy]
         replica = part_of(replica_state, {weight.key for weight in weights})
         if global_weights is None:
-            masters = {weight.key: weight.master for weight in originals}
-            return LayerState(name, position, masters, constants, optimizer.state_of(originals), replica)
-        # each replica has its own optimizer state
-        model = {weight.key: global_weights[weight.key] for weight in originals}
-        local = {LOCAL_OPTIMIZER + key: by_key for key, by_key in optimizer.state_of(weights).items()}
-        return LayerState(name, position, model, constants, {}, replica | local)
+            masters: dict[str, Tensor] = {weight.key: weight.master for weight in originals}
+            optimizer = owned.ownership.written(owned.state_of(session.optimizer, originals), position, idle)
+        else:  # each replica has its own optimizer state
+            masters, optimizer = {weight.key: global_weights[weight.key] for weight in originals}, {}
+            replica |= _local(owned.state_of(session.optimizer, weights))
+        if owned.ownership.is_writer(name, position, idle):
+            return LayerState(name, position, masters, constants, optimizer, replica)
+        return LayerState(name, position, None, {}, {}, replica | _local(optimizer))
 
     for layer in stage.layers:
         apart = [weight for weight in layer.weights if weight.key in tables and not weight.is_copy]
@@ -106,6 +106,11 @@ def _stage_states(stage: Stage, optimizer: Optimizer, description: ModelLayers) 
         yield state_of(layer.spec.name, layer.spec.index, others, layer.constants)
         for weight in apart:
             yield state_of(weight.key, tables.index(weight.key), [weight], {})._replace(is_table=True)
+
+
+def _local(state: WeightState) -> WeightState:
+    """Return the optimizer state of one replica under the names that it has in the files of the replica."""
+    return {LOCAL_OPTIMIZER + name: by_key for name, by_key in state.items()}
 
 
 @torch.no_grad()
@@ -160,7 +165,7 @@ def _restore_layer(
         first = description.first_holder(weight.key).name
         weight.master.copy_(checkpoint.tensor(first, weight.key))
         if has_same_optimizer:
-            session.optimizer.load_state_of(weight, read(first), weight.key)
+            session.owned.load_state(session.optimizer, [weight], read(first))
         if weight.param is not weight.master:
             weight.param.copy_(weight.master)
 
@@ -206,7 +211,7 @@ def _restore_local_optimizer(session: Session, weights: Sequence[Weight], saved:
             each.pop(state.name, None)
     for weight in weights:
         if any(weight.key in tensors for tensors in local.values()):
-            session.optimizer.load_state_of(weight, local, weight.key)
+            session.owned.load_state(session.optimizer, [weight], local)
 
 
 def _drop_local_optimizer(saved: Sequence[WeightState]) -> None:

@@ -73,8 +73,8 @@ class Checkpointing(StepHook):
         """Return the checkpointing of a run that has just started."""
         job = start.session.job
         saver = Saver(
-            job.paths.checkpoints,
-            job.config.checkpoint,
+            directory=job.paths.checkpoints,
+            config=job.config.checkpoint,
             model_dir=job.model.directory,
             task=job.model.task.name,
             model=job.model.description,
@@ -169,7 +169,7 @@ class Checkpointing(StepHook):
             origin_of(job.config),
             self._inputs.reader.stream_states(progress.step),
         )
-        self._saver.snapshot(progress.step, layer_states(self._session), run.to_dict(), best=best, idle=idle)
+        self._saver.snapshot(progress.step, layer_states(self._session, idle), run.to_dict(), best=best)
         self._saved_at, self._has_copy = time.monotonic(), True
         return time.perf_counter() - started
 
