@@ -1,4 +1,4 @@
-"""Laws of connecting and of text exchanges: each wait has a limit, and the store does not grow."""
+"""Laws of connecting and of text exchanges: a group per axis, each wait has a limit, and the store does not grow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from lib.proxy import proxied_store
 from lib.ranks import on_ranks
@@ -15,7 +17,7 @@ from acsgd.comm.process_groups import MARGIN_S as TORCH_MARGIN_S
 from acsgd.errors import RunError
 from acsgd.groups import connect, open_store
 from acsgd.launch import Launch
-from acsgd.topology import Topology
+from acsgd.topology import Axis, Topology
 
 TIMEOUT_S = 2.0
 MARGIN_S = 15.0
@@ -54,6 +56,29 @@ def test_wherever_the_store_freezes_all_ranks_end_in_time() -> None:
     texts = [error for ends in found.values() for error, _ in ends]
     assert any("could not connect to the other 1 processes within 2 s: " in text for text in texts)
     assert any(": writing a checkpoint: torchrun's store at 127.0.0.1:" in text for text in texts)
+
+
+def sums_along_axes(rank: int, world_size: int, sizes: dict[Axis, int], store: Path) -> dict[str, float]:
+    """Return the sum of the ranks in the group of each axis, and of all ranks in a group apart."""
+    topology, file_store = Topology(rank, sizes), dist.FileStore(str(store), world_size)
+    with connect(topology, timeout=timedelta(seconds=60), store=file_store, background=True) as groups:
+        assert [groups.by_axis[axis].ranks for axis in sizes] == [topology.ranks_along(axis) for axis in sizes]
+        assert groups.background is not groups.world
+        sums = {}
+        for name, group in {**groups.by_axis, "background": groups.background}.items():
+            total = torch.tensor(float(rank), device=group.device)
+            groups.waits.wait(group.all_reduce(total))
+            sums[name] = total.item()
+        return sums
+
+
+def test_each_axis_has_a_group(tmp_path: Path) -> None:
+    sizes: dict[Axis, int] = {"replica": 1, "shard": 2, "pipeline": 2}
+    sums = on_ranks(4, sums_along_axes, sizes, tmp_path / "store")
+    assert [each["replica"] for each in sums] == [0, 1, 2, 3]
+    assert [each["shard"] for each in sums] == [0 + 2, 1 + 3, 0 + 2, 1 + 3]
+    assert [each["pipeline"] for each in sums] == [0 + 1, 0 + 1, 2 + 3, 2 + 3]
+    assert [each["background"] for each in sums] == [6] * 4
 
 
 def exchange(rank: int, world_size: int, port: int, rounds: int) -> str:
