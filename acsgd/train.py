@@ -38,15 +38,6 @@ from acsgd.run.setup.resume import start
 from acsgd.run.step.hooks import LoopState
 from acsgd.run.step.run import Run, open_run, text_log_of
 from acsgd.run.step.spikes import SKIP
-from acsgd.topology import Groups
-from acsgd.run.setup.session import Session, StepResult
-from acsgd.run.step.after_step import NoSnapshots, StepSnapshots, evaluate_log_save, pause_needs_checkpoint, step_votes
-from acsgd.run.step.checkpointing import Checkpointing
-from acsgd.run.step.loop_state import LoopState
-from acsgd.run.step.nan_diagnosis import explain_non_finite
-from acsgd.run.step.pace import Pace
-from acsgd.run.step.spikes import SpikeGuard
-from acsgd.run.step.text_log import text_log_of
 
 NO_VOTES: Report = {}
 

@@ -21,8 +21,6 @@ from acsgd.io.telemetry.record import RunEvent
 from acsgd.run.lock.lock import RunLock, leases_of
 from acsgd.run.plan.job import Job
 from acsgd.run.step.hooks import LoopState
-from acsgd.topology import Groups
-from acsgd.run.step.loop_state import LoopState
 
 
 class ViewLock:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from acsgd.comm.waits import Work
 from acsgd.errors import RunError, reason
-from acsgd.topology import Groups, Topology
+from acsgd.groups import Groups
+from acsgd.topology import Topology
 
 TAG = 1
 """Tag of these messages; the group carries no other point-to-point messages."""
@@ -140,7 +141,7 @@ class StepSummary:
     @classmethod
     def of(cls, reports: Sequence[Report], topology: Topology) -> StepSummary:
         """Return the summary of the reports of all ranks, which have the same fields."""
-        pipelines = [topology.pipeline(replica) for replica in range(topology.replicas)]
+        pipelines = topology.lines("pipeline")
         return cls({f.name: [[reports[rank][f] for rank in ranks] for ranks in pipelines] for f in reports[0]})
 
     def __getitem__(self, field: Field[T]) -> T:
@@ -196,12 +197,12 @@ class Gather:
         self._group = group
         self._waits = groups.waits
         self._rows = [torch.zeros(length, dtype=torch.float64) for length in lengths]
-        self._others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
-        self._receiving: dict[int, Work | None] = {}
-        for row, rank in zip(self._rows, dist.get_process_group_ranks(group), strict=True):
+        self._others = [rank for rank in group.ranks if rank != dist.get_rank()]
+        self._receiving: dict[int, Work] = {}
+        for row, rank in zip(self._rows, group.ranks, strict=True):
             if rank != dist.get_rank() and len(row):
                 with _naming([rank]):
-                    self._receiving[rank] = dist.irecv(row, rank, group, TAG)
+                    self._receiving[rank] = group.irecv(row, rank, TAG)
 
     def rows(self, mine: Tensor) -> list[Tensor]:
         """Send `mine`, fp64 [length of this rank], to all ranks; return the numbers of all ranks.
@@ -211,19 +212,15 @@ class Gather:
         self._rows[self._group.rank()].copy_(mine)
         missing = list(self._receiving)
         with _naming(self._others):
-            sending = [dist.isend(mine, rank, self._group, TAG) for rank in self._others if len(mine)]
+            sending = [self._group.isend(mine, rank, TAG) for rank in self._others if len(mine)]
         with _naming(missing):
             for work in self._receiving.values():
-                self._wait(work)
+                self._waits.wait(work)
                 missing.pop(0)
         with _naming(self._others):
             for work in sending:
-                self._wait(work)
+                self._waits.wait(work)
         return self._rows
-
-    def _wait(self, work: Work | None) -> None:
-        assert work is not None
-        self._waits.wait(work)
 
 
 @contextlib.contextmanager

@@ -22,8 +22,8 @@ from acsgd.io.data.batches import Batch
 from acsgd.io.telemetry.record import StepRecord
 from acsgd.optim.base import LocalStep, Optimizer
 from acsgd.optim.loss_scale import clip_factor, scale_gradients_, squared_norm
-from acsgd.pp.nan_probe import NonFiniteTensor, first_non_finite
 from acsgd.optim.ownership import OwnedWeights
+from acsgd.pp.nan_probe import NonFiniteTensor, first_non_finite
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.stage import Stage
 from acsgd.pp.wire.cache import ActivationCache

@@ -39,8 +39,6 @@ from acsgd.run.session import Session
 from acsgd.run.setup import build
 from acsgd.run.setup.data import open_data
 from acsgd.run.setup.inputs import open_inputs, open_weight_source
-from acsgd.topology import Groups, connect
-from acsgd.run.setup.session import Session
 from acsgd.train import train_step
 from benchmarks.common.compare import Comparison, RankRounds, alternate, on_ranks, summarise
 from benchmarks.common.small_model import save_blank

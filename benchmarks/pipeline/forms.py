@@ -20,8 +20,6 @@ from acsgd.run.plan.job import Job
 from acsgd.run.session import Session, StepResult
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_weight_source, plan_activation_caches
-from acsgd.topology import Groups, connect
-from acsgd.run.setup.session import Session, StepResult
 from acsgd.train import train_step
 
 UNCOMPRESSED = "none/none"

@@ -33,8 +33,6 @@ from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_weight_source
-from acsgd.topology import connect
-from acsgd.run.setup.session import Session
 from acsgd.train import train_step
 from benchmarks.common.compare import on_ranks
 from benchmarks.pipeline.network_ranks import save_tokenizer

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from acsgd.config.options import Config, OptimConfig, ReplicaConfig
 from acsgd.config.spec import from_spec
-from acsgd.dp.hooks import CocktailState, cocktail_hook
+from acsgd.dp.hooks.hooks import CocktailState, cocktail_hook
 from acsgd.groups import connect
 from acsgd.io.data.batches import Batch, Dataset
 from acsgd.launch import Launch

@@ -41,20 +41,15 @@ from acsgd.config.options import (
     PipelineConfig,
     ReplicaConfig,
 )
+from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
 from acsgd.pp.wire.cache_plan import CachePlan
-from acsgd.run.setup.build import build_session
-from acsgd.run.setup.inputs import open_weight_source
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.session import Session
-from acsgd.topology import connect
-from acsgd.run.setup.build import (build_session)
-from acsgd.run.setup.inputs import (open_weight_source)
-from acsgd.run.plan.job import (Job, prepare)
-from acsgd.run.setup.session import (Session)
-from acsgd.groups import connect
+from acsgd.run.setup.build import build_session
+from acsgd.run.setup.inputs import open_weight_source
 from acsgd.train import train_step
 from benchmarks.common.compare import Comparison, Step, alternate, on_ranks, summarise
 from benchmarks.runs.speed import (

@@ -29,17 +29,17 @@ from rich.table import Table
 from acsgd.config.options import Config
 from acsgd.config.run_file import parse
 from acsgd.failures.signals import StopSignals
-from acsgd.run.step.hooks import LoopState
+from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch
-from acsgd.run.step.checkpointing import Checkpointing
-from acsgd.run.setup.inputs import open_inputs
-from acsgd.run.plan.job import prepare
-from acsgd.run.lock.lock import RunLock
-from acsgd.run.session import Session
-from acsgd.run.setup.resume import start
 from acsgd.launch import Launch
-from acsgd.groups import connect
+from acsgd.run.lock.lock import RunLock
+from acsgd.run.plan.job import prepare
+from acsgd.run.session import Session
+from acsgd.run.setup.inputs import open_inputs
+from acsgd.run.setup.resume import start
+from acsgd.run.step.checkpointing import Checkpointing
+from acsgd.run.step.hooks import LoopState
 from acsgd.train import train_step
 from benchmarks.common.compare import on_ranks
 from examples.demo import make_model
@@ -159,7 +159,9 @@ def measure(options: argparse.Namespace) -> tuple[int, dict[str, list[float]]]:
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/checkpoint.json"), help="path of the results")
+    parser.add_argument(
+        "--json", type=Path, default=Path("runs/benchmarks/checkpoint.json"), help="path of the results"
+    )
     parser.add_argument("--dir", type=Path, default=Path("runs/benchmarks"), help="directory on the disk to measure")
     parser.add_argument("--rounds", type=int, default=15, help="number of rounds, 2 or more")
     options = parser.parse_args()
@@ -172,7 +174,11 @@ def main() -> None:
         table.add_row(name, f"{median:.3f}", f"{low:.3f} - {high:.3f}")
         summary[name] = {"median": median, "quartiles": [low, high]}
     Console().print(table)
-    about: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.processor()}
+    about: dict[str, Any] = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.processor(),
+    }
     about |= {"rounds": options.rounds, "checkpoint_bytes": nbytes}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"about": about, "ratios": summary}, indent=1))

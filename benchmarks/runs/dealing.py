@@ -26,22 +26,16 @@ from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
+from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
 from acsgd.pp.stage import Stage
+from acsgd.run.plan.job import prepare
+from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_weight_source
-from acsgd.run.plan.job import prepare
 from acsgd.run.step.pace import Pace
-from acsgd.run.session import Session
-from acsgd.topology import connect
-from acsgd.run.setup.build import (build_session)
-from acsgd.run.setup.inputs import (open_weight_source)
-from acsgd.run.plan.job import (prepare)
-from acsgd.run.step.pace import (Pace)
-from acsgd.run.setup.session import (Session)
-from acsgd.groups import connect
 from acsgd.train import train_step
 from benchmarks.common.compare import Comparison, RankRounds, Step, alternate, on_ranks, summarise
 from benchmarks.runs.speed import SEQUENCE, VOCABULARY, save_model
@@ -94,9 +88,7 @@ def slow_down(name: str) -> None:
     setattr(Stage, name, slow)
 
 
-def rank_rounds(
-    rank: int, replicas: int, model: Path, store: str, rounds: int
-) -> tuple[RankRounds, list[list[int]]]:
+def rank_rounds(rank: int, replicas: int, model: Path, store: str, rounds: int) -> tuple[RankRounds, list[list[int]]]:
     """Run one rank; return its times, and how the micro-batches were dealt by speed."""
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)
@@ -107,9 +99,7 @@ def rank_rounds(
     file_store, deals = dist.FileStore(store, replicas), list[list[int]]()
     with connect(jobs[0].topology, timeout=timedelta(seconds=120), store=file_store) as groups:
         ours, theirs = (step_of(build_session(job, open_weight_source(job), groups), deals) for job in jobs)
-        measured = alternate(
-            ours, theirs, warmup=WARMUP, rounds=rounds, steps=STEPS_PER_BLOCK, barrier=dist.barrier
-        )
+        measured = alternate(ours, theirs, warmup=WARMUP, rounds=rounds, steps=STEPS_PER_BLOCK, barrier=dist.barrier)
     return measured, deals
 
 

@@ -199,7 +199,9 @@ def largest_difference(elastic: Curve, calm: Curve) -> float:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500, help="optimizer steps, enough for all events")
-    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/elastic-run.json"), help="path of the results")
+    parser.add_argument(
+        "--json", type=Path, default=Path("runs/benchmarks/elastic-run.json"), help="path of the results"
+    )
     parser.add_argument("--svg", type=Path, default=Path("docs/elastic-run.svg"), help="path of the picture")
     return parser.parse_args()
 
@@ -216,9 +218,7 @@ def main() -> None:
         (directory / "model").mkdir()
         text = "\n".join(topics.values())
         save_blank(directory / "model", text, vocabulary=4096, sequence=64, hidden=192, blocks=4, heads=3)
-        (run_file := directory / "run.toml").write_text(
-            RUN_FILE.format(model=directory / "model", steps=options.steps)
-        )
+        (run_file := directory / "run.toml").write_text(RUN_FILE.format(model=directory / "model", steps=options.steps))
         elastic, changes = train_with_events(directory / "elastic", run_file, options.steps, console.print)
         calm = train_calmly(directory / "calm", run_file, options.steps)
     console.print(change_table(changes))

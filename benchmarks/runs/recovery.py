@@ -70,7 +70,12 @@ CHECKPOINT_EVERY = 10
 GIVE_UP_S = 120.0
 TORCHRUN_ROW, TUNED_ROW = "kill a worker, torchrun's c10d", "kill a worker, c10d tuned"
 TORCHFT_ROWS = "kill a replica, torchft", "join until it trains, torchft"
-TUNED = ("--monitor-interval", "0.1", "--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3")
+TUNED = (
+    "--monitor-interval",
+    "0.1",
+    "--rdzv-conf",
+    "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3",
+)
 RUN_FILE = """
 [model]
 name = "{model}"

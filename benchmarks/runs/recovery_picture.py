@@ -24,7 +24,9 @@ def draw(rows: Sequence[Row]) -> Figure:
     axes = figure.subplots()
     highest = max(row.max_s for row in rows)
     lowest = min(0.1, *(max(0.01, min(row.seconds)) for row in rows))
-    axes.set(xscale="log", xlim=(lowest, 1.6 * highest), xlabel="seconds until the next step; bar = median, marks = rounds")
+    axes.set(
+        xscale="log", xlim=(lowest, 1.6 * highest), xlabel="seconds until the next step; bar = median, marks = rounds"
+    )
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.invert_yaxis()
     for place, row in enumerate(rows):

@@ -26,31 +26,22 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
+from acsgd.comm.waits import InterruptibleWaits
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 from acsgd.elastic.state.snapshot_store import SnapshotStore
 from acsgd.elastic.state.snapshots import BUDGET, Snapshots
-from acsgd.io.telemetry.metrics import Metrics
+from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import BatchReader
+from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
+from acsgd.run.plan.job import prepare
+from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_data
 from acsgd.run.setup.inputs import open_weight_source
-from acsgd.run.plan.job import prepare
 from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
-from acsgd.run.session import Session
-from acsgd.topology import connect
-from acsgd.run.step.after_step import (NoSnapshots, StepSnapshots)
-from acsgd.run.setup.build import (build_session)
-from acsgd.run.setup.report import (Votes)
-from acsgd.run.setup.data import (open_data)
-from acsgd.run.setup.inputs import (open_weight_source)
-from acsgd.run.plan.job import (prepare)
-from acsgd.run.step.loop_state import (LoopState)
-from acsgd.run.setup.session import (Session)
-from acsgd.groups import connect
 from acsgd.train import train_step
-from acsgd.comm.waits import InterruptibleWaits
 from benchmarks.common.compare import RankRounds, Step, alternate, on_ranks, summarise
 from benchmarks.common.small_model import save_blank
 
@@ -102,7 +93,10 @@ def rank_rounds(rank: int, model: Path, store: str, rounds: int) -> RankResult:
     job = prepare(config_of(model), Launch(rank, rank, STAGES))
     file_store, waits, timeout = dist.FileStore(store, STAGES), InterruptibleWaits(), timedelta(seconds=120)
     with connect(job.topology, timeout=timeout, store=file_store, waits=waits, background=True) as groups:
-        sessions, reader = [build_session(job, open_weight_source(job), groups) for _ in range(2)], open_data(job).reader
+        sessions, reader = (
+            [build_session(job, open_weight_source(job), groups) for _ in range(2)],
+            open_data(job).reader,
+        )
         snapshots = Snapshots(SnapshotStore(), sessions[0], reader, groups, HOSTS, epoch=1, interval=None)
         ours, theirs = step_of(sessions[0], reader, snapshots), step_of(sessions[1], reader)
 

@@ -81,7 +81,11 @@ def main() -> None:
         table.add_row(part, f"{median:.3f}", f"{low:.3f} - {high:.3f}")
         summary[part] = {"median": median, "quartiles": [low, high]}
     Console().print(table)
-    about: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.processor()}
+    about: dict[str, Any] = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.processor(),
+    }
     about |= {"starts": options.starts, "median_s": total_s}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"about": about, "fractions": summary}, indent=1))

@@ -1,6 +1,6 @@
 """train.py with the time of each part of its start; run by start.py under torchrun.
 
-    start_timed.py TIMES RUN.toml ...           writes TIMES-<rank>, a JSON list of [part, time.time() at its end]
+start_timed.py TIMES RUN.toml ...           writes TIMES-<rank>, a JSON list of [part, time.time() at its end]
 """
 
 # ruff: noqa: E402, the imports are timed
@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from acsgd.launch import Launch
 from acsgd.failures.signals import end_with_torchrun
+from acsgd.launch import Launch
 
 TIMES = [("torchrun, Python", time.time())]
 LAUNCH = Launch.from_env()
@@ -36,10 +36,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: F401
 
 record("import transformers")
 from acsgd import main, train
-from acsgd.run.session import Session
-from acsgd.topology import Groups
-from acsgd.run.setup.session import (Session)
 from acsgd.groups import Groups
+from acsgd.run.session import Session
 
 record("import acsgd")
 

@@ -12,10 +12,8 @@ import torch.distributed as dist
 from lib.ranks import on_ranks
 
 from acsgd.errors import RunError
-from acsgd.run.report import Gather
-from acsgd.topology import Topology, connect
 from acsgd.groups import connect
-from acsgd.run.setup.report import Gather
+from acsgd.run.report import Gather
 from acsgd.topology import Topology
 
 TIMEOUT = timedelta(seconds=60)

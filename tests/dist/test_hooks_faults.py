@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lib.hooked import TIMEOUT, Run, batch, net, on_plain_ranks
 from torch.nn.parallel import DistributedDataParallel
 
-from acsgd.dp.hooks import CocktailState, MeanState
+from acsgd.dp.hooks.hooks import CocktailState, MeanState
 
 
 def fail(rank: int, how: str) -> str:

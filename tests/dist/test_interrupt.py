@@ -20,10 +20,8 @@ from lib.ranks import on_ranks
 
 from acsgd.comm.waits import InterruptibleWaits
 from acsgd.errors import WaitInterruptedError
-from acsgd.run.report import Gather
-from acsgd.topology import Groups, Topology, connect
 from acsgd.groups import Groups, connect
-from acsgd.run.setup.report import Gather
+from acsgd.run.report import Gather
 from acsgd.topology import Topology
 
 TIMEOUT = timedelta(seconds=60)

@@ -24,9 +24,6 @@ from acsgd.run.report import StepSummary
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_weight_source
 from acsgd.run.step.hooks import LoopState
-from acsgd.topology import connect
-from acsgd.run.setup.report import StepSummary
-from acsgd.run.step.loop_state import LoopState
 
 STEPS, INTERRUPTED = 4, 1
 

@@ -25,8 +25,6 @@ from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_weight_source
-from acsgd.topology import Groups, connect
-from acsgd.run.setup.session import Session
 from acsgd.train import train_step
 
 STEPS = 6

@@ -29,8 +29,6 @@ from acsgd.run.session import StepResult
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_data
 from acsgd.run.setup.inputs import open_weight_source
-from acsgd.topology import connect
-from acsgd.run.setup.session import StepResult
 from acsgd.train import train_step
 
 TinyModel = Callable[..., Path]

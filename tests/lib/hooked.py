@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from acsgd.dp.hooks import CocktailState, HookState, MeanState, cocktail_hook, mean_hook
+from acsgd.dp.hooks.hooks import CocktailState, HookState, MeanState, cocktail_hook, mean_hook
 from lib.ranks import on_ranks
 
 LR = 0.01

@@ -20,8 +20,8 @@ from typing import Any
 
 from acsgd.elastic import worker
 from acsgd.elastic.control import Control
-from acsgd.elastic.host.daemon import Connections
 from acsgd.elastic.host.register import ViewRegister
+from acsgd.elastic.host.transport import Connections
 from acsgd.elastic.membership.messages import Decided, Hello, Prepare, View
 from acsgd.elastic.membership.views import Membership
 from acsgd.elastic.state import handover
@@ -33,10 +33,6 @@ from acsgd.optim.adamw import AdamWOptimizer
 from acsgd.run.report import Gather, StepExchange
 from acsgd.run.session import Session
 from acsgd.run.step.hooks import LoopState
-from acsgd.topology import Groups
-from acsgd.run.setup.report import Gather, StepExchange
-from acsgd.run.setup.session import Session
-from acsgd.run.step.loop_state import LoopState
 from tests.lib.forked_torchrun import PIDS, Setup
 
 FAULTS, TRACE, RETURNS = "faults", "trace", "returns"

@@ -32,8 +32,6 @@ from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session, StepResult
 from acsgd.run.setup.inputs import open_inputs
-from acsgd.topology import connect
-from acsgd.run.setup.session import Session, StepResult
 from lib.cache import share_cache, with_shared_cache
 
 STEPS, HALF = 8, 5

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from acsgd import train
 from acsgd.config.options import Config
-from acsgd.io.checkpoint.progress import RunIdentity
 from acsgd.groups import connect
-from acsgd.io.checkpoint.progress import Progress, RunIdentity
+from acsgd.io.checkpoint.progress import RunIdentity
 from acsgd.io.checkpoint.resume import find
 from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
@@ -28,8 +27,6 @@ from acsgd.run.plan.job import Job, prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.inputs import RunInputs, open_weight_source, plan_activation_caches
 from acsgd.run.step.run import Run
-from acsgd.topology import connect
-from acsgd.run.setup.session import Session
 from lib.model_types import VOCABULARY
 
 SEQUENCE, BATCH = 12, 6

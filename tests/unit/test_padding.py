@@ -22,9 +22,10 @@ from acsgd.codecs.base import wire_bytes
 from acsgd.config.options import Config
 from acsgd.io.data.rows.base import LENGTHS
 from acsgd.launch import Launch
+from acsgd.layers.compare import Stages
 from acsgd.layers.lengths import Lengths, cut, longest
 from acsgd.layers.padding import depends_on_length, ignores_padding
-from acsgd.layers.verify import Stages, fill_with_random, make_batches
+from acsgd.layers.verify import fill_with_random, make_batches
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.data import open_data
 from acsgd.run.setup.describe import describe_padding, micro_shapes

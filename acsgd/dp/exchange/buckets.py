@@ -17,13 +17,9 @@ from acsgd.config.ranges import Range
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import GradSync
+from acsgd.groups import collective_errors
 from acsgd.optim.base import Capability
 from acsgd.shards.weights import Weight
-from acsgd.topology import collective_errors
-from acsgd.dp.resize import ReplicaState, check_names
-from acsgd.groups import collective_errors
-from acsgd.optim.base import Capability, SecondMoments
-from acsgd.shards.weights import Weight, WeightState
 
 
 class FlatLayout:

@@ -16,9 +16,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from acsgd.dp.resize import ReplicaPlace, carry_over
-from acsgd.run.session import Session
 from acsgd.groups import Groups
-from acsgd.run.setup.session import Session
+from acsgd.run.session import Session
 from acsgd.shards.layer_tensors import LayerTensors
 from acsgd.shards.load import Constants, LoadedLayer
 from acsgd.shards.weights import WeightState, part_of

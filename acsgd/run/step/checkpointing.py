@@ -14,7 +14,6 @@ from acsgd.config.adapters import ADAPTERS
 from acsgd.config.spec import to_spec
 from acsgd.errors import NonFiniteError, RunError, SaveError
 from acsgd.failures.signals import StopSignals
-from acsgd.groups import Groups
 from acsgd.io.checkpoint.constants import ConstantsFiles
 from acsgd.io.checkpoint.progress import Progress, RunState, origin_of, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint, newest_valid
