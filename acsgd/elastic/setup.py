@@ -13,10 +13,11 @@ from acsgd.config.options import Config
 from acsgd.elastic.membership.messages import Setup
 from acsgd.pp.schedules.actions import Placement
 from acsgd.pp.wire.delta import Delta
+from acsgd.run.initial_weights import base_checksums
 from acsgd.run.plan.job import Job
 from acsgd.run.plan.layout import Cut, divide, layers_by_rank
 from acsgd.run.plan.limits import check_memory
-from acsgd.run.setup.inputs import RunInputs, base_checksums
+from acsgd.run.setup.inputs import RunInputs
 
 
 def check_elastic(job: Job) -> None:

@@ -43,10 +43,11 @@ from acsgd.io.data.batches import BatchReader
 from acsgd.io.files.fields import from_json
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.report import StepSummary
 from acsgd.run.session import Session
-from acsgd.run.setup.inputs import RunInputs, open_inputs, open_weight_source
+from acsgd.run.setup.inputs import RunInputs, open_inputs
 from acsgd.run.setup.resume import Start, start
 from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.run.step.hooks import LoopState, StepHook

@@ -34,11 +34,12 @@ from acsgd.groups import Groups, connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import BatchReader
 from acsgd.launch import Launch
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.session import Session
 from acsgd.run.setup import build
 from acsgd.run.setup.data import open_data
-from acsgd.run.setup.inputs import open_inputs, open_weight_source
+from acsgd.run.setup.inputs import open_inputs
 from acsgd.train import train_step
 from benchmarks.common.compare import Comparison, RankRounds, alternate, on_ranks, summarise
 from benchmarks.common.small_model import save_blank

@@ -26,8 +26,8 @@ from rich.table import Table
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 from acsgd.io.data.tokens import tokens as tokens_module
-from acsgd.io.data.tokens.corpus_writer import OFFSETS
-from acsgd.io.data.tokens.tokens import TOKENS, TokenStats
+from acsgd.io.data.tokens.corpus import OFFSETS, TOKENS
+from acsgd.io.data.tokens.tokens import TokenStats
 from acsgd.io.files.arrays import ArrayWriter
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare

@@ -23,9 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from acsgd.io.data.sources.sources import parse_sources
-from acsgd.io.data.tokens.tokens import tokenize_all
-from benchmarks.data.tokenize import CORES, KINDS, load, pieces
+from benchmarks.data.tokenize import CORES, KINDS, load, pieces, tokens_of
 
 
 def write(path: Path, kind: str, text: str, nbytes: int) -> None:
@@ -43,8 +41,7 @@ def measure(path: Path, model: Path) -> None:
     started, tokens = time.perf_counter(), 0
     if path.stat().st_size:
         with tempfile.TemporaryDirectory() as scratch:
-            sources = parse_sources(str(path))
-            tokens = len(tokenize_all(sources, tokenizer, Path(scratch), vocab_size=len(tokenizer))[0].tokens)
+            tokens = len(tokens_of(path, tokenizer, Path(scratch)).tokens)
     seconds = time.perf_counter() - started
     print(json.dumps([tokens, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10]))
 

@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from acsgd.io.data.rows.best_fit import best_fit
+from acsgd.io.data.rows.layout import best_fit
 from acsgd.io.data.sampler import Ints
 
 THEIRS = """

@@ -27,6 +27,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoTokenizer
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
+from acsgd.io.data.row_spec import RowSpec
 from acsgd.io.data.rows.base import Rows
 from acsgd.io.data.rows.streamed import StreamedRows, StreamState
 from acsgd.io.data.sources.sources import parse_sources
@@ -45,7 +46,9 @@ def open_rows(options: argparse.Namespace, scratch: Path, sources: str, run: str
     tokenizer = AutoTokenizer.from_pretrained(scratch / "model")
     eos = tokenizer.eos_token_id
     model = AutoConfig.for_model("gpt2", vocab_size=len(tokenizer), bos_token_id=eos, eos_token_id=eos)
-    [rows] = RowMaker(config, model, tokenizer, scratch / run / "cache").open(parse_sources(sources))
+    found = parse_sources(sources)
+    spec, cache = RowSpec.of(config, model, tokenizer, found), scratch / run / "cache"
+    [rows] = RowMaker(spec, model, tokenizer, "none", cache, scratch / run / "streams").open(found)
     return rows
 
 

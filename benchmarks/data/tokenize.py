@@ -27,10 +27,14 @@ import datasets
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from acsgd.config.options import Config, DataConfig, ModelConfig, OptimConfig
+from acsgd.io.data.row_spec import RowSpec
 from acsgd.io.data.sources.sources import parse_sources
-from acsgd.io.data.tokens.tokens import tokenize_all
+from acsgd.io.data.tokens.corpus import Corpus
+from acsgd.io.data.tokens.encode import DocumentEncoder
+from acsgd.io.data.tokens.tokens import open_tokens
 from benchmarks.common.compare import Comparison, alternate, summarise
 
 MARKED = (
@@ -43,6 +47,14 @@ BATCH = 1000
 """Texts per call of encode_batch and of the function of `map`, whose default this is."""
 CORES = len(os.sched_getaffinity(0))
 GOALS = {"map": 1.0, "bare": 0.8}
+
+
+def tokens_of(path: Path, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Corpus:
+    """Tokenize a file of documents into an empty cache."""
+    sources, size = parse_sources(str(path)), len(tokenizer)
+    data, model = DataConfig(sources=str(path), sequence=8, batch=1), AutoConfig.for_model("gpt2", vocab_size=size)
+    spec = RowSpec.of(Config(ModelConfig("none"), data, OptimConfig(lr=1.0, steps=1)), model, tokenizer, sources)
+    return open_tokens(sources[0].source, spec, tokenizer, cache, DocumentEncoder(tokenizer), vocab_size=size)
 
 
 class Kind(NamedTuple):
@@ -158,11 +170,9 @@ def compare(name: str, kind: Kind, options: argparse.Namespace, text: str, scrat
     path, number = scratch / "records.jsonl", itertools.count()
     records = write(path, kind, text, int(options.megabytes * 2**20))
     texts = [kind.text(tokenizer, record) for record in records]
-    sources = parse_sources(str(path))
 
     def ours(_: int) -> float:
-        [corpus] = tokenize_all(sources, tokenizer, scratch / f"cache-{next(number)}", vocab_size=len(tokenizer))
-        return len(corpus.tokens)
+        return len(tokens_of(path, tokenizer, scratch / f"cache-{next(number)}").tokens)
 
     def bare(_: int) -> float:
         encode = tokenizer.backend_tokenizer.encode_batch

@@ -16,10 +16,11 @@ from acsgd.config.options import Config
 from acsgd.groups import Groups, connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job
 from acsgd.run.session import Session, StepResult
 from acsgd.run.setup.build import build_session
-from acsgd.run.setup.inputs import open_weight_source, plan_activation_caches
+from acsgd.run.setup.inputs import plan_activation_caches
 from acsgd.train import train_step
 
 UNCOMPRESSED = "none/none"

@@ -29,10 +29,10 @@ from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
-from acsgd.run.setup.inputs import open_weight_source
 from acsgd.train import train_step
 from benchmarks.common.compare import on_ranks
 from benchmarks.pipeline.network_ranks import save_tokenizer

@@ -33,9 +33,9 @@ from acsgd.groups import connect
 from acsgd.io.data.batches import Batch, Dataset
 from acsgd.launch import Launch
 from acsgd.optim.schedule import learning_rate
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.data import open_data
-from acsgd.run.setup.inputs import open_weight_source
 from acsgd.shards.layer_tensors import layer_tensors
 from tests.lib.processes import PRELOAD
 

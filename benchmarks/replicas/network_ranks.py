@@ -27,9 +27,9 @@ from acsgd.groups import Groups, connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.build import build_session
-from acsgd.run.setup.inputs import open_weight_source
 from acsgd.topology import Topology
 from acsgd.train import train_step
 from benchmarks.common import netlab

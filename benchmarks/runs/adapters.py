@@ -49,7 +49,12 @@ from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
-from acsgd.run.setup.inputs import open_weight_source
+from acsgd.run.initial_weights import open_weight_source
+from acsgd.run.setup.build import build_session
+from acsgd.run.initial_weights import open_weight_source
+from acsgd.run.plan.job import Job, prepare
+from acsgd.run.session import Session
+from acsgd.groups import connect
 from acsgd.train import train_step
 from benchmarks.common.compare import Comparison, Step, alternate, on_ranks, summarise
 from benchmarks.runs.speed import (

@@ -34,8 +34,14 @@ from acsgd.pp.stage import Stage
 from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
-from acsgd.run.setup.inputs import open_weight_source
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.step.pace import Pace
+from acsgd.run.setup.build import build_session
+from acsgd.run.initial_weights import open_weight_source
+from acsgd.run.plan.job import prepare
+from acsgd.run.step.pace import Pace
+from acsgd.run.session import Session
+from acsgd.groups import connect
 from acsgd.train import train_step
 from benchmarks.common.compare import Comparison, RankRounds, Step, alternate, on_ranks, summarise
 from benchmarks.runs.speed import SEQUENCE, VOCABULARY, save_model

@@ -40,11 +40,16 @@ from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, Opt
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch
+from acsgd.io.data.batches import Batch
+from acsgd.run.setup.build import build_session
+from acsgd.run.initial_weights import open_weight_source
+from acsgd.run.plan.job import Job, prepare
+from acsgd.run.session import Session
 from acsgd.launch import Launch
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
-from acsgd.run.setup.inputs import open_weight_source
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.train import train_step
 from benchmarks.common.compare import Comparison, RankRounds, Step, alternate, on_ranks, summarise
 

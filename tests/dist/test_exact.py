@@ -18,9 +18,9 @@ from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
 from acsgd.pp.wire.frame import HEADER_BYTES
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.build import build_session
-from acsgd.run.setup.inputs import open_weight_source
 from acsgd.train import train_step
 
 STEPS, EXACT_STEPS = 5, 3

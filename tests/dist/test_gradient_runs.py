@@ -18,9 +18,9 @@ from acsgd.config.options import Config, ReplicaConfig
 from acsgd.groups import connect
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.launch import Launch
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.build import build_session
-from acsgd.run.setup.inputs import open_weight_source
 from acsgd.run.setup.resume import restore
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import Manifest

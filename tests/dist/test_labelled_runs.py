@@ -32,10 +32,10 @@ from acsgd.adapters.export import merge, to_peft
 from acsgd.config.options import AdapterConfig, Config
 from acsgd.groups import connect
 from acsgd.launch import Launch
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_data
-from acsgd.run.setup.inputs import open_weight_source
 from acsgd.shards.export import to_hf
 from acsgd.tasks import IGNORED, TASKS
 

@@ -20,9 +20,9 @@ from acsgd.dp.exchange.second_moments import by_rows
 from acsgd.groups import connect
 from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.build import build_session
-from acsgd.run.setup.inputs import open_weight_source
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import Manifest
 

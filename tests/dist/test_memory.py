@@ -17,9 +17,9 @@ from acsgd.dp.peers import Peers
 from acsgd.groups import connect
 from acsgd.launch import Launch
 from acsgd.layers.composed import ComposedModel
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.build import build_stages
-from acsgd.run.setup.inputs import open_weight_source
 from acsgd.shards.config import read_config
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf

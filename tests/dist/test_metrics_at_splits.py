@@ -23,10 +23,10 @@ from acsgd.config.options import CheckpointConfig, Config, EvalConfig, PipelineC
 from acsgd.groups import connect
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.launch import Launch
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_data
-from acsgd.run.setup.inputs import open_weight_source
 
 CLASSES = {"classification": 3, "regression": 1}
 TEXTS = [f"{'no ' * (n % 5)}number {n * n} of {n}" for n in range(23)]

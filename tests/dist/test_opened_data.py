@@ -23,7 +23,7 @@ def middle_without_data(rank: int) -> None:
         raise AssertionError("a middle stage opens a source")
 
     if 0 < rank < STAGES - 1:
-        rows_module.tokenize_all = opened
+        rows_module.open_tokens = opened
 
 
 def test_a_middle_stage_opens_no_source(tmp_path: Path) -> None:

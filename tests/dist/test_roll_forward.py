@@ -19,10 +19,10 @@ from acsgd.errors import WaitInterruptedError
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.report import StepSummary
 from acsgd.run.setup.build import build_session
-from acsgd.run.setup.inputs import open_weight_source
 from acsgd.run.step.hooks import LoopState
 
 STEPS, INTERRUPTED = 4, 1

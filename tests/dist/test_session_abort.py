@@ -21,10 +21,10 @@ from acsgd.groups import Groups, connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
-from acsgd.run.setup.inputs import open_weight_source
 from acsgd.train import train_step
 
 STEPS = 6

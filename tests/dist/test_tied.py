@@ -24,11 +24,11 @@ from acsgd.launch import Launch
 from acsgd.pp.tied.ties import Ties
 from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.pp.wire.mailbox import _Encoding
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.session import StepResult
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_data
-from acsgd.run.setup.inputs import open_weight_source
 from acsgd.train import train_step
 
 TinyModel = Callable[..., Path]

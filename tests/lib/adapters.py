@@ -15,8 +15,8 @@ from acsgd.adapters.inject import is_of_adapter
 from acsgd.commands.generation.model import load
 from acsgd.config.options import Config
 from acsgd.launch import Launch
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
-from acsgd.run.setup.inputs import open_weight_source
 from acsgd.shards.layer_tensors import layer_tensors
 
 

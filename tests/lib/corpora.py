@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import AutoConfig
 
+from acsgd.config.options import Config, DataConfig, ModelConfig, OptimConfig
 from acsgd.io.data.formats.base import Example
 from acsgd.io.data.formats.formats import parts_of, read_each
+from acsgd.io.data.row_spec import RowSpec
 from acsgd.io.data.rows.base import RowReader
-from acsgd.io.data.rows.concat import ConcatRows
+from acsgd.io.data.rows.documents import ConcatRows
 from acsgd.io.data.sources.base import BadRecord, RecordCounts, Source
-from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.sources.sources import WeightedSource, parse_sources
+from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.io.data.tokens.encode import DocumentEncoder, Encoded
 from acsgd.io.data.tokens.pipeline import stop_or_skip
-from acsgd.io.data.tokens.tokens import Corpus
+from acsgd.io.data.tokens.tokens import open_tokens
 
 
 def one_document(tokens: NDArray[Any], *notes: str) -> Corpus:
@@ -30,6 +35,24 @@ def documents_of(lengths: list[int], *, targets: NDArray[Any] | None = None, ove
     """Return a corpus of documents with these numbers of tokens. All tokens are distinct."""
     offsets = np.cumsum([0, *lengths])
     return Corpus("memory", "memory", np.arange(offsets[-1]), offsets, targets, overlap)
+
+
+def spec_of(tokenizer: Any, sources: Sequence[WeightedSource]) -> RowSpec:
+    """Return the specification of rows of a language model."""
+    data, model = DataConfig(sources="", sequence=8, batch=1), AutoConfig.for_model("gpt2")
+    spec = RowSpec.of(Config(ModelConfig(""), data, OptimConfig(lr=1.0, steps=1)), model, tokenizer, sources)
+    return replace(spec, reading=sources[0].source.options)
+
+
+def tokenize_all(
+    sources: Sequence[WeightedSource], tokenizer: Any, cache_dir: Path, *, vocab_size: int
+) -> list[Corpus]:
+    """Return the documents of each source from a cache."""
+    spec = spec_of(tokenizer, sources)
+    return [
+        open_tokens(source, spec, tokenizer, cache_dir, DocumentEncoder(tokenizer), vocab_size=vocab_size)
+        for source, _ in sources
+    ]
 
 
 def windows_of(corpora: list[Corpus], sequence: int, micro: int, **wants: bool) -> RowReader:

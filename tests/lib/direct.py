@@ -21,10 +21,10 @@ from acsgd.launch import Launch
 from acsgd.layers.composed import ComposedModel
 from acsgd.layers.skeleton import fill_with_stand_ins
 from acsgd.pp.stage import Stage
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
-from acsgd.run.setup.inputs import open_weight_source
 from acsgd.shards.load import LayerLoader, RandomWeights
 from acsgd.shards.weights import Weight
 from acsgd.tasks import TASKS

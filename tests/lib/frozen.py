@@ -12,9 +12,9 @@ from acsgd.config.options import Config
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.build import build_session
-from acsgd.run.setup.inputs import open_weight_source
 from acsgd.train import train_step
 from lib.training import TIMEOUT, batches_of
 

@@ -24,11 +24,11 @@ from acsgd.io.data.sampler import deal
 from acsgd.launch import Launch
 from acsgd.optim.loss_scale import LossScale
 from acsgd.optim.schedule import learning_rate
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_data
-from acsgd.run.setup.inputs import open_weight_source
 from acsgd.streams import mix_seed
 from acsgd.train import train_step
 from lib.cache import with_shared_cache

@@ -17,15 +17,16 @@ from torch import Tensor
 from acsgd import train
 from acsgd.config.options import Config
 from acsgd.groups import connect
-from acsgd.io.checkpoint.progress import RunIdentity
+from acsgd.io.checkpoint.identity import RunIdentity
 from acsgd.io.checkpoint.resume import find
 from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
 from acsgd.layers.lengths import Lengths
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.session import Session
-from acsgd.run.setup.inputs import RunInputs, open_weight_source, plan_activation_caches
+from acsgd.run.setup.inputs import RunInputs, plan_activation_caches
 from acsgd.run.step.run import Run
 from lib.model_types import VOCABULARY
 
@@ -139,7 +140,7 @@ def train_run(config: Config, launch: Launch, store: dist.Store) -> None:
         fresh = not candidates.checkpoints
         source = open_weight_source(job) if fresh else None
         caches = plan_activation_caches(job, SAMPLES, run_id=identity.digest(), fresh=fresh)
-        inputs = RunInputs(drawn, drawn, identity, candidates, source, caches, "", job.config.optim.num_steps, ())
+        inputs = RunInputs(drawn, drawn, identity, candidates, source, caches, job.config.optim.num_steps, ())
         train.train(job, inputs, groups, RunLock([]))
 
 

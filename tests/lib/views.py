@@ -44,13 +44,14 @@ from acsgd.io.data.rows.streamed import StreamState
 from acsgd.io.files.fields import from_json
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.report import Report
 from acsgd.run.session import Session
 from acsgd.run.setup import build
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_data
-from acsgd.run.setup.inputs import open_weight_source, plan_activation_caches
+from acsgd.run.setup.inputs import plan_activation_caches
 from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
 from acsgd.run.step.pace import Pace
 from acsgd.run.step.spikes import SKIP

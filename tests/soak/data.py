@@ -16,9 +16,9 @@ import zstandard
 
 from acsgd.io.data.sources.base import ReadOptions
 from acsgd.io.data.sources.sources import parse_sources
-from acsgd.io.data.tokens.tokens import tokenize_all
 from acsgd.shards.config import read_config
 from acsgd.shards.tokenizer import load_tokenizer
+from tests.lib.corpora import tokenize_all
 from tests.lib.forks import save_model
 from tests.soak.area import ACCEPTED, Case, Outcome
 from tests.soak.mutate import changed_bytes, shown

@@ -16,8 +16,8 @@ from torch import Tensor
 from acsgd.config.options import Config
 from acsgd.errors import CorruptFileError
 from acsgd.launch import Launch
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
-from acsgd.run.setup.inputs import open_weight_source
 from acsgd.shards import convert
 from acsgd.shards.manifest import StoredFile
 

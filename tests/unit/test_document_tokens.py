@@ -17,8 +17,9 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from acsgd.io.checkpoint.progress import RunState
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.tokens import pipeline
+from acsgd.io.data.tokens.corpus import TOKENS
 from acsgd.io.data.tokens.encode import DocumentEncoder
-from acsgd.io.data.tokens.tokens import TOKENS, tokenize
+from acsgd.io.data.tokens.tokens import tokenize
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.inputs import open_inputs

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lib.corpora import encoded_of, windows_of
+from lib.corpora import encoded_of, tokenize_all, windows_of
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -19,8 +19,8 @@ from acsgd.io.data.sampler import Sampler
 from acsgd.io.data.sources.base import RecordCounts, Source
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.tokens import pipeline
+from acsgd.io.data.tokens.corpus import TARGETS, Corpus
 from acsgd.io.data.tokens.encode import DocumentEncoder
-from acsgd.io.data.tokens.tokens import TARGETS, Corpus, tokenize_all
 from acsgd.tasks import IGNORED
 
 PARTS = [

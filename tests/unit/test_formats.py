@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lib.corpora import encoded_of, examples_of
+from lib.corpora import encoded_of, examples_of, tokenize_all
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.options import DataConfig
@@ -16,7 +16,6 @@ from acsgd.io.data.formats.formats import FORMATS, read_options
 from acsgd.io.data.sources.base import ReadOptions, RecordCounts
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.tokens.encode import DocumentEncoder
-from acsgd.io.data.tokens.tokens import tokenize_all
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 

@@ -18,11 +18,12 @@ from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.config.checks import check
 from acsgd.config.options import PipelineConfig
 from acsgd.config.run_file import parse
+from acsgd.io.data.row_spec import DenoisingMode, DenoisingTokens, denoising_tokens
 from acsgd.io.data.rows.base import INPUT_IDS, LABELS
 from acsgd.io.data.rows.documents import DocumentRows
 from acsgd.io.data.rows.layout import RowKind, make_layout
 from acsgd.io.data.rows.objectives import DocumentPart, Objective, PrefixLM
-from acsgd.io.data.rows.ul2r import MIXTURE, UL2R, Denoiser, DenoisingMode, DenoisingTokens, denoising_tokens, removed
+from acsgd.io.data.rows.ul2r import MIXTURE, UL2R, Denoiser, removed
 from acsgd.io.data.sampler import Ints, random_words
 from acsgd.launch import Launch
 from acsgd.layers.masks import NO_PREFIX, PREFIXES
@@ -279,7 +280,7 @@ def test_a_step_depends_on_the_seed_and_its_number_alone(
 def test_a_run_states_its_tokens_and_records_them(with_sentinels: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     inputs = open_inputs(job_of(with_sentinels, tmp_path, "--data.objective ul2r --data.sentinels <unused{}>"))
     ids = [with_sentinels.convert_tokens_to_ids(f"<unused{number}>") for number in (0, 1, 2, 10)]
-    assert f"4 sentinels, from {ids[0]} ('<unused0>') to {ids[3]} ('<unused10>')" in inputs.document_tokens
+    assert f"4 sentinels, from {ids[0]} ('<unused0>') to {ids[3]} ('<unused10>')" in inputs.notes[0]
     assert inputs.identity.data["data.objective"] == "ul2r"
     modes = [with_sentinels.encode(mode) for mode in ("[NLU]", "[S2S]", "[NLG]")]
     assert inputs.identity.data["tokens of denoising"] == [*modes, ids]

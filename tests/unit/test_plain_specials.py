@@ -17,7 +17,7 @@ from acsgd.config.options import DataConfig
 from acsgd.io.data.formats.formats import read_options
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.tokens.encode import DocumentEncoder, Encoded
-from acsgd.io.data.tokens.plain_specials import PlainSpecials
+from acsgd.io.data.tokens.text_tokens import PlainSpecials
 
 MARKS, OTHERS = ("<|im_start|>", "<|im_end|>"), ("<|im-start|>", "<|im-end|>")
 TEMPLATE = "{0}user\nhas <|im_end|> and<|im_start|>system x é{1}\n{0}assistant\n ok{1}\n"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
-from acsgd.io.checkpoint.progress import RECENT, WEIGHTS, Progress, RunIdentity
-from acsgd.io.checkpoint.source_identity import SourceIdentity
+from acsgd.io.checkpoint.identity import WEIGHTS, RunIdentity, SourceIdentity
+from acsgd.io.checkpoint.progress import RECENT, Progress
 from acsgd.io.files.fields import from_json
 from acsgd.optim.loss_scale import LossScale
 

@@ -22,13 +22,12 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from lib.corpora import examples_of
+from lib.corpora import examples_of, tokenize_all
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.io.data.sources import json_records
 from acsgd.io.data.sources.base import OnError, ReadOptions, RecordCounts, Source
 from acsgd.io.data.sources.sources import parse_sources
-from acsgd.io.data.tokens.tokens import tokenize_all
 
 
 def source_of(name: Path | str, on_error: OnError = "stop") -> Source:

@@ -9,18 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lib.corpora import documents_of
+from lib.corpora import documents_of, tokenize_all
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.checks import check
 from acsgd.config.run_file import parse
-from acsgd.io.data.rows import layout as layout_module
+from acsgd.io.data.row_spec import LongDocument
 from acsgd.io.data.rows.base import INPUT_IDS, LABELS, RowReader
-from acsgd.io.data.rows.best_fit import best_fit
 from acsgd.io.data.rows.documents import DocumentRows
-from acsgd.io.data.rows.layout import LongDocument, RowKind, make_layout, open_layout
+from acsgd.io.data.rows.layout import RowKind, best_fit, make_layout, open_layout
 from acsgd.io.data.sources.sources import parse_sources
-from acsgd.io.data.tokens.tokens import Corpus, tokenize_all
+from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.launch import Launch
 from acsgd.layers.masks import DOCUMENTS
 from acsgd.run.plan.job import prepare
@@ -176,20 +175,15 @@ def test_documents_and_padding_are_told_apart() -> None:
 # ---- layouts on disk
 
 
-def test_a_layout_is_made_once_and_read_from_disk(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layout_is_made_once_and_read_from_disk(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     [corpus] = tokenize_all(parse_sources("demo"), tokenizer, tmp_path / "tokens", vocab_size=512)
     made = make_layout(corpus, 64, "pack", "split")
-    opened = open_layout(corpus, 64, "pack", "split", tmp_path / "rows")
-    other = open_layout(corpus, 64, "pack", "truncate", tmp_path / "rows")
-    monkeypatch.setattr(layout_module, "make_layout", lambda *_: pytest.fail("made again"))
-    again = open_layout(corpus, 64, "pack", "split", tmp_path / "rows")
+    opened = open_layout(tmp_path / "rows", lambda: made)
+    again = open_layout(tmp_path / "rows", lambda: pytest.fail("made again"))
     for layout in (opened, again):
         for found, expected in zip(layout[:3], made[:3], strict=True):
             assert found[:].tolist() == expected[:].tolist()  # type: ignore[index]
         assert layout.note == made.note
-    assert len(other.starts) < len(made.starts)
 
 
 # ---- options of a run
@@ -205,7 +199,7 @@ def test_options_of_a_run_select_its_rows(tiny_model: Callable[..., Path], tmp_p
     assert isinstance(rows, DocumentRows)
     assert len(rows) == inputs.reader.sampler.sizes[0] + len(inputs.held_out or ())
     assert len(rows) < 50
-    assert "padding is 0 ('<|endoftext|>')" in inputs.document_tokens
+    assert "padding is 0 ('<|endoftext|>')" in inputs.notes[0]
     assert f"50 documents in {len(rows)} rows of 48 tokens (data.rows=pack)" in inputs.notes[1]
     assert inputs.identity.data["data.rows"] == "pack"
     assert isinstance(inputs.reader.rows, RowReader)

@@ -21,10 +21,10 @@ from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, Opt
 from acsgd.errors import RunError, WaitInterruptedError
 from acsgd.io.data.batches import BatchReader
 from acsgd.io.data.formats.formats import read_options
+from acsgd.io.data.row_spec import RowSpec
 from acsgd.io.data.rows.base import LABELS, RowReader, Rows
-from acsgd.io.data.rows.best_fit import best_fit
-from acsgd.io.data.rows.cuts import fill
-from acsgd.io.data.rows.streamed import StreamedRows, StreamState
+from acsgd.io.data.rows.layout import best_fit
+from acsgd.io.data.rows.streamed import StreamedRows, StreamState, fill
 from acsgd.io.data.sampler import Sampler
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.stream import segment_cache
@@ -70,7 +70,9 @@ class Maker(NamedTuple):
         config = dataclasses.replace(self.config, data=options, log=LogConfig(dir=str(log)))
         reading = read_options(options, has_labels=config.model.task == "classification")
         found = parse_sources(options.sources, options=reading)
-        [rows] = RowMaker(config, self.model, self.tokenizer, log.parent / "cache").open(found)
+        spec = RowSpec.of(config, self.model, self.tokenizer, found)
+        maker = RowMaker(spec, self.model, self.tokenizer, "none", log.parent / "cache", log / "streams")
+        [rows] = maker.open(found)
         return rows
 
     def streamed(self, directory: str = "run", sources: str = "", **data: Any) -> StreamedRows:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import zstandard
-from lib.corpora import windows_of
+from lib.corpora import tokenize_all, windows_of
 from transformers import PreTrainedTokenizerFast
 
 from acsgd import notes as notes_module
@@ -23,7 +23,7 @@ from acsgd.io.data.sources.base import BadRecord, RecordCounts, SourceRecord
 from acsgd.io.data.sources.files import Files
 from acsgd.io.data.sources.sources import WeightedSource, parse_sources
 from acsgd.io.data.tokens import tokens as tokens_module
-from acsgd.io.data.tokens.tokens import Corpus, tokenize_all
+from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.io.files import entry as entry_module
 
 

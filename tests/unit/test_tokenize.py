@@ -8,18 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lib.corpora import examples_of, source_of
+from lib.corpora import examples_of, source_of, tokenize_all
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from acsgd.io.data.rows.concat import ConcatRows
+from acsgd.io.data.row_spec import tokenizer_fingerprint
+from acsgd.io.data.rows.documents import ConcatRows
 from acsgd.io.data.sources.base import ReadOptions, RecordCounts
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.tokens import pipeline
 from acsgd.io.data.tokens import tokens as tokens_module
-from acsgd.io.data.tokens.corpus_writer import OFFSETS
+from acsgd.io.data.tokens.corpus import OFFSETS, TOKENS
 from acsgd.io.data.tokens.encode import DocumentEncoder
-from acsgd.io.data.tokens.tokens import TOKENS, tokenize, tokenize_all, tokenizer_fingerprint
+from acsgd.io.data.tokens.tokens import tokenize
 from acsgd.io.files.arrays import ArrayFile
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"

@@ -19,10 +19,11 @@ from acsgd.config.checks import check
 from acsgd.config.options import Config, DataConfig, ModelConfig, OptimConfig
 from acsgd.io.data.formats.formats import read_each, read_options
 from acsgd.io.data.formats.labels import LABELLED
+from acsgd.io.data.row_spec import RowSpec
 from acsgd.io.data.rows.base import INPUT_IDS, LABELS, LENGTHS, Row
 from acsgd.io.data.rows.labelled import MASK
 from acsgd.io.data.sources.base import BadRecord, RecordCounts, Source
-from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.sources.sources import WeightedSource, parse_sources
 from acsgd.io.data.sources.streamed import PREFIX, Streamed
 from acsgd.io.data.tokens.encode import DocumentEncoder
 from acsgd.layers.masks import DOCUMENTS
@@ -102,17 +103,16 @@ def show_rows(data: DataConfig, model: str, task: TaskName, number: int) -> None
     """Print the first rows of each source, after the notes of a run. Raises ValueError."""
     config = Config(ModelConfig(model, task=task), data, OptimConfig(lr=1e-3, steps=1, warmup=0))
     check(config)
-    options = read_options(data, has_labels=task in LABELLED)
-    sources = parse_sources(data.sources, key="source", options=options)
-    refuse_streams([source for source, _ in sources], "--sequence")
-    directory = find_model(model, option="--model", weights=False)
-    model_config = read_config(directory, task)
-    tokenizer = load_tokenizer(directory, model_config)
+    found, tokenizer, model_config = open_sources(data, model, task)
+    refuse_streams(found, "--sequence")
+    sources = [WeightedSource(source, None) for source in found]
     console = Console(soft_wrap=True, highlight=False)
     if config.rows != "concat" and task == "lm":
         config = replace(config, data=replace(data, isolate=True))  # then rows have the borders of their documents
-    with tempfile.TemporaryDirectory(prefix="acsgd-") as cache:
-        for rows in RowMaker(config, model_config, tokenizer, Path(cache)).open(sources):
+    spec = RowSpec.of(config, model_config, tokenizer, sources)
+    with tempfile.TemporaryDirectory(prefix="acsgd-") as name:
+        cache = Path(name)
+        for rows in RowMaker(spec, model_config, tokenizer, model, cache, cache).open(sources):
             masked = "dimmed" if console.is_terminal else "in ⟦⟧"
             console.print(Text("\n".join([*rows.notes, f"masked tokens are {masked}"]), style="bold"))
             for index in range(min(number, len(rows))):

@@ -23,11 +23,12 @@ from acsgd.io.data.held_out import HeldOut
 from acsgd.io.files.cache import TIMEOUT_S
 from acsgd.launch import Launch
 from acsgd.notes import print_note, report_if_slow
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.model import RunModel
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_held_out
-from acsgd.run.setup.inputs import open_weight_source, verify_layers
+from acsgd.run.setup.inputs import verify_layers
 from acsgd.shards.check import first_names
 from acsgd.shards.locate import open_hf
 

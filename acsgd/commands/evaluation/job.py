@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from acsgd.config.options import (
 )
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.progress import RunState
+from acsgd.io.data.row_spec import RowStage, data_options
+from acsgd.io.data.sources.base import ReadOptions
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import MANIFEST
 
@@ -53,11 +56,10 @@ def find_evaluated(name: str) -> EvaluatedModel:
     return EvaluatedModel(str(path), shards.manifest.task, options, shards.manifest.new)
 
 
-READING = ("format", "fields", "targets", "input_format", "output_format", "split_special_tokens", "on_error")
+READING = tuple(each.name for each in fields(ReadOptions))
 """Options of the command that are those of [data] with the same name."""
-OF_ROWS = ("rows", "long", "isolate")
-RECORDED = ("sequence", *OF_ROWS, "objective", "sentinels", "modes", "seed")
-"""Options of [data] whose default is the value that a checkpoint records."""
+PLACING = ("long", "isolate")
+"""Options of [data] that say how data.rows puts documents into rows."""
 
 TYPED = {
     "data.sources": "--data",
@@ -93,10 +95,11 @@ def config_of(options: EvalOptions, model: EvaluatedModel, world_size: int) -> C
     """Return the configuration of an evaluation. Raises ValueError if the sequence length is not known."""
     if world_size % options.stages:
         raise ValueError(f"--stages {options.stages} does not divide the number of processes, {world_size}")
-    given: dict[str, Any] = {"sequence": options.sequence, "rows": options.rows, "long": options.long}
-    recorded = {name: model.options.get(f"data.{name}") for name in RECORDED}
+    names = data_options(RowStage.LAYOUT, RowStage.ROWS)
     if options.rows is not None:  # what is recorded belongs to other rows
-        recorded = {name: value for name, value in recorded.items() if name not in OF_ROWS}
+        names = tuple(name for name in names if name not in PLACING)
+    recorded = {name: model.options.get(f"data.{name}") for name in names}
+    given = {"sequence": options.sequence, "rows": options.rows, "long": options.long}
     data = {**recorded, **{name: value for name, value in given.items() if value is not None}}
     if data["sequence"] is None:
         reason = "does not record a sequence length" if Path(model.name).exists() else "is not a directory here"

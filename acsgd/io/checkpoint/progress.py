@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any
-
-from transformers import PreTrainedConfig
+from typing import Any
 
 from acsgd.config.options import Config
 from acsgd.errors import CorruptFileError
-from acsgd.io.checkpoint.source_identity import SourceIdentity, differing_sources, differing_weights
+from acsgd.io.checkpoint.identity import RunIdentity
 from acsgd.io.data.rows.streamed import StreamState
 from acsgd.io.files.fields import Finite, Natural, from_json
 from acsgd.metrics import EVAL_LOSS, Scores, is_better
@@ -24,19 +19,12 @@ from acsgd.optim.loss_scale import LossScale
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import MANIFEST
 
-WEIGHTS = "weights of data.sources"
-"""Key in RunIdentity.data of the slots of each source per block."""
-ADAPTER = "adapter.spec"
-"""Key in RunIdentity.data of the adapter, which is absent if there is none."""
 RECENT = 16
 """Number of losses whose mean a loss spike is measured against."""
-VOLATILE = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")
-"""Keys of a model config that do not change training."""
-RECORDED = (
-    *("model.dtype", "model.recompute", "model.freeze", "model.quantize", "model.dropout_mask"),
-    *("optim", "pp", "dp"),
-)
-"""Options and sections of options that a checkpoint records: those that change training, besides RunIdentity."""
+RECORDED = ("model", "optim", "pp", "dp")
+"""Sections of options that a checkpoint records: those that change training."""
+IN_IDENTITY = ("model.name", "model.task", "model.init")
+"""Options of these sections that it does not: the config of the model and the weights take their place."""
 
 
 @dataclass(frozen=True)
@@ -110,90 +98,6 @@ class Progress:
         return asdict(self)
 
 
-def _check_model_type(model: dict[str, Any]) -> None:
-    if not isinstance(model.get("model_type"), str):
-        raise ValueError('"model_type" is missing')
-
-
-@dataclass(frozen=True)
-class RunIdentity:
-    """What a run must have in common with a checkpoint to resume from it: the model and the samples of each step."""
-
-    model: Annotated[dict[str, Any], _check_model_type]
-    """Config of the model, without VOLATILE keys."""
-    tokenizer: str
-    """Hash of the tokenizer."""
-    texts: str
-    """Hash of the tokens of all sources."""
-    data: dict[str, Any]
-    """Options on which the samples of a step depend."""
-    sources: tuple[SourceIdentity, ...] = ()
-    """Sources in their order; empty in checkpoints of older versions."""
-    reading: dict[str, str] = field(default_factory=dict)
-    """Options on which the tokens of all sources depend; empty in checkpoints of older versions."""
-
-    @classmethod
-    def of(
-        cls,
-        model: PreTrainedConfig,
-        *,
-        tokenizer: str,
-        texts: str,
-        data: Mapping[str, Any],
-        sources: Iterable[SourceIdentity] = (),
-        reading: Mapping[str, str] = MappingProxyType({}),
-    ) -> RunIdentity:
-        """Return the identity of a run. texts: a string of any length, which is hashed."""
-        config = json.loads(model.to_json_string(use_diff=False))
-        kept = {key: value for key, value in config.items() if key not in VOLATILE}
-        digest = hashlib.sha256(texts.encode()).hexdigest()
-        return cls(kept, tokenizer, digest, dict(data), tuple(sources), dict(reading))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
-
-    def digest(self) -> str:
-        """Return a hash of the fields without those that only say why `texts` differ."""
-        fields = {key: value for key, value in self.to_dict().items() if key not in ("sources", "reading")}
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-
-    def difference(self, saved: RunIdentity) -> str | None:
-        """Return a clause that says why this run cannot resume from a checkpoint of `saved`; None if it can."""
-        ours, theirs = self.model["model_type"], saved.model["model_type"]
-        if ours != theirs:
-            return f'its model is of family "{theirs}", the run\'s of family "{ours}"'
-        if differing := _differing(self.model, saved.model):
-            return f"its model differs: {differing}"
-        if self.tokenizer != saved.tokenizer:
-            return "its tokenizer differs from the run's"
-        if differing := _differing(*({ADAPTER: each.data.get(ADAPTER)} for each in (self, saved))):
-            return f"it trains other parameters: {differing}"
-        if differing := _differing(_without_weights(self.data), _without_weights(saved.data)):
-            return f"its batches differ: {differing}"
-        if self.texts != saved.texts:
-            return self._differing_texts(saved)
-        weights = differing_weights(self.sources, self.data.get(WEIGHTS), saved.data.get(WEIGHTS))
-        return weights and f"its batches differ: {weights}"
-
-    def _differing_texts(self, saved: RunIdentity) -> str:
-        """Return a clause that says how the sources differ."""
-        if saved.reading and (differing := _differing(self.reading, saved.reading)):
-            return f"the records of data.sources are read differently: {differing}"
-        named = differing_sources(self.sources, saved.sources) if saved.sources else None
-        return named or "the text of data.sources differs from the text it was trained on"
-
-
-def _without_weights(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in data.items() if key != WEIGHTS}
-
-
-def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """List the first 3 keys whose values differ."""
-    keys = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
-    return ", ".join(f"{key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the run" for key in keys[:3])
-
-
 @dataclass(frozen=True)
 class RunState:
     """State of a run in the manifest of a checkpoint."""
@@ -257,12 +161,12 @@ def origin_of(config: Config) -> dict[str, str]:
 
 def recorded_options(config: Config) -> dict[str, str | None]:
     """Return the options that change training as text, None where an option is not set; without RunIdentity's."""
-    options = {
-        f"{section}.{key}": None if value is None else str(value)
-        for section, values in asdict(config).items()
-        for key, value in values.items()
+    return {
+        name: None if value is None else str(value)
+        for section in RECORDED
+        for key, value in asdict(getattr(config, section)).items()
+        if (name := f"{section}.{key}") not in IN_IDENTITY
     }
-    return {key: value for key, value in options.items() if key in RECORDED or key.partition(".")[0] in RECORDED}
 
 
 def changed_options(saved: Mapping[str, str | None], present: Mapping[str, str | None]) -> list[str]:

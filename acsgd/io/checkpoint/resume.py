@@ -16,7 +16,8 @@ from typing import NamedTuple
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.groups import Groups
 from acsgd.io.checkpoint.directory import CheckpointDirectory
-from acsgd.io.checkpoint.progress import RunIdentity, RunState
+from acsgd.io.checkpoint.identity import RunIdentity
+from acsgd.io.checkpoint.progress import RunState
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import MANIFEST
 

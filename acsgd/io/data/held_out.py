@@ -25,10 +25,11 @@ from acsgd.tasks import IGNORED
 def parse_eval(spec: str | None, fraction: float, *, options: ReadOptions = DEFAULTS) -> tuple[WeightedSource, ...]:
     """Return the sources of data.eval_sources, an empty tuple if it is None. Reads no text.
 
-    fraction: data.eval_fraction. Raises ValueError as `parse_sources` does, if `fraction` is not in [0, 1), if both
-    options are given, or if the sources have weights.
+    fraction: data.eval_fraction, in [0, 1). Raises ValueError as `parse_sources` does, if both options are given, or if
+    the sources have weights.
     """
-    _check(fraction, separate=spec is not None)
+    if fraction and spec is not None:
+        raise ValueError(f"data.eval_fraction={fraction} and data.eval_sources are both given; remove one of them")
     sources = () if spec is None else parse_sources(spec, key="data.eval_sources", options=options)
     if len({weight for _, weight in sources}) > 1:
         raise ValueError(
@@ -44,7 +45,6 @@ def split(sequences: int, fraction: float) -> int:
     fraction > 0, at least one sequence is held out and at least one is trained on. Raises ValueError if the source has
     fewer than two.
     """
-    _check(fraction)
     if fraction == 0:
         return sequences
     if sequences < 2:
@@ -60,10 +60,9 @@ def held_out(
 ) -> HeldOut | None:
     """Return the held-out data of one replica, None if nothing is held out.
 
-    training: data.sources; separate: data.eval_sources, may be empty; fraction: data.eval_fraction. Raises ValueError
-    if both options are given or a source is too short.
+    training: data.sources; separate: data.eval_sources, may be empty; fraction: data.eval_fraction, 0 if they are not.
+    Raises ValueError if a source is too short.
     """
-    _check(fraction, separate=bool(separate.rows))
     if not separate.rows and fraction == 0:
         return None
     reader = separate if separate.rows else training
@@ -127,11 +126,3 @@ class HeldOut:
         ends = np.cumsum(sizes)
         sources = np.searchsorted(ends, positions, side="right")
         return sources, positions - (ends - sizes)[sources] + starts[sources]
-
-
-def _check(fraction: float, *, separate: bool = False) -> None:
-    """Raise ValueError if data.eval_fraction is out of range or given together with data.eval_sources."""
-    if not 0 <= fraction < 1:
-        raise ValueError(f"data.eval_fraction={fraction} must lie in [0, 1); use, for example, 0.05; 0 = none")
-    if fraction and separate:
-        raise ValueError(f"data.eval_fraction={fraction} and data.eval_sources are both given; remove one of them")

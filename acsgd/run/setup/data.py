@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from acsgd.config.options import Config, OptimConfig
 from acsgd.groups import Groups
 from acsgd.io.data.batches import BatchReader
 from acsgd.io.data.held_out import HeldOut, held_out, split
-from acsgd.io.data.rows.base import RowReader, Rows
-from acsgd.io.data.rows.described import describe, described
+from acsgd.io.data.row_spec import RowSpec
+from acsgd.io.data.rows.base import RowReader, Rows, describe, described
 from acsgd.io.data.sampler import Sampler, block_counts
 from acsgd.io.data.sources.sources import WeightedSource
 from acsgd.io.files.cache import TIMEOUT_S
@@ -21,6 +21,8 @@ from acsgd.run.setup.rows import RowMaker
 
 ROWS = "properties of the rows"
 """Name of the text that rank 0 publishes."""
+STREAMS = "streams"
+"""Directory in log.dir with the segments of streamed sources."""
 
 
 class Data(NamedTuple):
@@ -33,6 +35,7 @@ class Data(NamedTuple):
     """Number of optimizer steps of the run."""
     notes: tuple[str, ...]
     """Sentences on the number of steps, and on sources whose sequences are trained on more than once."""
+    spec: RowSpec
 
 
 def open_data(job: Job, groups: Groups | None = None) -> Data:
@@ -41,25 +44,28 @@ def open_data(job: Job, groups: Groups | None = None) -> Data:
     groups: of a run, in which ranks that need no tokens get the properties of the rows from rank 0, which always needs
     some. Raises ValueError if a source cannot be read or is too short.
     """
-    config, topology = job.config, job.topology
-    rows = _open_or_receive_rows(job, [*job.sources, *job.eval_sources], groups)
+    config, topology, maker = job.config, job.topology, row_maker(job)
+    rows = _open_or_receive_rows(job, maker, [*job.sources, *job.eval_sources], groups)
     training, separate = (_reader_of(job, part) for part in (rows[: len(job.sources)], rows[len(job.sources) :]))
-    fraction = config.data.eval_fraction
+    fraction = maker.spec.eval_fraction
     sampler = Sampler(
-        seed=config.data.seed,
-        batch=config.data.batch,
+        seed=maker.spec.seed,
+        batch=maker.spec.batch,
         counts=_slots(job, training.rows),
         sizes=tuple(None if each.is_streamed else split(len(each), fraction) for each in training.rows),
     )
     held = held_out(training, separate, fraction, replicas=topology.replicas, replica=topology.replica)
     steps = _steps(config.optim, sampler)
     notes = (*_describe_steps(config, sampler, steps), *_describe_epochs(job.sources, sampler, steps))
-    return Data(BatchReader(training, sampler, job.micro_ids), held, steps, notes)
+    return Data(BatchReader(training, sampler, job.micro_ids), held, steps, notes, maker.spec)
 
 
 def open_held_out(job: Job, groups: Groups) -> HeldOut:
     """Open data.eval_sources alone, as `open_data` does."""
-    reader, topology = _reader_of(job, _open_or_receive_rows(job, job.eval_sources, groups)), job.topology
+    reader, topology = (
+        _reader_of(job, _open_or_receive_rows(job, row_maker(job), job.eval_sources, groups)),
+        job.topology,
+    )
     held = held_out(reader, reader, 0.0, replicas=topology.replicas, replica=topology.replica)
     assert held is not None
     return held
@@ -110,11 +116,13 @@ def _describe_epochs(sources: Sequence[WeightedSource], sampler: Sampler, steps:
     ]
 
 
-def _open_or_receive_rows(job: Job, sources: Sequence[WeightedSource], groups: Groups | None) -> list[Rows]:
+def _open_or_receive_rows(
+    job: Job, maker: RowMaker, sources: Sequence[WeightedSource], groups: Groups | None
+) -> list[Rows]:
     """Return the rows of each source, or their properties on ranks that need no tokens. groups: as of `open_data`."""
     if groups is not None and not (job.wants_inputs or _wants_labels(job)):
         return [*described(groups.published_text(ROWS, timeout_s=TIMEOUT_S))]
-    rows = row_maker(job).open(sources)
+    rows = maker.open(sources)
     if groups is not None and job.topology.rank == 0:
         groups.publish_text(ROWS, describe(rows))
     return [*rows]
@@ -122,11 +130,10 @@ def _open_or_receive_rows(job: Job, sources: Sequence[WeightedSource], groups: G
 
 def row_maker(job: Job) -> RowMaker:
     """Return what makes the rows of a job."""
-    data = job.config.data
-    text = replace(data, sequence=data.sequence - job.shapes.virtual_tokens)
-    return RowMaker(
-        replace(job.config, data=text), job.model.config, job.tokenizer, job.paths.cache, job.is_first_on_host
-    )
+    config, model, tokenizer = job.config, job.model.config, job.tokenizer
+    spec = RowSpec.of(config, model, tokenizer, job.sources, virtual_tokens=job.shapes.virtual_tokens)
+    streams = Path(config.log.dir) / STREAMS
+    return RowMaker(spec, model, tokenizer, config.model.name, job.paths.cache, streams, job.is_first_on_host)
 
 
 def _reader_of(job: Job, rows: Sequence[Rows]) -> RowReader:

@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from acsgd.adapters.base import check_base
-from acsgd.adapters.initial import NewAdapter
 from acsgd.config.adapters import ADAPTERS
 from acsgd.config.spec import to_spec
-from acsgd.errors import CorruptFileError
 from acsgd.groups import Groups
-from acsgd.io.checkpoint.progress import ADAPTER, WEIGHTS, RunIdentity
+from acsgd.io.checkpoint.identity import ADAPTER, WEIGHTS, RunIdentity, SourceIdentity, describe_options
 from acsgd.io.checkpoint.resume import Candidates, find
-from acsgd.io.checkpoint.source_identity import SourceIdentity, describe_options
 from acsgd.io.data.batches import BatchReader
 from acsgd.io.data.held_out import HeldOut
+from acsgd.io.data.row_spec import RowSpec
 from acsgd.io.data.rows.ul2r import UL2R
-from acsgd.io.data.sources.streamed import Streamed
-from acsgd.io.data.tokens.tokens import tokenizer_fingerprint
-from acsgd.io.files.cache import open_cached
 from acsgd.layers.verify import PACKED, PREFIXED
 from acsgd.pp.wire.cache_plan import CachePlan, plan_caches
 from acsgd.pp.wire.delta import Delta
+from acsgd.run.initial_weights import check_base_of, open_weight_source
 from acsgd.run.plan.job import Job
-from acsgd.run.setup.data import open_data, row_maker
+from acsgd.run.setup.data import Data, open_data
 from acsgd.run.setup.describe import describe_padding, has_padding
-from acsgd.shards.convert import from_hf
-from acsgd.shards.disk import ShardDirectory
-from acsgd.shards.load import RandomWeights, WeightSource
-from acsgd.shards.manifest import MANIFEST, VERSION, StoredFile
-from acsgd.shards.tokenizer import DocumentTokens, SpecialTokens, name_tokens, padding_id
+from acsgd.run.setup.rows import objective_of
+from acsgd.shards.load import WeightSource
+from acsgd.shards.tokenizer import DocumentTokens, SpecialTokens, name_tokens
 
 
 @dataclass(frozen=True)
@@ -49,19 +39,10 @@ class RunInputs:
     """Initial weights of a new run; None if there are checkpoints to resume from."""
     cache_plan: CachePlan | None
     """Size and place of the activation caches; None without delta."""
-    document_tokens: str
-    """Sentence on the special tokens around documents, and on padding."""
     steps: int
     """Number of optimizer steps of the run."""
-    data_notes: tuple[str, ...]
-    """Sentences on the number of steps, on sources whose sequences are trained on more than once, and on padding."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Sentences on special tokens, formats, skipped text, held-out data, epochs and activation caches."""
-        held_out = self.held_out.notes if self.held_out else ()
-        cache = (self.cache_plan.note,) if self.cache_plan else ()
-        return (self.document_tokens, *self.reader.notes, *held_out, *self.data_notes, *cache)
+    notes: tuple[str, ...]
+    """Sentences on special tokens, formats, skipped text, held-out data, epochs, padding and activation caches."""
 
     def fingerprint(self) -> str:
         """Return a string that must be equal on all ranks."""
@@ -76,72 +57,54 @@ def open_inputs(job: Job, groups: Groups | None = None, *, has_caches: bool = Fa
     Raises ValueError if an input is missing or invalid, or if a checkpoint has another identity.
     """
     verify_layers(job)
-    reader, held, steps, notes = open_data(job, groups)
-    data = job.config.data
-    identity = RunIdentity.of(
-        job.model.config,
-        tokenizer=tokenizer_fingerprint(job.tokenizer),
-        texts=reader.fingerprint(),
-        data={
-            "data.sequence": data.sequence,
-            "data.batch": data.batch,
-            "data.seed": data.seed,
-            "data.eval_fraction": data.eval_fraction,
-            WEIGHTS: list(reader.sampler.counts),
-            **_row_options(job),
-            **({ADAPTER: to_spec(job.model.adapter, ADAPTERS)} if job.model.adapter else {}),
-        },
-        sources=[
-            SourceIdentity.of(source.name, rows.fingerprint())
-            for (source, _), rows in zip(job.sources, reader.rows.rows, strict=True)
-        ],
-        reading=describe_options(job.sources[0].source.options),
-    )
+    data = open_data(job, groups)
+    reader, identity = data.reader, _identity(job, data)
     candidates = find(job.paths.checkpoints, job.config.checkpoint.resume, identity)
     if job.model.adapter is not None and candidates.checkpoints:
-        _check_base(job, candidates.checkpoints[0].shards)
+        check_base_of(job, candidates.checkpoints[0].shards)
     fresh = not candidates.checkpoints and not candidates.rejected
     known = reader.sampler.num_known
-    cache_plan = plan_activation_caches(job, known, run_id=identity.digest(), fresh=fresh, are_kept=has_caches)
+    plan = plan_activation_caches(job, known, run_id=identity.digest(), fresh=fresh, are_kept=has_caches)
     source = open_weight_source(job) if fresh else None
-    notes = (*notes, *describe_padding(job))
-    return RunInputs(reader, held, identity, candidates, source, cache_plan, _describe_tokens(job), steps, notes)
+    held_out_notes, plan_notes = data.held_out.notes if data.held_out else (), (plan.note,) if plan else ()
+    of_data = (_describe_tokens(job, data.spec), *reader.notes, *held_out_notes, *data.notes)
+    notes = (*of_data, *describe_padding(job), *plan_notes)
+    return RunInputs(reader, data.held_out, identity, candidates, source, plan, data.steps, notes)
 
 
-def _row_options(job: Job) -> dict[str, object]:
-    """Return what the rows depend on besides the sources."""
-    config, options = job.config, dict[str, object]()
-    if any(isinstance(source, Streamed) for source, _ in job.sources):
-        options |= {"data.window": config.data.window}
-    if job.model.task.name == "lm":
-        special = DocumentTokens.of(job.tokenizer)
-        options |= {"tokens before a document": special.begin, "token after a document": special.end}
-    if config.rows != "concat":  # checkpoints of rows by concatenation do not record any
-        options |= {"data.rows": config.rows, "data.long": config.long, "data.isolate": config.data.isolate}
-    if config.data.objective != "causal":
-        options |= {"data.objective": config.data.objective}
-    if isinstance(objective := row_maker(job).objective, UL2R):
-        tokens = objective.tokens
-        options |= {"data.sentinels": config.data.sentinels, "data.modes": config.data.modes}
-        options |= {"tokens of denoising": [*map(list, tokens.modes.values()), list(tokens.sentinels)]}
-    return options
+def _identity(job: Job, data: Data) -> RunIdentity:
+    """Return the identity of a run."""
+    adapter, rows = job.model.adapter, data.reader.rows.rows
+    return RunIdentity.of(
+        job.model.config,
+        tokenizer=data.spec.tokenizer,
+        texts=data.reader.fingerprint(),
+        data={
+            **data.spec.recorded(),
+            WEIGHTS: list(data.reader.sampler.counts),
+            **({ADAPTER: to_spec(adapter, ADAPTERS)} if adapter else {}),
+        },
+        sources=[
+            SourceIdentity.of(source.name, each.fingerprint())
+            for (source, _), each in zip(job.sources, rows, strict=True)
+        ],
+        reading=describe_options(data.spec.reading),
+    )
 
 
-def _describe_tokens(job: Job) -> str:
+def _describe_tokens(job: Job, spec: RowSpec) -> str:
     """Return a sentence on special tokens and padding."""
     config, tokenizer = job.model.config, job.tokenizer
-    padding = None if job.config.rows == "concat" else padding_id(tokenizer, config)
-    if job.model.task.name == "lm":
-        objective = row_maker(job).objective
+    if spec.begin is not None and spec.end is not None:
+        objective, padding = objective_of(spec), None if spec.rows == "concat" else spec.padding
         denoising = f"; {objective.tokens.describe(tokenizer)}" if isinstance(objective, UL2R) else ""
         vocabulary = config.get_text_config().vocab_size
-        return DocumentTokens.of(tokenizer).describe(tokenizer, vocabulary, padding) + denoising
+        return DocumentTokens(spec.begin, spec.end).describe(tokenizer, vocabulary, padding) + denoising
     special = SpecialTokens.of(tokenizer)
     around = [name_tokens(tokenizer, ids) or "no token of its own" for ids in special]
-    assert padding is not None
     return (
         f"tokens: a text begins with {around[0]} and ends with {around[1]}; padding is "
-        f"{name_tokens(tokenizer, [padding])}"
+        f"{name_tokens(tokenizer, [spec.padding])}"
     )
 
 
@@ -165,90 +128,6 @@ def verify_layers(job: Job) -> None:
         cache.keep_costs(
             model.config, model.derived, job.shapes.sizes, job.layout.costs, device=job.streams.device.type
         )
-
-
-def open_weight_source(job: Job) -> WeightSource:
-    """Return the initial weights. Converts a Hugging Face directory into the cache if it is not there yet."""
-    model, source = job.model, _open_base(job)
-    if model.adapter is None:
-        return source
-    built = model.task.build(model.config)
-    seed = job.config.data.seed
-    return NewAdapter(
-        source, built, model.description, model.adapter, model.task.name, seed=seed, tokenizer=model.directory
-    )
-
-
-def base_checksums(job: Job) -> str:
-    """Return the checksums of the files of the model whose parameters are frozen, by an adapter or by model.freeze.
-
-    Empty if none are, or if the weights are drawn.
-    """
-    if job.model.adapter is None and not job.config.model.freeze:
-        return ""
-    base = _open_base(job)
-    if not isinstance(base, ShardDirectory):
-        return ""
-    return repr(sorted((layer, entry.checksum) for layer, entry in base.manifest.layers.items()))
-
-
-def _check_base(job: Job, checkpoint: ShardDirectory) -> None:
-    """Raise RunError if the adapter of a checkpoint was trained on another model, as far as this rank's layers show."""
-    base = _open_base(job)
-    if isinstance(base, ShardDirectory):
-        layers = [
-            job.model.layers[index].name for stage in job.layout.stages for index in range(*job.layout.specs[stage])
-        ]
-        check_base(checkpoint, base, layers, name=job.config.model.name)
-
-
-def _open_base(job: Job) -> WeightSource:
-    """Return the initial weights of the model without its adapter."""
-    if job.config.model.init == "scratch":
-        return RandomWeights(job.model.task, job.model.config, job.model.derived, seed=job.config.data.seed)
-    if (job.model.directory / MANIFEST).is_file():
-        return ShardDirectory(job.model.directory)
-    files = sorted(
-        path
-        for path in job.model.directory.iterdir()
-        if path.suffix in (".safetensors", ".bin", ".json") and path.is_file()
-    )
-    state = repr([(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
-    task = job.model.task.name
-    name = f"{job.model.directory.name}-{task}-{VERSION}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
-
-    def convert(target: Path) -> None:
-        target.mkdir(exist_ok=True)
-        from_hf(job.model.directory, target, task=task, layers=job.model.derived)
-
-    path = job.paths.cache / "models" / name
-    return open_cached(path, convert, CachedModel, resumable=True, reports_wait=job.is_first_on_host)
-
-
-class CachedModel(ShardDirectory):
-    """A model in the cache. A corrupt one is not opened again, so that the next start converts it again."""
-
-    def __init__(self, path: Path) -> None:
-        """Read the manifest. Raises CorruptFileError if it is missing, or a file has another size than it says."""
-        if not os.path.lexists(path / MANIFEST):
-            raise CorruptFileError(path / MANIFEST, "is missing")
-        super().__init__(path)
-        for entry in self.manifest.files:
-            file = path / entry.file
-            if not file.is_file() or file.stat().st_size != entry.bytes:
-                raise CorruptFileError(
-                    file, f"is corrupt: it was written with {entry.bytes} bytes, and has another size"
-                )
-
-    def verify(self, entry: StoredFile) -> Path:
-        try:
-            return super().verify(entry)
-        except CorruptFileError as error:
-            with contextlib.suppress(OSError):
-                (self.path / MANIFEST).unlink(missing_ok=True)
-            raise CorruptFileError(
-                error.path, f"{error.problem}; start again, and the model is converted again"
-            ) from None
 
 
 def plan_activation_caches(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -44,15 +45,8 @@ def read_options(data: DataConfig, *, has_labels: bool = False) -> ReadOptions:
     for name, option in (("input", data.input_format), ("output", data.output_format)):
         if option.count(f"__{name}__") != 1:
             raise ValueError(f'data.{name}_format="{option}" must contain __{name}__ once')
-    return ReadOptions(
-        data.on_error,
-        form,
-        _parse_fields(data.fields),
-        data.targets,
-        data.input_format,
-        data.output_format,
-        data.split_special_tokens,
-    )
+    given = {each.name: getattr(data, each.name) for each in fields(ReadOptions)}
+    return ReadOptions(**{**given, "format": form, "fields": _parse_fields(data.fields)})
 
 
 def read_each(

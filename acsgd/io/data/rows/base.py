@@ -5,9 +5,10 @@ Shapes: n rows, M micro-batches, B rows per micro-batch, T tokens per row.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from acsgd.io.data.sampler import Ints
-from acsgd.io.data.tokens.tokens import Corpus
+from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.layers.lengths import Lengths, longest
 from acsgd.tasks import IGNORED
 
@@ -132,3 +133,40 @@ def _with_virtual_tokens(row: Mapping[str, NDArray[Any]], count: int) -> dict[st
     }
     tokens, target = row[LENGTHS].tolist()
     return {**longer, LENGTHS: np.array([tokens + count, target])}
+
+
+@dataclass(frozen=True)
+class DescribedRows:
+    """Rows of which only the properties are known. They cannot be read."""
+
+    length: int
+    values: Sequence[Any]
+    """Fingerprint."""
+    notes: tuple[str, ...]
+    mean_targets: float
+    """Mean number of labels of a row that are not IGNORED."""
+    is_streamed: bool = False
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Return the fingerprint of the rows that were opened."""
+        return tuple(self.values)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read(self, index: int, epoch: int = 0) -> NoReturn:
+        """Raise AssertionError."""
+        raise AssertionError("this rank needs no tokens")
+
+
+def describe(rows: Sequence[Rows]) -> str:
+    """Return a description of rows, for `described`."""
+    found = (
+        DescribedRows(len(each), each.fingerprint(), each.notes, each.mean_targets, each.is_streamed) for each in rows
+    )
+    return json.dumps([asdict(each) for each in found])
+
+
+def described(text: str) -> list[DescribedRows]:
+    """Return the rows that a text describes."""
+    return [DescribedRows(**{**fields, "notes": tuple(fields["notes"])}) for fields in json.loads(text)]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from acsgd.io.data.rows.base import INPUT_IDS, LABELS, LENGTHS, Row
 from acsgd.io.data.sampler import Ints
-from acsgd.io.data.tokens.tokens import Corpus
+from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.io.files.arrays import sample
 from acsgd.tasks import IGNORED, TOKEN_TYPES
 

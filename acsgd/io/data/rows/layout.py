@@ -10,27 +10,25 @@ A layout is a cache entry, made once per host and read from disk, since a corpus
 
 from __future__ import annotations
 
-import hashlib
 import json
+from bisect import bisect_left, insort
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from acsgd.io.data.rows.best_fit import best_fit
+from acsgd.io.data.row_spec import LongDocument
 from acsgd.io.data.rows.objectives import CAUSAL, Objective, longest_part
 from acsgd.io.data.sampler import Ints, shuffled
-from acsgd.io.data.tokens.tokens import Corpus
+from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.io.files.arrays import Array, ArrayFile, ArrayWriter
 from acsgd.io.files.cache import open_cached
 from acsgd.io.files.entry import Entry, seal
 
 RowKind = Literal["pack", "single"]
-LongDocument = Literal["split", "truncate", "skip", "error"]
 
-FORMAT = 2
-"""Version of the layouts; part of every cache key."""
 CHUNK = 2**20
 """Number of tokens whose targets are counted at a time."""
 ARRAYS = ("starts.npy", "lengths.npy", "offsets.npy")
@@ -52,26 +50,15 @@ class RowLayout(NamedTuple):
     """Number of labels of all rows that are not ignored."""
 
 
-def open_layout(
-    corpus: Corpus,
-    sequence: int,
-    kind: RowKind,
-    long: LongDocument,
-    cache_dir: Path,
-    *,
-    objective: Objective = CAUSAL,
-    reports_wait: bool = True,
-) -> RowLayout:
-    """Return a layout on disk in `cache_dir`. Called by every process of a host; one of them makes it.
+def open_layout(path: Path, make: Callable[[], RowLayout], *, reports_wait: bool = True) -> RowLayout:
+    """Return the layout in a cache entry. Called by every process of a host; one of them makes it.
 
-    Arguments as of `make_layout`, which raises the same errors; reports_wait: as of `open_cached`.
+    make: may raise ValueError; reports_wait: as of `open_cached`.
     """
-    parts = (FORMAT, corpus.key, sequence, kind, long, *filter(None, [objective.layout_key]))
-    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def build(unfinished: Path) -> None:
         unfinished.mkdir()
-        layout = make_layout(corpus, sequence, kind, long, objective)
+        layout = make()
         for name, values in zip(ARRAYS, (layout.starts, layout.lengths, layout.offsets), strict=True):
             with ArrayWriter(unfinished / name, np.dtype("<i8")) as file:
                 file.append(values[:])
@@ -86,7 +73,7 @@ def open_layout(
         about = entry.file(ABOUT)
         return RowLayout(starts, lengths, offsets, **json.loads(about.read(0, about.size)))
 
-    return open_cached(cache_dir / f"{corpus.key}-{key}", build, open_built, reports_wait=reports_wait)
+    return open_cached(path, build, open_built, reports_wait=reports_wait)
 
 
 def make_layout(
@@ -186,3 +173,60 @@ def _describe(
         f"rows: {corpus.name}: {len(corpus.offsets) - 1:,} documents in {num_rows:,} rows of {sequence} tokens "
         f"(data.rows={kind}), {padding:.2%} padding{cut}"
     )
+
+
+def best_fit(lengths: Ints, capacity: int) -> Ints:
+    """Return the row of each document, rows numbered from 0: at most `capacity` tokens each.
+
+    Best-fit decreasing bin packing (Johnson 1974), for rows of whole documents as in "Fewer Truncations Improve
+    Language Modeling" (Ding et al. 2024, arXiv:2404.10830). Documents are placed from the longest to the shortest, each
+    in the row with the least free space that is enough. Documents of one length, and rows of one free space, are
+    handled together: O(n log n) for n documents, whose constant is that of a sort. lengths: at least 1, at most
+    `capacity`.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    sizes, counts = np.unique(lengths, return_counts=True)
+    rows, num_rows = _OpenRows(), 0
+    placed: list[Ints] = [np.empty(0, np.int64)]
+    for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        while count:
+            free, found = rows.take(size)
+            if not len(found):
+                free, found = capacity, np.arange(num_rows, num_rows - (-count // (capacity // size)))
+                num_rows += len(found)
+            each = free // size  # after one more document, a row is still the best fit
+            full = found[: count // each]
+            rest = count % each if len(full) < len(found) else 0
+            partial = found[len(full) : len(full) + (rest > 0)]
+            placed += [np.repeat(full, each), np.repeat(partial, rest)]
+            rows.add(free - each * size, full)
+            rows.add(free - rest * size, partial)
+            rows.add(free, found[len(full) + len(partial) :])
+            count -= len(full) * each + rest
+    result = np.empty_like(lengths)
+    result[order] = np.concatenate(placed)
+    return result
+
+
+class _OpenRows:
+    """Rows by free space."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[Ints]] = {}
+        self._frees: list[int] = []
+        """Keys of the rows, sorted."""
+
+    def add(self, free: int, rows: Ints) -> None:
+        """Add rows with a free space."""
+        if free and len(rows):
+            if free not in self._rows:
+                insort(self._frees, free)
+            self._rows.setdefault(free, []).append(rows)
+
+    def take(self, size: int) -> tuple[int, Ints]:
+        """Remove and return the rows with the least free space that is enough; no rows if there are none."""
+        index = bisect_left(self._frees, size)
+        if index == len(self._frees):
+            return 0, np.empty(0, np.int64)
+        free = self._frees.pop(index)
+        return free, np.concatenate(self._rows.pop(free))

@@ -31,11 +31,6 @@ class Objective(Protocol):
         """Whether parts have prefixes with attention in both directions."""
         ...
 
-    @property
-    def layout_key(self) -> str:
-        """What `sizes` and `learned` depend on; empty for causal language modelling."""
-        ...
-
     def sizes(self, lengths: Ints) -> Ints:
         """Return how many tokens of a row parts take at most, by their number of inputs. Not decreasing."""
         ...
@@ -60,7 +55,6 @@ class Causal:
     """Each token is predicted from those before it."""
 
     has_prefix = False
-    layout_key = ""
 
     def sizes(self, lengths: Ints) -> Ints:
         """Return the lengths."""
@@ -89,7 +83,6 @@ class PrefixLM:
     """
 
     has_prefix = True
-    layout_key = "prefix"
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -12,22 +12,16 @@ eos_token. The mode S has no sentinels and no end: it removes the end of the par
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
+from acsgd.io.data.row_spec import DenoisingMode, DenoisingTokens
 from acsgd.io.data.rows.objectives import DocumentPart
 from acsgd.io.data.sampler import Ints, random_words
-from acsgd.shards.tokenizer import DocumentTokens, name_tokens
 from acsgd.streams import mix_seed
 from acsgd.tasks import IGNORED
-
-DenoisingMode = Literal["R", "S", "X"]
-MODES: Sequence[DenoisingMode] = ("R", "S", "X")
 
 
 class Denoiser(NamedTuple):
@@ -43,44 +37,8 @@ class Denoiser(NamedTuple):
 SEQUENTIAL = Denoiser("S")
 MIXTURE = (*(SEQUENTIAL,) * 4, *(Denoiser("R", 0.15, 3),) * 2, Denoiser("X", 0.15, 32), Denoiser("X", 0.5, 8))
 """Denoisers, each with the same probability: 50 % S, 25 % R, 25 % X. UL2 removes half of
-a text in spans of 3 or of 8 tokens. Here they have 8: spans of 3 need more sentinels, for which each row keeps room."""
-
-
-class DenoisingTokens(NamedTuple):
-    """Tokens that denoising adds to those of a text."""
-
-    modes: Mapping[DenoisingMode, Sequence[int]]
-    sentinels: Sequence[int]
-    begin: Sequence[int]
-    """Before a document; they stay in front of the mode."""
-    end: int
-    """After the removed tokens."""
-
-    def describe(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Return a clause for the user."""
-        modes = ", ".join(f"{mode} {name_tokens(tokenizer, ids)}" for mode, ids in self.modes.items())
-        first, last = (name_tokens(tokenizer, [self.sentinels[index]]) for index in (0, -1))
-        return f"denoising: modes {modes}; {len(self.sentinels)} sentinels, from {first} to {last}"
-
-
-def denoising_tokens(tokenizer: PreTrainedTokenizerBase, modes: str, sentinels: str) -> DenoisingTokens:
-    """Return the tokens of a tokenizer. modes, sentinels: data.modes and data.sentinels, which were checked.
-
-    Raises ValueError if it has no sentinels.
-    """
-    pattern = re.compile(re.escape(sentinels).replace(re.escape("{}"), "([0-9]+)"))
-    found = ((pattern.fullmatch(token), id_) for token, id_ in tokenizer.get_vocab().items())
-    ids = [id_ for _, id_ in sorted((int(match[1]), id_) for match, id_ in found if match)]
-    if not ids:
-        raise ValueError(
-            f'data.objective=ul2r needs sentinel tokens, but the tokenizer {tokenizer.name_or_path} has no "'
-            f'{sentinels.replace("{}", "0")}"; name tokens that texts do not contain, such as '
-            '--data.sentinels "<|reserved_special_token_{}|>", or add such tokens to the tokenizer and the model'
-        )
-    special = DocumentTokens.of(tokenizer)
-    texts = zip(MODES, modes.split(","), strict=True)
-    mode_ids = {mode: tokenizer.encode(text.strip(), add_special_tokens=False) for mode, text in texts}
-    return DenoisingTokens(mode_ids, ids, special.begin, special.end)
+a text in spans of 3 or of 8 tokens. Here they have 8: spans of 3 need more sentinels, for which each row keeps room.
+Layouts depend on it: another mixture needs another version of them, as of `row_spec`."""
 
 
 class UL2R:
@@ -92,11 +50,6 @@ class UL2R:
         self.tokens = tokens
         self._seed = seed
         self._mode_length = max(map(len, tokens.modes.values()))
-
-    @property
-    def layout_key(self) -> str:
-        """What `sizes` and `learned` depend on."""
-        return repr((MIXTURE, len(self.tokens.sentinels), self._mode_length))
 
     def sizes(self, lengths: Ints) -> Ints:
         """Return the sizes with the denoiser that makes the most tokens."""

@@ -13,9 +13,8 @@ import numpy as np
 
 from acsgd.errors import CorruptFileError
 from acsgd.io.data.stream.segments import SegmentStart, StreamSegment
-from acsgd.io.data.tokens.corpus_writer import LABELS, OFFSETS, TARGETS, TOKENS, TYPES, CorpusWriter
+from acsgd.io.data.tokens.corpus import Corpus, CorpusWriter, open_arrays
 from acsgd.io.data.tokens.encode import Encoded
-from acsgd.io.data.tokens.tokens import Corpus
 from acsgd.io.files.arrays import Array, ArrayFile, ArrayWriter
 from acsgd.io.files.entry import Entry, seal
 from acsgd.io.files.fields import Natural, check_positive, from_json
@@ -70,19 +69,7 @@ def open_segment(path: Path, name: str) -> OpenSegment:
     """Open a segment. name: of the source. Raises CorruptFileError if it is missing or not as it was written."""
     entry = Entry(path)
     about = read_about(path, entry)
-    tokens, offsets = (ArrayFile(entry, file) for file in (TOKENS, OFFSETS))
-    targets, labels, types = (ArrayFile(entry, file) if file in entry else None for file in (TARGETS, LABELS, TYPES))
-    corpus = Corpus(
-        name,
-        path.name,
-        tokens,
-        offsets,
-        targets,
-        about.overlap,
-        labels,
-        types=types,
-        before=about.start.tokens,
-    )
+    corpus = Corpus(name, path.name, **open_arrays(entry), overlap=about.overlap, before=about.start.tokens)
     names = [file.name for file in path.glob(f"{LAYOUT}*") if file.name in entry]
     return OpenSegment(about, corpus, {file.removeprefix(LAYOUT): ArrayFile(entry, file) for file in names})
 

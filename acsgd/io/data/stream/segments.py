@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from acsgd.io.data.sampler import Ints
 from acsgd.io.data.sources.base import RecordCounts, Source
+from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.io.data.tokens.encode import Encoder
 from acsgd.io.data.tokens.pipeline import EncodedParts, encode_source, stop_or_skip
-from acsgd.io.data.tokens.tokens import Corpus, check_token
+from acsgd.io.data.tokens.tokens import check_token
 from acsgd.io.files.fields import Natural
 from acsgd.notes import print_note
 

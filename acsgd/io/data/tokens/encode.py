@@ -16,8 +16,7 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from acsgd.io.data.formats.base import Example, FormatError
-from acsgd.io.data.tokens.plain_specials import PlainSpecials
-from acsgd.io.data.tokens.targets import TextTokens, with_targets
+from acsgd.io.data.tokens.text_tokens import PlainSpecials, TextTokens, with_targets
 from acsgd.shards.tokenizer import DocumentTokens
 
 
@@ -54,11 +53,6 @@ class Encoder(Protocol):
     """May be set before the first example, to that of another encoder."""
 
     @property
-    def key(self) -> str:
-        """What the tokens depend on besides the tokenizer; part of the cache key."""
-        ...
-
-    @property
     def overlap(self) -> int:
         """Number of tokens so far that end a document and begin the next one."""
         ...
@@ -85,7 +79,6 @@ class DocumentEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ValueError if the tokenizer has no eos_token."""
-        self.key = ""
         self._num_with_control = self._num_with_plain = 0
         self._tokenizer = tokenizer
         self._special = DocumentTokens.of(tokenizer)

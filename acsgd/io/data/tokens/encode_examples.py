@@ -50,11 +50,6 @@ class _ExampleEncoder:
         self._is_within = False  # a record in parts
 
     @property
-    def key(self) -> str:
-        """What the tokens depend on besides the tokenizer; part of the cache key."""
-        return f"{type(self).__name__} {self._sequence} {self._long}"
-
-    @property
     def note(self) -> str | None:
         """Clause that describes the examples that are too long, None if there are none."""
         done = "left out" if self._long == "skip" else "truncated"
@@ -125,11 +120,6 @@ class SequenceEncoder(_ExampleEncoder):
         self._labels = labels
         if has_types and TOKEN_TYPES in tokenizer.model_input_names:
             self._names = ("input_ids", TOKEN_TYPES)
-
-    @property
-    def key(self) -> str:
-        """What the tokens depend on besides the tokenizer; part of the cache key."""
-        return " ".join([super().key, *self._names[1:], self._labels.key])
 
     def tokenize(self, examples: Sequence[Example]) -> Sequence[ExampleTokens]:
         """Return the tokens of the one or two texts of each example."""

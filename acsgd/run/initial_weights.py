@@ -1,0 +1,102 @@
+"""Initial weights of a run: those of its model, converted into layer shards or drawn, and those of its adapter."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from pathlib import Path
+
+from acsgd.adapters.base import check_base
+from acsgd.adapters.initial import NewAdapter
+from acsgd.errors import CorruptFileError
+from acsgd.io.files.cache import open_cached
+from acsgd.run.plan.job import Job
+from acsgd.shards.convert import from_hf
+from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.load import RandomWeights, WeightSource
+from acsgd.shards.manifest import MANIFEST, VERSION, StoredFile
+
+
+def open_weight_source(job: Job) -> WeightSource:
+    """Return the initial weights. Converts a Hugging Face directory into the cache if it is not there yet."""
+    model, source = job.model, _open_base(job)
+    if model.adapter is None:
+        return source
+    built = model.task.build(model.config)
+    seed = job.config.data.seed
+    return NewAdapter(
+        source, built, model.description, model.adapter, model.task.name, seed=seed, tokenizer=model.directory
+    )
+
+
+def base_checksums(job: Job) -> str:
+    """Return the checksums of the files of the model whose parameters are frozen, by an adapter or by model.freeze.
+
+    Empty if none are, or if the weights are drawn.
+    """
+    if job.model.adapter is None and not job.config.model.freeze:
+        return ""
+    base = _open_base(job)
+    if not isinstance(base, ShardDirectory):
+        return ""
+    return repr(sorted((layer, entry.checksum) for layer, entry in base.manifest.layers.items()))
+
+
+def check_base_of(job: Job, checkpoint: ShardDirectory) -> None:
+    """Raise RunError if the adapter of a checkpoint was trained on another model, as far as this rank's layers show."""
+    base = _open_base(job)
+    if isinstance(base, ShardDirectory):
+        layers = [
+            job.model.layers[index].name for stage in job.layout.stages for index in range(*job.layout.specs[stage])
+        ]
+        check_base(checkpoint, base, layers, name=job.config.model.name)
+
+
+def _open_base(job: Job) -> WeightSource:
+    """Return the initial weights of the model without its adapter."""
+    if job.config.model.init == "scratch":
+        return RandomWeights(job.model.task, job.model.config, job.model.derived, seed=job.config.data.seed)
+    if (job.model.directory / MANIFEST).is_file():
+        return ShardDirectory(job.model.directory)
+    files = sorted(
+        path
+        for path in job.model.directory.iterdir()
+        if path.suffix in (".safetensors", ".bin", ".json") and path.is_file()
+    )
+    state = repr([(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+    task = job.model.task.name
+    name = f"{job.model.directory.name}-{task}-{VERSION}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+
+    def convert(target: Path) -> None:
+        target.mkdir(exist_ok=True)
+        from_hf(job.model.directory, target, task=task, layers=job.model.derived)
+
+    path = job.paths.cache / "models" / name
+    return open_cached(path, convert, CachedModel, resumable=True, reports_wait=job.is_first_on_host)
+
+
+class CachedModel(ShardDirectory):
+    """A model in the cache. A corrupt one is not opened again, so that the next start converts it again."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the manifest. Raises CorruptFileError if it is missing, or a file has another size than it says."""
+        if not os.path.lexists(path / MANIFEST):
+            raise CorruptFileError(path / MANIFEST, "is missing")
+        super().__init__(path)
+        for entry in self.manifest.files:
+            file = path / entry.file
+            if not file.is_file() or file.stat().st_size != entry.bytes:
+                raise CorruptFileError(
+                    file, f"is corrupt: it was written with {entry.bytes} bytes, and has another size"
+                )
+
+    def verify(self, entry: StoredFile) -> Path:
+        try:
+            return super().verify(entry)
+        except CorruptFileError as error:
+            with contextlib.suppress(OSError):
+                (self.path / MANIFEST).unlink(missing_ok=True)
+            raise CorruptFileError(
+                error.path, f"{error.problem}; start again, and the model is converted again"
+            ) from None
