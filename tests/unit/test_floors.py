@@ -24,7 +24,7 @@ FLOORS = """
     io dp
     io.checkpoint pp
     run.plan run.report
-    run.lock run.evaluation
+    run.lock run.evaluation run.initial_weights
     run.session
     run.setup
     run.step
@@ -45,7 +45,7 @@ RESERVED = {
     "torch.distributed": (
         "acsgd.comm.store",
         "acsgd.comm.process_groups",
-        "acsgd.topology",
+        "acsgd.groups",
         "acsgd.pp.wire",
         "acsgd.dp",
         "acsgd.io.checkpoint",
@@ -63,6 +63,7 @@ TORCH_FREE = (
     "acsgd.comm.waits",
     "acsgd.comm.connections",
     "acsgd.launch",
+    "acsgd.topology",
     "acsgd.failures.stdio",
     "acsgd.failures.processes",
     "acsgd.failures.signals",
