@@ -19,7 +19,8 @@ from acsgd.layers.skeleton import fill_with_stand_ins, parameter_names, set_buff
 TOLERANCE = 1e-5
 """Largest difference of an output or a gradient, relative to its largest absolute value, or to 1."""
 
-ComparedInputs = dict[str, Tensor]
+InputTensors = dict[str, Tensor]
+"""Inputs of a model by name."""
 
 
 class Stages:
@@ -35,7 +36,7 @@ class Stages:
         self._absent = dict(skeleton.named_parameters(remove_duplicate=False))
         self._initial = {name: skeleton.get_buffer(name).clone() for spec in layers.layers for name in spec.buffers}
 
-    def run_whole(self, batch: ComparedInputs) -> Tensor:
+    def run_whole(self, batch: InputTensors) -> Tensor:
         """Run forward of the whole model. Random numbers, of routers for example, have a seed per layer."""
         blocks = [self.whole.get_submodule(path) for path in self.layers.blocks]
 
@@ -70,7 +71,7 @@ class Stages:
         return own
 
 
-def compare(stages: Stages, batch: ComparedInputs, splits: Sequence[Sequence[int]], where: str) -> float:
+def compare(stages: Stages, batch: InputTensors, splits: Sequence[Sequence[int]], where: str) -> float:
     """Compare outputs and gradients for one batch; return the largest relative difference.
 
     splits: divisions into stages, each by the first layers of the stages. Raises LayersError that names the tensor.
@@ -106,7 +107,7 @@ def _difference(ours: Tensor | None, theirs: Tensor | None, what: str) -> float:
 
 
 def _run_stages(
-    stages: Stages, ranges: Sequence[range], batch: ComparedInputs, weights: Tensor
+    stages: Stages, ranges: Sequence[range], batch: InputTensors, weights: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Run forward and backward of (logits * weights).sum(), stage by stage; return logits and gradients by name."""
     state: State = {}

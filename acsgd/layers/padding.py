@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from acsgd.layers.compare import ComparedInputs, Stages
+from acsgd.layers.compare import InputTensors, Stages
 from acsgd.layers.lengths import Lengths, cut
 
 APART = 1e-3
@@ -22,7 +22,7 @@ SHORTER = 2
 
 
 def ignores_padding(
-    stages: Stages, batch: ComparedInputs, inputs: Mapping[str, Sequence[str]], predicted: str | None
+    stages: Stages, batch: InputTensors, inputs: Mapping[str, Sequence[str]], predicted: str | None
 ) -> bool:
     """Whether padded rows have the same logits when they are cut to the longest row.
 
@@ -72,14 +72,14 @@ def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
             yield from _ropes(value)
 
 
-def _lengths_of(batch: ComparedInputs, inputs: Mapping[str, Sequence[str]]) -> Lengths:
+def _lengths_of(batch: InputTensors, inputs: Mapping[str, Sequence[str]]) -> Lengths:
     sizes = {size: length for name, x in batch.items() for size, length in zip(inputs[name], x.shape, strict=True)}
     return Lengths(**{size: length for size, length in sizes.items() if size in Lengths._fields})
 
 
 def _pad(
-    config: PreTrainedConfig, batch: ComparedInputs, inputs: Mapping[str, Sequence[str]], lengths: Lengths
-) -> ComparedInputs:
+    config: PreTrainedConfig, batch: InputTensors, inputs: Mapping[str, Sequence[str]], lengths: Lengths
+) -> InputTensors:
     """Return the batch with padding behind `lengths`, and rows of which each is shorter than the one before.
 
     Each ends with an end of sequence, for which some classifiers look.

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from acsgd.layers.compare import ComparedInputs, Stages, compare
+from acsgd.layers.compare import InputTensors, Stages, compare
 from acsgd.layers.derive import derive
 from acsgd.layers.description import LayersError, LayerSpec, ModelLayers
 from acsgd.layers.masks import DOCUMENTS, NO_PREFIX, PREFIXES
@@ -144,7 +144,7 @@ def _kind(layer: LayerSpec) -> Hashable:
     return frozenset(layer.inputs), replicated, frozenset(layer.origins.items()), layer.outputs, layer.returns
 
 
-def _check_causal(stages: Stages, batch: ComparedInputs, predicted: str) -> None:
+def _check_causal(stages: Stages, batch: InputTensors, predicted: str) -> None:
     """Raise LayersError if the logits of a token depend on later tokens of the input that is predicted."""
     changed = batch[predicted].clone()
     changed[:, -1] = changed[:, 0]
@@ -160,14 +160,14 @@ def _check_causal(stages: Stages, batch: ComparedInputs, predicted: str) -> None
         )
 
 
-def pack(batch: ComparedInputs) -> ComparedInputs:
+def pack(batch: InputTensors) -> InputTensors:
     """Return the batch with two documents per sequence, the first longer by one token in each further sequence."""
     ids = next(iter(batch.values()))
     lengths = DOCUMENT + torch.arange(len(ids))[:, None]
     return batch | {DOCUMENTS: (torch.arange(ids.shape[1]) >= lengths).long()}
 
 
-def keeps_apart(stages: Stages, packed: ComparedInputs) -> bool:
+def keeps_apart(stages: Stages, packed: InputTensors) -> bool:
     """Whether the logits of documents are those of each document alone."""
     (name,) = packed.keys() - {DOCUMENTS}
     with torch.no_grad():
@@ -181,14 +181,14 @@ def keeps_apart(stages: Stages, packed: ComparedInputs) -> bool:
     return True
 
 
-def add_prefixes(batch: ComparedInputs) -> ComparedInputs:
+def add_prefixes(batch: InputTensors) -> InputTensors:
     """Return the batch with a prefix per sequence, longer by one token in each further sequence."""
     ids = next(iter(batch.values()))
     lengths = DOCUMENT + torch.arange(len(ids))[:, None]
     return batch | {PREFIXES: (torch.arange(ids.shape[1]) >= lengths).long() * NO_PREFIX}
 
 
-def looks_ahead_in_prefixes(stages: Stages, prefixed: ComparedInputs) -> bool:
+def looks_ahead_in_prefixes(stages: Stages, prefixed: InputTensors) -> bool:
     """Whether each token of a prefix depends on the last two of the prefix, and no token on later ones outside it."""
     (name,) = prefixed.keys() - {PREFIXES}
     is_prefix = prefixed[PREFIXES] != NO_PREFIX
@@ -222,7 +222,7 @@ def fill_with_random(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def make_batches(model: PreTrainedModel, inputs: InputSizes) -> dict[str, ComparedInputs]:
+def make_batches(model: PreTrainedModel, inputs: InputSizes) -> dict[str, InputTensors]:
     """Return the batches that the model's forward takes, by name. All are longer than the sliding windows."""
     accepted = inspect.signature(model.forward).parameters
     sizes = {"batch": ROWS, "sequence": LENGTH, "target": LENGTH - WINDOW // 2}

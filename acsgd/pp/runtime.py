@@ -4,65 +4,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from acsgd.errors import RunError
 from acsgd.layers.composed import Inputs, State
-from acsgd.layers.lengths import Lengths
+from acsgd.pp.batch import Batch
 from acsgd.pp.micro_shapes import MicroShapes
 from acsgd.pp.nan_probe import NaNProbe, NonFiniteTensor
 from acsgd.pp.schedules.actions import ACTIVATION, GRADIENT, OPERATIONS, Action, Op, Route
 from acsgd.pp.schedules.programs import StepActions
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.pp.tied.ties import Ties
-from acsgd.pp.wire.coder import TransferInfo
+from acsgd.pp.wire.coder import CodecChoice, CodecIndices, TransferInfo
 from acsgd.pp.wire.link import Link
+from acsgd.pp.wire.mailbox import Outbox
 
 Handler = Callable[[Action], None]
 Handlers = Mapping[Op, Handler]
 """Function that performs the actions of each operation."""
-
-
-class Batch(Protocol):
-    """Data of one step for this rank's replica: M micro-batches of B sequences of T tokens."""
-
-    @property
-    def inputs(self) -> Inputs | None:
-        """Inputs of the model by name, [M, B, ...], on ranks that need their values."""
-        ...
-
-    @property
-    def labels(self) -> Tensor | None:
-        """[M, B, ...], on the last stage's rank; -100 = ignored."""
-        ...
-
-    @property
-    def longest_rows(self) -> Sequence[Lengths] | None:
-        """Longest row of each micro-batch, without padding; None on ranks that read no rows."""
-        ...
-
-    @property
-    def upcoming_ids(self) -> Tensor:
-        """int64, on the host: sample ids of the next batch."""
-        ...
-
-    @property
-    def upcoming(self) -> Batch | None:
-        """The next batch; None if it is not known yet, or if there is none."""
-        ...
-
-    @property
-    def micro_ids(self) -> Sequence[int]:
-        """Index of each micro-batch in the global batch."""
-        ...
-
-    @property
-    def sample_ids(self) -> Tensor:
-        """int64 [M, B], on the host: one id per sequence of the data, the same in every epoch."""
-        ...
 
 
 class Evaluated(NamedTuple):
@@ -81,12 +43,11 @@ class Pipeline:
         actions: returns this rank's actions for some number of micro-batches
         stages: the stages this rank holds, by index
         links: this rank's end of each boundary that it shares with another rank, by the stage before the boundary
-        ties: the tied weights that other ranks use, too
+        ties: the tied weights that this rank shares with others
         placeholders: inputs of the model for the longest rows, for ranks that do not need their values
         shapes: shapes of micro-batches
+        codecs: chooses the codecs of the links for each step
         mark: called before each action, to record progress; may raise
-        exact_steps: number of initial steps that send without the links' codecs
-        exact_eval: whether evaluations send without the links' codecs
     """
 
     def __init__(
@@ -97,28 +58,28 @@ class Pipeline:
         ties: Ties,
         placeholders: Inputs,
         shapes: MicroShapes,
+        codecs: CodecChoice,
         *,
         mark: Callable[[], None] = lambda: None,
-        exact_steps: int = 0,
-        exact_eval: bool = True,
     ) -> None:
         self._mark = mark
-        self._exact_steps = exact_steps
-        self._exact_eval = exact_eval
+        self._codecs = codecs
         self._actions = actions
         self._stages = stages
         self._links = links
         self._ties = ties
         self._placeholders = placeholders
         self._shapes = shapes
-        self._training = self._handlers({Op.F: self._forward, Op.B: self._backward})
+        self._training = self._handlers(
+            {Op.F: self._forward, Op.B: self._backward, Op.I: self._backward_input, Op.W: self._backward_weight}
+        )
         self._evaluation = self._handlers({Op.F: self._evaluate})
 
     def _handlers(self, computes: Handlers) -> Handlers:
         """Return `computes` with the handlers of all other operations."""
-        by_kind = {"send": self._send, "receive": self._post_receive, "reduce": self._reduce}
-        others = {op: by_kind[row.kind] for op, row in OPERATIONS.items() if row.kind in by_kind}
-        return {**computes, **others}
+        messages = {Op.SF: self._send, Op.SB: self._send, Op.RF: self._post_receive, Op.RB: self._post_receive}
+        rows = dict.fromkeys((Op.SR, Op.RR, Op.SG, Op.RG), self._ties.perform)
+        return {**computes, **messages, **rows, Op.R: self._reduce, Op.RT: self._reduce_tables}
 
     def run(self, batch: Batch, step: int, scale: float = 1.0) -> Tensor:
         """Run one training step: leave its gradients, summed over the replicas and times `scale`, in the masters.
@@ -141,10 +102,9 @@ class Pipeline:
             self._step = step
             with self._naming(Action(Op.F, min(self._stages))):
                 self._ties.begin_evaluation(batch, step)
-            self._execute(actions, self._evaluation, batch, step, exact=self._exact_eval, use_caches=False)
-            for index in self._stages:
-                with self._naming(Action(Op.F, index)):
-                    self._drain()
+            self._execute(actions, self._evaluation, batch, step, self._codecs.of_evaluation(), use_caches=False)
+            with self._naming(Action(Op.F, min(self._stages))):
+                self._drain()
         predictions = [prediction.cpu() for _, prediction in sorted(self._predictions.items())]
         return Evaluated(self._total_loss(), torch.stack(predictions) if predictions else None)
 
@@ -174,12 +134,12 @@ class Pipeline:
         return probe.first
 
     def send_ahead(self) -> None:
-        """Send what other ranks need for the next step of the weights that this step has updated. Does not wait."""
+        """Send the first rows of the next step from the tables that this step has updated. Does not wait."""
         with self._naming(Action(Op.F, min(self._stages))):
             self._ties.send_ahead()
 
     def settle(self) -> None:
-        """Wait for what `send_ahead` sends. All ranks of a pipeline do so together."""
+        """Wait for the rows that `send_ahead` sends. Collective: all ranks of a pipeline call it together."""
         with self._naming(Action(Op.F, min(self._stages))):
             self._ties.settle()
 
@@ -201,27 +161,34 @@ class Pipeline:
             stage.sync.begin_step(step, scale)
         for link in self._links.values():
             link.begin_step(batch.sample_ids.flatten().tolist(), batch.upcoming_ids.flatten().tolist())
-        exact = step < self._exact_steps
         actions = self._actions(len(batch.micro_ids)).train
         self._last_backward = {action.stage: action for action in actions if action.operation.completes}
         self._step = step
         with self._naming(Action(Op.F, min(self._stages))):
             self._ties.begin_step(batch, step)
-        self._execute(actions, handlers, batch, step, exact=exact, use_caches=True)
+        self._execute(actions, handlers, batch, step, self._codecs.of_step(step), use_caches=True)
         self._finish()
         return self._total_loss()
 
     def _execute(
-        self, actions: Sequence[Action], handlers: Handlers, batch: Batch, step: int, *, exact: bool, use_caches: bool
+        self,
+        actions: Sequence[Action],
+        handlers: Handlers,
+        batch: Batch,
+        step: int,
+        codecs: CodecIndices,
+        *,
+        use_caches: bool,
     ) -> None:
         """Perform actions in order; use_caches: whether the links read and update their activation caches."""
         self._batch, self._step = batch, step
         samples = batch.sample_ids.tolist() if use_caches else [()] * len(batch.sample_ids)
         lengths = self._shapes.lengths(batch.longest_rows, len(samples))
         self._transfers = [  # lengths that are None become known with the forward's first message
-            TransferInfo(step, micro, exact, tuple(ids), tokens)
+            TransferInfo(step, micro, samples=tuple(ids), lengths=tokens)
             for micro, (ids, tokens) in enumerate(zip(samples, lengths, strict=True))
         ]
+        self._codec_of = {ACTIVATION: codecs.forward, GRADIENT: codecs.backward}
         self._losses: list[Tensor] = []
         self._predictions: dict[int, Tensor] = {}  # by micro-batch
         self._outputs: dict[tuple[Route, int, int], State] = {}  # by route, stage and micro-batch, until sent or read
@@ -252,10 +219,7 @@ class Pipeline:
 
     def _inputs(self, action: Action) -> tuple[MicroBatch, Inputs, State, Tensor | None]:
         """Return the arguments of a stage's forward, once the rows that it looks up are there."""
-        self._ties.send_rows()
-        if self._ties.awaits_rows(action.stage, action.micro):
-            self._flush()
-        self._ties.receive_rows(action.stage, action.micro)
+        self._ties.receive_rows(action, self._flush)
         stage, micro, batch = self._stages[action.stage], action.micro, self._batch
         micro_batch = MicroBatch(self._step, micro, batch.micro_ids[micro], tuple(batch.sample_ids[micro].tolist()))
         state = {} if stage.is_first else self._take_input(action, ACTIVATION)
@@ -270,21 +234,28 @@ class Pipeline:
         return micro_batch, self._shapes.cut_inputs(inputs, lengths), state, labels
 
     def _store_output(self, action: Action, outputs: State) -> None:
-        if action.stage == max(self._stages):
-            self._ties.after_forward()
         if self._stages[action.stage].is_last:
             self._losses.append(outputs["loss"])
         else:
             self._outputs[ACTIVATION, action.stage, action.micro] = outputs
 
     def _backward(self, action: Action) -> None:
+        stage, last = self._stages[action.stage], self._last_backward[action.stage] == action
+        grads = None if stage.is_last else self._take_input(action, GRADIENT)
+        self._store_gradients(action, stage.backward(action.micro, grads, last=last, scale=self._scale))
+
+    def _backward_input(self, action: Action) -> None:
         stage = self._stages[action.stage]
         grads = None if stage.is_last else self._take_input(action, GRADIENT)
+        self._store_gradients(action, stage.backward_input(action.micro, grads, scale=self._scale))
+
+    def _backward_weight(self, action: Action) -> None:
         last = self._last_backward[action.stage] == action
-        input_grads = stage.backward(action.micro, grads, last=last, scale=self._scale)
-        if stage.sends_gradient:
-            self._outputs[GRADIENT, action.stage, action.micro] = input_grads
-        self._ties.after_backward(action)
+        self._stages[action.stage].backward_weight(action.micro, last=last)
+
+    def _store_gradients(self, action: Action, grads: State) -> None:
+        if self._stages[action.stage].sends_gradient:
+            self._outputs[GRADIENT, action.stage, action.micro] = grads
 
     def _take_input(self, action: Action, route: Route) -> State:
         """Return what reaches an action's stage by a route, from another stage of this rank or from a link."""
@@ -292,14 +263,16 @@ class Pipeline:
         if source in self._stages:
             return self._outputs.pop((route, source, action.micro))
         self._flush()
-        received = self._links[min(source, action.stage)].receive(self._transfers[action.micro])
-        self._transfers[action.micro] = self._transfers[action.micro]._replace(lengths=received.lengths)
+        info = self._transfers[action.micro]._replace(codec=self._codec_of[route])
+        received = self._links[min(source, action.stage)].receive(info)
+        self._transfers[action.micro] = info._replace(lengths=received.lengths)
         return received.state
 
     def _send(self, action: Action) -> None:
-        assert action.operation.route is not None
-        outputs = self._outputs.pop((action.operation.route, action.stage, action.micro))
-        self._links[action.boundary].send(self._transfers[action.micro], outputs)
+        route = action.operation.route
+        assert route is not None
+        info = self._transfers[action.micro]._replace(codec=self._codec_of[route])
+        self._links[action.boundary].send(info, self._outputs.pop((route, action.stage, action.micro)))
 
     def _post_receive(self, action: Action) -> None:
         self._links[action.boundary].inbox.post()
@@ -307,30 +280,35 @@ class Pipeline:
     def _reduce(self, action: Action) -> None:
         self._stages[action.stage].reduce()
 
+    def _reduce_tables(self, action: Action) -> None:
+        if len(self._batch.micro_ids):
+            self._flush()
+            self._ties.add_gradients(action.stage)
+        self._stages[action.stage].finish_lookups()
+
     def _finish(self) -> None:
         """Wait for the sends and reductions in flight; errors name the reduction of the stage."""
         with self._naming(Action(Op.R, min(self._stages))):
             self._drain()
-            self._ties.add_gradients(self._batch)
-        for index, stage in self._stages.items():
-            with self._naming(Action(Op.R, index)):
-                if stage.awaits_lookups:
-                    stage.finish_lookups()
         for index, stage in self._stages.items():
             with self._naming(Action(Op.R, index)):
                 stage.sync.wait()
         with self._naming(Action(Op.R, min(self._stages))):
             self._ties.sum_copies(self._step)
 
+    @property
+    def _outboxes(self) -> list[Outbox]:
+        """Sending ends of all channels of this rank."""
+        return [link.outbox for link in self._links.values()] + self._ties.outboxes
+
     def _flush(self) -> None:
         """Pass all messages to the transport: a peer may need them for what this rank waits for next."""
-        for link in self._links.values():
-            link.outbox.flush(wait=True)
-        self._ties.flush()
+        for outbox in self._outboxes:
+            outbox.flush(wait=True)
 
     def _drain(self) -> None:
-        for link in self._links.values():
-            link.outbox.drain()
+        for outbox in self._outboxes:
+            outbox.drain()
 
     def _total_loss(self) -> Tensor:
         return sum((loss.double().cpu() for loss in self._losses), start=torch.zeros((), dtype=torch.float64))

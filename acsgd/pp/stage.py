@@ -71,7 +71,7 @@ class Stage:
         self.weights = in_reduction_order(weight for layer in layers for weight in layer.weights)
         self.tables = {key: table for layer in layers for key, table in layer.tables.items()}
         self.awaits_lookups = any(weight.has_remote_lookups for weight in self.weights)
-        """Whether gradients of its weights are complete only when other ranks have sent those of rows they look up."""
+        """Whether gradients of its tables are complete only once other ranks have sent gradients of rows."""
         self.sync = sync
         self.composed = composed
         self.loss = loss
@@ -85,6 +85,7 @@ class Stage:
         self._random = any(layer.random for layer in composed.layers)
         self._per_sequence = self._random and mask_per_sample
         self._in_flight: dict[int, list[_Pass]] = {}  # by local index of the micro-batch
+        self._output_grads: dict[int, list[list[Tensor]]] = {}  # by the same, between the two parts of a backward
         self._last_backward = False
         self._final: set[str] = set()
         """Weights whose gradients of this step are complete."""
@@ -115,6 +116,7 @@ class Stage:
         """Forget micro-batches whose backward was not run, and use another gradient sync of the same weights."""
         self.sync = sync
         self._in_flight.clear()
+        self._output_grads.clear()
         self._final.clear()
         self._last_backward = False
 
@@ -170,15 +172,40 @@ class Stage:
         """
         passes = self._in_flight.pop(micro)
         for each in passes:
-            self._last_backward = last and each is passes[-1]
-            differentiable = {name: x for name, x in each.outputs.items() if x.requires_grad}
-            output_grads = [
-                torch.full_like(output, scale) if grads is None else grads[name][each.rows]
-                for name, output in differentiable.items()
-            ]
-            torch.autograd.backward(list(differentiable.values()), output_grads)
+            self._accumulate(each, each.output_grads(grads, scale), is_last=last and each is passes[-1])
+        return self._take_input_grads(passes)
+
+    def backward_input(self, micro: int, grads: State | None, *, scale: float = 1.0) -> State:
+        """Run the part of a backward that other stages wait for: return gradients of the inputs, if they are needed.
+
+        Arguments as in `backward`. `backward_weight` must follow, until when activations are kept.
+        """
+        passes = self._in_flight[micro]
+        self._output_grads[micro] = [each.output_grads(grads, scale) for each in passes]
+        for each, output_grads in zip(passes, self._output_grads[micro], strict=True):
+            inputs = [x for x in each.state.values() if x.requires_grad]
+            if inputs:
+                torch.autograd.backward(each.differentiable, output_grads, inputs=inputs, retain_graph=True)
+        return self._take_input_grads(passes)
+
+    def backward_weight(self, micro: int, *, last: bool) -> None:
+        """Run the other part: accumulate gradients of the weights, bit for bit those of `backward`.
+
+        Gradients of intermediate results are computed in both parts, so together they take longer than `backward`.
+        """
+        passes, output_grads = self._in_flight.pop(micro), self._output_grads.pop(micro)
+        for each, of_outputs in zip(passes, output_grads, strict=True):
+            self._accumulate(each, of_outputs, is_last=last and each is passes[-1])
+
+    def _accumulate(self, part: _Pass, output_grads: list[Tensor], *, is_last: bool) -> None:
+        """Accumulate the gradients of all leaves. is_last: whether those of the weights are final afterwards."""
+        self._last_backward = is_last
+        torch.autograd.backward(part.differentiable, output_grads)
         self._last_backward = False
-        return _join([_gradients(each.state) for each in passes]) if self.sends_gradient else {}
+
+    def _take_input_grads(self, passes: Sequence[_Pass]) -> State:
+        """Return the gradients of the inputs, if they are needed."""
+        return _join([_take_gradients(each.state) for each in passes]) if self.sends_gradient else {}
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -282,12 +309,27 @@ class _Pass(NamedTuple):
     """Inputs from the previous stage: autograd leaves that receive gradients."""
     outputs: State
 
+    @property
+    def differentiable(self) -> list[Tensor]:
+        """Outputs that depend on leaves."""
+        return [x for x in self.outputs.values() if x.requires_grad]
 
-def _gradients(state: State) -> State:
-    """Return the gradients of the floating-point tensors; zeros where a tensor had no effect."""
-    return {
-        name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in state.items() if x.is_floating_point()
-    }
+    def output_grads(self, grads: State | None, scale: float) -> list[Tensor]:
+        """Return the gradients of `differentiable` among those of a micro-batch; None = of the loss, `scale`."""
+        return [
+            torch.full_like(output, scale) if grads is None else grads[name][self.rows]
+            for name, output in self.outputs.items()
+            if output.requires_grad
+        ]
+
+
+def _take_gradients(state: State) -> State:
+    """Return the gradients of the floating-point tensors and clear them; zeros where a tensor had no effect."""
+    taken = {}
+    for name, x in state.items():
+        if x.is_floating_point():
+            taken[name], x.grad = torch.zeros_like(x) if x.grad is None else x.grad, None
+    return taken
 
 
 def _join(parts: Sequence[State]) -> State:

@@ -18,11 +18,11 @@ from acsgd.comm.waits import Meter
 from acsgd.dp.peers import Peers
 from acsgd.groups import Groups
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.data.batches import Batch
 from acsgd.io.telemetry.record import StepRecord
 from acsgd.optim.base import LocalStep, Optimizer
 from acsgd.optim.loss_scale import clip_factor, scale_gradients_, squared_norm
 from acsgd.optim.ownership import OwnedWeights
+from acsgd.pp.batch import Batch
 from acsgd.pp.nan_probe import NonFiniteTensor, first_non_finite
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.stage import Stage
@@ -159,11 +159,11 @@ class Session:
         return first._replace(shares={key: share for each in steps if each for key, share in each.shares.items()})
 
     def send_ahead(self) -> None:
-        """Send what other ranks need for the next step of the weights that this step has updated. Does not wait."""
+        """Send the first rows of the next step from the tables that this step has updated. Does not wait."""
         self.pipeline.send_ahead()
 
     def settle(self) -> None:
-        """Wait for what `send_ahead` sends, after the last step. All ranks do so together."""
+        """Wait for the rows that `send_ahead` sends, after the last step. Collective: all ranks call it together."""
         self.pipeline.settle()
 
     def scale_and_clip(self, factor: float, norm: float) -> None:

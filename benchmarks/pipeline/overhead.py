@@ -32,8 +32,8 @@ from transformers.utils import logging as transformers_logging
 
 from acsgd.config.options import Config
 from acsgd.config.run_file import parse
-from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
+from acsgd.pp.batch import Batch
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.data import open_data
 from benchmarks.common.compare import Comparison, RankRounds, alternate, on_ranks, summarise

@@ -27,8 +27,8 @@ from transformers import GPT2Config
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
+from acsgd.pp.batch import Batch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session

@@ -28,8 +28,7 @@ from rich.table import Table
 from acsgd.codecs.base import wire_bytes
 from acsgd.config.spec import from_spec
 from acsgd.pp.schedules.lowering import lower
-from acsgd.pp.schedules.programs import RankPrograms
-from acsgd.pp.schedules.rows import Pacing, add_rows
+from acsgd.pp.schedules.rows import RowRoute
 from acsgd.pp.schedules.schedules import SCHEDULES
 from acsgd.pp.schedules.simulate import Cost, simulate
 from acsgd.pp.tied.plan import TIED, TiedRows
@@ -71,21 +70,21 @@ class Prediction:
     def __init__(self, schedule: str, tokens: torch.Tensor, vocabulary: int, ratio: float) -> None:
         chosen = from_spec(schedule, SCHEDULES, key="--schedule")
         micros = len(tokens)
-        self._program = lower(chosen.program(STAGES, micros))
-        self._pacing = Pacing.of(micros, RankPrograms(chosen, STAGES, 0).warm_up(micros))
+        computes = chosen.program(STAGES, micros)
+        self._program = lower(computes, routes=[RowRoute(owner=STAGES * chosen.chunks - 1, user=0)])
         self.first, self.last = count_rows(tokens)
         activation = 4 * SEQUENCE * WIDTH
         self._seconds_per_byte = ratio / (micros * activation + sum(self.first) * 4 * WIDTH)
         forward, backward = (self._seconds(activation * bits / 32) for bits in (FORWARD_BITS, BACKWARD_BITS))
         self._cost = replace(compute_cost(vocabulary, micros), message=forward, gradient_message=backward)
-        self.untied = float(simulate(self._program, self._cost).makespan)
+        self.untied = float(simulate(lower(computes), self._cost).makespan)
 
     def step(self, how: TiedRows, first: Sequence[int], last: Sequence[int]) -> float:
         """Return the time of a step whose micro-batches are the first and the last to use so many rows."""
         rows = [self._seconds(wire_bytes(how.rows.wire((count, WIDTH), torch.float32))) for count in first]
         gradients = [self._seconds(wire_bytes(how.gradients.wire((count, WIDTH), torch.float32))) for count in last]
         cost = replace(self._cost, rows=rows, row_gradients=gradients)
-        return float(simulate(add_rows(self._program, self._pacing), cost).makespan)
+        return float(simulate(self._program, cost).makespan)
 
     def tie(self, how: TiedRows) -> tuple[float, float]:
         """Return the share of the tie in the step, and that of its ends alone."""

@@ -25,8 +25,8 @@ from acsgd.dp import MODES
 from acsgd.dp.exchange.second_moments import INTERVAL
 from acsgd.groups import Groups, connect
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
+from acsgd.pp.batch import Batch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.build import build_session

@@ -31,7 +31,14 @@ from acsgd.config.run_file import parse
 from acsgd.failures.signals import StopSignals
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.data.batches import Batch
+from acsgd.pp.batch import Batch
+from acsgd.pp.batch import Batch
+from acsgd.run.step.checkpointing import Checkpointing
+from acsgd.run.setup.inputs import open_inputs
+from acsgd.run.plan.job import prepare
+from acsgd.run.lock.lock import RunLock
+from acsgd.run.session import Session
+from acsgd.run.setup.resume import start
 from acsgd.launch import Launch
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import prepare

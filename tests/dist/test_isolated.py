@@ -14,9 +14,9 @@ from lib.training import assert_same_training, plain_config, train_whole, whole_
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from acsgd.config.options import Config
-from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
 from acsgd.layers.masks import DOCUMENTS
+from acsgd.pp.batch import Batch
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.inputs import open_inputs
 

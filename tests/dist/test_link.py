@@ -38,7 +38,7 @@ def open_link(
     tensors = {name: TensorSpec(shape, torch.float32) for name, shape in shapes.items()}
     meters = Meter(), Meter()
     codec_pair = codecs.parse(forward), codecs.parse(BACKWARD)
-    factory = LinkFactory(groups.pp, groups.waits, CPU, [tensors], *codec_pair, *meters)
+    factory = LinkFactory(groups.pp, groups.waits, CPU, [tensors], *([each] for each in codec_pair), *meters)
     return factory.open(0, peer=1 - rank, downstream=rank == 0), *meters
 
 
@@ -74,6 +74,42 @@ def test_all_tensors_arrive_in_order_in_the_dtype_of_the_codec(tmp_path: Path) -
         assert sent_bytes == 3 * micros * declared
 
 
+LADDER = ["fixpoint:bits=8", "fixpoint:bits=4,dims=token"]
+"""Codecs of a link after the lossless one."""
+CHOSEN = [1, 2, 2, 0, 1, 0, 2]
+"""By step, the codec of activations; gradients use another one."""
+
+
+def change_codecs(rank: int, world_size: int, store: Path) -> list[int]:
+    """Send both ways with the codecs of each step; return the bytes that this rank sends, by step."""
+    ladder, sent_bytes = [codecs.parse(spec) for spec in LADDER], []
+    with connect_pipeline(rank, world_size, store) as groups:
+        tensors, meters = {name: TensorSpec(shape, torch.float32) for name, shape in SHAPES.items()}, (Meter(), Meter())
+        factory = LinkFactory(groups.pp, groups.waits, CPU, [tensors], ladder, ladder, *meters)
+        link = factory.open(0, peer=1 - rank, downstream=rank == 0)
+        for step, codec in enumerate(CHOSEN):
+            ours, theirs = (codec, 2 - codec) if rank == 0 else (2 - codec, codec)
+            link.inbox.post()
+            link.send(TransferInfo(step, 0, ours), state_of(step, rank))
+            got, sent = link.receive(TransferInfo(step, 0, theirs)).state, state_of(step, 1 - rank)
+            for name, x in sent.items():
+                bound = ladder[theirs - 1].error_bound(x) if theirs else torch.zeros(x.shape)
+                assert bool(((got[name] - x).abs() <= bound).all()), (step, name)
+            link.outbox.drain()
+            sent_bytes.append(meters[rank].sent_bytes)
+            meters[rank].reset()
+    return sent_bytes
+
+
+def test_a_link_changes_its_codecs_between_steps(tmp_path: Path) -> None:
+    every = [codecs.parse("none"), *map(codecs.parse, LADDER)]
+    sizes = [sum(HEADER_BYTES + wire_bytes(codec.wire(shape)) for shape in SHAPES.values()) for codec in every]
+    assert len({*sizes}) == 3
+    forward, backward = on_ranks(2, change_codecs, tmp_path / "store")
+    assert forward == [sizes[codec] for codec in CHOSEN]
+    assert backward == [sizes[2 - codec] for codec in CHOSEN]
+
+
 LONGEST = Lengths(24, 16)
 CUT = [Lengths(24, 16), Lengths(8, 16), Lengths(16, 8), Lengths(8, 8)]
 """Lengths of the rows of the micro-batches."""
@@ -87,7 +123,7 @@ def open_cut_link(rank: int, groups: Groups, codec: str) -> tuple[Link, dict[str
     sizes = {"batch": 2, **LONGEST._asdict()}
     tensors = {name: TensorSpec(tuple(d.resolve(sizes) for d in x), torch.float32, x) for name, x in dims.items()}
     meter, pair = Meter(), (codecs.parse(codec), codecs.parse(codec))
-    factory = LinkFactory(groups.pp, groups.waits, CPU, [tensors], *pair, meter, meter)
+    factory = LinkFactory(groups.pp, groups.waits, CPU, [tensors], *([each] for each in pair), meter, meter)
     return factory.open(0, peer=1 - rank, downstream=rank == 0), tensors, meter
 
 
@@ -301,8 +337,8 @@ def close_links(rank: int, world_size: int, store: Path, directory: Path) -> lis
             waits=groups.waits,
             streams=PendingStreams(torch.device("cpu")),
             boundaries=[{"hidden": TensorSpec((2, 64), torch.float32)}],
-            forward=delta,
-            backward=codecs.parse(BACKWARD),
+            forward=[delta],
+            backward=[codecs.parse(BACKWARD)],
             forward_meter=Meter(),
             backward_meter=Meter(),
             cache_plan=CachePlan([4], directory, ["block-00001"], "test", fresh=True),

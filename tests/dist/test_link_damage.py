@@ -35,7 +35,7 @@ def damage_links(rank: int, world_size: int, store: Path) -> None:
         damage_sends(patch, bits)
         for spec in SPECS:
             codec = codecs.parse(spec)
-            factory = LinkFactory(groups.pp, groups.waits, CPU, [{"hidden": SPEC}], codec, codec, Meter(), Meter())
+            factory = LinkFactory(groups.pp, groups.waits, CPU, [{"hidden": SPEC}], [codec], [codec], Meter(), Meter())
             link = factory.open(0, peer=1 - rank, downstream=rank == 0)
             for step, bit in enumerate([*BITS, None]):
                 x, info = torch.randn(SPEC.shape, generator=torch.Generator().manual_seed(step)), TransferInfo(step, 2)
@@ -68,7 +68,7 @@ def damage_cache_syncs(rank: int, world_size: int, store: Path) -> None:
             case = delta, damaging_rank, bit, what
             plan = CachePlan([4], Path("unused"), ["block-00001"], "test", fresh=True)
             factory = LinkFactory(
-                groups.pp, groups.waits, CPU, [{"hidden": SPEC}], delta, EXACT, Meter(), Meter(), plan
+                groups.pp, groups.waits, CPU, [{"hidden": SPEC}], [delta], [EXACT], Meter(), Meter(), plan
             )
             if rank == damaging_rank and what == "nonce":
                 bits += [None, None, bit]  # the first two are handshakes

@@ -19,8 +19,8 @@ from acsgd.config.options import Config, ReplicaConfig
 from acsgd.errors import RunError, WaitInterruptedError
 from acsgd.groups import Groups, connect
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
+from acsgd.pp.batch import Batch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session

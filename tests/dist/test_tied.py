@@ -19,9 +19,12 @@ from torch import Tensor
 
 from acsgd.config.options import Config, ReplicaConfig
 from acsgd.groups import connect
-from acsgd.io.data.batches import Batch, Dataset
+from acsgd.io.data.batches import Dataset
 from acsgd.launch import Launch
+from acsgd.pp.batch import Batch
+from acsgd.pp.tied.rows import RowTransfer
 from acsgd.pp.tied.ties import Ties
+from acsgd.pp.wire.coder import CodecIndices
 from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.pp.wire.mailbox import _Encoding
 from acsgd.run.initial_weights import open_weight_source
@@ -66,9 +69,9 @@ def _train(rank: int, world_size: int, store: Path, config: Config, masked: bool
     job, results, fetched = prepare(config, Launch(rank, rank, world_size)), list[StepResult](), list[int]()
     fetch = Ties._fetch
 
-    def counted(ties: Ties, batch: Batch, step: int, **options: bool) -> list[tuple[Tensor, Tensor]]:
+    def counted(ties: Ties, batch: Batch, step: int, codecs: CodecIndices) -> list[RowTransfer]:
         fetched.append(step)
-        return fetch(ties, batch, step, **options)
+        return fetch(ties, batch, step, codecs)
 
     with (
         connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups,

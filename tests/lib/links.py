@@ -124,7 +124,7 @@ def _run(rank: int, groups: Groups, scenario: Scenario, directory: Path) -> Reco
         groups.all_gather_text(f"{directory} {number}", "", timeout_s=30.0)
         meter = Meter()
         plan = CachePlan([session.capacity], directory, [session.layer], "test", session.fresh)
-        codecs = scenario.delta, Identity()
+        codecs = [scenario.delta], [Identity()]
         factory = LinkFactory(groups.pp, groups.waits, CPU, [{"hidden": SPEC}], *codecs, meter, Meter(), plan)
         link = factory.open(0, peer=1 - rank, downstream=rank == 0)
         records.append([])
@@ -132,7 +132,7 @@ def _run(rank: int, groups: Groups, scenario: Scenario, directory: Path) -> Reco
             meter.reset()
             upcoming = session.steps[min(index + 1, len(session.steps) - 1)]
             link.begin_step([*chain(*micros)], [*chain(*upcoming)])
-            received = _transfer(rank, link, step, micros, session, exact=index < session.exact_steps)
+            received = _transfer(rank, link, step, micros, session, codec=int(index >= session.exact_steps))
             entries = entries_of(cache_of(link), allow_lost=scenario.fault is not None)
             records[-1].append(StepRecord(entries, received, meter.sent_bytes))
             step += 1
@@ -142,11 +142,11 @@ def _run(rank: int, groups: Groups, scenario: Scenario, directory: Path) -> Reco
     return records
 
 
-def _transfer(rank: int, link: Link, step: int, micros: Step, session: LinkSession, *, exact: bool) -> list[Tensor]:
+def _transfer(rank: int, link: Link, step: int, micros: Step, session: LinkSession, *, codec: int) -> list[Tensor]:
     """Send the micro-batches of a step, or receive and return them."""
     received = []
     for micro, ids in enumerate(micros):
-        info = TransferInfo(step, micro, exact, tuple(ids))
+        info = TransferInfo(step, micro, codec, tuple(ids))
         if rank == 1:
             link.inbox.post()
             received.append(link.receive(info).state["hidden"])

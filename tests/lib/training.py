@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.data.batches import Batch
 from acsgd.io.data.sampler import deal
 from acsgd.launch import Launch
 from acsgd.optim.loss_scale import LossScale
 from acsgd.optim.schedule import learning_rate
+from acsgd.pp.batch import Batch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.session import Session

@@ -19,9 +19,9 @@ from acsgd.config.options import Config
 from acsgd.groups import connect
 from acsgd.io.checkpoint.identity import RunIdentity
 from acsgd.io.checkpoint.resume import find
-from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
 from acsgd.layers.lengths import Lengths
+from acsgd.pp.batch import Batch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import Job, prepare

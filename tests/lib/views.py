@@ -39,11 +39,12 @@ from acsgd.elastic.state.transfer import LayersInMemory, layer_message
 from acsgd.errors import WaitInterruptedError
 from acsgd.groups import Groups, connect
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.io.data.batches import Batch, BatchReader
+from acsgd.io.data.batches import BatchReader
 from acsgd.io.data.rows.streamed import StreamState
 from acsgd.io.files.fields import from_json
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
+from acsgd.pp.batch import Batch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.report import Report

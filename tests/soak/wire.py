@@ -146,7 +146,7 @@ class _Transfer:
         plan = _RecordedCaches([100], Path("caches"), ["block-00001"], "run", fresh=True) if delta else None
         backward = CODECS["none"]() if delta else self._codec
         factory = LinkFactory(
-            group, DIRECT, CPU, [{"hidden": self.spec}], self._codec, backward, Meter(), Meter(), plan
+            group, DIRECT, CPU, [{"hidden": self.spec}], [self._codec], [backward], Meter(), Meter(), plan
         )
         generator = torch.Generator().manual_seed(self._seed)
         torch.manual_seed(self._seed)  # of stochastic rounding

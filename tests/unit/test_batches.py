@@ -13,8 +13,9 @@ import torch
 from lib.corpora import one_document, windows_of
 from torch import Tensor
 
-from acsgd.io.data.batches import Batch, BatchReader, Dataset, reading_bytes
+from acsgd.io.data.batches import BatchReader, Dataset, reading_bytes
 from acsgd.io.data.sampler import Sampler, Samples, deal
+from acsgd.pp.batch import Batch
 
 MIXTURE = Sampler(seed=7, batch=12, counts=(3, 7), sizes=(11, 40))
 CORPORA = [

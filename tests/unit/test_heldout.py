@@ -13,7 +13,7 @@ from lib.corpora import one_document, tokenize_all, windows_of
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.run_file import parse
-from acsgd.io.data.batches import Batch, BatchReader
+from acsgd.io.data.batches import BatchReader
 from acsgd.io.data.held_out import HeldOut, held_out, parse_eval, split
 from acsgd.io.data.sampler import Sampler
 from acsgd.io.data.sources import files
@@ -22,6 +22,7 @@ from acsgd.io.data.sources.fingerprint import fingerprint_of
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.launch import Launch
+from acsgd.pp.batch import Batch
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.data import Data, open_data
 

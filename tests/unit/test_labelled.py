@@ -25,8 +25,8 @@ from transformers import (
 from acsgd.config.checks import check
 from acsgd.config.run_file import parse
 from acsgd.errors import RunError
-from acsgd.io.data.batches import Batch
 from acsgd.launch import Launch
+from acsgd.pp.batch import Batch
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.data import open_data
 from acsgd.run.setup.inputs import open_inputs

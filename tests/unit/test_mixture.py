@@ -17,13 +17,14 @@ from lib.saved import SMALL, small_run, train_alone
 
 from acsgd.config.options import Config, PipelineConfig
 from acsgd.config.run_file import parse
-from acsgd.io.data.batches import Batch, BatchReader, Dataset
+from acsgd.io.data.batches import BatchReader, Dataset
 from acsgd.io.data.row_spec import LongDocument
 from acsgd.io.data.rows import layout as layout_module
 from acsgd.io.data.rows.documents import DocumentRows
 from acsgd.io.data.rows.layout import RowKind, make_layout
 from acsgd.io.data.sampler import BLOCK, Sampler, block_counts
 from acsgd.launch import Launch
+from acsgd.pp.batch import Batch
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.data import Data, open_data
 from acsgd.tasks import IGNORED

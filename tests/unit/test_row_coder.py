@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.base import pack, unpack, wire_bytes
-from acsgd.codecs.lossless import compress_, from_planes, to_planes
+from acsgd.codecs.lossless import BytePlanes, compress_, from_planes, to_planes
 from acsgd.layers.description import Dim
 from acsgd.layers.lengths import Lengths
 from acsgd.pp.wire.coder import TensorSpec, TransferInfo
@@ -19,11 +19,11 @@ WIDTH = 64
 def coders(dtype: torch.dtype = torch.float32) -> tuple[RowDifferenceCoder, RowDifferenceCoder]:
     """Return both ends."""
     spec = TensorSpec((400, WIDTH), dtype, (Dim("sequence", 0), Dim(None, WIDTH)))
-    return RowDifferenceCoder(spec), RowDifferenceCoder(spec)
+    return RowDifferenceCoder([BytePlanes()], spec), RowDifferenceCoder([BytePlanes()], spec)
 
 
 def describe(step: int, ids: Tensor, *, exact: bool = False) -> TransferInfo:
-    return TransferInfo(step, 0, exact, tuple(ids.tolist()), Lengths(len(ids)))
+    return TransferInfo(step, 0, int(not exact), tuple(ids.tolist()), Lengths(len(ids)))
 
 
 def send(ends: tuple[RowDifferenceCoder, RowDifferenceCoder], table: Tensor, info: TransferInfo) -> int:

@@ -8,11 +8,9 @@ from fractions import Fraction
 import pytest
 
 from acsgd.config.spec import from_spec
-from acsgd.pp import SCHEDULES, Op, Schedule, forwards, lower
-from acsgd.pp.schedules.actions import Action, Program
-from acsgd.pp.schedules.dependencies import Dependencies, walk
+from acsgd.pp import SCHEDULES, Action, Op, Schedule, forwards, lower, parse_action, validate
 from acsgd.pp.schedules.programs import RankPrograms
-from acsgd.pp.schedules.rows import MAX_GROUPS, Pacing, add_rows
+from acsgd.pp.schedules.rows import MAX_GROUPS, Pacing, RowRoute, group_width
 from acsgd.pp.schedules.schedules import GPipe, OneFOneB
 from acsgd.pp.schedules.simulate import Cost, Timeline, main, simulate
 
@@ -23,39 +21,61 @@ SIZES = [*itertools.product((2, 3, 4), (1, 2, 5, 8))]
 every_schedule = pytest.mark.parametrize("schedule", [from_spec(spec, SCHEDULES, key="") for spec in SPECS], ids=SPECS)
 
 
-def pacing_of(schedule: Schedule, ranks: int, micros: int, *, width: int = 1) -> Pacing:
-    """Return the pacing of a run with `width` micro-batches per group."""
-    pacing = Pacing.of(width * MAX_GROUPS, RankPrograms(schedule, ranks, 0).warm_up(micros))
-    assert pacing.width == width
-    return pacing
-
-
-def run(program: Program) -> None:
-    """Raises ValueError if the computations, and the forwards that wait for rows, cannot run."""
-    for _ in walk(program, Dependencies.of(program).inputs):
-        pass
-
-
 def simulate_tied(schedule: Schedule, ranks: int, micros: int, cost: Cost) -> Timeline:
-    program = lower(schedule.program(ranks, micros))
-    return simulate(add_rows(program, pacing_of(schedule, ranks, micros)), cost)
+    route = RowRoute(owner=ranks * schedule.chunks - 1, user=0)
+    return simulate(lower(schedule.program(ranks, micros), routes=[route]), cost)
 
 
 @every_schedule
 def test_paced_rows_stop_no_schedule(schedule: Schedule) -> None:
-    """In training and in evaluation, whichever stage looks up the rows."""
+    """In training and in evaluation, whichever stages look up the rows, even if each send waits for its receive."""
     for (ranks, micros), width in itertools.product(SIZES, (1, 3)):
-        program, pacing = schedule.program(ranks, micros), pacing_of(schedule, ranks, micros, width=width)
-        for user in range(ranks * schedule.chunks - 1):
-            if (user + 1) % ranks == 0:
-                continue  # on the rank of the owner
-            for each in (program, forwards(program)):
-                run(add_rows(each, pacing, user))
+        program, owner = schedule.program(ranks, micros), ranks * schedule.chunks - 1
+        pacing = Pacing.of(width, program)
+        users = [user for user in range(owner) if (user + 1) % ranks]  # others are on the rank of the owner
+        routes = [[RowRoute(owner, user)] for user in users] + [[RowRoute(owner, user) for user in users[:2]]]
+        for each in routes:
+            validate(lower(program, routes=each, pacing=pacing), routes=each)
+            validate(lower(forwards(program), routes=each, pacing=pacing), forward_only=True, routes=each)
+
+
+def test_the_first_groups_are_sent_before_the_first_forward() -> None:
+    assert group_width(MAX_GROUPS) == 1
+    assert group_width(MAX_GROUPS + 1) == 2
+    assert Pacing.of(1, OneFOneB(lead=2).program(3, 8)) == (1, 5)
+    assert Pacing.of(2, OneFOneB(lead=2).program(3, 8)) == (2, 3)
+
+
+@every_schedule
+def test_rows_are_paced_for_the_micro_batches_that_a_replica_gets(schedule: Schedule) -> None:
+    """`actions` validates the program: with any number of micro-batches, as dealing by speed and evaluations have."""
+    routes = (RowRoute(owner=2 * schedule.chunks - 1, user=0),)
+    for micros in range(6):
+        trained = [RankPrograms(schedule, 2, rank, routes=routes).actions(micros).train for rank in range(2)]
+        assert [sum(action.op is Op.RT for action in actions) for actions in trained] == [0, 1]
 
 
 def test_a_schedule_stops_if_no_rows_are_sent_ahead() -> None:
-    with pytest.raises(ValueError, match="rank 0, action 0F0: waits for 0SR0"):
-        run(add_rows(OneFOneB().program(2, 5), Pacing(1, 0)))
+    route = RowRoute(owner=1, user=0)
+    with pytest.raises(ValueError, match="rank 0, action 0F0: waits for 1SR0:0"):
+        simulate(lower(OneFOneB().program(2, 5), routes=[route], pacing=Pacing(1, 0)), Cost())
+
+
+def test_messages_of_a_program_of_two_ranks() -> None:
+    """The receives of all gradients are posted first, and the table is reduced last."""
+    assert [" ".join(map(str, each)) for each in lower(OneFOneB().program(2, 3), 1, routes=[RowRoute(1, 0)])] == [
+        "0RR0:1 0RR1:1 0RR2:1 0F0 0SF0 0RB0 0F1 0SF1 0B0 0SG0:1 0RB1 0F2 0SF2 0RB2 0B1 0SG1:1 0B2 0SG2:1 0R",
+        "1SR0:0 1SR1:0 1RG0:0 1RG1:0 1RG2:0 1RF0 1RF1 1F0 1B0 1SB0 1SR2:0 1F1 1RF2 1B1 1SB1 1F2 1B2 1SB2 1R 1RT",
+    ]
+
+
+@pytest.mark.parametrize("missing", ["1SR2:0", "0RR2:1", "0SG1:1", "1RG1:0", "1RT"])
+def test_an_incomplete_program_is_refused(missing: str) -> None:
+    routes = [RowRoute(owner=1, user=0)]
+    program = lower(OneFOneB().program(2, 5), routes=routes)
+    program[parse_action(missing).stage].remove(parse_action(missing))
+    with pytest.raises(ValueError, match=f"action {missing}: is missing"):
+        validate(program, routes=routes)
 
 
 @every_schedule
@@ -65,8 +85,9 @@ def test_each_micro_batch_has_its_rows_before_its_forward_and_its_gradients_afte
     for ranks, micros in SIZES:
         spans = simulate_tied(schedule, ranks, micros, Cost(1, 2, Fraction(1, 2), rows=3, row_gradients=1)).spans
         for micro in range(micros):
-            assert spans[Action(Op.SR, 0, micro)].end <= spans[Action(Op.F, 0, micro)].start
-            assert spans[Action(Op.SG, 0, micro)].start >= spans[Action(Op.B, 0, micro)].end
+            last = ranks * schedule.chunks - 1
+            assert spans[Action(Op.SR, last, micro, 0)].end <= spans[Action(Op.F, 0, micro)].start
+            assert spans[Action(Op.SG, 0, micro, last)].start >= spans[Action(Op.B, 0, micro)].end
 
 
 @pytest.mark.parametrize("schedule", [GPipe(), OneFOneB(), OneFOneB(lead=3)])

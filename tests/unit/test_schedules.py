@@ -12,7 +12,7 @@ import pytest
 
 from acsgd.config.spec import from_spec, to_spec
 from acsgd.pp import SCHEDULES, Action, Op, Program, Schedule, draw, forwards, lower, parse_action, validate
-from acsgd.pp.schedules.actions import OPERATIONS, Operation, Placement
+from acsgd.pp.schedules.actions import OPERATIONS, ROW_GRADIENTS, ROWS, Operation, Placement
 from acsgd.pp.schedules.dependencies import Dependencies
 from acsgd.pp.schedules.schedules import GPipe, Interleaved, OneFOneB
 from acsgd.pp.schedules.simulate import Cost, main, simulate
@@ -57,7 +57,7 @@ def test_micros_and_reduces_come_in_order(schedule: Schedule) -> None:
     for ranks, micros in SIZES:
         for rank, actions in enumerate(lower(schedule.program(ranks, micros))):
             stages = Placement(ranks, ranks * schedule.chunks).stages_of(rank)
-            assert [stage for op, stage, _ in actions if op is Op.R] == list(reversed(stages))
+            assert [action.stage for action in actions if action.op is Op.R] == list(reversed(stages))
             for stage in stages:
                 for op in (Op.F, Op.B):
                     assert [a.micro for a in actions if (a.op, a.stage) == (op, stage)] == list(range(micros))
@@ -165,10 +165,11 @@ def test_every_operation_has_a_row_and_every_route_its_messages() -> None:
 
 
 def test_actions_parse_as_printed() -> None:
-    for op in Op:
-        action = Action(op, 12) if op is Op.R else Action(op, 12, 3)
+    for op, operation in OPERATIONS.items():
+        of_rows = operation.route in (ROWS, ROW_GRADIENTS)
+        action = Action(op, 12) if operation.kind == "reduce" else Action(op, 12, 3, 0 if of_rows else -1)
         assert parse_action(str(action)) == action
-    for text in ("", "F0", "2F", "2X0", "0R1", "2F0 "):
+    for text in ("", "F0", "2F", "2X0", "0R1", "2F0 ", "2F0:1", "2SR0", "2SR:1", "0RT1"):
         with pytest.raises(ValueError, match="is not an action"):
             parse_action(text)
 

@@ -14,7 +14,8 @@ from acsgd.codecs.base import wire_bytes
 from acsgd.launch import Launch
 from acsgd.layers.description import ModelLayers
 from acsgd.pp.schedules.actions import Action, Op
-from acsgd.pp.tied.groups import RowGroups, UseOrder
+from acsgd.pp.schedules.rows import UseOrder
+from acsgd.pp.tied.groups import MicroGroups, RowGroups
 from acsgd.pp.tied.plan import TiedDense, TiedRows, TiedWeight, tied_weights
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.describe import describe_tied
@@ -81,7 +82,7 @@ def test_bytes_of_a_batch_whose_tokens_are_all_different(how: TiedRows, share: f
     micros, tokens, width = 4, 256, 768
     actions = [Action(op, 0, micro) for op in (Op.F, Op.B) for micro in range(micros)]
     ids = torch.randperm(50257)[: micros * tokens].view(micros, tokens)
-    groups = RowGroups.unpack(RowGroups.pack(ids, UseOrder.of(actions, [0]), 1))
+    groups = RowGroups.unpack(RowGroups.pack(ids, MicroGroups.of(UseOrder.of(actions, 0), 1)))
     activations = micros * tokens * width * 4
     for codec, parts in ((how.rows, groups.parts), (how.gradients, groups.end_parts)):
         sent = sum(wire_bytes(codec.wire((part.size, width), torch.float32)) for part in parts)

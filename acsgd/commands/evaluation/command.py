@@ -18,11 +18,11 @@ from acsgd.config.run_file import parse_flags
 from acsgd.failures.failures import RunContext, report_failure
 from acsgd.failures.report import report_startup_error
 from acsgd.groups import clone_store, connect, open_store
-from acsgd.io.data.batches import Batch
 from acsgd.io.data.held_out import HeldOut
 from acsgd.io.files.cache import TIMEOUT_S
 from acsgd.launch import Launch
 from acsgd.notes import print_note, report_if_slow
+from acsgd.pp.batch import Batch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.model import RunModel

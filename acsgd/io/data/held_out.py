@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from acsgd.io.data.batches import Batch
 from acsgd.io.data.rows.base import RowReader
 from acsgd.io.data.sampler import Ints, deal
 from acsgd.io.data.sources.base import ReadOptions
 from acsgd.io.data.sources.sources import DEFAULTS, WeightedSource, parse_sources
+from acsgd.pp.batch import Batch
 from acsgd.tasks import IGNORED
 
 

@@ -13,32 +13,39 @@ class Op(StrEnum):
 
     F = "F"
     B = "B"
+    I = "I"  # noqa: E741
+    W = "W"
     SF = "SF"
     RF = "RF"
     SB = "SB"
     RB = "RB"
     R = "R"
     SR = "SR"
+    RR = "RR"
     SG = "SG"
+    RG = "RG"
+    RT = "RT"
 
 
 class Route(NamedTuple):
-    """Path of a tensor from the stage that computes it to the neighbouring stage that reads it."""
+    """Path of a tensor from the stage that has it to the stage that reads it."""
 
     send: Op
     receive: Op
     step: int
-    """Index of the receiving stage minus that of the sending stage."""
+    """Index of the receiving stage minus that of the sending stage; 0 = each action names the other stage."""
 
 
 ACTIVATION = Route(Op.SF, Op.RF, +1)
 GRADIENT = Route(Op.SB, Op.RB, -1)
+ROWS = Route(Op.SR, Op.RR, 0)
+ROW_GRADIENTS = Route(Op.SG, Op.RG, 0)
 
 
 class Operation(NamedTuple):
     """Row of the table of operations."""
 
-    kind: Literal["compute", "send", "receive", "reduce", "rows"]
+    kind: Literal["compute", "send", "receive", "reduce"]
     route: Route | None = None
     """For a computation: route of its output, and of the input it gets from the other neighbour. For a message: its
     route."""
@@ -54,6 +61,9 @@ class Operation(NamedTuple):
 OPERATIONS = {
     Op.F: Operation("compute", ACTIVATION, "forward"),
     Op.B: Operation("compute", GRADIENT, "backward", after=(Op.F,), completes=True),
+    # the two parts of B: gradients of the inputs, for which other stages wait, and of the weights
+    Op.I: Operation("compute", GRADIENT, "backward", after=(Op.F,)),
+    Op.W: Operation("compute", None, "backward", after=(Op.I,), completes=True),
     # the stage of a message is the one that performs it: the sender of a send, the receiver of a receive
     Op.SF: Operation("send", ACTIVATION),
     Op.RF: Operation("receive", ACTIVATION),
@@ -61,32 +71,44 @@ OPERATIONS = {
     Op.RB: Operation("receive", GRADIENT),
     # all-reduce of the gradients of a stage over its replicas
     Op.R: Operation("reduce"),
-    # rows of a tied table, and their gradients. In simulated programs only (rows.py); their stage looks up the rows
-    Op.SR: Operation("rows"),
-    Op.SG: Operation("rows"),
+    # rows of a tied table that a micro-batch is the first to use, and gradients of those that it is the last to use
+    Op.SR: Operation("send", ROWS),
+    Op.RR: Operation("receive", ROWS),
+    Op.SG: Operation("send", ROW_GRADIENTS),
+    Op.RG: Operation("receive", ROW_GRADIENTS),
+    # all-reduce of the gradients of the tables of a stage, once those of their rows have arrived
+    Op.RT: Operation("reduce"),
 }
 
 PRODUCERS = {
-    route: [op for op, row in OPERATIONS.items() if row.kind == "compute" and row.route == route]
-    for route in (ACTIVATION, GRADIENT)
+    ACTIVATION: [op for op, row in OPERATIONS.items() if row.kind == "compute" and row.route == ACTIVATION],
+    GRADIENT: [op for op, row in OPERATIONS.items() if row.kind == "compute" and row.route == GRADIENT],
+    ROWS: [],
+    ROW_GRADIENTS: [op for op, row in OPERATIONS.items() if row.completes],
 }
-"""Computations whose output takes a route."""
+"""Computations after which a route can be taken; of rows, which are there before the step, none."""
 
-TRAINING: tuple[tuple[Op, ...], ...] = ((Op.F, Op.B),)
+TRAINING: tuple[tuple[Op, ...], ...] = ((Op.F, Op.B), (Op.F, Op.I, Op.W))
 """Ways to train a stage on a micro-batch: each lists all computations it takes."""
 EVALUATION: tuple[tuple[Op, ...], ...] = ((Op.F,),)
 """Ways to evaluate a stage on a micro-batch."""
 
 
 class Action(NamedTuple):
-    """One operation on one stage, and on one micro-batch unless it is a reduce. Written "2F0": stage 2, F, micro 0."""
+    """One operation on one stage, and on one micro-batch unless it is a reduce. Written "2F0": stage 2, F, micro 0.
+
+    A message about a table is written with the stage at its other end: "3SR0:1" sends rows from stage 3 to stage 1.
+    """
 
     op: Op
     stage: int
     micro: int = -1
+    other: int = -1
+    """Stage at the other end of a message whose route does not imply it."""
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.op.value}{self.micro if self.micro >= 0 else ''}"
+        other = f":{self.other}" if self.other >= 0 else ""
+        return f"{self.stage}{self.op.value}{self.micro if self.micro >= 0 else ''}{other}"
 
     @property
     def operation(self) -> Operation:
@@ -102,8 +124,14 @@ class Action(NamedTuple):
     def peer(self) -> int:
         """Stage at the other end of a message."""
         assert self.operation.route is not None
-        step = self.operation.route.step
-        return self.stage + (step if self.operation.kind == "send" else -step)
+        step = self.operation.route.step if self.operation.kind == "send" else -self.operation.route.step
+        return self.stage + step if step else self.other
+
+    @property
+    def receive(self) -> Action:
+        """Receive of the message that this action sends."""
+        assert self.operation.route is not None
+        return Action(self.operation.route.receive, self.peer, self.micro, self.stage if self.other >= 0 else -1)
 
     @property
     def boundary(self) -> int:
@@ -119,12 +147,14 @@ Position = tuple[int, int]
 
 def parse_action(text: str) -> Action:
     """Read an action as `str` writes it. Raises ValueError."""
-    match = re.fullmatch(r"(\d+)([A-Z]+)(\d*)", text)
-    if not match or match[2] not in OPERATIONS or (OPERATIONS[Op(match[2])].kind == "reduce") == bool(match[3]):
-        names = "|".join(op for op, operation in OPERATIONS.items() if operation.kind != "reduce")
-        raise ValueError(f"{text!r} is not an action; write <stage><{names}><micro-batch> or <stage>R: 2F0, 0R")
-    stage, op, micro = match.groups()
-    return Action(Op(op), int(stage), int(micro)) if micro else Action(Op(op), int(stage))
+    match = re.fullmatch(r"(\d+)([A-Z]+)(\d*)(?::(\d+))?", text)
+    if match and match[2] in OPERATIONS:
+        operation = OPERATIONS[Op(match[2])]
+        names_other = operation.route is not None and not operation.route.step
+        if (operation.kind == "reduce") != bool(match[3]) and names_other == bool(match[4]):
+            return Action(Op(match[2]), int(match[1]), int(match[3] or -1), int(match[4] or -1))
+    names = "|".join(op for op, operation in OPERATIONS.items() if operation.kind != "reduce")
+    raise ValueError(f"{text!r} is not an action; write <stage><{names}><micro-batch> or <stage>R: 2F0, 0R, 3SR0:1")
 
 
 def forwards(program: Program) -> Program:

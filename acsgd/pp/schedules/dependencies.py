@@ -3,7 +3,19 @@
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from acsgd.pp.schedules.actions import GRADIENT, PRODUCERS, Action, Op, Placement, Position, Program, Route, draw
+from acsgd.pp.schedules.actions import (
+    GRADIENT,
+    PRODUCERS,
+    ROW_GRADIENTS,
+    ROWS,
+    Action,
+    Op,
+    Placement,
+    Position,
+    Program,
+    Route,
+    draw,
+)
 
 
 class Dependencies:
@@ -19,10 +31,17 @@ class Dependencies:
         self.placement = placement
         self._actions = frozenset(actions)
         self._first_backward = first_backward
+        self._row_sends: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+        """Sends of rows by the stage and the micro-batch that use them; of gradients, by the stage and -1."""
+        for action in self._actions:
+            if action.op is ROWS.send:
+                self._row_sends[action.peer, action.micro].append(action)
+            elif action.op is ROW_GRADIENTS.send:
+                self._row_sends[action.peer, -1].append(action)
 
     @classmethod
     def of(cls, program: Program, first_backward: int = 0) -> "Dependencies":
-        """Return the dependencies of a program, whose stages count from 0. first_backward: as of the class."""
+        """Return the dependencies of a program, whose stages count from 0. first_backward: see the class."""
         actions = [action for of_rank in program for action in of_rank]
         stages = 1 + max((action.stage for action in actions), default=-1)
         return cls(Placement(len(program), stages), actions, first_backward)
@@ -35,37 +54,37 @@ class Dependencies:
     def messages(self, compute: Action) -> tuple[Action, ...]:
         """Return the send and the receive of a computation's output; () if it stays on its rank, or is not needed."""
         route = compute.operation.route
-        if route is None or self.placement.ranks == 1 or not self._exists(compute.stage + route.step):
+        if route is None or self.placement.ranks == 1:
             return ()
         if route == GRADIENT and compute.stage <= self._first_backward:
             return ()
-        _, stage, micro = compute
-        return Action(route.send, stage, micro), Action(route.receive, stage + route.step, micro)
+        send = Action(route.send, compute.stage, compute.micro)
+        return (send, send.receive) if self._exists(send.peer) else ()
 
     def inputs(self, compute: Action) -> tuple[Action, ...]:
-        """Return the computations, and the send of rows, that must have run before a computation."""
+        """Return the computations that must have run before a computation."""
+        if not compute.is_compute:
+            return ()
         earlier = [Action(op, compute.stage, compute.micro) for op in compute.operation.after]
-        rows = Action(Op.SR, compute.stage, compute.micro)
-        if compute.operation.phase == "forward" and rows in self._actions:
-            earlier.append(rows)
         return tuple(filter(None, (*earlier, self.source(compute))))
 
     def needs(self, action: Action) -> tuple[Action, ...]:
         """Return the actions that must have run before an action; a send also waits for its receive to be posted."""
-        if action.is_compute:
-            return tuple(need for made in self.inputs(action) for need in self._arrival(made, action.stage))
+        needs = [need for made in self.inputs(action) for need in self._arrival(made, action.stage)]
         if action.operation.kind == "send":
             assert action.operation.route is not None
             compute = self._producer(action.operation.route, action.stage, action.micro)
-            return (compute, *self.messages(compute)[1:]) if compute else ()
-        return ()
+            needs += [compute, action.receive] if compute else [action.receive]
+        elif action.operation.phase == "forward" or action.op is Op.RT:
+            needs += [need for send in self._row_sends[action.stage, action.micro] for need in (send, send.receive)]
+        return tuple(needs)
 
     def _producer(self, route: Route, stage: int, micro: int) -> Action | None:
         """Return the computation whose output takes `route` from `stage`: the one in the program, if several could."""
         if not self._exists(stage):
             return None
         candidates = [Action(op, stage, micro) for op in PRODUCERS[route]]
-        return next((action for action in candidates if action in self._actions), candidates[0])
+        return next((action for action in candidates if action in self._actions), next(iter(candidates), None))
 
     def _arrival(self, compute: Action, stage: int) -> tuple[Action, ...]:
         """Return the actions after which `stage` has the output of a computation."""

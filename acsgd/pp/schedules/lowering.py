@@ -2,32 +2,43 @@
 
 from bisect import bisect_left
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from itertools import accumulate
 
 from acsgd.pp.schedules.actions import Action, Op, Program, without_backwards
 from acsgd.pp.schedules.dependencies import Dependencies, walk
+from acsgd.pp.schedules.rows import Pacing, RowRoute, add_rows
 
 AHEAD = 8
 """Number of computations by which a receive is posted before the one that needs its message. A message starts when the
 sender knows that its receive is posted, so on a slow link more receives must be posted than messages are in flight."""
 
 
-def lower(program: Program, ahead: int = AHEAD, *, first_backward: int = 0) -> Program:
-    """Add sends, receives and one reduce per stage to a program of computations.
+def lower(
+    program: Program,
+    ahead: int = AHEAD,
+    *,
+    first_backward: int = 0,
+    routes: Sequence[RowRoute] = (),
+    pacing: Pacing | None = None,
+) -> Program:
+    """Add sends, receives and one reduce per stage to a program of computations, and the messages of tied tables.
 
     A send follows the computation that makes its tensor. A receive is posted `ahead` computations before the one
     that needs it, and no later than its peer sends it in a run where every computation takes one step: so the
     ranks cannot deadlock, even where a send blocks until its receive is posted. Messages of one boundary
     and direction are received in the order in which they are sent. A reduce follows the last computation that
     completes a micro-batch of its stage, if there is one. Stages below `first_backward`, whose weights are frozen, run
-    no backward, and no gradient travels to them. Raises ValueError if the computations alone cannot run.
+    no backward, and no gradient travels to them. routes, pacing: see `add_rows`; default: the pacing of this program
+    with one micro-batch per group. Raises ValueError if the computations alone cannot run.
     """
     program = without_backwards(program, first_backward)
     dependencies = Dependencies.of(program, first_backward)
     steps = _steps(program, dependencies)
-    return [
+    lowered = [
         _lower_rank(computes, _receives(computes, steps, dependencies, ahead), dependencies) for computes in program
     ]
+    return add_rows(lowered, routes, pacing or Pacing.of(1, program))
 
 
 def _steps(program: Program, dependencies: Dependencies) -> dict[Action, int]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from acsgd.pp.schedules.actions import Action, Op, Placement, forwards
+from acsgd.pp.schedules.actions import Action, Op, Placement, forwards, without_backwards
 from acsgd.pp.schedules.lowering import lower
+from acsgd.pp.schedules.rows import Pacing, RowRoute, UseOrder
 from acsgd.pp.schedules.schedules import Schedule
 from acsgd.pp.schedules.validation import validate
 
@@ -31,7 +31,11 @@ class RankPrograms:
     """Ranks of the pipeline."""
     rank: int
     first_backward: int = 0
-    """First stage that runs backward, as of `lower`."""
+    """First stage that runs backward; see `lower`."""
+    routes: tuple[RowRoute, ...] = ()
+    """Routes of rows of tied tables."""
+    width: int = 1
+    """Micro-batches per group of rows."""
 
     def actions(self, micros: int) -> StepActions:
         """Return the actions for some number of micro-batches of the replica, lowered and validated.
@@ -41,21 +45,29 @@ class RankPrograms:
         if micros == 0:  # in the order of those of a replica with micro-batches, which ends with its first stage
             stages = Placement(self.ranks, self.ranks * self.schedule.chunks).stages_of(self.rank)
             trained = [stage for stage in reversed(stages) if stage >= self.first_backward]
-            return StepActions(tuple(Action(Op.R, stage) for stage in trained), ())
-        return _programs(self.schedule, self.ranks, micros, self.first_backward)[self.rank]  # type: ignore[arg-type]  # schedules are frozen
+            tables = sorted({route.owner for route in self.routes}.intersection(stages))
+            reduces = [*(Action(Op.R, stage) for stage in trained), *(Action(Op.RT, stage) for stage in tables)]
+            return StepActions(tuple(reduces), ())
+        return self._all(micros)[self.rank]
 
-    def warm_up(self, micros: int) -> int:
-        """Return the largest number of forwards that a rank of the pipeline runs before its first backward."""
-        every = _programs(self.schedule, self.ranks, micros, self.first_backward)  # type: ignore[arg-type]  # as above
-        computes = ([action for action in each.train if action.is_compute] for each in every)
-        return max(sum(1 for _ in itertools.takewhile(lambda action: action.op == Op.F, each)) for each in computes)
+    def use_order(self, micros: int, stage: int) -> UseOrder:
+        """Return in which order a stage of the pipeline uses the rows of its micro-batches in training."""
+        return UseOrder.of(self._all(micros)[stage % self.ranks].train, stage)
+
+    def _all(self, micros: int) -> tuple[StepActions, ...]:
+        """Return the actions of all ranks."""
+        return _programs(self.schedule, self.ranks, micros, self.first_backward, self.routes, self.width)  # type: ignore[arg-type]  # schedules are frozen
 
 
 @functools.lru_cache(maxsize=64)
-def _programs(schedule: Schedule, ranks: int, micros: int, first_backward: int) -> tuple[StepActions, ...]:
+def _programs(
+    schedule: Schedule, ranks: int, micros: int, first_backward: int, routes: tuple[RowRoute, ...], width: int
+) -> tuple[StepActions, ...]:
     """Return the actions of all ranks. Kept, since they take 0.1 ms per forward."""
     computes = schedule.program(ranks, micros)
-    program, evaluation = lower(computes, first_backward=first_backward), lower(forwards(computes))
-    validate(program, first_backward=first_backward)
-    validate(evaluation, forward_only=True)
+    pacing = Pacing.of(width, without_backwards(computes, first_backward))
+    program = lower(computes, first_backward=first_backward, routes=routes, pacing=pacing)
+    evaluation = lower(forwards(computes), routes=routes, pacing=pacing)
+    validate(program, first_backward=first_backward, routes=routes)
+    validate(evaluation, forward_only=True, routes=routes)
     return tuple(StepActions(tuple(train), tuple(only)) for train, only in zip(program, evaluation, strict=True))

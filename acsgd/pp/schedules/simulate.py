@@ -8,14 +8,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import NamedTuple, cast
 
 from acsgd.config.spec import from_spec
-from acsgd.pp.schedules.actions import GRADIENT, Action, Op, Placement, Program, label_ranks
+from acsgd.pp.schedules.actions import GRADIENT, ROW_GRADIENTS, ROWS, Action, Op, Program, label_ranks
 from acsgd.pp.schedules.dependencies import Dependencies, walk
 from acsgd.pp.schedules.lowering import AHEAD, lower
-from acsgd.pp.schedules.programs import RankPrograms
-from acsgd.pp.schedules.rows import Pacing, add_rows
+from acsgd.pp.schedules.rows import RowRoute
 from acsgd.pp.schedules.schedules import SCHEDULES, Schedule
 
 Time = float | Fraction
@@ -25,7 +25,7 @@ Time = float | Fraction
 @dataclass(frozen=True)
 class Cost:
     """Durations of actions: one value for all, or one per stage (messages: one per boundary, from the first; rows: one
-    per micro-batch)."""
+    per micro-batch). The two parts of a backward take half of it each."""
 
     forward: Time | Sequence[Time] = 1
     backward: Time | Sequence[Time] = 2
@@ -39,13 +39,13 @@ class Cost:
 
     def of(self, action: Action) -> Time:
         """Return the duration of an action: computations occupy the rank, sends the link; all others take no time."""
-        if action.operation.kind == "rows":
+        if action.operation.kind == "send" and action.operation.route in (ROWS, ROW_GRADIENTS):
             return _at(self.rows if action.op is Op.SR else self.row_gradients, action.micro)
         match action.operation.kind, action.operation.phase:
             case "compute", "forward":
                 return _at(self.forward, action.stage)
             case "compute", _:
-                return _at(self.backward, action.stage)
+                return _at(self.backward, action.stage) * (1 if action.op is Op.B else Fraction(1, 2))
             case "send", _:
                 if action.operation.route == GRADIENT and self.gradient_message is not None:
                     return _at(self.gradient_message, action.boundary)
@@ -148,24 +148,14 @@ def simulate(program: Program, cost: Cost) -> Timeline:
     spans: dict[Action, ActionSpan] = {}
     for rank, action in walk(program, dependencies.needs):
         start = max([rank_free[rank], *(spans[need].end for need in dependencies.needs(action))])
-        receiver = _receiver(action, dependencies.placement)
-        if receiver is not None:
-            link = rank, receiver
+        if action.operation.kind == "send":
+            link = rank, dependencies.placement.rank_of(action.peer)
             start = max(start, link_free[link])
             link_free[link] = start + cost.of(action)
         spans[action] = ActionSpan(start, start + cost.of(action))
         if action.is_compute:
             rank_free[rank] = spans[action].end
     return Timeline(program, spans)
-
-
-def _receiver(action: Action, placement: Placement) -> int | None:
-    """Return the rank that receives the message of an action; None if it is none."""
-    if action.operation.kind == "send":
-        return placement.rank_of(action.peer)
-    if action.operation.kind == "rows":
-        return placement.rank_of(action.stage if action.op is Op.SR else placement.stages - 1)
-    return None
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -203,12 +193,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     schedule = cast(Schedule, from_spec(options.schedule, SCHEDULES, key="pp.schedule"))
     cost = Cost(options.forward, options.backward, options.message)
     computes = schedule.program(options.ranks, options.micros)
-    program = lower(computes, options.ahead, first_backward=options.first_backward)
-    timeline = untied = simulate(program, cost)
+    lowered = partial(lower, computes, options.ahead, first_backward=options.first_backward)
+    timeline = untied = simulate(lowered(), cost)
     if options.rows:
-        pacing = Pacing.of(options.micros, RankPrograms(schedule, options.ranks, 0).warm_up(options.micros))
         rows = (options.rows + options.rows[-1:] * options.micros)[: options.micros]
-        timeline = simulate(add_rows(program, pacing), replace(cost, rows=rows, row_gradients=rows[::-1]))
+        program = lowered(routes=[RowRoute(owner=options.ranks * schedule.chunks - 1, user=0)])
+        timeline = simulate(program, replace(cost, rows=rows, row_gradients=rows[::-1]))
     print(timeline.draw())
     print(f"makespan {float(timeline.makespan):g}, bubble {float(timeline.bubble):.1%}")
     if options.rows:

@@ -1,17 +1,32 @@
 """Check that a lowered program computes every micro-batch once and that its ranks never deadlock."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from acsgd.pp.schedules.actions import EVALUATION, OPERATIONS, TRAINING, Action, Op, Placement, Position, Program, draw
+from acsgd.pp.schedules.actions import (
+    EVALUATION,
+    OPERATIONS,
+    ROW_GRADIENTS,
+    ROWS,
+    TRAINING,
+    Action,
+    Op,
+    Placement,
+    Position,
+    Program,
+    draw,
+)
 from acsgd.pp.schedules.dependencies import Dependencies, walk
+from acsgd.pp.schedules.rows import RowRoute
 
 
-def validate(program: Program, *, forward_only: bool = False, first_backward: int = 0) -> None:
+def validate(
+    program: Program, *, forward_only: bool = False, first_backward: int = 0, routes: Collection[RowRoute] = ()
+) -> None:
     """Check that a lowered program trains on every micro-batch once and that its ranks never deadlock.
 
     forward_only: check instead that it evaluates every micro-batch once, without backwards and reduces. first_backward:
-    first stage that runs backward; those below have forwards alone.
+    first stage that runs backward; those below have forwards alone. routes: of the rows of tied tables.
     A send counts as blocking until the peer has posted the receive: the strictest network.
     Raises ValueError that names the action and draws the program with it marked.
     """
@@ -19,8 +34,8 @@ def validate(program: Program, *, forward_only: bool = False, first_backward: in
     if forward_only:
         first_backward = dependencies.placement.stages
     _check_placement(program, dependencies.placement)
-    _check_complete(program, dependencies, first_backward)
-    _check_message_order(program, dependencies.placement)
+    _check_complete(program, dependencies, first_backward, routes)
+    _check_message_order(program)
     _check_reduced_last(program)
     for _ in walk(program, dependencies.needs):
         pass
@@ -36,9 +51,14 @@ def _check_placement(program: Program, placement: Placement) -> None:
             raise _error(program, rank, action, f"stage {action.stage} is on rank {holder}", (rank, index))
 
 
-def _check_complete(program: Program, dependencies: Dependencies, first_backward: int) -> None:
+def _check_complete(
+    program: Program, dependencies: Dependencies, first_backward: int, routes: Collection[RowRoute]
+) -> None:
     placement = dependencies.placement
     expected = _expected_actions(program, dependencies, first_backward)
+    micros = range(1 + max(action.micro for action in expected))
+    for route in routes:
+        expected |= _row_actions(route, micros, is_trained=route.user >= first_backward)
     found: dict[Action, Position] = {}
     for position, action in _positions(program):
         if action in found:
@@ -73,19 +93,28 @@ def _expected_actions(program: Program, dependencies: Dependencies, first_backwa
     return {*computes, *messages, *reduces}
 
 
-def _check_message_order(program: Program, placement: Placement) -> None:
-    channels: defaultdict[tuple[Op, int], list[tuple[Position, Action]]] = defaultdict(list)
+def _row_actions(route: RowRoute, micros: Collection[int], *, is_trained: bool) -> set[Action]:
+    """Return the messages about the tables of a route, and the reduction of these."""
+    owner, user = route
+    sends = [Action(ROWS.send, owner, micro, user) for micro in micros]
+    if is_trained:
+        sends += [Action(ROW_GRADIENTS.send, user, micro, owner) for micro in micros]
+    return {*sends, *(send.receive for send in sends), *([Action(Op.RT, owner)] if is_trained else [])}
+
+
+def _check_message_order(program: Program) -> None:
+    channels: defaultdict[tuple[Op, int, int], list[tuple[Position, Action]]] = defaultdict(list)
     for position, action in _positions(program):
-        channels[action.op, action.stage].append((position, action))
-    routes = {operation.route for operation in OPERATIONS.values() if operation.route}
-    for route in sorted(routes):
-        for stage in range(placement.stages):
-            sends = channels[route.send, stage]
-            receives = channels[route.receive, stage + route.step] if sends else []
-            for (sent_at, send), (posted_at, receive) in zip(sends, receives, strict=True):
-                if send.micro != receive.micro:
-                    text = f"is posted where {send} arrives; messages of one boundary arrive in sending order"
-                    raise _error(program, posted_at[0], receive, text, posted_at, sent_at)
+        if action.operation.kind in ("send", "receive"):
+            channels[action.op, action.stage, action.peer].append((position, action))
+    for (op, stage, peer), sends in sorted(channels.items()):
+        route = OPERATIONS[op].route
+        if route is None or op is not route.send:
+            continue
+        for (sent_at, send), (posted_at, receive) in zip(sends, channels[route.receive, peer, stage], strict=True):
+            if send.micro != receive.micro:
+                text = f"is posted where {send} arrives; messages of one boundary arrive in sending order"
+                raise _error(program, posted_at[0], receive, text, posted_at, sent_at)
 
 
 def _check_reduced_last(program: Program) -> None:

@@ -1,4 +1,4 @@
-"""Gradient sync of a weight with copies on several ranks, as of an embedding and a head tied to it."""
+"""Gradient sync of a weight with copies on several ranks, such as an embedding that is also the head."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.link import LinkFactory
+from acsgd.pp.wire.mailbox import Inbox, Outbox
 from acsgd.shards.weights import Weight
 
 
@@ -19,7 +20,8 @@ class TiedGroup:
     After the reduction over replicas, each rank sends its gradient to all others and adds up all gradients in the order
     of the ranks. So all get the same bits, and the copies stay equal.
 
-    number: position of the group among those of the model. ranks: global ranks with a copy, in the order of the layers.
+    number: position of the weight among the tied weights of the model. ranks: global ranks with a copy, in the order of
+    the layers.
     """
 
     def __init__(self, weight: Weight, factory: LinkFactory, *, number: int, ranks: Sequence[int], rank: int) -> None:
@@ -28,6 +30,16 @@ class TiedGroup:
         self._ranks = ranks
         self._rank = rank
         self._links = {peer: factory.open_tie(number, spec, peer=peer) for peer in ranks if peer != rank}
+
+    @property
+    def outboxes(self) -> list[Outbox]:
+        """Sending ends of all channels."""
+        return [outbox for outbox, _ in self._links.values()]
+
+    @property
+    def inboxes(self) -> list[Inbox]:
+        """Receiving ends of all channels."""
+        return [inbox for _, inbox in self._links.values()]
 
     def send(self, step: int) -> None:
         """Send the gradient of this copy to the other ranks."""
@@ -38,7 +50,7 @@ class TiedGroup:
             outbox.flush(wait=True)
 
     def receive(self, step: int) -> None:
-        """Set the gradient of this copy to the sum of those of all copies, in place."""
+        """Add the gradients of all other copies to the gradient of this copy, in place."""
         info = TransferInfo(step, 0)
         grads = {rank: inbox.receive(info).state["gradient"] for rank, (_, inbox) in self._links.items()}
         if len(grads) == 1:  # the order of two does not matter
@@ -48,17 +60,6 @@ class TiedGroup:
             self._grad.copy_(functools.reduce(torch.add, (grads[rank] for rank in self._ranks)))
         for outbox, _ in self._links.values():
             outbox.drain()
-
-    def close(self) -> None:
-        """End the threads of the exchange."""
-        for outbox, _ in self._links.values():
-            outbox.close()
-
-    def abort(self) -> None:
-        """End the threads of the exchange without sending or waiting for anything."""
-        for outbox, inbox in self._links.values():
-            outbox.abort()
-            inbox.abort()
 
     @property
     def _grad(self) -> Tensor:

@@ -5,42 +5,30 @@ M micro-batches of a replica; n = rows that they use, each once; G groups of con
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from acsgd.pp.schedules.actions import Action
-from acsgd.pp.schedules.rows import MAX_GROUPS
+from acsgd.pp.schedules.rows import MAX_GROUPS, UseOrder
 
 
-class UseOrder(NamedTuple):
-    """When the stages of a rank that look up rows of a table run each micro-batch."""
+class MicroGroups(NamedTuple):
+    """The groups of the micro-batches of a step, in the order in which a stage uses their rows."""
 
-    starts: tuple[int, ...]
-    """By micro-batch, its position in the order of the first forward."""
-    ends: tuple[int, ...]
-    """By micro-batch, its position in the order of the last backward."""
-    last_actions: dict[Action, int]
-    """Last backward of each micro-batch, with its position."""
+    first: list[int]
+    """By micro-batch, its group in the order of the forwards."""
+    last: list[int]
+    """By micro-batch, its group in the order in which micro-batches are completed."""
+    completed: dict[int, int]
+    """By the micro-batch that completes it, each of the latter groups."""
 
     @classmethod
-    def of(cls, actions: Sequence[Action], stages: Collection[int]) -> UseOrder:
-        """Return the order of a step. actions: of the rank, in training; stages: those that look up rows."""
-        own = [action for action in actions if action.stage in stages and action.is_compute]
-        first = list(dict.fromkeys(action.micro for action in own))
-        completing = [action for action in own if action.operation.completes]
-        last = {action.micro: action for action in completing}
-        ordered = sorted(last.values(), key=completing.index)
-        ends = {action.micro: position for position, action in enumerate(ordered)}
-        starts = {micro: position for position, micro in enumerate(first)}
-        micros = range(len(first))
-        return cls(
-            tuple(starts[micro] for micro in micros),
-            tuple(ends[micro] for micro in micros),
-            {action: ends[action.micro] for action in ordered},
-        )
+    def of(cls, order: UseOrder, width: int) -> MicroGroups:
+        """Return the groups of `width` micro-batches each."""
+        micros = range(len(order.first))
+        first, last = ([each.index(micro) // width for micro in micros] for each in order)
+        return cls(first, last, {micro: last[micro] for micro in (*order.last[width - 1 :: width], order.last[-1])})
 
 
 class RowGroup(NamedTuple):
@@ -70,13 +58,13 @@ class RowGroups(NamedTuple):
     """Messages of gradients, in the order of `by_end`."""
 
     @classmethod
-    def pack(cls, tokens: Tensor, order: UseOrder, width: int) -> Tensor:
+    def pack(cls, tokens: Tensor, micros: MicroGroups) -> Tensor:
         """Return the request for the rows of a batch, int64 [n]: index, and groups of the first and the last use.
 
-        tokens: [M, tokens of a micro-batch]; width: micro-batches per group.
+        tokens: [M, tokens of a micro-batch].
         """
         ids, inverse = tokens.unique(return_inverse=True)
-        starts, ends = (torch.tensor(each, device=ids.device) // width for each in (order.starts, order.ends))
+        starts, ends = (torch.tensor(each, device=ids.device) for each in (micros.first, micros.last))
         flat = inverse.flatten()
         first, last = (x[:, None].expand_as(inverse).flatten() for x in (starts, ends))
         first = torch.full_like(ids, MAX_GROUPS).scatter_reduce(0, flat, first, "amin")

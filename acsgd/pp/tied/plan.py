@@ -69,6 +69,8 @@ class TiedWeight(NamedTuple):
     key: str
     number: int
     """Position among the tied weights of the model."""
+    layers: tuple[int, ...]
+    """Layers that use it, in ascending order."""
     ranks: tuple[int, ...]
     """Ranks with layers that use it, in the order of the layers."""
     owner: int
@@ -93,5 +95,5 @@ def tied_weights(
                 rank, inputs = rank_of_layer(layer), description.layers[layer].lookups[key]
                 lookups[rank] = tuple(dict.fromkeys((*lookups.get(rank, ()), *inputs)))
         if others:
-            found.append(TiedWeight(key, number, ranks, owner, lookups))
+            found.append(TiedWeight(key, number, tuple(layers), ranks, owner, lookups))
     return found

@@ -68,7 +68,7 @@ class CacheSync:
         return int(ours ^ _received(self._exchange(ours)))
 
     def _compare_all(self, cache: ActivationCache) -> None:
-        """Discard saved entries that the other end does not have, too. Sends the table only if digests differ."""
+        """Discard saved entries that the other end does not have. Sends the table only if digests differ."""
         table = sorted(cache.versions().items())
         digest = hashlib.blake2b(repr(table).encode(), digest_size=7).digest()
         ours = torch.tensor([len(table), int.from_bytes(digest, "little")])

@@ -69,7 +69,7 @@ class Channel:
         return self.group.irecv(buffer, self.peer, self.tag(index))
 
     def wait(self, work: Work, posted_at: float) -> None:
-        """Wait for a message and count its time; as of `Meter.wait`."""
+        """Wait for a message and count its time; see `Meter.wait`."""
         self.meter.wait(self.waits, work, posted_at)
 
     def tag(self, index: int) -> int:
@@ -101,7 +101,7 @@ class Channel:
 class Exchange:
     """A non-blocking exchange of n bytes in both directions between the ends of a channel.
 
-    data: this end's bytes, uint8[n]; n must be equal at both ends. action: as of `Channel.report_failure`.
+    data: this end's bytes, uint8[n]; n must be equal at both ends. action: see `Channel.report_failure`.
     """
 
     def __init__(self, channel: Channel, data: Tensor, *, tag: int, action: str) -> None:
@@ -137,7 +137,7 @@ def handshake(channel: Channel) -> None:
 def read_header(buffer: Tensor, expected: Header, peer: int, *, context: bytes = b"") -> Header:
     """Return the header of a message, whichever it is. Raises RunError if it does not match its checksum.
 
-    buffer: the message, in host memory; expected: named in the error; context: as of `Header.pack`.
+    buffer: the message, in host memory; expected: named in the error; context: see `Header.pack`.
     """
     try:
         return Header.unpack(buffer, context)

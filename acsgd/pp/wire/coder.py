@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,7 +15,42 @@ from acsgd.layers.description import BATCH, Dim
 from acsgd.layers.lengths import Lengths
 
 EXACT = Identity()
-"""The lossless codec."""
+"""The lossless codec, the first of every link."""
+
+
+class CodecIndices(NamedTuple):
+    """Index of the codec of each direction, among those of a link: 0 = lossless, 1 = the configured one, and so on."""
+
+    forward: int = 1
+    backward: int = 1
+    tied: int = 1
+    """Of rows of tables and of their gradients."""
+
+
+class CodecChoice(Protocol):
+    """Chooses the codecs of each step, equally on all ranks of a pipeline."""
+
+    def of_step(self, step: int) -> CodecIndices:
+        """Return the codecs of a training step; asked at the end of the step before, too."""
+        ...
+
+    def of_evaluation(self) -> CodecIndices:
+        """Return the codecs of an evaluation."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExactFirst:
+    """The configured codecs, but none in the first steps and, if `exact_eval`, in evaluations."""
+
+    exact_steps: int = 0
+    exact_eval: bool = True
+
+    def of_step(self, step: int) -> CodecIndices:
+        return CodecIndices(0, 0, 0) if step < self.exact_steps else CodecIndices()
+
+    def of_evaluation(self) -> CodecIndices:
+        return CodecIndices(0, 0, 0) if self.exact_eval else CodecIndices()
 
 
 class TensorSpec(NamedTuple):
@@ -40,13 +77,15 @@ class TransferInfo(NamedTuple):
     """Number of optimizer steps done."""
     micro: int
     """Index of the micro-batch in the step."""
-    exact: bool = False
-    """Whether to send the tensors losslessly."""
+    codec: int = 1
+    """Index of the codec, see `CodecIndices`."""
     samples: tuple[int, ...] = ()
     """Sample ids, the keys of the activation cache; empty = neither read nor update the cache. For rows of a table,
     their indices."""
     lengths: Lengths | None = None
     """Tokens per row; None = the receiver does not know them, or the tensors do not depend on them."""
+    hits_as_cached: bool = False
+    """Whether no cache hit is sent, since all are as cached."""
 
 
 class Coder(Protocol):
@@ -70,10 +109,6 @@ class Coder(Protocol):
         """Declare the fields of a message."""
         ...
 
-    def cached_wire(self, info: TransferInfo) -> Wire | None:
-        """Declare the fields of a message without the cache hits, if all of them are as cached; None = never sent."""
-        ...
-
     def uses_entropy_coding(self, info: TransferInfo) -> bool:
         """Whether the message body is entropy-coded."""
         ...
@@ -83,7 +118,7 @@ class Coder(Protocol):
         ...
 
     def encode(self, x: Tensor, info: TransferInfo) -> tuple[Tensor, ...]:
-        """Return the fields of a tensor, in the order of `wire` or of `cached_wire`, on its device.
+        """Return the fields of a tensor, in the order of `wire`, on its device. Those of cache hits may be left out.
 
         May raise NotFiniteError.
         """
@@ -95,10 +130,10 @@ class Coder(Protocol):
 
 
 class StatelessCoder:
-    """Coder that encodes every message independently of all others."""
+    """Coder that encodes every message independently of all others. codecs: those after the lossless one."""
 
-    def __init__(self, codec: Codec, spec: TensorSpec) -> None:
-        self._codec = codec
+    def __init__(self, codecs: Sequence[Codec], spec: TensorSpec) -> None:
+        self._codecs = (EXACT, *codecs)
         self._spec = spec
 
     @property
@@ -107,28 +142,22 @@ class StatelessCoder:
 
     @property
     def max_bytes(self) -> int:
-        return max(wire_bytes(codec.wire(self._spec.shape, self._spec.dtype)) for codec in (self._codec, EXACT))
+        return max(wire_bytes(codec.wire(self._spec.shape, self._spec.dtype)) for codec in self._codecs)
 
     def shape(self, info: TransferInfo) -> tuple[int, ...]:
         return self._spec.shape_for(info.lengths)
 
     def wire(self, info: TransferInfo) -> Wire:
-        return self._codec_of(info).wire(self.shape(info), self._spec.dtype)
-
-    def cached_wire(self, info: TransferInfo) -> Wire | None:
-        return None
+        return self._codecs[info.codec].wire(self.shape(info), self._spec.dtype)
 
     def uses_entropy_coding(self, info: TransferInfo) -> bool:
-        return self._codec_of(info).entropy_coding
+        return self._codecs[info.codec].entropy_coding
 
     def context(self, info: TransferInfo) -> bytes:
         return b""
 
     def encode(self, x: Tensor, info: TransferInfo) -> tuple[Tensor, ...]:
-        return self._codec_of(info).encode(x)
+        return self._codecs[info.codec].encode(x)
 
     def decode(self, fields: tuple[Tensor, ...], info: TransferInfo) -> Tensor:
-        return self._codec_of(info).decode(fields, self.shape(info), self._spec.dtype)
-
-    def _codec_of(self, info: TransferInfo) -> Codec:
-        return EXACT if info.exact else self._codec
+        return self._codecs[info.codec].decode(fields, self.shape(info), self._spec.dtype)

@@ -118,6 +118,9 @@ class Delta:
 class DeltaCoder:
     """One end's coder of a tensor whose samples are cached. spec: of a micro-batch, [B, ...], of the longest rows.
 
+    codecs: those after the lossless one, at least one of them a Delta; all of these cache in the same way. What another
+    codec sends is cached, too: so a link may change its codec in any step.
+
     is_frozen: whether no layer before the boundary is trained. Then cache hits that equal their entries, but for the
     rounding of fp16, are not sent: the receiver takes the entries.
 
@@ -129,10 +132,19 @@ class DeltaCoder:
     """
 
     def __init__(
-        self, delta: Delta, spec: TensorSpec, cache: ActivationCache, streams: Streams, *, is_frozen: bool = False
+        self,
+        codecs: Sequence[Codec | Delta],
+        spec: TensorSpec,
+        cache: ActivationCache,
+        streams: Streams,
+        *,
+        is_frozen: bool = False,
     ) -> None:
-        self._delta = delta
-        self._is_frozen = is_frozen and delta.cache_dtype == torch.float16
+        deltas = [codec for codec in codecs if isinstance(codec, Delta)]
+        self._codecs = (EXACT, *codecs)
+        self._delta = deltas[0]
+        assert all(each.cache_codec == self._delta.cache_codec for each in deltas), "one cache for all of them"
+        self._is_frozen = is_frozen and self._delta.cache_dtype == torch.float16
         self._spec = spec
         self._cache = cache
         self._streams = streams
@@ -149,23 +161,24 @@ class DeltaCoder:
     @property
     def max_bytes(self) -> int:
         batch = self._spec.shape[0]
-        wires = (self._wire_of(self._delta.first_codec, hits, batch - hits) for hits in range(batch + 1))
-        return max(map(wire_bytes, (EXACT.wire(self._spec.shape, self._spec.dtype), *wires)))
+        wires = []
+        for index, codec in enumerate(self._codecs):
+            most = batch if isinstance(codec, Delta) else 0
+            wires += [self._wire_of(TransferInfo(0, 0, index), hits, batch - hits) for hits in range(most + 1)]
+        return max(map(wire_bytes, wires))
 
     def shape(self, info: TransferInfo) -> tuple[int, ...]:
         return self._spec.shape
 
     def wire(self, info: TransferInfo) -> Wire:
         hits, misses = self._hits_and_misses(info)
-        return self._wire_of(self._miss_codec(info), len(hits), len(misses))
-
-    def cached_wire(self, info: TransferInfo) -> Wire | None:
-        hits, misses = self._hits_and_misses(info)
-        return self._wire_of(self._miss_codec(info), 0, len(misses)) if self._is_frozen and hits else None
+        sent = [] if self._is_frozen and info.hits_as_cached else hits
+        return self._wire_of(info, len(sent), len(misses))
 
     def uses_entropy_coding(self, info: TransferInfo) -> bool:
-        _, misses = self._hits_and_misses(info)
-        return self._delta.codec.entropy_coding and (not misses or self._miss_codec(info).entropy_coding)
+        hits, misses = self._hits_and_misses(info)
+        codecs = [*([self._hit_codec(info)] if hits else []), *([self._miss_codec(info)] if misses else [])]
+        return all(codec.entropy_coding for codec in codecs)
 
     def context(self, info: TransferInfo) -> bytes:
         """Return the versions of the samples' entries; taken before `encode` or `decode`, which update them."""
@@ -178,7 +191,7 @@ class DeltaCoder:
         miss_fields = codec.encode(_rows(x, misses)) if misses else ()
         m = self._read_entries(info, hits)
         is_cached = self._is_frozen and bool(hits) and torch.equal(_as_entry(_rows(x, hits), m.dtype), m)
-        hit_fields = encode_update(self._delta.codec, _rows(x, hits), m) if hits and not is_cached else ()
+        hit_fields = encode_update(self._hit_codec(info), _rows(x, hits), m) if hits and not is_cached else ()
         if misses:
             self._cache_misses(info, misses, codec.decode(miss_fields, self._shape(len(misses)), x.dtype))
         if hit_fields:
@@ -188,35 +201,41 @@ class DeltaCoder:
     def decode(self, fields: tuple[Tensor, ...], info: TransferInfo) -> Tensor:
         hits, misses = self._hits_and_misses(info)
         codec, dtype = self._miss_codec(info), self._spec.dtype
-        count = len(self._wire_of(codec, 0, len(misses)))
+        count = len(self._wire_of(info, 0, len(misses)))
         m = self._read_entries(info, hits)  # first: caching the misses may evict the hits
         parts = []
         if misses:
             parts.append(codec.decode(fields[:count], self._shape(len(misses)), dtype))
             self._cache_misses(info, misses, parts[0])
-        if hits and len(fields) == count:  # the message of `cached_wire`
+        if hits and len(fields) == count:  # as in `hits_as_cached`
             parts.append(m.to(dtype))
         elif hits:
-            parts.append(decode_update(self._delta.codec, fields[count:], m, dtype))
+            parts.append(decode_update(self._hit_codec(info), fields[count:], m, dtype))
             self._write_entries(info, hits, m)
         return parts[0] if len(parts) == 1 else torch.cat(parts)[_inverse(misses + hits)]
 
     def _hits_and_misses(self, info: TransferInfo) -> tuple[list[int], list[int]]:
         """Return the rows of the micro-batch that are sent as differences, and all others, both ascending."""
-        rows = range(self._spec.shape[0])
-        hits = [i for i in rows if info.samples and not info.exact and info.samples[i] in self._cache]
+        rows, caches = range(self._spec.shape[0]), isinstance(self._codecs[info.codec], Delta)
+        hits = [i for i in rows if caches and info.samples and info.samples[i] in self._cache]
         return hits, [i for i in rows if i not in hits]
 
     def _miss_codec(self, info: TransferInfo) -> Codec:
-        return EXACT if info.exact else self._delta.first_codec
+        codec = self._codecs[info.codec]
+        return codec.first_codec if isinstance(codec, Delta) else codec
+
+    def _hit_codec(self, info: TransferInfo) -> FixPoint:
+        codec = self._codecs[info.codec]
+        assert isinstance(codec, Delta), "only a Delta has cache hits"
+        return codec.codec
 
     def _shape(self, rows: int) -> tuple[int, ...]:
         return rows, *self._spec.shape[1:]
 
-    def _wire_of(self, miss_codec: Codec, hits: int, misses: int) -> Wire:
+    def _wire_of(self, info: TransferInfo, hits: int, misses: int) -> Wire:
         """Declare the fields of a message; hits, misses: numbers of rows."""
-        miss_wire = miss_codec.wire(self._shape(misses), self._spec.dtype) if misses else ()
-        return miss_wire + (self._delta.codec.wire(self._shape(hits)) if hits else ())
+        miss_wire = self._miss_codec(info).wire(self._shape(misses), self._spec.dtype) if misses else ()
+        return miss_wire + (self._hit_codec(info).wire(self._shape(hits)) if hits else ())
 
     def _read_entries(self, info: TransferInfo, rows: Sequence[int]) -> Tensor:
         """Return the decoded cache entries of some rows, [K, ...], as a copy."""

@@ -63,7 +63,7 @@ class Header(NamedTuple):
     """Tokens per row of the micro-batch: of its `Lengths`; of a table, number of rows. 0 = the message does not depend
     on them."""
     target: int = 0
-    """Tokens per row for the decoder after an encoder: of the `Lengths`, too."""
+    """Tokens per row for the decoder after an encoder; also of its `Lengths`."""
 
     @property
     def lengths(self) -> Lengths:

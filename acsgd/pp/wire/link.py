@@ -34,7 +34,7 @@ class Link:
         self._cache_sync = cache_sync
 
     def begin_step(self, samples: Sequence[int], upcoming: Sequence[int]) -> None:
-        """Start to compare the activation caches of both ends; as of `CacheSync.begin_step`."""
+        """Start to compare the activation caches of both ends; see `CacheSync.begin_step`."""
         self._cache_sync.begin_step(samples, upcoming)
 
     def send(self, info: TransferInfo, state: State) -> None:
@@ -68,14 +68,14 @@ class LinkFactory:
     streams: Streams
     boundaries: Sequence[Mapping[str, TensorSpec]]
     """By boundary, the named tensors that cross it, of one micro-batch. The first axis is that of the rows."""
-    forward: Codec | Delta
-    """Codec of activations."""
-    backward: Codec
-    """Codec of gradients."""
+    forward: Sequence[Codec | Delta]
+    """Codecs of activations after the lossless one; each transfer uses one of them, see `TransferInfo.codec`."""
+    backward: Sequence[Codec]
+    """Codecs of gradients."""
     forward_meter: Meter
     backward_meter: Meter
     cache_plan: CachePlan | None = None
-    """Size and place of the activation caches; required if `forward` is a Delta."""
+    """Size and place of the activation caches; required if `forward` has a Delta."""
     tied_meter: Meter = field(default_factory=Meter)
     frozen: int = 0
     """Number of the first boundaries before which no layer is trained."""
@@ -110,8 +110,8 @@ class LinkFactory:
         number: of the weight among all tied ones; spec: of the only tensor, named "gradient". Raises RunError if the
         two ends differ.
         """
-        coders = {"gradient": StatelessCoder(EXACT, spec)}
-        channel = self._open_channel(MessageKind.TIED_GRADIENT, number, peer, EXACT, coders, self.tied_meter)
+        coders = {"gradient": StatelessCoder([EXACT], spec)}
+        channel = self._open_channel(MessageKind.TIED_GRADIENT, number, peer, [EXACT], coders, self.tied_meter)
         return Outbox(channel), Inbox(channel)
 
     def open_table(
@@ -122,19 +122,19 @@ class LinkFactory:
         peer: int,
         max_ids: int,
         max_rows: int,
-        rows: Codec,
-        gradients: Codec,
+        rows: Sequence[Codec],
+        gradients: Sequence[Codec],
     ) -> dict[MessageKind, Channel]:
         """Open the channels of a table between its owner and a rank that looks up its rows, together with the peer.
 
         number: of the weight among all tied ones. max_ids, max_rows: largest number of rows per request, and per
-        message. rows, gradients: codecs. Raises RunError if the two ends differ.
+        message. rows, gradients: codecs after the lossless one. Raises RunError if the two ends differ.
         """
         count, *of_row = Dim("sequence", 0), *(Dim(None, size) for size in table.shape[1:])  # headers have the number
         ids = TensorSpec((max_ids,), torch.int64, (count,))
         values = TensorSpec((max_rows, *table.shape[1:]), table.dtype, (count, *of_row))
-        coders: dict[MessageKind, tuple[Codec, dict[str, Coder]]] = {
-            MessageKind.TABLE_IDS: (EXACT, {"ids": StatelessCoder(EXACT, ids)}),
+        coders: dict[MessageKind, tuple[Sequence[Codec], dict[str, Coder]]] = {
+            MessageKind.TABLE_IDS: ([EXACT], {"ids": StatelessCoder([EXACT], ids)}),
             MessageKind.TABLE_ROWS: (rows, {"rows": _row_coder(rows, values)}),
             MessageKind.TABLE_GRADIENTS: (
                 gradients,
@@ -142,8 +142,8 @@ class LinkFactory:
             ),
         }
         return {
-            kind: self._open_channel(kind, number, peer, codec, of_kind, self.tied_meter)
-            for kind, (codec, of_kind) in coders.items()
+            kind: self._open_channel(kind, number, peer, codecs, of_kind, self.tied_meter)
+            for kind, (codecs, of_kind) in coders.items()
         }
 
     def _activation_coders(self, boundary: int, side: str) -> Mapping[str, Coder]:
@@ -153,12 +153,13 @@ class LinkFactory:
     def _activation_coder(self, boundary: int, name: str, side: str) -> Coder:
         spec = self.boundaries[boundary][name]
         if not spec.dtype.is_floating_point:
-            return StatelessCoder(EXACT, spec)
-        if not isinstance(self.forward, Delta):
-            return StatelessCoder(self.forward, spec)
+            return StatelessCoder([EXACT] * len(self.forward), spec)
+        codecs = [codec for codec in self.forward if not isinstance(codec, Delta)]
+        if len(codecs) == len(self.forward):
+            return StatelessCoder(codecs, spec)
         assert self.cache_plan is not None, "delta needs a cache plan"
-        key = boundary, f"{side}.{name}"
-        cache = self.caches[key] = self.cache_plan.open(*key, self.forward, spec, self.streams)
+        key, delta = (boundary, f"{side}.{name}"), next(codec for codec in self.forward if isinstance(codec, Delta))
+        cache = self.caches[key] = self.cache_plan.open(*key, delta, spec, self.streams)
         return DeltaCoder(self.forward, spec, cache, self.streams, is_frozen=boundary < self.frozen)
 
     def _open_channel(
@@ -166,15 +167,26 @@ class LinkFactory:
         kind: MessageKind,
         boundary: int,
         peer: int,
-        codec: Codec | Delta,
+        codecs: Sequence[Codec | Delta],
         coders: Mapping[str, Coder],
         meter: Meter,
     ) -> Channel:
-        channel = Channel(kind, boundary, peer, self.group, self.waits, repr(codec), coders, self.streams, meter)
+        channel = Channel(
+            kind=kind,
+            boundary=boundary,
+            peer=peer,
+            group=self.group,
+            waits=self.waits,
+            codec=", ".join(map(repr, codecs)),
+            coders=coders,
+            streams=self.streams,
+            meter=meter,
+        )
         handshake(channel)
         return channel
 
 
-def _row_coder(codec: Codec, spec: TensorSpec) -> Coder:
+def _row_coder(codecs: Sequence[Codec], spec: TensorSpec) -> Coder:
     """Return the coder of the rows of a table."""
-    return RowDifferenceCoder(spec) if isinstance(codec, BytePlanes) else StatelessCoder(codec, spec)
+    has_differences = any(isinstance(codec, BytePlanes) for codec in codecs)
+    return RowDifferenceCoder(codecs, spec) if has_differences else StatelessCoder(codecs, spec)

@@ -126,13 +126,12 @@ class Outbox:
     def _encode(self, index: int, coder: Coder, x: Tensor, info: TransferInfo) -> _Encoding:
         channel, kind, entropy_coding = self._channel, self._channel.kind, coder.uses_entropy_coding(info)
         buffer, context, wire = self._pools[index].acquire(), coder.context(info), coder.wire(info)
-        cached = coder.cached_wire(info)
         with channel.streams.side_stream(x):
             try:
                 fields = coder.encode(x, info)
-                if cached is not None and len(fields) == len(cached):
-                    kind, wire = MessageKind.CACHED_ACTIVATION, cached
-                length = wire_bytes(wire)
+                if len(fields) < len(wire):
+                    kind = MessageKind.CACHED_ACTIVATION
+                length = wire_bytes(wire[: len(fields)])
                 body = buffer[HEADER_BYTES : HEADER_BYTES + length]
                 pack(fields, body)
                 entropy_coding = entropy_coding and length > 0
@@ -205,9 +204,9 @@ class Inbox:
         if info.lengths is None and received.sequence:
             info = info._replace(lengths=received.lengths)
             expected = _header(channel, index, info, wire_bytes(coder.wire(info)))
-        wire, cached = coder.wire(info), coder.cached_wire(info)
-        if cached is not None and received.kind == MessageKind.CACHED_ACTIVATION:
-            wire, expected = cached, expected._replace(kind=received.kind, length=wire_bytes(cached))
+        wire = coder.wire(info._replace(hits_as_cached=received.kind == MessageKind.CACHED_ACTIVATION))
+        if wire_bytes(wire) < expected.length:
+            expected = expected._replace(kind=received.kind, length=wire_bytes(wire))
         header = check_header(received, expected, channel.peer, allow_shorter=coder.uses_entropy_coding(info))
         if header.length == NOT_FINITE and expected.length > 0:  # else a message whose cache hits are all as cached
             pool.release(buffer)

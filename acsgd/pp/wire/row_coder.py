@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from acsgd.codecs.base import Codec
 from acsgd.codecs.lossless import BytePlanes, bits_of, from_planes, to_planes
 from acsgd.pp.wire.coder import StatelessCoder, TensorSpec, TransferInfo
 
@@ -31,27 +33,28 @@ class _Rows(NamedTuple):
 
 
 class RowDifferenceCoder(StatelessCoder):
-    """Coder that sends rows as differences of their bits from those of the step before, entropy-coded.
+    """Coder that sends rows as bitwise differences from the rows of the step before, entropy-coded.
 
     `TransferInfo.samples` are the indices of the rows. Both ends keep the rows of the present step and of the one
-    before; rows that the latter did not have are sent as they are. Messages with `exact` neither read nor update these.
+    before; rows that the latter did not have are sent as they are. Messages with another codec than BytePlanes neither
+    read nor update these.
     """
 
-    def __init__(self, spec: TensorSpec) -> None:
-        super().__init__(BytePlanes(), spec)
+    def __init__(self, codecs: Sequence[Codec], spec: TensorSpec) -> None:
+        super().__init__(codecs, spec)
         self._before = self._join(-1, [])
         self._step = -1
         self._present: list[tuple[Tensor, Tensor]] = []
         """Indices and bits of the messages of this step."""
 
     def context(self, info: TransferInfo) -> bytes:
-        if info.exact:
+        if not self._are_differences(info):
             return b""
         before = self._rows_before(info)
         return struct.pack("<qq", before.step, len(before.ids))
 
     def encode(self, x: Tensor, info: TransferInfo) -> tuple[Tensor, ...]:
-        if info.exact:
+        if not self._are_differences(info):
             return super().encode(x, info)
         bits, ids = bits_of(x).clone(), self._ids(info, x.device)
         difference = bits - self._rows_before(info).bits_at(ids)
@@ -59,7 +62,7 @@ class RowDifferenceCoder(StatelessCoder):
         return (to_planes(difference),)
 
     def decode(self, fields: tuple[Tensor, ...], info: TransferInfo) -> Tensor:
-        if info.exact:
+        if not self._are_differences(info):
             return super().decode(fields, info)
         (planes,), shape = fields, self.shape(info)
         ids = self._ids(info, planes.device)
@@ -67,8 +70,11 @@ class RowDifferenceCoder(StatelessCoder):
         self._present.append((ids, bits))
         return bits.view(self.spec.dtype)
 
+    def _are_differences(self, info: TransferInfo) -> bool:
+        return isinstance(self._codecs[info.codec], BytePlanes)
+
     def _rows_before(self, info: TransferInfo) -> _Rows:
-        """Return the rows of the step before that of a transfer."""
+        """Return the rows of the step before a transfer's step."""
         if info.step != self._step:
             self._before, self._step, self._present = self._join(self._step, self._present), info.step, []
         return self._before

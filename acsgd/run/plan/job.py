@@ -28,7 +28,7 @@ from acsgd.layers.description import LayerSpec
 from acsgd.metrics import choose_metrics
 from acsgd.notes import print_note, report_if_slow
 from acsgd.pp.schedules.programs import RankPrograms
-from acsgd.pp.schedules.rows import Pacing
+from acsgd.pp.schedules.rows import RowRoute, group_width
 from acsgd.pp.tied.plan import TiedWeight, tied_weights
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.plan.layout import BatchShapes, RunPaths, StageLayout, costs_of, divide
@@ -52,8 +52,6 @@ class Job:
     model: RunModel
     layout: StageLayout
     """Which ranks hold which layers."""
-    programs: RankPrograms
-    """Pipeline actions of this rank."""
     micro_ids: range
     """Micro-batches of the global batch that this replica trains on if they are dealt evenly."""
     plugins: Plugins
@@ -111,9 +109,23 @@ class Job:
         return tied_weights(self.model.description, self.layout.rank_of_layer, self.plugins.tied)
 
     @property
-    def pacing(self) -> Pacing:
-        """How far rows of tables are sent ahead of use: for the forwards that a rank runs before its first backward."""
-        return Pacing.of(self.shapes.num_micros, self.programs.warm_up(max(1, len(self.micro_ids))))
+    def programs(self) -> RankPrograms:
+        """Pipeline actions of this rank."""
+        first = self.model.description.first_trained
+        return RankPrograms(
+            self.plugins.schedule,
+            self.topology.stages,
+            self.topology.stage_rank,
+            first_backward=next(stage for stage, spec in enumerate(self.layout.specs) if spec.last > first),
+            routes=tuple(dict.fromkeys(self.row_route(tied, user) for tied in self.tied for user in tied.lookups)),
+            width=group_width(self.shapes.num_micros),
+        )
+
+    def row_route(self, tied: TiedWeight, user: int) -> RowRoute:
+        """Return between which stages rows of a table travel. user: rank that looks them up."""
+        layout = self.layout
+        first = {layout.rank_of_layer(layer): layout.stage_of_layer(layer) for layer in reversed(tied.layers)}
+        return RowRoute(owner=first[tied.owner], user=first[user])
 
     @property
     def wants_inputs(self) -> bool:
@@ -159,17 +171,13 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True) -> Job:
     with report_if_slow(print_note, lambda: f"planning {model.describe_size()}", enabled=launch.rank == 0):
         costs = costs_of(config, model, num_stages, streams)
         specs = divide(config, model, num_stages, costs)
-    first_backward = next(stage for stage, spec in enumerate(specs) if spec.last > model.description.first_trained)
-    programs = RankPrograms(plugins.schedule, topology.stages, topology.stage_rank, first_backward)
-    programs.actions(len(micro_ids))
-    return Job(
+    job = Job(
         config=config,
         topology=topology,
         local_world_size=launch.local_world_size,
         streams=streams,
         model=model,
         layout=StageLayout(topology, tuple(specs), costs),
-        programs=programs,
         micro_ids=micro_ids,
         plugins=plugins,
         tokenizer=load_tokenizer(model.directory, model.config),
@@ -177,6 +185,8 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True) -> Job:
         eval_sources=eval_sources,
         metrics=metrics,
     )
+    job.programs.actions(len(micro_ids))  # raises ValueError if they cannot run
+    return job
 
 
 def _open_sources(config: Config, plugins: Plugins) -> tuple[tuple[WeightedSource, ...], tuple[WeightedSource, ...]]:

@@ -73,7 +73,11 @@ class StageLayout:
 
     def rank_of_layer(self, layer: int) -> int:
         """Return the global rank that holds a layer of this rank's pipeline."""
-        return self.rank_of(next(stage for stage, spec in enumerate(self.specs) if spec.first <= layer < spec.last))
+        return self.rank_of(self.stage_of_layer(layer))
+
+    def stage_of_layer(self, layer: int) -> int:
+        """Return the stage of a layer."""
+        return next(stage for stage, spec in enumerate(self.specs) if spec.first <= layer < spec.last)
 
 
 @dataclass(frozen=True)

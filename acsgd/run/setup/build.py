@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -16,19 +16,19 @@ from acsgd.dp.resize import ReplicaPlace, carry_over
 from acsgd.groups import Groups
 from acsgd.layers.composed import ComposedModel, Inputs
 from acsgd.layers.skeleton import fill_with_stand_ins
-from acsgd.layers.stand_ins import LookupTable
 from acsgd.optim.base import Optimizer
 from acsgd.optim.ownership import OwnedWeights, Ownership
 from acsgd.pp.runtime import Pipeline
+from acsgd.pp.schedules.rows import RowRoute
 from acsgd.pp.stage import Stage
 from acsgd.pp.tied.dense import TiedGroup
-from acsgd.pp.tied.groups import UseOrder
+from acsgd.pp.tied.groups import MicroGroups
 from acsgd.pp.tied.plan import TiedRows, TiedWeight
 from acsgd.pp.tied.rows import TableOwner, TableUser
 from acsgd.pp.tied.ties import Ties
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.pp.wire.channel import Channel
-from acsgd.pp.wire.coder import TensorSpec
+from acsgd.pp.wire.coder import CodecChoice, ExactFirst, TensorSpec
 from acsgd.pp.wire.frame import MessageKind
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.run.plan.job import Job
@@ -121,9 +121,8 @@ def _connect(
             _open_ties(job, stages, factory),
             _placeholders(job),
             micro_shapes(job),
+            _codec_choice(job),
             mark=groups.waits.mark,
-            exact_steps=job.config.pp.exact_steps,
-            exact_eval=job.config.pp.exact_eval,
         ),
         optimizer=optimizer,
         forward_meter=factory.forward_meter,
@@ -140,8 +139,8 @@ def _link_factory(job: Job, groups: Groups, cache_plan: CachePlan | None) -> Lin
         groups.waits,
         job.streams,
         job.shapes.boundaries,
-        job.plugins.forward,
-        job.plugins.backward,
+        [job.plugins.forward],
+        [job.plugins.backward],
         Meter(),
         Meter(),
         cache_plan,
@@ -254,26 +253,26 @@ def _open_ties(job: Job, stages: dict[int, Stage], factory: LinkFactory) -> Ties
         if not tied.lookups:
             copies.append(TiedGroup(weights[tied.key], factory, number=tied.number, ranks=tied.ranks, rank=me))
         elif me == tied.owner:
-            weight = weights[tied.key]
-            channels = [_open_table(job, tied, factory, weight.param, user=rank) for rank in tied.lookups]
-            owners.append(TableOwner(weight, channels, job.pacing))
+            for user in tied.lookups:
+                route, weight = job.row_route(tied, user), weights[tied.key]
+                channels = _open_table(job, tied, factory, weight.param, user=user)
+                owners.append(TableOwner(weight, route, _micro_groups(job, route), channels))
         else:
-            channels_of_user = _open_table(job, tied, factory, tables[tied.key], user=me)
-            users.append(_table_user(job, tied, stages, tables[tied.key], channels_of_user))
-    pp = job.config.pp
-    return Ties(copies, owners, users, exact_steps=pp.exact_steps, exact_eval=pp.exact_eval)
+            route, table = job.row_route(tied, me), tables[tied.key]
+            channels = _open_table(job, tied, factory, table, user=me)
+            users.append(TableUser(table, tied.lookups[me], route, _micro_groups(job, route), channels))
+    return Ties(copies, owners, users, _codec_choice(job))
 
 
-def _table_user(
-    job: Job, tied: TiedWeight, stages: dict[int, Stage], table: LookupTable, channels: dict[MessageKind, Channel]
-) -> TableUser:
-    using = [index for index, stage in stages.items() if stage.looks_up(tied.key)]
+def _codec_choice(job: Job) -> CodecChoice:
+    """Return what chooses the codecs of each step."""
+    return ExactFirst(job.config.pp.exact_steps, job.config.pp.exact_eval)
 
-    @functools.cache
-    def order_of(micros: int) -> UseOrder:
-        return UseOrder.of(job.programs.actions(micros).train, using)
 
-    return TableUser(table, using, tied.lookups[job.topology.rank], order_of, channels, job.pacing)
+def _micro_groups(job: Job, route: RowRoute) -> Callable[[int], MicroGroups]:
+    """Return a function of a number of micro-batches that gives their groups."""
+    programs = job.programs
+    return functools.cache(lambda micros: MicroGroups.of(programs.use_order(micros, route.user), programs.width))
 
 
 def _open_table(
@@ -287,7 +286,7 @@ def _open_table(
         TensorSpec(tuple(table.shape), table.dtype),
         peer=tied.owner if user == job.topology.rank else user,
         max_ids=min(len(table), job.shapes.max_lookups(inputs, job.shapes.num_micros)),
-        max_rows=min(len(table), job.shapes.max_lookups(inputs, job.pacing.width)),
-        rows=how.rows,
-        gradients=how.gradients,
+        max_rows=min(len(table), job.shapes.max_lookups(inputs, job.programs.width)),
+        rows=[how.rows],
+        gradients=[how.gradients],
     )

@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 
 from acsgd.failures.signals import StopSignals
-from acsgd.io.data.batches import Batch, Dataset
+from acsgd.io.data.batches import Dataset
 from acsgd.io.data.held_out import HeldOut
 from acsgd.io.telemetry.metrics import TEXT, Metrics
 from acsgd.io.telemetry.text_log import open_text_log
 from acsgd.metrics import describe
+from acsgd.pp.batch import Batch
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import Job
 from acsgd.run.report import Field, Report, on_any
