@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from acsgd.errors import RunError
+from acsgd.layers.batch import Batch
 from acsgd.layers.composed import Inputs, State
-from acsgd.pp.batch import Batch
 from acsgd.pp.micro_shapes import MicroShapes
 from acsgd.pp.nan_probe import NaNProbe, NonFiniteTensor
 from acsgd.pp.schedules.actions import ACTIVATION, GRADIENT, OPERATIONS, Action, Op, Route

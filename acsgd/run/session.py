@@ -19,10 +19,10 @@ from acsgd.dp.peers import Peers
 from acsgd.groups import Groups
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.record import StepRecord
+from acsgd.layers.batch import Batch
 from acsgd.optim.base import LocalStep, Optimizer
 from acsgd.optim.loss_scale import clip_factor, scale_gradients_, squared_norm
 from acsgd.optim.ownership import OwnedWeights
-from acsgd.pp.batch import Batch
 from acsgd.pp.nan_probe import NonFiniteTensor, first_non_finite
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.stage import Stage

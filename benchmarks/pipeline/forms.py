@@ -15,7 +15,7 @@ import torch.distributed as dist
 from acsgd.config.options import Config
 from acsgd.groups import Groups, connect
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.pp.batch import Batch
+from acsgd.layers.batch import Batch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job
 from acsgd.run.session import Session, StepResult

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig, RunConfig
 from acsgd.launch import Launch
-from acsgd.pp.batch import Batch
+from acsgd.layers.batch import Batch
 from acsgd.run.plan.job import prepare
 from benchmarks.common import netlab
 from benchmarks.pipeline.forms import open_trainings, with_form

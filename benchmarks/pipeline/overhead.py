@@ -33,8 +33,9 @@ from transformers.utils import logging as transformers_logging
 from acsgd.config.options import Config
 from acsgd.config.run_file import parse
 from acsgd.launch import Launch
-from acsgd.pp.batch import Batch
+from acsgd.layers.batch import Batch
 from acsgd.run.plan.job import prepare
+from acsgd.run.report import PP_BACKWARD_BYTES, PP_FORWARD_BYTES, TIED_BYTES
 from acsgd.run.setup.data import open_data
 from benchmarks.common.compare import Comparison, RankRounds, alternate, on_ranks, summarise
 from benchmarks.pipeline.forms import UNCOMPRESSED, Training, open_trainings, with_form
@@ -72,7 +73,7 @@ class Side:
         """Run step `number`; return this rank's part of the loss."""
         result = self.training.step(self.batches[number % BATCHES])
         summary = result.summary
-        self.sent.append(Sent(summary.pp_forward_bytes, summary.pp_backward_bytes, summary.tied_bytes))
+        self.sent.append(Sent(summary[PP_FORWARD_BYTES], summary[PP_BACKWARD_BYTES], summary[TIED_BYTES]))
         return result.loss / STAGES
 
     def median_sent(self) -> Sent:

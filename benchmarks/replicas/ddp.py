@@ -32,8 +32,8 @@ from acsgd.dp.hooks.hooks import CocktailState, cocktail_hook
 from acsgd.groups import connect
 from acsgd.io.data.batches import Dataset
 from acsgd.launch import Launch
+from acsgd.layers.batch import Batch
 from acsgd.optim.schedule import learning_rate
-from acsgd.pp.batch import Batch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.data import open_data

@@ -26,9 +26,10 @@ from acsgd.dp.exchange.second_moments import INTERVAL
 from acsgd.groups import Groups, connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
-from acsgd.pp.batch import Batch
+from acsgd.layers.batch import Batch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
+from acsgd.run.report import DP_BYTES
 from acsgd.run.setup.build import build_session
 from acsgd.topology import Topology
 from acsgd.train import train_step
@@ -192,7 +193,7 @@ def acsgd(job: Job, batch: Batch, groups: Groups) -> Step:
 
     def step(number: int) -> StepCost:
         result = train_step(session, batch, Progress(step=number))
-        return StepCost(result.loss / replicas, result.summary.dp_bytes / replicas)
+        return StepCost(result.loss / replicas, result.summary[DP_BYTES] / replicas)
 
     return step
 

@@ -43,8 +43,8 @@ from acsgd.config.options import (
 )
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.pp.batch import Batch
-from acsgd.pp.batch import Batch
+from acsgd.layers.batch import Batch
+from acsgd.layers.batch import Batch
 from acsgd.launch import Launch
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.run.plan.job import Job, prepare

@@ -28,8 +28,8 @@ from transformers.utils import logging as transformers_logging
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.pp.batch import Batch
-from acsgd.pp.batch import Batch
+from acsgd.layers.batch import Batch
+from acsgd.layers.batch import Batch
 from acsgd.launch import Launch
 from acsgd.pp.stage import Stage
 from acsgd.run.plan.job import prepare

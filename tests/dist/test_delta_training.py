@@ -21,6 +21,7 @@ from acsgd.io.data.batches import Dataset
 from acsgd.launch import Launch
 from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.run.plan.job import prepare
+from acsgd.run.report import PP_FORWARD_BYTES
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_inputs
 from acsgd.train import train_step
@@ -115,7 +116,7 @@ def bytes_of_rank(rank: int, world_size: int, store: Path, config: Config) -> li
             for batch in batches:
                 result = train_step(session, batch, progress)
                 progress = result.progress
-                sent.append(round(result.summary.pp_forward_bytes))
+                sent.append(round(result.summary[PP_FORWARD_BYTES]))
         session.close()
     return sent
 

@@ -24,7 +24,7 @@ from acsgd.io.checkpoint import saver as saver_module
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.checkpoint.saver import Saver
 from acsgd.io.telemetry.metrics import Metrics
-from acsgd.pp.batch import Batch
+from acsgd.layers.batch import Batch
 from acsgd.run.session import Session, StepResult
 from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.shards.disk import ShardDirectory

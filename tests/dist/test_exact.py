@@ -20,6 +20,7 @@ from acsgd.launch import Launch
 from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
+from acsgd.run.report import PP_FORWARD_BYTES
 from acsgd.run.setup.build import build_session
 from acsgd.train import train_step
 
@@ -42,7 +43,7 @@ def steps_and_evaluations(
                 evaluated = session.evaluate([batch], progress.step)["eval_loss"]
                 result = train_step(session, batch, progress)
                 progress = result.progress
-                run.append((result.loss, evaluated, int(result.summary.pp_forward_bytes)))
+                run.append((result.loss, evaluated, int(result.summary[PP_FORWARD_BYTES])))
         runs.append(run)
     return runs
 

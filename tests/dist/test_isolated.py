@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from acsgd.config.options import Config
 from acsgd.launch import Launch
+from acsgd.layers.batch import Batch
 from acsgd.layers.masks import DOCUMENTS
-from acsgd.pp.batch import Batch
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.inputs import open_inputs
 

@@ -19,7 +19,7 @@ from acsgd.config.options import Config
 from acsgd.dp.exchange.second_moments import by_rows
 from acsgd.groups import connect
 from acsgd.launch import Launch
-from acsgd.pp.batch import Batch
+from acsgd.layers.batch import Batch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.build import build_session

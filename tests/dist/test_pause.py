@@ -17,7 +17,7 @@ from acsgd.elastic.control import Control
 from acsgd.elastic.hooks import STOPS, BackgroundJoin, Pause
 from acsgd.failures.signals import StopSignals
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.pp.batch import Batch
+from acsgd.layers.batch import Batch
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.session import Session, StepResult
 from acsgd.run.setup.inputs import RunInputs

@@ -15,8 +15,8 @@ from lib.training import assert_same_training, plain_config, train_whole, whole_
 from transformers import AutoModelForCausalLM
 
 from acsgd.config.options import Config
+from acsgd.layers.batch import Batch
 from acsgd.layers.masks import DOCUMENTS, NO_PREFIX, PREFIXES
-from acsgd.pp.batch import Batch
 
 TinyModel = Callable[..., Path]
 

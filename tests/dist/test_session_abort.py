@@ -20,7 +20,7 @@ from acsgd.errors import RunError, WaitInterruptedError
 from acsgd.groups import Groups, connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
-from acsgd.pp.batch import Batch
+from acsgd.layers.batch import Batch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session

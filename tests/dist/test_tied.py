@@ -21,7 +21,7 @@ from acsgd.config.options import Config, ReplicaConfig
 from acsgd.groups import connect
 from acsgd.io.data.batches import Dataset
 from acsgd.launch import Launch
-from acsgd.pp.batch import Batch
+from acsgd.layers.batch import Batch
 from acsgd.pp.tied.rows import RowTransfer
 from acsgd.pp.tied.ties import Ties
 from acsgd.pp.wire.coder import CodecIndices
@@ -29,6 +29,7 @@ from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.pp.wire.mailbox import _Encoding
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
+from acsgd.run.report import DP_BYTES, TIED_BYTES
 from acsgd.run.session import StepResult
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_data
@@ -95,9 +96,9 @@ def _train(rank: int, world_size: int, store: Path, config: Config, masked: bool
             losses,
             table,
             any(weight.is_copy for weight in weights),
-            [result.summary.tied_bytes for result in results],
+            [result.summary[TIED_BYTES] for result in results],
             blocking,
-            [result.summary.dp_bytes for result in results],
+            [result.summary[DP_BYTES] for result in results],
             [result.grad_norm for result in results],
             evaluation,
         )

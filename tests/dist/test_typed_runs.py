@@ -28,7 +28,7 @@ from acsgd.config.options import (
     OptimConfig,
     PipelineConfig,
 )
-from acsgd.pp.batch import Batch
+from acsgd.layers.batch import Batch
 from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.shards.manifest import Manifest
 from acsgd.streams import mix_seed

@@ -14,6 +14,7 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
+from acsgd.run.report import PP_BACKWARD_BYTES, TIED_BYTES
 from acsgd.run.setup.build import build_session
 from acsgd.train import train_step
 from lib.training import TIMEOUT, batches_of
@@ -53,11 +54,11 @@ def _train(rank: int, world_size: int, store: Path, config: Config) -> Outcome:
             progress = results[-1].progress
         moved = [key for key, param in own.items() if not torch.equal(param, before[key]) or param.grad is not None]
         state = session.optimizer.state_of(session.weights)
-        sent = sum(result.summary.pp_backward_bytes for result in results)
+        sent = sum(result.summary[PP_BACKWARD_BYTES] for result in results)
         return Outcome(
             [result.loss for result in results],
             sent,
-            sum(result.summary.tied_bytes for result in results),
+            sum(result.summary[TIED_BYTES] for result in results),
             moved,
             {key for each in state.values() for key in each},
         )

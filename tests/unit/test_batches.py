@@ -15,7 +15,7 @@ from torch import Tensor
 
 from acsgd.io.data.batches import BatchReader, Dataset, reading_bytes
 from acsgd.io.data.sampler import Sampler, Samples, deal
-from acsgd.pp.batch import Batch
+from acsgd.layers.batch import Batch
 
 MIXTURE = Sampler(seed=7, batch=12, counts=(3, 7), sizes=(11, 40))
 CORPORA = [

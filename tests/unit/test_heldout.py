@@ -22,7 +22,7 @@ from acsgd.io.data.sources.fingerprint import fingerprint_of
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.launch import Launch
-from acsgd.pp.batch import Batch
+from acsgd.layers.batch import Batch
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.data import Data, open_data
 

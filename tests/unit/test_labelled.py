@@ -26,7 +26,7 @@ from acsgd.config.checks import check
 from acsgd.config.run_file import parse
 from acsgd.errors import RunError
 from acsgd.launch import Launch
-from acsgd.pp.batch import Batch
+from acsgd.layers.batch import Batch
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.data import open_data
 from acsgd.run.setup.inputs import open_inputs

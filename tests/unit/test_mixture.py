@@ -24,7 +24,7 @@ from acsgd.io.data.rows.documents import DocumentRows
 from acsgd.io.data.rows.layout import RowKind, make_layout
 from acsgd.io.data.sampler import BLOCK, Sampler, block_counts
 from acsgd.launch import Launch
-from acsgd.pp.batch import Batch
+from acsgd.layers.batch import Batch
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.data import Data, open_data
 from acsgd.tasks import IGNORED

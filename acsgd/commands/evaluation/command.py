@@ -21,8 +21,8 @@ from acsgd.groups import clone_store, connect, open_store
 from acsgd.io.data.held_out import HeldOut
 from acsgd.io.files.cache import TIMEOUT_S
 from acsgd.launch import Launch
+from acsgd.layers.batch import Batch
 from acsgd.notes import print_note, report_if_slow
-from acsgd.pp.batch import Batch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.model import RunModel

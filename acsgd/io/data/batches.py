@@ -15,7 +15,7 @@ from acsgd.io.data.rows.base import RowReader
 from acsgd.io.data.rows.streamed import StreamedRows, StreamState
 from acsgd.io.data.sampler import Ints, Sampler
 from acsgd.io.files.read_ahead import read_ahead
-from acsgd.pp.batch import Batch
+from acsgd.layers.batch import Batch
 
 AHEAD = 3
 """Maximum number of batches read ahead."""

@@ -18,7 +18,7 @@ from acsgd.io.data.rows.base import RowReader
 from acsgd.io.data.sampler import Ints, deal
 from acsgd.io.data.sources.base import ReadOptions
 from acsgd.io.data.sources.sources import DEFAULTS, WeightedSource, parse_sources
-from acsgd.pp.batch import Batch
+from acsgd.layers.batch import Batch
 from acsgd.tasks import IGNORED
 
 

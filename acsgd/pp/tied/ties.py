@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from acsgd.pp.batch import Batch
+from acsgd.layers.batch import Batch
 from acsgd.pp.schedules.actions import Action
 from acsgd.pp.tied.dense import TiedGroup, sum_tied_gradients
 from acsgd.pp.tied.rows import RowTransfer, TableOwner, TableUser

@@ -13,8 +13,8 @@ from acsgd.io.data.batches import Dataset
 from acsgd.io.data.held_out import HeldOut
 from acsgd.io.telemetry.metrics import TEXT, Metrics
 from acsgd.io.telemetry.text_log import open_text_log
+from acsgd.layers.batch import Batch
 from acsgd.metrics import describe
-from acsgd.pp.batch import Batch
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import Job
 from acsgd.run.report import Field, Report, on_any
