@@ -64,7 +64,7 @@ class FromHF:
     """Hugging Face id, or directory with config.json and *.safetensors or, without any, pytorch_model*.bin."""
     target: tyro.conf.Positional[Path]
     """Directory to create; must not exist."""
-    task: Literal["lm", "classification", "regression", "seq2seq"] = "lm"
+    task: str = "lm"
     """What the model is trained for, which determines its head, as model.task of a run."""
 
     def run(self) -> None:

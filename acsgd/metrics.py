@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ EVAL_LOSS = "eval_loss"
 MAX_EXPONENT = 700.0
 """Loss above which the perplexity is not finite in fp64."""
 
+Kind = Literal["tokens", "classes", "numbers"]
+"""Kind of predictions."""
 FloatArray = NDArray[np.float64]
 Scores = Mapping[str, float]
 """Value of each metric by its name."""
@@ -39,8 +41,8 @@ class Metric(NamedTuple):
     """A number computed from an outcome."""
 
     meaning: str
-    tasks: Sequence[str]
-    """Tasks (model.task) that have it."""
+    kind: Kind | None
+    """Kind of the predictions that it is for; None = any."""
     compute: Callable[[Outcome], float]
     """Returns the value; NaN where it is not defined."""
     lower_is_better: bool = False
@@ -97,45 +99,56 @@ def _is_constant(outcome: Outcome) -> bool:
     return min(len(np.unique(values)) for values in _true_first(outcome)) < 2
 
 
-TOKEN_TASKS, CLASSES, NUMBERS = ("lm", "seq2seq"), ("classification",), ("regression",)
 METRICS: Mapping[str, Metric] = {
     EVAL_LOSS: Metric(
         "Mean loss over the target tokens, or the examples.",
-        (*TOKEN_TASKS, *CLASSES, *NUMBERS),
+        None,
         lambda outcome: outcome.loss,
         lower_is_better=True,
     ),
-    "perplexity": Metric("Exponential of the mean loss.", TOKEN_TASKS, _perplexity, lower_is_better=True),
-    "accuracy": Metric("Fraction of the examples whose class is predicted.", CLASSES, _accuracy),
-    "f1": Metric("F1 score of class 1; of more than two classes, the mean of their F1 scores.", CLASSES, _f1),
-    "matthews": Metric("Matthews correlation coefficient of the classes.", CLASSES, _matthews),
-    "pearson": Metric("Pearson correlation of predictions and labels.", NUMBERS, _pearson),
-    "spearman": Metric("Spearman rank correlation of predictions and labels.", NUMBERS, _spearman),
+    "perplexity": Metric("Exponential of the mean loss.", "tokens", _perplexity, lower_is_better=True),
+    "accuracy": Metric("Fraction of the examples whose class is predicted.", "classes", _accuracy),
+    "f1": Metric("F1 score of class 1; of more than two classes, the mean of their F1 scores.", "classes", _f1),
+    "matthews": Metric("Matthews correlation coefficient of the classes.", "classes", _matthews),
+    "pearson": Metric("Pearson correlation of predictions and labels.", "numbers", _pearson),
+    "spearman": Metric("Spearman rank correlation of predictions and labels.", "numbers", _spearman),
 }
 """Metrics by name; numbers of classes and correlations are those of scikit-learn and scipy."""
-DEFAULTS: Mapping[str, Sequence[str]] = {
-    "lm": ("perplexity",),
-    "seq2seq": ("perplexity",),
-    "classification": ("accuracy",),
-    "regression": ("pearson", "spearman"),
-}
-"""Metrics besides the loss that a task is evaluated with, unless others are chosen."""
 
 
-def choose_metrics(chosen: str | None, task: str, suggested: Iterable[str] = ()) -> tuple[str, ...]:
+class TaskMetrics(Protocol):
+    """What a task says of its metrics."""
+
+    @property
+    def name(self) -> str:
+        """Name in model.task."""
+        ...
+
+    @property
+    def predictions(self) -> Kind | None:
+        """Kind of its predictions; None = no metric but the loss is for them."""
+        ...
+
+    @property
+    def metrics(self) -> Sequence[str]:
+        """Metrics besides the loss, unless others are chosen."""
+        ...
+
+
+def choose_metrics(chosen: str | None, task: TaskMetrics, suggested: Iterable[str] = ()) -> tuple[str, ...]:
     """Return the names of the metrics of a run, EVAL_LOSS first.
 
     chosen: eval.metrics; suggested: metrics of the data, used if there is no choice and the task has them. Raises
     ValueError if a chosen metric is unknown or not of the task.
     """
-    known = {name: metric for name, metric in METRICS.items() if task in metric.tasks}
+    known = {name: metric for name, metric in METRICS.items() if metric.kind in (None, task.predictions)}
     if chosen is None:
-        names = [name for name in suggested if name in known] or DEFAULTS[task]
+        names = [name for name in suggested if name in known] or task.metrics
     else:
         names = [name.strip() for name in chosen.split(",") if name.strip()]
     for name in names:
         if name not in known:
-            of_task = f" for model.task={task}" if name in METRICS else ""
+            of_task = f" for model.task={task.name}" if name in METRICS else ""
             raise ValueError(f'eval.metrics="{chosen}": unknown metric "{name}"{of_task}{suggest(name, known)}')
     return tuple(dict.fromkeys((EVAL_LOSS, *names)))
 

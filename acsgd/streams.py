@@ -9,7 +9,7 @@ import hashlib
 import resource
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -97,6 +97,18 @@ def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
+
+
+def generator_states() -> list[Tensor]:
+    """Return the states of torch's global generators on the CPU and on the GPUs in use."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
+
+
+def restore_generators(states: Sequence[Tensor]) -> None:
+    """Restore the states that `generator_states` returned."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
 
 
 def open_streams(device: str, local_rank: int) -> Streams:

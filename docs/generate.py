@@ -206,11 +206,11 @@ def tasks() -> str:
     rows = (
         (
             f"`{task.name}`",
-            f"`{task.auto_class.__name__}`",
-            ", ".join(shape(name, sizes) for name, sizes in task.inputs.items()),
-            shape("labels", task.labels),
-            f"{task.loss.__name__.replace('_', ' ')}, per label",
-            "initialised if the files lack it" if task.has_new_head else "that of the files",
+            f"`{task.model_class.auto_class.__name__}`",
+            ", ".join(shape(name, sizes) for name, sizes in task.model_class.inputs.items()),
+            shape("labels", task.model_class.labels),
+            f"{task.model_class.loss.__name__.replace('_', ' ')}, per label",
+            "initialised if the files lack it" if task.model_class.has_new_head else "that of the files",
         )
         for task in TASKS.values()
     )

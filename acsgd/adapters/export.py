@@ -23,12 +23,12 @@ from acsgd.adapters.inject import (
     virtual_tokens_in_peft,
 )
 from acsgd.config.adapters import NAME, Adapter, VirtualTokens, names_in, parse_adapter
+from acsgd.model_classes import MODEL_CLASSES
 from acsgd.shards.config import derive_layers, read_config
 from acsgd.shards.convert import ReportProgress
 from acsgd.shards.disk import ShardDirectory, copy_model_files, write_layer
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.manifest import Manifest
-from acsgd.tasks import TASKS
 
 PREFIX = "base_model.model."
 """What PEFT puts before the names of a model."""
@@ -41,7 +41,7 @@ def to_peft(source: Path, target: Path) -> None:
     """
     shards, adapter, task = _open(source)
     config = read_config(source, task)
-    model, layers = build_adapted(TASKS[task], config, adapter), shards.manifest.model
+    model, layers = build_adapted(MODEL_CLASSES[task], config, adapter), shards.manifest.model
     trained, base = dict[str, Tensor](), BaseChecksum()
     for layer in layers.layers:
         stored = layer_tensors(model, layers, layer.index)
@@ -87,7 +87,7 @@ def merge(source: Path, target: Path, *, report: ReportProgress = lambda done, t
             f"{source}: virtual tokens are part of no weight; use acsgd convert to-peft {source} DIRECTORY"
         )
     config = read_config(source, task)
-    adapted, plain = build_adapted(TASKS[task], config, adapter), TASKS[task].build(config)
+    adapted, plain = build_adapted(MODEL_CLASSES[task], config, adapter), MODEL_CLASSES[task].build(config)
     layers, files = shards.manifest.model, {}
     total = sum(entry.bytes for entry in (*shards.manifest.layers.values(), *shards.manifest.constants.values()))
     done = 0

@@ -36,10 +36,7 @@ from acsgd.config.adapters import (
 from acsgd.layers.description import LayerSpec, ModelLayers
 from acsgd.layers.quantize import QuantizedFormat, quantize_layers
 from acsgd.layers.skeleton import parameter_names, set_parameter
-from acsgd.tasks import Task
-
-TASK_TYPES = {"lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classification": "SEQ_CLS", "regression": "SEQ_CLS"}
-"""Name of a task in PEFT."""
+from acsgd.model_classes import MODEL_CLASSES, ModelClass
 
 
 def peft_config(adapter: Adapter, model: PreTrainedModel, task: str) -> Any:
@@ -56,7 +53,7 @@ def peft_config(adapter: Adapter, model: PreTrainedModel, task: str) -> Any:
         return _ia3_config(adapter, model, task)
     targets = names_in(adapter.targets)
     return LoraConfig(
-        task_type=TASK_TYPES[task],
+        task_type=MODEL_CLASSES[task].peft_type,
         r=adapter.r,
         lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # PEFT divides it
         lora_dropout=adapter.dropout,
@@ -92,7 +89,7 @@ def _ia3_config(adapter: IA3, model: PreTrainedModel, task: str) -> Any:
             "add it to targets"
         )
     return IA3Config(
-        task_type=TASK_TYPES[task],
+        task_type=MODEL_CLASSES[task].peft_type,
         target_modules=list(targets),
         feedforward_modules=list(feedforward),
         exclude_modules=_trained_wholly_pattern(adapter, model, task),
@@ -107,7 +104,7 @@ def _trained_wholly_pattern(adapter: LoRA | IA3, model: PreTrainedModel, task: s
 
 def new_heads(model: PreTrainedModel, task: str) -> list[str]:
     """Return the modules outside of the base model that labels need. They are new, and so trained as a whole."""
-    if TASK_TYPES[task] != "SEQ_CLS":
+    if not MODEL_CLASSES[task].has_new_head:
         return []
     children = ((name, module) for name, module in model.named_children() if name != model.base_model_prefix)
     return [name for name, module in children if next(module.parameters(), None) is not None]
@@ -188,7 +185,7 @@ def module_of(key: str) -> str:
 
 
 def build_adapted(
-    task: Task,
+    model_class: ModelClass,
     config: PreTrainedConfig,
     adapter: Adapter | None,
     dtype: torch.dtype = torch.float32,
@@ -196,15 +193,15 @@ def build_adapted(
     blocks: Collection[str] = (),
     quantization: QuantizedFormat | None = None,
 ) -> PreTrainedModel:
-    """Build a model as `Task.build_in` does, with an adapter if one is given. Raises as `inject`.
+    """Build a model as `ModelClass.build_in` does, with an adapter if one is given. Raises as `inject`.
 
     quantization: of the frozen linear layers of `blocks`, module paths.
     """
-    model = task.build_in(config, dtype)
+    model = model_class.build_in(config, dtype)
     if adapter is not None:
         if quantization is not None:
             quantize_layers(model, blocks, quantization, names_in(adapter.modules_to_save))
-        inject(model, adapter, task.name)
+        inject(model, adapter, model_class.name)
     return model
 
 

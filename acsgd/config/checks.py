@@ -17,8 +17,7 @@ def check(config: Config) -> None:
     _check_ranges(config)
     _check_optim(config.optim)
     _check_batch(config.data, config.pp.micro)
-    _check_objective(config)
-    _check_rows(config)
+    _check_objective(config.data)
     _check_checkpoint(config.checkpoint)
     _check_evaluation(config)
     _check_elastic(config.elastic)
@@ -31,21 +30,16 @@ def check(config: Config) -> None:
 
 
 def _check_adapter(config: Config) -> None:
-    spec, data = config.adapter.spec, config.data
+    spec, sequence = config.adapter.spec, config.data.sequence
     if spec is not None and config.model.freeze is not None:
         raise ValueError("model.freeze: adapter.spec freezes all parameters of the model; remove one of both")
     adapter = parse_adapter(spec)
     _check_quantize(config.model.quantize, adapter)
     if adapter is None or not adapter.virtual_tokens:
         return
-    if config.model.task != "lm" or data.isolate or data.objective != "causal":
+    if sequence < adapter.virtual_tokens + 2:
         raise ValueError(
-            f'adapter.spec="{spec}": virtual tokens are for model.task=lm with data.objective=causal and without '
-            "data.isolate; use lora"
-        )
-    if data.sequence < adapter.virtual_tokens + 2:
-        raise ValueError(
-            f'adapter.spec="{spec}": the virtual tokens count towards data.sequence={data.sequence}; use '
+            f'adapter.spec="{spec}": the virtual tokens count towards data.sequence={sequence}; use '
             f"data.sequence={adapter.virtual_tokens + 2} or more"
         )
 
@@ -101,39 +95,12 @@ def _check_batch(data: DataConfig, micro: int) -> None:
         )
 
 
-def _check_objective(config: Config) -> None:
-    data = config.data
+def _check_objective(data: DataConfig) -> None:
     if data.sentinels.count("{}") != 1:
         raise ValueError(f'data.sentinels="{data.sentinels}" must contain {{}} once, as in "<extra_id_{{}}>"')
     modes = [mode.strip() for mode in data.modes.split(",")]
     if not (len({*modes}) == len(modes) == 3 and all(modes)):
         raise ValueError(f'data.modes="{data.modes}" must be three different texts, as "[NLU],[S2S],[NLG]"')
-    if data.objective == "causal":
-        return
-    if config.model.task != "lm":
-        raise ValueError(f"data.objective={data.objective} is for model.task=lm; remove data.objective")
-    if data.rows == "concat":
-        raise ValueError(
-            f"data.rows=concat cuts documents anywhere, but data.objective={data.objective} needs their beginnings; "
-            "use data.rows=pack or single"
-        )
-
-
-def _check_rows(config: Config) -> None:
-    task = config.model.task
-    if task != "lm" and config.rows != "single":
-        raise ValueError(
-            f"data.rows={config.rows} is for model.task=lm; {task} has one example per row: remove data.rows"
-        )
-    if task != "lm" and config.long == "split":
-        raise ValueError(f"data.long=split is for model.task=lm; use data.long=truncate, skip or error for {task}")
-    if config.data.long != "auto" and config.rows == "concat":
-        raise ValueError(
-            f"data.long={config.data.long} applies to whole documents, but data.rows=concat cuts them where a sequence "
-            "ends; give data.rows=pack or single, or remove data.long"
-        )
-    if config.data.isolate and config.rows != "pack":
-        raise ValueError(f"data.isolate needs data.rows=pack, but data.rows={config.rows}; add --data.rows pack")
 
 
 def _check_checkpoint(checkpoint: CheckpointConfig) -> None:

@@ -32,7 +32,7 @@ class ModelConfig:
 
     name: str
     """Hugging Face id, Hugging Face model directory, or layer-shard directory."""
-    task: Literal["lm", "classification", "regression", "seq2seq"] = "lm"
+    task: str = "lm"
     """What the model is trained for, which determines its head: "lm" predicts the next token, "classification" and
     "regression" a label of the sequence, "seq2seq" a target sequence."""
     init: Literal["pretrained", "scratch"] = "pretrained"
@@ -326,19 +326,3 @@ class Config:
     def as_given(self) -> Config:
         """The options without the number of steps that optim.epochs amounts to."""
         return replace(self, optim=replace(self.optim, steps=None)) if self.optim.epochs is not None else self
-
-    @property
-    def rows(self) -> Literal["concat", "pack", "single"]:
-        """How documents are put into sequences: data.rows, with "auto" resolved."""
-        if self.data.rows != "auto":
-            return self.data.rows
-        if self.model.task != "lm":
-            return "single"
-        return "concat" if self.data.objective == "causal" else "pack"
-
-    @property
-    def long(self) -> Literal["split", "truncate", "skip", "error"]:
-        """What is done with a document that is longer than a sequence: data.long, with "auto" resolved."""
-        if self.data.long != "auto":
-            return self.data.long
-        return "split" if self.model.task == "lm" else "truncate"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from acsgd.layers.capture import stubbed
-from acsgd.layers.composed import ComposedModel, State
+from acsgd.layers.composed import ComposedModel, Context, State
 from acsgd.layers.description import LOGITS, LayersError, ModelLayers
 from acsgd.layers.masks import masked
 from acsgd.layers.skeleton import fill_with_stand_ins, parameter_names, set_buffer, set_parameter, set_tied_parameter
@@ -93,6 +93,14 @@ def compare(stages: Stages, batch: InputTensors, splits: Sequence[Sequence[int]]
     return largest
 
 
+def _run_layer(composed: ComposedModel, index: int, state: State, batch: InputTensors, context: Context) -> State:
+    """Run a layer as a stage does."""
+    if index < len(composed.layers) - 1:
+        return composed.call(index, state, batch, context)
+    hidden, head = composed.call_to_head(state, batch)
+    return {LOGITS: head(hidden)}
+
+
 def _difference(ours: Tensor | None, theirs: Tensor | None, what: str) -> float:
     """Return the relative difference. Raises LayersError if it is too large; no gradient equals zeros."""
     known = ours if theirs is None else theirs
@@ -120,7 +128,7 @@ def _run_stages(
         for index in stage:
             torch.manual_seed(index)
             try:
-                state = stages.composed.call(index, state, batch, context)
+                state = _run_layer(stages.composed, index, state, batch, context)
             except Exception as error:  # raised in transformers' code, by what the stage lacks
                 name = stages.layers.layers[index].name
                 raise LayersError(f"layer {name} does not run without the layers before it: {error}") from error

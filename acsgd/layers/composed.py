@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
@@ -15,12 +16,16 @@ from acsgd.layers.capture import BlockCall, Reached, stubbed, unknown_like
 from acsgd.layers.description import HIDDEN, LOGITS, ModelLayers, Replicated
 from acsgd.layers.masks import masked
 from acsgd.layers.stand_ins import compute_relative_bias
+from acsgd.streams import generator_states, restore_generators
 
 State = dict[str, Tensor]
 """Tensors between two layers, by name."""
 
 Inputs = Mapping[str, Tensor]
 """Inputs of the model for one micro-batch, by name, and DOCUMENTS where sequences hold several."""
+
+Head = Callable[[Tensor], Tensor]
+"""Returns the logits of hidden states [B, T, H]; may be called with some of the T positions at a time."""
 
 Context = Mapping[int, BlockCall]
 """How forward calls the blocks of this rank for one micro-batch, by position among all blocks."""
@@ -38,6 +43,9 @@ class ComposedModel:
         self.layers = layers.layers
         self._has_replicated = any(layer.replicated for layer in layers.layers)
         self._blocks = [model.get_submodule(path) for path in layers.blocks]
+        self._head: nn.Module | None = model.get_output_embeddings()
+        self._head_is_last = False
+        """Whether it is known that forward returns what the module of the head returns."""
 
     def context(self, inputs: Inputs, layers: range) -> Context:
         """Record the arguments with which forward calls the blocks of `layers`: masks, positions, rotary tables.
@@ -80,11 +88,44 @@ class ComposedModel:
         if index == 0:
             return self._run_first(inputs)
         if index == len(self.layers) - 1:
-            return self._run_last(state, inputs)
+            return {LOGITS: self._run_last(inputs, state[HIDDEN])}
         if self.layers[index].runs_forward:
             return self._run_with_forward(index, state, inputs, context[index - 1])
         args, kwargs = context[index - 1].replace(state).arguments()
         return self._outputs(index, state, self._blocks[index - 1](*args, **kwargs), {})
+
+    def call_to_head(self, state: State, inputs: Inputs) -> tuple[Tensor, Head]:
+        """Run the last layer up to its head. Returns the hidden states that enter the head, and the head.
+
+        The head is the module of the output embeddings, with the model's code after it, such as a soft cap of the
+        logits. If forward calls no such module after the last block, as in classifiers, the logits take the place of
+        the hidden states, and the head is the identity.
+        """
+
+        def stop(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            raise _HeadReached(args[0])
+
+        try:
+            return self._run_last(inputs, state[HIDDEN], stop), _identity
+        except _HeadReached as reached:
+            return reached.hidden, functools.partial(self._run_head, inputs)
+
+    def _run_head(self, inputs: Inputs, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states. Runs forward on stand-ins for its code after the head, if it has any."""
+        assert self._head is not None
+        if self._head_is_last:
+            return cast("Tensor", self._head(hidden))
+        generators, made = generator_states(), None
+
+        def replace(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal made
+            restore_generators(generators)  # the code before has run already, with its random numbers
+            made = forward(hidden, *args[1:], **kwargs)
+            return made
+
+        logits = self._run_last(inputs, None, replace)
+        self._head_is_last = logits is made
+        return logits
 
     def _run_first(self, inputs: Inputs) -> State:
         """Run forward up to the call of the first block."""
@@ -100,19 +141,31 @@ class ComposedModel:
             return {name: tensors[name] for name in self.layers[1].inputs}
         raise AssertionError("forward calls no block")
 
-    def _run_last(self, state: State, inputs: Inputs) -> State:
-        """Run forward with the hidden state in place of the last block's output; all before it runs on stand-ins."""
+    def _run_last(self, inputs: Inputs, hidden: Tensor | None, at_head: Callable[..., Any] | None = None) -> Tensor:
+        """Run forward with the hidden state in place of the last block's output; all before it runs on stand-ins.
+
+        hidden: None = on stand-ins up to the head. at_head: called in place of the module of the head with its forward
+        and the arguments. Returns the logits.
+        """
         is_training = torch.is_grad_enabled()
-        last = len(self._blocks) - 1
+        last, is_after = len(self._blocks) - 1, False
 
         def stub(index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if index < last:
-                return self._skip(index, args, kwargs)
-            torch.set_grad_enabled(is_training)
-            return self._skip(index, args, kwargs, hidden=state[HIDDEN])
+            nonlocal is_after
+            if index > last and not is_after:  # such as an embedding that is the head, too
+                return forward(*args, **kwargs)
+            if index > last:
+                torch.set_grad_enabled(is_training)
+                assert at_head is not None
+                return at_head(forward, args, kwargs)
+            is_after = index == last
+            if hidden is not None and is_after:
+                torch.set_grad_enabled(is_training)
+            return self._skip(index, args, kwargs, hidden=hidden if is_after else None)
 
-        with torch.no_grad(), stubbed(self._blocks, stub):
-            return {LOGITS: self._forward(inputs).logits}
+        modules = self._blocks if at_head is None or self._head is None else [*self._blocks, self._head]
+        with torch.no_grad(), stubbed(modules, stub):
+            return cast("Tensor", self._forward(inputs).logits)
 
     def _run_with_forward(self, index: int, state: State, inputs: Inputs, recorded: BlockCall) -> State:
         """Run a block and the model's code up to the call of the next block."""
@@ -174,6 +227,18 @@ class ComposedModel:
     def _forward(self, inputs: Inputs) -> Any:
         with masked(self.model, inputs) as arguments:
             return self.model(**arguments, use_cache=False)
+
+
+class _HeadReached(Exception):  # noqa: N818  not an error: leaves forward at the head
+    """Raised by a stub to leave forward; carries what enters the head."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+def _identity(logits: Tensor) -> Tensor:
+    return logits
 
 
 def _write_hidden(call: BlockCall, hidden: Tensor) -> Tensor:

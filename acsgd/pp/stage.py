@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from acsgd.dp.sync import GradSync
-from acsgd.layers.composed import ComposedModel, Context, Inputs, State
-from acsgd.layers.description import LOGITS, LayerSpec
+from acsgd.layers.composed import ComposedModel, Context, Head, Inputs, State
+from acsgd.layers.description import LayerSpec
 from acsgd.layers.skeleton import parameter_names
 from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import Weight, in_reduction_order
 from acsgd.streams import mix_seed, seed_generators
-from acsgd.tasks import Loss, Predict
 
 
 class MicroBatch(NamedTuple):
@@ -32,13 +31,24 @@ class MicroBatch(NamedTuple):
     """One per sequence, B in all."""
 
 
+class Criterion(Protocol):
+    """What is computed from the hidden states that enter the model's head, which makes logits of them."""
+
+    def loss(self, hidden: Tensor, head: Head, labels: Tensor, label_smoothing: float) -> Tensor:
+        """Return the loss summed over the labels, fp32. label_smoothing: in training, as of optim.label_smoothing."""
+        ...
+
+    def predict(self, hidden: Tensor, head: Head, labels: Tensor) -> Tensor | None:
+        """Return the prediction of each example, fp64 [B], in evaluations; None if there are none."""
+        ...
+
+
 class Stage:
     """The layers of one stage on one rank.
 
     Args:
         composed: runs single layers
-        loss: loss of the last layer's logits
-        predict: prediction of each example from these, in evaluations; None = none
+        criterion: loss and predictions
         layers: the layers of the stage, loaded into the model
         sync: gradient sync of these weights over the replicas
         targets: divisor of the summed loss
@@ -55,13 +65,12 @@ class Stage:
     def __init__(
         self,
         composed: ComposedModel,
-        loss: Loss,
+        criterion: Criterion,
         layers: Sequence[LoadedLayer],
         sync: GradSync,
         *,
         targets: int,
         seed: int,
-        predict: Predict | None = None,
         label_smoothing: float = 0.0,
         recompute: bool = False,
         first_trained: int = 0,
@@ -74,8 +83,7 @@ class Stage:
         """Whether gradients of its tables are complete only once other ranks have sent gradients of rows."""
         self.sync = sync
         self.composed = composed
-        self.loss = loss
-        self._predict = predict
+        self.criterion = criterion
         self._range = range(layers[0].spec.index, layers[-1].spec.index + 1)
         self._targets = targets
         self._seed_number = seed
@@ -264,19 +272,19 @@ class Stage:
 
         def run(state: State) -> State:
             self._seed(micro, layer.index)
-            outputs = self.composed.call(layer.index, state, inputs, context)
-            if LOGITS in outputs and labels is not None:
-                return self._results(outputs[LOGITS], labels)
-            return outputs
+            if labels is not None and layer.index == len(self.composed.layers) - 1:
+                return self._results(*self.composed.call_to_head(state, inputs), labels)
+            return self.composed.call(layer.index, state, inputs, context)
 
         return run
 
-    def _results(self, logits: Tensor, labels: Tensor) -> State:
+    def _results(self, hidden: Tensor, head: Head, labels: Tensor) -> State:
         """Return the summed loss and, in evaluations, the predictions if the task has them."""
-        if self.composed.model.training:
-            return {"loss": self.loss(logits, labels, self._label_smoothing)}
-        results = {"loss": self.loss(logits, labels, 0.0)}
-        return results if self._predict is None else {**results, "predictions": self._predict(logits)}
+        is_training = self.composed.model.training
+        smoothing = self._label_smoothing if is_training else 0.0
+        results = {"loss": self.criterion.loss(hidden, head, labels, smoothing)}
+        predictions = None if is_training else self.criterion.predict(hidden, head, labels)
+        return results if predictions is None else {**results, "predictions": predictions}
 
     def _seed(self, micro: MicroBatch, layer: int) -> None:
         """Seed torch's generators for one layer, if the model draws random numbers."""

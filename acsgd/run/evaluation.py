@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from acsgd.groups import Groups
 from acsgd.metrics import Outcome, compute_metrics
+from acsgd.model_classes import IGNORED
 from acsgd.pp.runtime import Evaluated
 from acsgd.run.report import Gather
-from acsgd.tasks import IGNORED
 
 
 class Evaluation:
     """Collects what this rank evaluates, then computes the metrics of what all ranks have evaluated.
 
-    All ranks collect together. metrics: their names.
+    All ranks collect together. metrics: their names; num_targets: returns the number of summands of the loss.
     """
 
-    def __init__(self, metrics: Sequence[str], groups: Groups) -> None:
+    def __init__(self, metrics: Sequence[str], groups: Groups, num_targets: Callable[[Tensor], int]) -> None:
         self._metrics = metrics
         self._groups = groups
+        self._num_targets = num_targets
         self._group = groups.world
         self._sums = torch.zeros(3, dtype=torch.float64)
         """Summed loss, targets, and examples with a prediction."""
@@ -36,9 +37,9 @@ class Evaluation:
         if labels is None:
             return
         labels = labels.cpu()
-        is_counted = labels != IGNORED
-        self._sums[1] += is_counted.sum()
-        if part.predictions is not None:
+        self._sums[1] += self._num_targets(labels)
+        if part.predictions is not None and part.predictions.shape == labels.shape:  # one label per prediction
+            is_counted = labels != IGNORED
             self._sums[2] += is_counted.sum()
             self._examples.append(torch.stack([part.predictions[is_counted], labels[is_counted].double()]))
 

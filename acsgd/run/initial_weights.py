@@ -20,13 +20,12 @@ from acsgd.shards.manifest import MANIFEST, VERSION, StoredFile
 
 def open_weight_source(job: Job) -> WeightSource:
     """Return the initial weights. Converts a Hugging Face directory into the cache if it is not there yet."""
-    model, source = job.model, _open_base(job)
+    model, model_class, source = job.model, job.model.task.model_class, _open_base(job)
     if model.adapter is None:
         return source
-    built = model.task.build(model.config)
-    seed = job.config.data.seed
+    built, seed = model_class.build(model.config), job.config.data.seed
     return NewAdapter(
-        source, built, model.description, model.adapter, model.task.name, seed=seed, tokenizer=model.directory
+        source, built, model.description, model.adapter, model_class.name, seed=seed, tokenizer=model.directory
     )
 
 
@@ -56,7 +55,7 @@ def check_base_of(job: Job, checkpoint: ShardDirectory) -> None:
 def _open_base(job: Job) -> WeightSource:
     """Return the initial weights of the model without its adapter."""
     if job.config.model.init == "scratch":
-        return RandomWeights(job.model.task, job.model.config, job.model.derived, seed=job.config.data.seed)
+        return RandomWeights(job.model.task.model_class, job.model.config, job.model.derived, seed=job.config.data.seed)
     if (job.model.directory / MANIFEST).is_file():
         return ShardDirectory(job.model.directory)
     files = sorted(
@@ -65,7 +64,7 @@ def _open_base(job: Job) -> WeightSource:
         if path.suffix in (".safetensors", ".bin", ".json") and path.is_file()
     )
     state = repr([(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
-    task = job.model.task.name
+    task = job.model.task.model_class.name
     name = f"{job.model.directory.name}-{task}-{VERSION}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
 
     def convert(target: Path) -> None:

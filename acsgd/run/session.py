@@ -122,7 +122,7 @@ class Session:
         meters = self._meters()
         numbers: Report = {
             report.LOSS: float(loss),
-            report.TARGETS: 0.0 if batch.labels is None else float((batch.labels != -100).sum()),
+            report.TARGETS: 0.0 if batch.labels is None else float(self.job.model.task.num_targets(batch.labels)),
             report.TOKENS: 0.0 if batch.labels is None else float(batch.num_tokens),
             report.REPLICA_SQUARED_NORMS: squared_norm(self.owned.counted),
             report.PP_FORWARD_BYTES: self.forward_meter.sent_bytes,
@@ -198,7 +198,10 @@ class Session:
 
         Uses the global weights where replicas have local ones. step: for error messages only.
         """
-        evaluation, sent_bytes = Evaluation(self.job.metrics, self.groups), self.tied_meter.sent_bytes
+        evaluation, sent_bytes = (
+            Evaluation(self.job.metrics, self.groups, self.job.model.task.num_targets),
+            self.tied_meter.sent_bytes,
+        )
         with _global_weights(self.stages.values()):
             for batch in batches:
                 part = self.pipeline.evaluate(batch.to(self.job.streams.device), step)

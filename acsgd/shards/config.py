@@ -16,8 +16,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from acsgd.config.spec import suggest
 from acsgd.layers.description import LayersError, ModelLayers
 from acsgd.layers.trace import on_fake_tensors, trace
+from acsgd.model_classes import MODEL_CLASSES, ModelClass
 from acsgd.shards.files import blame, read_json_object
-from acsgd.tasks import TASKS, Task
 
 CONFIG = "config.json"
 REMEDY = "correct it or download it again"
@@ -66,11 +66,11 @@ def read_config(
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         text = config.get_text_config()
     _check_sizes(text, path)
-    if task == "regression" and config.num_labels != 1:
-        raise ValueError(f'{path}: a regression has one output, not {config.num_labels}; set "num_labels": 1')
+    if MODEL_CLASSES[task].has_one_output and config.num_labels != 1:
+        raise ValueError(f'{path}: a {task} has one output, not {config.num_labels}; set "num_labels": 1')
     if not is_valid(config):
         with blame(path, "describes a model that cannot be built", REMEDY):
-            _run_one_block(config, TASKS[task])
+            _run_one_block(config, MODEL_CLASSES[task])
     return config
 
 
@@ -79,7 +79,7 @@ def derive_layers(directory: Path, config: PreTrainedConfig, task: str) -> Model
     path = directory / CONFIG
     with blame(path, "describes a model that cannot be built", REMEDY), _no_logs():
         try:
-            return TASKS[task].layers(config)
+            return MODEL_CLASSES[task].layers(config)
         except LayersError as error:
             reason = str(error)
     raise LayersError(f"{path} describes a model that cannot be divided into layers: {reason}")
@@ -95,8 +95,8 @@ def parameter_count(config: PreTrainedConfig, task: str = "lm") -> int:
     """Return the number of parameters of a model. Of a model of very many blocks, takes all for alike."""
     blocks = number_of_blocks(config)
     if blocks <= MANY_BLOCKS:
-        return _count(config, TASKS[task])
-    one, two = (_count(_shortened(config, number), TASKS[task]) for number in (1, 2))
+        return _count(config, MODEL_CLASSES[task])
+    one, two = (_count(_shortened(config, number), MODEL_CLASSES[task]) for number in (1, 2))
     return one + (blocks - 1) * (two - one)
 
 
@@ -108,18 +108,19 @@ def number_of_blocks(config: PreTrainedConfig) -> int:
 
 def _check_type(fields: dict[str, Any], path: Path, task: str) -> None:
     """Raise ValueError unless transformers has the type of model for a task."""
-    if task not in TASKS:
-        raise ValueError(f'there is no task "{task}"{suggest(task, TASKS)}')
+    if task not in MODEL_CLASSES:
+        raise ValueError(f'there is no task "{task}"{suggest(task, MODEL_CLASSES)}')
     model_type = fields.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f'{path} has no "model_type" that is a text; download it again')
-    if model_type in (types := _types(TASKS[task])):
+    if model_type in (types := _types(MODEL_CLASSES[task])):
         return
     if model_type in CONFIG_MAPPING:
-        tasks = [name for name, other in TASKS.items() if model_type in _types(other)]
+        tasks = [name for name, other in MODEL_CLASSES.items() if model_type in _types(other)]
         raise ValueError(
-            f'{path} is of the type "{model_type}", for which transformers has no {TASKS[task].auto_class.__name__} '
-            f"(task {task}); " + (f"give the task {' or '.join(tasks)}" if tasks else "give another model")
+            f'{path} is of the type "{model_type}", for which transformers has no '
+            f"{MODEL_CLASSES[task].auto_class.__name__} (task {task}); "
+            + (f"give the task {' or '.join(tasks)}" if tasks else "give another model")
         )
     if "auto_map" in fields:
         raise ValueError(
@@ -134,9 +135,9 @@ def _check_type(fields: dict[str, Any], path: Path, task: str) -> None:
     )
 
 
-def _types(task: Task) -> list[str]:
+def _types(model_class: ModelClass) -> list[str]:
     """Return the types of models that transformers has for a task."""
-    return list(task.auto_class._model_mapping._model_mapping)
+    return list(model_class.auto_class._model_mapping._model_mapping)
 
 
 def _check_sizes(config: PreTrainedConfig, path: Path) -> None:
@@ -156,24 +157,24 @@ def _check_sizes(config: PreTrainedConfig, path: Path) -> None:
             raise ValueError(f"{path}: {name}={value!r} must be a number from 0 to 1; {REMEDY}")
 
 
-def _run_one_block(config: PreTrainedConfig, task: Task) -> None:
+def _run_one_block(config: PreTrainedConfig, model_class: ModelClass) -> None:
     """Run a model with stacks of one block on fake tensors; of a few blocks, if it cannot be shortened.
 
     Raises what transformers and torch do, except for a model that cannot be divided into layers.
     """
     try:
-        _run(_shortened(config, 1), task)
+        _run(_shortened(config, 1), model_class)
     except Exception:  # as in blame
         if number_of_blocks(config) > MANY_BLOCKS:
             raise
-        _run(config, task)
+        _run(config, model_class)
 
 
-def _run(config: PreTrainedConfig, task: Task) -> None:
+def _run(config: PreTrainedConfig, model_class: ModelClass) -> None:
     with contextlib.suppress(LayersError), _no_logs():  # raised again, with the reason, where the layers are derived
-        model = task.build(config)
+        model = model_class.build(config)
         with on_fake_tensors(model):
-            trace(model, task.inputs_of(config), PROBE)
+            trace(model, model_class.inputs_of(config), PROBE)
 
 
 @contextlib.contextmanager
@@ -187,8 +188,8 @@ def _no_logs() -> Iterator[None]:
         log.disabled = False
 
 
-def _count(config: PreTrainedConfig, task: Task) -> int:
-    return sum(param.numel() for param in task.build(config).parameters())
+def _count(config: PreTrainedConfig, model_class: ModelClass) -> int:
+    return sum(param.numel() for param in model_class.build(config).parameters())
 
 
 def _depths(config: PreTrainedConfig) -> list[str]:

@@ -22,6 +22,7 @@ from acsgd.errors import CorruptFileError
 from acsgd.io.files.fields import from_json
 from acsgd.io.files.read_ahead import read_ahead
 from acsgd.layers.description import ModelLayers
+from acsgd.model_classes import MODEL_CLASSES
 from acsgd.notes import print_note
 from acsgd.shards.check import first_names
 from acsgd.shards.config import derive_layers
@@ -29,7 +30,6 @@ from acsgd.shards.disk import copy_model_files, verify_file, write_layer
 from acsgd.shards.load import draw
 from acsgd.shards.locate import open_hf
 from acsgd.shards.manifest import VERSION, Manifest, StoredFile
-from acsgd.tasks import TASKS
 
 NAME = ".written.jsonl"
 
@@ -138,7 +138,7 @@ def from_hf(
     """
     opened = open_hf(source, task, is_valid=lambda config: layers is not None)
     model = layers or derive_layers(source, opened.config, task)
-    verification = TASKS[task].verify(opened.config, model) if verify else None
+    verification = MODEL_CLASSES[task].verify(opened.config, model) if verify else None
     opened.verify()
     files = write_layers(opened, model, target, sources=[source], report=report)
     copied = copy_model_files(source, target)
@@ -200,7 +200,7 @@ def describe_shards(target: Path) -> str:
 def describe_hf(source: Path, target: Path) -> str:
     """Return a sentence on a new Hugging Face directory that layer shards were converted to."""
     manifest = Manifest.read(source)
-    load = f"{TASKS[manifest.task].auto_class.__name__}.from_pretrained({str(target)!r})"
+    load = f"{MODEL_CLASSES[manifest.task].auto_class.__name__}.from_pretrained({str(target)!r})"
     return _describe(manifest, target, f"load it with {load}")
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from acsgd.io.files.read_ahead import read_ahead
 from acsgd.layers.description import LayerSpec
+from acsgd.model_classes import UNTIED
 from acsgd.shards.config import CONFIG
 from acsgd.shards.convert import ReportProgress
 from acsgd.shards.disk import ShardDirectory, copy_model_files
@@ -24,7 +25,6 @@ from acsgd.shards.locate import TIE, open_shards
 from acsgd.shards.manifest import Manifest
 from acsgd.shards.names import to_files
 from acsgd.shards.writer import DTYPES, TensorWriter, bytes_of, header_of
-from acsgd.tasks import UNTIED
 
 
 def model_card(config: PreTrainedConfig, manifest: Manifest, task: str) -> str:

@@ -15,10 +15,10 @@ from acsgd.layers.description import LayerSpec, ModelLayers
 from acsgd.layers.quantize import is_quantized, quantize
 from acsgd.layers.skeleton import move_buffers, parameter_names, set_buffer, set_tied_parameter
 from acsgd.layers.stand_ins import LookupTable
+from acsgd.model_classes import ModelClass
 from acsgd.shards.layer_tensors import LayerTensors, hidden_matrices, layer_tensors
 from acsgd.shards.weights import Weight
 from acsgd.streams import mix_seed
-from acsgd.tasks import Task
 
 
 @torch.no_grad()
@@ -233,15 +233,15 @@ class RandomWeights:
     Reseeds torch's global generators.
     """
 
-    def __init__(self, task: Task, config: PreTrainedConfig, layers: ModelLayers, *, seed: int) -> None:
-        self._task = task
+    def __init__(self, model_class: ModelClass, config: PreTrainedConfig, layers: ModelLayers, *, seed: int) -> None:
+        self._class = model_class
         self._config = config
         self._layers = layers
         self._seed = seed
 
     @functools.cached_property
     def _model(self) -> PreTrainedModel:
-        return self._task.build(self._config)
+        return self._class.build(self._config)
 
     def tensors(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
         drawn = self._draw(layer)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from acsgd.model_classes import MODEL_CLASSES, UNTIED
 from acsgd.shards.check import first_names
 from acsgd.shards.config import CONFIG, MANY_BLOCKS, number_of_blocks, read_config
 from acsgd.shards.disk import ShardDirectory, model_files
@@ -28,7 +29,6 @@ from acsgd.shards.hf_model import (
 from acsgd.shards.manifest import MANIFEST
 from acsgd.shards.names import Conversion, conversions, names_in_files
 from acsgd.shards.writer import DTYPES
-from acsgd.tasks import TASKS, UNTIED
 
 TIE = "tie_word_embeddings"
 """Field of config.json that ties embedding and head."""
@@ -56,7 +56,7 @@ def open_hf(
     model_files(directory)
     stored = stored_tensors(directory)
     _check_blocks(stored, config, directory)
-    model, has_new_head = TASKS[task].build(config), TASKS[task].has_new_head
+    model, has_new_head = MODEL_CLASSES[task].build(config), MODEL_CLASSES[task].has_new_head
     found, unknown = conversions(model, stored)
     _check_dtypes(found, stored, model)
     unexpected = [name for name in unknown if not _may_be_dropped(name, model, has_new_head=has_new_head)]
@@ -70,7 +70,7 @@ def open_hf(
         raise ValueError(f"{directory} lacks parameters of the model: {first_names(lost)}")
     if untied := _untied(located, names, model, directory):
         setattr(config, UNTIED, untied)
-        model = TASKS[task].build(config)
+        model = MODEL_CLASSES[task].build(config)
         names = names_of(model)
     tensors = {key: located[name] for key, aliases in names.items() for name in aliases[::-1] if name in located}
     return HFModel(config, model, tensors, tuple(new))
@@ -99,10 +99,10 @@ def open_shards(directory: Path) -> ShardModel:
             f"({first} .. {last}); restore the directory from a copy"
         )
     stored = {name for names in layers.values() for name in names}
-    model = TASKS[shards.manifest.task].build(config)
+    model = MODEL_CLASSES[shards.manifest.task].build(config)
     if untied := [name for aliases in names_of(model).values() for name in aliases[1:] if name in stored]:
         setattr(config, UNTIED, untied)
-        model = TASKS[shards.manifest.task].build(config)
+        model = MODEL_CLASSES[shards.manifest.task].build(config)
     for layer, names in layers.items():
         path, headers = directory / shards.file_of(layer).file, shards.tensor_headers(layer)
         for name in names:

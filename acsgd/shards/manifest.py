@@ -14,8 +14,8 @@ from acsgd.io.files.checksum import check_file_checksum, new_file_checksum
 from acsgd.io.files.fields import Natural, from_json
 from acsgd.layers.description import ModelLayers
 from acsgd.layers.verify import Verification
+from acsgd.model_classes import MODEL_CLASSES
 from acsgd.shards.files import check_file_name, unusable
-from acsgd.tasks import TASKS
 
 MANIFEST = "manifest.json"
 FORMAT = "acsgd-shards"
@@ -25,8 +25,8 @@ WITHOUT_TABLES = 5
 
 
 def _check_task(name: str) -> None:
-    if name not in TASKS:
-        raise ValueError(f"{name[:70]!r} is not one of {', '.join(TASKS)}")
+    if name not in MODEL_CLASSES:
+        raise ValueError(f"{name[:70]!r} is not one of {', '.join(MODEL_CLASSES)}")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Manifest:
     step: Natural
     """Number of optimizer steps trained."""
     task: Annotated[str, _check_task]
-    """Task of the model, which determines its head."""
+    """Name of the model's class, which determines its head."""
     model: ModelLayers
     """Layers of the model, as derived when it was converted."""
     layers: dict[str, StoredFile]

@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from acsgd.tasks import UNTIED
+from acsgd.model_classes import UNTIED
 
 
 class Conversion(NamedTuple):

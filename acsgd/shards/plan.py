@@ -19,7 +19,7 @@ from acsgd.layers.description import BATCH, LOGITS, LayerSpec, ModelLayers
 from acsgd.layers.recorders import KnownValues, probe_batch
 from acsgd.layers.skeleton import experts_without_values
 from acsgd.layers.trace import on_fake_tensors
-from acsgd.tasks import Task
+from acsgd.model_classes import LogitsLoss, ModelClass
 
 FLOPS_PER_BYTE = {"cpu": 8.0, "cuda": 200.0}
 """Arithmetic operations in the time that a device takes to write one byte of output. CPU: from timings of single blocks
@@ -89,7 +89,7 @@ def training_costs(costs: Sequence[float], layers: ModelLayers) -> list[float]:
 
 
 def layer_costs(
-    task: Task, config: PreTrainedConfig, layers: ModelLayers, sizes: Mapping[str, int], *, device: str
+    model_class: ModelClass, config: PreTrainedConfig, layers: ModelLayers, sizes: Mapping[str, int], *, device: str
 ) -> list[float]:
     """Estimate the cost of forward and backward of each layer on one micro-batch, in arithmetic operations.
 
@@ -100,7 +100,7 @@ def layer_costs(
     """
     while True:
         try:
-            return _layer_costs(task, config, layers, sizes, device)
+            return _layer_costs(model_class, config, layers, sizes, device)
         except (DataDependentOutputException, DynamicOutputShapeException):
             shorter = {name: size if name == BATCH else max(size // 2, 1) for name, size in sizes.items()}
             if shorter == sizes:
@@ -109,11 +109,11 @@ def layer_costs(
 
 
 def _layer_costs(
-    task: Task, config: PreTrainedConfig, layers: ModelLayers, sizes: Mapping[str, int], device: str
+    model_class: ModelClass, config: PreTrainedConfig, layers: ModelLayers, sizes: Mapping[str, int], device: str
 ) -> list[float]:
-    model = task.build(config)
+    model = model_class.build(config)
     with on_fake_tensors(model), experts_without_values(model), KnownValues() as known:
-        inputs = probe_batch(model, task.inputs_of(config), sizes, known)
+        inputs = probe_batch(model, model_class.inputs_of(config), sizes, known)
         composed = ComposedModel(model, layers)
         with torch.no_grad():  # each layer has a backward of its own
             context = composed.context(inputs, range(len(layers.layers)))
@@ -126,7 +126,7 @@ def _layer_costs(
             if key not in found:
                 with FlopCounterMode(display=False) as flops, _OutputBytes() as outputs:
                     out = composed.call(layer.index, _detached(state), inputs, context)
-                    _backward(task, out)
+                    _backward(model_class.loss, out)
                 found[key] = flops.get_total_flops() + FLOPS_PER_BYTE[device] * outputs.bytes, _detached(out)
             cost, state = found[key]
             costs.append(cost)
@@ -137,11 +137,11 @@ def _detached(state: State) -> State:
     return {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in state.items()}
 
 
-def _backward(task: Task, out: State) -> None:
+def _backward(loss: LogitsLoss, out: State) -> None:
     """Run the backward of a layer, of the last one from the loss."""
     if LOGITS in out:
         logits = out[LOGITS]
-        task.loss(logits, torch.zeros(logits.shape[:-1], dtype=torch.long), 0.0).backward()
+        loss(logits, torch.zeros(logits.shape[:-1], dtype=torch.long), 0.0).backward()
     else:
         torch.stack([x.float().sum() for x in out.values() if x.requires_grad]).sum().backward()
 

@@ -24,9 +24,9 @@ from acsgd.adapters.inject import build_adapted, with_adapter
 from acsgd.config.adapters import parse_adapter
 from acsgd.layers.description import LayerSpec
 from acsgd.layers.quantize import QuantizedFormat
+from acsgd.model_classes import MODEL_CLASSES
 from acsgd.run.plan.limits import ParameterCount
 from acsgd.shards.plan import layer_costs, plan, training_costs
-from acsgd.tasks import TASKS
 
 MODELS: dict[str, PreTrainedConfig] = {
     "Llama-2-7B": LlamaConfig(
@@ -73,7 +73,7 @@ class Need(NamedTuple):
 
 def need(config: PreTrainedConfig, spec: str | None, quantization: QuantizedFormat | None, stages: int) -> Need:
     """Return the memory that a model needs on some stages. spec: of the adapter; None = full fine-tuning."""
-    task, adapter = TASKS["lm"], parse_adapter(spec)
+    task, adapter = MODEL_CLASSES["lm"], parse_adapter(spec)
     derived = description = task.layers(config)
     model = build_adapted(task, config, adapter, blocks=derived.blocks, quantization=quantization)
     if adapter is not None:

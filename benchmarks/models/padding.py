@@ -31,7 +31,7 @@ from acsgd.commands.generation.options import Decoding
 from acsgd.commands.generation.prompts import PromptEncoder
 from acsgd.layers.small_config import small_configs
 from acsgd.layers.verify import fill_with_random
-from acsgd.tasks import TASKS
+from acsgd.model_classes import MODEL_CLASSES
 
 BOUNDS = (2**21, 2**23, 2**25)
 """Bounds for the parameters of a model; small ones are quick."""
@@ -48,7 +48,7 @@ class TimeLimit(BaseException):
 
 def small_model(model_type: str) -> PreTrainedModel:
     """Return a small model of a type with random weights. Raises what transformers does if there is none."""
-    build = TASKS["lm"].build
+    build = MODEL_CLASSES["lm"].build
     config = CONFIG_MAPPING[model_type]()
     configs = list(small_configs(config, build(config)))
     problem: Exception = ValueError(f"each small model has more than {max(BOUNDS):,} parameters")

@@ -35,9 +35,9 @@ from acsgd.layers.derive import check_config
 from acsgd.layers.description import LayersError
 from acsgd.layers.small_config import small_configs
 from acsgd.layers.verify import make_batches
+from acsgd.model_classes import MODEL_CLASSES, ModelClass
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
-from acsgd.tasks import TASKS, Task
 from benchmarks.models.sweep import BOUNDS, REMEDY, TYPES, WITHOUT, config_of, set_option
 from tests.lib.model_types import tensors_in
 
@@ -49,7 +49,7 @@ def save_small_model(model_type: str, task_name: str, directory: Path) -> PreTra
 
     Raises what transformers raises if there is none.
     """
-    task, config = TASKS[task_name], config_of(model_type, task_name)
+    task, config = MODEL_CLASSES[task_name], config_of(model_type, task_name)
     if task_name == "lm" and hasattr(config, "is_decoder"):
         config.is_decoder = True
     set_remedies(config, model_type)
@@ -78,7 +78,7 @@ def set_remedies(config: PreTrainedConfig, model_type: str) -> None:
             set_option(config, remedy.group(1))
 
 
-def _save_random(config: PreTrainedConfig, task: Task, directory: Path) -> PreTrainedModel:
+def _save_random(config: PreTrainedConfig, task: ModelClass, directory: Path) -> PreTrainedModel:
     torch.manual_seed(0)
     model: PreTrainedModel = task.auto_class.from_config(config)
     with torch.no_grad():
@@ -167,7 +167,7 @@ def show(results: list[dict[str, Any]]) -> None:
         elif result["renamed"]:
             table.add_row(result["type"], result["task"], str(result["tensors"]), str(result["renamed"]), "")
     console.print(table)
-    for task in TASKS:
+    for task in MODEL_CLASSES:
         counts = Counter(result["status"] for result in results if result["task"] == task)
         console.print(f"{task}: " + ", ".join(f"{count} {status}" for status, count in sorted(counts.items())))
 

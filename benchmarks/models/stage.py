@@ -26,7 +26,7 @@ from transformers import AutoConfig
 from acsgd.layers.composed import ComposedModel, State
 from acsgd.layers.description import LOGITS
 from acsgd.layers.verify import fill_with_random
-from acsgd.tasks import TASKS
+from acsgd.model_classes import MODEL_CLASSES
 from benchmarks.common.compare import Comparison, alternate, summarise
 
 SHAPE = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -54,7 +54,7 @@ TYPES: dict[str, dict[str, Any]] = {
 """Options by type, with widths of 512 and few blocks, so that the cost besides the blocks counts more than in use.
 DeBERTa has as many as its smallest model but one: its convolution after the first block runs once more per stage."""
 VOCABULARY = 4096
-TASK_OF = {"deberta-v2": TASKS["classification"], "t5": TASKS["seq2seq"]}
+TASK_OF = {"deberta-v2": MODEL_CLASSES["classification"], "t5": MODEL_CLASSES["seq2seq"]}
 
 
 class Sides(NamedTuple):
@@ -72,7 +72,7 @@ def sides_of(model_type: str, *, rows: int, length: int) -> Sides:
     for name, value in vars(config).items():
         if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
-    task = TASK_OF.get(model_type, TASKS["lm"])
+    task = TASK_OF.get(model_type, MODEL_CLASSES["lm"])
     model = fill_with_random(task.build(config))
     composed = ComposedModel(model, task.layers(config))
     layers = range(len(composed.layers))
@@ -113,7 +113,7 @@ def median_s(work: Callable[[], object], times: int) -> float:
 def derive_s() -> float:
     """Return the time to derive the layers of DeepSeek-V3, whose default config has 671 billion parameters."""
     config = AutoConfig.for_model("deepseek_v3")
-    return median_s(lambda: TASKS["lm"].layers(config), 3)
+    return median_s(lambda: MODEL_CLASSES["lm"].layers(config), 3)
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from transformers.models.auto import modeling_auto
 
 from acsgd.layers.description import HIDDEN, LayersError, ModelLayers
 from acsgd.layers.verify import verify
-from acsgd.tasks import TASKS, Task
+from acsgd.model_classes import MODEL_CLASSES, ModelClass
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
@@ -43,10 +43,10 @@ ENCODERS = [
     if name not in CAUSAL or name in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
 ]
 """Types of classifiers besides decoders, whose layers are those of the task "lm"."""
-TYPES: Mapping[str, tuple[Task, Collection[str]]] = {
-    "lm": (TASKS["lm"], CAUSAL),
-    "classification": (TASKS["classification"], ENCODERS),
-    "seq2seq": (TASKS["seq2seq"], modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+TYPES: Mapping[str, tuple[ModelClass, Collection[str]]] = {
+    "lm": (MODEL_CLASSES["lm"], CAUSAL),
+    "classification": (MODEL_CLASSES["classification"], ENCODERS),
+    "seq2seq": (MODEL_CLASSES["seq2seq"], modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
 }
 """By task, the types that transformers has a class for."""
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -113,7 +113,7 @@ def set_option(config: PreTrainedConfig, option: str) -> None:
                 setattr(part, name, value)
 
 
-def compared(task: Task, config: PreTrainedConfig) -> dict[str, Any]:
+def compared(task: ModelClass, config: PreTrainedConfig) -> dict[str, Any]:
     """Return the result of a type that runs in stages. Raises LayersError for another."""
     started = time.perf_counter()
     layers = task.layers(config)

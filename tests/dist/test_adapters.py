@@ -30,13 +30,13 @@ from acsgd.config.options import AdapterConfig, Config, ReplicaConfig
 from acsgd.errors import RunError
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.launch import Launch
+from acsgd.model_classes import IGNORED
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.inputs import open_inputs
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
 from acsgd.shards.files import ADAPTER_WEIGHTS
 from acsgd.shards.manifest import Manifest
-from acsgd.tasks import IGNORED
 
 TinyModel = Callable[..., Path]
 STEPS = 20

@@ -32,12 +32,12 @@ from acsgd.adapters.export import merge, to_peft
 from acsgd.config.options import AdapterConfig, Config
 from acsgd.groups import connect
 from acsgd.launch import Launch
+from acsgd.model_classes import IGNORED, MODEL_CLASSES
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_data
 from acsgd.shards.export import to_hf
-from acsgd.tasks import IGNORED, TASKS
 
 GLUE = Path(__file__).parents[2].parent / "shared" / "data" / "glue"
 TABLES = {
@@ -45,9 +45,9 @@ TABLES = {
     "regression": ("bert", {"num_labels": 1}, "sentence1\tsentence2\tlabel", "it is {n}\tnot {label}\t0.{n}"),
     "seq2seq": ("bart", {"decoder_start_token_id": 513}, "input\toutput", "double {n}\tit is {double}"),
 }
-"""Task -> type of the model, its options, and header and rows of a table of examples."""
+"""ModelClass -> type of the model, its options, and header and rows of a table of examples."""
 PEFT = {"classification": "SEQ_CLS", "regression": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM"}
-"""Task -> its name in PEFT."""
+"""ModelClass -> its name in PEFT."""
 EXPORTED = [
     ("classification", "bert", "lora:r=4"),
     ("regression", "deberta-v2", "lora:r=4,dora=true"),
@@ -84,7 +84,7 @@ def run_on_table(
 
 def losses_of_whole(config: Config) -> list[float]:
     """Train the whole model of transformers; return the losses."""
-    task = TASKS[config.model.task]
+    task = MODEL_CLASSES[config.model.task]
     model = task.auto_class.from_pretrained(config.model.name, dtype=torch.float32)
     if config.adapter.spec is not None:
         model = get_peft_model(
@@ -124,16 +124,16 @@ def test_an_exported_adapter_has_the_held_out_loss_of_its_run(
     to_peft(checkpoint, peft)
     merge(checkpoint, merged)
     to_hf(merged, hf)
-    base = TASKS[task].auto_class.from_pretrained(config.model.name, dtype=torch.float32)
+    base = MODEL_CLASSES[task].auto_class.from_pretrained(config.model.name, dtype=torch.float32)
     assert held_out_loss(config, base) != expected
     assert held_out_loss(config, PeftModel.from_pretrained(base, peft)) == expected
-    assert held_out_loss(config, TASKS[task].auto_class.from_pretrained(hf, dtype=torch.float32)) == expected
+    assert held_out_loss(config, MODEL_CLASSES[task].auto_class.from_pretrained(hf, dtype=torch.float32)) == expected
 
 
 @torch.no_grad()
 def held_out_loss(config: Config, model: nn.Module) -> float:
     """Return the mean loss of a model over the held-out labels of a run."""
-    task, job = TASKS[config.model.task], prepare(config, Launch())
+    task, job = MODEL_CLASSES[config.model.task], prepare(config, Launch())
     held_out, total, targets = open_data(job).held_out, 0.0, 0
     assert held_out is not None
     for batch in held_out.batches(len(job.micro_ids)):

@@ -17,6 +17,7 @@ from acsgd.dp.peers import Peers
 from acsgd.groups import connect
 from acsgd.launch import Launch
 from acsgd.layers.composed import ComposedModel
+from acsgd.model_classes import MODEL_CLASSES
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.build import build_stages
@@ -24,7 +25,6 @@ from acsgd.shards.config import read_config
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
 from acsgd.streams import Streams
-from acsgd.tasks import TASKS
 from acsgd.topology import Topology
 
 SLACK = 24 * 2**20
@@ -68,7 +68,7 @@ def test_a_stage_takes_the_memory_of_its_own_layers(large_model: Path, tmp_path:
 
 def convert_both_ways(rank: int, world_size: int, model: Path, shards: Path, back: Path) -> list[int]:
     """Convert a model to shards and back; return by how much the peak of this process grew in each."""
-    TASKS["lm"].layers(read_config(model))  # what transformers imports and keeps is no layer
+    MODEL_CLASSES["lm"].layers(read_config(model))  # what transformers imports and keeps is no layer
     streams, grown = Streams(torch.device("cpu")), []
     for convert, source, target in ((from_hf, model, shards), (to_hf, shards, back)):
         target.mkdir()

@@ -15,6 +15,7 @@ from lib.training import RELATIVE, TOPOLOGIES, assert_same_training, losses_of_r
 from transformers import AutoConfig
 
 from acsgd.config.options import Config, LogConfig, ModelConfig, PipelineConfig, ReplicaConfig
+from acsgd.tasks import find_task
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved:chunks=2", "1f1b:lead=2", "interleaved:chunks=3"]
 MODELS = [
@@ -38,7 +39,11 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Config], list[
 
     def losses(config: Config) -> list[float]:
         has_dropout = AutoConfig.from_pretrained(config.model.name).to_dict().get("resid_pdrop", 0.0) > 0
-        key = (config.model.name, config.rows, config.pp.micro if has_dropout else config.data.batch)
+        key = (
+            config.model.name,
+            find_task(config.model.task).layout(config.data),
+            config.pp.micro if has_dropout else config.data.batch,
+        )
         if key not in known:
             pipeline = dataclasses.replace(config.pp, micro=key[-1], forward="none")
             alone = dataclasses.replace(config, pp=pipeline, log=LogConfig(dir=str(run_dir / "run")))

@@ -29,10 +29,10 @@ from acsgd.config.options import (
     PipelineConfig,
 )
 from acsgd.layers.batch import Batch
+from acsgd.model_classes import MODEL_CLASSES
 from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.shards.manifest import Manifest
 from acsgd.streams import mix_seed
-from acsgd.tasks import TASKS
 
 STEPS, HALF = 4, 2
 SMALL, SCALE = 0.05, 4.0
@@ -324,7 +324,7 @@ def oracle(config: Config) -> Result:
     Dropout is seeded at the start of forward and before each block, which is what acsgd does if the model's code
     between and after the blocks has none.
     """
-    task, optim = TASKS[config.model.task], config.optim
+    task, optim = MODEL_CLASSES[config.model.task], config.optim
     model = task.auto_class.from_pretrained(config.model.name, dtype=torch.float32).train()
     drawn, place = Drawn.whole(config), [0, 0]
 
@@ -359,7 +359,7 @@ def oracle(config: Config) -> Result:
 def save_model(directory: Path, task: str, config: PreTrainedConfig) -> None:
     """Write a model with new weights, and a tokenizer of as many tokens."""
     torch.manual_seed(0)
-    model = TASKS[task].auto_class.from_config(config)
+    model = MODEL_CLASSES[task].auto_class.from_config(config)
     with torch.no_grad():
         for param in model.parameters():
             if param.dim() > 1 and param.std() < SMALL:

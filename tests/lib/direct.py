@@ -20,6 +20,7 @@ from acsgd.groups import connect
 from acsgd.launch import Launch
 from acsgd.layers.composed import ComposedModel
 from acsgd.layers.skeleton import fill_with_stand_ins
+from acsgd.model_classes import MODEL_CLASSES
 from acsgd.pp.stage import Stage
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
@@ -117,7 +118,7 @@ def build_stages(
 
     options: of Stage.
     """
-    task = TASKS["lm"]
+    task = MODEL_CLASSES["lm"]
     description = layers_of(config)
     source = RandomWeights(task, config, description, seed=0)
     cpu = torch.device("cpu")
@@ -129,5 +130,5 @@ def build_stages(
         fill_with_stand_ins(model, description.blocks, cpu, dtype)
         sync = SingleReplicaSync([weight for layer in layers for weight in layer.weights])
         composed = ComposedModel(model, description)
-        stages.append(Stage(composed, task.loss, layers, sync, seed=0, **{"targets": SEQUENCE} | options))
+        stages.append(Stage(composed, TASKS["lm"], layers, sync, seed=0, **{"targets": SEQUENCE} | options))
     return stages

@@ -9,7 +9,7 @@ import torch
 from tokenizers import processors
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from acsgd.tasks import TASKS
+from acsgd.model_classes import MODEL_CLASSES
 
 BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 SIZES: dict[str, dict[str, Any]] = {
@@ -53,6 +53,6 @@ def save_model(directory: Path, tokenizer: PreTrainedTokenizerFast, family: str,
         if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
     torch.manual_seed(0)
-    TASKS[task].auto_class.from_config(config).save_pretrained(directory)
+    MODEL_CLASSES[task].auto_class.from_config(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

@@ -12,7 +12,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from acsgd.tasks import TASKS, Task
+from acsgd.model_classes import MODEL_CLASSES, ModelClass
 
 VOCABULARY = 96
 SHAPE = {
@@ -102,10 +102,10 @@ def small_config(model_type: str, **options: Any) -> PreTrainedConfig:
     return config
 
 
-def task_of(model_type: str) -> Task:
+def task_of(model_type: str) -> ModelClass:
     """Return what a type of TYPES is trained for."""
     groups = {"lm": CAUSAL, "classification": CLASSIFIERS, "seq2seq": SEQ2SEQ}
-    return next(TASKS[task] for task, types in groups.items() if model_type in types)
+    return next(MODEL_CLASSES[task] for task, types in groups.items() if model_type in types)
 
 
 def tensors_in(directory: Path) -> dict[str, Tensor]:

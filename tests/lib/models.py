@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from acsgd.layers.description import ModelLayers
-from acsgd.tasks import TASKS
+from acsgd.model_classes import MODEL_CLASSES
 
 LLAMA_SHAPE = {
     "hidden_size": 32,
@@ -50,7 +50,7 @@ def layers_of(config: PreTrainedConfig) -> ModelLayers:
     """Return the layers of a language model, derived once per config."""
     key = config.to_json_string(use_diff=False)
     if key not in _derived:
-        _derived[key] = TASKS["lm"].layers(config)
+        _derived[key] = MODEL_CLASSES["lm"].layers(config)
     return _derived[key]
 
 

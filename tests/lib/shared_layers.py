@@ -13,10 +13,11 @@ from transformers import PreTrainedConfig
 
 from acsgd.config.options import Config
 from acsgd.layers.description import ModelLayers
+from acsgd.model_classes import ModelClass
 from acsgd.run.plan import model
 from acsgd.run.plan.layers_cache import LayersCache
 from acsgd.shards import config as configs
-from acsgd.tasks import TASKS, Task
+from acsgd.tasks import find_task
 
 DIRECTORY = "ACSGD_TEST_LAYERS"
 """Environment variable with the directory of the cache, for the server that processes are forked from."""
@@ -44,7 +45,7 @@ def _modules_with(cache: Callable[[Config], LayersCache]) -> list[ModuleType]:
 
 
 def _shared_cache(config: Config) -> LayersCache:
-    return LayersCache(Path(os.environ[DIRECTORY]), TASKS[config.model.task])
+    return LayersCache(Path(os.environ[DIRECTORY]), find_task(config.model.task).model_class)
 
 
 _derived: dict[tuple[str, str], ModelLayers] = {}
@@ -53,19 +54,19 @@ _run: set[tuple[str, str]] = set()
 
 def remember_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let commands in this process derive the layers of a config once, and run one block of it once, for all tests."""
-    derive, run_one_block = Task.layers, configs._run_one_block
+    derive, run_one_block = ModelClass.layers, configs._run_one_block
 
-    def layers(task: Task, config: PreTrainedConfig) -> ModelLayers:
+    def layers(task: ModelClass, config: PreTrainedConfig) -> ModelLayers:
         key = (task.name, config.to_json_string(use_diff=False))
         if key not in _derived:
             _derived[key] = derive(task, config)
         return _derived[key]
 
-    def run_once(config: PreTrainedConfig, task: Task) -> None:
+    def run_once(config: PreTrainedConfig, task: ModelClass) -> None:
         key = (task.name, config.to_json_string(use_diff=False))
         if key not in _run:
             run_one_block(config, task)
             _run.add(key)
 
-    monkeypatch.setattr(Task, "layers", layers)
+    monkeypatch.setattr(ModelClass, "layers", layers)
     monkeypatch.setattr(configs, "_run_one_block", run_once)

@@ -15,6 +15,7 @@ from acsgd.config.checks import check
 from acsgd.config.options import FORMER_SWITCHES, REMOVED, RENAMED, Config
 from acsgd.config.ranges import ranges_of
 from acsgd.config.run_file import parse, to_toml
+from acsgd.tasks import check_options
 
 RUN = """
 [model]
@@ -346,7 +347,8 @@ def test_a_usage_error_that_quotes_a_long_value_is_short() -> None:
 @pytest.mark.parametrize("option", ["--model.task seq2seq", "--model.task classification", "--data.objective prefix"])
 def test_virtual_tokens_are_refused_with_other_tasks_and_objectives(run_file: Path, adapter: str, option: str) -> None:
     check(parse([str(run_file), "--adapter.spec", adapter]))
+    config = parse([str(run_file), "--adapter.spec", adapter, *option.split()])
     with pytest.raises(
         ValueError, match=rf'adapter\.spec="{adapter}": virtual tokens are for model\.task=lm .*use lora'
     ):
-        check(parse([str(run_file), "--adapter.spec", adapter, *option.split()]))
+        check_options(config)

@@ -21,7 +21,7 @@ from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.tokens import pipeline
 from acsgd.io.data.tokens.corpus import TARGETS, Corpus
 from acsgd.io.data.tokens.encode import DocumentEncoder
-from acsgd.tasks import IGNORED
+from acsgd.model_classes import IGNORED
 
 PARTS = [
     [("Question: one plus one?\n", False), ("two", True)],

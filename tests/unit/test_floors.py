@@ -17,10 +17,11 @@ FLOORS = """
     errors
     launch notes streams config
     codecs comm layers metrics
-    io.files tasks topology
+    io.files model_classes topology
     groups
     failures shards
     adapters io.data io.telemetry optim
+    tasks
     io dp
     io.checkpoint pp
     run.plan run.report

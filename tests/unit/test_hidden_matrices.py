@@ -7,8 +7,8 @@ from lib.model_types import small_config
 
 from acsgd.adapters.inject import build_adapted
 from acsgd.config.adapters import parse_adapter
+from acsgd.model_classes import MODEL_CLASSES
 from acsgd.shards.layer_tensors import hidden_matrices
-from acsgd.tasks import TASKS
 
 LLAMA = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"}
 LLAMA_MLP = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
@@ -18,8 +18,8 @@ T5 = {"SelfAttention.q", "SelfAttention.k", "SelfAttention.v", "SelfAttention.o"
 def ends_of(model_type: str, task: str, spec: str | None = None) -> set[str]:
     """Return the hidden matrices of a model by the end of their names, two modules."""
     config, adapter = small_config(model_type), parse_adapter(spec)
-    model = build_adapted(TASKS[task], config, adapter)
-    hidden = hidden_matrices(model, TASKS[task].layers(config))
+    model = build_adapted(MODEL_CLASSES[task], config, adapter)
+    hidden = hidden_matrices(model, MODEL_CLASSES[task].layers(config))
     return {".".join(key.removesuffix(".weight").rsplit(".", 2)[-2:]) for key in hidden}
 
 

@@ -22,15 +22,15 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from acsgd.config.checks import check
 from acsgd.config.run_file import parse
 from acsgd.errors import RunError
 from acsgd.launch import Launch
 from acsgd.layers.batch import Batch
+from acsgd.model_classes import IGNORED, squared_error
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.data import open_data
 from acsgd.run.setup.inputs import open_inputs
-from acsgd.tasks import IGNORED, squared_error
+from acsgd.tasks import check_options
 
 pytestmark = pytest.mark.usefixtures("known_models")
 
@@ -356,7 +356,7 @@ def test_records_without_a_prompt_are_refused(model: Model, tmp_path: Path) -> N
 def test_options_for_documents_are_refused(options: str, message: str) -> None:
     flags = "--model.name a --model.task classification --data.sources demo --data.sequence 8 --data.batch 2"
     with pytest.raises(ValueError, match=message):
-        check(parse([*flags.split(), "--optim.lr", "1", "--optim.steps", "2", *options.split()]))
+        check_options(parse([*flags.split(), "--optim.lr", "1", "--optim.steps", "2", *options.split()]))
 
 
 @pytest.mark.parametrize(("task", "form"), [("classification", "text"), ("lm", "label")])

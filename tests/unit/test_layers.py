@@ -19,7 +19,7 @@ from acsgd.layers import compare as comparison
 from acsgd.layers import verify as verification
 from acsgd.layers.compare import Stages, compare
 from acsgd.layers.composed import ComposedModel, Context
-from acsgd.layers.description import HIDDEN, LayersError, LayerSpec, ModelLayers, Origin, Replicated
+from acsgd.layers.description import HIDDEN, LOGITS, LayersError, LayerSpec, ModelLayers, Origin, Replicated
 from acsgd.layers.masks import PREFIXES, positions
 from acsgd.layers.verify import (
     add_prefixes,
@@ -29,7 +29,7 @@ from acsgd.layers.verify import (
     make_batches,
     pack,
 )
-from acsgd.tasks import TASKS
+from acsgd.model_classes import MODEL_CLASSES
 
 Change = Callable[[ModelLayers], ModelLayers]
 
@@ -54,8 +54,8 @@ def test_layers_equal_the_whole_model(model_type: str) -> None:
 def test_the_values_of_inputs_matter_to_the_layers_that_read_them_alone(model_type: str, task: str) -> None:
     """Ranks without such layers get other inputs, of zeros."""
     config = small_config(model_type)
-    model, layers = fill_with_random(TASKS[task].build(config)).eval(), TASKS[task].layers(config)
-    inputs = make_batches(model, TASKS[task].inputs)["padded" if task != "lm" else "plain"]
+    model, layers = fill_with_random(MODEL_CLASSES[task].build(config)).eval(), MODEL_CLASSES[task].layers(config)
+    inputs = make_batches(model, MODEL_CLASSES[task].inputs)["padded" if task != "lm" else "plain"]
     others = {name: x.roll(1, dims=1) for name, x in inputs.items()}  # with as many ends of sequences
     composed, state = ComposedModel(model, layers), dict[str, torch.Tensor]()
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_the_values_of_inputs_matter_to_the_layers_that_read_them_alone(model_ty
 
 @pytest.mark.parametrize("model_type", ["bart", "t5"])
 def test_a_classifier_that_looks_for_the_end_of_each_sequence_reads_the_tokens(model_type: str) -> None:
-    task, config = TASKS["classification"], small_config(model_type, num_labels=3, decoder_start_token_id=0)
+    task, config = MODEL_CLASSES["classification"], small_config(model_type, num_labels=3, decoder_start_token_id=0)
     layers = task.layers(config)
     assert "input_ids" in layers.layers[-1].reads
     assert task.verify(config, layers).batches == ("plain", "padded")
@@ -113,7 +113,7 @@ def test_a_prefix_has_the_logits_of_transformers_with_its_mask(model_type: str) 
 
 def test_recurrent_blocks_do_not_keep_documents_apart() -> None:
     config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=3, state_size=8, vocab_size=96)
-    task = TASKS["lm"]
+    task = MODEL_CLASSES["lm"]
     assert task.verify(config, task.layers(config)).batches == ("plain", "padded")
 
 
@@ -126,7 +126,7 @@ def test_positions_start_at_each_document() -> None:
 def test_sequences_may_be_padded_to_whole_windows(window: int) -> None:
     """Boundaries have the shapes that layers return, for lengths below, between and of multiples of the window."""
     sizes = SHAPE | {"attention_window": [window] * 3, "vocab_size": 96}
-    task, config = TASKS["classification"], AutoConfig.for_model("longformer", **sizes)
+    task, config = MODEL_CLASSES["classification"], AutoConfig.for_model("longformer", **sizes)
     layers = task.layers(config)
     composed = ComposedModel(fill_with_random(task.build(config)).eval(), layers)
     for length in (7, window, window + 2, 3 * window):
@@ -220,7 +220,7 @@ def test_a_fault_in_the_description_is_found(fault: str, monkeypatch: pytest.Mon
 
 def test_a_mask_of_another_layer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma 2 alternates between sliding windows and full attention."""
-    task, config = TASKS["lm"], small_config("gemma2")
+    task, config = MODEL_CLASSES["lm"], small_config("gemma2")
     right = ComposedModel.context
 
     def shifted(self: ComposedModel, inputs: Any, layers: range) -> Context:
@@ -233,7 +233,7 @@ def test_a_mask_of_another_layer_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_missing_bias_is_found_among_stand_ins_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    task, config = TASKS["lm"], small_config("gpt2")
+    task, config = MODEL_CLASSES["lm"], small_config("gpt2")
     layers = without_parameter(-1, "transformer.ln_f.bias")(task.layers(config))
     fill = comparison.fill_with_stand_ins
 
@@ -257,7 +257,7 @@ def test_a_large_model_is_verified_with_few_blocks_of_every_kind() -> None:
         "gemma2", hidden_size=4608, intermediate_size=36864, num_hidden_layers=46, num_attention_heads=32,
         num_key_value_heads=16, head_dim=128,
     )  # fmt: skip
-    task = TASKS["lm"]
+    task = MODEL_CLASSES["lm"]
     result = task.verify(config, task.layers(config))
     assert result.batches == ("plain", "padded", "packed", "prefixed")
     assert result.blocks == 3
@@ -266,7 +266,7 @@ def test_a_large_model_is_verified_with_few_blocks_of_every_kind() -> None:
 
 
 def test_a_model_for_short_sequences_is_verified_with_longer_ones() -> None:
-    task, config = TASKS["lm"], small_config("gpt2", n_positions=16)
+    task, config = MODEL_CLASSES["lm"], small_config("gpt2", n_positions=16)
     assert task.verify(config, task.layers(config)).difference == 0
 
 
@@ -277,7 +277,7 @@ def test_the_blocks_of_a_vision_tower_are_no_layers() -> None:
     config = AutoConfig.for_model(
         "gemma3", text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14}
     )
-    task = TASKS["lm"]
+    task = MODEL_CLASSES["lm"]
     layers = task.layers(config)
     assert [path.rpartition(".")[0] for path in layers.blocks] == ["model.language_model.layers"] * 3
     assert any("vision_tower" in name for name in layers.frozen)
@@ -288,7 +288,7 @@ def test_blocks_that_text_does_not_enter_are_no_layers() -> None:
     """Mllama has blocks for images among those for text."""
     text = SHAPE | {"num_hidden_layers": 4, "cross_attention_layers": [1], "vocab_size": 96, "pad_token_id": 0}
     config = AutoConfig.for_model("mllama", text_config=text)
-    task = TASKS["lm"]
+    task = MODEL_CLASSES["lm"]
     layers = task.layers(config)
     assert layers.blocks == [f"model.layers.{index}" for index in (0, 2, 3)]
     assert {name for name in layers.frozen if name.startswith("model.layers.1.")}
@@ -301,7 +301,7 @@ def test_stored_buffers_outside_of_blocks_are_on_every_rank() -> None:
     config = AutoConfig.for_model(
         "esm", num_hidden_layers=2, position_embedding_type="rotary", pad_token_id=1, mask_token_id=32, **sizes
     )
-    task = TASKS["classification"]
+    task = MODEL_CLASSES["classification"]
     layers = task.layers(config)
     assert layers.layers[-1].buffers == ("esm.rotary_embeddings.inv_freq",)
     task.verify(config, layers)
@@ -324,7 +324,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_a_model_that_stages_cannot_train_is_refused(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     model_type, options, message = REFUSED[case]
     config = small_config(model_type, **options) if model_type in TYPES else AutoConfig.for_model(model_type)
-    task = task_of(model_type) if model_type in TYPES else TASKS["lm"]
+    task = task_of(model_type) if model_type in TYPES else MODEL_CLASSES["lm"]
     with pytest.raises(SystemExit), report_startup_error(Launch()):
         task.layers(config)
     printed = capsys.readouterr().err
@@ -335,7 +335,7 @@ def test_a_model_that_stages_cannot_train_is_refused(case: str, capsys: pytest.C
 def test_a_classifier_without_a_padding_token_is_refused() -> None:
     config = small_config("gpt2", pad_token_id=None)
     with pytest.raises(LayersError, match=r'padding token is defined; set "pad_token_id" in config\.json$'):
-        TASKS["classification"].layers(config)
+        MODEL_CLASSES["classification"].layers(config)
 
 
 @pytest.mark.parametrize("is_decoder", [False, True])
@@ -343,9 +343,28 @@ def test_an_encoder_learns_next_tokens_only_as_decoder(is_decoder: bool) -> None
     config = AutoConfig.for_model(
         "bert", hidden_size=48, intermediate_size=48, num_hidden_layers=2, is_decoder=is_decoder
     )
-    task = TASKS["lm"]
+    task = MODEL_CLASSES["lm"]
     if is_decoder:
         task.verify(config, task.layers(config))
     else:
         with pytest.raises(LayersError, match=re.escape('set "is_decoder": true in config.json')):
             task.verify(config, task.layers(config))
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt", "gemma2", "granite", "roformer"])
+def test_the_head_makes_logits_of_the_hidden_states_that_enter_it(model_type: str) -> None:
+    """With the soft cap of gemma2 and the scale of granite; also of some positions at a time."""
+    model_class, config = task_of(model_type), small_config(model_type)
+    model, layers = fill_with_random(model_class.build(config)).eval(), model_class.layers(config)
+    composed, batch = ComposedModel(model, layers), make_batches(model, model_class.inputs)["plain"]
+    last = len(layers.layers) - 1
+    with torch.no_grad():
+        context, state = composed.context(batch, range(last + 1)), dict[str, torch.Tensor]()
+        for index in range(last):
+            state = composed.call(index, state, batch, context)
+        logits = composed.call(last, state, batch, context)[LOGITS]
+        hidden, head = composed.call_to_head(state, batch)
+        assert hidden.shape[-1] < logits.shape[-1]
+        for _ in range(2):  # from the second call on, it may be the module alone
+            assert torch.equal(head(hidden), logits)
+        assert torch.allclose(torch.cat([head(hidden[:, :5]), head(hidden[:, 5:])], dim=1), logits, atol=1e-6)

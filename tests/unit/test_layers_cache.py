@@ -18,14 +18,14 @@ from lib.training import plain_config
 from acsgd.config.options import PipelineConfig
 from acsgd.launch import Launch
 from acsgd.layers.description import LayersError
+from acsgd.model_classes import MODEL_CLASSES
 from acsgd.run.plan import layout, model
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.layers_cache import LayersCache
 from acsgd.run.setup.inputs import open_inputs
 from acsgd.shards.plan import layer_costs
-from acsgd.tasks import TASKS
 
-LM = TASKS["lm"]
+LM = MODEL_CLASSES["lm"]
 SIZES = {"batch": 2, "sequence": 16}
 
 
@@ -43,7 +43,7 @@ def test_verified_layers_are_found_for_the_same_config_and_task_alone(tmp_path: 
     cache.verify(config, layers, reports_wait=False)
     assert cache.find(config) == layers
     assert cache.find(small_config("gpt2", n_layer=2)) is None
-    assert LayersCache(tmp_path, TASKS["classification"]).find(config) is None
+    assert LayersCache(tmp_path, MODEL_CLASSES["classification"]).find(config) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'{"layers": {}, "verification": {}}'])

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from acsgd.config.options import CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimConfig
 from acsgd.io.data.sources.glue import GLUE, Glue
 from acsgd.launch import Launch
-from acsgd.metrics import DEFAULTS, METRICS, Outcome, choose_metrics, compute_metrics, is_better
+from acsgd.metrics import METRICS, Outcome, choose_metrics, compute_metrics, is_better
 from acsgd.run.plan.job import prepare
 from acsgd.tasks import TASKS
 
@@ -72,9 +72,10 @@ def test_metrics_without_a_value_are_not_numbers_and_never_the_best() -> None:
 
 
 def test_every_task_has_metrics_of_its_own() -> None:
-    for task in TASKS:
-        assert choose_metrics(None, task) == ("eval_loss", *DEFAULTS[task])
-        known = [name for name, metric in METRICS.items() if task in metric.tasks]
+    for task in TASKS.values():
+        assert choose_metrics(None, task) == ("eval_loss", *task.metrics)
+        known = [name for name, metric in METRICS.items() if metric.kind in (None, task.predictions)]
+        assert len(known) > 1
         assert choose_metrics(", ".join(known), task) == tuple(known)
         assert choose_metrics("", task) == ("eval_loss",)
 
@@ -115,10 +116,10 @@ def classifier(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
 
 def test_metrics_are_chosen_by_the_task_of_glue(classifier: Path, table: Path, tmp_path: Path) -> None:
     for name, task in GLUE.items():
-        kind, expected = "classification" if task.labels else "regression", GLUE_METRICS.get(name, ["accuracy"])
+        kind, expected = TASKS["classification" if task.labels else "regression"], GLUE_METRICS.get(name, ["accuracy"])
         assert choose_metrics(None, kind, Glue(f"glue:{name}:{table}").metrics) == ("eval_loss", *expected)
-        other = "regression" if kind == "classification" else "classification"
-        assert choose_metrics(None, other, Glue(f"glue:{name}:{table}").metrics) == ("eval_loss", *DEFAULTS[other])
+        other = TASKS["regression" if task.labels else "classification"]
+        assert choose_metrics(None, other, Glue(f"glue:{name}:{table}").metrics) == ("eval_loss", *other.metrics)
     for chosen, expected in ((None, "matthews"), ("f1", "f1")):
         config = run_on(f"glue:cola:{table}", expected, chosen, classifier, tmp_path)
         assert prepare(config, Launch()).metrics == ("eval_loss", expected)

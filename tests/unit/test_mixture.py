@@ -25,9 +25,9 @@ from acsgd.io.data.rows.layout import RowKind, make_layout
 from acsgd.io.data.sampler import BLOCK, Sampler, block_counts
 from acsgd.launch import Launch
 from acsgd.layers.batch import Batch
+from acsgd.model_classes import IGNORED
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.data import Data, open_data
-from acsgd.tasks import IGNORED
 
 TinyModel = Callable[..., Path]
 LENGTHS = {"a": [3, 5, 2, 4, 4, 1], "b": [30, 9, 22, 15, 8, 40, 11, 12, 9, 13]}

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 from acsgd.layers.recorders import RandomOps
+from acsgd.model_classes import ModelClass
 from acsgd.shards.config import number_of_blocks, parameter_count
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
-from acsgd.tasks import Task
 
 CASES = [
     *((model_type, None) for model_type in TYPES),
@@ -190,10 +190,10 @@ def test_the_parameters_of_very_many_blocks_are_counted_from_few(
     monkeypatch.setattr("acsgd.shards.config.MANY_BLOCKS", 1)
     built, build = list[int](), type(task).build
 
-    def count(task: Task, config: PreTrainedConfig) -> PreTrainedModel:
+    def count(task: ModelClass, config: PreTrainedConfig) -> PreTrainedModel:
         built.append(number_of_blocks(config))
         return build(task, config)
 
-    monkeypatch.setattr(Task, "build", count)
+    monkeypatch.setattr(ModelClass, "build", count)
     assert parameter_count(config, task.name) == whole
     assert built == [1, 2]

@@ -15,7 +15,6 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from acsgd.commands.evaluation.job import EvaluatedModel, config_of
 from acsgd.commands.evaluation.options import EvalOptions
-from acsgd.config.checks import check
 from acsgd.config.options import PipelineConfig
 from acsgd.config.run_file import parse
 from acsgd.io.data.row_spec import DenoisingMode, DenoisingTokens, denoising_tokens
@@ -27,10 +26,11 @@ from acsgd.io.data.rows.ul2r import MIXTURE, UL2R, Denoiser, removed
 from acsgd.io.data.sampler import Ints, random_words
 from acsgd.launch import Launch
 from acsgd.layers.masks import NO_PREFIX, PREFIXES
+from acsgd.model_classes import IGNORED
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.data import open_data
 from acsgd.run.setup.inputs import open_inputs
-from acsgd.tasks import IGNORED
+from acsgd.tasks import check_options
 
 BEGIN, END = 10**6, 10**6 + 1
 SENTINELS = range(10**6 + 10, 10**6 + 20)
@@ -335,7 +335,7 @@ def test_prompts_are_not_denoised(with_sentinels: PreTrainedTokenizerFast, tmp_p
 def test_bad_options_are_refused(options: str, message: str) -> None:
     flags = "--model.name a --data.sources demo --data.sequence 8 --data.batch 2 --optim.lr 1 --optim.steps 2"
     with pytest.raises(ValueError, match=message):
-        check(parse([*flags.split(), *options.split()]))
+        check_options(parse([*flags.split(), *options.split()]))
 
 
 def test_a_row_without_room_is_refused(with_sentinels: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -26,16 +26,16 @@ from acsgd.layers.compare import Stages
 from acsgd.layers.lengths import Lengths, cut, longest
 from acsgd.layers.padding import depends_on_length, ignores_padding
 from acsgd.layers.verify import fill_with_random, make_batches
+from acsgd.model_classes import IGNORED, MODEL_CLASSES
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.data import open_data
 from acsgd.run.setup.describe import describe_padding, micro_shapes
-from acsgd.tasks import IGNORED, TASKS
 
 TinyModel = Callable[..., Path]
 
 
 def ignores(config: Any, task_name: str) -> bool:
-    task = TASKS[task_name]
+    task = MODEL_CLASSES[task_name]
     stages = Stages(fill_with_random(task.build(config)), task.build(config), task.layers(config))
     inputs = task.inputs_of(config)
     return ignores_padding(stages, make_batches(stages.whole, inputs)["plain"], inputs, task.predicted)

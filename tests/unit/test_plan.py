@@ -13,11 +13,11 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from acsgd.layers import recorders as known_values
+from acsgd.model_classes import MODEL_CLASSES, ModelClass
 from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks
-from acsgd.tasks import TASKS, Task
 
 
-def costs_of(config: PreTrainedConfig, sequence: int, task: Task = TASKS["lm"]) -> list[float]:
+def costs_of(config: PreTrainedConfig, sequence: int, task: ModelClass = MODEL_CLASSES["lm"]) -> list[float]:
     return layer_costs(task, config, task.layers(config), {"batch": 1, "sequence": sequence}, device="cpu")
 
 
@@ -47,7 +47,7 @@ def test_costs_are_those_of_shorter_sequences_if_values_of_large_masks_are_neede
 ) -> None:
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     config = AutoConfig.for_model("longformer", num_hidden_layers=1, attention_window=[8], **sizes)
-    task = TASKS["classification"]
+    task = MODEL_CLASSES["classification"]
     layers = task.layers(config)
     short, long = ({"batch": 1, "sequence": length} for length in (16, 32))
     expected = layer_costs(task, config, layers, short, device="cpu")
@@ -95,13 +95,13 @@ def test_a_block_unlike_the_others_gets_its_own_cost() -> None:
     config = AutoConfig.for_model("gpt2", n_embd=64, n_layer=4, n_head=2, vocab_size=100)
     alike = costs_of(config, 16)
 
-    class WithAWideBlock(Task):
+    class WithAWideBlock(ModelClass):
         def build(self, config: PreTrainedConfig) -> PreTrainedModel:
             model = super().build(config)
             with torch.device("meta"):
                 model.transformer.h[1].mlp = GPT2MLP(16 * config.n_embd, config)
             return model
 
-    other = costs_of(config, 16, WithAWideBlock(*dataclasses.astuple(TASKS["lm"])))
+    other = costs_of(config, 16, WithAWideBlock(*dataclasses.astuple(MODEL_CLASSES["lm"])))
     assert other[2] > 2 * alike[2]
     assert other[:2] + other[3:] == alike[:2] + alike[3:]

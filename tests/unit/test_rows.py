@@ -12,7 +12,6 @@ import pytest
 from lib.corpora import documents_of, tokenize_all
 from transformers import PreTrainedTokenizerFast
 
-from acsgd.config.checks import check
 from acsgd.config.run_file import parse
 from acsgd.io.data.row_spec import LongDocument
 from acsgd.io.data.rows.base import INPUT_IDS, LABELS, RowReader
@@ -22,9 +21,10 @@ from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.launch import Launch
 from acsgd.layers.masks import DOCUMENTS
+from acsgd.model_classes import IGNORED
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.inputs import open_inputs
-from acsgd.tasks import IGNORED
+from acsgd.tasks import check_options
 
 PAD = 10**6
 LENGTHS = [1, 9, 2, 30, 5, 8, 9, 1, 3, 17, 2, 4]
@@ -208,6 +208,6 @@ def test_options_of_a_run_select_its_rows(tiny_model: Callable[..., Path], tmp_p
 def test_options_for_whole_documents_need_such_rows() -> None:
     flags = "--model.name a --data.sources demo --data.sequence 8 --data.batch 2 --optim.lr 1 --optim.steps 2"
     with pytest.raises(ValueError, match=r"^data\.long=skip applies to whole documents.* data\.rows=pack or single"):
-        check(parse([*flags.split(), "--data.long", "skip"]))
+        check_options(parse([*flags.split(), "--data.long", "skip"]))
     with pytest.raises(ValueError, match=r"^data\.isolate needs data\.rows=pack, but data\.rows=single"):
-        check(parse([*flags.split(), "--data.isolate", "--data.rows", "single"]))
+        check_options(parse([*flags.split(), "--data.isolate", "--data.rows", "single"]))

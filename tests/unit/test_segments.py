@@ -32,6 +32,7 @@ from acsgd.io.data.tokens import pipeline
 from acsgd.io.files.cache import lock_file
 from acsgd.io.files.fields import from_json
 from acsgd.run.setup.rows import RowMaker
+from acsgd.tasks import find_task
 
 WINDOW = 16
 DOCUMENTS = 150
@@ -68,7 +69,7 @@ class Maker(NamedTuple):
         log = Path(self.config.log.dir).with_name(directory)
         options = dataclasses.replace(self.config.data, sources=sources or self.config.data.sources, **data)
         config = dataclasses.replace(self.config, data=options, log=LogConfig(dir=str(log)))
-        reading = read_options(options, has_labels=config.model.task == "classification")
+        reading = read_options(options, has_labels=find_task(config.model.task).has_labels)
         found = parse_sources(options.sources, options=reading)
         spec = RowSpec.of(config, self.model, self.tokenizer, found)
         maker = RowMaker(spec, self.model, self.tokenizer, "none", log.parent / "cache", log / "streams")
@@ -105,7 +106,7 @@ def maker(records: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, req
     options |= {"rows": "pack", "objective": "prefix"} if kind == "prefix" else {}
     options |= {"format": "io" if kind in ("prompts", "seq2seq") else "text"} if task != "classification" else {}
     config = Config(
-        ModelConfig("none", task=task),  # type: ignore[arg-type]
+        ModelConfig("none", task=task),
         DataConfig(sources=f"stream:{records}", sequence=24, batch=4, window=WINDOW, seed=5, **options),
         OptimConfig(lr=1e-3, steps=100),
         log=LogConfig(dir=str(tmp_path / "run")),
@@ -143,7 +144,7 @@ def test_an_epoch_has_each_row_of_the_tokenized_source_once(maker: Maker) -> Non
         epochs = [read(rows, range(epoch * total, (epoch + 1) * total)) for epoch in range(2)]
     mapped = maker.mapped()
     assert epochs[0] != epochs[1]
-    if maker.config.rows == "pack":  # each segment is packed alone
+    if find_task(maker.config.model.task).layout(maker.config.data) == "pack":  # each segment is packed alone
         assert len(mapped) <= total <= len(mapped) + 2 * -(-total // WINDOW)
     else:
         assert Counter(epochs[0]) == Counter(read(mapped, range(len(mapped))))
@@ -170,7 +171,7 @@ def test_rows_are_shuffled_within_windows(maker: Maker) -> None:
     for window in (slice(0, WINDOW), slice(WINDOW, 2 * WINDOW)):
         assert sorted(first[window]) == sorted(second[window])
         assert first[window] != second[window]
-    if maker.config.rows == "concat":
+    if find_task(maker.config.model.task).layout(maker.config.data) == "concat":
         assert sorted(first) == sorted(read(maker.mapped(), range(2 * WINDOW)))
 
 

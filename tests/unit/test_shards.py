@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 
 from acsgd.errors import RunError
 from acsgd.layers.composed import ComposedModel, State
+from acsgd.model_classes import MODEL_CLASSES, ModelClass
 from acsgd.shards.config import read_config
 from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import ShardDirectory
@@ -26,7 +27,6 @@ from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.load import LayerLoader, RandomWeights, WeightSource
 from acsgd.shards.manifest import MANIFEST, Manifest
 from acsgd.shards.weights import Weight
-from acsgd.tasks import TASKS, Task
 
 TinyModel = Callable[..., Path]
 Convert = Callable[[Path], Path]
@@ -50,7 +50,7 @@ def convert(tmp_path: Path) -> Convert:
 
 def logits(directory: Path, source: WeightSource) -> tuple[Tensor, list[Weight]]:
     """Return the logits of a model run layer by layer, as stages do, and its weights."""
-    config, task = read_config(directory), TASKS["lm"]
+    config, task = read_config(directory), MODEL_CLASSES["lm"]
     model, description = task.build(config).eval(), task.layers(config)
     composed = ComposedModel(model, description)
     loader = LayerLoader(model, description, source, device=CPU, dtype=torch.float32)
@@ -171,7 +171,7 @@ def test_loaded_weights_keep_no_file_mapped(dtype: torch.dtype, tiny_model: Tiny
     """A master weight in a mapped file would occupy memory twice, and change if the file is replaced."""
     directory = convert(tiny_model())
     config = read_config(directory)
-    model, description = TASKS["lm"].build(config), TASKS["lm"].layers(config)
+    model, description = MODEL_CLASSES["lm"].build(config), MODEL_CLASSES["lm"].layers(config)
     loader = LayerLoader(model, description, ShardDirectory(directory), device=CPU, dtype=dtype)
     held = [loader.load(index) for index in range(len(description.layers))]
     assert str(directory) not in Path("/proc/self/maps").read_text()
@@ -205,7 +205,7 @@ def test_a_directory_without_shards_is_refused(
 def test_new_weights_depend_on_seed_and_layer_alone_and_are_drawn_as_transformers_does(
     family: str, tiny_model: TinyModel
 ) -> None:
-    config, task = read_config(tiny_model(family)), TASKS["lm"]
+    config, task = read_config(tiny_model(family)), MODEL_CLASSES["lm"]
     model, description = task.build(config), task.layers(config)
 
     def draw(seed: int, index: int) -> dict[str, Tensor]:
@@ -243,12 +243,12 @@ def test_new_weights_of_all_layers_build_the_structure_of_the_model_once(tiny_mo
     """Once per layer, a model of 5000 blocks would take hours."""
     built: list[PreTrainedModel] = []
 
-    class Counted(Task):
+    class Counted(ModelClass):
         def build(self, config: PreTrainedConfig) -> PreTrainedModel:
             built.append(super().build(config))
             return built[-1]
 
-    config, lm = read_config(tiny_model()), TASKS["lm"]
+    config, lm = read_config(tiny_model()), MODEL_CLASSES["lm"]
     model, description = lm.build(config), lm.layers(config)
     source = RandomWeights(Counted(*dataclasses.astuple(lm)), config, description, seed=1)
     for layer in description.layers:

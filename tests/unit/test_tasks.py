@@ -11,9 +11,9 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, logging
 
 from acsgd.layers.description import LayersError
-from acsgd.tasks import IGNORED, TASKS
+from acsgd.model_classes import IGNORED, MODEL_CLASSES
 
-LM = TASKS["lm"]
+LM = MODEL_CLASSES["lm"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -58,8 +58,8 @@ def test_the_loss_of_tokens_is_summed_over_those_that_are_not_ignored(label_smoo
 
 def test_the_losses_of_examples_are_summed() -> None:
     logits = torch.tensor([[1.0, 2.0, 4.0], [0.5, 0.0, -1.0]])
-    classes = TASKS["classification"].loss(logits, torch.tensor([2, 0]), 0.0)
+    classes = MODEL_CLASSES["classification"].loss(logits, torch.tensor([2, 0]), 0.0)
     log_softmax = logits.log_softmax(-1)
     torch.testing.assert_close(classes, -(log_softmax[0, 2] + log_softmax[1, 0]))
-    numbers = TASKS["regression"].loss(torch.tensor([[1.0], [3.0]]), torch.tensor([0.5, -1.0]), 0.0)
+    numbers = MODEL_CLASSES["regression"].loss(torch.tensor([[1.0], [3.0]]), torch.tensor([0.5, -1.0]), 0.0)
     assert numbers.item() == 0.5**2 + 4.0**2

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -17,14 +18,15 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from acsgd.commands.data.findings import Finding, LabelCounts
-from acsgd.commands.data.show import open_sources
+from acsgd.commands.data.show import open_sources, unused_run
 from acsgd.config.options import DataConfig
-from acsgd.io.data.formats.labels import LABELLED, labels_of
+from acsgd.io.data.row_spec import RowSpec
 from acsgd.io.data.sources.base import BadRecord, RecordCounts, Source
 from acsgd.io.data.tokens.encode import Encoded, Encoder
-from acsgd.io.data.tokens.encode_examples import encoder_of
 from acsgd.io.data.tokens.pipeline import RecordPart, encode_source, progress
 from acsgd.notes import print_note, report_if_slow
+from acsgd.tasks import find_task
+from acsgd.tasks.base import RowContext, Task
 
 BAR_CHARS = 40
 INVALID = ("malformed", "empty")
@@ -38,7 +40,7 @@ class SourceReport:
     """What was found in one source."""
 
     name: str
-    task: str
+    task: Task
     sequence: int | None
     """Length above which a document is too long, tokens."""
     labels: LabelCounts | None
@@ -74,11 +76,8 @@ class SourceReport:
 
     def add_documents(self, places: Sequence[str], lengths: NDArray[np.int64], encoded: Encoded) -> None:
         """Count documents. places: of their last parts; lengths: numbers of tokens."""
-        longest = lengths
-        if self.task == "seq2seq":  # prompt and answer have a row each
-            answers = np.diff(np.concatenate([[0], np.cumsum(encoded.targets)])[[0, *encoded.ends]])
-            longest = np.maximum(answers, lengths - answers)
-        for where, tokens, in_row in zip(places, lengths.tolist(), longest.tolist(), strict=True):
+        in_rows = self.task.tokens_in_row(lengths, encoded)
+        for where, tokens, in_row in zip(places, lengths.tolist(), in_rows.tolist(), strict=True):
             self.documents += 1
             self.lengths[tokens.bit_length()] += 1
             if self.sequence is not None and in_row > self.sequence:
@@ -87,18 +86,23 @@ class SourceReport:
             self.labels.add(encoded.labels)
 
 
-def check(data: DataConfig, model: str, task: str, sequence: int | None) -> bool:
+def check(data: DataConfig, model: str, task_name: str, sequence: int | None) -> bool:
     """Print a report on each source; return whether all are valid. Raises ValueError.
 
     sequence: as of SourceReport.
     """
-    sources, tokenizer, config = open_sources(data, model, task)
+    task, (sources, tokenizer, config) = find_task(task_name), open_sources(data, model, task_name)
+    data = replace(data, sequence=MAX_TOKENS, long="truncate")
+    spec = RowSpec.of(unused_run(data, model, task_name), task, config, tokenizer, ())
+    context = RowContext(spec, config, tokenizer, model, Path())
     console = Console(soft_wrap=True, highlight=False)
     reports = []
     for source in sources:
-        labels = LabelCounts(labels_of(task, config)) if task in LABELLED else None
-        encoder = encoder_of(task, tokenizer, config, MAX_TOKENS, "truncate")
-        reports.append(_examine(source, tokenizer, encoder, SourceReport(source.name, task, sequence, labels)))
+        labels = task.labels(config)
+        counts = None if labels is None else LabelCounts(labels)
+        reports.append(
+            _examine(source, tokenizer, task.encoder(context), SourceReport(source.name, task, sequence, counts))
+        )
     for report in reports:
         _print(report, console)
     return all(report.is_valid for report in reports)

@@ -57,7 +57,7 @@ class Show(DataOptions):
     """Number of records or rows of each source."""
     sequence: Annotated[int, Range(1, 2**24)] | None = None
     """Sequence length, as data.sequence of a run. Default: records are shown, not rows."""
-    task: Literal["lm", "classification", "regression", "seq2seq"] = "lm"
+    task: str = "lm"
     """What the model is trained for, as model.task of a run. Other tasks than lm need --sequence."""
     rows: Literal["concat", "pack", "single"] | None = None
     """How documents are put into rows, as data.rows of a run. Needs --sequence."""
@@ -83,7 +83,7 @@ class Show(DataOptions):
 
             show_rows(self.config(), self.model, self.task, self.n)
             return
-        if (self.task, self.objective, self.rows or self.long) != ("lm", "causal", None):
+        if (self.task, self.objective, self.rows or self.long) != (Show.task, Show.objective, None):
             raise ValueError("--task, --rows, --long and --objective are options of rows; give --sequence, too")
         show_records(self.config(), self.model, self.n)
 
@@ -97,7 +97,7 @@ class Check(DataOptions):
 
     sequence: Annotated[int, Range(1, 2**24)] | None = None
     """Length above which a record is too long, tokens; for seq2seq of prompt and answer each. Default: none."""
-    task: Literal["lm", "classification", "regression", "seq2seq"] = "lm"
+    task: str = "lm"
     """What the model is trained for, as model.task of a run. Labels are compared with the classes of the model."""
 
     def run(self) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,23 +15,18 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from acsgd.config.checks import check
 from acsgd.config.options import Config, DataConfig, ModelConfig, OptimConfig
 from acsgd.io.data.formats.formats import read_each, read_options
-from acsgd.io.data.formats.labels import LABELLED
 from acsgd.io.data.row_spec import RowSpec
-from acsgd.io.data.rows.base import INPUT_IDS, LABELS, LENGTHS, Row
-from acsgd.io.data.rows.labelled import MASK
 from acsgd.io.data.sources.base import BadRecord, RecordCounts, Source
 from acsgd.io.data.sources.sources import WeightedSource, parse_sources
 from acsgd.io.data.sources.streamed import PREFIX, Streamed
 from acsgd.io.data.tokens.encode import DocumentEncoder
-from acsgd.layers.masks import DOCUMENTS
 from acsgd.run.setup.rows import RowMaker
 from acsgd.shards.config import read_config
 from acsgd.shards.hub import find_model
 from acsgd.shards.tokenizer import load_tokenizer
-from acsgd.tasks import IGNORED
+from acsgd.tasks import check_options, find_task
 
 
 def refuse_streams(sources: Sequence[Source], action: str) -> None:
@@ -48,11 +43,16 @@ def open_sources(
 
     Raises ValueError.
     """
-    options = read_options(data, has_labels=task in LABELLED)
+    options = read_options(data, has_labels=find_task(task).has_labels)
     sources = [source for source, _ in parse_sources(data.sources, key="source", options=options)]
     directory = find_model(model, option="--model", weights=False)
-    config = read_config(directory, task)
+    config = read_config(directory, find_task(task).model_class.name)
     return sources, load_tokenizer(directory, config), config
+
+
+def unused_run(data: DataConfig, model: str, task: str) -> Config:
+    """Return the options of a run with some data, of which nothing else matters."""
+    return Config(ModelConfig(model, task=task), data, OptimConfig(lr=1e-3, steps=1, warmup=0))
 
 
 MAX_TOKENS = 2000
@@ -96,67 +96,27 @@ def decoded(
     return text
 
 
-TaskName = Literal["lm", "classification", "regression", "seq2seq"]
-
-
-def show_rows(data: DataConfig, model: str, task: TaskName, number: int) -> None:
+def show_rows(data: DataConfig, model: str, task_name: str, number: int) -> None:
     """Print the first rows of each source, after the notes of a run. Raises ValueError."""
-    config = Config(ModelConfig(model, task=task), data, OptimConfig(lr=1e-3, steps=1, warmup=0))
-    check(config)
-    found, tokenizer, model_config = open_sources(data, model, task)
+    config = unused_run(data, model, task_name)
+    task = check_options(config)
+    found, tokenizer, model_config = open_sources(data, model, task_name)
     refuse_streams(found, "--sequence")
     sources = [WeightedSource(source, None) for source in found]
     console = Console(soft_wrap=True, highlight=False)
-    if config.rows != "concat" and task == "lm":
+    if task.layout(data) != "concat":
         config = replace(config, data=replace(data, isolate=True))  # then rows have the borders of their documents
-    spec = RowSpec.of(config, model_config, tokenizer, sources)
+    marks = not console.is_terminal
+    spec = RowSpec.of(config, task, model_config, tokenizer, sources)
     with tempfile.TemporaryDirectory(prefix="acsgd-") as name:
         cache = Path(name)
-        for rows in RowMaker(spec, model_config, tokenizer, model, cache, cache).open(sources):
-            masked = "dimmed" if console.is_terminal else "in ⟦⟧"
+        for rows in RowMaker(spec, model_config, tokenizer, model, cache, stream_dir=cache).open(sources):
+            masked = "in ⟦⟧" if marks else "dimmed"
             console.print(Text("\n".join([*rows.notes, f"masked tokens are {masked}"]), style="bold"))
             for index in range(min(number, len(rows))):
-                row, name = rows.read(index), f"row {index + 1} of {len(rows):,}"
-                for line in _lines(row, name, task, model_config, tokenizer, marks=not console.is_terminal):
-                    console.print(line)
-
-
-def _lines(
-    row: Row, name: str, task: TaskName, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, marks: bool
-) -> Iterator[Text]:
-    """Yield the lines about a row."""
-    if task == "lm":
-        yield from _documents(row, name, tokenizer, marks=marks)
-        return
-    inputs, labels = row[INPUT_IDS][row[MASK] == 1], row[LABELS]
-    padding = len(row[MASK]) - len(inputs)
-    if task == "seq2seq":
-        target = labels[labels != IGNORED]
-        sizes = f"{len(inputs)} and {len(target)} tokens, {padding} and {len(labels) - len(target)} padding"
-        yield Text(f"\n{name}: {sizes}", style="bold")
-        yield decoded(inputs, np.zeros(len(inputs), dtype=bool), tokenizer, marks=marks)
-        yield decoded(target, np.ones(len(target), dtype=bool), tokenizer, marks=marks)
-        return
-    names = {int(number): name for number, name in (config.id2label or {}).items()}
-    label = f"{labels:g}" if task == "regression" else f"{labels} ({names.get(int(labels))})"
-    yield Text(f"\n{name}: {len(inputs)} tokens, {padding} padding; label {label}", style="bold")
-    yield decoded(inputs, np.ones(len(inputs), dtype=bool), tokenizer, marks=marks)
-
-
-def _documents(row: Row, name: str, tokenizer: PreTrainedTokenizerBase, *, marks: bool) -> Iterator[Text]:
-    """Yield the documents of a row of a language model, each with the label of its last token at its end."""
-    length = int(row[LENGTHS][0])
-    tokens, labels = row[INPUT_IDS][:length], row[LABELS][:length]
-    documents = row.get(DOCUMENTS, np.zeros(length))[:length]
-    starts = [0, *(np.flatnonzero(np.diff(documents)) + 1).tolist()]
-    padding = len(row[INPUT_IDS]) - length
-    learned = int((labels != IGNORED).sum())
-    parts = f"{len(starts)} documents, " if DOCUMENTS in row else ""
-    yield Text(f"\n{name}: {parts}{length} tokens, {learned} labels, {padding} padding", style="bold")
-    for number, (start, stop) in enumerate(zip(starts, [*starts[1:], length], strict=True), start=1):
-        if DOCUMENTS in row:
-            yield Text(f"document {number}", style="bold")
-        seen = np.concatenate([tokens[start:stop], labels[stop - 1 : stop]])
-        is_target = np.concatenate([[False], labels[start:stop] != IGNORED])
-        known = seen != IGNORED
-        yield decoded(seen[known], is_target[known], tokenizer, marks=marks)
+                summary, texts = task.show(rows.read(index), model_config)
+                console.print(Text(f"\nrow {index + 1} of {len(rows):,}: {summary}", style="bold"))
+                for text in texts:
+                    if text.title is not None:
+                        console.print(Text(text.title, style="bold"))
+                    console.print(decoded(text.tokens, text.is_target, tokenizer, marks=marks))

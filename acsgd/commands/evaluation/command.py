@@ -103,7 +103,7 @@ def _warnings(model: EvaluatedModel) -> list[str]:
 
 def _check_head(model: RunModel) -> None:
     """Raise ValueError if the files of a Hugging Face model lack its head: a new one has learned nothing."""
-    if model.task.has_new_head and (new := open_hf(model.directory, model.task.name).new):
+    if model.task.model_class.has_new_head and (new := open_hf(model.directory, model.task.model_class.name).new):
         raise ValueError(
             f"{model.directory} has no head for {model.task.name}, {first_names(sorted(new))}; give a trained model, "
             "or the --task that it has a head for"

@@ -111,7 +111,7 @@ def config_of(options: EvalOptions, model: EvaluatedModel, world_size: int) -> C
     return Config(
         model=ModelConfig(
             model.name,
-            task=options.task or model.task or "lm",  # type: ignore[arg-type]  # of TASKS
+            task=options.task or model.task or "lm",
             dtype=options.dtype or model.options.get("model.dtype") or "fp32",
         ),
         data=data_of(

@@ -37,7 +37,7 @@ class EvalOptions:
     """Metrics besides the loss, as eval.metrics of a run."""
     json: bool = False
     """Print JSON instead of a table."""
-    task: Literal["lm", "classification", "regression", "seq2seq"] | None = None
+    task: str | None = None
     """What the model is trained for. Default: that of layer shards, "lm" for a Hugging Face model."""
     sequence: Annotated[int, Range(1, 2**24)] | None = None
     """Sequence length, tokens. Default: that of the run that saved the checkpoint."""

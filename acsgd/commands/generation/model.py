@@ -21,6 +21,7 @@ from acsgd.config.adapters import Adapter, VirtualTokens, parse_adapter
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.layers.skeleton import set_buffer, set_tied_parameter
+from acsgd.model_classes import MODEL_CLASSES, ModelClass
 from acsgd.notes import print_note
 from acsgd.shards.check import first_names
 from acsgd.shards.config import CONFIG, read_config
@@ -32,7 +33,6 @@ from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.locate import open_hf
 from acsgd.shards.manifest import MANIFEST
 from acsgd.shards.tokenizer import load_tokenizer
-from acsgd.tasks import TASKS, Task
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -118,7 +118,7 @@ def _load(directory: Path, *, dtype: torch.dtype | None, device: torch.device, p
 
 def _open(
     directory: Path,
-) -> tuple[Task, PreTrainedConfig, Adapter | None, Callable[[PreTrainedModel], NamedTensors]]:
+) -> tuple[ModelClass, PreTrainedConfig, Adapter | None, Callable[[PreTrainedModel], NamedTensors]]:
     """Open a model directory; return task, config and adapter, and a function that yields the tensors of the model."""
     if os.path.lexists(directory / MANIFEST):
         shards = ShardDirectory(directory)
@@ -128,10 +128,10 @@ def _open(
         is_verified = shards.verified_layers is not None
         config = read_config(directory, task, is_valid=lambda config: is_verified)
         adapter = parse_adapter(shards.manifest.adapter)
-        return TASKS[task], config, adapter, functools.partial(_shard_tensors, shards)
+        return MODEL_CLASSES[task], config, adapter, functools.partial(_shard_tensors, shards)
     task = "seq2seq" if read_json_object(directory / CONFIG).get("is_encoder_decoder") else "lm"
     opened = open_hf(directory, task)
-    return TASKS[task], opened.config, None, functools.partial(_hf_tensors, opened)
+    return MODEL_CLASSES[task], opened.config, None, functools.partial(_hf_tensors, opened)
 
 
 def _generation_config(directory: Path) -> GenerationConfig:

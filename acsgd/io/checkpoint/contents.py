@@ -24,6 +24,7 @@ from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import Mode
 from acsgd.errors import CorruptFileError
 from acsgd.io.checkpoint.progress import RunState
+from acsgd.model_classes import MODEL_CLASSES
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import OptimizerSpec
 from acsgd.shards.check import FLOATING, Expected, check_tensors, expected_tensors, first_names
@@ -31,7 +32,6 @@ from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.layer_tensors import hidden_matrices, layer_tensors
 from acsgd.shards.manifest import MANIFEST
 from acsgd.shards.weights import StateTensor
-from acsgd.tasks import TASKS
 
 LOCAL_OPTIMIZER = "optimizer."
 """Prefix of the names of optimizer state that is saved per replica, since replicas have local weights."""
@@ -65,7 +65,7 @@ class Contents:
             raise CorruptFileError(
                 shards.path / MANIFEST, f"is invalid: its layers are not those of the model ({first_names(differing)})"
             )
-        model = build_adapted(TASKS[manifest.task], config, parse_adapter(manifest.adapter))
+        model = build_adapted(MODEL_CLASSES[manifest.task], config, parse_adapter(manifest.adapter))
         run = RunState.of(shards)
         if run is None:
             return cls(shards, model, None, (), ())

@@ -46,9 +46,9 @@ class BatchReader:
         """
         micros = self.micros if micros is None else micros
         mine = slice(micros.start * self.rows.micro, micros.stop * self.rows.micro)
-        sources, indices, ids, epochs = (field[mine] for field in self.sampler.samples(step).dealt())
+        sources, indices, ids, epochs = (field[mine] for field in self.sampler.samples(step).dealt(self.sampler.unit))
         rows = self.rows.read(sources, indices, epochs)
-        upcoming = self.sampler.samples(step + 1).dealt().ids[mine]
+        upcoming = self.sampler.samples(step + 1).dealt(self.sampler.unit).ids[mine]
         return Batch(
             inputs=rows.inputs,
             labels=rows.labels,

@@ -19,7 +19,7 @@ from acsgd.io.data.sampler import Ints, deal
 from acsgd.io.data.sources.base import ReadOptions
 from acsgd.io.data.sources.sources import DEFAULTS, WeightedSource, parse_sources
 from acsgd.layers.batch import Batch
-from acsgd.tasks import IGNORED
+from acsgd.model_classes import IGNORED
 
 
 def parse_eval(spec: str | None, fraction: float, *, options: ReadOptions = DEFAULTS) -> tuple[WeightedSource, ...]:
@@ -38,15 +38,17 @@ def parse_eval(spec: str | None, fraction: float, *, options: ReadOptions = DEFA
     return sources
 
 
-def split(sequences: int, fraction: float) -> int:
+def split(sequences: int, fraction: float, unit: int = 1) -> int:
     """Return the number of training sequences of a source; the `fraction` at its end is held out.
 
     Sequence i has the tokens i T + 1 .. (i + 1) T as targets, so no target is both trained on and held out. If
-    fraction > 0, at least one sequence is held out and at least one is trained on. Raises ValueError if the source has
-    fewer than two.
+    fraction > 0, at least one sequence is held out and at least one is trained on. unit: number of consecutive
+    sequences that stay together. Raises ValueError if the source has fewer than two.
     """
     if fraction == 0:
         return sequences
+    if unit > 1:
+        return unit * split(sequences // unit, fraction)
     if sequences < 2:
         raise ValueError(
             f"data.eval_fraction={fraction} needs at least two sequences in each source, but one has {sequences}; use "
@@ -56,12 +58,12 @@ def split(sequences: int, fraction: float) -> int:
 
 
 def held_out(
-    training: RowReader, separate: RowReader, fraction: float, *, replicas: int, replica: int
+    training: RowReader, separate: RowReader, fraction: float, *, replicas: int, replica: int, unit: int = 1
 ) -> HeldOut | None:
     """Return the held-out data of one replica, None if nothing is held out.
 
-    training: data.sources; separate: data.eval_sources, may be empty; fraction: data.eval_fraction, 0 if they are not.
-    Raises ValueError if a source is too short.
+    training: data.sources; separate: data.eval_sources, may be empty; fraction: data.eval_fraction, 0 if they are not;
+    unit: as of `split`. Raises ValueError if a source is too short.
     """
     if not separate.rows and fraction == 0:
         return None
@@ -69,7 +71,7 @@ def held_out(
     sizes = [len(rows) for rows in reader.rows]
     return HeldOut(
         reader,
-        [range(0 if separate.rows else split(size, fraction), size) for size in sizes],
+        [range(0 if separate.rows else split(size, fraction, unit), size) for size in sizes],
         replicas=replicas,
         replica=replica,
         notes=separate.notes,  # those of the training sources are in BatchReader.notes

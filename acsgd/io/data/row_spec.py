@@ -12,19 +12,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from acsgd.config.options import Config, DataConfig
 from acsgd.io.data.formats.formats import read_options
-from acsgd.io.data.formats.labels import LABELLED, labels_of
+from acsgd.io.data.formats.labels import Labels
 from acsgd.io.data.sources.base import ReadOptions
 from acsgd.io.data.sources.sources import WeightedSource
 from acsgd.io.data.sources.streamed import Streamed
+from acsgd.model_classes import TOKEN_TYPES, ModelClass
 from acsgd.shards.tokenizer import DocumentTokens, name_tokens, padding_id
-from acsgd.tasks import TASKS, TOKEN_TYPES
 
+RowPlacement = Literal["concat", "pack", "single"]
 LongDocument = Literal["split", "truncate", "skip", "error"]
 
 
@@ -114,6 +115,28 @@ def _at(stage: RowStage, name: str | None = None, *, unrecorded: object = None) 
     return {"stage": stage, "name": name, "unrecorded": unrecorded}
 
 
+class RowTask(Protocol):
+    """What rows depend on of a task; see `acsgd.tasks.base.Task`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def model_class(self) -> ModelClass: ...
+
+    @property
+    def has_documents(self) -> bool: ...
+
+    @property
+    def has_labels(self) -> bool: ...
+
+    def layout(self, data: DataConfig) -> RowPlacement: ...
+
+    def long(self, data: DataConfig) -> LongDocument: ...
+
+    def labels(self, model: PreTrainedConfig) -> Labels | None: ...
+
+
 @dataclass(frozen=True)
 class RowSpec:
     """What the rows of a run depend on besides the records of their sources: options of [data], and what follows from
@@ -142,7 +165,7 @@ class RowSpec:
     sequence: int = field(metadata=_at(RowStage.LAYOUT))
     virtual_tokens: int = field(metadata=_at(RowStage.LAYOUT))
     """Number of tokens of a sequence that stand for embeddings of an adapter."""
-    rows: Literal["concat", "pack", "single"] = field(metadata=_at(RowStage.LAYOUT, unrecorded="concat"))
+    rows: RowPlacement = field(metadata=_at(RowStage.LAYOUT, unrecorded="concat"))
     long: LongDocument | None = field(metadata=_at(RowStage.LAYOUT))
     objective: Literal["causal", "prefix", "ul2r"] = field(metadata=_at(RowStage.LAYOUT, unrecorded="causal"))
     sentinels: str | None = field(metadata=_at(RowStage.LAYOUT))
@@ -163,6 +186,7 @@ class RowSpec:
     def of(
         cls,
         config: Config,
+        task: RowTask,
         model: PreTrainedConfig,
         tokenizer: PreTrainedTokenizerBase,
         sources: Sequence[WeightedSource],
@@ -173,31 +197,32 @@ class RowSpec:
 
         Raises ValueError if the tokenizer lacks a token that is needed.
         """
-        data, task, is_concat = config.data, config.model.task, config.rows == "concat"
+        data, rows, long = config.data, task.layout(config.data), task.long(config.data)
         # before the hash: a first use drops truncation and padding that tokenizer.json may set, as checkpoints have it
-        document = DocumentTokens.of(tokenizer) if task == "lm" else None
+        document = DocumentTokens.of(tokenizer) if task.has_documents else None
         denoising = denoising_tokens(tokenizer, data.modes, data.sentinels) if data.objective == "ul2r" else None
-        has_types = TOKEN_TYPES in TASKS[task].inputs_of(model) and TOKEN_TYPES in tokenizer.model_input_names
+        has_types = TOKEN_TYPES in task.model_class.inputs_of(model) and TOKEN_TYPES in tokenizer.model_input_names
+        labels = task.labels(model)
         return cls(
-            reading=read_options(data, has_labels=task in LABELLED),
+            reading=read_options(data, has_labels=task.has_labels),
             tokenizer=tokenizer_fingerprint(tokenizer),
             templates=f"{tokenizer.chat_template} {tokenizer.special_tokens_map}",
-            task=task,
+            task=task.name,
             begin=document.begin if document else None,
             end=document.end if document else None,
-            labels=labels_of(task, model).key if task in LABELLED else "",
+            labels=labels.key if labels else "",
             has_types=has_types,
-            truncation=None if document else (data.sequence, "truncate" if config.long == "split" else config.long),
+            truncation=None if document else (data.sequence, "truncate" if long == "split" else long),
             sequence=data.sequence,
             virtual_tokens=virtual_tokens,
-            rows=config.rows,
-            long=None if is_concat else config.long,
+            rows=rows,
+            long=None if rows == "concat" else long,
             objective=data.objective,
             sentinels=data.sentinels if denoising else None,
             modes=data.modes if denoising else None,
             denoising=denoising,
             window=data.window if any(isinstance(source, Streamed) for source, _ in sources) else None,
-            isolate=None if is_concat else data.isolate,
+            isolate=None if rows == "concat" else data.isolate,
             seed=data.seed,
             padding=padding_id(tokenizer, model),
             batch=data.batch,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -59,13 +59,20 @@ class Samples(NamedTuple):
     epochs: Ints
     """Number of earlier epochs of the source; 0 if it is streamed."""
 
-    def dealt(self) -> Samples:
+    def expanded(self, unit: int) -> Samples:
+        """Return the sequences of samples that consist of `unit` consecutive ones each."""
+        sources, indices, ids, epochs = (np.repeat(field, unit) for field in self)
+        offsets = np.arange(len(ids)) % unit
+        return Samples(sources, indices * unit + offsets, ids * unit + offsets, epochs)
+
+    def dealt(self, unit: int = 1) -> Samples:
         """Return the samples in the order in which they are dealt to micro-batches and replicas.
 
         Sorted by a hash of the sample id. So a sequence has about the same position in every batch and mostly returns
-        to the same replica, whose links may have its activations in their caches.
+        to the same replica, whose links may have its activations in their caches. unit: number of consecutive samples
+        that stay together.
         """
-        order = np.argsort(_mix(self.ids.astype(np.uint64)), kind="stable")
+        order = np.argsort(_mix((self.ids // unit).astype(np.uint64)), kind="stable")
         return Samples(*(field[order] for field in self))
 
 
@@ -84,6 +91,8 @@ class Sampler:
     """Slots of each source per block: `block_counts`. (1,) = no weights: all sources are sampled as one."""
     sizes: tuple[int | None, ...]
     """Number of sequences of each source; None for a streamed one, which has to have a weight beside others."""
+    unit: int = 1
+    """Number of consecutive sequences of a source that are drawn together; divides `batch` and `sizes`."""
 
     @property
     def num_known(self) -> int:
@@ -111,6 +120,10 @@ class Sampler:
 
     def samples(self, step: int) -> Samples:
         """Return the global batch of a step, counted from 0. The cost does not depend on the step."""
+        if self.unit > 1:
+            sizes = tuple(None if size is None else size // self.unit for size in self.sizes)
+            units = replace(self, batch=self.batch // self.unit, sizes=sizes, unit=1)
+            return units.samples(step).expanded(self.unit)
         drawn, draws = self._draws(step)
         indices, ids, epochs = (np.zeros_like(draws) for _ in range(3))
         start = 0

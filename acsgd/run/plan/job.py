@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from acsgd import codecs
-from acsgd.config.checks import check
 from acsgd.config.options import Config
 from acsgd.config.run_file import to_toml
 from acsgd.config.spec import suggest, to_spec
 from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.io.data.formats.formats import read_options
-from acsgd.io.data.formats.labels import LABELLED
 from acsgd.io.data.held_out import parse_eval
+from acsgd.io.data.row_spec import RowPlacement
 from acsgd.io.data.sampler import deal
 from acsgd.io.data.sources.glue import Glue
 from acsgd.io.data.sources.sources import WeightedSource, check_weights, parse_sources
@@ -37,6 +36,7 @@ from acsgd.run.plan.model import RunModel, open_run_model
 from acsgd.run.plan.plugins import Plugins, check_capabilities, check_deal, parse_plugins
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams, open_streams
+from acsgd.tasks import check_options, find_task
 from acsgd.topology import Topology
 
 
@@ -128,6 +128,11 @@ class Job:
         return RowRoute(owner=first[tied.owner], user=first[user])
 
     @property
+    def rows(self) -> RowPlacement:
+        """How documents are put into sequences."""
+        return self.model.task.layout(self.config.data)
+
+    @property
     def wants_inputs(self) -> bool:
         """Whether this rank needs the values of the model's inputs, not only their shapes."""
         own = (self.model.layers[layer] for layer in self.layout.layers)
@@ -151,7 +156,7 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True) -> Job:
 
     trains: False for a job that is only evaluated, which needs less memory.
     """
-    check(config)
+    check_options(config)
     check_trackers(config.log.to)
     check_directories(config, launch.rank)
     topology = Topology.of(launch.rank, launch.world_size, config.pp.stages)
@@ -191,7 +196,7 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True) -> Job:
 
 def _open_sources(config: Config, plugins: Plugins) -> tuple[tuple[WeightedSource, ...], tuple[WeightedSource, ...]]:
     """Return the sources of training and those of data.eval_sources."""
-    options = read_options(config.data, has_labels=config.model.task in LABELLED)
+    options = read_options(config.data, has_labels=find_task(config.model.task).has_labels)
     sources = parse_sources(config.data.sources, options=options)
     eval_sources = parse_eval(config.data.eval_sources, config.data.eval_fraction, options=options)
     check_streams(config, sources, eval_sources, plugins)
@@ -202,7 +207,7 @@ def _open_sources(config: Config, plugins: Plugins) -> tuple[tuple[WeightedSourc
 def _choose_metrics(config: Config, sources: Sequence[WeightedSource]) -> tuple[str, ...]:
     """Return the metrics of evaluations: those of eval.metrics, else of GLUE's tasks in the sources or of the task."""
     suggested = [name for source, _ in sources if isinstance(source, Glue) for name in source.metrics]
-    metrics, best = choose_metrics(config.eval.metrics, config.model.task, suggested), config.checkpoint.best
+    metrics, best = choose_metrics(config.eval.metrics, find_task(config.model.task), suggested), config.checkpoint.best
     if best is not None and best not in metrics:
         raise ValueError(
             f'checkpoint.best="{best}" is not a metric of this run\'s evaluations'

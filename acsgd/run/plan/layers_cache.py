@@ -19,9 +19,9 @@ from acsgd.io.files.cache import open_cached
 from acsgd.io.files.fields import from_json
 from acsgd.layers.description import ModelLayers
 from acsgd.layers.verify import Verification
+from acsgd.model_classes import ModelClass
 from acsgd.notes import print_note, report_if_slow
 from acsgd.shards.plan import layer_costs
-from acsgd.tasks import Task
 
 FORMAT = 6
 """Version of the derivation and of the estimate of costs; part of every key."""
@@ -43,11 +43,11 @@ class LayerCosts:
 
 
 class LayersCache:
-    """Verified layers of models for one task, and their costs; a file for each config."""
+    """Verified layers of models of one class, and their costs; a file for each config."""
 
-    def __init__(self, directory: Path, task: Task) -> None:
+    def __init__(self, directory: Path, model_class: ModelClass) -> None:
         self.directory = directory
-        self._task = task
+        self._class = model_class
 
     def find(self, config: PreTrainedConfig) -> ModelLayers | None:
         """Return the layers of a model; None if they are not in the cache. Writes nothing."""
@@ -64,7 +64,7 @@ class LayersCache:
 
         def compare(target: Path) -> None:
             with report_if_slow(print_note, lambda: f"comparing the layers of {config.model_type} with the model"):
-                verified = VerifiedLayers(layers, self._task.verify(config, layers))
+                verified = VerifiedLayers(layers, self._class.verify(config, layers))
             target.write_text(json.dumps(asdict(verified)))
 
         return open_cached(self._path(config), compare, _read, reports_wait=reports_wait).verification
@@ -76,7 +76,7 @@ class LayersCache:
         try:
             return _read_costs(self._costs_path(config, layers, sizes, device), len(layers.layers))
         except (OSError, CorruptFileError):
-            return tuple(layer_costs(self._task, config, layers, sizes, device=device))
+            return tuple(layer_costs(self._class, config, layers, sizes, device=device))
 
     def keep_costs(
         self,
@@ -99,7 +99,7 @@ class LayersCache:
         """Return the file of a model. more: what its content depends on, besides config and versions of libraries."""
         parts = [
             FORMAT,
-            self._task.name,
+            self._class.name,
             config.to_json_string(use_diff=False),
             transformers.__version__,
             torch.__version__,

@@ -112,7 +112,7 @@ class BatchShapes:
     def max_targets(self) -> int:
         """Number of labels of the global batch, if none is ignored."""
         sizes = {**self.sizes, "batch": self.config.data.batch}
-        return math.prod(sizes[size] for size in self.model.task.labels)
+        return math.prod(sizes[size] for size in self.model.task.model_class.labels)
 
     @property
     def boundaries(self) -> list[dict[str, TensorSpec]]:

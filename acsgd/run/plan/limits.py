@@ -23,7 +23,7 @@ from acsgd.layers.quantize import is_quantized, quantized_bytes
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.plan.plugins import Plugins
 from acsgd.streams import Streams, available_memory_bytes
-from acsgd.tasks import TASKS
+from acsgd.tasks import find_task
 
 MAX_COMPUTES = 2**16
 """Maximum number of forwards in a step of one pipeline. Ordering and validating a program takes 0.1 ms per forward."""
@@ -50,14 +50,8 @@ def check_computes(config: Config, stages: int, micros: int) -> None:
 
 def check_reading(config: Config, micros: int, processes: int) -> None:
     """Raise ValueError if reading batches takes more memory than this host has. processes: of the run on this host."""
-    data = config.data
-    arrays = (
-        len(TASKS[config.model.task].inputs)
-        + (config.model.task != "lm")
-        + data.isolate
-        + (data.objective != "causal")
-        + 1
-    )
+    data, inputs = config.data, len(find_task(config.model.task).model_class.inputs)
+    arrays = inputs + (inputs > 1) + data.isolate + (data.objective != "causal") + 1
     needed = reading_bytes(data.batch, micros * config.pp.micro, data.sequence, arrays=arrays)
     available = available_memory_bytes()
     if needed * processes > available:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,8 @@ from acsgd.run.plan.limits import ParameterCount, check_memory, check_sequence
 from acsgd.shards.config import derive_layers, longest_sequence
 from acsgd.shards.hub import open_model
 from acsgd.streams import Streams
-from acsgd.tasks import TASKS, Task
+from acsgd.tasks import find_task
+from acsgd.tasks.base import Task
 
 
 class RunModel(NamedTuple):
@@ -48,7 +50,7 @@ class RunModel(NamedTuple):
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
         """Inputs of forward by name, each with the names of its sizes."""
-        return self.task.inputs_of(self.config)
+        return self.task.model_class.inputs_of(self.config)
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -58,7 +60,7 @@ class RunModel(NamedTuple):
     def build(self, dtype: torch.dtype) -> PreTrainedModel:
         """Build the model with its adapter, its parameters on the meta device."""
         return build_adapted(
-            self.task,
+            self.task.model_class,
             self.config,
             self.adapter,
             dtype,
@@ -76,8 +78,10 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
 
     trains: whether gradients need memory.
     """
-    task, cache = TASKS[config.model.task], layers_cache(config)
-    found = open_model(config.model, is_valid=lambda config: cache.find(config) is not None)
+    task, cache = find_task(config.model.task), layers_cache(config)
+    found = open_model(
+        replace(config.model, task=task.model_class.name), is_valid=lambda config: cache.find(config) is not None
+    )
     check_sequence(config.data.sequence, longest_sequence(found.config))
     has_frozen = config.model.freeze is not None or config.adapter.spec is not None
     quantization = None if config.model.quantize == "none" else config.model.quantize
@@ -87,12 +91,14 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
         check_memory, stages=config.pp.stages, processes=launch.local_world_size, streams=streams, trains=trains
     )
     check(count, DTYPES[config.model.dtype])
-    derived = found.layers or cache.find(found.config) or derive_layers(found.directory, found.config, task.name)
+    derived = (
+        found.layers or cache.find(found.config) or derive_layers(found.directory, found.config, task.model_class.name)
+    )
     adapter, description = parse_adapter(config.adapter.spec), _freeze(derived, config.model.freeze)
     if has_frozen:
-        built = build_adapted(task, found.config, adapter, blocks=derived.blocks, quantization=quantization)
+        built = build_adapted(task.model_class, found.config, adapter, blocks=derived.blocks, quantization=quantization)
         if adapter is not None:
-            description = with_adapter(derived, built, adapter, task.name)
+            description = with_adapter(derived, built, adapter, task.model_class.name)
         count = ParameterCount.of(built, parameter_names(built), description.frozen)
         check(count, DTYPES[config.model.dtype])
     return RunModel(
@@ -127,4 +133,4 @@ def _freeze(layers: ModelLayers, patterns: str | None) -> ModelLayers:
 
 def layers_cache(config: Config) -> LayersCache:
     """Return the layers of models that were compared with the whole model."""
-    return LayersCache(Path(config.log.dir).parent / "cache" / "layers", TASKS[config.model.task])
+    return LayersCache(Path(config.log.dir).parent / "cache" / "layers", find_task(config.model.task).model_class)

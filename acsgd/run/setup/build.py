@@ -190,12 +190,11 @@ def build_stages(
         weights = in_reduction_order(weight for layer in layers for weight in layer.weights)
         stages[index] = Stage(
             composed,
-            job.model.task.loss,
+            job.model.task,
             layers,
             job.plugins.mode.open(weights, peers),
             targets=job.shapes.max_targets,
             seed=config.data.seed,
-            predict=job.model.task.predict,
             label_smoothing=config.optim.label_smoothing,
             recompute=config.model.recompute == "layers",
             first_trained=job.model.description.first_trained,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from acsgd.config.options import Config, OptimConfig
@@ -47,14 +46,15 @@ def open_data(job: Job, groups: Groups | None = None) -> Data:
     config, topology, maker = job.config, job.topology, row_maker(job)
     rows = _open_or_receive_rows(job, maker, [*job.sources, *job.eval_sources], groups)
     training, separate = (_reader_of(job, part) for part in (rows[: len(job.sources)], rows[len(job.sources) :]))
-    fraction = maker.spec.eval_fraction
+    fraction, unit = maker.spec.eval_fraction, job.model.task.rows_per_example
     sampler = Sampler(
         seed=maker.spec.seed,
         batch=maker.spec.batch,
         counts=_slots(job, training.rows),
-        sizes=tuple(None if each.is_streamed else split(len(each), fraction) for each in training.rows),
+        sizes=tuple(None if each.is_streamed else split(len(each), fraction, unit) for each in training.rows),
+        unit=unit,
     )
-    held = held_out(training, separate, fraction, replicas=topology.replicas, replica=topology.replica)
+    held = held_out(training, separate, fraction, replicas=topology.replicas, replica=topology.replica, unit=unit)
     steps = _steps(config.optim, sampler)
     notes = (*_describe_steps(config, sampler, steps), *_describe_epochs(job.sources, sampler, steps))
     return Data(BatchReader(training, sampler, job.micro_ids), held, steps, notes, maker.spec)
@@ -131,9 +131,16 @@ def _open_or_receive_rows(
 def row_maker(job: Job) -> RowMaker:
     """Return what makes the rows of a job."""
     config, model, tokenizer = job.config, job.model.config, job.tokenizer
-    spec = RowSpec.of(config, model, tokenizer, job.sources, virtual_tokens=job.shapes.virtual_tokens)
-    streams = Path(config.log.dir) / STREAMS
-    return RowMaker(spec, model, tokenizer, config.model.name, job.paths.cache, streams, job.is_first_on_host)
+    spec = RowSpec.of(config, job.model.task, model, tokenizer, job.sources, virtual_tokens=job.shapes.virtual_tokens)
+    return RowMaker(
+        spec,
+        model,
+        tokenizer,
+        config.model.name,
+        job.paths.cache,
+        job.is_first_on_host,
+        stream_dir=job.paths.run / STREAMS,
+    )
 
 
 def _reader_of(job: Job, rows: Sequence[Rows]) -> RowReader:

@@ -27,7 +27,7 @@ def micro_shapes(job: Job) -> MicroShapes:
     has_target = any("target" in sizes for sizes in inputs.values())
     return MicroShapes(
         inputs={**inputs, DOCUMENTS: OF_TOKENS, PREFIXES: OF_TOKENS},
-        labels=job.model.task.labels,
+        labels=job.model.task.model_class.labels,
         full=Lengths(sequence, sequence if has_target else 0),
         is_cut=has_padding(job) and reason_for_padding(job) is None,
     )
@@ -35,7 +35,7 @@ def micro_shapes(job: Job) -> MicroShapes:
 
 def has_padding(job: Job) -> bool:
     """Whether rows have padding by design. Packed rows have so little that the longest is as long as the others."""
-    return job.config.rows == "single"
+    return job.rows == "single"
 
 
 def reason_for_padding(job: Job) -> str | None:

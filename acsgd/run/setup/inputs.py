@@ -21,9 +21,9 @@ from acsgd.run.initial_weights import check_base_of, open_weight_source
 from acsgd.run.plan.job import Job
 from acsgd.run.setup.data import Data, open_data
 from acsgd.run.setup.describe import describe_padding, has_padding
-from acsgd.run.setup.rows import objective_of
 from acsgd.shards.load import WeightSource
 from acsgd.shards.tokenizer import DocumentTokens, SpecialTokens, name_tokens
+from acsgd.tasks.base import objective_of
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class Checkpointing(StepHook):
             directory=job.paths.checkpoints,
             config=job.config.checkpoint,
             model_dir=job.model.directory,
-            task=job.model.task.name,
+            task=job.model.task.model_class.name,
             model=job.model.description,
             adapter=to_spec(job.model.adapter, ADAPTERS) if job.model.adapter else None,
             topology=job.topology,

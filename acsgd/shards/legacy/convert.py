@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from acsgd.model_classes import MODEL_CLASSES
 from acsgd.shards.config import CONFIG, derive_layers
 from acsgd.shards.convert import ReportProgress, write_layers
 from acsgd.shards.disk import ShardDirectory, copy_model_files, list_model_files
@@ -20,7 +21,6 @@ from acsgd.shards.legacy.model import layout_of, open_legacy, untie
 from acsgd.shards.locate import open_shards
 from acsgd.shards.manifest import Manifest
 from acsgd.shards.writer import bytes_of
-from acsgd.tasks import TASKS
 
 
 def from_legacy(
@@ -56,7 +56,7 @@ def to_legacy(source: Path, target: Path, *, report: ReportProgress = lambda don
             f"{source} is a model for the task {directory.manifest.task}; the old layout of {config.model_type} is of "
             f"the task {layout.task}"
         )
-    untied = TASKS[layout.task].build(untie(config))
+    untied = MODEL_CLASSES[layout.task].build(untie(config))
     layer_of = {key: description.index(layer) for layer, keys in description.stored().items() for key in keys}
     stored_as = {name: names[0] for names in names_of(model).values() for name in names}
     parts, stored_bytes = layout.names(untied), _stored_bytes(directory)

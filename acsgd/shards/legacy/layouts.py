@@ -37,7 +37,7 @@ class LegacyLayout:
     """Files of the models of one type."""
 
     task: str
-    """Task of the model, of those in acsgd.tasks."""
+    """Name of the model's class, of those in acsgd.model_classes."""
     blocks: str
     """Module path of the list of blocks; the file of a block holds it as a whole."""
     files: Mapping[str, Mapping[str, str]]

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from acsgd.model_classes import MODEL_CLASSES
 from acsgd.shards.check import FLOATING, first_names
 from acsgd.shards.config import CONFIG, MANY_BLOCKS, number_of_blocks, read_config
 from acsgd.shards.files import read_json_object, read_torch_file, verify_torch_file
 from acsgd.shards.legacy.layouts import BLOCK, LAYOUTS, LegacyLayout
-from acsgd.tasks import TASKS
 
 LAYER = re.compile(r"pytorch_(.+)\.pt")
 """Files of a model, one per layer."""
@@ -163,7 +163,7 @@ def open_legacy(directory: Path, config_directory: Path) -> LegacyModel:
             f"{config_directory / CONFIG} says that the model has {blocks} blocks, more than any of the replaced "
             "systems had; give config and weights of the same model"
         )
-    model = TASKS[layout.task].build(config)
+    model = MODEL_CLASSES[layout.task].build(config)
     names, new = layout.names(model), dict[str, str]()
     if layout.new_head is not None and not os.path.lexists(directory / f"pytorch_{layout.new_head}.pt"):
         new = names.pop(layout.new_head)
@@ -186,7 +186,7 @@ def layout_of(config_directory: Path) -> LegacyLayout:
     if not os.path.lexists(path):
         raise ValueError(f"{config_directory} has no {CONFIG}; give the directory of the model's with --config")
     model_type = read_json_object(path).get("model_type")
-    layouts = {name: layout for name, layout in LAYOUTS.items() if layout.task in TASKS}
+    layouts = {name: layout for name, layout in LAYOUTS.items() if layout.task in MODEL_CLASSES}
     if not isinstance(model_type, str) or model_type not in layouts:
         raise ValueError(
             f"{path} is of a model of type {model_type!r}, for which there is no old layout; there is one for "

@@ -18,7 +18,7 @@ from acsgd.io.data.formats.text import Text
 from acsgd.io.data.sources.base import TEXT, BadRecord, ReadOptions, RecordCounts, Source, SourceRecord
 from acsgd.io.data.sources.text import pieces_of
 
-FORMATS: Mapping[str, Callable[[ReadOptions, PreTrainedTokenizerBase], Format]] = {
+FORMATS: dict[str, Callable[[ReadOptions, PreTrainedTokenizerBase], Format]] = {
     "messages": Messages,
     "sharegpt": ShareGpt,
     "prompt": PromptCompletion,

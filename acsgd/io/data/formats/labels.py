@@ -10,10 +10,8 @@ from transformers import PreTrainedConfig
 from acsgd.io.data.formats.base import FormatError
 from acsgd.io.data.sources.base import Label
 from acsgd.io.data.sources.text import excerpt
-from acsgd.tasks import IGNORED
+from acsgd.model_classes import IGNORED
 
-LABELLED = ("classification", "regression")
-"""Tasks whose examples have labels."""
 MAX_VALUE = float(np.finfo(np.float32).max)
 HELP = "acsgd data check --task classification lists all labels"
 
@@ -26,13 +24,24 @@ class Labels(Protocol):
         """What the numbers depend on besides the labels; part of the cache key of tokens."""
         ...
 
+    @property
+    def dtype(self) -> type[np.generic]:
+        """Type of the numbers in rows."""
+        ...
+
     def number_of(self, label: Label) -> float:
         """Return a label as a number. Raises FormatError, with the label, if the model cannot learn it."""
+        ...
+
+    def describe(self, number: float) -> str:
+        """Return a number with its name, if it has one."""
         ...
 
 
 class Classes:
     """Classes of a model, by number or by name ("id2label" in its config.json)."""
+
+    dtype = np.int64
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.names = {int(number): str(name) for number, name in (config.id2label or {}).items()}
@@ -57,11 +66,16 @@ class Classes:
         remedy = f"correct it, or set {field} in config.json of the model ({HELP})"
         raise FormatError(f"has the label {shown(label)}, but {known}", remedy, label=label)
 
+    def describe(self, number: float) -> str:
+        """Return the number of a class with its name."""
+        return f"{number:g} ({self.names.get(int(number))})"
+
 
 class RegressionLabels:
     """Values of a regression."""
 
     key = "values"
+    dtype = np.float32
 
     def number_of(self, label: Label) -> float:
         """Return a value. Raises FormatError unless it is a finite number of fp32 other than IGNORED."""
@@ -75,10 +89,9 @@ class RegressionLabels:
             raise FormatError(reason, "shift or scale all labels", label=label)
         return float(label)
 
-
-def labels_of(task: str, config: PreTrainedConfig) -> Labels:
-    """Return what the labels of a task of LABELLED may be."""
-    return RegressionLabels() if task == "regression" else Classes(config)
+    def describe(self, number: float) -> str:
+        """Return a number."""
+        return f"{number:g}"
 
 
 def shown(label: Label) -> str:

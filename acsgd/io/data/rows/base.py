@@ -18,7 +18,7 @@ from torch import Tensor
 from acsgd.io.data.sampler import Ints
 from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.layers.lengths import Lengths, longest
-from acsgd.tasks import IGNORED
+from acsgd.model_classes import IGNORED
 
 INPUT_IDS, LABELS, LENGTHS = "input_ids", "labels", "lengths"
 """Names of the tokens, of the labels, and of the numbers of input tokens without padding in a row: `Lengths`, int [2].

@@ -10,7 +10,7 @@ from acsgd.io.data.rows.objectives import CAUSAL, Objective
 from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.io.files.arrays import sample
 from acsgd.layers.masks import DOCUMENTS, NO_PREFIX, PREFIXES
-from acsgd.tasks import IGNORED
+from acsgd.model_classes import IGNORED
 
 
 class ConcatRows:

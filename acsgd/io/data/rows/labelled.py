@@ -15,7 +15,7 @@ from acsgd.io.data.rows.base import INPUT_IDS, LABELS, LENGTHS, Row
 from acsgd.io.data.sampler import Ints
 from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.io.files.arrays import sample
-from acsgd.tasks import IGNORED, TOKEN_TYPES
+from acsgd.model_classes import IGNORED, TOKEN_TYPES
 
 MASK = "attention_mask"
 DECODER_IDS = "decoder_input_ids"
@@ -70,9 +70,10 @@ class _ExampleRows:
 
 
 class LabelledRows(_ExampleRows):
-    """Rows with a class, int64, or a number, fp32, as label.
+    """Rows with a label.
 
-    has_types: whether the model takes types of tokens. They are 0 for padding, and if the tokenizer has none.
+    dtype: of the label; has_types: whether the model takes types of tokens. They are 0 for padding, and if the
+    tokenizer has none.
     """
 
     def __init__(
@@ -81,13 +82,13 @@ class LabelledRows(_ExampleRows):
         sequence: int,
         *,
         padding: int,
-        is_regression: bool,
+        dtype: type[np.generic],
         has_types: bool = False,
     ) -> None:
         super().__init__(corpus, sequence, padding=padding)
         self._has_types = has_types
         assert corpus.labels is not None
-        self._labels = corpus.labels[:].astype(np.float32 if is_regression else np.int64)
+        self._labels = corpus.labels[:].astype(dtype)
 
     def read(self, index: int, epoch: int = 0) -> Row:
         """Read a row."""

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from acsgd.io.data.sampler import Ints
+from acsgd.model_classes import IGNORED
 from acsgd.streams import mix_seed
-from acsgd.tasks import IGNORED
 
 
 class DocumentPart(NamedTuple):

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from acsgd.io.data.row_spec import DenoisingMode, DenoisingTokens
 from acsgd.io.data.rows.objectives import DocumentPart
 from acsgd.io.data.sampler import Ints, random_words
+from acsgd.model_classes import IGNORED
 from acsgd.streams import mix_seed
-from acsgd.tasks import IGNORED
 
 
 class Denoiser(NamedTuple):

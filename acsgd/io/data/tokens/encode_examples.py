@@ -9,13 +9,13 @@ from itertools import takewhile
 from typing import Literal, NamedTuple
 
 import numpy as np
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from acsgd.io.data.formats.base import Example, FormatError
-from acsgd.io.data.formats.labels import Labels, labels_of
+from acsgd.io.data.formats.labels import Labels
 from acsgd.io.data.sources.text import PIECE_CHARS, excerpt
-from acsgd.io.data.tokens.encode import DocumentEncoder, Encoded, Encoder, EncoderState, flatten
-from acsgd.tasks import TASKS, TOKEN_TYPES
+from acsgd.io.data.tokens.encode import Encoded, EncoderState, flatten
+from acsgd.model_classes import TOKEN_TYPES
 
 LongExample = Literal["truncate", "skip", "error"]
 TOO_LONG = FormatError(f"has a text of more than {PIECE_CHARS:,} characters", "shorten it")
@@ -209,15 +209,3 @@ def prompt_and_answer(example: Example) -> tuple[str, str]:
             'use records with both, such as {"input": "...", "output": "..."}',
         )
     return texts[0], texts[1]
-
-
-def encoder_of(
-    task: str, tokenizer: PreTrainedTokenizerBase, model: PreTrainedConfig, sequence: int, long: LongExample
-) -> Encoder:
-    """Return a new encoder of the examples of a task. sequence, long: for tasks with one example per row."""
-    if task == "lm":
-        return DocumentEncoder(tokenizer)
-    if task == "seq2seq":
-        return PairEncoder(tokenizer, sequence, long)
-    has_types = TOKEN_TYPES in TASKS[task].inputs_of(model)
-    return SequenceEncoder(tokenizer, sequence, long, labels_of(task, model), has_types=has_types)

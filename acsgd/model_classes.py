@@ -1,4 +1,4 @@
-"""Tasks: what a model is trained for, which determines its head, its inputs and its loss."""
+"""Classes of models, which determine head, inputs and labels: language models, classifiers, encoder-decoders."""
 
 from __future__ import annotations
 
@@ -33,32 +33,34 @@ UNTIED = "untied_weights"
 """Field of a config with the names of parameters that the model's class ties, but whose values differ in the files of
 the model: T5 1.1 and FLAN-T5 have a head of their own, and transformers ties the head of every T5."""
 
-Loss = Callable[[Tensor, Tensor, float], Tensor]
+LogitsLoss = Callable[[Tensor, Tensor, float], Tensor]
 """Function of logits, labels and label smoothing (Szegedy et al. 2015, arXiv:1512.00567, section 7) that returns the
 loss summed over the labels, fp32."""
-Predict = Callable[[Tensor], Tensor]
-"""Function of the logits of a batch that returns the prediction of each example, fp64 [B]."""
 
 
 @dataclass(frozen=True)
-class Task:
-    """What a model is trained for."""
+class ModelClass:
+    """A class of models with the same kind of head."""
 
     name: str
+    """Name in manifests."""
     auto_class: Any
     """transformers' class that builds the model with its head."""
     inputs: Mapping[str, tuple[str, ...]]
     """Integer inputs of forward by name, each with the names of its sizes: "batch", "sequence" or "target". Of a model:
     `inputs_of`."""
     labels: tuple[str, ...]
-    """Names of the sizes of the labels."""
-    loss: Loss
+    """Names of the sizes of the labels; a task may add axes of its own behind them."""
+    loss: LogitsLoss
+    """Usual loss."""
+    peft_type: str
+    """Name in PEFT."""
     predicted: str | None = None
     """Input whose next token the logits predict; they must not depend on later tokens."""
-    predict: Predict | None = None
-    """Prediction of an example; None for tasks that predict tokens."""
     has_new_head: bool = False
     """Whether models are trained with a new head: the files of a pretrained one may lack it, or hold another one."""
+    has_one_output: bool = False
+    """Whether the head has one output, whatever the config says."""
 
     def inputs_of(self, config: PreTrainedConfig) -> Mapping[str, tuple[str, ...]]:
         """Return the inputs that a model takes: TOKEN_TYPES, too, if it has an embedding of them that labels need."""
@@ -141,50 +143,50 @@ def squared_error(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) 
     return errors.square().masked_fill(labels == IGNORED, 0.0).sum()
 
 
-def largest_logit(logits: Tensor) -> Tensor:
-    """Return the class with the largest logit. logits: [B, C]."""
-    return logits.argmax(-1).double()
-
-
-def single_logit(logits: Tensor) -> Tensor:
-    """Return the only logit of each example. logits: [B, 1]."""
-    return logits.squeeze(-1).double()
-
-
 _TOKENS = {"input_ids": ("batch", "sequence")}
 _TEXT = {**_TOKENS, "attention_mask": ("batch", "sequence")}
 _PAIR = {**_TEXT, "decoder_input_ids": ("batch", "target")}
 
-TASKS: Mapping[str, Task] = {
-    task.name: task
-    for task in (
-        Task("lm", AutoModelForCausalLM, _TOKENS, ("batch", "sequence"), cross_entropy, predicted="input_ids"),
-        Task(
+MODEL_CLASSES: Mapping[str, ModelClass] = {
+    each.name: each
+    for each in (
+        ModelClass(
+            "lm",
+            AutoModelForCausalLM,
+            _TOKENS,
+            ("batch", "sequence"),
+            cross_entropy,
+            peft_type="CAUSAL_LM",
+            predicted="input_ids",
+        ),
+        ModelClass(
             "classification",
             AutoModelForSequenceClassification,
             _TEXT,
             ("batch",),
             cross_entropy,
-            predict=largest_logit,
+            peft_type="SEQ_CLS",
             has_new_head=True,
         ),
-        Task(
+        ModelClass(
             "regression",
             AutoModelForSequenceClassification,
             _TEXT,
             ("batch",),
             squared_error,
-            predict=single_logit,
+            peft_type="SEQ_CLS",
             has_new_head=True,
+            has_one_output=True,
         ),
-        Task(
+        ModelClass(
             "seq2seq",
             AutoModelForSeq2SeqLM,
             _PAIR,
             ("batch", "target"),
             cross_entropy,
+            peft_type="SEQ_2_SEQ_LM",
             predicted="decoder_input_ids",
         ),
     )
 }
-"""Tasks by name."""
+"""Classes of models by name."""
