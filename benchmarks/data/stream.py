@@ -33,6 +33,7 @@ from acsgd.io.data.rows.streamed import StreamedRows, StreamState
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.files.fields import from_json
 from acsgd.run.setup.rows import RowMaker
+from acsgd.tasks import find_task
 from benchmarks.data.memory import write
 from benchmarks.data.tokenize import CORES, load
 
@@ -47,8 +48,8 @@ def open_rows(options: argparse.Namespace, scratch: Path, sources: str, run: str
     eos = tokenizer.eos_token_id
     model = AutoConfig.for_model("gpt2", vocab_size=len(tokenizer), bos_token_id=eos, eos_token_id=eos)
     found = parse_sources(sources)
-    spec, cache = RowSpec.of(config, model, tokenizer, found), scratch / run / "cache"
-    [rows] = RowMaker(spec, model, tokenizer, "none", cache, scratch / run / "streams").open(found)
+    spec, cache = RowSpec.of(config, find_task(config.model.task), model, tokenizer, found), scratch / run / "cache"
+    [rows] = RowMaker(spec, model, tokenizer, "none", cache, stream_dir=scratch / run / "streams").open(found)
     return rows
 
 

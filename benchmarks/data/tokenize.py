@@ -35,6 +35,7 @@ from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.io.data.tokens.encode import DocumentEncoder
 from acsgd.io.data.tokens.tokens import open_tokens
+from acsgd.tasks import find_task
 from benchmarks.common.compare import Comparison, alternate, summarise
 
 MARKED = (
@@ -53,7 +54,9 @@ def tokens_of(path: Path, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Co
     """Tokenize a file of documents into an empty cache."""
     sources, size = parse_sources(str(path)), len(tokenizer)
     data, model = DataConfig(sources=str(path), sequence=8, batch=1), AutoConfig.for_model("gpt2", vocab_size=size)
-    spec = RowSpec.of(Config(ModelConfig("none"), data, OptimConfig(lr=1.0, steps=1)), model, tokenizer, sources)
+    spec = RowSpec.of(
+        Config(ModelConfig("none"), data, OptimConfig(lr=1.0, steps=1)), find_task("lm"), model, tokenizer, sources
+    )
     return open_tokens(sources[0].source, spec, tokenizer, cache, DocumentEncoder(tokenizer), vocab_size=size)
 
 

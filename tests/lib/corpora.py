@@ -24,6 +24,7 @@ from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.io.data.tokens.encode import DocumentEncoder, Encoded
 from acsgd.io.data.tokens.pipeline import stop_or_skip
 from acsgd.io.data.tokens.tokens import open_tokens
+from acsgd.tasks import find_task
 
 
 def one_document(tokens: NDArray[Any], *notes: str) -> Corpus:
@@ -40,7 +41,9 @@ def documents_of(lengths: list[int], *, targets: NDArray[Any] | None = None, ove
 def spec_of(tokenizer: Any, sources: Sequence[WeightedSource]) -> RowSpec:
     """Return the specification of rows of a language model."""
     data, model = DataConfig(sources="", sequence=8, batch=1), AutoConfig.for_model("gpt2")
-    spec = RowSpec.of(Config(ModelConfig(""), data, OptimConfig(lr=1.0, steps=1)), model, tokenizer, sources)
+    spec = RowSpec.of(
+        Config(ModelConfig(""), data, OptimConfig(lr=1.0, steps=1)), find_task("lm"), model, tokenizer, sources
+    )
     return replace(spec, reading=sources[0].source.options)
 
 

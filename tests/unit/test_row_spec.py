@@ -20,6 +20,7 @@ from acsgd.io.data.rows.streamed import StreamedRows
 from acsgd.io.data.sources.base import ReadOptions
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.run.setup.rows import RowMaker
+from acsgd.tasks import find_task
 
 CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 READING = {each.name for each in dataclasses.fields(ReadOptions)}
@@ -118,9 +119,9 @@ def maker_of(
     )
     model = model_of(case.task, tokenizer)
     found = parse_sources(source)
-    spec = RowSpec.of(config, model, tokenizer, found)
+    spec = RowSpec.of(config, find_task(config.model.task), model, tokenizer, found)
     sources = parse_sources(source, options=spec.reading)
-    return RowMaker(spec, model, tokenizer, "none", cache, cache / "streams"), sources
+    return RowMaker(spec, model, tokenizer, "none", cache, stream_dir=cache / "streams"), sources
 
 
 def values_of(rows: Rows) -> list[object]:
@@ -204,7 +205,7 @@ def test_tokens_depend_on_the_classes_and_types_of_the_model(tokenizer: PreTrain
     data = DataConfig("a.jsonl", sequence=8, batch=1)
     config = Config(ModelConfig("none", task="classification"), data, OptimConfig(lr=1.0, steps=1))
     specs = [
-        RowSpec.of(config, model_of("classification", typed, **options), typed, ())
+        RowSpec.of(config, find_task(config.model.task), model_of("classification", typed, **options), typed, ())
         for options in ({"num_labels": 2}, {"num_labels": 3}, {"num_labels": 2, "type_vocab_size": 0})
     ]
     assert len({spec.key(RowStage.TOKENS, "") for spec in specs}) == len(specs)

@@ -71,8 +71,8 @@ class Maker(NamedTuple):
         config = dataclasses.replace(self.config, data=options, log=LogConfig(dir=str(log)))
         reading = read_options(options, has_labels=find_task(config.model.task).has_labels)
         found = parse_sources(options.sources, options=reading)
-        spec = RowSpec.of(config, self.model, self.tokenizer, found)
-        maker = RowMaker(spec, self.model, self.tokenizer, "none", log.parent / "cache", log / "streams")
+        spec = RowSpec.of(config, find_task(config.model.task), self.model, self.tokenizer, found)
+        maker = RowMaker(spec, self.model, self.tokenizer, "none", log.parent / "cache", stream_dir=log / "streams")
         [rows] = maker.open(found)
         return rows
 
