@@ -65,7 +65,7 @@ def write_tokens(directory: Path, number: int) -> TokenStats:
             tokens.append(draw.integers(0, VOCABULARY, ends[-1] - last, dtype=np.uint16))
             offsets.append(ends)
             last = int(ends[-1])
-    return TokenStats(VOCABULARY - 1, last, overlap=0, skipped=None, format="text", long=None, classes=[])
+    return TokenStats(VOCABULARY - 1, last, overlap=0, skipped=None, format="text", long=None)
 
 
 def evict(directory: Path) -> None:

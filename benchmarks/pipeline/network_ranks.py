@@ -25,6 +25,7 @@ from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, Opt
 from acsgd.launch import Launch
 from acsgd.layers.batch import Batch
 from acsgd.run.plan.job import prepare
+from acsgd.run.report import PP_BACKWARD_BYTES, PP_FORWARD_BYTES, TIED_BYTES
 from benchmarks.common import netlab
 from benchmarks.pipeline.forms import open_trainings, with_form
 
@@ -166,7 +167,9 @@ def be_rank(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
             start = time.perf_counter()
             summary = trainings[form].step(batch).summary
             seconds = time.perf_counter() - start
-            pipe.send(Step(seconds, summary.pp_forward_bytes, summary.pp_backward_bytes, summary.tied_bytes))
+            pipe.send(
+                Step(seconds, int(summary[PP_FORWARD_BYTES]), int(summary[PP_BACKWARD_BYTES]), int(summary[TIED_BYTES]))
+            )
 
 
 def make_batch(rank: int, setting: Setting) -> Batch:

@@ -43,19 +43,14 @@ from acsgd.config.options import (
 )
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.layers.batch import Batch
-from acsgd.layers.batch import Batch
 from acsgd.launch import Launch
+from acsgd.layers.batch import Batch
 from acsgd.pp.wire.cache_plan import CachePlan
-from acsgd.run.plan.job import Job, prepare
-from acsgd.run.session import Session
-from acsgd.run.setup.build import build_session
-from acsgd.run.initial_weights import open_weight_source
-from acsgd.run.setup.build import build_session
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
+from acsgd.run.report import DP_BYTES, PP_BACKWARD_BYTES, PP_FORWARD_BYTES
 from acsgd.run.session import Session
-from acsgd.groups import connect
+from acsgd.run.setup.build import build_session
 from acsgd.train import train_step
 from benchmarks.common.compare import Comparison, Step, alternate, on_ranks, summarise
 from benchmarks.runs.speed import (
@@ -200,7 +195,7 @@ def _count(rank: int, config: Config, store: str) -> tuple[list[Traffic], Memory
             for step in range(STEPS_PER_EPOCH):
                 result = train_step(session, batch_of(job, step), progress)
                 progress, summary = result.progress, result.summary
-                sent.append((summary.pp_forward_bytes, summary.pp_backward_bytes, summary.dp_bytes))
+                sent.append((int(summary[PP_FORWARD_BYTES]), int(summary[PP_BACKWARD_BYTES]), int(summary[DP_BYTES])))
             epochs.append(Traffic(*(sum(part) / STEPS_PER_EPOCH for part in zip(*sent, strict=True))))
         memory = memory_of(session)
         session.close()

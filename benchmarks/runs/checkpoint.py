@@ -31,15 +31,8 @@ from acsgd.config.run_file import parse
 from acsgd.failures.signals import StopSignals
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.layers.batch import Batch
-from acsgd.layers.batch import Batch
-from acsgd.run.step.checkpointing import Checkpointing
-from acsgd.run.setup.inputs import open_inputs
-from acsgd.run.plan.job import prepare
-from acsgd.run.lock.lock import RunLock
-from acsgd.run.session import Session
-from acsgd.run.setup.resume import start
 from acsgd.launch import Launch
+from acsgd.layers.batch import Batch
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session

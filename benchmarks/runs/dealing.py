@@ -28,21 +28,15 @@ from transformers.utils import logging as transformers_logging
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.layers.batch import Batch
-from acsgd.layers.batch import Batch
 from acsgd.launch import Launch
+from acsgd.layers.batch import Batch
 from acsgd.pp.stage import Stage
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
-from acsgd.run.initial_weights import open_weight_source
+from acsgd.run.step.hooks import LoopState
 from acsgd.run.step.pace import Pace
-from acsgd.run.setup.build import build_session
-from acsgd.run.initial_weights import open_weight_source
-from acsgd.run.plan.job import prepare
-from acsgd.run.step.pace import Pace
-from acsgd.run.session import Session
-from acsgd.groups import connect
 from acsgd.train import train_step
 from benchmarks.common.compare import Comparison, RankRounds, Step, alternate, on_ranks, summarise
 from benchmarks.runs.speed import SEQUENCE, VOCABULARY, save_model
@@ -76,7 +70,7 @@ def step_of(session: Session, deals: list[list[int]]) -> Step:
         ids = torch.zeros(len(tokens), 1, dtype=torch.int64)
         batch = Batch({"input_ids": tokens[..., :-1]}, tokens[..., 1:], sample_ids=ids, micro_ids=mine)
         result = train_step(session, batch, Progress(step=number))
-        pace.record(result.summary, number + 1)
+        pace.before_next(LoopState(result.progress, result.summary))
         return result.loss / session.job.topology.world_size
 
     return step

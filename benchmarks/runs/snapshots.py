@@ -35,21 +35,12 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import BatchReader
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_data
-from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
-
-from acsgd.run.setup.build import build_session
-
-from acsgd.run.setup.data import open_data
-from acsgd.run.initial_weights import open_weight_source
-from acsgd.run.plan.job import prepare
-from acsgd.run.step.hooks import LoopState
-from acsgd.run.session import Session
-from acsgd.groups import connect
 from acsgd.train import train_step
 from benchmarks.common.compare import RankRounds, Step, alternate, on_ranks, summarise
 from benchmarks.common.small_model import save_blank

@@ -39,22 +39,12 @@ from transformers.utils import logging as transformers_logging
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig, ReplicaConfig
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.layers.batch import Batch
-from acsgd.layers.batch import Batch
-from acsgd.run.setup.build import build_session
-from acsgd.run.initial_weights import open_weight_source
-from acsgd.run.plan.job import Job, prepare
-from acsgd.run.session import Session
-from acsgd.layers.batch import Batch
-from acsgd.run.setup.build import build_session
-from acsgd.run.initial_weights import open_weight_source
-from acsgd.run.plan.job import Job, prepare
-from acsgd.run.session import Session
 from acsgd.launch import Launch
+from acsgd.layers.batch import Batch
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
-from acsgd.run.initial_weights import open_weight_source
 from acsgd.train import train_step
 from benchmarks.common.compare import Comparison, RankRounds, Step, alternate, on_ranks, summarise
 
