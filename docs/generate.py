@@ -30,7 +30,7 @@ from acsgd.codecs import CODECS
 from acsgd.config.options import Config
 from acsgd.config.ranges import ranges_of
 from acsgd.dp import MODES
-from acsgd.io import SOURCES
+from acsgd.io.data.sources.sources import SOURCES
 from acsgd.io.telemetry.record import StepRecord
 from acsgd.metrics import METRICS
 from acsgd.optim import OPTIMIZERS

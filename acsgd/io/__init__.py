@@ -1,5 +1,1 @@
-"""Input and output of a run: sources of text, sampling, checkpoints, telemetry."""
-
-from acsgd.io.data.sources.sources import SOURCES
-
-__all__ = ["SOURCES"]
+"""Input and output of a run: data, checkpoints, telemetry, and files."""

@@ -22,7 +22,7 @@ FLOORS = """
     failures shards
     adapters io.data io.telemetry optim
     tasks
-    io dp
+    dp
     io.checkpoint pp
     run.plan run.report
     run.lock run.evaluation run.initial_weights

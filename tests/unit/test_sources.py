@@ -17,12 +17,11 @@ import zstandard
 from lib.corpora import examples_of
 
 from acsgd.config.spec import suggest
-from acsgd.io import SOURCES
 from acsgd.io.data.formats.base import Example, TextSegment
 from acsgd.io.data.sources import json_records
 from acsgd.io.data.sources import text as pieces
 from acsgd.io.data.sources.base import OnError, ReadOptions, RecordCounts, Source
-from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.sources.sources import SOURCES, parse_sources
 
 LINES = '{"text": "one\\ntwo"}\n\n  \n{"meta": 1, "text": "zwölf"}\r\n{"text": ""}'
 TABLE = ["one\ntwo", "zwölf", ""]

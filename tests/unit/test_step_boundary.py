@@ -33,7 +33,7 @@ class Instant:
 
 
 def summarize(reports: list[Mapping[Field[Any], float]], *, stages: int = 1) -> StepSummary:
-    return StepSummary.of([{**NOTHING, **each} for each in reports], Topology(0, len(reports), stages))
+    return StepSummary.of([{**NOTHING, **each} for each in reports], Topology.of(0, len(reports), stages))
 
 
 def test_a_report_counts_targets_and_bytes_and_resets_the_meters() -> None:
