@@ -22,6 +22,7 @@ from acsgd.run.step.checkpointing import FAILED_SAVE, SAVE
 from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
 from acsgd.run.step.run import STOP
 from acsgd.run.step.spikes import SKIP
+from acsgd.tasks import find_task
 from acsgd.topology import Topology
 
 NOTHING: Report = dict.fromkeys(STEP_FIELDS, 0.0)
@@ -41,11 +42,14 @@ def test_a_report_counts_targets_and_bytes_and_resets_the_meters() -> None:
         labels=torch.tensor([[[3, -100], [5, 1]]]), num_tokens=4, wait_s=0.5, checksum=2**33 + 1, micro_ids=range(3, 5)
     )
     stages: Any = {n: SimpleNamespace(sync=SimpleNamespace(meter=Meter(sent_bytes=n))) for n in (30, 40)}
-    job: Any = SimpleNamespace(streams=SimpleNamespace(peak_memory_bytes=lambda: 5))
+    job: Any = SimpleNamespace(
+        streams=SimpleNamespace(peak_memory_bytes=lambda: 5), model=SimpleNamespace(task=find_task("lm"))
+    )
     unused: Any = None
     forward, backward, tied = (Meter(sent_bytes=n) for n in (10, 20, 25))
     forward.wait(DIRECT, Instant(), posted_at=0.0)
-    session = Session(job, unused, unused, stages, [], unused, unused, forward, backward, tied, {})
+    owned: Any = SimpleNamespace(counted=[])
+    session = Session(job, unused, unused, stages, owned, unused, unused, forward, backward, tied, {})
     first = session.report(torch.tensor(1.5), batch, compute_s=3.5)
     assert [*first] == [*STEP_FIELDS], "the order of the fields is that of the message"
     expected = {
