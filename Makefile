@@ -1,11 +1,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup debian-venv demo test tests soak lint types docs clean
+.PHONY: help setup debian-venv demo test test-fast tests fast-tests soak lint types docs clean
 
 help:
 	@echo "make demo    set up .venv, train a small model on this machine, export it, generate text with it"
 	@echo "make test    set up .venv, run lint, types, docs and all tests"
+	@echo "make test-fast  lint, types and the unit tests that start no processes: a minute, while you write code"
 	@echo "make soak    test with damaged input and injected faults for 10 minutes; SOAK=\"--seconds 3600 --seed 2\""
 	@echo "make docs    build the documentation into site/; open site/index.html"
 	@echo "make setup   only make .venv and install what the project needs into it"
@@ -35,13 +36,22 @@ demo: setup
 test: lint
 	$(MAKE) --no-print-directory --jobs 2 tests types docs
 
-# Files side by side, those that take longest first. Three even on two cores, since tests of runs that end often wait.
-# A worker that dies is not replaced: with --dist loadfile, pytest-xdist would run the same test again, or wait forever.
+# Groups of tests side by side (see tests/conftest.py), those that take longest first. Three even on two cores, since
+# tests of runs that end often wait. A worker that dies is not replaced: pytest-xdist would run the same test again, or
+# wait forever.
 tests: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0 --durations=10
+
+# Types beside the tests, which need one core.
+test-fast: lint
+	$(MAKE) --no-print-directory --jobs 2 types fast-tests
+
+fast-tests: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -m "not soak and not processes" --numprocesses 2 --dist loadgroup
 
 # Not part of `make test`, which runs a few cases: see docs/howto/soak.md.
 soak: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --workers 2 $(SOAK)
 
 lint: setup

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -11,11 +11,56 @@ from typing import Any
 import pytest
 import torch
 from lib.models import save_tiny_model
+from lib.patience import TEST_S, stretched
 from lib.shared_layers import DIRECTORY, remember_layers, share_layers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and a process that is forked would wait for them
+
+
+STARTS_PROCESSES = {
+    *("subprocess", "tests.soak.oracle", "tests.soak.campaign"),
+    *(f"tests.lib.{name}" for name in ("processes", "ranks", "forks", "launched", "daemons", "hosts", "replicas")),
+}
+"""Modules of which a test file imports a name if its tests start processes."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are not selected are removed
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Name the tests that one process runs, for --dist loadgroup: those of a file that share what a fixture makes.
+
+    All others of `dist` and `run` may run anywhere, so that none of the workers is left with a long file at the end.
+    """
+    for item in items:
+        if _modules_used(item) & STARTS_PROCESSES:
+            item.add_marker(pytest.mark.processes)
+        file, _, name = item.nodeid.partition("::")
+        shares = any(fixtures[-1].scope == "module" for fixtures in _fixtures_of(item).values())
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(file if shares or "/unit/" in file else f"{file} {name}"))
+
+
+def _modules_used(item: pytest.Item) -> set[str]:
+    """Return the modules from which the file of a test imports names."""
+    names = [
+        getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in vars(item.module).values()
+    ]
+    return {f"tests.{name}" if str(name).startswith("lib.") else str(name) for name in names}
+
+
+def _fixtures_of(item: pytest.Item) -> dict[str, Sequence[pytest.FixtureDef[object]]]:
+    """Return the definitions of all fixtures of a test, by name."""
+    found: dict[str, Sequence[pytest.FixtureDef[object]]] = item._fixtureinfo.name2fixturedefs
+    return found
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Give each test a time limit that a busy machine stretches, for which pytest-timeout looks after this."""
+    if item.get_closest_marker("timeout") is None:
+        item.add_marker(pytest.mark.timeout(2 * stretched(TEST_S)))
+    return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

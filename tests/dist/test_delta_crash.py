@@ -11,12 +11,13 @@ from pathlib import Path
 
 from acsgd.config.options import CheckpointConfig, Config, EvalConfig, RunConfig
 from tests.lib.cache import shared_model, with_shared_cache
-from tests.lib.forks import TIMEOUT, checkpoints_of, make_config, started
+from tests.lib.forks import LIMIT_S, checkpoints_of, make_config, started
+from tests.lib.patience import stretched
 
 STEPS = 60
 STEPS_UNTIL_KILLED = 10
 """Long enough that each start reads every sequence before it is killed."""
-RUN_TIMEOUT_S = 6.0
+RUN_TIMEOUT_S = stretched(6.0)
 TEXT = "the quick brown fox jumps over the lazy dog, again and again and "
 
 
@@ -31,9 +32,8 @@ def lose_second_rank(config: Config) -> None:
         while newest(config) < found + STEPS_UNTIL_KILLED and run.processes[0].is_alive():
             time.sleep(0.01)
         run.send(signal.SIGKILL, [1])
-        assert run.join(2 * TIMEOUT) == [1, -signal.SIGKILL], (
-            run.notes()
-        )  # rank 0 may wait ten times run.timeout for a save
+        limit_s = LIMIT_S + 10 * RUN_TIMEOUT_S  # rank 0 may wait ten times run.timeout for a save
+        assert run.join(limit_s) == [1, -signal.SIGKILL], run.notes()
 
 
 def test_run_that_loses_a_rank_resumes_with_its_activation_caches(tmp_path: Path) -> None:

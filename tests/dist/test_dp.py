@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from lib.patience import NO_LIMIT_S, stretched
 from lib.processes import started
 from lib.ranks import on_ranks
 from lib.replicas import (
@@ -257,7 +258,7 @@ def lose(rank: int, world_size: int, store: Path, spec: str, victim: int, how: s
     """Make a step in which one replica ends or hangs after its first bucket; write the error of the other."""
     torch.set_num_threads(1)
     file_store = dist.FileStore(str(store), world_size)
-    seconds = 60 if how == "ends" else 2
+    seconds = NO_LIMIT_S if how == "ends" else stretched(2.0)
     with connect(Topology.of(rank, world_size, 1), timeout=timedelta(seconds=seconds), store=file_store) as groups:
         peers, weights = Peers(groups.dp, groups.waits), make_weights()
         sync = from_spec(spec, MODES, key="dp.mode").open(weights, peers)
@@ -291,7 +292,7 @@ def test_the_error_names_a_replica_that_is_lost_within_a_step(spec: str, victim:
             stack.enter_context(started(lose, rank, 2, store, f"{spec}:{SMALL}", victim, how)) for rank in range(2)
         ]
         for process in ranks:
-            process.join(50)  # less than the timeout of the one case, many times that of the other
+            process.join(stretched(50.0))  # many times the timeout of a hang
         assert not any(process.is_alive() for process in ranks)
     error = (tmp_path / f"error-{1 - victim}").read_text()
     assert error.startswith(f"({victim},) rank {1 - victim} on ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from lib.patience import NO_LIMIT_S, stretched
 from lib.proxy import proxied_store
 from lib.ranks import on_ranks
 
@@ -19,9 +21,9 @@ from acsgd.groups import connect, open_store
 from acsgd.launch import Launch
 from acsgd.topology import Axis, Topology
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = float(round(stretched(2.0)))
 MARGIN_S = 15.0
-"""Time limit for what takes no time, on a busy machine."""
+"""Time limit for what takes no time, seconds on a quiet machine."""
 
 
 def connect_and_exchange(rank: int, world_size: int, port: int) -> tuple[str, float]:
@@ -33,7 +35,7 @@ def connect_and_exchange(rank: int, world_size: int, port: int) -> tuple[str, fl
         store = open_store(Launch(rank, rank, world_size, world_size), timeout_s=TIMEOUT_S)
         with connect(Topology.of(rank, world_size, 2), timeout=timeout, store=store) as groups:
             for _ in range(1000):
-                groups.all_gather_text("writing a checkpoint", "", timeout_s=600)
+                groups.all_gather_text("writing a checkpoint", "", timeout_s=NO_LIMIT_S)
     except RunError as error:
         return str(error), time.monotonic() - started
     return "", time.monotonic() - started
@@ -52,9 +54,9 @@ def test_wherever_the_store_freezes_all_ranks_end_in_time() -> None:
     for limit, ends in found.items():
         for rank, (error, seconds) in enumerate(ends):
             assert error.startswith(f"rank {rank} on "), (limit, error)
-            assert seconds < TIMEOUT_S + TORCH_MARGIN_S + MARGIN_S, (limit, seconds)
+            assert seconds < TIMEOUT_S + stretched(TORCH_MARGIN_S + MARGIN_S), (limit, seconds)
     texts = [error for ends in found.values() for error, _ in ends]
-    assert any("could not connect to the other 1 processes within 2 s: " in text for text in texts)
+    assert any(re.search(r"could not connect to the other 1 processes within \d+ s: ", text) for text in texts)
     assert any(": writing a checkpoint: torchrun's store at 127.0.0.1:" in text for text in texts)
 
 
@@ -84,10 +86,10 @@ def test_each_axis_has_a_group(tmp_path: Path) -> None:
 def exchange(rank: int, world_size: int, port: int, rounds: int) -> str:
     """Exchange texts and return the identity of the run."""
     store = dist.TCPStore("127.0.0.1", port)
-    with connect(Topology.of(rank, world_size, 1), timeout=timedelta(seconds=60), store=store) as groups:
+    with connect(Topology.of(rank, world_size, 1), timeout=timedelta(seconds=NO_LIMIT_S), store=store) as groups:
         for number in range(rounds):
             for name in ("writing", "completing"):
-                texts = groups.all_gather_text(name, f"{number} {rank}", timeout_s=60)
+                texts = groups.all_gather_text(name, f"{number} {rank}", timeout_s=NO_LIMIT_S)
                 assert texts == [f"{number} {other}" for other in range(world_size)]
         return groups.run_id
 

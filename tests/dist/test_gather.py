@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from lib.patience import NO_LIMIT_S, stretched
 from lib.ranks import on_ranks
 
 from acsgd.errors import RunError
@@ -16,7 +17,7 @@ from acsgd.groups import connect
 from acsgd.run.report import Gather
 from acsgd.topology import Topology
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=NO_LIMIT_S)
 STEPS = 3
 
 
@@ -43,7 +44,9 @@ def test_every_rank_gets_the_numbers_of_every_rank(world_size: int, tmp_path: Pa
 def wait_for_rank_1(rank: int, world_size: int, store: Path) -> tuple[int, ...]:
     """Wait for rank 1, which is alive but sends nothing; return the ranks that the failure names."""
     file_store = dist.FileStore(str(store), world_size)
-    with connect(Topology.of(rank, world_size, 1), timeout=timedelta(seconds=1), store=file_store) as groups:
+    with connect(
+        Topology.of(rank, world_size, 1), timeout=timedelta(seconds=stretched(1.0)), store=file_store
+    ) as groups:
         gather = Gather([1, 1, 1], groups)
         if rank == 1:
             file_store.wait(["failed 0", "failed 2"], TIMEOUT)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lib.hooked import TIMEOUT, Run, batch, net, on_plain_ranks
+from lib.patience import stretched
 from torch.nn.parallel import DistributedDataParallel
 
 from acsgd.dp.hooks.hooks import CocktailState, MeanState
@@ -19,7 +20,7 @@ from acsgd.dp.hooks.hooks import CocktailState, MeanState
 
 def fail(rank: int, how: str) -> str:
     """Train until replica 1 ends, hangs or has a gradient that is not finite; return the error of backward."""
-    run = Run("few", timeout=TIMEOUT if how == "ends" else timedelta(seconds=2))
+    run = Run("few", timeout=TIMEOUT if how == "ends" else timedelta(seconds=stretched(2.0)))
     dist.barrier()
     for step in range(2):
         run.step(rank, step)

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lib import patience
+from lib.patience import NO_LIMIT_S, stretched
 from lib.processes import CONTEXT, WAIT_S, started, wait_until
 from lib.ranks import on_ranks
 
@@ -24,9 +26,9 @@ from acsgd.groups import Groups, connect
 from acsgd.run.report import Gather
 from acsgd.topology import Topology
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=NO_LIMIT_S)
 SOON_S = 10.0
-"""Time limit for what takes 10 ms, on a busy machine; far below the timeout."""
+"""Time limit for what takes 10 ms, seconds on a quiet machine; far below the timeout."""
 ELEMENTS = 1 << 24
 """Of a message that is longer than what sockets buffer."""
 VICTIM = 2
@@ -70,7 +72,7 @@ def survive(rank: int, port: int, pipe: Connection) -> None:
         formed_at = time.monotonic()
         rows = Gather([2, 2], groups).rows(torch.full((2,), float(rank), dtype=torch.float64))
         assert groups.all_equal("text")
-        assert groups.all_gather_text("names", str(rank), timeout_s=60) == ["0", "1"]
+        assert groups.all_gather_text("names", str(rank), timeout_s=NO_LIMIT_S) == ["0", "1"]
         pipe.send((left_at - interrupted_at[0], formed_at - left_at, [row.tolist() for row in rows]))
         pipe.recv()
 
@@ -97,8 +99,8 @@ def test_survivors_of_a_peer_killed_in_the_middle_of_a_message_form_new_groups()
             rank.join(WAIT_S)
         assert [rank.exitcode for rank in ranks[:2]] == [0, 0]
     for left_s, formed_s, rows in results:
-        assert left_s < SOON_S
-        assert formed_s < SOON_S
+        assert left_s < stretched(SOON_S)
+        assert formed_s < stretched(SOON_S)
         assert rows == [[0.0, 0.0], [1.0, 1.0]]
 
 
@@ -133,7 +135,7 @@ def connect_without_peer(rank: int, world_size: int, path: Path) -> float:
 
 
 def test_a_connect_can_be_interrupted_and_another_one_follows(tmp_path: Path) -> None:
-    assert max(on_ranks(2, connect_without_peer, tmp_path / "store")) < SOON_S
+    assert max(on_ranks(2, connect_without_peer, tmp_path / "store")) < stretched(SOON_S)
 
 
 def lose_peer(rank: int, world_size: int, store: dist.Store) -> None:
@@ -156,10 +158,7 @@ def lose_peer_often(rank: int, world_size: int, path: Path, rounds: int) -> list
     used, store = [], dist.FileStore(str(path), world_size)
     for number in range(rounds):
         lose_peer(rank, world_size, dist.PrefixStore(str(number), store))
-        deadline = time.monotonic() + SOON_S
-        while any(thread.name == "aborted groups" for thread in threading.enumerate()):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        patience.wait_until(lambda: all(thread.name != "aborted groups" for thread in threading.enumerate()))
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         used.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), pages * 4096))
     return used

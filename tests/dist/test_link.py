@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from lib.links import CPU, connect_pipeline
+from lib.patience import stretched, wait_until
 from lib.ranks import on_ranks
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from acsgd.pp.wire.mailbox import MAX_SENDS_IN_FLIGHT
 from acsgd.streams import StreamEvent, Streams
 
 SHAPES = {"hidden": (2, 3, 5), "mask": (7,)}
-TIMEOUT_S = 1.5
+TIMEOUT_S = stretched(1.5)
 FORWARD, BACKWARD = "none:dtype=bf16", "none"
 
 
@@ -177,10 +178,7 @@ def test_ends_that_read_other_rows_are_named(tmp_path: Path) -> None:
 
 
 def wait_for_key(groups: Groups, key: str) -> None:
-    deadline = time.monotonic() + 30
-    while not groups.store.has(key):
-        assert time.monotonic() < deadline, key
-        time.sleep(0.001)
+    wait_until(lambda: groups.store.has(key), poll_s=0.001, describe=lambda: key)
 
 
 def overlap(rank: int, world_size: int, store: Path) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lib.cache import with_shared_cache
 from lib.forks import finish
 from lib.labelled import save_model, with_special_tokens
+from lib.patience import NO_LIMIT_S
 from lib.ranks import on_ranks
 from lib.training import TIMEOUT, plain_config
 from scipy.stats import pearsonr, spearmanr
@@ -152,7 +153,7 @@ def test_a_run_on_cola_has_the_same_matthews_in_one_and_in_four_stages(
             optim=dataclasses.replace(config.optim, lr=3e-3, steps=8),
             eval=EvalConfig(every=1),
             checkpoint=CheckpointConfig(best="matthews"),
-            run=RunConfig(timeout=60.0),
+            run=RunConfig(timeout=NO_LIMIT_S),
         )
         finish(with_shared_cache(config), stages)
         found.append([line for line in lines_of(config) if "matthews" in line])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lib.patience import NO_LIMIT_S
 from safetensors import safe_open
 
 from acsgd import train
@@ -31,7 +32,7 @@ from tests.lib.cache import shared_model, with_shared_cache
 from tests.lib.forks import checkpoints_of, finish, make_config, started
 
 PROCESSES = 2
-TIMEOUT_S = 60.0
+TIMEOUT_S = NO_LIMIT_S
 WRITTEN_S = 1.0
 """Longer than a save takes."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from lib.forks import make_config, save_model, started
+from lib.patience import stretched
 from lib.training import RELATIVE, oracle_losses
 
 from acsgd.config.options import CheckpointConfig, EvalConfig, LogConfig, PipelineConfig
@@ -16,8 +17,8 @@ from acsgd.pp.stage import Stage
 from acsgd.run.step.pace import PATIENCE
 
 STEPS = PATIENCE + 2
-SLEEP_S = 0.2
-"""Several times as long as a micro-batch of this model takes, also on a busy machine."""
+SLEEP_S = stretched(0.2)
+"""Several times as long as a micro-batch of this model takes."""
 
 
 def slow_down(rank: int) -> None:

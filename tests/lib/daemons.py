@@ -30,9 +30,10 @@ from acsgd.elastic.membership.messages import (
     to_line,
 )
 from acsgd.elastic.membership.plan import WorkerState
+from lib.patience import stretched
 
-TIMING = Timing(heartbeat_s=0.02, silence_s=0.4, settle_s=0.01, last_call_s=0.1)
-LIMIT_S = 20.0
+SILENCE_S = stretched(0.4)
+TIMING = Timing(heartbeat_s=0.02, silence_s=SILENCE_S, settle_s=0.01, last_call_s=0.1)
 
 
 COMPLETE = pytest.mark.filterwarnings(
@@ -55,7 +56,7 @@ def complete_tasks(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 class Worker:
     """A client that answers a daemon as a worker does, without training."""
 
-    def __init__(self, path: Path, run_dir: Path, silence_s: float = 0.4, **parts: str) -> None:
+    def __init__(self, path: Path, run_dir: Path, silence_s: float = SILENCE_S, **parts: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(str(path))
         self._messages = SimpleQueue[ToWorker]()
@@ -67,7 +68,8 @@ class Worker:
     def send(self, message: FromWorker) -> None:
         self._socket.sendall(to_line(message))
 
-    def next(self, timeout_s: float = LIMIT_S) -> Run | End:
+    def next(self, timeout_s: float | None = None) -> Run | End:
+        """Return the next message. timeout_s: after which queue.Empty is raised; None = waits until the test ends."""
         message = self._messages.get(timeout=timeout_s)
         assert not isinstance(message, Stop)
         return message

@@ -48,9 +48,10 @@ from acsgd.run.step.spikes import SKIP
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import Manifest, StoredFile
 from lib.cache import with_shared_cache
+from lib.patience import NO_LIMIT_S
 from lib.saved import rewrite_tensors
 
-TIMEOUT = timedelta(seconds=120)
+TIMEOUT = timedelta(seconds=NO_LIMIT_S)
 STEPS = 24
 RARE_TOKEN = 511
 """A token that hardly occurs in the text."""

@@ -100,11 +100,11 @@ class ForkedTorchrun(Output):
             send(signal.SIGKILL, pids)
             time.sleep(POLL_S)
             pids = self.pids()
-        self._agent.join(MARGIN_S)
+        self._agent.join()
 
-    def wait(self, timeout_s: float) -> int:
+    def wait(self, limit_s: float) -> int:
         """Wait for the end of torchrun, and then of its helper; return its exit code."""
-        self.wait_until(lambda: self.exit_code is not None and not self.pids(HELPER), timeout_s)
+        self.wait_until(lambda: self.exit_code is not None and not self.pids(HELPER), limit_s)
         assert self.exit_code is not None
         return self.exit_code
 

@@ -10,9 +10,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -45,9 +44,11 @@ from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
 from acsgd.run.step.run import Run
 from acsgd.shards.manifest import Manifest, StoredFile
+from tests.lib.patience import NO_LIMIT_S, Patience, wait_until
 from tests.lib.processes import CONTEXT
 
-TIMEOUT = timedelta(seconds=60)
+LIMIT_S = 60.0
+"""Time for the end of all ranks, seconds on a quiet machine."""
 POLL_S = 0.002
 
 Setup = Callable[[int], None]
@@ -81,11 +82,17 @@ class StartedRun:
             if self.processes[rank].is_alive() and pid is not None:
                 os.kill(pid, number)
 
-    def join(self, timeout: timedelta = TIMEOUT) -> list[int | None]:
-        """Wait for the end of all ranks, at most `timeout` for each; return exit codes, None for one still running."""
-        for process in self.processes:
-            process.join(timeout.total_seconds())
-        return [process.exitcode for process in self.processes]
+    def join(self, limit_s: float = LIMIT_S, *, ranks: Sequence[int] | None = None) -> list[int | None]:
+        """Wait for the end of ranks, by default of all; return their exit codes, None for one still running.
+
+        limit_s: seconds of a quiet machine.
+        """
+        patience = Patience(limit_s)
+        joined = self.processes if ranks is None else [self.processes[rank] for rank in ranks]
+        for process in joined:
+            while process.exitcode is None and not patience.is_over:
+                process.join(1.0)
+        return [process.exitcode for process in joined]
 
     def wait_for_training(self) -> None:
         """Wait until each rank trains or has ended."""
@@ -96,12 +103,9 @@ class StartedRun:
             )
         )
 
-    def wait_until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-        """Wait until a condition is true. Raises AssertionError after `timeout_s` seconds."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, self.stderr
-            time.sleep(POLL_S)
+    def wait_until(self, condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+        """Wait until a condition is true. Raises AssertionError after `limit_s` seconds of a quiet machine."""
+        wait_until(condition, limit_s, poll_s=POLL_S, describe=lambda: self.stderr)
 
     def resumed_at(self, rank: int = 0) -> int | None:
         """Return the step from which training resumed, 0 for a new run; None before training starts."""
@@ -137,7 +141,7 @@ def started(
     directory = Path(tempfile.mkdtemp(dir=Path(config.log.dir).parent, prefix="start-"))
     # as under torchrun, no rank hosts the store, so it survives a rank that is killed
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    barrier = CONTEXT.Barrier(processes, timeout=TIMEOUT.total_seconds())
+    barrier = CONTEXT.Barrier(processes, timeout=NO_LIMIT_S)
     args = (processes, config, directory, store_port or store.port, fsync_s, setup, barrier)
     ranks = [CONTEXT.Process(target=run_rank, args=(rank, *args), daemon=True) for rank in range(processes)]
     try:
@@ -216,7 +220,7 @@ def checkpoints_of(config: Config) -> CheckpointDirectory:
 def make_config(model: Path, run_dir: Path, *, processes: int, steps: int, checkpoint: CheckpointConfig) -> Config:
     """Return the config of a run with dropout and evaluations; with four processes, of two replicas of two stages."""
     return Config(
-        run=RunConfig(timeout=TIMEOUT.total_seconds()),
+        run=RunConfig(timeout=NO_LIMIT_S),
         model=ModelConfig(str(model)),
         data=DataConfig(sources="demo", sequence=16, batch=4, seed=3, eval_fraction=0.0001),
         optim=OptimConfig(lr=1e-3, steps=steps, warmup=3, clip=0.5, weight_decay=0.1),

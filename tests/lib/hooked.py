@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from acsgd.dp.hooks.hooks import CocktailState, HookState, MeanState, cocktail_hook, mean_hook
+from lib.patience import NO_LIMIT_S
 from lib.ranks import on_ranks
 
 LR = 0.01
 SMALL_MB = 0.001
 """Size of a bucket, so that there are several."""
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=NO_LIMIT_S)
 FORMS: dict[str, tuple[Callable[..., HookState], Any]] = {
     "few": (partial(CocktailState, topk=0.1, bits=3, group=16), cocktail_hook),
     "nearly all": (partial(CocktailState, topk=1, bits=8), cocktail_hook),

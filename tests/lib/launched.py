@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests.lib.patience import wait_until
+
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "train.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 MARGIN_S = 30.0
-"""Time limit for the end of a process that has loaded torch, on a busy machine."""
+"""Time limit for the end of a process that has loaded torch, seconds on a quiet machine."""
 
 
 class Output:
@@ -40,11 +42,9 @@ class Output:
         """Lines of stderr that begin with "error: "."""
         return [line for line in self.stderr.splitlines() if line.startswith("error: ")]
 
-    def wait_until(self, condition: Callable[[], object], timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"{self.stdout}\n{self.stderr}"
-            time.sleep(0.05)
+    def wait_until(self, condition: Callable[[], object], limit_s: float) -> None:
+        """Wait until a condition is true. Raises AssertionError after `limit_s` seconds of a quiet machine."""
+        wait_until(condition, limit_s, poll_s=0.05, describe=lambda: f"{self.stdout}\n{self.stderr}")
 
 
 class Run(Output):
@@ -69,6 +69,11 @@ class Run(Output):
                 stderr=err if output is None else output,
                 preexec_fn=_take_terminal if output is not None and os.isatty(output) else None,
             )
+
+    def wait(self, limit_s: float = MARGIN_S) -> int:
+        """Wait for the end of the command, at most `limit_s` seconds of a quiet machine; return its exit code."""
+        self.wait_until(lambda: self.process.poll() is not None, limit_s)
+        return self.process.wait()
 
     def environments(self) -> dict[int, list[str]]:
         """Return the environment of each process of this command that still runs, by pid."""

@@ -27,6 +27,7 @@ from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.streams import Streams
 from acsgd.topology import Topology
+from lib.patience import NO_LIMIT_S
 from lib.ranks import on_ranks
 
 CPU = Streams(torch.device("cpu"))
@@ -44,7 +45,7 @@ Edit = Callable[[int, Path], None]
 
 
 def connect_pipeline(
-    rank: int, world_size: int, store: Path, timeout_s: float = 60.0
+    rank: int, world_size: int, store: Path, timeout_s: float = NO_LIMIT_S
 ) -> AbstractContextManager[Groups]:
     """Connect `world_size` ranks as one pipeline."""
     file_store = dist.FileStore(str(store), world_size)
@@ -121,7 +122,7 @@ def _run(rank: int, groups: Groups, scenario: Scenario, directory: Path) -> Reco
     for number, session in enumerate(scenario.sessions):
         if session.edit is not None:
             session.edit(rank, directory)
-        groups.all_gather_text(f"{directory} {number}", "", timeout_s=30.0)
+        groups.all_gather_text(f"{directory} {number}", "", timeout_s=NO_LIMIT_S)
         meter = Meter()
         plan = CachePlan([session.capacity], directory, [session.layer], "test", session.fresh)
         codecs = [scenario.delta], [Identity()]

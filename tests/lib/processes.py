@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
+from tests.lib import patience
+
 PRELOAD = ["tests.lib.preload"]
-WAIT_S = 60.0
-"""Maximum time to wait for a process, seconds: many times what it needs."""
+WAIT_S = patience.NO_LIMIT_S
+"""Maximum time to wait for a process that does not hang, seconds: the limit of the test is shorter."""
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(PRELOAD)
@@ -39,12 +41,13 @@ def kill(process: BaseProcess) -> None:
 
 
 def wait_until(condition: Callable[[], object], process: BaseProcess) -> None:
-    """Wait until a condition is true. Raises AssertionError after WAIT_S seconds, or if the process has ended."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
+    """Wait until a condition is true. Raises AssertionError if the process has ended, or takes far too long."""
+
+    def is_true() -> bool:
         assert process.is_alive()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+        return bool(condition())
+
+    patience.wait_until(is_true)
 
 
 def wait_for_a_signal() -> NoReturn:

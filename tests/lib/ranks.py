@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, BrokenExecutor, ProcessPoolExecutor, wait
+from collections.abc import Callable, Collection
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
@@ -12,24 +12,26 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 
 from acsgd.comm.process_groups import Group
+from tests.lib.patience import NO_LIMIT_S, TEST_S, Patience
 from tests.lib.processes import CONTEXT
 
 END_S = 30.0
-"""Time for ranks to fail after the first, seconds: some wait for it until their own time limit."""
+"""Time for ranks to fail after the first, seconds on a quiet machine: some wait for it."""
 
 
-def on_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
+def on_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_s: float = TEST_S) -> list[Any]:
     """Call body(rank, world_size, *args) in `world_size` processes and return the results by rank.
 
     body: a module-level function. Its exceptions are raised here, with the traceback of its process; ranks that still
-    wait END_S seconds later are killed. Raises TimeoutError, and kills the processes, after `timeout_s` seconds.
+    wait END_S seconds later are killed. Raises TimeoutError, and kills the processes, after `timeout_s` seconds of a
+    quiet machine.
     """
-    barrier = CONTEXT.Barrier(world_size, timeout=timeout_s)
+    barrier = CONTEXT.Barrier(world_size, timeout=NO_LIMIT_S)
     with ProcessPoolExecutor(world_size, mp_context=CONTEXT, initializer=_keep, initargs=(barrier,)) as pool:
         futures = [pool.submit(_run_together, body, rank, world_size, *args) for rank in range(world_size)]
-        ended, waiting = wait(futures, timeout_s, return_when=FIRST_EXCEPTION)
+        ended, waiting = _wait(futures, timeout_s, return_when=FIRST_EXCEPTION)
         if has_failed := any(future.exception() for future in ended):
-            waiting = wait(waiting, END_S).not_done
+            waiting = _wait(waiting, END_S)[1]
         if waiting:
             for process in list(pool._processes.values()):  # or leaving the pool would wait for them
                 process.kill()
@@ -42,6 +44,19 @@ def on_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_s: f
         first.add_note("; ".join(f"rank {rank} failed: {error!r:.200}" for rank, error in failed.items()))
         raise first
     return [future.result() for future in futures]
+
+
+def _wait(
+    futures: Collection[Future[Any]], limit_s: float, *, return_when: str = ALL_COMPLETED
+) -> tuple[set[Future[Any]], set[Future[Any]]]:
+    """Wait for ranks, for a time that a busy machine stretches; return those that have ended, and the others."""
+    patience = Patience(limit_s)
+    while True:
+        ended, waiting = wait(futures, 1.0, return_when=return_when)
+        if not waiting or (return_when == FIRST_EXCEPTION and any(each.exception() for each in ended)):
+            return ended, waiting
+        if patience.is_over:
+            return ended, waiting
 
 
 _barrier: Barrier

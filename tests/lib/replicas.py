@@ -21,10 +21,11 @@ from acsgd.groups import connect
 from acsgd.optim.base import SecondMoments
 from acsgd.shards.weights import Weight, WeightState
 from acsgd.topology import Topology
+from lib.patience import NO_LIMIT_S
 from lib.ranks import on_ranks
 
 SHAPES = [(7,), (3, 5), (1,), (64, 9), (2, 2, 2)]
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=NO_LIMIT_S)
 LR = 0.1
 STEPS = 7
 LOCAL_SPECS = [

@@ -33,9 +33,10 @@ from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session, StepResult
 from acsgd.run.setup.inputs import open_inputs
 from lib.cache import share_cache, with_shared_cache
+from lib.patience import NO_LIMIT_S
 
 STEPS, HALF = 8, 5
-TIMEOUT = timedelta(seconds=120)
+TIMEOUT = timedelta(seconds=NO_LIMIT_S)
 TinyModel = Callable[..., Path]
 Trained = list[tuple[int, list[int]]]
 """(step, sample ids) of every batch a rank trained on."""

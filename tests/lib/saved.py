@@ -29,6 +29,7 @@ from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.inputs import open_inputs
 from acsgd.shards.manifest import Manifest, StoredFile
+from lib.patience import NO_LIMIT_S
 
 SMALL = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 32}
 """Options of a GPT-2 so small that a checkpoint is hashed in a millisecond."""
@@ -50,7 +51,7 @@ def train_alone(config: Config) -> Path:
     """Train a run in this process and return the directory of its checkpoints."""
     job = prepare(config, Launch())
     inputs = open_inputs(job)
-    with connect(job.topology, timeout=timedelta(seconds=60), store=dist.HashStore()) as groups:
+    with connect(job.topology, timeout=timedelta(seconds=NO_LIMIT_S), store=dist.HashStore()) as groups:
         train.train(job, inputs, groups, RunLock([]))
     return job.paths.checkpoints.path
 

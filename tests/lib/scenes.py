@@ -22,8 +22,9 @@ from tests.lib.forked_torchrun import ForkedTorchrun, Setup, send
 from tests.lib.forks import save_model, started
 from tests.lib.hosts import Hosts
 from tests.lib.injection import FAULTS, RETURNS, TRACE, All, Pace, trace
+from tests.lib.patience import stretched, wait_until
 
-HANG_S, SILENCE_S = 3.0, 2.0
+HANG_S, SILENCE_S = stretched(3.0), stretched(2.0)
 RUN_FILE = f"""
 [data]
 sources = "demo"
@@ -44,7 +45,7 @@ every = 50
 silence = {SILENCE_S}
 hang = {HANG_S}
 [run]
-timeout = 30
+timeout = {stretched(30)}
 [log]
 to = "jsonl,print"
 """
@@ -169,10 +170,7 @@ class Scene:
         self.wait_for_steps(2)
 
     def wait_until(self, condition: Callable[[], object], what: str, limit_s: float = LIMIT_S) -> None:
-        deadline = time.monotonic() + limit_s
-        while not condition():
-            assert time.monotonic() < deadline, f"no {what} within {limit_s:g} s: {self.output()}"
-            time.sleep(0.005)
+        wait_until(condition, limit_s, poll_s=0.005, describe=lambda: f"no {what}: {self.output()}")
 
     def output(self) -> str:
         """Return the end of what each host printed, those that have ended first, and the views."""

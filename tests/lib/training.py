@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,11 +32,13 @@ from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_data
 from acsgd.streams import mix_seed
 from acsgd.train import train_step
-from lib.cache import with_shared_cache
-from lib.models import first_modules
-from lib.ranks import on_ranks
+from tests.lib.cache import with_shared_cache
+from tests.lib.models import first_modules
+from tests.lib.optimizers import MakeOptimizer
+from tests.lib.patience import NO_LIMIT_S
+from tests.lib.ranks import on_ranks
 
-TIMEOUT = timedelta(seconds=120)
+TIMEOUT = timedelta(seconds=NO_LIMIT_S)
 STEPS = 4
 RELATIVE = 1e-5
 """Tolerance on losses: sums in another order differ by about 1e-7 in fp32, and each step of AdamW amplifies that."""
@@ -117,11 +120,18 @@ Wire = Callable[[Tensor, Sequence[int]], Tensor]
 """Function of an activation [B, T, H] and its samples [B] that returns the activation the next stage receives."""
 
 
-def oracle_losses(config: Config, *, masked: bool = False, wires: Mapping[int, Wire] | None = None) -> list[float]:
+def oracle_losses(
+    config: Config,
+    *,
+    masked: bool = False,
+    wires: Mapping[int, Wire] | None = None,
+    make: MakeOptimizer | None = None,
+) -> list[float]:
     """Train in one process with the Hugging Face model, torch's AdamW and clip_grad_norm_; return the loss per step.
 
     Only the data and the rule that seeds dropout are from acsgd; with masks per sample, pp.micro must be 1. masked:
-    whether `mask` removes labels. wires: by number of blocks before a boundary, the wire of the boundary.
+    whether `mask` removes labels. wires: by number of blocks before a boundary, the wire of the boundary. make: returns
+    another optimizer than AdamW.
     """
     model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32).train()
     place = _seed_dropout(model, config)
@@ -134,7 +144,8 @@ def oracle_losses(config: Config, *, masked: bool = False, wires: Mapping[int, W
         place[:] = [step, index] if config.model.dropout_mask == "step" else samples
 
     batches = whole_batches(config)
-    return train_whole(model, config.optim, map(mask, batches) if masked else batches, before=before)
+    of_groups = None if make is None else partial(make, model)
+    return train_whole(model, config.optim, map(mask, batches) if masked else batches, before=before, make=of_groups)
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

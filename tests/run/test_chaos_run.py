@@ -47,6 +47,7 @@ def chaos(run_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
 
 
+@pytest.mark.soak
 def test_a_run_recovers_from_all_kinds_of_faults(hosts: list[Run], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     workers = {pid for host in hosts for pid in host.ranks().values()}

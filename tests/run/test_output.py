@@ -63,7 +63,7 @@ def test_a_run_whose_output_cannot_be_written_runs_to_its_end(tmp_path: Path) ->
     os.close(reader)
     with running([sys.executable, TRAIN, "run.toml"], tmp_path, output=writer) as run:
         os.close(writer)
-        assert run.process.wait(120) == 0
+        assert run.wait(120.0) == 0
     assert checkpoints_of(config).steps() == [4, 6]
     assert steps_of(config) == 6
     failure = "standard output cannot be written (Broken pipe): output is dropped until it can"

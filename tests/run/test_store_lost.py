@@ -16,10 +16,11 @@ from acsgd.io.checkpoint.saver import Saver
 from tests.lib.cache import shared_model, with_shared_cache
 from tests.lib.forks import checkpoints_of, make_config, started
 from tests.lib.launched import MARGIN_S
+from tests.lib.patience import stretched
 from tests.lib.proxy import proxied_store
 
 HOST = socket.gethostname()
-TIMEOUT_S = 4.0
+TIMEOUT_S = float(round(stretched(4.0)))
 STEPS = 3
 
 
@@ -50,11 +51,7 @@ def test_a_store_that_freezes_during_the_last_save_ends_the_run_in_time(tmp_path
         run.wait_until((tmp_path / "written").exists)
         proxy.freeze()
         (tmp_path / "go").touch()
-        froze = time.monotonic()
-        for process in run.processes:
-            process.join(TIMEOUT_S + MARGIN_S)
-        assert [process.exitcode for process in run.processes] == [1, 1]
-        assert time.monotonic() - froze < TIMEOUT_S + MARGIN_S
+        assert run.join(TIMEOUT_S + MARGIN_S) == [1, 1]
         (error,) = run.errors
         store = f"torchrun's store at 127.0.0.1:{proxy.port}"
         assert re.match(rf"error: rank [01] on {HOST}: writing a checkpoint: {store} does not answer", error)
@@ -68,11 +65,10 @@ def test_a_rank_that_is_killed_during_the_last_save_is_named_in_time(tmp_path: P
     with started(config, 2, setup=setup) as run:
         run.wait_until((tmp_path / "written").exists)
         run.send(signal.SIGKILL, [1])
-        run.processes[0].join(TIMEOUT_S + MARGIN_S)
-        assert run.processes[0].exitcode == 1
+        assert run.join(TIMEOUT_S + MARGIN_S, ranks=[0]) == [1]
         (error,) = run.errors
         assert error == (
-            f"error: rank 0 on {HOST}: writing a checkpoint: no heartbeat of ranks [1] for 4 s (run.timeout); "
-            f"rank 1 on {HOST} is silent: ended or hanging; see its log"
+            f"error: rank 0 on {HOST}: writing a checkpoint: no heartbeat of ranks [1] for {TIMEOUT_S:g} s "
+            f"(run.timeout); rank 1 on {HOST} is silent: ended or hanging; see its log"
         )
     assert not checkpoints_of(config).leftovers()

@@ -18,6 +18,7 @@ from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.shards.disk import ShardDirectory
 from tests.lib.forks import finish
 from tests.lib.launched import TORCHRUN, TRAIN, running
+from tests.lib.patience import stretched
 
 TinyModel = Callable[..., Path]
 STEPS = 6
@@ -64,7 +65,7 @@ def test_runs_of_two_and_of_four_are_the_run_of_one_and_their_exports_are_what_i
     flags = ["--pp.stages", "2", "--checkpoint.every", "4"]
     train_forked(4, file, *flags, "--log.dir", f"{tmp_path}/runs/four")
     with running([*TORCHRUN, "2", TRAIN, str(file), *flags, "--log.dir", f"{tmp_path}/runs/two"], tmp_path) as run:
-        assert run.process.wait(LIMIT_S) == 0, run.stderr
+        assert run.wait(LIMIT_S) == 0, run.stderr
     for name in ("two", "four"):
         assert_same_run(tmp_path, name)
 
@@ -122,7 +123,7 @@ def test_an_error_at_start_is_printed_once_before_anything_is_written(tiny_model
     file = run_file(tmp_path, tiny_model())
     with running([*TORCHRUN, "2", TRAIN, str(file), "--pp.stages", "3"], tmp_path) as run:
         before = sorted(tmp_path.rglob("*"))
-        assert run.process.wait(LIMIT_S) != 0
+        assert run.wait(LIMIT_S) != 0
         (error,) = run.errors
         message = "error: pp.stages=3 does not divide the number of processes, 2"
         assert error.startswith(message)
@@ -148,9 +149,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_a_dead_rank_is_named_once_with_stage_and_action(tiny_model: TinyModel, tmp_path: Path) -> None:
     file = run_file(tmp_path, tiny_model())
     (tmp_path / "faulty.py").write_text(FAULTY)
-    flags = ["--pp.stages", "2", "--run.timeout", "12", "--data.batch", "8", "--pp.micro", "2"]
+    flags = ["--pp.stages", "2", "--run.timeout", str(stretched(12.0)), "--data.batch", "8", "--pp.micro", "2"]
     with running([*TORCHRUN, "2", "faulty.py", TRAIN, str(file), *flags], tmp_path) as run:
-        assert run.process.wait(LIMIT_S) != 0
+        assert run.wait(LIMIT_S) != 0
         (error,) = run.errors
         assert error.startswith("error: step 2, stage 0, action "), error
         assert f"rank 1 on {socket.gethostname()} is silent" in error

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from acsgd.streams import mix_seed
+from tests.lib.patience import stretched
 from tests.soak.area import Area, Case, UnavailableError
 
 PRELOAD = ["tests.soak.preload"]
@@ -214,7 +215,7 @@ class Campaign:
             return [worker]
         for worker in running.values():
             deadline_s = self._areas[worker.area].deadline_s
-            if time.monotonic() - worker.case_at > deadline_s:
+            if time.monotonic() - worker.case_at > stretched(deadline_s):
                 _kill(worker.process)
                 self._fail(worker, f"hangs: more than {deadline_s:g} s", _tail(worker.log))
                 worker.connection.close()
@@ -321,7 +322,7 @@ def _run_slice(
         connection.send_bytes(json.dumps(message).encode())
 
     while number == first or (time.monotonic() < until and number != cases):
-        faulthandler.dump_traceback_later(0.9 * area.deadline_s)
+        faulthandler.dump_traceback_later(0.9 * stretched(area.deadline_s))
         send(case=number)
         with tempfile.TemporaryDirectory(dir=base, ignore_cleanup_errors=True) as directory:
             os.chdir(directory)

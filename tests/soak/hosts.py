@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar
 
@@ -77,7 +76,7 @@ class ElasticHosts:
         calm = directory / "calm"
         config = parse([str(directory / "run.toml"), "--log.dir", str(calm), "--log.to", "jsonl"])
         with started(config, 1) as run:
-            assert run.join(timedelta(minutes=10)) == [0], run.notes()
+            assert run.join(600.0) == [0], run.notes()
 
     def __init__(self, directory: Path) -> None:
         self._run_file = directory / "run.toml"

@@ -18,6 +18,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 from acsgd.errors import RunError
 from acsgd.failures.report import report_startup_error
 from acsgd.launch import Launch
+from tests.lib.patience import stretched
 from tests.soak.area import ACCEPTED, Outcome
 
 T = TypeVar("T")
@@ -108,7 +109,7 @@ def in_child(call: Callable[[], object], directory: Path, timeout_s: float) -> E
         _run_as_program(call, out, err)
     descriptor = os.pidfd_open(pid)
     try:
-        has_ended, _, _ = select.select([descriptor], [], [], timeout_s)
+        has_ended, _, _ = select.select([descriptor], [], [], stretched(timeout_s))
         if not has_ended:
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)

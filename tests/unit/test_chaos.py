@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lib.patience import stretched, wait_until
 
 from acsgd import cli
 from acsgd.commands.chaos import START, Injector, _end, _lines_after
@@ -23,7 +23,7 @@ from acsgd.elastic.host.processes import HostProcesses, describe, find_hosts
 from acsgd.failures.processes import ProcessIdentity
 from acsgd.io.telemetry.json_lines import METRICS
 
-LIMIT_S = 20.0
+LIMIT_S = stretched(20.0)
 LOGGING = """
 import json, pathlib, time
 path = pathlib.Path({path!r})
@@ -65,10 +65,7 @@ def make_host(tmp_path: Path) -> Iterator[Callable[..., Host]]:
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(condition, LIMIT_S)
 
 
 def state_of(pid: int) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from lib.daemons import COMPLETE, TIMING, Worker, complete_tasks, free_addresses, host
+from lib.patience import stretched
 
 from acsgd.elastic.host.daemon import Daemon
 from acsgd.elastic.host.joining import DaemonOptions
@@ -111,17 +112,20 @@ def test_a_view_does_not_run_on_a_worker_that_replaces_one_of_it(tmp_path: Path)
 
 
 def test_a_lost_worker_and_a_lost_host_do_not_wait_for_a_heartbeat(addresses: list[str], tmp_path: Path) -> None:
-    slow = replace(TIMING, heartbeat_s=1.0)
+    slow = replace(TIMING, heartbeat_s=stretched(1.0))
     with host(addresses, 1, tmp_path, min_hosts=2, timing=slow) as second:
         with host(addresses, 0, tmp_path, min_hosts=2, timing=slow) as first:
-            a, b = Worker(first, tmp_path / "run", silence_s=10.0), Worker(second, tmp_path / "run", silence_s=10.0)
+            a, b = (
+                Worker(first, tmp_path / "run", silence_s=stretched(10.0)),
+                Worker(second, tmp_path / "run", silence_s=stretched(10.0)),
+            )
             a.next_view()
             view = b.next_view()
             ended_at = time.monotonic()
             b.close()
             assert len(a.next_view().plan.ranks) == 1
             assert time.monotonic() - ended_at < slow.heartbeat_s / 2
-            b = Worker(second, tmp_path / "run", silence_s=10.0)
+            b = Worker(second, tmp_path / "run", silence_s=stretched(10.0))
             assert len(b.next_view().plan.ranks) == 2
             first_epoch = view.epoch
         b.send(Broken(first_epoch + 2, "rank 0 has ended"))

@@ -6,12 +6,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from lib.patience import NO_LIMIT_S
 
 from acsgd.elastic.host.local_workers import LocalWorkers
 from acsgd.elastic.membership.messages import FromWorker, Hello, Leave, Setup, to_line
 from acsgd.elastic.membership.plan import WorkerState
 
-LIMIT_S = 10.0
+LIMIT_S = NO_LIMIT_S
 
 
 class Events:

@@ -12,6 +12,7 @@ from queue import Empty
 
 import pytest
 from lib.daemons import COMPLETE, Worker, complete_tasks, free_addresses, host
+from lib.patience import wait_until
 
 from acsgd.elastic.host import daemon, transport
 from acsgd.elastic.membership.messages import PROTOCOL, End, Host, HostHeartbeat, seal
@@ -99,21 +100,36 @@ def test_a_host_of_another_protocol_is_refused(addresses: list[str], tmp_path: P
         assert text == f"run run: 127.0.0.1:{port} {transport.OTHER_PROTOCOL}"
 
 
+def wait_for_text(capsys: pytest.CaptureFixture[str], text: str) -> str:
+    """Wait until a text is printed; return all that was."""
+    printed = ""
+
+    def is_printed() -> bool:
+        nonlocal printed
+        printed += capsys.readouterr().err
+        return text in printed
+
+    wait_until(is_printed, describe=lambda: printed)
+    return printed
+
+
 def test_a_host_that_waits_prints_for_what_once(
     addresses: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(daemon, "WAIT_S", 0.1)
     with host(addresses, 2, tmp_path) as third:
         Worker(third, tmp_path / "run")
-        time.sleep(0.5)
         endpoints = ",".join(addresses[:2])
         text = f"no other host answers; start one, or check --rdzv-endpoint ({endpoints})"
-        assert capsys.readouterr().err == f"run run: this host waits: {text}\n"
+        printed = wait_for_text(capsys, "\n")
+        time.sleep(0.5)  # it could be printed again
+        assert printed + capsys.readouterr().err == f"run run: this host waits: {text}\n"
         with host(addresses, 0, tmp_path, min_hosts=3) as first:
             Worker(first, tmp_path / "run")
+            text = "run run: this host waits: 2 of at least 3 hosts (--nnodes) are here; start the others\n"
+            lines = wait_for_text(capsys, text).splitlines()
             time.sleep(0.5)
-            lines = capsys.readouterr().err.splitlines()
-    assert "run run: this host waits: 2 of at least 3 hosts (--nnodes) are here; start the others" in lines
+            lines += capsys.readouterr().err.splitlines()
     assert len(set(lines)) == len(lines)
 
 
@@ -126,8 +142,7 @@ def test_a_host_waits_for_room_in_a_run(
         a.next_view()
         with host(addresses, 1, tmp_path, max_hosts=1) as second:
             Worker(second, tmp_path / "run")
-            time.sleep(1.0)
-            assert "this host waits: the run trains on 1 of at most 1 hosts (--nnodes)" in capsys.readouterr().err
+            wait_for_text(capsys, "this host waits: the run trains on 1 of at most 1 hosts (--nnodes)")
             assert_undisturbed(a)
 
 

@@ -9,13 +9,14 @@ import threading
 from contextlib import closing
 
 import pytest
+from lib.patience import stretched
 
 from acsgd.elastic.host.transport import Connections
 from acsgd.elastic.membership.messages import PROTOCOL, Decided, Host, View
 from acsgd.elastic.membership.plan import Plan
 
 ME = Host("127.0.0.1:1", "me")
-TIMEOUT_S = 30.0
+TIMEOUT_S = stretched(30.0)
 
 
 def test_messages_on_a_connection_that_has_broken_are_dropped_without_a_word(caplog: pytest.LogCaptureFixture) -> None:

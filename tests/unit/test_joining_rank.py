@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from lib.patience import NO_LIMIT_S, Patience
 
 from acsgd.elastic.state.channel import StateReceiver
 from acsgd.elastic.state.joins import JoiningRank
@@ -73,7 +74,7 @@ class Constants:
         self._error = error
 
     def load(self) -> None:
-        self.may_end.wait(LIMIT_S)
+        self.may_end.wait(NO_LIMIT_S)
         if self._error is not None:
             raise self._error
         self.is_complete = True
@@ -89,9 +90,9 @@ def joining_rank(constants: Constants) -> JoiningRank:
 
 
 def step_until(rank: JoiningRank, is_done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
+    patience = Patience(LIMIT_S)
     while not is_done():
-        assert time.monotonic() < deadline
+        assert not patience.is_over
         rank.after_step([None])
         time.sleep(0.01)
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from lib.commands import acsgd
+from lib.patience import stretched
 from lib.saved import SMALL
 from safetensors.torch import load_file, save_file
 
@@ -246,7 +247,7 @@ def test_a_config_of_another_size_is_refused_at_once(model: Path) -> None:
         f"{path} says that the model has 20000 blocks, but the files have tensors of at most 1; give config and "
         "weights of the same model"
     )
-    assert time.perf_counter() - started < 20, "it built the model"
+    assert time.perf_counter() - started < stretched(20.0), "it built the model"
 
 
 # model.safetensors.index.json

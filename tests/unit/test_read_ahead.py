@@ -6,11 +6,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from lib.patience import NO_LIMIT_S
 
 from acsgd.io.files import read_ahead as module
 from acsgd.io.files.read_ahead import read_ahead
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = NO_LIMIT_S
 
 
 @pytest.mark.parametrize("threads", [1, 3])

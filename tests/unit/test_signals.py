@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from lib.patience import Patience
 
 from acsgd.failures.signals import REPEAT_S, STOP_SIGNALS, StopSignals
 
@@ -32,8 +33,8 @@ def _check_restored() -> Iterator[None]:
 
 
 def wait_for_signal(stop: StopSignals) -> str | None:
-    deadline = time.monotonic() + 10
-    while stop.received is None and time.monotonic() < deadline:
+    patience = Patience(10.0)
+    while stop.received is None and not patience.is_over:
         time.sleep(0.001)
     return stop.received
 

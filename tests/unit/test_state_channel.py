@@ -9,10 +9,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from lib.patience import stretched
 
 from acsgd.elastic.state.channel import BUFFER_BYTES, Address, StateReceiver, StateSender
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = stretched(30.0)
 LONG = bytes(range(256)) * (BUFFER_BYTES // 128)
 
 
