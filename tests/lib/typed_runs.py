@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer, models
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from acsgd import train
-from acsgd.config.options import Config
+from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig
 from acsgd.groups import connect
 from acsgd.io.checkpoint.identity import RunIdentity
 from acsgd.io.checkpoint.resume import find
@@ -28,7 +31,12 @@ from acsgd.run.plan.job import Job, prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.inputs import RunInputs, plan_activation_caches
 from acsgd.run.step.run import Run
-from lib.model_types import VOCABULARY
+from acsgd.streams import mix_seed
+from acsgd.tasks import TASKS
+from tests.lib.model_types import VOCABULARY, small_config, task_of
+from tests.lib.patience import NO_LIMIT_S
+from tests.lib.ranks import on_ranks
+from tests.lib.training import RELATIVE, train_whole
 
 SEQUENCE, BATCH = 12, 6
 SAMPLES = 2 * BATCH
@@ -37,7 +45,15 @@ START = torch.tensor([1])
 """First token that enters a decoder."""
 END = 2
 """Last token of a sequence to classify."""
-TIMEOUT = timedelta(seconds=120)
+STEPS, HALF = 4, 2
+SMALL, SCALE = 0.05, 4.0
+"""New matrices with a standard deviation below SMALL are multiplied by SCALE: attention would be nearly uniform,
+whatever its mask. Those of t5 are larger."""
+
+
+SMOOTHED = "bart"
+"""Type that is trained with label smoothing."""
+TIMEOUT = timedelta(seconds=NO_LIMIT_S)
 WEIGHTS = "weights-{step}-{rank}.json"
 """File with the hash of each weight on a rank by its key, at the first step of a start and after the last one."""
 
@@ -180,3 +196,167 @@ def train_ranks(rank: int, world_size: int, store: Path, configs: Sequence[Confi
         patch.setattr(train, "run_steps", _record_weights(train.run_steps))
         for number, config in enumerate(configs):
             train_run(config, Launch(rank, rank, world_size), dist.FileStore(f"{store}-{number}", world_size))
+
+
+class Split(NamedTuple):
+    """Division of a model over ranks."""
+
+    stages: int
+    replicas: int
+    layers: tuple[int, ...]
+    """Number of blocks of each stage."""
+    schedule: str = "1f1b"
+
+
+def splits(model_type: str) -> dict[str, Split]:
+    """Return divisions of a small model, by name."""
+    if task_of(model_type).name == "seq2seq":
+        return {
+            "2 stages": Split(2, 1, (3, 1)),
+            "2 stages x 2 replicas": Split(2, 2, (1, 1, 1, 1), "interleaved:chunks=2"),
+            "4 stages": Split(4, 1, (1, 1, 1, 1)),
+        }
+    return {
+        "2 stages": Split(2, 1, (2, 1)),
+        "2 stages x 2 replicas": Split(2, 2, (1, 2), "gpipe"),
+        "4 stages": Split(4, 1, (1, 1, 1, 0)),
+    }
+
+
+class Runs:
+    """Runs in a directory, to be trained with one start of processes per number of ranks.
+
+    A run is named by its type, its split and what else is special: "t5, 4 stages".
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.configs: dict[str, Config] = {}
+        self._ranks: dict[str, int] = {}
+        self._directory = directory
+
+    def add(self, model_type: str, split: str, special: str = "", **options: Any) -> Config:
+        """Add a run. options: of the config of the model, or of a run as "pp.forward"."""
+        task = options.pop("model.task", task_of(model_type).name)
+        run_options = {key: options.pop(key) for key in list(options) if "." in key}
+        name = ", ".join(filter(None, [model_type, split, special]))
+        stages, replicas, layers, schedule = splits(model_type)[split]
+        config = Config(
+            model=ModelConfig(str(self._model(model_type, task, options)), task=task),
+            data=DataConfig(sources="demo", sequence=SEQUENCE, batch=BATCH, seed=3),
+            optim=OptimConfig(
+                lr=1e-3,
+                steps=STEPS,
+                warmup=3,
+                clip=0.5,
+                weight_decay=0.1,
+                label_smoothing=0.1 if model_type == SMOOTHED else 0.0,
+            ),
+            pp=PipelineConfig(stages=stages, layers=layers, schedule=schedule, micro=2),
+            log=LogConfig(dir=str(self._directory / "runs" / name), to="jsonl"),
+        )
+        for key, value in run_options.items():
+            section, _, option = key.partition(".")
+            config = dataclasses.replace(
+                config, **{section: dataclasses.replace(getattr(config, section), **{option: value})}
+            )
+        self.configs[name] = config
+        self._ranks[name] = stages * replicas
+        return config
+
+    def _model(self, model_type: str, task: str, options: dict[str, Any]) -> Path:
+        """Return the directory of a model, which is written if it is not there yet."""
+        changes = [f"{key}={value}" for key, value in options.items()]
+        directory = self._directory / "models" / " ".join([model_type, task, *changes])
+        if not directory.exists():
+            save_model(directory, task, small_config(model_type, **options))
+        return directory
+
+    def train(self, ranks: int) -> None:
+        """Train all runs of a number of ranks, in the order in which they were added."""
+        configs = [config for name, config in self.configs.items() if self._ranks[name] == ranks]
+        for config in configs:
+            fill_cache(config, ranks)
+        on_ranks(ranks, train_ranks, self._directory / f"store-{ranks}", configs)
+
+
+def checkpoint_of(config: Config, step: int) -> Path:
+    """Return the path of a checkpoint."""
+    return Path(config.log.dir) / "checkpoints" / f"step-{step:08d}"
+
+
+class Result(NamedTuple):
+    """Losses of a run."""
+
+    losses: list[float]
+    eval_loss: float
+
+
+def records_of(config: Config) -> list[dict[str, Any]]:
+    """Read the lines of metrics.jsonl."""
+    return [json.loads(line) for line in (Path(config.log.dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def result_of(config: Config) -> Result:
+    """Read the result of a run."""
+    lines = records_of(config)
+    assert [line["step"] for line in lines] == list(range(1, config.optim.steps + 1))
+    return Result([line["loss"] for line in lines], lines[-1]["eval_loss"])
+
+
+def assert_equal(config: Config, expected: Result) -> None:
+    found = result_of(config)
+    assert found.losses == pytest.approx(expected.losses, rel=RELATIVE), config.log.dir
+    assert found.eval_loss == pytest.approx(expected.eval_loss, rel=RELATIVE), config.log.dir
+    assert found.losses[-2] < found.losses[0], "both steps have the same samples"
+
+
+def oracle(config: Config) -> Result:
+    """Train the run in this process with the Hugging Face model alone.
+
+    Dropout is seeded at the start of forward and before each block, which is what acsgd does if the model's code
+    between and after the blocks has none.
+    """
+    task, optim = TASKS[config.model.task], config.optim
+    model = task.auto_class.from_pretrained(config.model.name, dtype=torch.float32).train()
+    drawn, place = Drawn.whole(config), [0, 0]
+
+    def reseed(index: int) -> None:
+        torch.manual_seed(mix_seed(config.data.seed, *place, index))
+
+    def before(step: int, micro: int, batch: Batch) -> None:
+        place[:] = [step, micro]
+        reseed(0)
+
+    for index, path in enumerate(task.layers(model.config).blocks):
+        module = model.get_submodule(path)
+        module.register_forward_pre_hook(lambda *_, layer=index + 1: reseed(layer))
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        if config.model.task == "regression":
+            return (logits.squeeze(-1) - labels).square().sum()
+        smoothing = optim.label_smoothing if model.training else 0.0
+        logits, labels = logits.flatten(0, -2), labels.flatten()
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
+
+    losses = train_whole(model, optim, map(drawn.batch, range(optim.steps)), loss=loss, before=before)
+    (held_out,) = drawn.batches(0)
+    assert held_out.labels is not None
+    assert held_out.inputs is not None
+    with torch.no_grad():
+        logits = model.eval()(**{name: x.flatten(0, 1) for name, x in held_out.inputs.items()}, use_cache=False).logits
+        labels = held_out.labels.flatten(0, 1)
+        return Result(losses, float(loss(logits, labels) / (labels != -100).sum()))
+
+
+def save_model(directory: Path, task: str, config: PreTrainedConfig) -> None:
+    """Write a model with new weights, and a tokenizer of as many tokens."""
+    torch.manual_seed(0)
+    model = TASKS[task].auto_class.from_config(config)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() > 1 and param.std() < SMALL:
+                param.mul_(SCALE)
+    model.save_pretrained(directory)
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {chr(ord("!") + token): token for token in range(3, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(directory)

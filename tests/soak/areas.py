@@ -14,6 +14,7 @@ from tests.soak.faults import Faults
 from tests.soak.hosts import ElasticHosts
 from tests.soak.kills import Kills
 from tests.soak.leases import Leases, LeasesOnFuse
+from tests.soak.models import Models
 from tests.soak.network import Network
 from tests.soak.storm import Storm
 from tests.soak.ties import Ties
@@ -30,6 +31,7 @@ AREAS: dict[str, type[Area]] = {
     "ties": Ties,
     "leases": Leases,
     "leases_on_fuse": LeasesOnFuse,
+    "models": Models,
     "network": Network,
     "views": Views,
     "hosts": ElasticHosts,
