@@ -39,7 +39,7 @@ from acsgd.shards.files import ADAPTER_WEIGHTS
 from acsgd.shards.manifest import Manifest
 
 TinyModel = Callable[..., Path]
-STEPS = 20
+STEPS = 10
 CPU = torch.device("cpu")
 SAVED_WHOLE = {"base_model.model.lm_head.modules_to_save.default.weight"}
 BOUND = 1e-5

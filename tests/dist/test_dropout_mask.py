@@ -22,16 +22,11 @@ from lib.direct import (
 )
 from lib.models import DROPOUT, TINY, blocks_of, dropout_of, first_modules, tiny_config
 from lib.ranks import on_ranks
-from lib.resume import checkpoint_of, losses_of, stopped_half_way, train_ranks
-from lib.resume import make_config as make_long_config
-from lib.training import TOPOLOGIES, assert_same_training, oracle_losses
-from lib.training import make_config as make_training_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from acsgd.config.options import Config, LogConfig, PipelineConfig
+from acsgd.config.options import Config
 from acsgd.pp.stage import MicroBatch, Stage
-from acsgd.shards.manifest import Manifest
 from acsgd.streams import mix_seed
 
 TinyModel = Callable[..., Path]
@@ -150,34 +145,6 @@ def oracle_gradients(config: Config) -> dict[str, Tensor]:
     return {key: weight.grad for key, weight in model.named_parameters()}
 
 
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Config], list[float]]:
-    """Return a function that gives the losses of one process; cached for configs that differ in their split only."""
-    log = LogConfig(dir=str(tmp_path_factory.mktemp("oracle") / "run"))
-    known: dict[str, list[float]] = {}
-
-    def losses(config: Config) -> list[float]:
-        if config.model.name not in known:
-            known[config.model.name] = oracle_losses(dataclasses.replace(config, pp=PipelineConfig(), log=log))
-        return known[config.model.name]
-
-    return losses
-
-
-@pytest.mark.parametrize(("stages", "replicas"), TOPOLOGIES)
-def test_stages_and_replicas_do_not_change_the_training(
-    stages: int, replicas: int, tiny_model: TinyModel, tmp_path: Path, oracle: Callable[[Config], list[float]]
-) -> None:
-    gpt2, qwen2 = (tiny_model(family, **dropout_of(family), **blocks_of(family, 6)) for family in ("gpt2", "qwen2"))
-    cuts = [(gpt2, "1f1b", 1), (gpt2, "interleaved:chunks=2", 2), (qwen2, "gpipe", 2), (gpt2, "1f1b:lead=2", 3)]
-    cuts = cuts[TOPOLOGIES.index((stages, replicas)) % 2 :: 2]
-    configs = [
-        per_sample(make_training_config(model, tmp_path, stages=stages, schedule=schedule, micro=micro))
-        for model, schedule, micro in cuts
-    ]
-    assert_same_training(configs, stages * replicas, tmp_path, oracle)
-
-
 def test_a_model_without_dropout_is_unaffected(tiny_model: TinyModel, tmp_path: Path) -> None:
     for family in TINY:
         by_step = make_config(tiny_model(family, **blocks_of(family, 4)), tmp_path, micro=3)
@@ -217,19 +184,6 @@ def test_an_evaluation_is_the_same_and_does_not_affect_training(tiny_model: Tiny
     ):
         assert same_loss == loss
         assert after == before
-
-
-@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (2, 2)])
-def test_a_resumed_run_is_equal_bit_for_bit(stages: int, replicas: int, tiny_model: TinyModel, tmp_path: Path) -> None:
-    config = per_sample(
-        make_long_config(tiny_model("gpt2", **DROPOUT, n_layer=2), tmp_path / "whole" / "run", "fp32", "layers")
-    )
-    config = dataclasses.replace(config, pp=dataclasses.replace(config.pp, stages=stages))
-    on_ranks(stages * replicas, train_ranks, tmp_path / "store", [config])
-    half = stopped_half_way(config, tmp_path)
-    on_ranks(stages * replicas, train_ranks, tmp_path / "half", [half])
-    assert losses_of(half) == losses_of(config)
-    assert Manifest.read(checkpoint_of(half)).layers == Manifest.read(checkpoint_of(config)).layers
 
 
 def _tokens(sample_ids: Sequence[int]) -> Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lib.models import DROPOUT
 from lib.ranks import on_ranks
 from lib.replica_runs import make_replica_config, resumed_at_half
-from lib.resume import HALF, TIMEOUT, TinyModel, checkpoint_of, losses_of, train_ranks
+from lib.resume import HALF, TIMEOUT, TinyModel, checkpoint_of, train_ranks
 from lib.training import losses_of_rank
 
 from acsgd.config.options import Config, ReplicaConfig
@@ -23,7 +23,6 @@ from acsgd.run.plan.job import prepare
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.resume import restore
 from acsgd.shards.disk import ShardDirectory
-from acsgd.shards.manifest import Manifest
 from acsgd.shards.weights import WeightState
 
 TIED = "transformer.wte.weight"
@@ -53,17 +52,6 @@ def test_two_replicas_train_the_same_bit_for_bit_in_every_exact_mode(tiny_model:
     assert lossy != expected
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(whole: Config, tmp_path: Path) -> None:
-    half = resumed_at_half(whole, tmp_path / "run")
-    on_ranks(4, train_ranks, tmp_path / "store", [half])
-    ends = [Manifest.read(checkpoint_of(config)) for config in (whole, half)]
-    assert ends[0].layers == ends[1].layers
-    assert ends[0].replicas == ends[1].replicas
-    assert len(ends[0].replicas["head"]) == 2
-    losses = losses_of(whole)
-    assert losses[-1] < losses[0]
-
-
 def restored_residuals(rank: int, world_size: int, store: Path, config: Config) -> WeightState:
     """Return the residuals of this rank, restored from the half of a run."""
     job = prepare(config, Launch(rank, rank, world_size))
@@ -89,13 +77,9 @@ def _residuals(state: WeightState) -> dict[str, torch.Tensor]:
     ("stages", "ranks", "tied"),
     [
         (1, 1, "rows"),
-        (1, 2, "rows"),
-        (2, 4, "dense"),
         (2, 4, "rows"),
-        (1, 3, "rows"),
         (2, 6, "dense"),
         (3, 3, "dense"),
-        (3, 6, "rows"),
     ],
 )
 def test_residuals_are_conserved_on_other_ranks(

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
 from lib.models import DROPOUT
 from lib.ranks import on_ranks
+from lib.replica_runs import make_replica_config
 from lib.resume import (
     HALF,
     TinyModel,
@@ -24,10 +29,14 @@ from lib.training import RELATIVE
 from safetensors.torch import load_file, save_file
 
 from acsgd.config.options import Config
+from acsgd.dp import MODES
+from acsgd.io.checkpoint.inspect import inspect
 from acsgd.io.files.checksum import file_checksum
+from acsgd.optim import OPTIMIZERS
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import MANIFEST, Manifest, _with_checksum
 
+HAS_8BIT = importlib.util.find_spec("bitsandbytes") is not None
 ROUNDED = 2.0**-8
 """A sum in another order may change the rounding of a bf16 weight, by half of 2**-8; of fp16, 2**-11."""
 
@@ -86,15 +95,12 @@ def test_a_run_resumed_at_the_same_size_is_bit_identical(uninterrupted: Uninterr
     ],
 )
 def test_a_run_resumed_at_another_size_is_equal_up_to_rounding(
-    stages: int, replicas: int, names: list[str], uninterrupted: Uninterrupted, tiny_model: TinyModel, tmp_path: Path
+    stages: int, replicas: int, names: list[str], uninterrupted: Uninterrupted, tmp_path: Path
 ) -> None:
-    """And the run of many ranks, resumed at the same size, is bit-identical."""
     configs, all_trained = uninterrupted
     schedule = "interleaved" if stages == 2 else "1f1b"
     resumed = [stopped_half_way(configs[name], tmp_path, stages=stages, schedule=schedule) for name in names]
-    many = make_config(tiny_model("gpt2", **DROPOUT, n_layer=4), tmp_path / "many" / "run", "fp32", "none")
-    many = dataclasses.replace(many, pp=dataclasses.replace(many.pp, stages=stages))
-    by_rank = on_ranks(stages * replicas, train_ranks, tmp_path / "store", [*resumed, many])
+    by_rank = on_ranks(stages * replicas, train_ranks, tmp_path / "store", resumed)
     for number, (name, half) in enumerate(zip(names, resumed, strict=True)):
         relative = RELATIVE if half.model.dtype == "fp32" else ROUNDED
         assert losses_of(half) == pytest.approx(losses_of(configs[name]), rel=relative), name
@@ -104,11 +110,71 @@ def test_a_run_resumed_at_another_size_is_equal_up_to_rounding(
             for at, (step, _) in enumerate(pipelines[0])
         ]
         assert together == all_trained[name][HALF:], f"{name}: the samples differ"
-    half = stopped_half_way(many, tmp_path)
-    on_ranks(stages * replicas, train_ranks, tmp_path / "half", [half])
-    assert losses_of(half) == losses_of(many)
-    ends = [Manifest.read(checkpoint_of(config)) for config in (half, many)]
-    assert (ends[0].layers, ends[0].tables) == (ends[1].layers, ends[1].tables)
+
+
+class Run(NamedTuple):
+    """A run on 2 stages x 2 replicas."""
+
+    mode: str
+    optimizer: str = "adamw"
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    tied: str = "rows"
+    options: Mapping[str, Any] = MappingProxyType({})
+    """Of the section "model"."""
+
+
+RUNS = [
+    Run("allreduce", options={"dropout_mask": "sample", "recompute": "layers"}),
+    Run("allreduce:bucket_mb=0.01", "sgd", "fp16"),
+    Run("sharded_ps", "muon", tied="dense"),
+    Run("central_ps", "lion", "bf16", options={"recompute": "layers"}),
+    Run("powersgd:rank=2,exact_steps=3", "adafactor", "bf16", tied="dense"),
+    Run("powersgd:rank=1", "adamw8bit", "bf16"),
+    Run("local"),
+    Run("local", "adafactor", tied="dense"),
+    Run("diloco:inner=4,fragments=2,delay=1,moment_correction=true", "adamw", "bf16"),
+    Run("diloco:inner=3", "muon", tied="dense"),
+    Run("cocktail:random=0.5,topk=0.2,exact_steps=3", tied="dense"),
+    Run("sparseloco:inner=3,chunk=256,moment_correction=true", dtype="bf16", tied="dense"),
+    Run("sparseloco:inner=2", "lion"),
+    Run("cocktail_grad:topk=0.1,exact_steps=1", dtype="bf16"),
+    Run("quantized:exact_steps=2", tied="dense"),
+]
+"""Each mode, and each optimizer with modes that reduce gradients and with modes with local weights, if it can."""
+
+
+def config_of(run: Run, model: Path, directory: Path) -> Config:
+    """Return the config of a run of the table."""
+    config = make_replica_config(model, directory / "run", run.mode, run.dtype, tied=run.tied)
+    lr = {"sgd": 0.1, "adafactor": 0.01, "lion": 1e-4}.get(run.optimizer, 1e-3)
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, **run.options),
+        optim=dataclasses.replace(config.optim, name=run.optimizer, lr=lr),
+    )
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_in_each_mode_and_with_each_optimizer(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """All that replicas keep is saved: losses, weights, moments and the state of modes are equal bit for bit."""
+    model = tiny_model("gpt2", **DROPOUT, n_layer=2)
+    runs = [run for run in RUNS if HAS_8BIT or run.optimizer != "adamw8bit"]
+    configs = [config_of(run, model, tmp_path / f"whole-{number}") for number, run in enumerate(runs)]
+    on_ranks(4, train_ranks, tmp_path / "store", configs)
+    resumed = [stopped_half_way(config, tmp_path / f"half-{number}") for number, config in enumerate(configs)]
+    on_ranks(4, train_ranks, tmp_path / "store-resumed", resumed)
+    for run, config, half in zip(runs, configs, resumed, strict=True):
+        assert losses_of(half) == losses_of(config), run
+        one, other = (Manifest.read(checkpoint_of(each)) for each in (config, half))
+        assert (one.layers, one.tables, one.replicas) == (other.layers, other.tables, other.replicas), run
+        assert one.run == other.run, run
+        assert inspect(checkpoint_of(config))[0].errors == [], run
+
+
+def test_the_table_has_every_mode_and_every_optimizer() -> None:
+    assert {run.mode.partition(":")[0] for run in RUNS} == {*MODES}
+    assert {run.optimizer for run in RUNS} == {*OPTIMIZERS}
 
 
 def test_a_run_resumes_from_a_checkpoint_whose_table_is_stored_with_its_layer(

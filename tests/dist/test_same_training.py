@@ -4,110 +4,164 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from lib.cache import with_shared_cache
-from lib.models import DROPOUT, blocks_of
+from lib.models import blocks_of, dropout_of
+from lib.optimizers import optimizer_of_torch
 from lib.ranks import on_ranks
-from lib.training import RELATIVE, TOPOLOGIES, assert_same_training, losses_of_rank, make_config, oracle_losses
-from transformers import AutoConfig
+from lib.training import RELATIVE, TOPOLOGIES, losses_of_rank, make_config, oracle_losses
 
 from acsgd.config.options import Config, LogConfig, ModelConfig, PipelineConfig, ReplicaConfig
 from acsgd.tasks import find_task
 
-SCHEDULES = ["gpipe", "1f1b", "interleaved:chunks=2", "1f1b:lead=2", "interleaved:chunks=3"]
-MODELS = [
+TinyModel = Callable[..., Path]
+LEVELS = 5
+"""Number of levels of each factor."""
+MODELS: Sequence[tuple[str, dict[str, Any]]] = [
     ("gpt2", {}),
-    ("gpt2", DROPOUT),
+    ("gpt2", {}),
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True}),
     ("qwen2", {}),
 ]
-TinyModel = Callable[..., Path]
+WITH_DROPOUT = 1
+"""Index of the model that has dropout."""
+SCHEDULES = ["gpipe", "1f1b", "interleaved:chunks=2", "1f1b:lead=2", "interleaved:chunks=3"]
+ROWS = ["whole", "masked", "padded", "unevenly dealt", "masked and unevenly dealt"]
+"""Whether labels are ignored, rows are shorter than others, and micro-batches are dealt by speeds that change."""
+OPTIMIZERS = [
+    {},
+    {"name": "sgd", "lr": 0.1},
+    {"name": "adafactor", "lr": 0.05, "schedule": "wsd"},
+    {"name": "muon"},
+    {"clip": float("inf"), "schedule": "cosine"},
+]
+FEATURES: Sequence[dict[str, str]] = [
+    {},
+    {"model.dropout_mask": "sample"},
+    {"model.recompute": "layers"},
+    {"pp.tied": "dense", "dp.mode": "sharded_ps:bucket_mb=0.01"},
+    {"pp.forward": "none:dtype=fp32", "dp.mode": "central_ps"},
+]
+SPEEDS = {1: [], 2: [(1.0, 1.0), (0.0, 1.0), (5.0, 1.0), (1.0, 0.0)]}
+"""Of the replicas, by step: some get no micro-batch."""
 
 
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Config], list[float]]:
-    """Return a function that gives the one-process losses of a config, computed once per model.
+class Case(NamedTuple):
+    """A configuration of the table, by the level of each factor."""
 
-    Only the dropout masks depend on the micro-batch size; without dropout, the whole batch is one micro-batch.
-    """
-    run_dir = tmp_path_factory.mktemp("oracle")
-    known: dict[tuple[str, str, int], list[float]] = {}
+    topology: int
+    model: int
+    schedule: int
+    rows: int
+    optimizer: int
+    feature: int
 
-    def losses(config: Config) -> list[float]:
-        has_dropout = AutoConfig.from_pretrained(config.model.name).to_dict().get("resid_pdrop", 0.0) > 0
-        key = (
-            config.model.name,
-            find_task(config.model.task).layout(config.data),
-            config.pp.micro if has_dropout else config.data.batch,
-        )
-        if key not in known:
-            pipeline = dataclasses.replace(config.pp, micro=key[-1], forward="none")
-            alone = dataclasses.replace(config, pp=pipeline, log=LogConfig(dir=str(run_dir / "run")))
-            known[key] = oracle_losses(alone)
-        return known[key]
 
+CASES = [
+    Case(first, *((second + first * times) % LEVELS for times in range(LEVELS)))
+    for first in range(LEVELS)
+    for second in range(LEVELS)
+]
+"""An orthogonal array (Rao 1947): each pair of levels of any two factors is in one case."""
+
+
+class Table:
+    """The configurations and their losses in one process, in plain PyTorch."""
+
+    def __init__(self, tiny_model: TinyModel, directory: Path) -> None:
+        self._tiny_model, self._directory = tiny_model, directory
+        self._texts = directory / "texts.jsonl"
+        self._texts.write_text("\n".join(json.dumps({"text": "tell " * (1 + n % 5) + str(n)}) for n in range(60)))
+
+    def config(self, case: Case) -> Config:
+        """Return the configuration of a case."""
+        feature, (family, options) = FEATURES[case.feature], MODELS[case.model]
+        if self._has_dropout(case):
+            options = options | dropout_of(family)
+        if feature.get("pp.tied") == "dense" and family == "llama":
+            options = options | {"tie_word_embeddings": True}
+        stages, _ = TOPOLOGIES[case.topology]
+        schedule = SCHEDULES[case.schedule]
+        if stages == 4:
+            schedule = schedule.replace("chunks=3", "chunks=2")  # there are 8 layers
+        micro = 1 + (case.topology + case.schedule) % 3
+        model = self._tiny_model(family, **options, **blocks_of(family, 6))
+        config = make_config(model, self._directory, stages=stages, schedule=schedule, micro=micro)
+        if ROWS[case.rows] == "padded":
+            config = dataclasses.replace(
+                config, data=dataclasses.replace(config.data, sources=str(self._texts), rows="single")
+            )
+        optim = dataclasses.replace(config.optim, **OPTIMIZERS[case.optimizer])
+        return with_shared_cache(_with(dataclasses.replace(config, optim=optim), feature))
+
+    def _has_dropout(self, case: Case) -> bool:
+        """Whether the model has dropout: its masks have the length of rows, to which the oracle does not cut them."""
+        wants = case.model == WITH_DROPOUT or "model.dropout_mask" in FEATURES[case.feature]
+        return wants and ROWS[case.rows] != "padded"
+
+    def oracle(self, case: Case) -> list[float]:
+        """Train in one process; without dropout, in micro-batches of the whole batch."""
+        config, (family, _) = self.config(case), MODELS[case.model]
+        micro = config.data.batch
+        if self._has_dropout(case):  # with masks per sample, the oracle runs one sequence at a time
+            micro = 1 if config.model.dropout_mask == "sample" else config.pp.micro
+        log = LogConfig(dir=str(self._directory / "oracle"))
+        alone = dataclasses.replace(config, pp=PipelineConfig(micro=micro), log=log)
+        make = optimizer_of_torch(config.optim.name, family)
+        return oracle_losses(alone, masked="masked" in ROWS[case.rows], make=make)
+
+
+def _with(config: Config, options: dict[str, str]) -> Config:
+    """Return a config with other options, named as "pp.tied"."""
+    for name, value in options.items():
+        section, _, option = name.partition(".")
+        changed = dataclasses.replace(getattr(config, section), **{option: value})
+        config = dataclasses.replace(config, **{section: changed})
+    return config
+
+
+def losses_of_cases(
+    rank: int, world_size: int, store: Path, configs: Sequence[Config], rows: Sequence[str]
+) -> list[list[float]]:
+    """Train each config on this rank; return the losses."""
+    losses = []
+    for number, (config, of_rows) in enumerate(zip(configs, rows, strict=True)):
+        speeds = {0: SPEEDS[world_size // config.pp.stages]} if "unevenly" in of_rows else {}
+        path = store.with_name(f"{store.name}-case-{number}")
+        losses += losses_of_rank(rank, world_size, path, [config], "masked" in of_rows, speeds)
     return losses
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_stages_and_replicas_do_not_change_the_training(
-    world_size: int, tiny_model: TinyModel, tmp_path: Path, oracle: Callable[[Config], list[float]]
-) -> None:
-    """A Latin square: every pair of topology and model, of topology and schedule, and of model and schedule.
-
-    Besides, each topology with padded rows, whose micro-batches are cut to the longest row; the oracle's are not.
-    """
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text("\n".join(json.dumps({"text": "tell " * (1 + n % 5) + str(n)}) for n in range(60)))
-    configs = []
-    for row, (stages, replicas) in enumerate(TOPOLOGIES):
-        for column, (family, options) in enumerate(MODELS):
-            schedule = SCHEDULES[(row + column) % len(SCHEDULES)]
-            if stages == 4:
-                schedule = schedule.replace("chunks=3", "chunks=2")  # there are 8 layers
-            if stages * replicas == world_size:
-                model, micro = tiny_model(family, **options, **blocks_of(family, 6)), 1 + (row + column) % 3
-                forward = "none" if micro == 1 else "none:dtype=fp32"
-                configs.append(
-                    make_config(model, tmp_path, stages=stages, schedule=schedule, micro=micro, forward=forward)
-                )
-        if stages * replicas == world_size:
-            schedule = ("1f1b", "interleaved:chunks=2")[row % 2] if stages < 4 else "interleaved:chunks=2"
-            model = tiny_model("gpt2", **blocks_of("gpt2", 6))
-            configs.append(padded_rows(make_config(model, tmp_path, stages=stages, schedule=schedule, micro=1), texts))
-    assert_same_training(configs, world_size, tmp_path, oracle)
+def test_stages_and_replicas_do_not_change_the_training(world_size: int, tiny_model: TinyModel, tmp_path: Path) -> None:
+    table = Table(tiny_model, tmp_path)
+    cases = [case for case in CASES if TOPOLOGIES[case.topology][0] * TOPOLOGIES[case.topology][1] == world_size]
+    configs = [table.config(case) for case in cases]
+    rows = [ROWS[case.rows] for case in cases]
+    by_rank = on_ranks(world_size, losses_of_cases, tmp_path / f"store-{world_size}", configs, rows)
+    assert all(losses == by_rank[0] for losses in by_rank), "ranks return different losses"
+    for case, losses in zip(cases, by_rank[0], strict=True):
+        assert losses == pytest.approx(table.oracle(case), rel=RELATIVE), (case, table.config(case))
 
 
-def padded_rows(config: Config, texts: Path) -> Config:
-    """Return a run on texts, one per row."""
-    return with_shared_cache(
-        dataclasses.replace(config, data=dataclasses.replace(config.data, sources=str(texts), rows="single"))
-    )
+def test_each_pair_of_levels_is_in_one_case() -> None:
+    for first in range(len(Case._fields)):
+        for second in range(first):
+            assert len({(case[first], case[second]) for case in CASES}) == LEVELS**2 == len(CASES)
 
 
-def test_the_loss_is_the_mean_over_the_targets_of_the_global_batch(tiny_model: TinyModel, tmp_path: Path) -> None:
-    config = make_config(tiny_model("gpt2", n_layer=2), tmp_path, steps=3, stages=2)
-    losses = on_ranks(4, losses_of_rank, tmp_path / "store", [config], True)[0]
-    assert losses[0] == pytest.approx(oracle_losses(config, masked=True), rel=RELATIVE)
-    assert losses[0] != pytest.approx(oracle_losses(config), rel=10 * RELATIVE), "nothing was masked"
-
-
-def test_any_split_of_the_micro_batches_is_the_same_training(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_lossy_gradients_do_not_depend_on_how_micro_batches_are_dealt(tiny_model: TinyModel, tmp_path: Path) -> None:
     """With dropout, masked labels, tied weights on two ranks, and replicas without any micro-batch."""
-    speeds = [(1.0, 1.0), (0.0, 1.0), (5.0, 1.0), (1.0, 0.0)]
-    base = make_config(tiny_model("gpt2", n_layer=6, **DROPOUT), tmp_path, stages=2, micro=1, forward="none:dtype=fp32")
-    modes = ("powersgd:rank=1", "powersgd:rank=1", "allreduce", "sharded_ps", "central_ps")
-    configs = [dataclasses.replace(base, dp=ReplicaConfig(mode)) for mode in modes]
-    configs += [dataclasses.replace(base, pp=dataclasses.replace(base.pp, schedule="interleaved:chunks=2"))]
-    uneven = dict.fromkeys(range(1, len(configs)), speeds)
-    even, *losses = on_ranks(4, losses_of_rank, tmp_path / "store", configs, True, uneven)[0]
-    exact = oracle_losses(base, masked=True)
-    for config, found, expected in zip(configs[1:], losses, [even, *[exact] * 4], strict=True):
-        assert found == pytest.approx(expected, rel=RELATIVE), (config.dp, config.pp)
+    model = tiny_model("gpt2", n_layer=6, **dropout_of("gpt2"))
+    config = make_config(model, tmp_path, stages=2, micro=1, forward="none:dtype=fp32")
+    config = dataclasses.replace(config, dp=ReplicaConfig("powersgd:rank=1"))
+    even, uneven = on_ranks(4, losses_of_rank, tmp_path / "store", [config] * 2, True, {1: SPEEDS[2]})[0]
+    assert uneven == pytest.approx(even, rel=RELATIVE)
 
 
 def test_bf16_is_the_same_training_up_to_its_rounding(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from acsgd.run.setup.data import open_data
 from acsgd.train import train_step
 
 TinyModel = Callable[..., Path]
-STEPS = 20
+STEPS = 10
 TABLES = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}
 
 
@@ -124,7 +124,7 @@ def configs_of(model: Path, run_dir: Path, *, stages: int, how: Sequence[str] = 
 @pytest.mark.parametrize(
     ("family", "options"), [("gpt2", DROPOUT), ("llama", {"tie_word_embeddings": True, "vocab_size": 520})]
 )
-def test_20_steps_are_those_of_one_process_and_so_are_table_and_moments(
+def test_steps_are_those_of_one_process_and_so_are_table_and_moments(
     family: str, options: dict[str, object], tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """1, 2 and 4 stages, 1 and 2 replicas, with masked targets, clipping, and a last evaluation.

@@ -49,6 +49,11 @@ def test_labels_are_the_inputs_shifted_by_one() -> None:
     assert torch.equal(batch.labels, batch.inputs["input_ids"] + 1)  # CORPORA count upwards
 
 
+def test_the_upcoming_samples_are_those_of_the_next_step() -> None:
+    for step in range(4):
+        assert torch.equal(reader(range(2, 5)).batch(step).upcoming_ids, reader(range(2, 5)).batch(step + 1).sample_ids)
+
+
 def tensors_of(batch: Batch) -> list[Tensor]:
     """Return the tensors of a batch with inputs and labels."""
     assert batch.inputs is not None

@@ -56,6 +56,12 @@ def test_halves_round_to_even() -> None:
         assert torch.equal(decoded(FixPoint(bits), x)[1:, 0], halves.round().clamp(max=levels - 1)), bits
 
 
+def test_centroids_are_nearer_to_the_values_where_small_ones_are_more_frequent() -> None:
+    x = gaussian(64, 48) * gaussian(64, 48, seed=1)
+    for bits in range(2, 7):
+        assert relative_error(FixPoint(bits, centroids=True), x) < relative_error(FixPoint(bits), x), bits
+
+
 def test_one_bit_is_the_sign_times_the_mean_magnitude() -> None:
     x = gaussian(64, 48)
     dim_of: dict[Dims, tuple[int, ...]] = {"channel": (0,), "token": (1,), "tensor": (0, 1), "group": (1,)}
