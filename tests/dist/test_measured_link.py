@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from lib.patience import slowdown
 from lib.ranks import on_ranks
 from lib.training import TIMEOUT
 
@@ -19,34 +21,43 @@ from acsgd.topology import Topology
 SIZE = 100
 """Size of the state in probes."""
 LATE_S, EMPTY_S = 0.06, 0.01
-"""Delay of a late answer, and more than the round trip of an empty message that is answered at once, seconds."""
-BUSY = (False,) * (1 + transfer.MAX_PROBES) + (True,) + (False,) * transfer.MAX_PROBES
-"""The answer to the first probe is late, those to the empty messages before it and to the other probes are not."""
+"""Delay of a late answer, and more than the round trip of an empty message that is answered at once; seconds on a
+quiet machine."""
+LATE = {
+    "a long link": (True,),
+    # the answer to the first probe, not those to the empty messages before it or to the other probes
+    "a busy core": (False,) * (1 + transfer.MAX_PROBES) + (True,) + (False,) * transfer.MAX_PROBES,
+}
+"""Which answers are late, in turn."""
 
 
-def measure(rank: int, world_size: int, path: Path, late: tuple[bool, ...]) -> float:
-    """Measure the link from rank 0 to rank 1, which answers LATE_S seconds late as often as `late` says, in turn."""
-    send, is_late = transfer._send, itertools.cycle(late)
+def measure(rank: int, world_size: int, path: Path, late_s: float) -> list[float]:
+    """Measure the link from rank 0 to rank 1 for each of LATE; rank 1 answers `late_s` seconds late when it says so."""
+    send, measured = transfer._send, list[float]()
+    with (
+        connect(
+            Topology.of(rank, world_size, 1), timeout=TIMEOUT, store=dist.FileStore(str(path), world_size)
+        ) as groups,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(transfer, "PROBES_S", late_s / LATE_S * transfer.PROBES_S)
+        for late in LATE.values():
+            is_late = itertools.cycle(late)
 
-    def answer(*args: Any) -> None:
-        if next(is_late):
-            time.sleep(LATE_S)
-        send(*args)
+            def answer(*args: Any, is_late: Iterator[bool] = is_late) -> None:
+                if next(is_late):
+                    time.sleep(late_s)
+                send(*args)
 
-    with connect(
-        Topology.of(rank, world_size, 1), timeout=TIMEOUT, store=dist.FileStore(str(path), world_size)
-    ) as groups:
-        if rank == 0:
-            return transfer.measure_link(groups, 1, SIZE * transfer.PROBE_BYTES)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(transfer, "_send", answer)
-            transfer.answer_link(groups, 0)
-    return 0.0
+            if rank == 0:
+                measured.append(transfer.measure_link(groups, 1, SIZE * transfer.PROBE_BYTES))
+            else:
+                patch.setattr(transfer, "_send", answer)
+                transfer.answer_link(groups, 0)
+    return measured
 
 
-@pytest.mark.parametrize("late", [(True,), BUSY], ids=["a long link", "a busy core"])
-def test_the_delay_of_an_answer_does_not_count_once_per_probe_of_the_state(
-    tmp_path: Path, late: tuple[bool, ...]
-) -> None:
-    estimated_s, _ = on_ranks(2, measure, tmp_path / "store", late)
-    assert estimated_s < SIZE * (LATE_S - EMPTY_S)
+def test_the_delay_of_an_answer_does_not_count_once_per_probe_of_the_state(tmp_path: Path) -> None:
+    times = slowdown()
+    for estimated_s in on_ranks(2, measure, tmp_path / "store", times * LATE_S)[0]:
+        assert estimated_s < SIZE * times * (LATE_S - EMPTY_S)
