@@ -6,7 +6,7 @@ BIN := .venv/bin
 help:
 	@echo "make demo    set up .venv, train a small model on this machine, export it, generate text with it"
 	@echo "make test    set up .venv, run lint, types, docs and all tests"
-	@echo "make test-fast  lint, types and the unit tests that start no processes: a minute, while you write code"
+	@echo "make test-fast  lint, types and the unit tests that start no processes, while you write code"
 	@echo "make soak    test with damaged input and injected faults for 10 minutes; SOAK=\"--seconds 3600 --seed 2\""
 	@echo "make docs    build the documentation into site/; open site/index.html"
 	@echo "make setup   only make .venv and install what the project needs into it"
