@@ -149,8 +149,8 @@ def carried(model: dict[str, Tensor], states: Sequence[WeightState], name: str, 
 def test_state_is_conserved_when_the_number_of_replicas_changes(
     trained: dict[int, list[dict[str, Trained]]], tmp_path: Path
 ) -> None:
-    specs = [spec for spec in LOCAL_SPECS if spec != "local"]
     """From 2 to 3; tests/unit/test_carry_over.py and test_gradient_runs.py have other numbers."""
+    specs = [spec for spec in LOCAL_SPECS if spec != "local"]
     results, replicas = trained[2], 3
     saved = {spec: (results[0][spec].models[-1], [result[spec].state for result in results]) for spec in specs}
     restored = on_replicas(replicas, restore_all, tmp_path / "store", saved)
