@@ -261,7 +261,7 @@ elif "importing" in options:
     main(flags.split(), prog="train.py")
 else:
     parent = os.getppid()
-    from acsgd.run import signals
+    from acsgd.failures import signals
     if "late" in options:
         print("imported", flush=True)
         while os.getppid() == parent:
