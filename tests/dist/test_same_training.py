@@ -16,7 +16,6 @@ from lib.ranks import on_ranks
 from lib.training import RELATIVE, TOPOLOGIES, losses_of_rank, make_config, oracle_losses
 
 from acsgd.config.options import Config, LogConfig, ModelConfig, PipelineConfig, ReplicaConfig
-from acsgd.tasks import find_task
 
 TinyModel = Callable[..., Path]
 LEVELS = 5

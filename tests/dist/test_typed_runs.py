@@ -25,14 +25,11 @@ from lib.typed_runs import (
     result_of,
     splits,
 )
-from acsgd.layers.batch import Batch
-from acsgd.model_classes import MODEL_CLASSES
-from acsgd.pp.wire.frame import HEADER_BYTES
-from acsgd.shards.manifest import Manifest
-from acsgd.streams import mix_seed
 from safetensors.torch import load_file
 
 from acsgd.config.options import Config
+from acsgd.pp.wire.frame import HEADER_BYTES
+from acsgd.shards.manifest import Manifest
 
 DECODERS = ("opt", "bloom", "mixtral")
 TYPES = (*DECODERS, "deberta-v2", "t5", "bart")

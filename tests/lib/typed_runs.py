@@ -25,6 +25,7 @@ from acsgd.io.checkpoint.resume import find
 from acsgd.launch import Launch
 from acsgd.layers.batch import Batch
 from acsgd.layers.lengths import Lengths
+from acsgd.model_classes import MODEL_CLASSES
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import Job, prepare
@@ -32,7 +33,6 @@ from acsgd.run.session import Session
 from acsgd.run.setup.inputs import RunInputs, plan_activation_caches
 from acsgd.run.step.run import Run
 from acsgd.streams import mix_seed
-from acsgd.tasks import TASKS
 from tests.lib.model_types import VOCABULARY, small_config, task_of
 from tests.lib.patience import NO_LIMIT_S
 from tests.lib.ranks import on_ranks
@@ -316,7 +316,7 @@ def oracle(config: Config) -> Result:
     Dropout is seeded at the start of forward and before each block, which is what acsgd does if the model's code
     between and after the blocks has none.
     """
-    task, optim = TASKS[config.model.task], config.optim
+    task, optim = MODEL_CLASSES[config.model.task], config.optim
     model = task.auto_class.from_pretrained(config.model.name, dtype=torch.float32).train()
     drawn, place = Drawn.whole(config), [0, 0]
 
@@ -351,7 +351,7 @@ def oracle(config: Config) -> Result:
 def save_model(directory: Path, task: str, config: PreTrainedConfig) -> None:
     """Write a model with new weights, and a tokenizer of as many tokens."""
     torch.manual_seed(0)
-    model = TASKS[task].auto_class.from_config(config)
+    model = MODEL_CLASSES[task].auto_class.from_config(config)
     with torch.no_grad():
         for param in model.parameters():
             if param.dim() > 1 and param.std() < SMALL:
