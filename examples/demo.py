@@ -2,8 +2,9 @@
 
     python examples/demo.py            (or `make demo`, which sets up .venv first)
 
-Nothing is downloaded: the text is Python's own help topics, the tokenizer is trained on it, and the model is
-initialized from a config. Four processes under torchrun train it, as two pipeline stages x two replicas.
+Nothing is downloaded: the text is short stories that a small grammar writes (stories.py), the tokenizer is trained on
+them, and the model is initialized from a config. Four processes under torchrun train it, as two pipeline stages x two
+replicas.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from pydoc_data.topics import topics
 
 from rich.console import Console
 from rich.table import Table
+from stories import stories
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
 RUN = Path("runs/demo")
 PROCESSES = 4
-VOCABULARY = 2048
+STORIES = 5000
+VOCABULARY = 1024
 END = "<|endoftext|>"
-PROMPT = "The for statement is used to"
+PROMPT = "Tilly was a brave mouse who"
 
 GENERATE = """
 import logging, sys
@@ -38,8 +40,8 @@ tokenizer = AutoTokenizer.from_pretrained(directory)
 model = AutoModelForCausalLM.from_pretrained(directory)
 tokens = tokenizer(prompt, return_tensors="pt")
 set_seed(0)
-out = model.generate(**tokens, max_new_tokens=60, do_sample=True, temperature=0.7, top_k=40)
-print(" ".join(tokenizer.decode(out[0]).split()))
+out = model.generate(**tokens, max_length=model.config.n_positions, do_sample=True, temperature=0.7, top_k=40)
+print(tokenizer.decode(out[0], skip_special_tokens=True))
 """
 
 
@@ -48,8 +50,11 @@ def main() -> None:
     console = Console(soft_wrap=True)
     started = time.monotonic()
     shutil.rmtree(RUN, ignore_errors=True)
-    console.rule("1  model: a GPT-2 config and a tokenizer trained on pydoc_data.topics")
-    make_model(RUN / "model")
+    console.rule(f"1  text and model: {STORIES:,} stories, a tokenizer trained on them, a GPT-2 config")
+    texts = stories(STORIES)
+    console.print(texts[0], markup=False, highlight=False)
+    make_model(RUN / "model", texts)
+    (RUN / "stories.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     console.rule(f"2  training: torchrun with {PROCESSES} processes, 2 stages x 2 replicas")
     run([torchrun(), "--nproc-per-node", str(PROCESSES), "train.py", "examples/demo.toml"])
     checkpoint = max((RUN / "checkpoints").glob("step-*"))
@@ -61,8 +66,8 @@ def main() -> None:
     console.print(closing_table(checkpoint, time.monotonic() - started))
 
 
-def make_model(directory: Path) -> None:
-    """Write config.json and a byte-level BPE tokenizer into `directory`."""
+def make_model(directory: Path, texts: Sequence[str]) -> None:
+    """Write config.json and a byte-level BPE tokenizer, trained on the texts, into `directory`."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -70,7 +75,7 @@ def make_model(directory: Path) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
-    bpe.train_from_iterator((topics[name] for name in sorted(topics)), trainer)
+    bpe.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, bos_token=END)
     tokenizer.save_pretrained(directory)
     end = tokenizer.eos_token_id
