@@ -217,6 +217,59 @@ def tasks() -> str:
     return _table(("`model.task`", "class of transformers", "inputs", "labels", "loss", "head"), rows)
 
 
+def errors() -> str:
+    """Return the texts of all errors by what they concern, as tables with the file of each."""
+    groups: dict[str, set[tuple[str, str]]] = {}
+    for text, path in error_texts():
+        groups.setdefault(_group_of_error(text, path), set()).add((text, path))
+    return "\n".join(
+        f"### {group}\n\n{_table(('error', 'raised in'), ((_text(text), f'`{path}`') for text, path in sorted(rows)))}"
+        for group, rows in sorted(groups.items())
+    )
+
+
+def error_texts() -> list[tuple[str, str]]:
+    """Return the text of each error that a user may see, with "…" for what differs, and the file that raises it."""
+    found = []
+    for path in sorted((ROOT / "acsgd").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                if ast.unparse(node.exc.func) in USER_ERRORS and (text := _template(node.exc.args[0])):
+                    found.append((text, _relative(path)))
+    return found
+
+
+def _template(node: ast.expr) -> str:
+    """Return a text or an f-string with "…" for each value. Empty: neither, or nothing but values."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        text = "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        return re.sub("…+", "…", text) if len(re.findall(r"\w{2,}", text)) > 1 else ""
+    return ""
+
+
+def _group_of_error(text: str, path: str) -> str:
+    """Return the section of the options, or the package, that an error is of."""
+    sections = {field.name for field in dataclasses.fields(Config)}
+    for section, _ in re.findall(r"\b([a-z]+)\.([a-z]\w+)", text):
+        if section in sections:
+            return f"Options of {section}"
+    room = Path(path).relative_to("acsgd").parts[0].removesuffix(".py").replace("_", " ")
+    return f"Others, {room}"
+
+
+USER_ERRORS = {
+    "ValueError",
+    "InputError",
+    "FormatError",
+    "RunError",
+    "RefusedError",
+    "LayersError",
+    "ConnectError",
+    "NonFiniteError",
+}
+"""Names of the exceptions whose texts are documented."""
 PAGES: dict[str, Callable[[], str]] = {
     "index.md": home,
     "reference/options.md": options,
@@ -225,7 +278,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/commands.md": commands,
 }
 """Path of each generated page inside docs/ -> its text."""
-PARTS: dict[str, Callable[..., str]] = {"rooms": rooms, "methods": methods, "tasks": tasks}
+PARTS: dict[str, Callable[..., str]] = {"rooms": rooms, "methods": methods, "tasks": tasks, "errors": errors}
 """Name of each generated part of a page that is otherwise written by hand."""
 
 
