@@ -230,13 +230,14 @@ def errors() -> str:
 
 def error_texts() -> list[tuple[str, str]]:
     """Return the text of each error that a user may see, with "…" for what differs, and the file that raises it."""
-    found = []
-    for path in sorted((ROOT / "acsgd").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-                if ast.unparse(node.exc.func) in USER_ERRORS and (text := _template(node.exc.args[0])):
-                    found.append((text, _relative(path)))
-    return found
+    raised = [
+        (node.exc, _relative(path))
+        for path in sorted((ROOT / "acsgd").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args
+    ]
+    texts = [(_template(call.args[0]), path) for call, path in raised if ast.unparse(call.func) in USER_ERRORS]
+    return [(text, path) for text, path in texts if text]
 
 
 def _template(node: ast.expr) -> str:

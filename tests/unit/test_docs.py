@@ -30,6 +30,11 @@ from acsgd.pp.tied.plan import TIED
 from acsgd.pp.wire.delta import Delta
 
 ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs/generate.py")
+assert _spec is not None
+assert _spec.loader is not None
+generate = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(generate)
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))}
 
 
@@ -123,6 +128,38 @@ def test_links_of_the_readme_lead_to_files() -> None:
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", PAGES["README.md"])
     assert links
     assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_cells_of_the_feature_table_are_short() -> None:
+    cells = re.findall(r"^\| \[[^|]+\| (.*) \|$", PAGES["README.md"], re.MULTILINE)
+    assert len(cells) >= 15
+    for cell in cells:
+        assert len(re.sub(r"\]\([^)]*\)", "]", cell).split()) <= 15, cell
+
+
+def test_hand_written_errors_are_raised() -> None:
+    page = PAGES["docs/troubleshooting.md"].partition("## Symptoms")[0]
+    rows = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    texts = [text for text, _ in generate.error_texts()]
+    assert len(rows) >= 20
+    assert not [part for part in rows if not any(part in text for text in texts)]
+
+
+def test_the_worked_example_follows_from_its_formulas() -> None:
+    stages, replicas, batch, sequence, hidden, micros, layers, vocabulary = 2, 2, 2, 128, 256, 4, 4, 931
+    params = (vocabulary + sequence + 2) * hidden + layers * (12 * hidden**2 + 13 * hidden)
+    numbers = [
+        (stages - 1) * micros * (48 + batch * sequence * hidden * 4),
+        params,
+        2 * (replicas - 1) * 4 * params,
+    ]
+    assert all(f"{number:,}" in PAGES["docs/choose.md"] for number in numbers)
+
+
+def test_the_core_has_ten_files() -> None:
+    names = re.findall(r"^\d+\. `(acsgd/[\w/]+\.py)`", PAGES["docs/architecture/core.md"], re.MULTILINE)
+    assert len(set(names)) == 10
+    assert all((ROOT / name).exists() for name in names)
 
 
 def _check_specs(page: str, specs: list[str]) -> None:

@@ -13,6 +13,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from textwrap import dedent
 from typing import NamedTuple
 
 import pytest
@@ -65,12 +66,14 @@ class Block(NamedTuple):
 
 def blocks() -> Iterator[Block]:
     """Yield all code blocks."""
-    pattern = r"(?:<!-- not run: ([^>]+) -->\n)?^```(\w*)\n(.*?)^```$"
+    pattern = r"(?:<!-- not run: ([^>]+) -->\n)?^ *```(\w*)\n(.*?)^ *```$"
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = path.read_text()
         for found in re.finditer(pattern, text, re.DOTALL | re.MULTILINE):
             reason, language, code = found.groups(default="")
-            yield Block(str(path.relative_to(ROOT)), text.count("\n", 0, found.start()) + 1, language, code, reason)
+            yield Block(
+                str(path.relative_to(ROOT)), text.count("\n", 0, found.start()) + 1, language, dedent(code), reason
+            )
 
 
 BLOCKS = list(blocks())
