@@ -251,13 +251,13 @@ def _template(node: ast.expr) -> str:
 
 
 def _group_of_error(text: str, path: str) -> str:
-    """Return the section of the options, or the package, that an error is of."""
+    """Return the section of the options that an error names, or the package that raises it."""
     sections = {field.name for field in dataclasses.fields(Config)}
     for section, _ in re.findall(r"\b([a-z]+)\.([a-z]\w+)", text):
         if section in sections:
             return f"Options of {section}"
-    room = Path(path).relative_to("acsgd").parts[0].removesuffix(".py").replace("_", " ")
-    return f"Others, {room}"
+    room = Path(path).relative_to("acsgd").parts[0]
+    return "Others" if room.endswith(".py") else f"Others, {room}"
 
 
 USER_ERRORS = {
