@@ -224,7 +224,7 @@ def check_acsgd(arguments: Sequence[str]) -> None:
         check_training(arguments[1:])
         return
     kinds = {"eval": EvalOptions, "convert": cli.Convert, "inspect": cli.Inspect, "generate": cli.Generate}
-    kinds |= {"data": cli.Data, "chaos": cli.Chaos}
+    kinds |= {"data": cli.DataCommand, "chaos": cli.Chaos}
     if "--help" not in arguments:
         tyro.extras.subcommand_cli_from_dict(kinds, prog="acsgd", args=list(arguments))
 
