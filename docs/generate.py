@@ -167,22 +167,29 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def rooms() -> str:
-    """Return what each package and file is, in the reading order that tests/unit/test_floors.py enforces."""
+    """Return what each package and file is, in the order of packages that tests/unit/test_floors.py enforces."""
     source = ast.parse((ROOT / "tests/unit/test_floors.py").read_text())
-    order = next(
+    floors = next(
         ast.literal_eval(node.value)
         for node in source.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ORDER"
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS"
     ).split()
-    packages = sorted((ROOT / "acsgd").glob("*/__init__.py"))
-    nested = sorted((ROOT / "acsgd").glob("*/*/__init__.py"))
-    room_rows = [(f"`{_relative(path.parent)}/`", _summary(path)) for path in sorted(packages + nested)]
-    file_rows = [(str(place), f"`{name}`", _summary(_path_of(name))) for place, name in enumerate(order, start=1)]
+    packages = sorted(path for path in (ROOT / "acsgd").rglob("__init__.py") if path.parent != ROOT / "acsgd")
+    room_rows = [(f"`{_relative(path.parent)}/`", _summary(path)) for path in packages]
+    places = {name.replace(".", "/"): place for place, name in enumerate(floors)}
+
+    def place(path: Path) -> tuple[int, str]:
+        name = str(path.relative_to(ROOT / "acsgd").with_suffix(""))
+        found = max((each for each in places if f"{name}/".startswith(f"{each}/")), key=len)
+        return places[found], name
+
+    files = sorted((path for path in (ROOT / "acsgd").rglob("*.py") if path.name != "__init__.py"), key=place)
+    file_rows = [(f"`{_relative(path)}`", _summary(path)) for path in files]
     return (
         "## Rooms\n\n"
         + _table(("package", "content"), room_rows)
-        + "\n## Reading order\n\nA file imports only files above it, as `tests/unit/test_floors.py` enforces.\n\n"
-        + _table(("", "file of acsgd", "content"), file_rows)
+        + "\n## Files\n\nFrom the bottom to the top: a package imports only packages above it in this table.\n\n"
+        + _table(("file", "content"), file_rows)
     )
 
 
@@ -401,11 +408,6 @@ def _summary(path: Path) -> str:
     """Return the first sentence of a module's docstring."""
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
     return _text(docstring.partition("\n\n")[0])
-
-
-def _path_of(module: str) -> Path:
-    path = ROOT / "acsgd" / Path(*module.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def _relative(path: Path) -> str:
