@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from acsgd.adapters.base import BASE_CHECKSUM, BaseChecksum
+from acsgd.adapters.initial import BASE_CHECKSUM, BaseChecksum
 from acsgd.adapters.inject import (
     build_adapted,
     inject_into,

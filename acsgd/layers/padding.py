@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from acsgd.layers.batch import Lengths, cut
 from acsgd.layers.compare import InputTensors, Stages
-from acsgd.layers.lengths import Lengths, cut
 
 APART = 1e-3
 """Largest difference of logits that must not depend on other documents, later tokens or padding. Sums have another

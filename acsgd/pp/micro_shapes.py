@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from acsgd.layers.batch import Lengths, cut
 from acsgd.layers.composed import Inputs
-from acsgd.layers.lengths import Lengths, cut
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from acsgd.adapters.base import check_base
-from acsgd.adapters.initial import NewAdapter
+from acsgd.adapters.initial import NewAdapter, check_base
 from acsgd.errors import CorruptFileError
 from acsgd.io.files.cache import open_cached
 from acsgd.run.plan.job import Job

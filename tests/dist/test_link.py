@@ -18,8 +18,8 @@ from acsgd.codecs.base import wire_bytes
 from acsgd.comm.waits import Meter
 from acsgd.errors import RunError
 from acsgd.groups import Groups
+from acsgd.layers.batch import Lengths
 from acsgd.layers.description import Dim
-from acsgd.layers.lengths import Lengths
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta

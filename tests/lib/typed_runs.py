@@ -23,8 +23,7 @@ from acsgd.groups import connect
 from acsgd.io.checkpoint.identity import RunIdentity
 from acsgd.io.checkpoint.resume import find
 from acsgd.launch import Launch
-from acsgd.layers.batch import Batch
-from acsgd.layers.lengths import Lengths
+from acsgd.layers.batch import Batch, Lengths
 from acsgd.model_classes import MODEL_CLASSES
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.lock.lock import RunLock

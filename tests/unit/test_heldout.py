@@ -18,7 +18,7 @@ from acsgd.io.data.held_out import HeldOut, held_out, parse_eval, split
 from acsgd.io.data.sampler import Sampler
 from acsgd.io.data.sources import files
 from acsgd.io.data.sources.base import ReadOptions
-from acsgd.io.data.sources.fingerprint import fingerprint_of
+from acsgd.io.data.sources.files import fingerprint_of
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.launch import Launch

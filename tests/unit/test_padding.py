@@ -22,8 +22,8 @@ from acsgd.codecs.base import wire_bytes
 from acsgd.config.options import Config
 from acsgd.io.data.rows.base import LENGTHS
 from acsgd.launch import Launch
+from acsgd.layers.batch import Lengths, cut, longest
 from acsgd.layers.compare import Stages
-from acsgd.layers.lengths import Lengths, cut, longest
 from acsgd.layers.padding import depends_on_length, ignores_padding
 from acsgd.layers.verify import fill_with_random, make_batches
 from acsgd.model_classes import IGNORED, MODEL_CLASSES

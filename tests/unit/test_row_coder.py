@@ -8,8 +8,8 @@ from torch import Tensor
 
 from acsgd.codecs.base import pack, unpack, wire_bytes
 from acsgd.codecs.lossless import BytePlanes, compress_, from_planes, to_planes
+from acsgd.layers.batch import Lengths
 from acsgd.layers.description import Dim
-from acsgd.layers.lengths import Lengths
 from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.row_coder import RowDifferenceCoder
 

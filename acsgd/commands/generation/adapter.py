@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from acsgd.adapters.base import BASE_CHECKSUM, BaseChecksum
+from acsgd.adapters.initial import BASE_CHECKSUM, BaseChecksum
 from acsgd.adapters.inject import modules_named, take_virtual_tokens, virtual_tokens_in_peft
 from acsgd.config.adapters import NAME, VirtualTokens
 from acsgd.errors import InputError

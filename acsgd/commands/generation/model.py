@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from acsgd.adapters.base import BaseChecksum
+from acsgd.adapters.initial import BaseChecksum
 from acsgd.adapters.inject import build_adapted
 from acsgd.commands.generation.adapter import PEFTAdapter
 from acsgd.config.adapters import Adapter, VirtualTokens, parse_adapter

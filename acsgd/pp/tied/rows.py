@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from acsgd.layers.batch import Lengths
 from acsgd.layers.composed import Inputs
-from acsgd.layers.lengths import Lengths
 from acsgd.layers.stand_ins import LookupTable
 from acsgd.pp.schedules.actions import Op
 from acsgd.pp.schedules.rows import RowRoute

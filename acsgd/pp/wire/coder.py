@@ -11,8 +11,8 @@ from torch import Tensor
 
 from acsgd.codecs.base import Codec, Wire, wire_bytes
 from acsgd.codecs.identity import Identity
+from acsgd.layers.batch import Lengths
 from acsgd.layers.description import BATCH, Dim
-from acsgd.layers.lengths import Lengths
 
 EXACT = Identity()
 """The lossless codec, the first of every link."""

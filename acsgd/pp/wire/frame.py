@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from acsgd.io.files.checksum import checksum
-from acsgd.layers.lengths import Lengths
+from acsgd.layers.batch import Lengths
 
 _MAGIC = b"ACS4"
 _IDENTITY = struct.Struct("<4sBBHIIQQQ")

@@ -14,8 +14,8 @@ from acsgd.codecs.base import NotFiniteError, pack, unpack, wire_bytes
 from acsgd.codecs.lossless import compress_, decompress
 from acsgd.comm.waits import Work
 from acsgd.errors import RunError
+from acsgd.layers.batch import Lengths
 from acsgd.layers.composed import State
-from acsgd.layers.lengths import Lengths
 from acsgd.pp.wire.channel import NOT_FINITE, Channel, check_header, read_header
 from acsgd.pp.wire.coder import Coder, TransferInfo
 from acsgd.pp.wire.frame import HEADER_BYTES, Header, MessageKind

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from acsgd.codecs.base import wire_bytes
 from acsgd.codecs.identity import DTYPES
+from acsgd.layers.batch import Lengths
 from acsgd.layers.description import BATCH
-from acsgd.layers.lengths import Lengths
 from acsgd.layers.masks import DOCUMENTS, PREFIXES
 from acsgd.layers.padding import depends_on_length
 from acsgd.pp.micro_shapes import MicroShapes

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from acsgd.io.data.sampler import Ints
 from acsgd.io.data.tokens.corpus import Corpus
-from acsgd.layers.lengths import Lengths, longest
+from acsgd.layers.batch import Lengths, longest
 from acsgd.model_classes import IGNORED
 
 INPUT_IDS, LABELS, LENGTHS = "input_ids", "labels", "lengths"

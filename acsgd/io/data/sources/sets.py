@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from acsgd.io.data.sources.base import TEXT, NamedSource, RecordCounts, SourceRecord
-from acsgd.io.data.sources.files import check_file
-from acsgd.io.data.sources.fingerprint import fingerprint_of
+from acsgd.io.data.sources.files import check_file, fingerprint_of
 from acsgd.io.data.sources.text import open_text, reading
 from acsgd.shards.files import blame
 

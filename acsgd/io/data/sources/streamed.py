@@ -16,8 +16,7 @@ from typing import Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
 
 from acsgd.io.data.sources.base import BadRecord, NamedSource, RecordCounts, SourceRecord
-from acsgd.io.data.sources.files import STATE, Files
-from acsgd.io.data.sources.fingerprint import version_of
+from acsgd.io.data.sources.files import STATE, Files, version_of
 from acsgd.io.data.sources.hub import PREFIX as HUB
 from acsgd.io.data.sources.hub import first_line, from_hub_or_cache, is_saved, load_dataset, loading, parse_name
 from acsgd.io.data.sources.remote import RemoteFile
