@@ -40,7 +40,7 @@ from acsgd.train import train
 def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], None]) -> None:
     """Run a training job from its command line: prepare it, connect the ranks, train.
 
-    prog: name of the command; end: as of `report_failure`. Raises ReportedError after a failure.
+    prog: name of the command; end: see `report_failure`. Raises ReportedError after a failure.
     """
     if launch.daemon:
         _run_elastic(argv, launch, prog, end)
@@ -72,7 +72,7 @@ def run(
 ) -> None:
     """Prepare a run, connect its ranks, and train. context: receives what failure reports need.
 
-    stack: receives what must outlive a failure report. end: as of `main`.
+    stack: receives what must outlive a failure report. end: see `main`.
     """
     context.run_dir = Path(config.log.dir)
     job = prepare(config, launch)

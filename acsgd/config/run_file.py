@@ -56,7 +56,7 @@ def parse_flags(
 ) -> T:
     """Read the fields of a dataclass from flags.
 
-    prog, is_main: as of `parse`; shown: name of the command with its first arguments, for its help; description:
+    prog, is_main: see `parse`; shown: name of the command with its first arguments, for its help; description:
     default: the docstring. Raises ValueError for an invalid flag, in one sentence, SystemExit for --help.
     """
     printed = io.StringIO()

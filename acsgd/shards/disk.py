@@ -125,7 +125,7 @@ class ShardDirectory:
         return tensors
 
     def constants(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
-        """Read the tensors of one layer that are not trained. stored: as of `tensors`. Raises as that."""
+        """Read the tensors of one layer that are not trained. stored: see `tensors`. Raises as that."""
         if not stored.constants:
             return {}
         tensors, path = self.read_constants(layer) or self.read_layer(layer), self.path / self.file_of(layer).file

@@ -37,7 +37,7 @@ class FoundModel(NamedTuple):
 def open_model(
     model: ModelConfig, *, is_valid: Callable[[PreTrainedConfig], bool] = lambda config: False
 ) -> FoundModel:
-    """Find a model; download it if its name is a Hugging Face id. is_valid: as of `read_config`.
+    """Find a model; download it if its name is a Hugging Face id. is_valid: see `read_config`.
 
     Checks all that headers show. Raises ValueError if the model cannot be found or read, or if it is pretrained and its
     weights are not those of its config; CorruptFileError if a file is not as it was written.

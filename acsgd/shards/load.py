@@ -42,7 +42,7 @@ class WeightSource(Protocol):
         ...
 
     def constants(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
-        """Return those tensors of one layer that are not trained. stored: as of `tensors`."""
+        """Return those tensors of one layer that are not trained. stored: see `tensors`."""
         ...
 
     def tensor(self, layer: str, key: str) -> Tensor:
@@ -198,7 +198,7 @@ class Constants:
         self._names = {*layers.frozen, *(key for layer in layers.layers for key in layer.buffers)}
 
     def of_layer(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
-        """Return the constants of one layer. stored: as of `WeightSource.tensors`."""
+        """Return the constants of one layer. stored: see `WeightSource.tensors`."""
         return self._source.constants(layer, stored)
 
     def find(self, layer: str, key: str) -> Tensor | None:

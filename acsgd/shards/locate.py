@@ -46,7 +46,7 @@ class ShardModel(NamedTuple):
 def open_hf(
     directory: Path, task: str = "lm", *, is_valid: Callable[[PreTrainedConfig], bool] = lambda config: False
 ) -> HFModel:
-    """Open a Hugging Face directory. is_valid: as of `read_config`.
+    """Open a Hugging Face directory. is_valid: see `read_config`.
 
     Reads only headers, and the values of tied parameters that are stored several times. Raises ValueError if tensors
     are missing, have another shape than in config.json, or are not floating-point numbers, if tied ones differ, or if

@@ -54,7 +54,7 @@ class RowContext:
     cache_dir: Path
     """Directory of tokens and layouts."""
     reports_wait: bool = True
-    """As of `open_cached`."""
+    """See `open_cached`."""
 
 
 class ShownText(NamedTuple):

@@ -89,7 +89,7 @@ class SourceReport:
 def check(data: DataConfig, model: str, task_name: str, sequence: int | None) -> bool:
     """Print a report on each source; return whether all are valid. Raises ValueError.
 
-    sequence: as of SourceReport.
+    sequence: see SourceReport.
     """
     task, (sources, tokenizer, config) = find_task(task_name), open_sources(data, model, task_name)
     data = replace(data, sequence=MAX_TOKENS, long="truncate")

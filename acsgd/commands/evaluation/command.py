@@ -89,7 +89,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
 def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], None]) -> None:
     """Evaluate as a command line asks: connect the ranks, evaluate, print on rank 0.
 
-    prog: name of the command; end: as of `report_failure`. Raises ReportedError after a failure.
+    prog: name of the command; end: see `report_failure`. Raises ReportedError after a failure.
     """
     options = parse_flags(EvalOptions, argv, prog=prog, is_main=launch.rank == 0)
     options.check(launch.world_size)
@@ -121,7 +121,7 @@ def _run_alone(options: EvalOptions) -> None:
 def evaluate(
     options: EvalOptions, launch: Launch, store: dist.Store, context: RunContext, stack: contextlib.ExitStack
 ) -> EvaluationReport:
-    """Return the metrics of a model on the data, equal on all ranks. Arguments as of `acsgd.main.run`."""
+    """Return the metrics of a model on the data, equal on all ranks. Arguments: see `acsgd.main.run`."""
     model, is_main = find_evaluated(options.model), launch.rank == 0
     job = prepare(config_of(options, model, launch.world_size), launch, trains=False)
     if model.task is None:
@@ -164,7 +164,7 @@ def _check_head(model: RunModel) -> None:
 
 
 class _Batches:
-    """Batches of held-out data, counted while they are read. micros: as of `HeldOut.batches`."""
+    """Batches of held-out data, counted while they are read. micros: see `HeldOut.batches`."""
 
     def __init__(self, held_out: HeldOut, micros: int) -> None:
         self._held_out = held_out

@@ -39,7 +39,7 @@ class EvaluatedModel(NamedTuple):
     options: dict[str, Any]
     """Options of the run that saved it, by their names; empty if no run did."""
     new: tuple[str, ...] = ()
-    """Parameters of a head that nothing has trained, as of `Manifest`."""
+    """Parameters of a head that nothing has trained, see `Manifest`."""
 
 
 def find_evaluated(name: str) -> EvaluatedModel:

@@ -66,7 +66,7 @@ def open_generator(
 ) -> Generator:
     """Load a model; print what it is, how it decodes and which special tokens it uses.
 
-    model, dtype, device: as of GenerateOptions. Raises ValueError, or RunError if memory is short.
+    model, dtype, device: see GenerateOptions. Raises ValueError, or RunError if memory is short.
     """
     with _short_memory(), report_if_slow(print_note, lambda: f"loading {model}"):
         of_parameters = getattr(torch, dtype) if dtype else None

@@ -32,7 +32,7 @@ class ViewRegister:
         return self._read(max(epochs)) if epochs else None
 
     def record(self, view: View) -> View:
-        """Record a view unless its epoch has one; return the one that its epoch has. Raises OSError."""
+        """Register a view if its epoch is free; return the registered view of that epoch. Raises OSError."""
         self._write_once(self._path(view.epoch), json.dumps(asdict(view)))
         self._path(max(0, view.epoch - KEPT)).unlink(missing_ok=True)
         return self._read(view.epoch)

@@ -47,7 +47,7 @@ class StopWorkers:
 
 @dataclass(frozen=True)
 class RecordView:
-    """Record a view, unless its epoch has one, and call `recorded` with the one that its epoch has."""
+    """Write a view to the register if its epoch is free, then call `recorded` with the view that is registered."""
 
     view: View
 

@@ -30,7 +30,7 @@ class CopiedLayers:
     progress: dict[str, Any]
     """Progress of the run after `step` steps."""
     streams: tuple[dict[str, Any] | None, ...] = ()
-    """As of WorkerState."""
+    """See WorkerState."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Preparation:
     reason: str
     """Why the next view is formed."""
     hung: tuple[str, ...]
-    """As of View."""
+    """See View."""
     members: tuple[Host, ...]
     """Participants of the view before, most senior first; before the first, this host."""
     newcomers: tuple[Host, ...]

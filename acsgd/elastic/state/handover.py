@@ -131,7 +131,7 @@ class Joined(NamedTuple):
 
     session: Session
     received_bytes: int
-    """As of HandedOver."""
+    """See HandedOver."""
     transfers: StateSource | JoiningRank | None
     replicas: tuple[int, ...]
     """Replicas that join in the background."""

@@ -85,7 +85,7 @@ class Snapshot:
     progress: dict[str, Any]
     """Progress of the run after `step` steps."""
     streams: tuple[dict[str, Any] | None, ...] = ()
-    """As of WorkerState."""
+    """See WorkerState."""
     layers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """Tensors by layer, named as in the messages of `elastic.transfer`."""
 

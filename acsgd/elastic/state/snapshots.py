@@ -64,7 +64,7 @@ def next_hosts(ranks: Sequence[str]) -> dict[int, int]:
 
 
 def budget_of(ranks: Sequence[str], stages: int) -> float:
-    """Return the share of the step time that snapshots may take with "auto". ranks: as of `next_hosts`."""
+    """Return the share of the step time that snapshots may take with "auto". ranks: see `next_hosts`."""
     hosts = [rank.partition("/")[0] for rank in ranks]
     is_replicated = all(len(set(hosts[position::stages])) > 1 for position in range(stages))
     return REPLICATED_BUDGET if is_replicated else BUDGET

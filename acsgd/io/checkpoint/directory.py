@@ -30,7 +30,7 @@ class WrittenFile:
     layer: str
     """Name of the layer, or of the tied weight."""
     entry: dict[str, Any]
-    """As of `StoredFile`."""
+    """See `StoredFile`."""
     replica: int
     """Index of the replica whose state is in it; 0 for other kinds."""
 

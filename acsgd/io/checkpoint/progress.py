@@ -105,7 +105,7 @@ class RunState:
     progress: Progress
     identity: RunIdentity
     options: dict[str, str | None] = field(default_factory=dict)
-    """Options that it was trained with, as of `recorded_options`; empty in checkpoints of older versions."""
+    """Options that it was trained with, see `recorded_options`; empty in checkpoints of older versions."""
     replicas: Natural | None = None
     """Number of replicas that saved it; None in checkpoints of older versions."""
     best: bool = False

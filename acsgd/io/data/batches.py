@@ -97,7 +97,7 @@ class Dataset:
     Can be iterated once. Errors of a read are raised by the iteration. To stop the thread early, close the dataset or
     use it as a context manager.
 
-    micros: returns the micro-batches of a step, as of `BatchReader.batch`; called by the thread that iterates, when the
+    micros: returns the micro-batches of a step, see `BatchReader.batch`; called by the thread that iterates, when the
     batch `ahead` steps before is taken. ahead: maximum number of batches read ahead. waits: in which training waits for
     a batch.
     """

@@ -63,7 +63,7 @@ def held_out(
     """Return the held-out data of one replica, None if nothing is held out.
 
     training: data.sources; separate: data.eval_sources, may be empty; fraction: data.eval_fraction, 0 if they are not;
-    unit: as of `split`. Raises ValueError if a source is too short.
+    unit: see `split`. Raises ValueError if a source is too short.
     """
     if not separate.rows and fraction == 0:
         return None

@@ -36,7 +36,7 @@ def open_cached(
     """Build `path` if it does not exist or is corrupt, and return open_built(path).
 
     All processes of a host may call this at the same time: one of them builds, the others wait.
-    build, resumable: as of `build_atomically`. open_built: raises CorruptFileError if what was built is not valid now.
+    build, resumable: see `build_atomically`. open_built: raises CorruptFileError if what was built is not valid now.
     note: called with a sentence if a corrupt path is built again and, from a thread, during a long wait unless
     `reports_wait` is False: one process of a run and host should report it.
     Raises RunError if the files cannot be written, or if another process has not finished after `timeout_s` seconds.

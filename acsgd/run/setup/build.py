@@ -181,7 +181,7 @@ def build_stages(
 ) -> dict[int, Stage]:
     """Load the layers of this rank's stages into the model, one at a time; all others stay on the meta device.
 
-    deferred: as of `build_session`.
+    deferred: see `build_session`.
     """
     config, loader = job.config, _open_loader(job, composed, source, defers_constants=deferred is not None)
     stages = {}

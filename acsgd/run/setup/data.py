@@ -119,7 +119,7 @@ def _describe_epochs(sources: Sequence[WeightedSource], sampler: Sampler, steps:
 def _open_or_receive_rows(
     job: Job, maker: RowMaker, sources: Sequence[WeightedSource], groups: Groups | None
 ) -> list[Rows]:
-    """Return the rows of each source, or their properties on ranks that need no tokens. groups: as of `open_data`."""
+    """Return the rows of each source, or their properties on ranks that need no tokens. groups: see `open_data`."""
     if groups is not None and not (job.wants_inputs or _wants_labels(job)):
         return [*described(groups.published_text(ROWS, timeout_s=TIMEOUT_S))]
     rows = maker.open(sources)

@@ -53,7 +53,7 @@ class RunInputs:
 def open_inputs(job: Job, groups: Groups | None = None, *, has_caches: bool = False) -> RunInputs:
     """Find and check the inputs of a job. Verified layers, tokens and converted weights get into the cache if need be.
 
-    Writes nothing else. groups: as of `open_data`; has_caches: whether this process has its activation caches already.
+    Writes nothing else. groups: see `open_data`; has_caches: whether this process has its activation caches already.
     Raises ValueError if an input is missing or invalid, or if a checkpoint has another identity.
     """
     verify_layers(job)
@@ -109,7 +109,7 @@ def _describe_tokens(job: Job, spec: RowSpec) -> str:
 
 
 def verify_layers(job: Job) -> None:
-    """Verify the layers of the model, unless they are, and keep them and their costs in the cache."""
+    """Verify the layers of the model if that was not done before, and store them and their costs in the cache."""
     model, cache, data = job.model, job.paths.layers_cache, job.config.data
     if not model.is_verified or data.isolate or data.objective != "causal" or has_padding(job):
         result = cache.verify(model.config, model.derived, reports_wait=job.is_first_on_host)
@@ -135,7 +135,7 @@ def plan_activation_caches(
 ) -> CachePlan | None:
     """Plan the activation caches of this rank's links; None without delta or without links.
 
-    samples: number of training samples; run_id, fresh: see CachePlan; are_kept: as of `plan_caches`. Raises ValueError
+    samples: number of training samples; run_id, fresh: see CachePlan; are_kept: see `plan_caches`. Raises ValueError
     if they do not fit.
     """
     delta = job.plugins.forward

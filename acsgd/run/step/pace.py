@@ -95,7 +95,7 @@ forth."""
 class Dealer:
     """Deals the micro-batches of a step to replicas: evenly at first, then as their times suggest.
 
-    A pure function of the recorded times, so that all ranks, which record the same, deal alike. fill: as of `deal`.
+    A pure function of the recorded times, so that all ranks, which record the same, deal alike. fill: see `deal`.
     """
 
     def __init__(self, num_micros: int, replicas: int, fill: float) -> None:

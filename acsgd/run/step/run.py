@@ -102,7 +102,7 @@ def open_run(
     """Open the participants of the step boundary of a session.
 
     Their order matters: a spike is restored before it is evaluated or saved, and an evaluation decides whether a
-    checkpoint is the best. extra: returns participants before these. stops: as of `StopOnSignal`.
+    checkpoint is the best. extra: returns participants before these. stops: see `StopOnSignal`.
     """
     session = begin.session
     with Checkpointing.open(begin, inputs, lock, signals, note=metrics.note) as checkpointing:

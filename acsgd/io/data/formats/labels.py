@@ -50,7 +50,7 @@ class Classes:
 
     @property
     def key(self) -> str:
-        """As of Labels."""
+        """See Labels."""
         return str(self.names)
 
     def number_of(self, label: Label) -> float:

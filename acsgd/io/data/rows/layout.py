@@ -53,7 +53,7 @@ class RowLayout(NamedTuple):
 def open_layout(path: Path, make: Callable[[], RowLayout], *, reports_wait: bool = True) -> RowLayout:
     """Return the layout in a cache entry. Called by every process of a host; one of them makes it.
 
-    make: may raise ValueError; reports_wait: as of `open_cached`.
+    make: may raise ValueError; reports_wait: see `open_cached`.
     """
 
     def build(unfinished: Path) -> None:
@@ -105,7 +105,7 @@ def make_layout(
 def parts_of(corpus: Corpus, sequence: int, long: LongDocument, objective: Objective) -> tuple[Ints, Ints, int]:
     """Return first token and number of inputs of each part of a document, in order, and the number of long documents.
 
-    long: as of `make_layout`. Raises ValueError if it is "error" and a document is longer than a row.
+    long: see `make_layout`. Raises ValueError if it is "error" and a document is longer than a row.
     """
     starts, stops = corpus.spans()
     lengths = stops - starts - 1

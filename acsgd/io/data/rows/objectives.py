@@ -44,8 +44,9 @@ class Objective(Protocol):
         ...
 
     def apply(self, tokens: Ints, labels: Ints, place: int, epoch: int) -> DocumentPart:
-        """Return what lies in a row. tokens, labels: of causal language modelling; place: of the part in its corpus.
+        """Return inputs and labels of a part of a row.
 
+        tokens, labels: as in causal language modelling; place: index of the first token of the part in its corpus.
         A function of the seed and the arguments.
         """
         ...

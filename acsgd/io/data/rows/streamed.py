@@ -55,7 +55,7 @@ class StreamedRows:
     row of the source, its first segment follows, in another order.
 
     name: of the source; version: differs if its rows differ; make: returns the rows of a segment, or raises ValueError;
-    seed, source: of the order, as of `order_key`; span: number of consecutive segments that are read at a time.
+    seed, source: of the order, see `order_key`; span: number of consecutive segments that are read at a time.
     """
 
     is_streamed = True
@@ -112,7 +112,7 @@ class StreamedRows:
         self.cache.restore(state.segment, state.position, state.rows)
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop to tokenize. wait: as of SegmentCache."""
+        """Stop to tokenize. wait: see SegmentCache."""
         self.cache.close(wait=wait)
 
     def _locate(self, index: int) -> tuple[int, _Current]:
@@ -167,7 +167,7 @@ def cut_examples(rows: int) -> Cutter:
 
 
 def cut_documents(rows: int, sequence: int, kind: RowKind, long: LongDocument, objective: Objective) -> Cutter:
-    """Return the cutter of rows of whole documents. Arguments as of `make_layout`; "pack" packs each segment alone."""
+    """Return the cutter of rows of whole documents. Arguments: see `make_layout`; "pack" packs each segment alone."""
 
     def cut(corpus: Corpus, is_last: bool) -> SegmentCut | None:
         starts, lengths, _ = parts_of(corpus, sequence, long, objective)

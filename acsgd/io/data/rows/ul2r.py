@@ -38,7 +38,7 @@ SEQUENTIAL = Denoiser("S")
 MIXTURE = (*(SEQUENTIAL,) * 4, *(Denoiser("R", 0.15, 3),) * 2, Denoiser("X", 0.15, 32), Denoiser("X", 0.5, 8))
 """Denoisers, each with the same probability: 50 % S, 25 % R, 25 % X. UL2 removes half of
 a text in spans of 3 or of 8 tokens. Here they have 8: spans of 3 need more sentinels, for which each row keeps room.
-Layouts depend on it: another mixture needs another version of them, as of `row_spec`."""
+Layouts depend on it: another mixture needs another version of them, see `row_spec`."""
 
 
 class UL2R:

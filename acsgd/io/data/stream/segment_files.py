@@ -32,7 +32,7 @@ class SegmentAbout:
     after: SegmentStart
     rows: Annotated[int, check_positive]
     overlap: Natural
-    """As of Corpus."""
+    """See Corpus."""
     checksum: Natural
     """CRC-32 of tokens, targets and layout: equal on all hosts."""
 

@@ -76,7 +76,7 @@ class StreamSegment(NamedTuple):
     """Number of rows."""
     corpus: Corpus
     layout: Mapping[str, Ints]
-    """As of SegmentCut."""
+    """See SegmentCut."""
 
 
 def read_segments(

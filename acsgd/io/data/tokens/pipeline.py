@@ -35,7 +35,7 @@ class RecordMark(NamedTuple):
     """What is known where a record begins, from which a streamed source can be read and encoded again."""
 
     cursor: Any
-    """As of RecordCounts."""
+    """See RecordCounts."""
     records: int
     """Number of records before."""
     format: str
@@ -72,7 +72,7 @@ class EncodedParts(NamedTuple):
 def encode_source(
     source: Source, tokenizer: PreTrainedTokenizerBase, encoder: Encoder, counts: RecordCounts
 ) -> Generator[EncodedParts, None, None]:
-    """Yield the records of a source with their tokens, in order, in bounded memory. counts: as of `read_each`.
+    """Yield the records of a source with their tokens, in order, in bounded memory. counts: see `read_each`.
 
     The tokens do not depend on the number of threads. Raises ValueError if a record does not suit the task.
     """

@@ -38,7 +38,7 @@ class TokenStats(NamedTuple):
     targets: int
     """Number of target tokens."""
     overlap: int
-    """As of Corpus."""
+    """See Corpus."""
     skipped: str | None
     """Clause that describes the skipped records."""
     format: str
@@ -67,7 +67,7 @@ def open_tokens(
     """Return the tokens of a source, on disk in `cache_dir`, tokenizing it if it is not cached yet.
 
     Called by every process of a host; one of them tokenizes. encoder: a new one; vocab_size: of the model;
-    reports_wait: as of `open_cached`. Raises ValueError if a text cannot be read or has a token that the model has not.
+    reports_wait: see `open_cached`. Raises ValueError if a text cannot be read or has a token that the model has not.
     """
     assert source.options == spec.reading
     fingerprint = source.fingerprint
