@@ -36,7 +36,7 @@ from acsgd.run.session import Session, StepResult
 from acsgd.run.setup.inputs import RunInputs
 from acsgd.run.setup.resume import start
 from acsgd.run.step.hooks import LoopState
-from acsgd.run.step.run import Run, open_run, text_log_of
+from acsgd.run.step.run import TrainingRun, open_run, text_log_of
 from acsgd.run.step.spikes import SKIP
 
 NO_VOTES: Report = {}
@@ -82,7 +82,7 @@ def train(
         run_steps(run)
 
 
-def run_steps(run: Run) -> None:
+def run_steps(run: TrainingRun) -> None:
     """Train until the last step, or until a participant of the step boundary stops or pauses the run.
 
     The loop knows no participant. `run.state` is valid also after an exception: a loop that begins with an open step

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from acsgd.elastic.control import Control
 from acsgd.elastic.state.joins import JoiningRank, StateSource
-from acsgd.run.report import Field, Report, StepSummary, by_rank, by_replica, in_grid, on_all, on_any
+from acsgd.run.report import Report, StepField, StepSummary, by_rank, by_replica, in_grid, on_all, on_any
 from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.run.step.hooks import LoopState, StepHook
 from acsgd.run.step.run import STOP
 
 STOPS = STOP.reduced(on_all)
 """Whether all ranks have received a stop signal: one concerns one host alone, which leaves, and the others train on."""
-PAUSE = Field("pause", on_any)
+PAUSE = StepField("pause", on_any)
 """Whether this rank was asked to stop at the end of the step, for the next view."""
-JOINS = Field("joins", by_replica)
+JOINS = StepField("joins", by_replica)
 """Whether this rank has not got the state of all of its layers yet."""
-WANTED = Field("wanted", by_rank)
+WANTED = StepField("wanted", by_rank)
 """Layer whose state after the step this rank requests, 1 + its index in the model; 0 = no one."""
 
 

@@ -27,7 +27,7 @@ Numbers = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Field(Generic[T_co]):
+class StepField(Generic[T_co]):
     """A number that each rank reports with a step, sent as fp64, and its reduction over the ranks.
 
     Whoever needs a number declares its field: see `StepHook`. Sums are in the order of the ranks.
@@ -37,12 +37,12 @@ class Field(Generic[T_co]):
     """Fields of one name are reductions of the same number."""
     reduce: Callable[[Numbers], T_co]
 
-    def reduced(self, reduce: Callable[[Numbers], T]) -> Field[T]:
+    def reduced(self, reduce: Callable[[Numbers], T]) -> StepField[T]:
         """Return a field with another reduction of the same number."""
-        return Field(self.name, reduce)
+        return StepField(self.name, reduce)
 
 
-Report = Mapping[Field[Any], float]
+Report = Mapping[StepField[Any], float]
 """Numbers of one rank. All ranks report the same fields in a step, in the same order."""
 
 
@@ -86,32 +86,32 @@ def in_grid(numbers: Numbers) -> Numbers:
     return numbers
 
 
-LOSS = Field("loss", total)
+LOSS = StepField("loss", total)
 """A rank's part of the loss that backward started from, without the loss scale."""
-TARGETS = Field("targets", total)
+TARGETS = StepField("targets", total)
 """Target tokens; 0 on ranks without the last stage."""
 REPLICA_TARGETS = TARGETS.reduced(by_replica)
-TOKENS = Field("tokens", total)
+TOKENS = StepField("tokens", total)
 """Input tokens, without padding; 0 on ranks without the last stage."""
-REPLICA_SQUARED_NORMS = Field("squared_grad_norm", by_replica)
+REPLICA_SQUARED_NORMS = StepField("squared_grad_norm", by_replica)
 """Squared norm of a rank's gradients as backward left them."""
-PP_FORWARD_BYTES = Field("pp_forward_bytes", total)
-PP_BACKWARD_BYTES = Field("pp_backward_bytes", total)
-TIED_BYTES = Field("tied_bytes", total)
-DP_BYTES = Field("dp_bytes", total)
-IN_FLIGHT_S = Field("in_flight_s", total)
+PP_FORWARD_BYTES = StepField("pp_forward_bytes", total)
+PP_BACKWARD_BYTES = StepField("pp_backward_bytes", total)
+TIED_BYTES = StepField("tied_bytes", total)
+DP_BYTES = StepField("dp_bytes", total)
+IN_FLIGHT_S = StepField("in_flight_s", total)
 """Time between posting transfers and receiving them, seconds."""
-WAITED_S = Field("waited_s", total)
+WAITED_S = StepField("waited_s", total)
 """The part of it that a rank waited. Waiting for a peer that still computes (the pipeline bubble) counts as waiting."""
-PEAK_MEMORY_BYTES = Field("peak_memory_bytes", highest_by_replica)
-DATA_WAIT_S = Field("data_wait_s", highest)
-CHECKSUM = Field("checksum", by_rank)
+PEAK_MEMORY_BYTES = StepField("peak_memory_bytes", highest_by_replica)
+DATA_WAIT_S = StepField("data_wait_s", highest)
+CHECKSUM = StepField("checksum", by_rank)
 """Checksum of the batch: an integer, which fp64 represents exactly; 0 = it has none."""
-MICROS = Field("micros", in_grid)
+MICROS = StepField("micros", in_grid)
 """Number of micro-batches of the rank's replica."""
-COMPUTE_S = Field("compute_s", in_grid)
+COMPUTE_S = StepField("compute_s", in_grid)
 """Time from the first action to the reduced gradients, without waits for other ranks, seconds."""
-STEP_FIELDS: tuple[Field[Any], ...] = (
+STEP_FIELDS: tuple[StepField[Any], ...] = (
     LOSS,
     TARGETS,
     TOKENS,
@@ -144,7 +144,7 @@ class StepSummary:
         pipelines = topology.lines("pipeline")
         return cls({f.name: [[reports[rank][f] for rank in ranks] for ranks in pipelines] for f in reports[0]})
 
-    def __getitem__(self, field: Field[T]) -> T:
+    def __getitem__(self, field: StepField[T]) -> T:
         """Return a reduction. Of a field that was not reported, it is that of zeros."""
         zeros = [[0.0] * len(replica) for replica in self.numbers[LOSS.name]]
         return field.reduce(self.numbers.get(field.name, zeros))
@@ -156,7 +156,7 @@ class StepExchange:
     fields: what all ranks report, in the same order.
     """
 
-    def __init__(self, groups: Groups, topology: Topology, fields: Iterable[Field[Any]]) -> None:
+    def __init__(self, groups: Groups, topology: Topology, fields: Iterable[StepField[Any]]) -> None:
         self._fields = [*fields]
         self._gather = Gather([len(self._fields)] * topology.world_size, groups)
         self._topology = topology

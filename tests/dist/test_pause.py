@@ -24,7 +24,7 @@ from acsgd.run.setup.inputs import RunInputs
 from acsgd.run.setup.resume import Start
 from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.run.step.hooks import StepHook
-from acsgd.run.step.run import Run
+from acsgd.run.step.run import TrainingRun
 
 STEPS, PAUSED = 6, 4
 """Steps of the run; steps before the pause."""
@@ -43,7 +43,7 @@ def pause(rank: int, leaving: Sequence[int]) -> None:
 
         return open_run(begin, inputs, lock, signals, *args, stops=STOPS, extra=extra)
 
-    def paused_run_steps(run: Run) -> None:
+    def paused_run_steps(run: TrainingRun) -> None:
         run_steps(run)
         assert (run.state.progress.step, run.state.is_paused, run.state.is_stopped) == (PAUSED, True, False)
 

@@ -43,7 +43,7 @@ from acsgd.run.report import Report
 from acsgd.run.session import Session, StepResult
 from acsgd.run.setup.inputs import open_inputs
 from acsgd.run.step.checkpointing import Checkpointing
-from acsgd.run.step.run import Run
+from acsgd.run.step.run import TrainingRun
 from acsgd.run.step.spikes import SKIP
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import Manifest, StoredFile
@@ -165,7 +165,7 @@ def _starting_again(patch: pytest.MonkeyPatch, interrupted: frozenset[int]) -> C
             raise WaitInterruptedError("the view has ended")
         return result
 
-    def starting_again(run: Run) -> None:
+    def starting_again(run: TrainingRun) -> None:
         while True:
             with contextlib.suppress(WaitInterruptedError):
                 return run_steps(run)

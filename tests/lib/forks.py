@@ -42,7 +42,7 @@ from acsgd.groups import clone_store
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
-from acsgd.run.step.run import Run
+from acsgd.run.step.run import TrainingRun
 from acsgd.shards.manifest import Manifest, StoredFile
 from tests.lib.patience import NO_LIMIT_S, Patience, wait_until
 from tests.lib.processes import CONTEXT
@@ -265,7 +265,7 @@ def _record_notes(directory: Path, rank: int) -> None:
         write(text)
         note(metrics, text)
 
-    def recorded_run_steps(run: Run) -> None:
+    def recorded_run_steps(run: TrainingRun) -> None:
         unfinished = directory / f".resumed-at-{rank}"
         unfinished.write_text(str(run.state.progress.step))
         unfinished.rename(directory / f"resumed-at-{rank}")

@@ -30,7 +30,7 @@ from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.inputs import RunInputs, plan_activation_caches
-from acsgd.run.step.run import Run
+from acsgd.run.step.run import TrainingRun
 from acsgd.streams import mix_seed
 from tests.lib.model_types import VOCABULARY, small_config, task_of
 from tests.lib.patience import NO_LIMIT_S
@@ -175,7 +175,7 @@ def _record_weights(run_steps: Callable[..., None]) -> Callable[..., None]:
         path = Path(job.config.log.dir) / WEIGHTS.format(step=step, rank=job.topology.rank)
         path.write_text(json.dumps(hashes))
 
-    def recorded(run: Run) -> None:
+    def recorded(run: TrainingRun) -> None:
         write(run.session, run.state.progress.step)
         run_steps(run)
         write(run.session, run.num_steps)

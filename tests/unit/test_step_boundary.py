@@ -16,7 +16,7 @@ from acsgd.errors import RunError
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.run import report
-from acsgd.run.report import STEP_FIELDS, Field, Report, StepSummary, check_texts
+from acsgd.run.report import STEP_FIELDS, Report, StepField, StepSummary, check_texts
 from acsgd.run.session import Session, StepResult
 from acsgd.run.step.checkpointing import FAILED_SAVE, SAVE
 from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
@@ -33,7 +33,7 @@ class Instant:
         return True
 
 
-def summarize(reports: list[Mapping[Field[Any], float]], *, stages: int = 1) -> StepSummary:
+def summarize(reports: list[Mapping[StepField[Any], float]], *, stages: int = 1) -> StepSummary:
     return StepSummary.of([{**NOTHING, **each} for each in reports], Topology.of(0, len(reports), stages))
 
 
@@ -114,14 +114,14 @@ def test_each_reduction() -> None:
     }
     for reduce, expected in reductions.items():
         assert summary[report.LOSS.reduced(reduce)] == expected  # type: ignore[arg-type]
-    assert summary[Field("nobody reports it", report.by_rank)] == [0.0] * 4
+    assert summary[StepField("nobody reports it", report.by_rank)] == [0.0] * 4
 
 
 class Jury(StepHook):
     """A participant that no other file knows: it stops a run when all ranks have voted for it in one step."""
 
-    GUILTY = Field("guilty", report.on_all)
-    AGE = Field("age", report.highest)
+    GUILTY = StepField("guilty", report.on_all)
+    AGE = StepField("age", report.highest)
     fields = (GUILTY, AGE)
 
     def __init__(self, verdict: bool) -> None:
@@ -183,7 +183,7 @@ def test_a_participant_reports_its_fields_and_acts_by_those_of_all_ranks() -> No
 
 
 def test_totals_are_of_all_ranks_and_norms_of_each_replica() -> None:
-    reports: list[Mapping[Field[Any], float]] = [
+    reports: list[Mapping[StepField[Any], float]] = [
         {
             report.LOSS: n,
             report.TARGETS: 10.0 * n,

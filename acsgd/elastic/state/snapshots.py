@@ -23,7 +23,7 @@ from acsgd.elastic.state.transfer import layer_tensors_of
 from acsgd.errors import RunError, WaitInterruptedError, reason
 from acsgd.groups import Groups
 from acsgd.io.data.batches import BatchReader
-from acsgd.run.report import Field, Report, highest, on_any
+from acsgd.run.report import Report, StepField, highest, on_any
 from acsgd.run.session import Session
 from acsgd.run.step.hooks import LoopState, StepHook
 from acsgd.shards.load import LoadedLayer
@@ -87,9 +87,9 @@ def describe_snapshots(interval: str, budget: float, memory_bytes: int, *, have_
     )
 
 
-SNAPSHOT_PENDING = Field("snapshot_pending", on_any)
+SNAPSHOT_PENDING = StepField("snapshot_pending", on_any)
 """Whether the snapshot in progress is incomplete on this rank."""
-SNAPSHOT_INTERVAL = Field("snapshot_interval", highest)
+SNAPSHOT_INTERVAL = StepField("snapshot_interval", highest)
 """Number of steps between two snapshots that this rank wants; all use the largest."""
 
 

@@ -28,7 +28,7 @@ Channels = Mapping[MessageKind, Channel]
 """Channels of a table between its owner and one other rank, by what they carry."""
 GroupsOf = Callable[[int], MicroGroups]
 """Groups of a number of micro-batches."""
-Handlers = Mapping[Op, Callable[[int], None]]
+RowHandlers = Mapping[Op, Callable[[int], None]]
 """Function that performs the actions of each operation on a table, for a micro-batch."""
 
 
@@ -89,7 +89,7 @@ class TableOwner:
         self._gradients_in = Inbox(channels[MessageKind.TABLE_GRADIENTS])
         self._transfer: RowTransfer
         """That of the present step or evaluation."""
-        self.handlers: Handlers = {Op.SR: self.send_rows, Op.RG: self.post_gradients}
+        self.handlers: RowHandlers = {Op.SR: self.send_rows, Op.RG: self.post_gradients}
 
     @property
     def outboxes(self) -> list[Outbox]:
@@ -165,7 +165,7 @@ class TableUser:
         self._requested: list[RowGroups] = []
         self._transfer: RowTransfer
         """That of the present step or evaluation."""
-        self.handlers: Handlers = {Op.RR: self.post_rows, Op.SG: self.send_gradients}
+        self.handlers: RowHandlers = {Op.RR: self.post_rows, Op.SG: self.send_gradients}
 
     @property
     def outboxes(self) -> list[Outbox]:

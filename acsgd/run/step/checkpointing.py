@@ -19,7 +19,7 @@ from acsgd.io.checkpoint.progress import Progress, RunState, origin_of, recorded
 from acsgd.io.checkpoint.resume import Checkpoint, newest_valid
 from acsgd.io.checkpoint.saver import Saver
 from acsgd.run.lock.lock import RunLock
-from acsgd.run.report import Field, Report, on_any
+from acsgd.run.report import Report, StepField, on_any
 from acsgd.run.session import Session
 from acsgd.run.setup.inputs import RunInputs
 from acsgd.run.setup.resume import Start, check_files, layer_states
@@ -27,9 +27,9 @@ from acsgd.run.step.hooks import LoopState, StepHook
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.load import WeightSource
 
-SAVE = Field("save", on_any)
+SAVE = StepField("save", on_any)
 """Whether a checkpoint is due by this rank's clock, or was requested."""
-FAILED_SAVE = Field("failed_save", on_any)
+FAILED_SAVE = StepField("failed_save", on_any)
 """Whether a save has failed on this rank."""
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.record import StepRecord
-from acsgd.run.report import Field, Report, StepSummary
+from acsgd.run.report import Report, StepField, StepSummary
 from acsgd.run.session import StepResult
 
 
@@ -75,7 +75,7 @@ class StepHook:
     All ranks call the methods together, so any of them may be a collective.
     """
 
-    fields: Sequence[Field[Any]] = ()
+    fields: Sequence[StepField[Any]] = ()
     """Fields that this participant reports, by other names than those of all others."""
 
     def report(self, state: LoopState) -> Report:
@@ -112,7 +112,7 @@ class StepHooks:
 
     def report(self, state: LoopState) -> Report:
         """Return what this rank reports with the step that begins, besides the numbers of the step itself."""
-        numbers: dict[Field[Any], float] = {}
+        numbers: dict[StepField[Any], float] = {}
         for hook in self._hooks:
             numbers |= dict.fromkeys(hook.fields, 0.0) | {**hook.report(state)}
         return numbers

@@ -17,7 +17,7 @@ from acsgd.layers.batch import Batch
 from acsgd.metrics import describe
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import Job
-from acsgd.run.report import Field, Report, on_any
+from acsgd.run.report import Report, StepField, on_any
 from acsgd.run.session import Session
 from acsgd.run.setup.inputs import RunInputs
 from acsgd.run.setup.resume import Start
@@ -26,14 +26,14 @@ from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
 from acsgd.run.step.pace import Pace
 from acsgd.run.step.spikes import SpikeGuard
 
-STOP = Field("stop", on_any)
+STOP = StepField("stop", on_any)
 """Whether this rank has received a stop signal."""
 
 
 class StopOnSignal(StepHook):
     """Ends the run after a step by the stop signals of all ranks. stops: STOP, reduced to whether the run ends."""
 
-    def __init__(self, signals: StopSignals, stops: Field[bool] = STOP) -> None:
+    def __init__(self, signals: StopSignals, stops: StepField[bool] = STOP) -> None:
         self.fields = (stops,)
         self._stops = stops
         self._signals = signals
@@ -65,7 +65,7 @@ class Evaluations(StepHook):
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """What one rank trains with."""
 
     session: Session
@@ -96,9 +96,9 @@ def open_run(
     metrics: Metrics,
     state: LoopState,
     *,
-    stops: Field[bool] = STOP,
+    stops: StepField[bool] = STOP,
     extra: Callable[[Checkpointing], Sequence[StepHook]] = lambda _: (),
-) -> Iterator[Run]:
+) -> Iterator[TrainingRun]:
     """Open the participants of the step boundary of a session.
 
     Their order matters: a spike is restored before it is evaluated or saved, and an evaluation decides whether a
@@ -114,7 +114,7 @@ def open_run(
         hooks += [checkpointing, pace]
         # else the thread that reads ahead waits on
         session.groups.waits.on_interrupt(partial(inputs.reader.close, wait=False))
-        yield Run(session, inputs, state, StepHooks(hooks, metrics), checkpointing, pace.micros)
+        yield TrainingRun(session, inputs, state, StepHooks(hooks, metrics), checkpointing, pace.micros)
 
 
 def text_log_of(job: Job) -> contextlib.AbstractContextManager[None]:

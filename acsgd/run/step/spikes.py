@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from acsgd.io.checkpoint.progress import Progress
-from acsgd.run.report import Field, Report, on_any
+from acsgd.run.report import Report, StepField, on_any
 from acsgd.run.session import Session
 from acsgd.run.setup.resume import restore
 from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.run.step.hooks import LoopState, StepHook
 
-SKIP = Field("skip", on_any)
+SKIP = StepField("skip", on_any)
 """Whether the update of the step is to be skipped: its loss was a spike."""
 
 
