@@ -156,7 +156,7 @@ def run_rank(rank: int, world_size: int, config: Config, store: str) -> None:
 
 def make_model(job: Job) -> PreTrainedModel:
     """Return the whole model with acsgd's initial weights."""
-    source, meta = open_weight_source(job), job.model.task.build(job.model.config)
+    source, meta = open_weight_source(job), job.model.task.model_class.build(job.model.config)
     weights: dict[str, Tensor] = {}
     for layer in job.model.layers:
         weights |= source.tensors(layer.name, layer_tensors(meta, job.model.description, layer.index))

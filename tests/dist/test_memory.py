@@ -45,7 +45,7 @@ def load_on_rank(rank: int, world_size: int, store: Path, config: Config) -> dic
     source = open_weight_source(job)
     # the groups play no part in loading; one process alone stands for its rank
     with connect(Topology.of(0, 1, 1), timeout=TIMEOUT, store=dist.HashStore()) as groups:
-        composed = ComposedModel(job.model.task.build(job.model.config), job.model.description)
+        composed = ComposedModel(job.model.task.model_class.build(job.model.config), job.model.description)
         before = job.streams.peak_memory_bytes()
         stages = build_stages(job, composed, source, Peers(groups.dp, groups.waits)).values()
         return {

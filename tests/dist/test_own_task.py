@@ -129,7 +129,7 @@ class Preferences(Task):
         return PreferenceEncoder(context.tokenizer)
 
     def rows(self, corpus: Corpus, context: RowContext, layout: RowLayout | None = None) -> PreferenceRows:
-        return PreferenceRows(corpus, context.config.data.sequence, context.padding, self._reference)
+        return PreferenceRows(corpus, context.spec.text_length, context.spec.padding, self._reference)
 
     def show(self, row: Row, model: PreTrainedConfig) -> tuple[str, Sequence[ShownText]]:
         length = int(row[LENGTHS][0])
