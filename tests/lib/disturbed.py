@@ -227,19 +227,19 @@ def _damaging(plan: Plan) -> Callable[[Checkpointing, int], Checkpoint | None]:
 
 def _delay_writes_until_nan(patch: pytest.MonkeyPatch) -> None:
     """Let each rank write the layers of its checkpoints only after it has found the origin of NaN."""
-    write, explain, found = saver.write_layer, train.explain_non_finite, threading.Event()
+    write, explain, found = saver.write_layer, Session.explain_non_finite, threading.Event()
 
     def delayed(*args: Any) -> StoredFile:
         assert found.wait(TIMEOUT.total_seconds())
         return write(*args)
 
-    def explaining(*args: Any, **options: Any) -> str:
-        text = explain(*args, **options)
+    def explaining(session: Session, *args: Any, **options: Any) -> str:
+        text = explain(session, *args, **options)
         found.set()
         return text
 
     patch.setattr(saver, "write_layer", delayed)
-    patch.setattr(train, "explain_non_finite", explaining)
+    patch.setattr(Session, "explain_non_finite", explaining)
 
 
 def make_config(
