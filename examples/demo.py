@@ -20,9 +20,13 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from stories import stories
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, PreTrainedTokenizerFast
+
+if __package__:
+    from examples.stories import stories
+else:
+    from stories import stories
 
 RUN = Path("runs/demo")
 PROCESSES = 4
@@ -51,10 +55,8 @@ def main() -> None:
     started = time.monotonic()
     shutil.rmtree(RUN, ignore_errors=True)
     console.rule(f"1  text and model: {STORIES:,} stories, a tokenizer trained on them, a GPT-2 config")
-    texts = stories(STORIES)
+    texts = write_inputs(RUN)
     console.print(texts[0], markup=False, highlight=False)
-    make_model(RUN / "model", texts)
-    (RUN / "stories.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     console.rule(f"2  training: torchrun with {PROCESSES} processes, 2 stages x 2 replicas")
     run([torchrun(), "--nproc-per-node", str(PROCESSES), "train.py", "examples/demo.toml"])
     checkpoint = max((RUN / "checkpoints").glob("step-*"))
@@ -64,6 +66,14 @@ def main() -> None:
     text = run([sys.executable, "-c", GENERATE, str(RUN / "hf"), PROMPT], capture=True)
     console.print(text.strip(), markup=False, highlight=False)
     console.print(closing_table(checkpoint, time.monotonic() - started))
+
+
+def write_inputs(directory: Path) -> Sequence[str]:
+    """Write the texts to directory/stories.jsonl and the model to directory/model; return the texts."""
+    texts = stories(STORIES)
+    make_model(directory / "model", texts)
+    (directory / "stories.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return texts
 
 
 def make_model(directory: Path, texts: Sequence[str]) -> None:

@@ -36,6 +36,7 @@ from acsgd.io.data.batches import BatchReader
 from acsgd.launch import Launch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
+from acsgd.run.report import PP_FORWARD_BYTES
 from acsgd.run.session import Session
 from acsgd.run.setup import build
 from acsgd.run.setup.data import open_data
@@ -76,7 +77,7 @@ class Side:
         """Run step `number`; return this rank's part of the loss."""
         result = train_step(self.session, self.reader.batch(number), self.progress)
         self.progress = result.progress
-        self.sent.append(round(result.summary.pp_forward_bytes))
+        self.sent.append(round(result.summary[PP_FORWARD_BYTES]))
         return result.loss / self.session.job.topology.world_size
 
 

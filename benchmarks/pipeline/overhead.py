@@ -39,7 +39,7 @@ from acsgd.run.report import PP_BACKWARD_BYTES, PP_FORWARD_BYTES, TIED_BYTES
 from acsgd.run.setup.data import open_data
 from benchmarks.common.compare import Comparison, RankRounds, alternate, on_ranks, summarise
 from benchmarks.pipeline.forms import UNCOMPRESSED, Training, open_trainings, with_form
-from examples.demo import make_model
+from examples.demo import write_inputs
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 STAGES = 2
@@ -98,7 +98,8 @@ class Row(NamedTuple):
 
 def config_of(model: Path, form: str) -> Config:
     """Return the demo's configuration as one pipeline, with a nearly constant learning rate."""
-    flags = {"model.name": model, "log.dir": model.parent / "run", "pp.stages": STAGES, "optim.steps": 10**9}
+    texts, run = model.parent / "stories.jsonl", model.parent / "run"
+    flags = {"model.name": model, "data.sources": texts, "log.dir": run, "pp.stages": STAGES, "optim.steps": 10**9}
     return with_form(parse([str(DEMO), *(f"--{key}={value}" for key, value in flags.items())]), form)
 
 
@@ -124,7 +125,7 @@ def measure(forms: Sequence[str], rounds: int) -> list[Row]:
     """Compare each form with uncompressed messages."""
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "model"
-        make_model(model)
+        write_inputs(model.parent)
         ranks = on_ranks(STAGES, rank_rounds, model, str(Path(directory) / "store"), forms, rounds)
     return [row(form, sides) for form, *sides in zip(forms, *ranks, strict=True)]
 

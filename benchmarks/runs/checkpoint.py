@@ -42,7 +42,7 @@ from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.run.step.hooks import LoopState
 from acsgd.train import train_step
 from benchmarks.common.compare import on_ranks
-from examples.demo import make_model
+from examples.demo import write_inputs
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 RANKS, STEPS_PER_BLOCK, WARMUP = 4, 12, 6
@@ -64,7 +64,7 @@ class Round(NamedTuple):
 
 def config_of(directory: Path) -> Config:
     """Return the demo's configuration, with model and run in `directory`."""
-    flags = f"--model.name {directory / 'model'} --log.dir {directory / 'run'} --checkpoint.keep 2 --log.to jsonl"
+    flags = f"--model.name {directory / 'model'} --data.sources {directory / 'stories.jsonl'} --log.dir {directory / 'run'} --checkpoint.keep 2 --log.to jsonl"
     return parse([str(DEMO), *flags.split()])
 
 
@@ -139,7 +139,7 @@ def measure(options: argparse.Namespace) -> tuple[int, dict[str, list[float]]]:
     options.dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="checkpoint-") as scratch:
         directory = Path(scratch)
-        make_model(directory / "model")
+        write_inputs(directory)
         ranks = on_ranks(RANKS, rank_rounds, directory, options.rounds)
         checkpoint = max((directory / "run" / "checkpoints").glob("step-*"))
         nbytes = sum(path.stat().st_size for path in checkpoint.iterdir())

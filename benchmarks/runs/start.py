@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from examples.demo import make_model
+from examples.demo import write_inputs
 
 ROOT = Path(__file__).parents[2]
 RANKS = 4
@@ -34,7 +34,12 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def launch(directory: Path, *, steps: int) -> float:
     """Run the demo under torchrun up to step `steps`; return the time.time() of the launch."""
     script = [ROOT / "benchmarks/runs/start_timed.py", directory / "times", ROOT / "examples/demo.toml"]
-    flags = {"model.name": directory / "model", "log.dir": directory / "run", "log.to": "jsonl"}
+    flags = {
+        "model.name": directory / "model",
+        "data.sources": directory / "stories.jsonl",
+        "log.dir": directory / "run",
+        "log.to": "jsonl",
+    }
     flags |= {"optim.warmup": 0, "optim.steps": steps}
     command = [*TORCHRUN, *map(str, script), *(f"--{key}={value}" for key, value in flags.items())]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
@@ -59,7 +64,7 @@ def measure(number: int) -> list[dict[str, float]]:
     """Return the seconds of each part, by start."""
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        make_model(directory / "model")
+        write_inputs(directory)
         launch(directory, steps=1)  # writes the first checkpoint and fills the caches
         return [parts_of(directory, launch(directory, steps=2 + index)) for index in range(number)]
 
