@@ -185,10 +185,10 @@ def _refuse_former(argv: list[str]) -> None:
         key, is_assigned, value = argument.removeprefix("--").partition("=")
         if not argument.startswith("--"):
             continue
-        if key in RENAMED:
-            raise ValueError(f"--{key} is now called --{RENAMED[key]}")
-        if key in REMOVED:
-            raise ValueError(f"--{key} is no longer an option: {REMOVED[key]}; leave it out")
+        if (former := key.replace("-", "_")) in RENAMED:
+            raise ValueError(f"--{key} is now called --{RENAMED[former]}")
+        if former in REMOVED:
+            raise ValueError(f"--{key} is no longer an option: {REMOVED[former]}; leave it out")
         name, value = key.replace(".no-", "."), value if is_assigned else following
         if name in FORMER_SWITCHES and (name != key or value.startswith("--") or value.lower() in ("true", "false")):
             raise ValueError(f"--{key} is no longer a switch; give {FORMER_SWITCHES[name]}, or leave it out")
