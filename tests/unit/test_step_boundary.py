@@ -182,6 +182,16 @@ def test_a_participant_reports_its_fields_and_acts_by_those_of_all_ranks() -> No
     assert jury.calls == ["after log", "return to 2", "after log", "before next", "end"]
 
 
+def test_a_field_has_one_owner_that_declares_it() -> None:
+    """Else one number would take the place of another, or ranks would send messages of different lengths."""
+    with pytest.raises(ValueError, match="declared more than once: guilty, age"):
+        StepHooks([Jury(verdict=True), Jury(verdict=False)], Metrics([]))
+    jury = Jury(verdict=True)
+    jury.fields = (Jury.AGE,)
+    with pytest.raises(ValueError, match=r"Jury reports fields that it does not declare: \['guilty'\]"):
+        StepHooks([jury], Metrics([])).report(LoopState(Progress()))
+
+
 def test_totals_are_of_all_ranks_and_norms_of_each_replica() -> None:
     reports: list[Mapping[StepField[Any], float]] = [
         {

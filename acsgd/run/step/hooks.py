@@ -8,6 +8,7 @@ decide alike, since all have equal numbers.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.record import StepRecord
-from acsgd.run.report import Report, StepField, StepSummary
+from acsgd.run.report import STEP_FIELDS, Report, StepField, StepSummary
 from acsgd.run.session import StepResult
 
 
@@ -104,9 +105,12 @@ class StepHook:
 
 
 class StepHooks:
-    """All participants of a run, in their order."""
+    """All participants of a run, in their order. Raises ValueError if two of them report fields of one name."""
 
     def __init__(self, hooks: Sequence[StepHook], metrics: Metrics) -> None:
+        counts = Counter(each.name for fields in (STEP_FIELDS, *(hook.fields for hook in hooks)) for each in fields)
+        if repeated := [name for name, count in counts.items() if count > 1]:
+            raise ValueError(f"fields of a step's report that are declared more than once: {', '.join(repeated)}")
         self._hooks = hooks
         self._metrics = metrics
 
@@ -114,7 +118,10 @@ class StepHooks:
         """Return what this rank reports with the step that begins, besides the numbers of the step itself."""
         numbers: dict[StepField[Any], float] = {}
         for hook in self._hooks:
-            numbers |= dict.fromkeys(hook.fields, 0.0) | {**hook.report(state)}
+            reported = hook.report(state)
+            if undeclared := [field.name for field in reported if field not in hook.fields]:
+                raise ValueError(f"{type(hook).__name__} reports fields that it does not declare: {undeclared}")
+            numbers |= {field: reported.get(field, 0.0) for field in hook.fields}
         return numbers
 
     def after_step(self, state: LoopState) -> bool:
