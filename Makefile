@@ -36,10 +36,9 @@ demo: setup
 test: lint
 	$(MAKE) --no-print-directory --jobs 2 tests types docs
 
-# Groups of tests side by side (see tests/conftest.py), those that take longest first. (Beside pytest 9.2, pytest-xdist
-# 3.8 ignores groups: pytest-dev/pytest-xdist#1386.) Three even on two cores, since
+# Groups of tests side by side (see tests/conftest.py), those that take longest first. Three even on two cores, since
 # tests of runs that end often wait. A worker that dies is not replaced: pytest-xdist would run the same test again, or
-# wait forever.
+# wait forever. Beside pytest 9.2, pytest-xdist 3.8 ignores groups: pytest-dev/pytest-xdist#1386.
 tests: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0 --durations=10
 

@@ -45,6 +45,7 @@ from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
+from acsgd.run.plan.model import RunModel
 from acsgd.run.report import StepSummary
 from acsgd.run.session import Session
 from acsgd.run.setup.inputs import RunInputs, open_inputs
@@ -67,7 +68,7 @@ def run_elastic(config: Config, launch: Launch, context: RunContext, end: Callab
     inputs = open_inputs(job)  # every worker may get a rank that reads tokens
     with contextlib.ExitStack() as stack:
         control = stack.enter_context(contextlib.closing(Control(Path(launch.daemon))))
-        worker = ElasticWorker(config, launch, control)
+        worker = ElasticWorker(config, launch, control, job.model)
         stack.callback(worker.close)
         signals = stack.enter_context(StopSignals(end, on_signal=lambda: control.send(Leave())))
         worker.run(setup_of(job, inputs), signals, context)
@@ -76,8 +77,9 @@ def run_elastic(config: Config, launch: Launch, context: RunContext, end: Callab
 class ElasticWorker:
     """One process of an elastic run. Keeps the weights and the optimizer state of its stages from view to view."""
 
-    def __init__(self, config: Config, launch: Launch, control: Control) -> None:
+    def __init__(self, config: Config, launch: Launch, control: Control, model: RunModel) -> None:
         self._config = config
+        self._model = model
         self._launch = launch
         self._control = control
         self._session: Session | None = None
@@ -204,7 +206,7 @@ class ElasticWorker:
         config = with_stages(self._config, plan.stages)
         if not plan.is_first:  # the run's own checkpoints
             config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
-        job = prepare(config, replace(self._launch, rank=rank, world_size=len(plan.ranks)))
+        job = prepare(config, replace(self._launch, rank=rank, world_size=len(plan.ranks)), model=self._model)
         timeout = timedelta(seconds=config.run.timeout)
         with contextlib.ExitStack() as stack:
             store = self._store if rank == 0 else connect_store(view.host_of(0), plan.store_port, waits)

@@ -15,6 +15,7 @@ from lib.commands import acsgd
 from lib.frozen import train_rank
 from lib.ranks import on_ranks
 from lib.resume import HALF, checkpoint_of, losses_of, stopped_half_way, train_ranks
+from lib.resume import STEPS as SAVED_STEPS
 from lib.resume import make_config as make_saved_config
 from lib.training import RELATIVE, make_config, train_whole, whole_batches
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
@@ -39,7 +40,7 @@ from acsgd.shards.files import ADAPTER_WEIGHTS
 from acsgd.shards.manifest import Manifest
 
 TinyModel = Callable[..., Path]
-STEPS = 10
+STEPS = 6
 CPU = torch.device("cpu")
 SAVED_WHOLE = {"base_model.model.lm_head.modules_to_save.default.weight"}
 BOUND = 1e-5
@@ -59,11 +60,11 @@ SAME: dict[str, tuple[str, dict[str, object], dict[str, object], dict[str, objec
         {"spec": "lora:r=4,alpha=8,dora=true"},
         {"r": 4, "use_dora": True, **ALL_LINEAR},
     ),
-    "gpt2, ia3": ("gpt2", {"n_layer": 2}, {"spec": "ia3", "steps": 8}, {}),
+    "gpt2, ia3": ("gpt2", {"n_layer": 2}, {"spec": "ia3", "steps": 5}, {}),
     "llama, ia3": (
         "llama",
         {"num_hidden_layers": 2},
-        {"spec": "ia3:targets=v_proj+up_proj,feedforward=up_proj", "steps": 8},
+        {"spec": "ia3:targets=v_proj+up_proj,feedforward=up_proj", "steps": 5},
         {"target_modules": ["v_proj", "up_proj"], "feedforward_modules": ["up_proj"]},
     ),
 }
@@ -169,7 +170,7 @@ def test_adapters_on_stages_and_replicas_are_peft_in_one_process(tiny_model: Tin
 def test_a_checkpoint_resumes_and_loads_in_peft(tiny_model: TinyModel, tmp_path: Path) -> None:
     model = tiny_model("llama", num_hidden_layers=2)
     spec = "lora:r=4,dropout=0.1,dora=true,targets=q_proj+down_proj,modules_to_save=lm_head"
-    whole = with_adapter(make_saved_config(model, tmp_path / "whole", "fp32", "none"), spec, steps=8)
+    whole = with_adapter(make_saved_config(model, tmp_path / "whole", "fp32", "none"), spec, steps=SAVED_STEPS)
     train_ranks(0, 1, tmp_path / "store", [whole])
     same = stopped_half_way(whole, tmp_path / "same")
     train_ranks(0, 1, tmp_path / "store-same", [same])
@@ -184,7 +185,7 @@ def test_a_checkpoint_resumes_and_loads_in_peft(tiny_model: TinyModel, tmp_path:
     for entry in manifest.constants.values():
         assert (checkpoint / entry.file).samefile(checkpoint_of(whole, HALF) / entry.file)
     with pytest.raises(ValueError, match="it trains other parameters"):
-        open_inputs(prepare(with_adapter(whole, "lora:r=8", steps=8), Launch()))
+        open_inputs(prepare(with_adapter(whole, "lora:r=8", steps=SAVED_STEPS), Launch()))
     with pytest.raises(ValueError, match="acsgd convert merge"):
         to_hf(checkpoint, tmp_path / "refused")
 
@@ -258,7 +259,9 @@ def test_virtual_tokens_resume_generate_and_load_in_peft(
     tiny_model: TinyModel, tmp_path: Path, family: str, shape: dict[str, int], spec: str
 ) -> None:
     model, is_prefix = tiny_model(family, **shape), spec.startswith("prefix")
-    whole = with_adapter(make_saved_config(model, tmp_path / "whole", "fp32", "none", "single"), spec, steps=8)
+    whole = with_adapter(
+        make_saved_config(model, tmp_path / "whole", "fp32", "none", "single"), spec, steps=SAVED_STEPS
+    )
     train_ranks(0, 1, tmp_path / "store", [whole])
     same = stopped_half_way(whole, tmp_path / "same")
     train_ranks(0, 1, tmp_path / "store-same", [same])

@@ -48,7 +48,7 @@ Runs = list[dict[str, Trained]]
 def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """What each process has done, by name of the run."""
     path = tmp_path_factory.mktemp("views")
-    config = make_config(tiny_model(n_layer=2), path, steps=STEPS, micro=1)
+    config = make_config(tiny_model(n_layer=2), path, steps=STEPS, micro=2)
     config = dataclasses.replace(config, elastic=ElasticConfig(join_budget=0, snapshot="2"))
     scripts: dict[str, tuple[Config, Script]] = {"calm": (config, [ScriptedView((0, 1), STEPS)])}
     scripts |= {name: (config, script) for name, script in SCRIPTS.items()}

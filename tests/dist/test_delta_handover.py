@@ -32,7 +32,7 @@ def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     """What rank 0 has done, by script."""
     path = tmp_path_factory.mktemp("views")
     (path / "little.txt").write_text(TEXT)
-    config = make_config(tiny_model(), path, steps=STEPS, stages=2, micro=1, forward="delta:bits=4")
+    config = make_config(tiny_model(n_layer=2), path, steps=STEPS, stages=2, micro=1, forward="delta:bits=4")
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, sources=str(path / "little.txt")))
     scripts = {name: (config, script) for name, script in SCRIPTS.items()}
     return on_ranks(4, train_in_views, path / "store", scripts)[0]

@@ -113,7 +113,7 @@ def test_micro_batches_and_recomputation_change_no_bit(stages: int, tiny_model: 
 def test_gradients_are_those_of_one_process_with_the_same_masks(tiny_model: TinyModel, tmp_path: Path) -> None:
     for family in TINY:
         config = per_sample(
-            make_config(tiny_model(family, **dropout_of(family), **blocks_of(family, 4)), tmp_path, micro=3)
+            make_config(tiny_model(family, **dropout_of(family), **blocks_of(family, 2)), tmp_path, micro=3)
         )
         with session_of(config, 0, 1, str(tmp_path / family)) as session:
             session.pipeline.run(draw_batch(config, 0), 0)
@@ -147,7 +147,7 @@ def oracle_gradients(config: Config) -> dict[str, Tensor]:
 
 def test_a_model_without_dropout_is_unaffected(tiny_model: TinyModel, tmp_path: Path) -> None:
     for family in TINY:
-        by_step = make_config(tiny_model(family, **blocks_of(family, 4)), tmp_path, micro=3)
+        by_step = make_config(tiny_model(family, **blocks_of(family, 2)), tmp_path, micro=3)
         usual, by_sample = (
             gradients_on_rank(0, 1, tmp_path / f"{family}-{number}", [config])
             for number, config in enumerate([by_step, per_sample(by_step)])

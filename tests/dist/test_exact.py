@@ -49,7 +49,7 @@ def steps_and_evaluations(
 
 
 def test_the_first_steps_and_evaluations_travel_exactly(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    plain = make_config(tiny_model(), tmp_path, steps=STEPS, stages=2)
+    plain = make_config(tiny_model(n_layer=2), tmp_path, steps=STEPS, stages=2, micro=2)
     warm = _with(plain, forward=NARROW, backward=NARROW, exact_steps=EXACT_STEPS)
     narrow = _with(plain, forward=NARROW, backward=NARROW, exact_steps=EXACT_STEPS, exact_eval=False)
     exact, warmed, narrowed = on_ranks(2, steps_and_evaluations, tmp_path / "store", [plain, warm, narrow])[0]

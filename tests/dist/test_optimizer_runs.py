@@ -56,7 +56,7 @@ class Runs:
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon", pytest.param("adamw8bit", marks=NEEDS_8BIT)])
 def test_a_run_resumes_at_another_size(tiny_model: TinyModel, tmp_path: Path, optimizer: str) -> None:
-    runs = Runs(tiny_model(), tmp_path)
+    runs = Runs(tiny_model(n_layer=2), tmp_path)
     runs.train(optimizer, "run", 2)
     runs.copy("run", "other size")
     expected = runs.train(optimizer, "run", 4)
@@ -66,7 +66,7 @@ def test_a_run_resumes_at_another_size(tiny_model: TinyModel, tmp_path: Path, op
 @pytest.mark.parametrize("mode", ["allreduce", "diloco:inner=2,moment_correction=false"])
 def test_the_state_of_another_optimizer_is_not_used(tiny_model: TinyModel, tmp_path: Path, mode: str) -> None:
     """In modes with local weights, replicas save optimizer state of their own."""
-    runs = Runs(tiny_model(), tmp_path)
+    runs = Runs(tiny_model(n_layer=2), tmp_path)
     expected = runs.train("adafactor", "run", 2, ranks=2, mode=mode)
     assert any("row_var" in name for name in runs.states("run", 2))
     losses = runs.train("lion", "run", 4, ranks=2, mode=mode)

@@ -31,7 +31,9 @@ def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     """What each process has done, by name of the run."""
     path = tmp_path_factory.mktemp("views")
     elastic = ElasticConfig(replan=True, snapshot="2")
-    four = dataclasses.replace(make_config(tiny_model(), path, steps=STEPS, stages=4, micro=1), elastic=elastic)
+    four = dataclasses.replace(
+        make_config(tiny_model(n_layer=2), path, steps=STEPS, stages=4, micro=1), elastic=elastic
+    )
     two = dataclasses.replace(four, pp=dataclasses.replace(four.pp, stages=2))
     local = dataclasses.replace(two, dp=ReplicaConfig("diloco:inner=3"))
     scripts = {

@@ -87,9 +87,9 @@ class Table:
         stages, _ = TOPOLOGIES[case.topology]
         schedule = SCHEDULES[case.schedule]
         if stages == 4:
-            schedule = schedule.replace("chunks=3", "chunks=2")  # there are 8 layers
+            schedule = schedule.replace("chunks=3", "chunks=2")  # there are 8 layers, else 6
         micro = 1 + (case.topology + case.schedule) % 3
-        model = self._tiny_model(family, **options, **blocks_of(family, 6))
+        model = self._tiny_model(family, **options, **blocks_of(family, 6 if stages == 4 else 4))
         config = make_config(model, self._directory, stages=stages, schedule=schedule, micro=micro)
         if ROWS[case.rows] == "padded":
             config = dataclasses.replace(

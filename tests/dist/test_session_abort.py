@@ -94,7 +94,9 @@ def copy_state(old: Session, new: Session) -> None:
 def test_training_continues_in_new_groups_as_if_nothing_had_happened(
     mode: str, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    config = dataclasses.replace(make_config(tiny_model(), tmp_path, steps=STEPS, stages=2), dp=ReplicaConfig(mode))
+    config = dataclasses.replace(
+        make_config(tiny_model(n_layer=2), tmp_path, steps=STEPS, stages=2, micro=2), dp=ReplicaConfig(mode)
+    )
     for losses, threads, longest_s in on_ranks(4, train_in_views, tmp_path / "store", config):
         assert losses == pytest.approx(oracle_losses(config), rel=RELATIVE)
         assert not threads

@@ -19,13 +19,13 @@ from acsgd.io.checkpoint.resume import Checkpoint
 def test_a_streamed_run_trains_alike_at_every_size_and_after_a_kill(tiny_model: TinyModel, tmp_path: Path) -> None:
     write_records(tmp_path / "a.jsonl")
     model = tiny_model("gpt2", **DROPOUT, n_layer=4)
-    data = DataConfig(sources=f"stream:{tmp_path / 'a.jsonl'}:0.6,demo:0.4", sequence=32, batch=6, seed=3, window=16)
+    data = DataConfig(sources=f"stream:{tmp_path / 'a.jsonl'}:0.6,demo:0.4", sequence=32, batch=6, seed=3, window=8)
     whole = dataclasses.replace(make_config(model, tmp_path / "one" / "run", "fp32", "none"), data=data)
     [trained] = on_ranks(1, train_ranks, tmp_path / "store-1", [whole])
 
     state = Checkpoint.open(checkpoint_of(whole, HALF)).run.streams[0]
     assert state is not None
-    assert state.segment == 1  # 3 of 5 sequences are streamed: 18 of 30, in windows of 16
+    assert state.segment == 1  # half of the sequences are streamed: 12 of 24, in windows of 8
     assert state.position.offset
 
     grid = stopped_half_way(whole, tmp_path / "grid", stages=2)

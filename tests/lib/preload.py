@@ -7,6 +7,7 @@ import gc
 import os
 import pydoc_data.topics
 
+import peft  # with bitsandbytes, which compiles a function where it is imported: a second
 import pytest
 import rich.progress
 import torch
@@ -25,4 +26,4 @@ os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 get_checkpoint_conversion_mapping("")  # compiles the patterns of all types of models, once per process
 share_layers()
 gc.freeze()  # or each rank would visit, and thus copy, the objects of all these modules
-__all__ = ["acsgd", "pydoc_data", "pytest", "rich", "tests", "transformers"]
+__all__ = ["acsgd", "peft", "pydoc_data", "pytest", "rich", "tests", "transformers"]

@@ -35,7 +35,7 @@ from acsgd.run.setup.inputs import open_inputs
 from lib.cache import share_cache, with_shared_cache
 from lib.patience import NO_LIMIT_S
 
-STEPS, HALF = 8, 5
+STEPS, HALF = 6, 4
 TIMEOUT = timedelta(seconds=NO_LIMIT_S)
 TinyModel = Callable[..., Path]
 Trained = list[tuple[int, list[int]]]
@@ -102,7 +102,7 @@ def losses_of(config: Config) -> list[float]:
 
 
 def stopped_half_way(config: Config, run_dir: Path, **pp: Any) -> Config:
-    """Copy a finished run as if it had been killed after step HALF + 2; return a config that resumes it.
+    """Copy a finished run as if it had been killed after step HALF + 1; return a config that resumes it.
 
     pp: options of the pipeline that differ in the resumed run.
     """
@@ -112,8 +112,8 @@ def stopped_half_way(config: Config, run_dir: Path, **pp: Any) -> Config:
     shutil.copytree(checkpoint_of(config, HALF), run / "checkpoints" / f"step-{HALF:08d}")
     # metrics.jsonl is ahead of the checkpoint, and its last line is torn
     text = (Path(config.log.dir) / "metrics.jsonl").read_text()
-    lines = text.splitlines(keepends=True)[: HALF + 2]
-    (run / "metrics.jsonl").write_text("".join(lines) + f'{{"step": {HALF + 3}, "lo')
+    lines = text.splitlines(keepends=True)[: HALF + 1]
+    (run / "metrics.jsonl").write_text("".join(lines) + f'{{"step": {HALF + 2}, "lo')
     return dataclasses.replace(
         config,
         pp=dataclasses.replace(config.pp, **pp),

@@ -145,7 +145,9 @@ class _Process:
         self._number = number
         self._store = store
         self._config = config
-        self._cuts = possible_cuts(prepare(config, Launch(0, 0, config.pp.stages)))
+        job = prepare(config, Launch(0, 0, config.pp.stages))
+        self._model = job.model
+        self._cuts = possible_cuts(job)
         self._session: Session | None = None
         self._reader: BatchReader | None = None
         self._state = LoopState(Progress())
@@ -176,7 +178,8 @@ class _Process:
         if self._session is not None and is_holder:
             complete_step(self._session, self._state, plan, is_behind=str(self._number) in plan.behind)
             self._note_step()
-        job = prepare(with_stages(self._config, plan.stages), Launch(rank, rank, len(plan.ranks)))
+        config = with_stages(self._config, plan.stages)
+        job = prepare(config, Launch(rank, rank, len(plan.ranks)), model=self._model)
         caches, reader = plan_activation_caches(job, SAMPLES, run_id="run", fresh=True), open_data(job).reader
         store, waits = dist.PrefixStore(f"view {number}", self._store), InterruptibleWaits()
         with connect(job.topology, timeout=TIMEOUT, store=store, waits=waits, background=True) as groups:

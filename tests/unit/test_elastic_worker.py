@@ -69,7 +69,7 @@ class Script:
 
 def new_worker(script: Script) -> ElasticWorker:
     config = Config(ModelConfig("m"), DataConfig("demo", 8, 2), OptimConfig(lr=1e-3, steps=9))
-    return ElasticWorker(config, Launch(), script)  # type: ignore[arg-type]
+    return ElasticWorker(config, Launch(), script, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("error", [RunError("x", awaited=[1]), ConnectError("x"), StoreError("x"), RunError("x")])

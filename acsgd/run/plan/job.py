@@ -151,10 +151,10 @@ class Job:
         return 10 * self.config.run.timeout
 
 
-def prepare(config: Config, launch: Launch, *, trains: bool = True) -> Job:
+def prepare(config: Config, launch: Launch, *, trains: bool = True, model: RunModel | None = None) -> Job:
     """Decide a run; write nothing. Raises ValueError that names the key and says what to type.
 
-    trains: False for a job that is only evaluated, which needs less memory.
+    trains: False for a job that is only evaluated, which needs less memory. model: of another job of the same run.
     """
     check_options(config)
     check_trackers(config.log.to)
@@ -172,7 +172,7 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True) -> Job:
     check_computes(config, num_stages, most)
     check_reading(config, most, launch.local_world_size)
     streams = open_streams(config.run.device, launch.local_rank)
-    model = open_run_model(config, launch, streams, trains=trains)
+    model = model or open_run_model(config, launch, streams, trains=trains)
     with report_if_slow(print_note, lambda: f"planning {model.describe_size()}", enabled=launch.rank == 0):
         costs = costs_of(config, model, num_stages, streams)
         specs = divide(config, model, num_stages, costs)
