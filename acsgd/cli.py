@@ -26,13 +26,12 @@ from acsgd.commands.data.command import DataCommand
 from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.commands.generation.options import GenerateOptions
 from acsgd.failures.report import print_error, report_startup_error
+from acsgd.failures.signals import STOP_SIGNALS
 from acsgd.failures.stdio import protect_streams
 from acsgd.io.files.atomic import build_atomically, resumable_directory
 from acsgd.launch import Launch
 from acsgd.notes import progress_bar
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a command after it has removed unfinished files."""
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 """Units of sizes, bytes."""
 
@@ -318,7 +317,8 @@ def _stop_signals(outcome: str) -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)
         raise _StopSignal(number)
 
-    former = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # nohup
+    former = {number: signal.signal(number, stop) for number in {*STOP_SIGNALS} - ignored}
     try:
         yield
     except _StopSignal as stopped:

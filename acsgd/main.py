@@ -7,8 +7,8 @@
     python train.py --help                                                     # every option with its default
 
 Flags override the file. The run directory (log.dir) gets config.toml, metrics.jsonl, logs/ and checkpoints/. The same
-command, with any number of processes, resumes from the newest checkpoint. SIGINT, SIGTERM and SIGHUP (the terminal was
-closed) stop the run after the current step and save it.
+command, with any number of processes, resumes from the newest checkpoint. SIGINT, SIGTERM, SIGUSR1 and SIGHUP (the
+terminal was closed) stop the run after the current step, or in an evaluation, and save it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from acsgd.config.run_file import parse
 from acsgd.elastic.worker import run_elastic
 from acsgd.failures.failures import RunContext, report_failure
 from acsgd.failures.report import report_startup_error
+from acsgd.failures.signals import StopSignals
 from acsgd.groups import clone_store, connect, open_store
 from acsgd.io.files.cache import TIMEOUT_S
 from acsgd.launch import Launch
@@ -75,6 +76,7 @@ def run(
     stack: receives what must outlive a failure report. end: see `main`.
     """
     context.run_dir = Path(config.log.dir)
+    signals = context.signals = stack.enter_context(StopSignals(end))
     job = prepare(config, launch)
     context.timeout_s = config.run.timeout
     groups = stack.enter_context(connect(job.topology, timeout=timedelta(seconds=config.run.timeout), store=store))
@@ -85,4 +87,9 @@ def run(
         print_note("hosts may join and leave this run if it is started with torchrun --rdzv-backend acsgd")
     inputs = open_inputs(job, groups)
     groups.wait_for_all("opening the inputs", timeout_s=TIMEOUT_S)  # as long as another host may tokenize
-    train(job, inputs, groups, lock, on_start=context.start_training, end=end)
+
+    def on_start() -> None:
+        context.end_set_up()
+        context.start_training()
+
+    train(job, inputs, groups, lock, on_start=on_start, signals=signals)

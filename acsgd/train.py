@@ -51,14 +51,13 @@ def train(
     lock: RunLock,
     *,
     on_start: Callable[[], None] = lambda: None,
-    end: Callable[[int], None] | None = None,
+    signals: StopSignals | None = None,
 ) -> None:
     """Build or resume the session of this rank, and run all remaining steps.
 
-    on_start: called before the first one. end: ends the process with an exit code, from a thread, at a second Ctrl-C;
-    None = interrupt the groups instead, so that an exception is raised here.
+    on_start: called before the first one. signals: those of this process, heeded from then on; None = record them here,
+    and raise an exception at a second Ctrl-C.
     """
-    end = end or (lambda _: groups.interrupt("interrupted twice"))
     job = replace(job, config=job.config.with_steps(inputs.steps))
     config, is_main = job.config, job.topology.rank == 0
     if not groups.all_equal(job.fingerprint() + inputs.fingerprint()):
@@ -70,13 +69,16 @@ def train(
         begin = start(job, inputs, groups)
         lock.verify()
         stack.callback(begin.session.close)
-        resumed_at = begin.progress.step
-        run_dir = Path(config.log.dir)
-        metrics = stack.enter_context(Metrics.open(config, run_dir, resumed_at=resumed_at, is_main=is_main))
+        state, run_dir = LoopState(begin.progress), Path(config.log.dir)
+        if begin.unevaluated is not None:
+            state.reopen(begin.unevaluated, job.topology)
+        opening = Metrics.open(config, run_dir, resumed_at=begin.progress.step, is_main=is_main)
+        metrics = stack.enter_context(opening)
         for note in [job.describe(), *inputs.notes, *begin.notes]:
             metrics.note(note)
-        signals = stack.enter_context(StopSignals(end))
-        run = stack.enter_context(open_run(begin, inputs, lock, signals, metrics, LoopState(begin.progress)))
+        if signals is None:
+            signals = stack.enter_context(StopSignals(lambda _: groups.interrupt("interrupted twice")))
+        run = stack.enter_context(open_run(begin, inputs, lock, signals, metrics, state))
         groups.wait_for_all("setting up", timeout_s=job.disk_timeout_s)
         on_start()
         run_steps(run)

@@ -63,14 +63,16 @@ def run_elastic(config: Config, launch: Launch, context: RunContext, end: Callab
     context: receives what failure reports need; end: ends the process, from any thread.
     """
     context.run_dir = Path(config.log.dir)
-    job = prepare(config, replace(launch, rank=0, world_size=config.pp.stages))
-    check_elastic(job)
-    inputs = open_inputs(job)  # every worker may get a rank that reads tokens
     with contextlib.ExitStack() as stack:
+        signals = context.signals = stack.enter_context(StopSignals(end))
+        job = prepare(config, replace(launch, rank=0, world_size=config.pp.stages))
+        check_elastic(job)
+        inputs = open_inputs(job)  # every worker may get a rank that reads tokens
         control = stack.enter_context(contextlib.closing(Control(Path(launch.daemon))))
         worker = ElasticWorker(config, launch, control, job.model)
         stack.callback(worker.close)
-        signals = stack.enter_context(StopSignals(end, on_signal=lambda: control.send(Leave())))
+        context.end_set_up()
+        signals.on_signal(lambda: control.send(Leave()))
         worker.run(setup_of(job, inputs), signals, context)
 
 
@@ -277,6 +279,8 @@ class ElasticWorker:
             begin = start(job, inputs, groups)
             self._session, self._is_connected = begin.session, True
             self._state.restart(begin.progress)
+            if begin.unevaluated is not None:
+                self._state.reopen(begin.unevaluated, job.topology)
             return ViewStart(begin)
         assert plan.progress is not None
         restore_streams(inputs.reader, plan)

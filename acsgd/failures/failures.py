@@ -17,13 +17,16 @@ from acsgd.comm.process_groups import published_host
 from acsgd.comm.store import CallThread, Store, StoreClient, StoreError
 from acsgd.errors import BEFORE_TRAINING, IN_TRAINING, RefusedError, ReportedError, RunError
 from acsgd.failures.report import is_first_of_host, message_of, print_error, record_error
-from acsgd.failures.signals import WATCH_S
+from acsgd.failures.signals import WATCH_S, StopSignals
 from acsgd.groups import STORE_TIMEOUT_S
-from acsgd.launch import Launch
+from acsgd.launch import Launch, forbid_restart
 
 GRACE_S = 5.0
 """Upper limit, seconds, for one wait for other ranks' reports. torchrun kills after 30 s: all waits must fit in."""
 _CAUSE = "acsgd/cause"
+_OUTCOME = "acsgd/set-up"
+_STEPS = "steps"
+"""Outcome of the set-up of all ranks: they train. Any other outcome is the name of the stop signal that came first."""
 POLL_S = 0.25
 """Seconds between two reads of the store while no rank has failed; one read takes about 0.1 ms."""
 
@@ -40,6 +43,10 @@ class RunContext:
     """Called, for a limited time, after a failure is reported and before the process ends."""
     is_training: bool = False
     """Whether all ranks have finished their set-up."""
+    signals: StopSignals | None = None
+    """Stop signals of this rank. Until `end_set_up`, they end all ranks; from then on, the caller heeds them."""
+    decide: Callable[[str], str] = lambda outcome: outcome
+    """Proposes the outcome of the set-up of all ranks, and returns that of the first rank that has proposed one."""
 
     @property
     def grace_s(self) -> float:
@@ -55,6 +62,15 @@ class RunContext:
         """Note that all ranks have finished their set-up."""
         self.is_training = True
 
+    def end_set_up(self) -> None:
+        """Leave stop signals to the caller from now on. All ranks have finished their set-up.
+
+        If one came before, on any rank, this does not return: the thread that answers for this rank ends the process.
+        """
+        if self.decide(_STEPS) != _STEPS:
+            time.sleep(2 * GRACE_S)
+            raise RunError("another rank was stopped during the set-up")
+
 
 @contextlib.contextmanager
 def report_failure(store: Store, launch: Launch, end: Callable[[int], None]) -> Iterator[RunContext]:
@@ -67,10 +83,11 @@ def report_failure(store: Store, launch: Launch, end: Callable[[int], None]) -> 
     store: a connection that nothing else uses, since calls of others may wait. end: ends the process with an exit code,
     from a thread, while the main thread may be waiting inside gloo.
     """
-    context = RunContext()
     client = StoreClient(store, CallThread("failures"), timeout_s=STORE_TIMEOUT_S)
+    board = FailureBoard(client, launch.rank, launch.world_size)
+    context = RunContext(decide=board.decide)
     try:
-        with _answering(FailureBoard(client, launch.rank, launch.world_size), launch, context, end):
+        with _answering(board, launch, context, end):
             yield context
     except (SystemExit, KeyboardInterrupt):
         raise
@@ -158,6 +175,15 @@ class FailureBoard:
     def has_failed(self) -> bool:
         return self._store.has(FAILURES)
 
+    def decide(self, outcome: str) -> str:
+        """Propose the outcome of the set-up of all ranks; return that of the first rank that has proposed one."""
+        return self._store.set_once(_OUTCOME, outcome)
+
+    def stop_signal(self) -> str | None:
+        """Return the stop signal that ends the set-up of all ranks; None if there is none."""
+        outcome = self._store.get(_OUTCOME) if self._store.has(_OUTCOME) else _STEPS
+        return outcome if outcome != _STEPS else None
+
     def answer(self) -> None:
         """Record that this rank is alive, or has finished."""
         self._store.set(_key("answer", self.rank), "")
@@ -184,14 +210,20 @@ class FailureBoard:
 def _answering(board: FailureBoard, launch: Launch, context: RunContext, end: Callable[[int], None]) -> Iterator[None]:
     """Answer from a thread when another rank fails, since the main thread may be waiting inside gloo.
 
-    Before training, the thread then ends the process, unless the main thread fails as well.
+    Before training, the thread then ends the process, unless the main thread fails as well. It also ends the process
+    when this or another rank gets a stop signal during the set-up, whatever the main thread does.
     """
     finished = threading.Event()
 
     def watch() -> None:
         with contextlib.suppress(StoreError):  # the main thread will notice
             while not (finished.wait(POLL_S) or board.has_failed()):
-                pass
+                if context.signals is not None and context.signals.received is not None:
+                    board.decide(context.signals.received)
+                if (name := board.stop_signal()) is not None:
+                    _report_stop(name, launch, context)
+                    _clean_up(context)
+                    end(128 + signal.Signals[name])
             board.answer()
             if not context.is_training:
                 _wait_for(lambda: finished.is_set() or board.published() is not None, 2 * context.grace_s)
@@ -207,6 +239,16 @@ def _answering(board: FailureBoard, launch: Launch, context: RunContext, end: Ca
     finally:
         finished.set()
         thread.join(context.grace_s)  # a thread inside the store when Python ends would abort the process
+
+
+def _report_stop(name: str, launch: Launch, context: RunContext) -> None:
+    """Report that a stop signal ends all ranks during their set-up, or a command that has nothing to save."""
+    when = "" if context.is_training else " before the first step, after which there is something to save"
+    text = f"stopped by {name}{when}; start the same command again"
+    record_error(text, launch)
+    forbid_restart()
+    if launch.rank == launch.local_rank == 0:
+        print_error(text)
 
 
 def _report_cause(board: FailureBoard, launch: Launch) -> None:

@@ -39,12 +39,14 @@ class StopSignals:
     (sigwait in a thread would require blocking the signals in all threads, including torch's.)
     """
 
-    def __init__(self, end: Callable[[int], None], on_signal: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, end: Callable[[int], None]) -> None:
         self._end = end
-        self._on_signal = on_signal
+        self._on_signal: Callable[[], None] = lambda: None
         self.received: str | None = None
         """Name of the first stop signal received, e.g. "SIGTERM"."""
         self._interrupted_at: float | None = None
+        self._lock = threading.Lock()
+        """Guards the callback and whether there was a signal."""
 
     def __enter__(self) -> StopSignals:
         reader, self._writer = os.pipe()
@@ -67,6 +69,14 @@ class StopSignals:
         os.close(self._writer)
         self._listener.join()
 
+    def on_signal(self, callback: Callable[[], None]) -> None:
+        """Call a function at the first stop signal, in the thread that records it; now, if there was one."""
+        with self._lock:
+            self._on_signal = callback
+            if self.received is None:
+                return
+        callback()
+
     def _listen(self, reader: int) -> None:
         while numbers := os.read(reader, 64):
             for number in numbers:
@@ -83,9 +93,11 @@ class StopSignals:
             self._end(128 + signal.SIGINT)
         if number == signal.SIGINT and interrupted_at is None:
             self._interrupted_at = now
-        if self.received is None:
-            self.received = signal.Signals(number).name
-            self._on_signal()
+        with self._lock:
+            if self.received is not None:
+                return
+            self.received, callback = signal.Signals(number).name, self._on_signal
+        callback()
 
 
 def end_with_torchrun(parent: int, *, is_main: bool, end: Callable[[int], None]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from acsgd.comm.waits import Work
 from acsgd.errors import RunError, reason
-from acsgd.groups import Groups
+from acsgd.groups import Groups, collective_errors
 from acsgd.topology import Topology
 
 TAG = 1
@@ -144,6 +144,11 @@ class StepSummary:
         pipelines = topology.lines("pipeline")
         return cls({f.name: [[reports[rank][f] for rank in ranks] for ranks in pipelines] for f in reports[0]})
 
+    @classmethod
+    def zeros(cls, topology: Topology) -> StepSummary:
+        """Return the summary of a step for which nothing was reported."""
+        return cls.of([dict.fromkeys(STEP_FIELDS, 0.0)] * topology.world_size, topology)
+
     def __getitem__(self, field: StepField[T]) -> T:
         """Return a reduction. Of a field that was not reported, it is that of zeros."""
         zeros = [[0.0] * len(replica) for replica in self.numbers[LOSS.name]]
@@ -221,6 +226,37 @@ class Gather:
             for work in sending:
                 self._waits.wait(work)
         return self._rows
+
+
+class Vote:
+    """Repeated vote of all ranks on whether to leave what they do together, such as an evaluation.
+
+    A round ends in the next one, so that no rank waits for the round trip of a message.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._round: tuple[Tensor, Work] | None = None
+
+    def cast(self, *votes: bool) -> list[bool]:
+        """Begin a round; return for each vote whether any rank has cast it in the round before. A collective.
+
+        Returns an empty list in the first round.
+        """
+        before, group = self.settle(), self._groups.world
+        numbers = torch.tensor(votes, dtype=torch.int64)
+        with collective_errors("voting", group):
+            self._round = numbers, group.all_reduce(numbers, dist.ReduceOp.MAX)
+        return before
+
+    def settle(self) -> list[bool]:
+        """End the last round; return its result, empty if there was none. A collective."""
+        if self._round is None:
+            return []
+        (numbers, work), self._round = self._round, None
+        with collective_errors("voting", self._groups.world):
+            self._groups.waits.wait(work)
+        return numbers.bool().tolist()
 
 
 @contextlib.contextmanager

@@ -196,19 +196,22 @@ class Session:
     def evaluate(self, batches: Iterable[Batch], step: int) -> dict[str, float]:
         """Return the metrics of the batches of all replicas by name, without dropout. The loss is the first.
 
-        Uses the global weights where replicas have local ones. step: for error messages only.
+        Uses the global weights where replicas have local ones. step: for error messages only. batches: may raise what
+        ends the evaluation, on all ranks together.
         """
         evaluation, sent_bytes = (
             Evaluation(self.job.metrics, self.groups, self.job.model.task.num_targets),
             self.tied_meter.sent_bytes,
         )
-        with _global_weights(self.stages.values()):
-            for batch in batches:
-                part = self.pipeline.evaluate(batch.to(self.job.streams.device), step)
-                evaluation.add(part, batch.labels)
-        self.forward_meter.reset()  # the reported bytes of a step are those of training
-        self.tied_meter.reset()
-        self.tied_meter.sent_bytes = sent_bytes  # of rows that are on their way to the next step
+        try:
+            with _global_weights(self.stages.values()):
+                for batch in batches:
+                    part = self.pipeline.evaluate(batch.to(self.job.streams.device), step)
+                    evaluation.add(part, batch.labels)
+        finally:
+            self.forward_meter.reset()  # the reported bytes of a step are those of training
+            self.tied_meter.reset()
+            self.tied_meter.sent_bytes = sent_bytes  # of rows that are on their way to the next step
         return evaluation.compute()
 
     def explain_non_finite(self, batch: Batch, step: int, loss_scale: float, *, loss: float, grad_norm: float) -> str:

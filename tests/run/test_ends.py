@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import os
 import re
 import signal
@@ -23,12 +24,15 @@ from acsgd.config.options import CheckpointConfig, Config, RunConfig
 from acsgd.errors import RunError
 from acsgd.failures.failures import GRACE_S
 from acsgd.failures.signals import REPEAT_S, WATCH_S
+from acsgd.io.data.held_out import HeldOut
 from acsgd.io.telemetry.metrics import Metrics
+from acsgd.layers.batch import Batch
+from acsgd.pp.runtime import Evaluated, Pipeline
 from acsgd.pp.stage import Stage
 from acsgd.run.lock import lease, lock
 from acsgd.run.step.checkpointing import Checkpointing
 from tests.lib.cache import shared_model, with_shared_cache
-from tests.lib.forks import make_config, started
+from tests.lib.forks import checkpoints_of, finish, make_config, started
 from tests.lib.launched import MARGIN_S, TRAIN, running
 from tests.lib.patience import NO_LIMIT_S, stretched
 
@@ -138,6 +142,70 @@ def test_an_error_of_one_rank_before_training_ends_all_with_code_2_and_one_sente
             (line,) = run.stderr.strip().splitlines()
             assert line.startswith(f"error: {message}"), function
             assert not list((tmp_path / "run").glob(".lock*")), function
+
+
+def stay_in_set_up(rank: int, *, case: int, notice: Path) -> None:
+    """Patch rank 0 of this process to stay in a phase of its set-up; all others then wait for it."""
+
+    def stay(*_: Any, **__: Any) -> Any:
+        notice.touch()
+        time.sleep(600)
+
+    owner, function, _, _ = SET_UP[case]
+    if rank == 0:
+        setattr(owner, function, stay)
+
+
+@pytest.mark.parametrize("case", range(len(SET_UP)))
+def test_a_stop_signal_to_one_rank_ends_the_set_up_of_all_at_once(case: int, tmp_path: Path) -> None:
+    config, notice = config_of(tmp_path, processes=2, stages=2, timeout_s=NO_LIMIT_S), tmp_path / "phase"
+    number, rank = (signal.SIGUSR1, 1) if case % 2 else (signal.SIGTERM, 0)
+    with started(config, 2, setup=partial(stay_in_set_up, case=case, notice=notice)) as run:
+        run.wait_until(notice.exists)
+        run.send(number, [rank])
+        assert run.join(MARGIN_S) == [128 + number] * 2
+        (line,) = run.stderr.strip().splitlines()
+        assert line.startswith(f"error: stopped by {number.name} before the first step"), line
+    assert not list((tmp_path / "run").glob(".lock*"))
+
+
+EVALUATION_S = 600.0
+
+
+def evaluate_slowly(rank: int, notice: Path) -> None:
+    """Patch this process: the evaluation of step 3 takes at least EVALUATION_S."""
+    evaluate, batches = Pipeline.evaluate, HeldOut.batches
+
+    def slow(self: Pipeline, batch: Batch, step: int) -> Evaluated:
+        if step == 2:
+            time.sleep(0.01)
+            notice.touch()
+        return evaluate(self, batch, step)
+
+    def many(self: HeldOut, micros: int, *args: Any) -> Iterator[Batch]:
+        return itertools.cycle(list(batches(self, micros, *args)))
+
+    Pipeline.evaluate, HeldOut.batches = slow, many  # type: ignore[method-assign]
+    HeldOut.most_batches = lambda *_: int(EVALUATION_S / 0.01)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_a_stop_signal_in_an_evaluation_is_saved_and_the_resumed_run_repeats_it(processes: int, tmp_path: Path) -> None:
+    def config_in(name: str) -> Config:
+        model = shared_model(tmp_path, blocks=2)
+        best = CheckpointConfig(every="100", best="eval_loss")
+        return with_shared_cache(make_config(model, tmp_path / name, processes=processes, steps=4, checkpoint=best))
+
+    config, notice = config_in("run"), tmp_path / "evaluates"
+    with started(config, processes, setup=partial(evaluate_slowly, notice=notice)) as run:
+        run.wait_until(notice.exists)
+        run.send(signal.SIGTERM, [processes - 1])
+        assert run.join(MARGIN_S) == [0] * processes, run.stderr
+        notes = run.notes()
+    assert any(note.startswith("step 3: a stop signal has ended the evaluation") for note in notes)
+    assert notes[-1].startswith("stopped after step 3 of 4 on ")
+    assert checkpoints_of(config).steps() == [3]
+    assert finish(config, processes) == finish(config_in("calm"), processes)
 
 
 def fail_while_rank_0_acquires(rank: int) -> None:

@@ -55,6 +55,9 @@ class DictStore(dict[str, bytes]):
         self.set(key, str(count + len(self.others) if value else count))
         return count
 
+    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
+        return self.setdefault(key, value.encode())
+
     def delete_key(self, key: str, /) -> bool:
         return self.pop(key, None) is not None
 

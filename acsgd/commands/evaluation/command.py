@@ -24,6 +24,7 @@ from acsgd.commands.evaluation.report import EvaluationReport
 from acsgd.config.run_file import parse_flags
 from acsgd.failures.failures import RunContext, report_failure
 from acsgd.failures.report import report_startup_error
+from acsgd.failures.signals import STOP_SIGNALS, StopSignals
 from acsgd.groups import clone_store, connect, open_store
 from acsgd.io.data.held_out import HeldOut
 from acsgd.io.files.cache import TIMEOUT_S
@@ -41,8 +42,6 @@ from acsgd.shards.export import to_hf
 from acsgd.shards.hub import find_model
 from acsgd.shards.locate import open_hf
 from acsgd.shards.manifest import MANIFEST
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_lm_eval(options: EvalOptions, model: EvaluatedModel) -> int:
@@ -101,6 +100,7 @@ def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], Non
         store = open_store(launch)
         store_of_failures = clone_store(store, launch)
     with contextlib.ExitStack() as stack, report_failure(store_of_failures, launch, end) as context:
+        context.signals = stack.enter_context(StopSignals(end))
         report = evaluate(options, launch, store, context, stack)
         if launch.rank == 0:
             report.show(as_json=options.json)

@@ -114,6 +114,8 @@ class RunState:
     """Names of the "model" and the "sources" of the run, without directories; for the model card."""
     streams: tuple[StreamState | None, ...] = ()
     """Where each source of data.sources is read on, None if it is not streamed; empty if none is."""
+    unevaluated: dict[str, Any] | None = None
+    """Metrics of the last step, a line of metrics.jsonl, if its evaluation was left on a stop signal."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

@@ -106,11 +106,17 @@ class HeldOut:
         The last batch is padded with copies of the last sequence whose labels are IGNORED. Sample ids and micro
         ids are indices in the held-out set, not those of training samples.
         """
-        micro = self.rows.micro
-        speeds = [float(replica not in idle) for replica in range(self.replicas)]
-        mine = deal(-(-len(self) // micro), speeds)[self.replica]
+        micro, mine = self.rows.micro, self._shares(idle)[self.replica]
         for first in range(mine.start, mine.stop, micros):
             yield self._batch(range(first, first + micros), end=min(mine.stop * micro, len(self)))
+
+    def most_batches(self, micros: int, idle: Collection[int] = ()) -> int:
+        """Return the highest number of batches of any replica. Arguments as `batches`."""
+        return max(-(-len(share) // micros) for share in self._shares(idle))
+
+    def _shares(self, idle: Collection[int]) -> list[range]:
+        """Return the micro-batches of each replica."""
+        return deal(-(-len(self) // self.rows.micro), [float(replica not in idle) for replica in range(self.replicas)])
 
     def _batch(self, micro_ids: range, end: int) -> Batch:
         """Read micro-batches; positions from `end` on in the held-out set are padding."""

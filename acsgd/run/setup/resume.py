@@ -19,6 +19,7 @@ from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents, optimizer_sp
 from acsgd.io.checkpoint.progress import Progress, changed_options, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.io.checkpoint.saver import LayerState
+from acsgd.io.telemetry.record import StepRecord
 from acsgd.notes import print_note, report_if_slow
 from acsgd.optim.base import OptimizerSpec
 from acsgd.optim.loss_scale import LossScale
@@ -44,6 +45,8 @@ class Start(NamedTuple):
     """Messages for the user, on rank 0."""
     source: WeightSource | None
     """Where the weights of a run on disk are: the checkpoint, or the initial weights; None if not known."""
+    unevaluated: StepRecord | None = None
+    """Metrics of the last step if the run that has saved it did not complete its evaluation."""
 
 
 def start(job: Job, inputs: RunInputs, groups: Groups) -> Start:
@@ -72,7 +75,8 @@ def start(job: Job, inputs: RunInputs, groups: Groups) -> Start:
         notes.append(f"the optimizer starts without state: the checkpoint has that of {saved}, not of {present}")
     if changed := changed_options(checkpoint.run.options, recorded_options(job.config)):
         notes.append(f"options that differ from those of the checkpoint: {'; '.join(changed)}")
-    return Start(session, progress, checkpoint.path, notes, source)
+    left = checkpoint.run.unevaluated
+    return Start(session, progress, checkpoint.path, notes, source, StepRecord(**left) if left else None)
 
 
 def layer_states(session: Session, idle: Collection[int] = ()) -> list[LayerState]:

@@ -18,6 +18,7 @@ from acsgd.io.checkpoint.constants import ConstantsFiles
 from acsgd.io.checkpoint.progress import Progress, RunState, origin_of, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint, newest_valid
 from acsgd.io.checkpoint.saver import Saver
+from acsgd.io.telemetry.record import StepRecord
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.report import Report, StepField, on_any
 from acsgd.run.session import Session
@@ -128,7 +129,7 @@ class Checkpointing(StepHook):
         is_due |= state.save_is_due or state.is_stopped or state.summary[SAVE]
         progress = state.evaluated or state.progress
         best = progress.improves(state.progress, self._config.best)
-        stall_s = self.copy_state(progress, due=is_due, best=best, idle=state.idle)
+        stall_s = self.copy_state(progress, due=is_due, best=best, idle=state.idle, unevaluated=state.unevaluated)
         if state.record is not None:
             state.record = state.record._replace(save_stall_s=stall_s)
 
@@ -145,11 +146,19 @@ class Checkpointing(StepHook):
         state.is_open = False
         self._note(self._describe_end(state.progress.step))
 
-    def copy_state(self, progress: Progress, *, due: bool, best: bool, idle: Collection[int] = ()) -> float:
+    def copy_state(
+        self,
+        progress: Progress,
+        *,
+        due: bool,
+        best: bool,
+        idle: Collection[int] = (),
+        unevaluated: StepRecord | None = None,
+    ) -> float:
         """Copy the state to host memory if a save is due, or if this step is the best so far by checkpoint.best.
 
-        idle: replicas that write no weights. Returns the seconds for which training stood still. Raises RunError if the
-        previous save failed, or another run has taken over the run directory.
+        idle: replicas that write no weights; unevaluated: see `LoopState`. Returns the seconds for which training stood
+        still. Raises RunError if the previous save failed, or another run has taken over the run directory.
         """
         self._lock.check()
         if not (due or best):
@@ -167,6 +176,7 @@ class Checkpointing(StepHook):
             best,
             origin_of(job.config),
             self._inputs.reader.stream_states(progress.step),
+            unevaluated.numbers() if unevaluated else None,
         )
         self._saver.snapshot(progress.step, layer_states(self._session, idle), run.to_dict(), best=best)
         self._saved_at, self._has_copy = time.monotonic(), True

@@ -18,6 +18,7 @@ from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.record import StepRecord
 from acsgd.run.report import STEP_FIELDS, Report, StepField, StepSummary
 from acsgd.run.session import StepResult
+from acsgd.topology import Topology
 
 
 @dataclass
@@ -43,6 +44,8 @@ class LoopState:
     """Whether a participant needs a checkpoint of the last step."""
     evaluated: Progress | None = None
     """Progress with the evaluation after the last step, until the step is closed; None without one."""
+    unevaluated: StepRecord | None = None
+    """Metrics of the last step if its evaluation is due and was left on a stop signal."""
     idle: Collection[int] = ()
     """Replicas that have no micro-batches, and save no weights."""
     skipped_steps: set[int] = field(default_factory=set)
@@ -54,6 +57,10 @@ class LoopState:
         """Start from a state that was loaded, not trained, here."""
         self.progress, self.summary, self.record, self.idle = progress, None, None, ()
         self.is_synced, self.has_reported, self.is_open, self.is_stopped = True, False, False, False
+
+    def reopen(self, record: StepRecord, topology: Topology) -> None:
+        """Open the last step again, whose evaluation was left by the run that has saved it. record: its metrics."""
+        self.record, self.summary, self.is_open = record, StepSummary.zeros(topology), True
 
     def complete(self, result: StepResult, *, is_synced: bool) -> None:
         """Note that a step is complete: weights and progress are those after it.
@@ -126,7 +133,7 @@ class StepHooks:
 
     def after_step(self, state: LoopState) -> bool:
         """Close the last step: act, log its metrics, act; return False if the run has returned to an earlier step."""
-        state.save_is_due, state.evaluated = False, None
+        state.save_is_due, state.evaluated, state.unevaluated = False, None, None
         for hook in self._hooks:
             if (earlier := hook.after_step(state)) is not None:
                 state.progress, state.is_open = earlier, False

@@ -17,7 +17,7 @@ from acsgd.layers.batch import Batch
 from acsgd.metrics import describe
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import Job
-from acsgd.run.report import Report, StepField, on_any
+from acsgd.run.report import Report, StepField, Vote, on_any
 from acsgd.run.session import Session
 from acsgd.run.setup.inputs import RunInputs
 from acsgd.run.setup.resume import Start
@@ -47,21 +47,59 @@ class StopOnSignal(StepHook):
 
 
 class Evaluations(StepHook):
-    """Evaluates the held-out data every eval.every steps. note: prints a sentence for the user."""
+    """Evaluates the held-out data every eval.every steps. note: prints a sentence for the user.
 
-    def __init__(self, session: Session, held_out: HeldOut, note: Callable[[str], None]) -> None:
+    stops: see `StopOnSignal`. All ranks leave an evaluation together if the run ends; the resumed run repeats it.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        held_out: HeldOut,
+        note: Callable[[str], None],
+        signals: StopSignals,
+        stops: StepField[bool],
+    ) -> None:
         self._session = session
         self._held_out = held_out
         self._note = note
+        self._signals = signals
+        self._stops = stops
 
     def after_step(self, state: LoopState) -> None:
         job, held_out, step = self._session.job, self._held_out, state.progress.step
-        if state.is_due(job.config.eval.every, job.config.optim.num_steps):
-            scores = self._session.evaluate(held_out.batches(len(job.micro_ids), state.idle), step - 1)
-            self._note(f"step {step}: {describe(scores)} ({len(held_out)} sequences{job.eval_form})")
-            state.evaluated = state.progress.evaluated(scores)
-            if state.record is not None:
-                state.record = state.record._replace(evaluation=scores)
+        if not state.is_due(job.config.eval.every, job.config.optim.num_steps):
+            return
+        try:
+            scores = self._session.evaluate(self._batches(state), step - 1)
+        except _LeftError:
+            self._note(f"step {step}: a stop signal has ended the evaluation; the resumed run begins with it")
+            state.is_stopped, state.unevaluated = True, state.record
+            return
+        self._note(f"step {step}: {describe(scores)} ({len(held_out)} sequences{job.eval_form})")
+        state.evaluated = state.progress.evaluated(scores)
+        if state.record is not None:
+            state.record = state.record._replace(evaluation=scores)
+
+    def _batches(self, state: LoopState) -> Iterator[Batch]:
+        """Yield the batches of this replica. Raises _LeftError, after the same batch on all ranks, if the run ends."""
+        micros, vote = len(self._session.job.micro_ids), Vote(self._session.groups)
+        batches = self._held_out.batches(micros, state.idle)
+        is_over = state.is_stopped
+        for _ in range(self._held_out.most_batches(micros, state.idle)):
+            if is_over:
+                vote.settle()
+                raise _LeftError
+            stops = self._signals.received is not None
+            before = vote.cast(stops, not stops)
+            if (batch := next(batches, None)) is not None:
+                yield batch
+            is_over = bool(before) and self._stops.reduce([[before[0], not before[1]]])
+        vote.settle()
+
+
+class _LeftError(Exception):
+    """All ranks leave an evaluation."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +148,7 @@ def open_run(
         hooks: list[StepHook] = [*extra(checkpointing), SpikeGuard(session, checkpointing, metrics.note)]
         hooks.append(StopOnSignal(signals, stops))
         if inputs.held_out is not None:
-            hooks.append(Evaluations(session, inputs.held_out, metrics.note))
+            hooks.append(Evaluations(session, inputs.held_out, metrics.note, signals, stops))
         hooks += [checkpointing, pace]
         # else the thread that reads ahead waits on
         session.groups.waits.on_interrupt(partial(inputs.reader.close, wait=False))
