@@ -156,17 +156,29 @@ def collective_errors(purpose: str, group: Group) -> Iterator[None]:
 
 
 def open_store(launch: Launch, *, timeout_s: float = STORE_TIMEOUT_S) -> dist.Store:
-    """Connect to the store of the run, torchrun's. Raises RunError if it does not answer in time."""
+    """Connect to the store of the run, torchrun's, which keeps what earlier attempts have written: their failures, and
+    the addresses of their groups. So each attempt has keys of its own.
+
+    Raises RunError if it does not answer in time, or if torchrun of another host has started its workers again more
+    often: this process then ends, so that torchrun of this host does so, too.
+    """
     if launch.world_size == 1:
         return dist.HashStore()
 
-    def connect_to_torchrun() -> dist.Store:
+    def connect_to_torchrun() -> tuple[dist.Store, bool]:
         timeout = timedelta(seconds=timeout_s)
         store, _, _ = next(iter(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)))
-        return store
+        store.set(_attempt_key(launch.attempt), "")
+        return dist.PrefixStore(_attempt_key(launch.attempt), store), store.check([_attempt_key(launch.attempt + 1)])
 
     with _connection_errors(launch.rank, launch.world_size, timeout_s):
-        return call_in_thread(connect_to_torchrun, timeout_s=timeout_s + MARGIN_S)
+        store, is_late = call_in_thread(connect_to_torchrun, timeout_s=timeout_s + MARGIN_S)
+    if is_late:
+        raise ConnectError(
+            f"rank {launch.rank} on {socket.gethostname()}: this host has started its workers again {launch.attempt} "
+            "times, another one more often; if torchrun of this host does not start them again, raise --max-restarts"
+        )
+    return store
 
 
 def clone_store(store: dist.Store, launch: Launch) -> dist.Store:
@@ -215,6 +227,10 @@ def _connection_errors(rank: int, world_size: int, timeout_s: float) -> Iterator
             f"rank {rank} on {socket.gethostname()} could not connect to the other {world_size - 1} processes "
             f"within {timeout_s:g} s: {reason(error) or 'the store, which torchrun hosts, does not answer'}"
         ) from error
+
+
+def _attempt_key(attempt: int) -> str:
+    return f"acsgd/attempt-{attempt}"
 
 
 def _published_key(name: str, run_id: str) -> str:

@@ -28,6 +28,8 @@ class Launch:
     world_size: int = 1
     local_world_size: int = 1
     """Number of processes of the run on this host."""
+    attempt: int = 0
+    """How often torchrun of this host has started its workers again (--max-restarts)."""
     under_torchrun: bool = False
     """Whether torchrun started this process."""
     error_file: str = ""
@@ -47,6 +49,7 @@ class Launch:
             local_rank=_number("LOCAL_RANK", 0),
             world_size=_number("WORLD_SIZE", 1),
             local_world_size=_number("LOCAL_WORLD_SIZE", 1),
+            attempt=_number("TORCHELASTIC_RESTART_COUNT", 0),
             under_torchrun="TORCHELASTIC_RUN_ID" in env,
             error_file=env.get("TORCHELASTIC_ERROR_FILE", ""),
             daemon=daemon_of(env),

@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from acsgd.comm.waits import DIRECT, Waits
 from acsgd.errors import RunError, reason
@@ -161,4 +161,5 @@ class StoreClient:
 
 
 def _name(store: Store) -> str:
+    store = store.underlying_store if isinstance(store, PrefixStore) else store
     return f"torchrun's store at {store.host}:{store.port}" if isinstance(store, TCPStore) else "the store of the run"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -155,3 +157,24 @@ def test_a_dead_rank_is_named_once_with_stage_and_action(tiny_model: TinyModel, 
         (error,) = run.errors
         assert error.startswith("error: step 2, stage 0, action "), error
         assert f"rank 1 on {socket.gethostname()} is silent" in error
+
+
+def test_a_run_whose_worker_is_killed_is_started_again_by_torchrun_and_resumes(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """--max-restarts: torchrun's store keeps what the first attempt has written, its failures among it."""
+    file, steps = run_file(tmp_path, tiny_model()), 40
+    static = ["--nnodes", "1", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    torchrun = [*(each for each in TORCHRUN[:-1] if each != "--standalone"), *static, "--max-restarts", "1"]
+    flags = ["--pp.stages", "2", "--checkpoint.every", "1", "--optim.steps", str(steps)]
+    with running([*torchrun, TORCHRUN[-1], "2", TRAIN, str(file), *flags], tmp_path) as run:
+        run.wait_until(lambda: list(tmp_path.glob("runs/one/checkpoints/step-*")), LIMIT_S)
+        os.kill(run.ranks()[1], signal.SIGKILL)
+        assert run.wait(LIMIT_S) == 0, run.stderr
+        assert run.stdout.count("resuming from") == 1
+    assert [r["step"] for r in records(tmp_path / "runs" / "one")] == list(range(1, steps + 1))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
