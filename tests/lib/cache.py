@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 from acsgd.config.options import Config
+from acsgd.io.files.cache import HostLock
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.inputs import open_inputs
@@ -46,3 +48,12 @@ def with_shared_cache(config: Config) -> Config:
         with contextlib.suppress(ValueError):  # the run reports it
             open_inputs(prepare(no_run, Launch(0, 0, config.pp.stages)))
     return config
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock on a path, as another process that builds it does."""
+    lock = HostLock(path)
+    assert lock.acquire(0.0)
+    yield
+    lock.release()

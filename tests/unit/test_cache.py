@@ -6,17 +6,18 @@ import contextlib
 import os
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
+from lib.cache import locked
 from lib.processes import CONTEXT, WAIT_S, kill, started, wait_for_a_signal, wait_until
 
 from acsgd import notes as notes_module
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.io.files.atomic import build_atomically, describe_build
-from acsgd.io.files.cache import lock_file, open_cached
+from acsgd.io.files.cache import HostLock, lock_file, open_cached
 
 
 def build_slowly(target: Path) -> None:
@@ -197,5 +198,24 @@ def test_a_directory_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> N
 
 def test_waiting_for_a_build_times_out(tmp_path: Path) -> None:
     path = tmp_path / "a.npy"
-    with FileLock(lock_file(path)), pytest.raises(RuntimeError, match=rf"waited 0\.1 s .* build {path}"):
+    with locked(path), pytest.raises(RuntimeError, match=rf"waited 0\.1 s .* build {path}"):
         open_cached(path, build_slowly, Path, timeout_s=0.1)
+
+
+def test_one_at_a_time_holds_a_lock_and_its_file_is_removed(tmp_path: Path) -> None:
+    path, holding, most = tmp_path / "a", list[int](), list[int]()
+
+    def hold(number: int) -> None:
+        lock = HostLock(path)
+        for _ in range(20):
+            assert lock.acquire(60.0)
+            holding.append(number)
+            most.append(len(holding))
+            holding.remove(number)
+            lock.release()
+            lock.release()
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(hold, range(4)))
+    assert most == [1] * 80
+    assert not lock_file(path).exists()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from filelock import FileLock
+from lib.cache import locked
 from lib.labelled import with_special_tokens
 from tokenizers import processors
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
@@ -29,7 +29,6 @@ from acsgd.io.data.sampler import Sampler
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.stream import segment_cache
 from acsgd.io.data.tokens import pipeline
-from acsgd.io.files.cache import lock_file
 from acsgd.io.files.fields import from_json
 from acsgd.run.setup.rows import RowMaker
 from acsgd.tasks import find_task
@@ -271,13 +270,13 @@ def test_one_process_of_a_host_writes_and_another_takes_over(maker: Maker, monke
 def test_a_process_writes_beside_one_that_stands_still(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_cache, "STALL_S", 0.1)
     with closing(maker.streamed("alone")) as alone, closing(maker.streamed()) as rows:
-        with FileLock(lock_file(rows.cache._directory)):  # of a process that is stopped
+        with locked(rows.cache._directory):  # of a process that is stopped
             assert read(rows, range(3 * WINDOW)) == read(alone, range(3 * WINDOW))
         assert rows.cache.writes
 
 
 def test_closing_ends_a_wait_for_a_segment(maker: Maker) -> None:
-    with closing(maker.streamed()) as rows, FileLock(lock_file(rows.cache._directory)), ThreadPoolExecutor() as pool:
+    with closing(maker.streamed()) as rows, locked(rows.cache._directory), ThreadPoolExecutor() as pool:
         reading = pool.submit(rows.read, 0)
         assert not wait([reading], 0.1).done
         rows.close(wait=False)

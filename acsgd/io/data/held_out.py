@@ -114,7 +114,7 @@ class HeldOut:
         """Return the highest number of batches of any replica. Arguments as `batches`."""
         return max(-(-len(share) // micros) for share in self._shares(idle))
 
-    def _shares(self, idle: Collection[int]) -> list[range]:
+    def _shares(self, idle: Collection[int]) -> Sequence[range]:
         """Return the micro-batches of each replica."""
         return deal(-(-len(self) // self.rows.micro), [float(replica not in idle) for replica in range(self.replicas)])
 

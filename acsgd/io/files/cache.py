@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
-
-from filelock import FileLock, Timeout
 
 from acsgd.errors import CorruptFileError, RunError, explain
 from acsgd.io.files.atomic import BuildInProgressError, build_atomically, describe_build
@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 TIMEOUT_S = 4 * 3600.0
 """Maximum time to wait for another process that builds, seconds. A process that dies releases the lock at once."""
+POLL_S = 0.05
+"""Seconds between two attempts to get a lock."""
 
 
 def open_cached(
@@ -47,7 +49,13 @@ def open_cached(
     try:
         with contextlib.ExitStack() as stack:
             with report_if_slow(note, lambda: f"waiting until {_builder(path)} has built {path}", enabled=reports_wait):
-                stack.enter_context(FileLock(lock_file(path)).acquire(timeout=timeout_s))
+                lock = HostLock(path)
+                if not lock.acquire(timeout_s):
+                    raise RunError(
+                        f"waited {timeout_s:g} s for {_builder(path)} to build {path}; "
+                        "end that process if it hangs, or run again when it has finished"
+                    )
+                stack.callback(lock.release)
             if os.path.lexists(path):
                 try:
                     return open_built(path)
@@ -59,13 +67,50 @@ def open_cached(
             except BuildInProgressError:  # another host builds on the same network file system; the first one wins
                 build_atomically(path, build)
             return open_built(path)
-    except Timeout:
-        raise RunError(
-            f"waited {timeout_s:g} s for {_builder(path)} to build {path}; "
-            "end that process if it hangs, or run again when it has finished"
-        ) from None
     except OSError as error:
         raise RunError(f"the cache beside log.dir cannot be written: {explain(error)}") from None
+
+
+class HostLock:
+    """A lock on a path, which one process of this host and user holds at a time; it ends with the process.
+
+    Its file exists while it is held. So whoever locks a file checks that it was not removed meanwhile.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = lock_file(path)
+        self._descriptor: int | None = None
+
+    def acquire(self, timeout_s: float) -> bool:
+        """Wait for the lock; return False if another process holds it for `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        while not self._try_acquire():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def release(self) -> None:
+        """Release the lock if it is held. May be called by any thread."""
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            with contextlib.suppress(OSError):  # it was removed, as by what cleans temporary directories
+                if os.path.samestat(self._file.lstat(), os.fstat(descriptor)):
+                    self._file.unlink()
+            os.close(descriptor)
+
+    def _try_acquire(self) -> bool:
+        descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink:
+                self._descriptor = descriptor
+        except BlockingIOError:
+            pass
+        finally:
+            if self._descriptor is None:
+                os.close(descriptor)
+        return self._descriptor is not None
 
 
 def lock_file(path: Path) -> Path:

@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from acsgd.errors import CorruptFileError, RunError, WaitInterruptedError, explain
 from acsgd.io.data.stream.segment_files import OpenSegment, open_segment, read_about, write_segment
 from acsgd.io.data.stream.segments import SegmentStart, StreamSegment
 from acsgd.io.files.atomic import build_atomically
-from acsgd.io.files.cache import lock_file
+from acsgd.io.files.cache import HostLock
 from acsgd.notes import print_note, report_if_slow
 
 AHEAD = 8
@@ -78,7 +77,7 @@ class SegmentCache:
         """From the checkpoint that the run resumed from."""
         self._total: int | None = None
         self._wanted = 0
-        self._lock = FileLock(lock_file(directory), thread_local=False)
+        self._lock = HostLock(directory)
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -181,11 +180,8 @@ class SegmentCache:
         """Start to write if no process of this host does, or if this one must."""
         if self.writes:
             return
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            if not must_write:
-                return
+        if not (self._lock.acquire(0.0) or must_write):
+            return
         self._thread = threading.Thread(target=self._run, name="streaming", daemon=True)
         self._thread.start()
 
