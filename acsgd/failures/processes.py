@@ -12,6 +12,9 @@ from pathlib import Path
 
 import psutil
 
+_ALL_PIDS = "pid:[4026531836]"
+"""Linux: the pid namespace of a machine, of which those of containers are parts."""
+
 
 @dataclass(frozen=True)
 class ProcessIdentity:
@@ -35,6 +38,11 @@ class ProcessIdentity:
     def current(cls) -> ProcessIdentity:
         """Return this process."""
         return cls.of(os.getpid())
+
+    @property
+    def is_in_container(self) -> bool:
+        """Whether the process sees only a part of the processes of its machine, by other pids."""
+        return "pid:[" in self.machine and not self.machine.endswith(_ALL_PIDS)
 
     def is_alive(self) -> bool | None:
         """Return whether the process exists; None if it cannot be checked from here."""

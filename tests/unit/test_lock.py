@@ -12,13 +12,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import Queue
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from lib.processes import CONTEXT, started, wait_for_a_signal
 
 from acsgd.errors import RunError
 from acsgd.failures.processes import ProcessIdentity, start_time
+from acsgd.groups import Groups
 from acsgd.run.lock import lease as lease_module
 from acsgd.run.lock import lock
 from acsgd.run.lock.lease import STALE_S, WAIT_S, Lease
@@ -100,6 +102,27 @@ def test_a_live_holder_is_waited_for_and_then_named(tmp_path: Path) -> None:
         assert len(notes) == 1
         assert notes[0].endswith("Waiting up to 30 s for it to end")
         held.renew()
+
+
+def test_a_live_holder_in_a_container_is_ended_there_and_not_by_its_pid_here(tmp_path: Path) -> None:
+    machine = HERE.machine.rpartition(" ")[0] + " pid:[4026532000]"
+    held = acquired(tmp_path, dataclasses.replace(HERE, pid=1, host="box", machine=machine))
+    with pytest.raises(RunError) as error:
+        lease_of(tmp_path, clock=Clock(held.renew)).acquire(lambda note: None)
+    assert ": process 1 in a container with host name box, started " in str(error.value)
+    assert ", it is taken over 20 s after its last heartbeat; end it (stop the container, or in it: kill 1), " in str(
+        error.value
+    )
+
+
+def test_two_directories_of_a_dead_run_on_another_host_are_waited_for_at_once(tmp_path: Path) -> None:
+    clock, directories = Clock(), (tmp_path / "a", tmp_path / "b")
+    for directory in directories:
+        acquired(directory, ELSEWHERE)
+    run_lock = RunLock([lease_of(directory, clock=clock) for directory in directories])
+    run_lock.acquire(cast(Groups, SimpleNamespace(wait_for_all=lambda *_, **__: None)), 1.0)
+    run_lock.release()
+    assert STALE_S <= clock.elapsed < STALE_S + 1
 
 
 def test_a_live_holder_of_this_host_is_never_taken_over_even_without_heartbeats(tmp_path: Path) -> None:

@@ -111,6 +111,12 @@ class Lease:
         self._is_new = False
         self._held: int | None = None
         self._beats = 0
+        self._watch: LeaseWatch | None = None
+
+    def watch(self) -> None:
+        """Read the lease for the first time, before a wait for another one: both holders may have ended together."""
+        self._watch = LeaseWatch(self.directory, clock=self._clock)
+        self._watch.has_expired()
 
     def acquire(self, note: Callable[[str], None]) -> None:
         """Take the lease, waiting for a live holder to end; note: called with a sentence before a wait.
@@ -119,7 +125,7 @@ class Lease:
         """
         self._is_new = not self.directory.exists()
         started = self._clock()
-        watch = LeaseWatch(self.directory, clock=self._clock)
+        watch = self._watch or LeaseWatch(self.directory, clock=self._clock)
         has_noted = False
         while True:
             is_free = watch.has_expired()
@@ -222,12 +228,20 @@ class Lease:
 
     def _in_use(self, holders: Sequence[ProcessIdentity | None], age_s: float) -> str:
         where = f"{self._option}: {self.directory} is in use by another run"
+        other = f"or use another --{self._option}"
         holder = next(filter(None, holders), None)
         if holder is None:
-            return f"{where}; end it, or use another --{self._option}"
+            return f"{where}; end it, {other}"
+        place, by_hand = f"on {holder.host}", f"on {holder.host}: kill {holder.pid}"
+        if holder.is_in_container:
+            place, by_hand = (
+                f"in a container with host name {holder.host}",
+                f"stop the container, or in it: kill {holder.pid}",
+            )
+        silent = "" if holder.is_alive() else f", it is taken over {STALE_S:.0f} s after its last heartbeat"
         return (
-            f"{where}: process {holder.pid} on {holder.host}, started {holder.since}, heartbeat {age_s:.0f} s ago; "
-            f"end it (on {holder.host}: kill {holder.pid}), or use another --{self._option}"
+            f"{where}: process {holder.pid} {place}, started {holder.since}, heartbeat {age_s:.0f} s ago{silent}; "
+            f"end it ({by_hand}), {other}"
         )
 
 

@@ -74,6 +74,8 @@ class RunLock:
         Raises RunError on rank 0 if another run holds one of the directories.
         """
         for lease in self._leases:
+            lease.watch()
+        for lease in self._leases:
             lease.acquire(print_note)
         groups.wait_for_all("acquiring the run lock", timeout_s=2 * (WAIT_S + STALE_S) + timeout_s)
         self.start()
