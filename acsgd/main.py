@@ -34,6 +34,7 @@ from acsgd.launch import Launch
 from acsgd.notes import print_note
 from acsgd.run.lock.lock import RunLock, leases_of
 from acsgd.run.plan.job import prepare
+from acsgd.run.setup.directories import check_shared
 from acsgd.run.setup.inputs import open_inputs
 from acsgd.train import train
 
@@ -83,6 +84,7 @@ def run(
     lock = stack.enter_context(RunLock(leases_of(job)))
     context.cleanup = lock.release  # before the first lease is acquired: from then on, any rank may fail
     lock.acquire(groups, config.run.timeout)
+    check_shared(job, groups)
     if launch.rank == 0 and not launch.is_one_host:
         print_note("hosts may join and leave this run if it is started with torchrun --rdzv-backend acsgd")
     inputs = open_inputs(job, groups)

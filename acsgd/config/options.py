@@ -238,7 +238,8 @@ class CheckpointConfig:
     """Metric of the evaluations, such as "eval_loss" or "matthews": each best value so far is saved, and the link
     "best" points to that checkpoint. Default: none."""
     resume: str = "auto"
-    """Checkpoint to resume from: "auto" = the newest valid one in the directory, if any; "never"; or a path."""
+    """Checkpoint to resume from: "auto" = the newest valid one in the directory, if any; "never" moves those that are
+    there into a directory of their own, and starts a new run; or a path."""
     on_error: Literal["stop", "continue"] = "stop"
     """What a failed save (such as a full disk) does to the run. Earlier checkpoints are not affected."""
 

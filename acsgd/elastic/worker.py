@@ -48,6 +48,7 @@ from acsgd.run.plan.job import Job, prepare
 from acsgd.run.plan.model import RunModel
 from acsgd.run.report import StepSummary
 from acsgd.run.session import Session
+from acsgd.run.setup.directories import check_shared
 from acsgd.run.setup.inputs import RunInputs, open_inputs
 from acsgd.run.setup.resume import Start, start
 from acsgd.run.step.checkpointing import Checkpointing
@@ -215,6 +216,8 @@ class ElasticWorker:
             connecting = connect(job.topology, timeout=timeout, store=store, waits=waits, background=True)
             groups = stack.enter_context(connecting)
             lock = self._lock.of(job, groups, view, config.run.timeout)
+            if plan.from_disk:  # a host that joins later is refused at the first save that it does not see
+                check_shared(job, groups)
             inputs = open_inputs(job, groups, has_caches=self._session is not None and bool(self._session.caches))
             stack.callback(inputs.reader.close, wait=False)
             job = replace(job, config=config.with_steps(inputs.steps))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from acsgd.adapters.initial import NewAdapter, check_base
 from acsgd.errors import CorruptFileError
+from acsgd.io.checkpoint.resume import Checkpoint, refusal
 from acsgd.io.files.cache import open_cached
 from acsgd.run.plan.job import Job
 from acsgd.shards.convert import from_hf
@@ -29,16 +30,35 @@ def open_weight_source(job: Job) -> WeightSource:
 
 
 def base_checksums(job: Job) -> str:
-    """Return the checksums of the files of the model whose parameters are frozen, by an adapter or by model.freeze.
+    """Return the checksum of the files of a model with frozen parameters, by an adapter or by model.freeze.
 
-    Empty if none are, or if the weights are drawn.
+    Empty if none are frozen, or if the weights are drawn.
     """
     if job.model.adapter is None and not job.config.model.freeze:
         return ""
-    base = _open_base(job)
-    if not isinstance(base, ShardDirectory):
-        return ""
-    return repr(sorted((layer, entry.checksum) for layer, entry in base.manifest.layers.items()))
+    return "" if job.config.model.init == "scratch" else checksum_of(job, _open_base(job))
+
+
+def checksum_of(job: Job, source: WeightSource) -> str:
+    """Return the checksum of the contents of the initial weights, or how they are drawn. Reads no weights."""
+    base = source.base if isinstance(source, NewAdapter) else source
+    return base.manifest.weights_checksum if isinstance(base, ShardDirectory) else f"seed {job.config.data.seed}"
+
+
+def check_start_of(job: Job, checkpoint: Checkpoint) -> list[str]:
+    """Raise ValueError if the run of a checkpoint started from other weights than model.name and model.init give.
+
+    Returns a sentence if that is not known. Converts the model if it is not in the cache.
+    """
+    recorded, path = checkpoint.run.identity.weights, checkpoint.path
+    if not recorded:
+        return [f"{path} does not record the weights that its run started from; those of model.name are not compared"]
+    if checksum_of(job, _open_base(job)) in (recorded, checkpoint.shards.manifest.weights_checksum):
+        return []
+    config, origin = job.config.model, checkpoint.run.origin.get("model", "another model")
+    ours = f"model.name={config.name} has" if config.init == "pretrained" else "model.init=scratch gives"
+    started = f"the weights of {origin}" if not recorded.startswith("seed") else "new weights (model.init=scratch)"
+    raise ValueError(refusal(path, f"its run started from {started}, and {ours} others"))
 
 
 def check_base_of(job: Job, checkpoint: ShardDirectory) -> None:

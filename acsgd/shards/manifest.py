@@ -75,6 +75,13 @@ class Manifest:
         trained = (*self.layers.values(), *self.tables.values())
         return [*trained, *self.constants.values(), *states, *self.model_files]
 
+    @property
+    def weights_checksum(self) -> str:
+        """Checksum of the contents of the files with weights. Conversions of the same model have the same."""
+        files = {**self.layers, **self.tables, **{f"{layer}.constants": each for layer, each in self.constants.items()}}
+        entries = sorted((name, entry.checksum) for name, entry in files.items())
+        return new_file_checksum(repr(entries).encode()).hexdigest()
+
     def write(self, directory: Path) -> None:
         """Write the manifest, which completes a shard directory, and wait until it is on disk."""
         path = directory / MANIFEST

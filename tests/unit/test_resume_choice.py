@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lib.saved import SMALL, small_run, train_alone
+from safetensors.torch import load_file, save_file
 
 from acsgd.config.options import Config
 from acsgd.errors import RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.optim.schedule import learning_rate
 from acsgd.shards.manifest import MANIFEST, Manifest
 
 TinyModel = Callable[..., Path]
@@ -213,3 +217,88 @@ def test_other_checkpoints_beside_a_requested_one_do_not_matter(
     train_alone(resuming(start, source.of(2)))
     assert "set aside" not in capsys.readouterr().out
     assert source.steps() == [1, 2, 3, 4], "a checkpoint of another run was renamed"
+
+
+@pytest.fixture(scope="module")
+def other_model(finished: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model of the same name and config as that of the finished run, with other weights."""
+    other = tmp_path_factory.mktemp("other") / Path(finished.model.name).name
+    shutil.copytree(finished.model.name, other)
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: tensor + 0.125 for name, tensor in tensors.items()}, other / "model.safetensors", {"format": "pt"})
+    return other
+
+
+def with_model(config: Config, **model: Any) -> Config:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
+
+
+def test_a_run_resumes_only_with_the_weights_it_started_from_whatever_their_name(
+    finished: Config, other_model: Path, tmp_path: Path
+) -> None:
+    config = stopped_after(finished, 3, tmp_path / "run")
+    before = contents(directory_of(config).path)
+    for changed, difference in (
+        (with_model(config, name=str(other_model)), f"the weights of gpt2, and model.name={other_model} has others"),
+        (with_model(config, init="scratch"), "the weights of gpt2, and model.init=scratch gives others"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(difference)) as error:
+            train_alone(changed)
+        assert "--log.dir NEW or --checkpoint.resume never" in str(error.value)
+        assert contents(directory_of(config).path) == before
+    renamed = shutil.copytree(finished.model.name, tmp_path / "renamed")
+    train_alone(with_model(config, name=str(renamed)))
+    assert_same_layers(config, finished)
+
+
+def test_never_starts_a_new_run_and_keeps_the_checkpoints_of_the_earlier_one(
+    finished: Config, other_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = stopped_after(finished, 3, tmp_path / "run")
+    directory = directory_of(config)
+    directory.mark_best(2)
+    earlier = {step: contents(directory.of(step)).values() for step in directory.steps()}
+    other = with_model(config, name=str(other_model))
+    train_alone(resuming(other, "never"))
+    moved = CheckpointDirectory(directory.path / "earlier-1")
+    assert (
+        f"checkpoint.resume=never: the checkpoints of the earlier run are in {moved.path} now"
+        in capsys.readouterr().out
+    )
+    assert [*earlier] == moved.steps()
+    assert (moved.path / "metrics.jsonl").is_file()
+    assert all([*contents(moved.of(step)).values()] == [*earlier[step]] for step in earlier)
+    assert moved.best() == moved.of(2)
+    assert directory.best() is None
+    alone = dataclasses.replace(other, log=dataclasses.replace(other.log, dir=str(tmp_path / "alone")))
+    train_alone(alone)
+    assert_same_end(config, alone)
+
+
+def with_optim(config: Config, **optim: Any) -> Config:
+    return dataclasses.replace(config, optim=dataclasses.replace(config.optim, **optim))
+
+
+@pytest.mark.parametrize(
+    ("steps", "last"), [(STEPS, "step 4 of 4 is done"), (STEPS - 1, "step 4 is done, the last is step 3")]
+)
+def test_a_run_whose_steps_are_done_says_that_nothing_is_left(
+    steps: int, last: str, finished: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = stopped_after(finished, STEPS, tmp_path / "run")
+    train_alone(with_optim(config, steps=steps, lr=2e-3))
+    printed = capsys.readouterr().out
+    assert f"nothing left to train: {last}; raise optim.steps, or give another log.dir" in printed
+    assert "done: " not in printed
+    assert "stopped" not in printed
+
+
+def test_a_learning_rate_that_rises_since_the_run_became_longer_is_said_with_both_values(
+    finished: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = stopped_after(finished, STEPS, tmp_path / "run")
+    longer = with_optim(config, steps=STEPS + 2)
+    train_alone(longer)
+    last, now = learning_rate(STEPS - 1, finished.optim), learning_rate(STEPS, longer.optim)
+    assert now > last
+    assert f"the learning rate of step 5 is {now:.3g}, after {last:.3g} in step 4" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from acsgd.elastic.membership.messages import View
+from acsgd.io.files.atomic import UNSUPPORTED
 from acsgd.io.files.fields import from_json
 from acsgd.run.lock.lease import LeaseWatch
 
@@ -20,7 +21,8 @@ KEPT = 100
 class ViewRegister:
     """The recorded views of a run, in a directory that all of its hosts share.
 
-    Requires that a hard link to a name that exists fails, as on every local file system and on NFS.
+    Requires that a hard link to a name that exists fails, as on every local file system and on NFS; without hard links,
+    that a file is created once.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -52,7 +54,13 @@ class ViewRegister:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            os.link(new, path)
+            try:
+                os.link(new, path)
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:
+                    raise
+                with path.open("x") as file:  # not there at once, but still once
+                    file.write(text)
         except FileExistsError:
             pass
         finally:

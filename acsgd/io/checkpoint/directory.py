@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -12,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from acsgd.errors import RunError
-from acsgd.io.files.atomic import fsync_directory
+from acsgd.io.files.atomic import UNSUPPORTED, fsync_directory, rename
 from acsgd.layers.description import ModelLayers
 from acsgd.shards.disk import flush
-from acsgd.shards.manifest import StoredFile
+from acsgd.shards.manifest import MANIFEST, StoredFile
 
 PartKind = Literal["layer", "table", "constants", "replica"]
 """Content of a file: trained parameters of a layer, or a tied weight, and state of the optimizer; tensors that never
@@ -118,19 +119,17 @@ class CheckpointDirectory:
 
     def publish(self, step: int, run_id: str) -> Path:
         """Rename the complete partial directory of a step into place, replacing an older save of the step."""
-        path, old = self.of(step), self._hidden(step, "old")
-        if path.exists():
-            path.rename(old)
-        self.partial(step, run_id).rename(path)
+        path = self.of(step)
+        old = self._hide(step, "old") if path.exists() else None
+        rename(self.partial(step, run_id), path)
         fsync_directory(self.path)
-        shutil.rmtree(old, ignore_errors=True)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
         return path
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint. It is renamed to a hidden name first, so no published checkpoint is ever incomplete."""
-        hidden = self._hidden(step, "removed")
-        self.of(step).rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+        """Remove a checkpoint. It is hidden first, so no published checkpoint is ever incomplete."""
+        shutil.rmtree(self._hide(step, "removed"), ignore_errors=True)
 
     def prune(self, newest: int, *, keep: int, keep_every: int | None) -> None:
         """Remove all but the `keep` newest checkpoints up to step `newest`, multiples of `keep_every`, and the best."""
@@ -139,29 +138,56 @@ class CheckpointDirectory:
             if not (keep_every and step % keep_every == 0) and self.of(step) != self.best():
                 self.remove(step)
 
-    def _hidden(self, step: int, suffix: str) -> Path:
-        """Return an unused hidden path for a checkpoint that is replaced or removed."""
-        path = self.path / f".step-{step:08d}.{suffix}"
-        shutil.rmtree(path, ignore_errors=True)
-        return path
+    def _hide(self, step: int, suffix: str) -> Path:
+        """Give a checkpoint that is replaced or removed a hidden name, and return its path."""
+        path, hidden = self.of(step), self.path / f".step-{step:08d}.{suffix}"
+        shutil.rmtree(hidden, ignore_errors=True)
+        try:
+            path.rename(hidden)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            (path / MANIFEST).unlink(missing_ok=True)  # from now on it counts as incomplete
+            rename(path, hidden)
+        return hidden
 
     def set_aside(self, checkpoint: Path) -> Path:
         """Rename a corrupt checkpoint so that no run resumes from it, and return its new path."""
         aside = self.path / f"corrupt-{checkpoint.name}"
         shutil.rmtree(aside, ignore_errors=True)
-        return checkpoint.rename(aside)
+        rename(checkpoint, aside)
+        return aside
+
+    def set_all_aside(self, metrics: Path) -> Path:
+        """Move all checkpoints, the link to the best and the metrics into a new directory, and return it."""
+        number = next(number for number in itertools.count(1) if not (self.path / f"earlier-{number}").exists())
+        aside = self.path / f"earlier-{number}"
+        aside.mkdir()
+        for name in (*(self.of(step).name for step in reversed(self.steps())), BEST):
+            if os.path.lexists(self.path / name):
+                rename(self.path / name, aside / name)
+        if metrics.is_file():
+            rename(metrics, aside / metrics.name)
+        return aside
 
     def mark_best(self, step: int) -> None:
-        """Point the link "best" to the checkpoint of a step."""
-        link = self.path / f".{BEST}"
+        """Point the link "best" to the checkpoint of a step: a file with its name, if the file system has no links."""
+        link, name = self.path / f".{BEST}", self.of(step).name
         link.unlink(missing_ok=True)
-        link.symlink_to(self.of(step).name)
-        link.rename(self.path / BEST)
+        try:
+            link.symlink_to(name)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            link.write_text(name)
+        rename(link, self.path / BEST)
 
     def best(self) -> Path | None:
         """Return the checkpoint that the link "best" points to."""
         link = self.path / BEST
-        return self.path / os.readlink(link) if link.is_symlink() else None
+        if link.is_symlink():
+            return self.path / os.readlink(link)
+        return self.path / link.read_text() if link.is_file() else None
 
     def clean(self) -> None:
         """Remove leftovers. No other process may be saving here."""

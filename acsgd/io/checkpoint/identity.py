@@ -114,6 +114,9 @@ class RunIdentity:
     """Sources in their order; empty in checkpoints of older versions."""
     reading: dict[str, str] = field(default_factory=dict)
     """Options on which the tokens of all sources depend; empty in checkpoints of older versions."""
+    weights: str = ""
+    """Checksum of the weights that the run started from, or how they were drawn; empty in checkpoints of older
+    versions. Compared by `acsgd.run.initial_weights` when a run resumes, and not part of the digest."""
 
     @classmethod
     def of(
@@ -137,8 +140,8 @@ class RunIdentity:
         return asdict(self)
 
     def digest(self) -> str:
-        """Return a hash of the fields without those that only say why `texts` differ."""
-        fields = {key: value for key, value in self.to_dict().items() if key not in ("sources", "reading")}
+        """Return a hash of model, tokenizer and data, without the fields that only say why `texts` differ."""
+        fields = {key: value for key, value in self.to_dict().items() if key not in ("sources", "reading", "weights")}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
     def difference(self, saved: RunIdentity) -> str | None:

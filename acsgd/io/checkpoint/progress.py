@@ -116,6 +116,8 @@ class RunState:
     """Where each source of data.sources is read on, None if it is not streamed; empty if none is."""
     unevaluated: dict[str, Any] | None = None
     """Metrics of the last step, a line of metrics.jsonl, if its evaluation was left on a stop signal."""
+    held_out: str = ""
+    """Hash of the evaluation data, on which `Progress.best` depends; empty without any, and in older versions."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

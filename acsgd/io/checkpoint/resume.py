@@ -65,6 +65,8 @@ class Candidates:
     checkpoints: list[Checkpoint]
     """Newest first. If one was requested: that one, then those to suggest in its place."""
     rejected: list[Rejected]
+    has_earlier: bool = False
+    """Whether the directory has checkpoints of an earlier run, from which the run must not resume."""
 
     def choose(self, groups: Groups, check: Callable[[Checkpoint], None], *, timeout_s: float) -> Checkpoint | None:
         """Return the first checkpoint that is valid on every rank, None if there are no candidates. A collective call.
@@ -91,12 +93,19 @@ class Candidates:
             )
         return None
 
-    def set_aside(self) -> list[str]:
-        """Rename the rejected checkpoints, so that no later start finds them; return one sentence for each."""
-        return [
+    def set_aside(self, metrics: Path) -> list[str]:
+        """Rename the rejected checkpoints, and move those of an earlier run, so that no later start finds them.
+
+        metrics: file of the run, which is moved with the latter. Returns sentences for the user.
+        """
+        notes = [
             f"set aside a checkpoint: {reason}; renamed to {self.directory.set_aside(path).name}"
             for path, reason in self.rejected
         ]
+        if self.has_earlier:
+            moved = self.directory.set_all_aside(metrics)
+            notes.append(f"checkpoint.resume=never: the checkpoints of the earlier run are in {moved} now")
+        return notes
 
     def mark_best(self) -> None:
         """Point the link "best" to the best remaining checkpoint.
@@ -109,6 +118,14 @@ class Candidates:
             self.directory.mark_best(best.shards.step)
 
 
+def refusal(path: Path, difference: str) -> str:
+    """Return the message of a run that differs from a checkpoint so that it cannot resume. difference: a clause."""
+    return (
+        f"cannot resume from {path}: {difference}; use what it was trained with, or start a new run: --log.dir NEW or "
+        f"--checkpoint.resume never; from the weights of this checkpoint: --model.name {path} --log.dir NEW"
+    )
+
+
 def find(directory: CheckpointDirectory, resume: str, identity: RunIdentity) -> Candidates:
     """Find the checkpoints that checkpoint.resume allows. Reads manifests only.
 
@@ -117,12 +134,7 @@ def find(directory: CheckpointDirectory, resume: str, identity: RunIdentity) -> 
     """
     steps = directory.steps()
     if resume == "never":
-        if steps:
-            raise ValueError(
-                f"checkpoint.resume=never, but {directory.path} holds checkpoints of an earlier run up to step "
-                f"{steps[-1]}; give another log.dir, remove them, or use --checkpoint.resume auto"
-            )
-        return Candidates(directory, None, [], [])
+        return Candidates(directory, None, [], [], has_earlier=bool(steps))
     if resume == "auto":
         return _open(directory, None, [directory.of(step) for step in reversed(steps)], identity)
     requested = _requested(resume)
@@ -162,10 +174,7 @@ def _open(
             rejected.append(Rejected(path, str(error)))
             continue
         if (difference := identity.difference(checkpoint.run.identity)) is not None:
-            raise ValueError(
-                f"cannot resume from {path}: {difference}; use what it was trained with, or start a new run from its "
-                f"weights: --model.name {path} --log.dir NEW"
-            )
+            raise ValueError(refusal(path, difference))
         checkpoints.append(checkpoint)
     return Candidates(directory, requested, checkpoints, rejected)
 

@@ -20,6 +20,10 @@ RESUMABLE = ".resumable"
 """End of the name of the hidden directory of a build that can be continued; the name of the result lies before it."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a disk, a quota or a file size limit that has no room for a file."""
+UNSUPPORTED = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
+"""Errors of a file system that does not have links, or renames, such as exFAT or a mounted object store."""
+COMPLETING = ("manifest.json", "checksums")
+"""Names of files without which the directory that they are in is incomplete."""
 
 
 class BuildInProgressError(InputError):
@@ -59,11 +63,61 @@ def describe_build(path: Path) -> str | None:
     return None
 
 
+def rename(source: Path, target: Path) -> None:
+    """Rename a file or a directory.
+
+    Where the file system cannot, its files are moved or copied one by one, those that complete it last.
+    """
+    try:
+        source.rename(target)
+        return
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+    if source.is_dir() and not source.is_symlink():
+        target.mkdir(exist_ok=True)
+        for part in sorted(source.iterdir(), key=lambda part: part.name in COMPLETING):
+            rename(part, target / part.name)
+        source.rmdir()
+    else:
+        target.unlink(missing_ok=True)
+        shutil.copyfile(source, target, follow_symlinks=False)
+        _fsync(target)
+        source.unlink()
+
+
+def missing_operations(directory: Path) -> list[str]:
+    """Return which of symbolic links, hard links and renames of directories the file system of a directory lacks."""
+    with tempfile.TemporaryDirectory(prefix=PREFIX, suffix=SUFFIX, dir=directory) as made:
+        path = Path(made)
+        (path / "file").touch()
+        (path / "directory").mkdir()
+        operations = {
+            "symbolic links": lambda: os.symlink("file", path / "symbolic"),
+            "hard links": lambda: os.link(path / "file", path / "hard"),
+            "renames of directories": lambda: os.rename(path / "directory", path / "renamed"),
+        }
+        return [name for name, attempt in operations.items() if not _is_supported(attempt)]
+
+
+def _is_supported(attempt: Callable[[], None]) -> bool:
+    try:
+        attempt()
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        return False
+    return True
+
+
 def fsync_directory(directory: Path) -> None:
-    """Wait until the entries of a directory are on disk."""
+    """Wait until the entries of a directory are on disk, if its file system can."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (*UNSUPPORTED, errno.EINVAL):
+            raise
     finally:
         os.close(descriptor)
 
@@ -87,7 +141,7 @@ def _rename(built: Path, path: Path) -> bool:
     if os.path.lexists(path):
         return False
     try:
-        built.rename(path)
+        rename(built, path)
     except OSError as error:  # of two directories, one gets the name
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             return False

@@ -10,6 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from acsgd.config.options import Config
+from acsgd.io.files.atomic import rename
 from acsgd.io.telemetry.record import RunEvent, StepRecord
 
 METRICS = "metrics.jsonl"
@@ -112,7 +113,7 @@ def _truncate_after(path: Path, step: int) -> None:
         file.writelines(_lines_until(lines, step))
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(path)
+    rename(partial, path)
 
 
 def _lines_until(lines: Iterable[bytes], step: int) -> Iterator[bytes]:

@@ -34,6 +34,7 @@ from pathlib import Path
 
 from acsgd.errors import RunError
 from acsgd.failures.processes import ProcessIdentity
+from acsgd.io.files.atomic import UNSUPPORTED
 
 STALE_S = 20.0
 """Seconds without a heartbeat after which a holder on another host counts as dead."""
@@ -176,7 +177,9 @@ class Lease:
             pass  # the holder removed its directory as it ended, or another start removed this one as a leftover
         except OSError as error:
             shutil.rmtree(new, ignore_errors=True)
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            if error.errno in UNSUPPORTED:
+                self._create()
+            elif error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         if not self._write_heartbeat():
             return False
@@ -184,6 +187,14 @@ class Lease:
         for leftover in self.directory.glob(".lock.*"):  # of starts that were killed; others try again
             shutil.rmtree(leftover, ignore_errors=True)
         return True
+
+    def _create(self) -> None:
+        """Take the lease where directories cannot be renamed, unless it is taken. Two starts at once both step back."""
+        self._lock.mkdir(exist_ok=True)
+        if not any(self._lock.iterdir()):
+            (self._lock / self._name).write_text(self._record())
+            if len([*self._lock.iterdir()]) > 1:
+                (self._lock / self._name).unlink(missing_ok=True)
 
     def _write_heartbeat(self) -> bool:
         """Overwrite the lease in place; return False if another run has removed it."""

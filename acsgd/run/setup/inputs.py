@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from acsgd.config.adapters import ADAPTERS
@@ -17,7 +18,7 @@ from acsgd.io.data.rows.ul2r import UL2R
 from acsgd.layers.verify import PACKED, PREFIXED
 from acsgd.pp.wire.cache_plan import CachePlan, plan_caches
 from acsgd.pp.wire.delta import Delta
-from acsgd.run.initial_weights import check_base_of, open_weight_source
+from acsgd.run.initial_weights import check_base_of, checksum_of, open_weight_source
 from acsgd.run.plan.job import Job
 from acsgd.run.setup.data import Data, open_data
 from acsgd.run.setup.describe import describe_padding, has_padding
@@ -33,7 +34,7 @@ class RunInputs:
     reader: BatchReader
     held_out: HeldOut | None
     identity: RunIdentity
-    """Identity that a checkpoint must have to be resumed from."""
+    """Identity that a checkpoint must have to be resumed from, with the initial weights of the run."""
     candidates: Candidates
     weight_source: WeightSource | None
     """Initial weights of a new run; None if there are checkpoints to resume from."""
@@ -43,6 +44,11 @@ class RunInputs:
     """Number of optimizer steps of the run."""
     notes: tuple[str, ...]
     """Sentences on special tokens, formats, skipped text, held-out data, epochs, padding and activation caches."""
+
+    @property
+    def held_out_key(self) -> str:
+        """Hash of the evaluation data; empty if there is none."""
+        return hashlib.sha256(self.held_out.fingerprint().encode()).hexdigest() if self.held_out else ""
 
     def fingerprint(self) -> str:
         """Return a string that must be equal on all ranks."""
@@ -66,6 +72,8 @@ def open_inputs(job: Job, groups: Groups | None = None, *, has_caches: bool = Fa
     known = reader.sampler.num_known
     plan = plan_activation_caches(job, known, run_id=identity.digest(), fresh=fresh, are_kept=has_caches)
     source = open_weight_source(job) if fresh else None
+    saved = next((each.run.identity.weights for each in candidates.checkpoints), "")
+    identity = replace(identity, weights=checksum_of(job, source) if source else saved)
     held_out_notes, plan_notes = data.held_out.notes if data.held_out else (), (plan.note,) if plan else ()
     of_data = (_describe_tokens(job, data.spec), *reader.notes, *held_out_notes, *data.notes)
     notes = (*of_data, *describe_padding(job), *plan_notes)

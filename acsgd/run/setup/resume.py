@@ -14,20 +14,25 @@ from torch import Tensor
 
 from acsgd.dp.resize import ReplicaState, add_tied_copy, merge_tied_copy
 from acsgd.dp.resize import restore as restore_replica
+from acsgd.errors import RunError
 from acsgd.groups import Groups
 from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents, optimizer_spec
-from acsgd.io.checkpoint.progress import Progress, changed_options, recorded_options
+from acsgd.io.checkpoint.progress import Progress, RunState, changed_options, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.io.checkpoint.saver import LayerState
+from acsgd.io.telemetry.json_lines import METRICS
 from acsgd.io.telemetry.record import StepRecord
 from acsgd.notes import print_note, report_if_slow
 from acsgd.optim.base import OptimizerSpec
 from acsgd.optim.loss_scale import LossScale
+from acsgd.optim.schedule import learning_rate
 from acsgd.pp.stage import Stage
+from acsgd.run.initial_weights import check_start_of
 from acsgd.run.plan.job import Job
 from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.describe import describe_tied
+from acsgd.run.setup.directories import describe_missing
 from acsgd.run.setup.inputs import RunInputs
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.load import LoadedLayer, WeightSource
@@ -55,11 +60,20 @@ def start(job: Job, inputs: RunInputs, groups: Groups) -> Start:
     Collective. Raises RunError if there are checkpoints and none that may be used is valid.
     """
     found = inputs.candidates
+    if not groups.all_equal(inputs.identity.weights):
+        raise RunError(
+            f"model.name={job.config.model.name} holds other weights on some hosts; copy the same files to all of them"
+        )
+    of_weights = []
+    if job.topology.rank == 0 and found.checkpoints:
+        of_weights = check_start_of(job, found.checkpoints[0])
     checkpoint = found.choose(groups, partial(check_files, job), timeout_s=job.disk_timeout_s)
-    notes = [f"removed {path.name}: it is incomplete" for path in found.directory.leftovers()]
+    notes = [*of_weights, *(f"removed {path.name}: it is incomplete" for path in found.directory.leftovers())]
     if job.topology.rank == 0:
-        notes += found.set_aside()
+        notes += found.set_aside(job.paths.run / METRICS)
         found.mark_best()
+        found.directory.path.mkdir(parents=True, exist_ok=True)
+        notes += describe_missing(job)
     source = checkpoint.shards if checkpoint else inputs.weight_source
     assert source is not None
     with report_if_slow(print_note, lambda: f"loading {job.model.describe_size()}", enabled=job.topology.rank == 0):
@@ -75,8 +89,28 @@ def start(job: Job, inputs: RunInputs, groups: Groups) -> Start:
         notes.append(f"the optimizer starts without state: the checkpoint has that of {saved}, not of {present}")
     if changed := changed_options(checkpoint.run.options, recorded_options(job.config)):
         notes.append(f"options that differ from those of the checkpoint: {'; '.join(changed)}")
+    notes += _describe_rate(job, checkpoint.run)
+    if progress.loss_scale.dynamic and any(each.startswith("optim.loss_scale:") for each in changed):
+        notes.append(f"optim.loss_scale is that of a new run: this one resumes with {progress.loss_scale.value:g}")
+    if progress.best and checkpoint.run.held_out not in ("", inputs.held_out_key):
+        progress = replace(progress, best={})
+        notes.append("the evaluation data are others than those of the checkpoint: its best metrics do not count")
     left = checkpoint.run.unevaluated
     return Start(session, progress, checkpoint.path, notes, source, StepRecord(**left) if left else None)
+
+
+def _describe_rate(job: Job, run: RunState) -> list[str]:
+    """Return a sentence on the learning rate if that of the next step is another than the checkpoint's options give."""
+    step, present, options = run.progress.step, job.config.optim, run.options
+    values = [options.get(f"optim.{name}") for name in ("lr", "steps", "warmup", "schedule")]
+    if None in values or not 0 < step < present.num_steps:
+        return []
+    lr, steps, warmup, schedule = map(str, values)
+    saved = replace(present, lr=float(lr), steps=int(steps), warmup=int(warmup), schedule=schedule)
+    last, planned, now = (learning_rate(*each) for each in ((step - 1, saved), (step, saved), (step, present)))
+    if now == planned:
+        return []
+    return [f"the learning rate of step {step + 1} is {now:.3g}, after {last:.3g} in step {step}: its schedule changed"]
 
 
 def layer_states(session: Session, idle: Collection[int] = ()) -> list[LayerState]:

@@ -177,6 +177,7 @@ class Checkpointing(StepHook):
             origin_of(job.config),
             self._inputs.reader.stream_states(progress.step),
             unevaluated.numbers() if unevaluated else None,
+            self._inputs.held_out_key,
         )
         self._saver.snapshot(progress.step, layer_states(self._session, idle), run.to_dict(), best=best)
         self._saved_at, self._has_copy = time.monotonic(), True
@@ -206,7 +207,14 @@ class Checkpointing(StepHook):
 
     def _describe_end(self, step: int) -> str:
         """Return a sentence on the end of the run after a step."""
-        steps = self._session.job.config.optim.num_steps
+        optim = self._session.job.config.optim
+        steps = optim.num_steps
+        if step >= steps and self.newest == self._resumed_from:
+            length = "optim.steps" if optim.epochs is None else "optim.epochs"
+            last = (
+                f"step {step} of {steps} is done" if step == steps else f"step {step} is done, the last is step {steps}"
+            )
+            return f"nothing left to train: {last}; raise {length}, or give another log.dir ({self.newest})"
         if step == steps:
             return f"done: step {step} of {steps}, {self.newest}"
         return (

@@ -1,0 +1,173 @@
+"""Laws of what a run needs of the file system of its checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from acsgd.config.options import CheckpointConfig, LogConfig, RunConfig
+from acsgd.errors import RefusedError, RunError
+from acsgd.failures.processes import ProcessIdentity
+from acsgd.groups import Groups
+from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.files.atomic import missing_operations, rename
+from acsgd.run.lock.lease import Lease
+from acsgd.run.plan.job import Job
+from acsgd.run.setup import directories
+from acsgd.run.setup.directories import check_shared
+from acsgd.shards.manifest import MANIFEST
+from acsgd.topology import Topology
+
+
+class ThreadGroups:
+    """The text exchanges of `Groups`, between threads."""
+
+    run_id = "run"
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks)
+        self._texts = [""] * ranks
+
+    def of(self, rank: int) -> Groups:
+        def all_gather_text(name: str, text: str, *, timeout_s: float) -> list[str]:
+            self._texts[rank] = text
+            self._barrier.wait(timeout_s)
+            return [*self._texts]
+
+        def wait_for_all(name: str, *, timeout_s: float) -> None:
+            self._barrier.wait(timeout_s)
+
+        return cast(
+            Groups, SimpleNamespace(run_id=self.run_id, all_gather_text=all_gather_text, wait_for_all=wait_for_all)
+        )
+
+
+def job_of(rank: int, ranks: int, directory: Path) -> Job:
+    config = SimpleNamespace(log=LogConfig(str(directory)), checkpoint=CheckpointConfig(), run=RunConfig())
+    paths = SimpleNamespace(checkpoints=CheckpointDirectory(directory / "checkpoints"))
+    return cast(Job, SimpleNamespace(topology=Topology.of(rank, ranks, 1), paths=paths, config=config))
+
+
+def check(of_ranks: list[Path]) -> list[Exception | None]:
+    """Check on each rank the directory that has the run's path on its host; return the errors by rank."""
+    ranks, groups = len(of_ranks), ThreadGroups(len(of_ranks))
+    (of_ranks[0] / "checkpoints").mkdir(parents=True, exist_ok=True)
+
+    def run(rank: int) -> Exception | None:
+        try:
+            check_shared(job_of(rank, ranks, of_ranks[rank]), groups.of(rank))
+        except RunError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return [*pool.map(run, range(ranks))]
+
+
+def test_ranks_that_see_the_directory_of_rank_0_train(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "a")
+    assert check([tmp_path / "a", link, tmp_path / "a"]) == [None, None, None]
+    assert not [*(tmp_path / "a" / "checkpoints").iterdir()]
+
+
+def test_a_rank_that_does_not_see_it_is_named_by_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directories, "VISIBLE_S", 0.1)
+    (tmp_path / "b" / "checkpoints").mkdir(parents=True)
+    first, second, third = errors = cast(list[Any], check([tmp_path / "a", tmp_path / "b", tmp_path / "a"]))
+    assert isinstance(second, RefusedError)
+    assert [error.awaited for error in errors] == [(1,), (), (1,)]
+    assert len({str(error) for error in errors}) == 1
+    assert str(first).startswith("log.dir is not shared by all hosts: rank 1 on ")
+    assert f"{tmp_path}/b/checkpoints" in str(third)
+    assert not [*(tmp_path / "a" / "checkpoints").iterdir()]
+
+
+def test_a_file_that_another_host_sees_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with NFS, whose clients cache that a name is missing."""
+    looked: list[Path] = []
+    exists = Path.exists
+
+    def late(path: Path) -> bool:
+        if path.name.startswith(directories.PROBE):
+            looked.append(path)
+            return len(looked) > 6 and exists(path)
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", late)
+    assert check([tmp_path, tmp_path]) == [None, None]
+    assert len(looked) > 6
+
+
+LACKING = {"no links": ("symlink", "link"), "no renames": ("rename",), "an object store": ("symlink", "link", "rename")}
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+def test_checkpoints_are_saved_replaced_and_removed_without_links_or_renames(
+    lacking: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for name in LACKING[lacking]:
+        monkeypatch.setattr(os, name, refuse)
+    words = {"symlink": "symbolic links", "link": "hard links", "rename": "renames of directories"}
+    assert missing_operations(tmp_path) == [words[name] for name in LACKING[lacking]]
+    directory = CheckpointDirectory(tmp_path)
+    for step, content in ((1, "a"), (2, "b"), (2, "c"), (3, "d")):
+        partial = directory.partial(step, "run")
+        partial.mkdir()
+        for name in (MANIFEST, "embed.safetensors"):
+            (partial / name).write_text(content)
+        directory.publish(step, "run")
+    assert (directory.of(2) / "embed.safetensors").read_text() == "c"
+    for best in (3, 1):
+        directory.mark_best(best)
+        assert directory.best() == directory.of(best)
+    directory.prune(3, keep=1, keep_every=None)
+    assert directory.steps() == [1, 3]
+    assert directory.set_aside(directory.of(3)).name == "corrupt-step-00000003"
+    moved = CheckpointDirectory(directory.set_all_aside(tmp_path / "metrics.jsonl"))
+    assert (moved.steps(), directory.steps()) == ([1], [])
+    assert moved.best() == moved.of(1)
+    assert not directory.leftovers()
+
+    first, second = (Lease(tmp_path, "log.dir", ProcessIdentity.current()) for _ in range(2))
+    assert first._take([])
+    assert not second._take([])
+    first.release()
+    assert second._take([])
+    second.release()
+
+
+def test_a_directory_that_is_moved_is_incomplete_until_all_of_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "rename", refuse)
+    (tmp_path / "source").mkdir()
+    for name in ("a", MANIFEST, "z"):
+        (tmp_path / "source" / name).write_text(name)
+    copied: list[str] = []
+    copyfile = shutil.copyfile
+
+    def copy(source: Path, target: Path, **options: bool) -> None:
+        copied.append(target.name)
+        copyfile(source, target, **options)
+
+    monkeypatch.setattr(shutil, "copyfile", copy)
+    rename(tmp_path / "source", tmp_path / "target")
+    assert sorted(copied) == sorted(("a", MANIFEST, "z"))
+    assert copied[-1] == MANIFEST
+    assert not (tmp_path / "source").exists()
